@@ -1,4 +1,5 @@
-//! Tensors: evaluated lazily, checked immediately, the same on every backend.
+//! Tensors: shapes are checked at once, values are computed when they are needed, and the program is the same
+//! on every backend.
 //!
 //! `cargo run --release -p halcyon --example 01_tensors [BACKEND]`
 
@@ -17,6 +18,6 @@ fn main() -> Result<()> {
 
     // An error stays in the chain, with this file and line, until a result is requested.
     let wrong = x.matmul(&x).relu() + 1.0;
-    println!("and a mistake: {}", wrong.check().expect_err("shapes do not fit"));
+    println!("the error of a mistake: {}", wrong.check().expect_err("shapes do not fit"));
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Decodes a Llama model token by token, with its KV caches as states. One plan serves every step.
+//! Decodes a Llama model token by token, with its KV caches as states. One plan serves every token.
 //!
 //! `cargo run --release -p halcyon --example 02_stories -- DIR [BACKEND]`, where DIR holds
 //! `model.safetensors`, `config.json` and `expected.json` (prompt ids, expected ids and text).
@@ -33,7 +33,7 @@ struct Layer {
     gate: Tensor,
     up: Tensor,
     down: Tensor,
-    /// [1, kv heads, positions, head size].
+    /// The caches have shape [1, kv heads, positions, head size].
     k_cache: State,
     v_cache: State,
 }
@@ -46,7 +46,7 @@ pub struct Llama {
     layers: Vec<Layer>,
     norm: Tensor,
     head: Tensor,
-    /// Cosines and sines, [positions, head size]. Both halves are equal.
+    /// Cosines and sines, [positions, head size]. Both halves of a row are equal.
     cos: Tensor,
     sin: Tensor,
 }
@@ -157,7 +157,8 @@ pub struct Decoded {
     pub ids: Vec<u32>,
     /// Logits after the prompt.
     pub logits: Vec<f32>,
-    /// After each step: plans built, kernels compiled (or loaded from the disk cache), buffers allocated.
+    /// The numbers, after each token, of plans built, kernels compiled (or loaded from the disk cache) and
+    /// buffers allocated.
     pub made: Vec<(u64, u64, u64)>,
 }
 

@@ -1,4 +1,4 @@
-//! Runs an ONNX model: inputs and outputs by name, as tensors or as host data.
+//! Runs an ONNX model. Inputs and outputs are tensors that are found by name.
 //!
 //! `cargo run --release -p halcyon --example 04_onnx [MODEL [PICTURE]]`
 
@@ -24,7 +24,7 @@ fn main() -> Result<()> {
     let image = Tensor::from_slice(&backend, [1, p.height, p.width, p.channels], &pixels)?;
     let image = image.permute(&[0, 3, 1, 2]).mean_keepdim(1);
 
-    // The tensor stays on the device; outputs do too, until they are read.
+    // The run uses the image on the device. The outputs stay there until they are read.
     let outputs = session.run([("image", &image)])?;
     let probabilities = &outputs["probabilities"];
     let digit: i64 = probabilities.argmax(-1).index(0).item()?;

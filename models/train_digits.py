@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
 """Train the digit classifier that ships as models/digits.onnx and write every file beside this script.
 
-Needs `pip install numpy scikit-learn onnx`; takes under a minute on two CPU cores. Seeded: the same library versions
-on the same kind of CPU give the same files.   Usage: train_digits.py [OUTPUT_DIR]
+Usage: train_digits.py [OUTPUT_DIR]
+
+Needs `pip install numpy scikit-learn onnx` and less than a minute on two CPU cores. The random seed is fixed, so the
+same library versions on the same kind of CPU give the same files.
 
 Data:   scikit-learn's digits (1,797 grey images, 8x8, values 0..16), split 1,437 / 360 by a seeded permutation.
 Input:  `image` float32 [batch, 1, 8, 8], values 0..1 (a grey image divided by 255).
 Output: `probabilities` float32 [batch, 10].
 Net:    conv 3x3x16, relu, max-pool 2, conv 3x3x32, relu, max-pool 2, flatten, linear 128 -> 10, softmax.
 
-The training loop is written out in NumPy: convolution as a matrix product over unfolded patches, Adam with a cosine
-schedule, images shifted at random by up to one pixel.
+The training loop uses only NumPy. A convolution is a matrix product over unfolded patches. The optimizer is Adam with
+a cosine schedule. Each image is shifted at random by up to one pixel.
 """
 import pathlib
 import struct
@@ -39,7 +41,7 @@ def load():
 
 
 def as_input(images):
-    """What a reader of the 8-bit image computes: pixel / 255, with pixel = round(value * 255 / 16)."""
+    """The input that a program computes from an 8-bit image: pixel / 255, where pixel = round(value * 255 / 16)."""
     return (to_pixels(images).astype(np.float32) / np.float32(255))[:, None, :, :]
 
 

@@ -1,8 +1,8 @@
-//! Target: a serialised graph. It is read, written again, and run on the CPU at both levels if it is little
-//! work.
+//! Fuzz target: a serialised graph. It is read, written again and, if running it is little work, run on the
+//! CPU at both levels.
 //!
-//! An input without the file's magic number is taken as header (up to the last brace) and data; the header's
-//! length is inserted here.
+//! If an input does not begin with the file's magic number, the magic number and the header's length are put
+//! before it. Its header ends with the last brace, and the rest is data.
 #![no_main]
 
 use halcyon::{ConstData, Result};

@@ -1,4 +1,4 @@
-//! Target: PNG and JPEG images, as the command reads them for a model's input.
+//! Target: images, as the command reads them for a model's input.
 #![no_main]
 
 use halcyon::{DType, Shape};

@@ -1,4 +1,4 @@
-//! Target: NumPy's `.npz`.
+//! Fuzz target: the reader of NumPy's `.npz` files.
 #![no_main]
 
 use bytes::Bytes;

@@ -1,4 +1,4 @@
-//! Target: an encoded image in any format that a model may decode.
+//! Fuzz target: an encoded image in any format that a model may decode.
 #![no_main]
 
 use halcyon_formats::picture;

@@ -1,4 +1,5 @@
-//! Target: a replay file. It is read, written and read again, and its graph is run if it is little work.
+//! Target: a replay file. It is read, written and read again, and its graph is run on each backend if this is
+//! little work.
 #![no_main]
 
 use halcyon::{Replay, Result};

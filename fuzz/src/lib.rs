@@ -1,8 +1,8 @@
-//! Shared by the targets: a device with little memory, and a bound on the work per input.
+//! What the fuzz targets share: a device with little memory, and a bound on the work per input.
 //!
-//! A small valid file may describe much work without needing much memory. Such work is not run here: a target
-//! looks for crashes and for memory use out of proportion to the file, and must process thousands of inputs
-//! per minute.
+//! A small valid file may describe much work without needing much memory. Such work is not run here: a fuzz
+//! target looks for crashes and for memory use out of proportion to the file, and must process thousands of
+//! inputs per minute.
 
 use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Session};
 use halcyon_formats::onnx::{Datum, Engine, Handle, PortType};

@@ -1,5 +1,5 @@
-//! Writes the initial inputs for fuzzing: `seeds CORPUS [FOLDER]…`. ONNX models and tensors of the test suite
-//! are taken from the folders, one of each kind.
+//! Writes the initial inputs for fuzzing: `seeds CORPUS [FOLDER]…`. The folders hold ONNX models and tensors
+//! of the test suite, of which one of each kind is used.
 
 use halcyon::{Backend, Session};
 use halcyon_formats::onnx::proto::*;
@@ -15,7 +15,7 @@ use std::error::Error;
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
-/// Maximum size in bytes of a model and of a tensor.
+/// Maximum sizes in bytes of a model and of a tensor.
 const MODEL: u64 = 6144;
 const TENSOR: u64 = 512;
 
@@ -78,7 +78,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         c.put("onnx_model", &format!("suite-{k}"), &std::fs::read(p)?)?;
     }
 
-    // Tensors, one of each dtype and length.
+    // Tensors, one of each dtype and rank.
     let mut seen = HashSet::new();
     for p in found.iter().filter(|p| p.extension().is_some_and(|e| e == "pb") && small(p, TENSOR)) {
         let b = std::fs::read(p)?;
@@ -113,7 +113,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     c.put("onnx_tensor", "sparse", &sparse.encode_to_vec())?;
     c.put("npy", "fortran", b"\x93NUMPY\x01\0\x3e\0{'descr': '>i2', 'fortran_order': True, 'shape': (2, 2), }     \n\0\x01\0\x02\0\x03\0\x04")?;
 
-    // Archives: stored here, deflated in the models folder.
+    // Archives. Their members are stored without compression.
     let few: Vec<(&str, &ConstData)> = all.iter().take(3).map(|(n, t)| (n.as_str(), t)).collect();
     c.put("npz", "stored", &npz::encode(&few)?)?;
     c.put("npz", "empty", &npz::encode(&[])?)?;
@@ -130,7 +130,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     c.put("safetensors", "none", &st("{}", &[]))?;
     c.put("safetensors", "empty", &st(r#"{"a":{"dtype":"I64","shape":[0,3],"data_offsets":[0,0]}}"#, &[]))?;
 
-    // Images of every colour type, and those that the suite decodes.
+    // Images of every colour type, and those of the suite's image decoder tests.
     for p in found.iter().filter(|p| p.ends_with("test_data_set_0/input_0.pb")) {
         let Some(name) = p.ancestors().nth(2).and_then(|d| d.file_name()?.to_str()) else { continue };
         if let Some(format) = name.strip_prefix("test_image_decoder_decode_") {
@@ -158,7 +158,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     }
 
-    // Graphs, as files and as header and data.
+    // Graphs: the whole file, and the file without its first 16 bytes.
     let graph = |name: &str, g: &Graph| -> Result<(), Box<dyn Error>> {
         let b = g.to_bytes()?;
         c.put("graph", &format!("{name}-file"), &b)?;

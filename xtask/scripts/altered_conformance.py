@@ -6,7 +6,7 @@ Needs numpy, onnx.   Usage: altered_conformance.py OUT
 OUT/conformance/CASE/{model.onnx, tolerance.json, test_data_set_0/{input,output}_N.pb}: every node case made only of the
 operators below, on the element types below.
 OUT/conformance_altered/: the same cases; in fifty of them one element of one float output is moved by at least 1.
-OUT/conformance_altered.txt: the names of those fifty, one a line.
+OUT/conformance_altered.txt: the names of those fifty, one per line.
 """
 import json
 import pathlib
@@ -19,13 +19,13 @@ from onnx.backend.test.case import node
 
 SEED = 50
 ALTERED = 50
-# What mnist, SqueezeNet and the MiniLM encoder are made of, and the rows beside them.
+# The operators of mnist, SqueezeNet and the MiniLM encoder, and some related ones.
 OPERATORS = set(
     """Add And BatchNormalization Cast Clip Concat Constant ConstantOfShape Conv Div Dropout Equal Erf Expand Flatten Gather
     GatherElements Gemm GlobalAveragePool GreaterOrEqual LayerNormalization LogSoftmax MatMul MaxPool Mul Range ReduceL2
     ReduceSum Relu Reshape Shape Slice Softmax Sqrt Squeeze Sub Tanh Transpose Unsqueeze Where""".split()
 )
-# The newest opset that onnxruntime 1.31 loads: every case can be checked with a second engine.
+# The newest opset that onnxruntime 1.31 loads, so that every case can be checked with a second engine.
 NEWEST_OPSET = 26
 TYPES = {TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL}
 
@@ -62,7 +62,8 @@ def write(case, folder):
 
 
 def alter(folder, rng):
-    """Moves one finite element of the first output; False when that output is not a float tensor or has none."""
+    """Changes one finite element of the first output. Returns False if that output is not a float tensor, or
+    if it has no finite element."""
     path = folder / "test_data_set_0" / "output_0.pb"
     proto = TensorProto.FromString(path.read_bytes())
     if proto.data_type != TensorProto.FLOAT:
@@ -94,7 +95,7 @@ def main(out):
             names.append(cases[i].name)
     changed = [c.name for c in cases if differ(plain / c.name, altered / c.name)]
     if len(names) != ALTERED or changed != sorted(names):
-        sys.exit(f"{len(names)} altered, {len(changed)} differ: wanted {ALTERED}")
+        sys.exit(f"altered {len(names)} cases, and {len(changed)} cases differ; expected {ALTERED}")
     (out / "conformance_altered.txt").write_text("".join(f"{name}\n" for name in sorted(names)))
     print(f"conformance: {len(cases)} cases, {len(names)} altered in the copy")
 

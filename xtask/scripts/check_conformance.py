@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""An independent judge of `halcyon conformance`: it must not be able to pass by looking at the answers.
+"""Checks `halcyon conformance` independently, so that it cannot pass by looking at the expected outputs.
 
 Needs numpy, onnx; HALCYON_BIN (the command) and HALCYON_TESTDATA (what altered_conformance.py wrote).
 Usage: check_conformance.py [--backend NAME] [--limit N]
 
-1. Every case is run by `halcyon run` in a folder that holds its model and inputs but no expectation; the saved outputs are
-   compared here, in NumPy. A case that `halcyon run` calls unsupported (exit code 3) counts as skipped.
-2. `halcyon conformance onnx` on the unaltered cases finds none wrong, and agrees case by case with 1.
-3. On the copy with fifty altered expectations it finds exactly those fifty wrong.
+1. `halcyon run` runs every case in a folder that contains the model and the inputs, but not the expected
+   outputs. This script compares the saved outputs with NumPy. A case that `halcyon run` calls unsupported
+   (exit code 3) counts as skipped.
+2. `halcyon conformance onnx` must find no wrong case in the unaltered cases, and agree with 1 on every case.
+3. In the copy with fifty altered expectations, it must find exactly those fifty cases wrong.
 Last line: `N passed, N failed, N skipped`.
 """
 import argparse
@@ -27,12 +28,12 @@ UNSUPPORTED = 3
 
 
 def file_name(name):
-    """The file in which `run --output-dir` saves an output: its name with what a file name cannot hold replaced."""
+    """The file in which `run --output-dir` saves an output: its name, with characters replaced by `_`."""
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in name) + ".npy"
 
 
 def judge(command, backend, case, scratch):
-    """("passed" | "wrong" | "unsupported" | "error", reason) of one case, from its saved outputs."""
+    """Returns ("passed" | "wrong" | "unsupported" | "error", reason) for one case, from its saved outputs."""
     model = onnx.load(str(case / "model.onnx"))
     work = scratch / case.name
     work.mkdir()
@@ -110,7 +111,10 @@ def main():
         passed += 1
     else:
         failed += 1
-        print(f"not found: {sorted(set(altered) - set(wrong))}; wrongly accused: {sorted(set(wrong) - set(altered))}")
+        print(
+            f"altered, but not found wrong: {sorted(set(altered) - set(wrong))}; "
+            f"found wrong, but not altered: {sorted(set(wrong) - set(altered))}"
+        )
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     sys.exit(failed > 0)
 

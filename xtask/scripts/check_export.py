@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""An independent judge of ONNX export: other programs must read what we write and find the same numbers.
+"""An independent check of ONNX export: other programs must read the exported models and compute the same numbers.
 
 Needs numpy, onnx, onnxruntime; HALCYON_BIN (the command), HALCYON_TESTDATA (conformance cases), and HALCYON_EXPORTED (what the test
-`export` of the library left: one folder per case of its op table), which is skipped where it is not there.
+`export` of the library wrote: one folder per case of its op table). If HALCYON_EXPORTED does not exist, part 1 is skipped.
 Usage: check_export.py [--limit N]
 
 Every model must pass onnx.checker with full shape inference. Its results come from onnxruntime on the CPU, or from the onnx package's
-reference where onnxruntime has no kernel for the element types, and are compared in NumPy.
+reference if onnxruntime has no kernel for the element types, and are compared in NumPy.
 1. The op table's cases, against our reference's results.
 2. `halcyon export` of models/digits.onnx, at several operator sets and with external data, against the model itself in onnxruntime.
 3. `halcyon export` of the conformance cases, against their expected outputs.
@@ -28,20 +28,20 @@ from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 UNSUPPORTED = 3
-# Steps of rounding by which formulas may differ, as a share of the largest value of a result.
-# (Gelu has constants in f32, in onnxruntime's tanh form and in the reference's double one.)
+# The accepted differences by rounding, as a fraction of the largest value of a result. (Gelu has constants in
+# f32, both in onnxruntime's tanh form and in the reference's form for float64.)
 CLOSE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 # Messages of the engines for cases that the operators allow but the engines cannot run.
 LACKS = (
     "MLFloat16 data type is not supported",  # ScatterElements with a reduction
-    "index can't contain negative values",  # the reference's Pad, which cannot cut off
+    "index can't contain negative values",  # the reference's Pad, which cannot crop
     "all dimensions of index and self should be the same size",  # the reference's GatherElements
-    "utils::IsPrimitiveDataType<T>(dtype_) was false",  # unsigned products over nothing
+    "utils::IsPrimitiveDataType<T>(dtype_) was false",  # unsigned products over an empty axis
     "KV sequence length must be greater than 0",  # onnxruntime's Attention
-    "zero-size array to reduction operation maximum",  # the reference's softmax over nothing
-    "is out of bounds for axis",  # the reference's MaxPool with uneven padding, whose indices are off
+    "zero-size array to reduction operation maximum",  # the reference's softmax over an empty axis
+    "is out of bounds for axis",  # the reference's MaxPool with uneven padding, whose indices are wrong
 )
 
 
@@ -72,12 +72,12 @@ def data_of(folder, kind, names):
 
 
 def wanted(value):
-    """The element type that onnxruntime takes an input as."""
+    """The value, or None if onnxruntime cannot take its element type."""
     return value if value.dtype.kind in "fiub" and value.dtype.isbuiltin else None
 
 
 def evaluate(path, model, feeds):
-    """(results, engine): onnxruntime where it has kernels for the model, else the reference of the onnx package."""
+    """(results, engine): onnxruntime if it has kernels for the model, else the reference of the onnx package."""
     if all(wanted(v) is not None for v in feeds.values()):
         try:
             options = onnxruntime.SessionOptions()
@@ -87,7 +87,7 @@ def evaluate(path, model, feeds):
             session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             return session.run(None, feeds), "onnxruntime"
         except (onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented, RuntimeError) as e:
-            # Results of types that NumPy lacks do not come back.
+            # onnxruntime cannot return results of types that NumPy lacks.
             if "NOT_IMPLEMENTED" not in str(e) and "No corresponding Numpy type" not in str(e):
                 raise
     return ReferenceEvaluator(model).run(None, feeds), "reference"
@@ -98,7 +98,7 @@ def differs(got, want, rtol=None, atol=0.0):
     got, want = np.asarray(got), np.asarray(want)
     small = want.dtype.isbuiltin != 1 and str(want.dtype) not in CLOSE
     if small and got.dtype == np.uint8 and want.dtype.itemsize == 1:
-        # onnxruntime gives floats of 8 bits as their patterns.
+        # onnxruntime returns 8-bit floats as their bits.
         got = got.view(want.dtype)
     if got.dtype != want.dtype or got.shape != want.shape:
         return f"{got.dtype}{got.shape}, expected {want.dtype}{want.shape}"
@@ -134,7 +134,7 @@ def compare(tally, what, path, feeds, want, **tolerance):
         return tally.bad(what, f"{type(e).__name__}: {str(e)[:300]}")
     try:
         got, engine = evaluate(path, model, feeds)
-    except Exception as e:  # whatever an engine says of our model is its verdict
+    except Exception as e:  # every error of an engine is a failure of our model
         if any(lack in str(e) for lack in LACKS):
             tally.skipped += 1
             return None
@@ -142,7 +142,7 @@ def compare(tally, what, path, feeds, want, **tolerance):
     for info, g, w in zip(model.graph.output, got, want):
         why = differs(g, w, **tolerance)
         if why and engine == "reference" and ("bf16" in what or "bfloat16" in why):
-            # It sums half floats in half floats.
+            # The reference computes sums of half types in the half type, which is too inexact.
             tally.skipped += 1
             return None
         if why:
@@ -209,7 +209,7 @@ def main():
         if exported and pathlib.Path(exported).is_dir():
             op_table(tally, pathlib.Path(exported), limit)
         else:
-            print("the op table's models are not there: run the tests first")
+            print("the op table's models do not exist: run the tests first")
             tally.skipped += 1
         digits(tally, root, scratch)
         conformance(tally, pathlib.Path(os.environ["HALCYON_TESTDATA"]), scratch, limit)

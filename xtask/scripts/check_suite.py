@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""An independent judge of the whole ONNX suite: the command sees models and inputs only, and what it saves is compared here.
+"""Judges the command's results of the whole ONNX suite: the command gets only models and inputs, and this program compares what it saves.
 
-Needs numpy, onnx; HALCYON_BIN (the command) and HALCYON_TESTDATA (with gen_suite.py's `suite`).
+Needs numpy and onnx, and the environment variables HALCYON_BIN (the command) and HALCYON_TESTDATA (a folder with gen_suite.py's `suite`).
 Usage: check_suite.py [--backend NAME] [--kinds node,simple,…] [--one-in N] [--report FILE]
 
-With --one-in N, of each kind a Nth of the cases is drawn anew each time (HALCYON_SEED repeats a draw; all with HALCYON_CASES=all).
+With --one-in N, each run draws one in N cases of each kind. HALCYON_SEED repeats a draw; HALCYON_CASES=all runs all cases.
 
 Every case is copied to a scratch folder without its outputs; `halcyon conformance onnx SCRATCH --save` runs them all. Then the command judges the
 originals itself, and both verdicts must agree, case by case.
-Shares asked of the backends: node 95 % on cpu and 90 % elsewhere, the other kinds 97 %; nothing wrong, no error.
+Of kind node, 95 % of the cases must pass on cpu and 90 % on other backends; of the other kinds, 97 %. No case may be wrong or end with an error.
 Last line: `N passed, N failed, N skipped`.
 """
 import argparse
@@ -70,7 +70,7 @@ def difference(got, want, tolerance):
         return None if want is got else f"{got} where {want} is expected"
     if isinstance(want, dict):
         if list(got) != list(want):
-            return "other keys"
+            return "the keys differ"
         got, want = list(got.values()), list(want.values())
     if isinstance(want, list):
         if len(got) != len(want):
@@ -82,11 +82,11 @@ def difference(got, want, tolerance):
     if tolerance is None:
         return None
     if want.dtype.kind in "OUS":
-        return None if (got.astype(str) == want.astype(str)).all() else "other strings"
+        return None if (got.astype(str) == want.astype(str)).all() else "the strings differ"
     if want.dtype.kind in "biu":
-        return None if np.array_equal(got, want) else "other integers"
-    # Kind V holds the small floats. Two units in the last place of bfloat16 are ONNX's own rule
-    # (backend/test/runner).
+        return None if np.array_equal(got, want) else "the integers differ"
+    # Small floats have NumPy's kind V. For bfloat16, ONNX's own test runner (backend/test/runner) allows two
+    # units in the last place.
     rtol = max(tolerance["rtol"], 2**-6) if want.dtype.name == "bfloat16" else tolerance["rtol"]
     g, w = got.astype(np.float64), want.astype(np.float64)
     with np.errstate(all="ignore"):
@@ -162,7 +162,7 @@ def main():
         share = counts["passed"] / max(1, len(cases))
         print(f"{kind} on {backend}: {counts} of {len(cases)}, {share:.1%} passed")
         if not cases or share < asked(kind, backend):
-            print(f"{kind}: {asked(kind, backend):.0%} are asked for")
+            print(f"{kind}: {asked(kind, backend):.0%} must pass")
             failed += 1
         passed += counts["passed"]
         failed += counts["wrong"] + counts["error"]

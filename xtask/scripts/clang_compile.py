@@ -1,9 +1,10 @@
-"""Compiles HIP sources with clang down to linked code objects, no GPU needed: for architectures that an old hipRTC does not know.
+"""Compiles HIP sources with clang to linked code objects, for architectures that an old hipRTC does not know.
+Needs no GPU.
 
     python clang_compile.py ARCH[,ARCH...] FILE...
 
-Prints each compiler log and exits 1 if a file does not compile, 77 if the compiler or ROCm's device libraries are not
-there (Debian: clang-19 lld-19 rocm-device-libs).
+Prints "ok" or the compiler's log for each file and architecture. Exits 1 if a file does not compile, 77 if the
+compiler or ROCm's device libraries are not installed (Debian packages: clang-19 lld-19 rocm-device-libs).
 """
 
 import os
@@ -13,12 +14,13 @@ import tempfile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 BITCODE = ["/usr/lib/x86_64-linux-gnu/amdgcn/bitcode", "/usr/lib/aarch64-linux-gnu/amdgcn/bitcode", "/opt/rocm/amdgcn/bitcode"]
-# Those of hipRTC (halcyon-hal, rocm/mod.rs).
+# The flags that the driver passes to hipRTC (halcyon-hal, rocm/mod.rs).
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-O2", "-w"]
 
 
 def compiler():
-    """The newest clang from 19 on that knows the targets, its folder of headers, and the folder of ocml.bc."""
+    """The first of clang 19 to 21 that runs, its resource folder, and the folder of ocml.bc; or a message if one of
+    them is not installed."""
     bitcode = next((d for d in BITCODE if os.path.isfile(os.path.join(d, "ocml.bc"))), None)
     if bitcode is None:
         return "ROCm's device libraries are not installed"
@@ -32,7 +34,7 @@ def compiler():
 
 
 def version(arch):
-    """gfx942 is 9402, gfx1100 is 11000: the last two digits are hexadecimal."""
+    """9402 for gfx942, 11000 for gfx1100. The last two digits of a name are hexadecimal."""
     digits = arch.removeprefix("gfx")
     return int(digits[:-2]) * 1000 + int(digits[-2], 16) * 100 + int(digits[-1], 16)
 

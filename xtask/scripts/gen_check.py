@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Models for `halcyon-check` whose weights are too large to carry: each is a conformance case, but for a file of weights that is
+"""Models for `halcyon-check`, as conformance cases. Their weights are too large to carry, so a case has no file of weights: the file is
 generated where it runs, by the same formula as here (`crates/halcyon-check/src/data.rs`). onnxruntime gives the outputs.
 
 Needs numpy, onnx, onnxruntime.   Usage: gen_check.py [MINILM.onnx] OUT      writes
 OUT/light_resnet50   the ResNet-50 of the onnx package
-OUT/minilm           the all-MiniLM-L6-v2 graph, where its file is given and there
+OUT/minilm           the all-MiniLM-L6-v2 graph, if its file is given and exists
 each as {model.onnx, weights.json, tolerance.json, test_data_set_0/{input,output}_N.pb}.
 """
 import json
@@ -24,7 +24,7 @@ SMALL = 64
 
 
 def unit(seed, n):
-    """Numbers in [0, 1) of 24 bits."""
+    """`n` numbers in [0, 1) of 24 bits each."""
     x = np.arange(n, dtype=np.uint32) * np.uint32(0x9E3779B9) + np.uint32((seed * 0x85EBCA6B) & 0xFFFFFFFF)
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
@@ -33,7 +33,7 @@ def unit(seed, n):
 
 
 class Weights:
-    """A file of drawn numbers, and where which are."""
+    """A file of random numbers, and the list of the tensors in it."""
 
     def __init__(self):
         self.tensors, self.bytes = [], 0
@@ -88,12 +88,12 @@ def save(folder, model, weights, feeds):
 
 
 def layers(graph):
-    """How each weight is read: the layer and the place of the operand."""
+    """For each weight, the node that reads it and the index of the operand."""
     return {name: (n, k) for n in graph.node for k, name in enumerate(n.input) if k > 0}
 
 
 def range_of(shape, reader):
-    """Uniform numbers that keep a signal's size: within ±sqrt(6 / fan-in) for products (He et al. 2015)."""
+    """The range of uniform weights. For products it is ±sqrt(6 / fan-in), which keeps the variance of activations (He et al. 2015)."""
     node, k = reader
     if node.op_type == "BatchNormalization":
         return [(0.8, 1.2), (-0.1, 0.1), (-0.1, 0.1), (0.8, 1.2)][k - 1]
@@ -161,7 +161,7 @@ def main():
         if pathlib.Path(path).is_file():
             minilm(path, out)
         else:
-            print(f"{path} is not there: MiniLM is left out")
+            print(f"{path} does not exist: MiniLM is left out")
 
 
 main()

@@ -4,10 +4,15 @@
 Needs numpy, onnx, onnxruntime.   Usage: gen_ml_cases.py OUT
 Writes OUT/CASE/{model.onnx, tolerance.json, test_data_set_0/{input,output}_N.pb}, as in the ONNX backend test suite.
 
-Left out is what onnxruntime does against the specification: it skips LOGISTIC, SOFTMAX and SOFTMAX_ZERO where there is one
-score, labels two classes that both get votes 0 and 1, leaves results unwritten (PROBIT of one score for two classes), and
-drops the score where two base values meet votes for the second class alone; it exchanges SOFTMAX and LOGISTIC in TreeEnsemble,
-never finds NaN in LabelEncoder 2, gives no part of an empty string, and ignores classes without votes whose score of 0 is best.
+Cases in which onnxruntime violates the specification are left out. onnxruntime
+- skips LOGISTIC, SOFTMAX and SOFTMAX_ZERO if there is one score,
+- uses the labels 0 and 1 for two classes that both get votes,
+- leaves results unwritten (PROBIT of one score for two classes),
+- drops the score if there are two base values but votes for the second class only,
+- exchanges SOFTMAX and LOGISTIC in TreeEnsemble,
+- never finds NaN in LabelEncoder 2,
+- splits an empty string into no parts,
+- ignores classes without votes whose score of 0 is the best.
 """
 import json
 import pathlib
@@ -22,7 +27,7 @@ from onnx import TensorProto, helper, numpy_helper
 SEED = 3
 ML = "ai.onnx.ml"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
-# onnxruntime subtracts nearly equal numbers in its PROBIT.
+# onnxruntime subtracts nearly equal numbers in its PROBIT, which loses digits.
 LOOSE = {"rtol": 2e-3, "atol": 2e-3}
 POSTS = ["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO"]
 onnxruntime.set_default_logger_severity(4)
@@ -33,8 +38,8 @@ class Cases:
         self.out, self.rng, self.names = out, np.random.default_rng(SEED), set()
 
     def case(self, name, op, inputs, outputs, domain=ML, ml=3, opset=21, tolerance=TOLERANCE, initializers=(), **attributes):
-        """One node on `inputs` (arrays); `outputs` are element types, or full types of sequences. `initializers` names inputs
-        that are stored in the model."""
+        """Writes a case with one node on `inputs` (arrays). `outputs` are element types, or full types of
+        sequences. `initializers` names inputs that are stored in the model."""
         assert name not in self.names, name
         self.names.add(name)
         names = [f"x{i}" for i in range(len(inputs))]
@@ -198,7 +203,7 @@ def labels(c):
 
 
 def both(c, name, op, inputs, classes, ints="classlabels_ints", **given):
-    """With integer labels, and with string labels."""
+    """Writes one case with integer labels and one with string labels."""
     numbers = [int(v) for v in c.rng.permutation(100)[:classes]]
     c.case(f"{name}_ints", op, inputs, [TensorProto.INT64, TensorProto.FLOAT], **{ints: numbers}, **given)
     words = [f"class {v}" for v in numbers]
@@ -272,17 +277,17 @@ class Tree:
         self.nodes.append(None)
         if depth > 0 and (at == 0 or rng.random() < 0.8):
             mode = modes[rng.integers(len(modes))]
-            # Splits on the grid of the data meet equality.
+            # Splits on the grid of the data also test the case of equality.
             split = float(rng.integers(-4, 5)) if grid else float(np.float32(rng.standard_normal()))
             children = [self.grow(rng, depth - 1, features, modes, grid) for _ in range(2)]
-            # onnxruntime sends NaN to the true branch of "not equal" whatever the node says.
+            # For "not equal", onnxruntime sends NaN to the true branch, even if the attribute says otherwise.
             missing = 1 if mode == "BRANCH_NEQ" else int(rng.integers(2))
             self.nodes[at] = (mode, int(rng.integers(features)), split, missing, *children)
         return at
 
 
 def old_form(trees, missing=True):
-    """The nodes_ attributes before version 5, and the leaves as (tree, node)."""
+    """The nodes_ attributes of versions before 5, and the leaves as (tree, node)."""
     out = {f"nodes_{k}": [] for k in ("treeids", "nodeids", "modes", "featureids", "values", "truenodeids", "falsenodeids")}
     tracks, leaves = [], []
     for t, tree in enumerate(trees):
@@ -337,7 +342,7 @@ def forests(c):
                 if per_leaf == targets:
                     more["base_values"] = c.rng.standard_normal(targets).tolist()
                 c.case(f"tree_regressor_{aggregate}_{targets}_{post}", "TreeEnsembleRegressor", [c.matrix(8, 4)], [F], **more, **given)
-    # Boosting: each tree serves one target, not equally many for each.
+    # As after boosting, each tree serves one target, and the targets have different numbers of trees.
     trees = forest(7, 3)
     nodes, leaves = old_form(trees, missing=False)
     weights = votes(c, leaves, 1, 1)

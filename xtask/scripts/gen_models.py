@@ -24,7 +24,7 @@ from onnx.backend.test.runner import Runner
 
 SEED = 1811
 RTOL = 1e-3
-# The newest that onnxruntime 1.31 and every operator used here agree on.
+# The newest opset that onnxruntime 1.31 and every operator used here support.
 OPSET = 20
 IR = 10
 
@@ -80,7 +80,7 @@ def light_case(name, out):
 
 
 def random_case(name, out, rng):
-    """Every constant of more than one element that a layer reads is drawn anew."""
+    """Replaces the weights of convolutions, products and batch normalisations by random ones."""
     model = onnx.load(pathlib.Path(loader.DATA_DIR) / "light" / f"{name}.onnx")
     graph = model.graph
     stored = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
@@ -125,7 +125,7 @@ def random_case(name, out, rng):
 
 
 class Net:
-    """Adds nodes with names of their own and weights drawn from one generator."""
+    """Builds a graph of nodes with unique names and of weights drawn from one generator."""
 
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
@@ -385,7 +385,7 @@ def unet(n):
 
 
 def detector(n):
-    """Two scales, boxes decoded from a grid, non-maximum suppression, the chosen boxes gathered."""
+    """Decodes boxes from grids of two scales, applies non-maximum suppression, and gathers the chosen boxes."""
     classes = 4
     x = n.input("images", n.floats(1, 3, 64, 64))
     x = n.swish(n.conv(n.swish(n.conv(x, 3, 8, stride=2)), 8, 16, stride=2))
@@ -428,8 +428,9 @@ def lstm_tagger(n):
 
 
 def quantised_resnet(n):
-    """Activations as u8, weights as i8 per channel: one block by QLinearConv, one by dequantised operands, an integer head."""
-    # 7 bits: on processors without VNNI onnxruntime adds pairs of products in 16 bits, which saturate with 8.
+    """Activations are u8; weights are i8, with a scale per channel. One block uses QLinearConv, one dequantises, and the head multiplies integers."""
+    # Weights have 7 bits: on processors without VNNI, onnxruntime adds pairs of products in 16 bits, which
+    # saturate if weights have 8 bits.
     most = 63
 
     def weight(o, i, k):
@@ -481,7 +482,8 @@ def whisper_encoder(n):
 
 
 SHAPES = [bert, gpt2, vit, mobilenet_v2, mobilenet_v3, efficientnet, unet, detector, lstm_tagger, quantised_resnet, whisper_encoder]
-# A step of the quantised model's logits, since rounding may fall to either side of a half.
+# One step of the quantised model's logits, since values near the middle of two steps may be rounded either
+# way.
 ATOL = {"quantised_resnet": 0.05}
 
 

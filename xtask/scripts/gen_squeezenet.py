@@ -66,7 +66,7 @@ def main(out):
     model.ir_version = 8  # from 4 on, an initializer need not be a graph input too
     x = rng.standard_normal((1, 3, 224, 224)).astype(np.float32)
 
-    # log p is the logits up to a constant, which a standard deviation does not see.
+    # log p differs from the logits only by a constant, which does not change the standard deviation.
     spread = float(np.log(infer(with_weights(model, weights), x).astype(np.float64)).std())
     last = [n for n in model.graph.node if n.op_type == "Conv"][-1]
     for name in last.input[1:]:
@@ -80,7 +80,7 @@ def main(out):
     np.save(out / "output.npy", y)
     print(f"squeezenet: logit spread {spread:.3f} -> {np.log(y).std():.3f}, largest probability {y.max():.4f} of {y.size}")
     if not (np.isfinite(y).all() and 0.002 < y.max() < 0.5):
-        sys.exit("the output is saturated or flat: it would not tell a right engine from a wrong one")
+        sys.exit("the output is saturated or flat: a wrong engine could compute the same output")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The ONNX backend test suite as folders of files.
+"""Writes the ONNX backend test suite as folders of files.
 
 Needs numpy, onnx, pillow.   Usage: gen_suite.py OUT
 Writes OUT/{node,simple,pytorch-operator,pytorch-converted}/CASE/{model.onnx, tolerance.json, test_data_set_K/{input,output}_N.pb}.
 
-The node cases are Python functions of the onnx package, collected and stored here; the others lie in the package as files.
+The node cases are Python functions of the onnx package, whose results this program stores. The other cases are files of the package.
 """
 import json
 import pathlib
@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from onnx.backend.test import loader
 from onnx.backend.test.case import node
 
-# A type of the graph's input or output -> the message that stores its value.
+# Kind of a graph's input or output -> the function that turns its value into a message.
 STORES = {
     "sequence_type": numpy_helper.from_list,
     "optional_type": numpy_helper.from_optional,

@@ -37,7 +37,7 @@ H_DEVICE void __syncthreads() {
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
 
-// A value of 4 bytes, or of 8 in halves, from another lane.
+// A value of 4 bytes, or of 8 bytes in two halves, from another lane.
 template <class T> H_DEVICE T __shfl(T v, int lane) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffles move words");
     int words[sizeof(T) / 4];
@@ -73,8 +73,8 @@ H_DEVICE float __uint_as_float(unsigned int x) { return __builtin_bit_cast(float
 H_DEVICE long long __double_as_longlong(double x) { return __builtin_bit_cast(long long, x); }
 H_DEVICE double __longlong_as_double(long long x) { return __builtin_bit_cast(double, x); }
 
-// ocml's switches, which ROCm's device libraries have a file each for. Those of Debian 12 are older than
-// gfx942 and gfx1100.
+// The switches of ocml. ROCm's device libraries have a file for each switch, but the libraries of Debian 12
+// are older than gfx942 and gfx1100, so the switches are defined here.
 #ifdef H_ISA_VERSION
 extern "C" {
 __device__ __constant__ extern const int __oclc_ISA_version = H_ISA_VERSION;

@@ -2,7 +2,7 @@
 
     python hiprtc_compile.py ARCH[,ARCH...] FILE...
 
-Prints each compiler log and exits 1 if a file does not compile, 77 if hipRTC is not there
+Prints each compiler log and exits 1 if a file does not compile, 77 if hipRTC is not installed
 (Debian: libamdhip64-5 libhiprtc-builtins5 rocm-device-libs).
 """
 

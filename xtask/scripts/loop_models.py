@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""The loops of `cargo xtask bench loops`, as ONNX models with seeded random weights.
+"""Writes the loops of `cargo xtask bench loops`, as ONNX models with random weights from a fixed seed.
 
-Usage: loop_models.py OUT      writes OUT/NAME.onnx for each of CASES, whose input is x.
+Usage: loop_models.py OUT
+
+Writes OUT/loop_NAME.onnx for each of CASES, and two variants of count_1x64 with 1,000 and 100,000 iterations. The
+input is x.
 """
 import pathlib
 import sys
@@ -11,8 +14,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 # Name: rows and columns of the state, pairs of MatMul and Tanh in the body, iterations, and what ends the
-# loop: "count" compares the number of the iteration with a constant, "data" a sum of the state's squares,
-# "trips" is a constant trip count alone. "rows" also keeps a row of every iteration.
+# loop. With "count", the body compares the number of the iteration with a constant; with "data", it compares
+# the sum of the state's squares with a constant; with "trips", there is only a constant trip count. "rows" is
+# "count" with a second result, which keeps the state of every iteration.
 CASES = {
     "count_4x4": (4, 4, 2, 10_000, "count"),
     "count_16x16": (16, 16, 2, 10_000, "count"),
@@ -76,7 +80,7 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     for name, case in CASES.items():
         (out / f"loop_{name}.onnx").write_bytes(model(*case).SerializeToString())
-    # Memory at a tenth and at ten times the iterations.
+    # For comparing the memory: a tenth of the iterations, and ten times as many.
     for n in (1_000, 100_000):
         (out / f"loop_count_1x64_{n}.onnx").write_bytes(model(1, 64, 2, n, "count").SerializeToString())
 

@@ -38,7 +38,7 @@ def loss_and_gradients(p, x, labels):
 
 
 def check_gradients(p, x, labels, rng):
-    """A few entries of every gradient against central differences."""
+    """Compares a few entries of every gradient with central differences."""
     _, gradients = loss_and_gradients(p, x, labels)
     for name, value in p.items():
         for _ in range(5):

@@ -1,9 +1,9 @@
-"""Compiles CUDA sources with NVRTC, no GPU and no headers needed.
+"""Compiles CUDA sources with NVRTC, which needs no GPU and no headers.
 
     python nvrtc_compile.py ARCH[,ARCH...] FILE...
 
-Prints each compiler log and exits 1 if a file does not compile, 77 if NVRTC is not there
-(`pip install nvidia-cuda-nvrtc`).
+Prints the compiler's log of each file that does not compile. Exits 1 if there is such a file, and 77 if NVRTC
+is not installed (`pip install nvidia-cuda-nvrtc`).
 """
 
 import ctypes

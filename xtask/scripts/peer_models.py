@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""The models of `cargo xtask bench peers`: the shapes that people run, with seeded random weights and open sizes.
+"""Writes the models of `cargo xtask bench peers`: common architectures with random weights from a fixed seed.
+The batch size, or the sequence length, is a symbol.
 
-Usage: peer_models.py OUT      writes OUT/resnet50.onnx (image [batch, 3, 224, 224]) and OUT/minilm.onnx (token ids [batch, seq]).
+Usage: peer_models.py OUT
+
+Writes OUT/resnet50.onnx (input: image [batch, 3, 224, 224]) and OUT/minilm.onnx (input: token ids [batch, seq]).
 """
 import pathlib
 import sys

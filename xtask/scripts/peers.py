@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The peers' side of `cargo xtask bench peers`: one engine, driven by the protocol that xtask/src/bench.rs describes.
+"""Measures one peer (an engine) for `cargo xtask bench peers`. xtask/src/bench.rs describes the protocol.
 
 Usage: peers.py --engine numpy|onnxruntime|openvino|torch --threads N                  (serves until its input ends)
        peers.py --engine onnxruntime --threads N --start MODEL INPUT.npy      (one answer from a fresh process)
@@ -11,11 +11,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-FILL = 0.03  # seconds that one request's runs should fill together
+FILL = 0.03  # minimum number of seconds that the runs of one request take together
 
 
 def timed(run):
-    """Seconds per run: the mean over as many runs as fill FILL, at least one; the caller warmed up."""
+    """Returns the mean seconds per run, over as many runs as take FILL seconds. The caller has warmed up."""
     runs, begin = 0, time.perf_counter()
     while True:
         run()
@@ -26,14 +26,17 @@ def timed(run):
 
 
 def model_of(item):
-    """`model.resnet50.8` or `model16.resnet50.8` -> (path, [8]); `model.minilm.32x128` -> (path, [32, 128]). The folder is HALCYON_PEER_MODELS."""
+    """`model.resnet50.8` or `model16.resnet50.8` -> (path, [8]); `model.minilm.32x128` -> (path, [32, 128]).
+
+    The model is in the folder that HALCYON_PEER_MODELS names.
+    """
     _, name, size = item.split(".")
     path = os.path.join(os.environ["HALCYON_PEER_MODELS"], name + ".onnx")
     return (path, [int(n) for n in size.split("x")]) if os.path.exists(path) else None
 
 
 def feeds_of(np, inputs, size):
-    """Values for a model's inputs (name, shape, is float): open dimensions are the item's sizes, in their order."""
+    """Returns values for a model's inputs, each (name, shape, is float). `size` are the symbolic dimensions, in order."""
     feeds = {}
     for name, shape, floats in inputs:
         left = iter(size)
@@ -53,7 +56,7 @@ def parse(item):
 
 
 class Numpy:
-    """OpenBLAS products, and memory ceilings with one NumPy call per thread."""
+    """Products by OpenBLAS, and ceilings of the memory."""
 
     def __init__(self, threads):
         import numpy as np
@@ -74,11 +77,12 @@ class Numpy:
             out = np.empty_like(a)
             return (lambda: np.dot(a, b, out=out)), None
         if item == "ceiling.read":
-            # 256 MiB read once by a scalar product of an array with itself.
+            # The scalar product of an array with itself reads its 256 MiB once.
             x = np.ones(1 << 26, np.float32)
             return (lambda: np.dot(x, x)), x.nbytes
         if item == "ceiling.copy":
-            # 256 MiB from one buffer to another, each thread its share; counted as read plus written.
+            # Copies 256 MiB from one buffer to another, each thread a part. Bytes read and written both
+            # count.
             source = np.ones(1 << 26, np.float32)
             target = np.zeros_like(source)
             parts = list(zip(np.array_split(target, self.threads), np.array_split(source, self.threads)))
@@ -140,7 +144,7 @@ class OnnxRuntime:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
         model.ir_version = 8
         session = self.session(model.SerializeToString())
-        # Input and output stay bound to the same memory: nothing but the product is timed.
+        # Input and output stay bound to the same memory, so that nothing but the operations is timed.
         x = self.ort.OrtValue.ortvalue_from_numpy(matrix(np, *shape))
         y = self.ort.OrtValue.ortvalue_from_numpy(np.empty(out_shape, np.float32))
         binding = session.io_binding()
@@ -149,7 +153,7 @@ class OnnxRuntime:
         return (lambda: session.run_with_iobinding(binding)), None
 
     def bytes(self, np, n):
-        """MatMulInteger of unsigned bytes and a weight of signed ones, without zero points."""
+        """MatMulInteger of unsigned bytes and a weight of signed bytes, without zero points."""
         from onnx import TensorProto, helper, numpy_helper
 
         rng = np.random.default_rng(0)
@@ -178,7 +182,7 @@ class OnnxRuntime:
 
 
 class OpenVino:
-    """Whole models, in f32 (`model.`) or where the engine may round to bf16 (`model16.`)."""
+    """Models in f32 (`model.`) or with permission to round to bf16 (`model16.`), and bf16 products (`gemm16.`)."""
 
     def __init__(self, threads):
         import openvino
@@ -214,7 +218,7 @@ class OpenVino:
         return (lambda: request.infer(feeds)), None
 
     def product(self, np, n):
-        """bf16 by a weight into bf16."""
+        """The product of a bf16 matrix and a weight, with a bf16 result."""
         from openvino import opset13 as ops
 
         bf16 = self.ov.Type.bf16
@@ -230,7 +234,7 @@ class OpenVino:
         a = self.ov.Tensor(bf16, [n, n])
         a.data.view(np.uint16)[:] = (matrix(np, n, n).view(np.uint32) >> 16).astype(np.uint16)
         request.set_input_tensor(a)
-        # (What it returns is a view of memory that stays.)
+        # (infer() does not copy the result: it returns a view.)
         return (lambda: request.infer()), None
 
 
@@ -278,7 +282,7 @@ class Torch:
             out = torch.empty_like(x)
             functions = {
                 "softmax": lambda: torch.softmax(x, -1, out=out),
-                # (This one has no variant that keeps its memory.)
+                # (layer_norm has no variant that writes to existing memory.)
                 "layernorm": lambda: torch.nn.functional.layer_norm(x, (size[-1],), w, b),
                 "silu": lambda: torch.ops.aten.silu.out(x, out=out),
             }
@@ -303,8 +307,8 @@ def serve(engine):
     for line in sys.stdin:
         item = line.strip()
         if item != current:
-            # One item is held at a time, so that memory stays small and the caches hold no other
-            # item's data.
+            # Only one item is held at a time, so that memory stays small and the caches hold no data of other
+            # items.
             current, prepared = item, None
             prepared = engine.prepare(item)
             if prepared:

@@ -1,45 +1,52 @@
 //! `cargo xtask bench peers`: measures Halcyon against its peers, interleaved in one run.
 //!
 //! # Protocol
-//! Each side is a child process that serves measurements on its standard streams, one JSON object per line.
+//! Each side is a child process. It reads requests from its standard input and writes each answer to its
+//! standard output, as one line of JSON.
 //! - Ours: `target/release/examples/bench_server --serve --threads N` (an example of the `halcyon` package).
 //! - Peers: `python xtask/scripts/peers.py --engine E --threads N`.
 //!
 //! 1. The child starts by printing its name and version, `{"name": "onnxruntime 1.31.1"}`.
-//! 2. The parent writes an item's name and a newline. If it differs from the previous item, the child
-//!    prepares it, untimed: it frees the previous item, generates data from a normal distribution, packs,
-//!    compiles, and does two warm-up runs. Then it repeats the item for 30 ms, at least once, and answers
-//!    `{"seconds": S}`, the mean wall time per run. Memory is kept between runs.
+//! 2. The parent writes an item's name and a newline. If the item differs from the previous one, the child
+//!    first prepares it, which is not timed: it frees the previous item, generates data from a normal
+//!    distribution, packs, compiles, and does two warm-up runs. Then it runs the item repeatedly for 30 ms,
+//!    at least once, and answers `{"seconds": S}`, the mean wall time per run. Memory is kept between runs.
 //! 3. For an item that it does not have, the child answers `{"unsupported": "reason"}`.
 //! 4. The child exits when its input ends.
 //!
 //! Items use float32 unless stated otherwise:
-//! - `gemm.N`: `C = A B`, all N x N. B is a weight and may be packed beforehand, A is not.
-//! - `gemm16.N`, `gemv16.RxC`: the same with factors and result in bfloat16, and sums in float32.
-//! - `igemm.N`: the same with unsigned or signed bytes in A, signed bytes in B, and a result of 32-bit
+//! - `gemm.N`: `C = A B`, all N x N. B is a weight and may be packed beforehand; A may not.
+//! - `gemm16.N`, `gemv16.RxC`: as `gemm.N` and `gemv.RxC`, with factors and result in bfloat16, and sums in
+//!   float32.
+//! - `igemm.N`: as `gemm.N`, with unsigned or signed bytes in A, signed bytes in B, and a result of 32-bit
 //!   integers.
 //! - `gemv.RxC`: `y = A x` with A of R x C.
 //! - `chain.RxC`: `y = silu(x) * w + b` with x of R x C, and w and b of length C broadcast over rows.
-//! - `softmax.RxC`, `layernorm.RxC`: over the rows of R x C, the second with scale and shift; `silu.N`: N
-//!   values.
-//! - `attention.HxLxD`, `causal.HxLxD`: softmax(Q K' / sqrt(D)) V of H heads with L queries and keys.
-//! - `model.NAME.SIZES`: a model of `xtask/scripts/peer_models.py` with these sizes for its open dimensions,
-//!   from arrays to arrays.
-//! - `model16.NAME.SIZES`: the same, with products and convolutions allowed in bfloat16 (mixed precision).
+//! - `softmax.RxC`, `layernorm.RxC`: softmax and layer norm of each row of an R x C matrix. The layer norm
+//!   has a scale and a shift.
+//! - `silu.N`: SiLU of N values.
+//! - `attention.HxLxD`, `causal.HxLxD`: softmax(Q K^T / sqrt(D)) V for H heads of size D with L queries and L
+//!   keys; the second with a causal mask.
+//! - `model.NAME.SIZES`: a model of `xtask/scripts/peer_models.py` with these sizes as the values of its
+//!   symbols.
+//! - `model16.NAME.SIZES`: as `model.NAME.SIZES`, with products and convolutions allowed in bfloat16 (mixed
+//!   precision).
 //! - `ceiling.fma`, `ceiling.bf16`, `ceiling.int8`, `ceiling.read`, `ceiling.copy`: the machine's ceilings
 //!   with N threads. These are multiply-adds in registers of float32, bfloat16 and bytes (work in operations,
-//!   two per multiply-add), reads of memory far larger than the caches (bytes), and copies of it (bytes read
-//!   plus written). The answers also contain `"work": W`, the amount of work done in `seconds`.
+//!   two per multiply-add), reads of memory far larger than the caches (bytes), and copies of such memory
+//!   (bytes read plus written). The answers also contain `"work": W`, the amount of work done in `seconds`.
 //!
 //! `start` is not a request: the parent starts a process that classifies one image and exits, and measures
-//! the wall time. Ours is `halcyon run MODEL --input FILE`. The model is `models/digits.onnx`, or, if
-//! `HALCYON_MNIST` names a folder with `mnist.onnx` and `digit-7.npy`, the model there.
+//! the wall time. Halcyon's process is `halcyon run MODEL --input FILE`. The environment variable
+//! `HALCYON_MNIST` can name a folder with the model, `mnist.onnx`, and the image, `digit-7.npy`. Without it,
+//! the model is `models/digits.onnx`.
 //!
 //! The sides take turns within each round, in a rotating order. A pause keeps one side's spinning threads
-//! from disturbing the next side. The report has medians, the median of the rounds' ratios, and our rate
-//! relative to the best ceiling of any side. A run over all items writes them into `docs/performance.md`,
-//! between its markers (`performance.rs`), unless `--no-write` is given. torch takes part if it can be
-//! imported; `--with torch` installs it.
+//! from disturbing the next side. The report contains, for each side, the median time, the rate relative to
+//! the best ceiling that any side reached, and how many times as fast Halcyon is (the median over the
+//! rounds). A run over all items writes these figures into `docs/performance.md`, between the markers that
+//! `performance.rs` describes, unless `--no-write` is given. torch takes part if it can be imported; `--with
+//! torch` installs it.
 
 use crate::Failure;
 use crate::prerequisites::{Requirements, Venv};
@@ -50,7 +57,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Environment variable with the folder of the models, which both sides read.
+/// Environment variable that gives both sides the folder of the models.
 const MODELS: &str = "HALCYON_PEER_MODELS";
 const PAUSE: Duration = Duration::from_millis(60);
 
@@ -156,8 +163,10 @@ impl Side {
         let stdout = child.stdout.take().ok_or("no pipe from the child")?;
         let mut side = Side { name: program, child, requests, answers: BufReader::new(stdout), start };
         let hello = side.read()?;
-        side.name =
-            hello["name"].as_str().ok_or(format!("`{}` did not say its name: {hello}", side.name))?.into();
+        side.name = hello["name"]
+            .as_str()
+            .ok_or(format!("`{}` began with {hello}, which has no `name`", side.name))?
+            .into();
         Ok(side)
     }
 
@@ -202,14 +211,17 @@ impl Side {
         }
         match answer["seconds"].as_f64() {
             Some(seconds) if seconds > 0.0 => Ok(Some(seconds)),
-            _ => Err(format!("{} answered {answer} for {item}", self.name)),
+            _ => Err(format!(
+                "{} answered {answer} for {item}, without a positive number in `seconds`",
+                self.name
+            )),
         }
     }
 }
 
 impl Drop for Side {
     fn drop(&mut self) {
-        // Closing its input makes the child exit.
+        // The child exits when its input closes.
         drop(self.requests.take());
         let _ = self.child.wait();
     }
@@ -233,7 +245,11 @@ impl Options {
                 options.write = false;
                 continue;
             }
-            let value = || Failure::Usage(format!("{flag} needs a value that fits"));
+            let value = || {
+                Failure::Usage(format!(
+                    "{flag} needs a valid value: a positive number, for --only the start of an item's name, for --with `torch`"
+                ))
+            };
             let next = args.next().ok_or_else(value)?;
             match *flag {
                 "--rounds" => options.rounds = next.parse().ok().filter(|&n| n > 0).ok_or_else(value)?,
@@ -256,7 +272,8 @@ impl Options {
     }
 }
 
-/// Builds, in release mode, the command and the program that is Halcyon's side of the benchmarks.
+/// Builds the command and the example `bench_server`, which is Halcyon's side of the benchmarks, in release
+/// mode.
 pub(crate) fn build() -> Result<(), Failure> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let what = ["-p", "halcyon-cli", "-p", "halcyon", "--bin", "halcyon", "--example", "bench_server"];
@@ -305,13 +322,15 @@ pub(crate) fn peers(args: &[&str]) -> Result<bool, Failure> {
             crate::performance::write(&page, &record)?;
             println!("written to {}", page.display());
         }
-        (true, false) => println!("docs/performance.md holds whole runs only, so it stays as it is"),
+        (true, false) => {
+            println!("docs/performance.md is unchanged, because it holds only runs over all items")
+        }
         _ => {}
     }
     Ok(true)
 }
 
-/// Ours first, then the peers.
+/// Starts the sides. Halcyon's comes first in the result.
 fn spawn_sides(options: &Options, venv: &Venv, models: &Path, torch: bool) -> Result<Vec<Side>, String> {
     let threads = options.threads.to_string();
     let release = crate::target_dir().join("release");
@@ -347,7 +366,7 @@ fn spawn_sides(options: &Options, venv: &Venv, models: &Path, torch: bool) -> Re
     Ok(sides)
 }
 
-/// The model for `start`, with its input as a file for our command and as an array for the peer.
+/// The model for `start`, its input as a file for the command, and the same input as an array for the peer.
 fn start_input(venv: &Venv) -> Result<(PathBuf, PathBuf, PathBuf), String> {
     if let Some(dir) = std::env::var_os("HALCYON_MNIST").map(PathBuf::from) {
         let array = dir.join("digit-7.npy");
@@ -359,9 +378,9 @@ fn start_input(venv: &Venv) -> Result<(PathBuf, PathBuf, PathBuf), String> {
                 np.save(sys.argv[2], (d['test_images'][i] / 16).astype(np.float32)[None, None])";
     let mut command = Command::new(venv.python());
     command.args([Path::new("-c"), Path::new(code), &models.join("digits.npz"), &array]);
-    let status = command.status().map_err(|e| format!("the peers' Python: {e}"))?;
+    let status = command.status().map_err(|e| format!("the peers' Python did not start: {e}"))?;
     if !status.success() {
-        return Err(format!("the sample for `start` was not written: {status}"));
+        return Err(format!("the peers' Python did not write the image for `start`: {status}"));
     }
     Ok((models.join("digits.onnx"), models.join("digit-7.png"), array))
 }
@@ -438,7 +457,7 @@ fn report_item(item: &str, work: Work, names: &[String], rounds: &[Vec<f64>], ce
             let ceiling = ceilings.iter().find(|c| Some(c.0) == work.ceiling())?;
             Some(rate / ceiling.1)
         });
-        // The speedup of ours over this side: the median over the rounds.
+        // How many times as fast Halcyon is as this side: the median over the rounds.
         let ratio = median(times.iter().zip(ours).map(|(theirs, ours)| theirs / ours).collect());
         let mut line = format!("  {name:<24} {:>10.3} ms", time * 1e3);
         if let Some(rate) = rate {

@@ -19,7 +19,7 @@ pub(crate) fn check(binary: &Path) -> Result<String, String> {
     let size = file.len() as u64;
     let mut out = mb(size);
     if size >= SIZE {
-        return Err(format!("the binary takes {}, {} are allowed", mb(size), mb(SIZE)));
+        return Err(format!("the binary has {}, but only {} are allowed", mb(size), mb(SIZE)));
     }
     if cfg!(target_os = "linux") {
         let elf = Elf::read(&file).ok_or("the binary is not a 64-bit ELF file")?;

@@ -1,5 +1,6 @@
-//! Comments of all source files: at most 110 columns, and each `SAFETY:` gives a reason. The step also checks
-//! the names that `mentions.rs` reads, and that the glossary has 60 to 100 entries.
+//! Checks the comments of all source files: they have at most 110 columns, and each `SAFETY:` gives a reason.
+//! The step also checks that list items in documents begin their own lines, the names that `mentions.rs`
+//! reads, and that the glossary has 60 to 100 entries.
 
 use crate::mentions;
 use crate::report::Outcome;
@@ -8,7 +9,7 @@ use std::path::{Path, PathBuf};
 const COLUMNS: usize = 110;
 /// Folders of the repository with files that people write. The files at its root belong to them.
 const FOLDERS: &[&str] = &[".ci", "crates", "docs", "examples", "fuzz", "models", "xtask"];
-/// Findings that a failed step lists.
+/// Maximum number of findings that a failed step lists.
 const MAX_LISTED: usize = 20;
 const GLOSSARY: &str = "docs/glossary.md";
 /// How many entries the glossary may have.
@@ -21,7 +22,7 @@ pub(crate) struct File {
     pub path: PathBuf,
 }
 
-/// The step.
+/// Runs the step `comments`.
 pub(crate) fn step() -> Outcome {
     match findings() {
         Err(why) => Outcome::Failed(why),
@@ -30,7 +31,7 @@ pub(crate) fn step() -> Outcome {
             for line in found.iter().take(MAX_LISTED) {
                 eprintln!("{line}");
             }
-            Outcome::Failed(format!("{} places, the first: {}", found.len(), found[0]))
+            Outcome::Failed(format!("{} findings, the first: {}", found.len(), found[0]))
         }
     }
 }
@@ -118,7 +119,7 @@ impl Language {
     }
 }
 
-/// Line numbers and what is wrong there.
+/// The numbers of faulty lines, each with what is wrong.
 fn check(text: &str, language: Language) -> Vec<(usize, String)> {
     let (mut found, mut block) = (vec![], false);
     for (k, line) in text.lines().enumerate() {
@@ -197,7 +198,7 @@ fn joined_items(text: &str) -> Vec<usize> {
     lines
 }
 
-/// Whether the text behind `SAFETY:` names a condition. It may go on in the next line.
+/// Whether the text behind `SAFETY:` names a condition. The condition may continue in the next line.
 fn gives_a_reason(text: &str, next: Option<&str>) -> bool {
     let next = next.and_then(|l| l.trim_start().strip_prefix("//")).unwrap_or_default();
     let text = format!("{} {next}", text.trim()).to_lowercase();

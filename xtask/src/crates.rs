@@ -8,12 +8,12 @@ use std::process::Command;
 const MAX_CRATES: usize = 55;
 const FEATURES: &str = "cpu,onnx";
 
-/// The test step.
+/// The step of `cargo xtask test`.
 pub(crate) fn step() -> Outcome {
     match count() {
         Err(why) => Outcome::Failed(why),
         Ok(all) if all.len() > MAX_CRATES => Outcome::Failed(format!(
-            "halcyon with {FEATURES} has {} crates, {MAX_CRATES} are allowed: {}. Put what these features do not need behind a feature",
+            "halcyon with {FEATURES} has {} crates, but at most {MAX_CRATES} are allowed: {}. Put what these features do not need behind a feature",
             all.len(),
             all.into_iter().collect::<Vec<_>>().join(", ")
         )),
@@ -33,10 +33,10 @@ fn count() -> Result<BTreeSet<String>, String> {
         return Err(format!("cargo tree: {}", String::from_utf8_lossy(&out.stderr).trim()));
     }
     let all = parse(&String::from_utf8_lossy(&out.stdout));
-    if all.is_empty() { Err("cargo tree named no crate".into()) } else { Ok(all) }
+    if all.is_empty() { Err("cargo tree listed no crate".into()) } else { Ok(all) }
 }
 
-/// `name v1.2.3` of each line, without duplicates. The rest of a line states the source or marks a
+/// Returns `name v1.2.3` of each line, without duplicates. The rest of a line states the source or marks a
 /// repetition.
 fn parse(text: &str) -> BTreeSet<String> {
     let crate_of = |l: &str| {

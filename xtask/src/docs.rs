@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 /// `docs [--report FILE]...`: FILE is the output of `check_suite.py --report`, one per backend. Without
-/// reports, that part of the page is unchanged.
+/// reports, the page's part about the suite is unchanged.
 pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
     let mut reports = vec![];
     let mut args = args.iter();
@@ -33,12 +33,13 @@ pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
     let path = crate::root().join("docs/onnx.md");
     let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
     let page = replace_part(&text, "suite", &suite(&reports)?)
-        .ok_or("docs/onnx.md lacks the marks of the suite's part".to_string())?;
+        .ok_or("docs/onnx.md lacks `<!-- begin suite -->` or `<!-- end suite -->`".to_string())?;
     std::fs::write(&path, page).map_err(|e| format!("{}: {e}", path.display()))?;
     Ok(true)
 }
 
-/// Counts per kind of case and backend, then every case that did not pass, grouped by reason.
+/// The page's part about the suite: counts per kind of case and backend, then every case that did not pass,
+/// grouped by reason.
 fn suite(reports: &[Value]) -> Result<String, String> {
     let mut out = String::new();
     let mut figures = vec![];

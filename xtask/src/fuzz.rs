@@ -26,7 +26,7 @@ const TARGETS: &[(&str, u32)] = &[
     ("replay", 32_768),
 ];
 
-/// The platform, if the sanitizer that the targets are built with supports it.
+/// The platform's name, or an error if the targets' sanitizer does not support the platform.
 fn host() -> Result<&'static str, Failure> {
     if cfg!(all(target_os = "linux", target_arch = "x86_64")) {
         Ok("x86_64-unknown-linux-gnu")
@@ -35,7 +35,10 @@ fn host() -> Result<&'static str, Failure> {
     } else if cfg!(all(target_os = "macos", target_arch = "aarch64")) {
         Ok("aarch64-apple-darwin")
     } else {
-        Err(Failure::Other("libFuzzer with AddressSanitizer is used on Linux and macOS only".into()))
+        Err(Failure::Other(
+            "libFuzzer with AddressSanitizer is used only on Linux (x86-64, aarch64) and macOS (aarch64)"
+                .into(),
+        ))
     }
 }
 
@@ -43,8 +46,8 @@ fn folder() -> PathBuf {
     crate::root().join("fuzz")
 }
 
-/// Cargo for the fuzz folder. `RUSTC_BOOTSTRAP` enables the flags that libFuzzer needs on the stable
-/// compiler.
+/// A cargo command for the fuzz folder. With `RUSTC_BOOTSTRAP`, the stable compiler accepts the unstable
+/// flags that libFuzzer needs.
 fn cargo(args: &[&str]) -> Command {
     let mut c = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     c.current_dir(crate::root()).env("RUSTC_BOOTSTRAP", "1").env("CARGO_INCREMENTAL", "0").args(args);
@@ -62,7 +65,8 @@ pub(crate) fn all(args: &[&str]) -> Result<bool, Failure> {
             }
             "--minutes" => {
                 let n = rest.next().and_then(|n| n.parse().ok()).filter(|n| (1..=10_000).contains(n));
-                minutes = n.ok_or_else(|| Failure::Usage("--minutes needs a number from 1 on".into()))?;
+                minutes =
+                    n.ok_or_else(|| Failure::Usage("--minutes needs a number from 1 to 10000".into()))?;
             }
             name if TARGETS.iter().any(|(t, _)| *t == name) => only.push(name),
             other => {
@@ -106,7 +110,7 @@ pub(crate) fn all(args: &[&str]) -> Result<bool, Failure> {
                 format!("-max_len={longest}"),
             ];
             let mut c = cargo(&["fuzz", "run", "--fuzz-dir", "fuzz", target, "--"]);
-            // Prints a line now and then instead of one for every new input.
+            // Avoids a line of output for every new input.
             c.args(limits).args(["-verbosity=0", "-print_final_stats=1"]);
             outcome(run(&mut c).map(|()| format!("{minutes} minutes")).map_err(|why| {
                 format!("{why}; the input is in fuzz/artifacts/{target}, and docs/fuzzing.md says what to do with it")
@@ -143,7 +147,7 @@ fn install() -> Result<String, String> {
     Ok(format!("installed {CARGO_FUZZ}"))
 }
 
-/// Writes the initial inputs, beside those found by earlier runs.
+/// Writes the initial inputs, in addition to those found by earlier runs.
 fn seeds(host: &str) -> Result<String, String> {
     let made = folder().join("target").join(host).join("release").join("seeds");
     let mut c = Command::new(made);

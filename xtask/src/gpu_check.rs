@@ -12,7 +12,8 @@ use std::process::Command;
 
 /// Maximum size of binary and data together, in bytes.
 const MAX_SIZE: u64 = 50 << 20;
-/// Parts of the suite. Each runs in its own process, so a crash loses only its own cases.
+/// Number of parts of the suite. Each part runs in its own process, so a crash loses only the cases of its
+/// part.
 const PARTS: usize = 24;
 
 /// Folders of the generated data, and their names in the data file.
@@ -24,7 +25,8 @@ const MODELS: &[(&str, &[&str])] = &[
     ("mnist", &["mnist.onnx", "expected.json", "digit-*.npy"]),
 ];
 
-/// A backend of the rehearsal, its variables, and the library they name.
+/// The backends of the rehearsal. For each one: the environment variables that name its libraries, and the
+/// stand-in that all of them name.
 const REHEARSED: &[(&str, &[&str], &str)] = &[
     (
         "cuda",
@@ -100,7 +102,7 @@ fn pack(out: &Path) -> Result<String, String> {
     let at = |path: &Path, e: std::io::Error| format!("{}: {e}", path.display());
     std::fs::create_dir_all(out).map_err(|e| at(out, e))?;
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    // Same settings as the tests' other release builds, so that their crates are reused.
+    // Use the settings of the tests' other release builds, so that the crates compiled there are reused.
     cargo.current_dir(crate::root()).env("CARGO_INCREMENTAL", "0");
     cargo.args(["build", "--release", "-p", "halcyon-check"]);
     if let Some(commit) = commit() {
@@ -272,15 +274,15 @@ fn rehearse(dir: &Path, backend: &str, variables: &[&str], library: &str) -> Res
     let counts = check_reports(&binary(dir), &reports, testdata::models().is_dir())?;
     match out.status.code() {
         Some(0) => Ok(counts),
-        // Some data was missing, which is already counted as skipped.
+        // Some data was missing. The sections that need it are already counted as skipped.
         Some(3) if counts.skipped > 0 => Ok(counts),
         _ if counts.failed > 0 => Ok(counts),
         _ => Err(format!("{}: {}", out.status, String::from_utf8_lossy(&out.stderr))),
     }
 }
 
-/// Counts each section as one test. `models`: sections that need the models beside the repository must have
-/// run.
+/// Counts each section as one test. If `models` is set, the sections that need the models beside the
+/// repository must have run.
 fn check_reports(binary: &Path, reports: &Path, models: bool) -> Result<Counts, String> {
     let out =
         Command::new(binary).arg("--list").output().map_err(|e| format!("{}: {e}", binary.display()))?;
@@ -306,7 +308,7 @@ fn check_reports(binary: &Path, reports: &Path, models: bool) -> Result<Counts, 
         };
         let told = s["passed"].as_u64().unwrap_or(0) + s["figures"].as_array().map_or(0, |f| f.len() as u64);
         match s["skipped"].as_str() {
-            Some(why) if !models && why.starts_with("the data has no") => counts.skipped += 1,
+            Some(why) if !models && why.starts_with("the data folder has no") => counts.skipped += 1,
             None if s["verdict"] == "ok" && told > 0 => counts.passed += 1,
             _ => {
                 println!("    {name}: {s}");

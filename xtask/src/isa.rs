@@ -1,5 +1,5 @@
-//! The CPU's instruction sets: runs op table, models and mixed precision under each set that the machine has,
-//! selected by `HALCYON_CPU_ISA`. The ordinary tests use the best set; these steps use the others.
+//! Runs the tests of the op table, the models and mixed precision under the machine's instruction sets,
+//! except the best one, which the step `tests` uses. `HALCYON_CPU_ISA` selects the set.
 
 use crate::report::{Counts, Outcome, run};
 use crate::test::{Context, cargo_tests};
@@ -10,7 +10,7 @@ use std::process::Command;
 const VARIABLE: &str = "HALCYON_CPU_ISA";
 /// The merge tier runs one in this many cases of the op table under each set.
 const ONE_IN: &str = "3";
-/// How many of the sets below the best the merge tier draws.
+/// How many instruction sets the merge tier draws at random from those below the best.
 const DRAWN: usize = 2;
 /// Test files whose results depend on the instruction set.
 const FILES: [&str; 3] = ["ops", "mixed", "models"];
@@ -41,11 +41,11 @@ fn named(v: &Value) -> Option<Vec<String>> {
     }
 }
 
-/// The test step.
+/// Runs the step `isa`.
 pub(crate) fn step(context: &Context) -> Outcome {
     let files = FILES.iter().flat_map(|f| ["--test", f]);
-    // Also builds the command. The package selection is that of the step `tests`, so that its builds are
-    // reused.
+    // This also builds the command. It selects the same packages as the step `tests`, so that cargo reuses
+    // that step's builds.
     let build = run(context.cargo().args(["test", "--workspace", "--no-run"]).args(files.clone()));
     let all = match build.and_then(|()| sets(context)) {
         Ok(all) => all,
@@ -57,7 +57,8 @@ pub(crate) fn step(context: &Context) -> Outcome {
     let nightly = context.tier == Tier::Nightly;
     let lower: Vec<&str> = lower.iter().map(String::as_str).collect();
     let names = if nightly { lower } else { context.draw.sample("instruction sets", DRAWN, &lower) };
-    // The kernels' own tests cover every set themselves, but cannot choose a set's additional instructions.
+    // The kernels' unit tests run with each `Isa` by themselves. Only the variable changes which extensions
+    // they use, such as AVX512_VNNI.
     let unit = if nightly { names.clone() } else { context.draw.sample("kernel tests", 1, &names) };
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for name in &names {
@@ -87,13 +88,15 @@ pub(crate) fn step(context: &Context) -> Outcome {
         }
     }
     if names.is_empty() {
-        return Outcome::Passed(format!("{best} is all there is, and the step `tests` runs it"));
+        return Outcome::Passed(format!(
+            "{best} is the only instruction set here, and the step `tests` uses it"
+        ));
     }
     let note = match (bad.is_empty(), nightly) {
         (false, _) => format!("failed under {}", bad.join(", ")),
-        (true, true) => format!("{}, whole; {best} by the step `tests`", names.join(", ")),
+        (true, true) => format!("{}, all cases; the step `tests` uses {best}", names.join(", ")),
         (true, false) => format!(
-            "{}, one case in {ONE_IN}, kernel tests under {}; {best} by the step `tests`",
+            "{}, one case in {ONE_IN}, kernel tests under {}; the step `tests` uses {best}",
             names.join(", "),
             unit.join(", ")
         ),

@@ -1,5 +1,6 @@
-//! `cargo xtask bench loops`: loops of ONNX models compared with onnxruntime, interleaved in one run by the
-//! protocol of `bench peers`; and the command's peak memory for increasing numbers of iterations.
+//! `cargo xtask bench loops`: compares loops of ONNX models with onnxruntime, interleaved in one run by the
+//! protocol of `bench peers`. It also measures the peak memory of `halcyon run` for increasing numbers of
+//! iterations.
 
 use crate::Failure;
 use crate::bench::{Side, Work, build, interleave, median};
@@ -9,7 +10,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
 
-/// Models of `loop_models.py`.
+/// Names of models that `loop_models.py` makes.
 const ITEMS: &[&str] = &[
     "count_4x4",
     "count_16x16",
@@ -61,7 +62,8 @@ pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
     for item in ITEMS {
         let times = interleave(&mut sides, &format!("model.loop_{item}.1"), Work::Run, rounds)?;
         let ratios = times[0].iter().zip(&times[1]).map(|(a, b)| a / b).collect();
-        let middle = |v: Vec<f64>| median(v).ok_or_else(|| format!("a side does not run {item}"));
+        let middle =
+            |v: Vec<f64>| median(v).ok_or_else(|| format!("Halcyon or onnxruntime does not run {item}"));
         let ratio = middle(ratios)?;
         let (a, b) = (middle(times[0].clone())?, middle(times[1].clone())?);
         println!("{item:<18}{:>10.2} ms{:>10.2} ms{ratio:>8.2}x", a * 1e3, b * 1e3);
@@ -91,5 +93,5 @@ fn peak(binary: &Path, model: &Path) -> Result<u64, String> {
         .map_err(|e| format!("{}: {e}", binary.display()))?;
     let v: Value = serde_json::from_slice(&out.stdout).map_err(|e| format!("{}: {e}", model.display()))?;
     let bytes = v["memory"]["process_peak_bytes"].as_u64();
-    bytes.ok_or_else(|| format!("{} reports no peak: {v}", binary.display()))
+    bytes.ok_or_else(|| format!("{} reports no `process_peak_bytes`: {v}", binary.display()))
 }

@@ -27,32 +27,32 @@ const USAGE: &str = "\
 Usage: cargo xtask <command>
 
   test [--nightly | --fast] [--no-install] [--only STEP]... [--list]
-      Install what the tests need, then run what must pass before a merge: every test, and a sample of the long ones.
-      --nightly     everything, whole
+      Install what the tests need, then run what must pass before a merge: every test, but only a sample of long tests.
+      --nightly     every test, without samples
       --fast        only formatting, comments, clippy and the tests
-      --no-install  install nothing; what is missing is skipped and named
-      --only STEP   just this step (repeatable); --list names the steps and what each tier does with them
-      Draws and random inputs come from a seed that the run prints; HALCYON_SEED=N repeats them.
-      With HALCYON_REQUIRE_ALL=1 or CI=true nothing may be skipped for want of a library or of the models. docs/testing.md
+      --no-install  install nothing; tests that need what is missing are skipped and named
+      --only STEP   only this step (repeatable); --list names the steps and what each tier does with them
+      Samples and random inputs come from a seed that the run prints; HALCYON_SEED=N repeats them.
+      With HALCYON_REQUIRE_ALL=1 or CI=true no test may be skipped because a library or a model is missing. See docs/testing.md
 
   docs [--report FILE]...
-      Write the generated parts of docs/onnx.md: the operators, and from reports of `check_suite.py --report` (one for each
-      backend) what of the ONNX test suite passes and what does not.
+      Write the generated parts of docs/onnx.md: the operators, and which tests of the ONNX test suite pass, from reports of
+      `check_suite.py --report` (one for each backend).
 
   fuzz [TARGET]... [--minutes N] [--list]
-      Run the fuzz targets, each for N minutes (1); installs cargo-fuzz where it is missing. docs/fuzzing.md explains it.
+      Run the fuzz targets, each for N minutes (default 1). Installs cargo-fuzz if it is missing. See docs/fuzzing.md
 
   gpu-check [--out DIR] [--rehearse]
       Build the binary that checks and measures a machine with an accelerator, and pack its data, both into DIR (target/gpu-check).
-      --rehearse    run them here, tiny, over the libraries that stand in for CUDA's and ROCm's and on the CPU. docs/gpu-check.md
+      --rehearse    run the binary here with small sizes, on the stand-ins of CUDA and ROCm and on the CPU. See docs/gpu-check.md
 
   bench peers [--rounds N] [--only ITEM]... [--with torch] [--threads N] [--no-write]
-      Measure against the peers, interleaved, in one run.
+      Measure Halcyon and its peers in turn, in one run.
   bench loops [--rounds N] [--threads N]
-      Loops of ONNX models beside onnxruntime, interleaved, and the memory that they take.
+      Measure loops of ONNX models in Halcyon and onnxruntime in turn, and the memory that they take.
   bench start [--rounds N] [--json]
-      Time from the start of the command to its answer: version, devices, models with and without packed weights on disk; exit code 1
-      above a bound.
+      Measure the time from the start of the command to its answer: version, devices, models with and without packed weights on disk.
+      The exit code is 1 if a time exceeds its bound.
 ";
 
 fn main() -> ExitCode {

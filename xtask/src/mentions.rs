@@ -1,5 +1,5 @@
-//! Names that must agree with the tree: a built-in composite's name stands only in its row, and the
-//! documents name files that exist.
+//! Checks of names: only a built-in composite's row may contain its name as a string, and the files that
+//! documents name must exist.
 
 use crate::comments::File;
 
@@ -16,8 +16,8 @@ const NOT_OURS: &[&str] = &[
     "contrib.rs",
 ];
 
-/// Places that name a built-in composite by a string instead of its `CompositeKind`. Tests may: they state
-/// what they expect.
+/// Places that name a built-in composite by a string instead of its `CompositeKind`. Tests may do so, because
+/// they state what they expect.
 pub(crate) fn composites(files: &[File]) -> Result<Vec<String>, String> {
     let mut names = vec![];
     let mut kinds = 0;
@@ -41,7 +41,8 @@ pub(crate) fn composites(files: &[File]) -> Result<Vec<String>, String> {
     Ok(found)
 }
 
-/// Whether no composite may be named in this file: sources and examples, but not rows and tests.
+/// Whether this file must not name a composite by a string. This holds for sources and examples, except rows
+/// and tests.
 fn names_nothing(name: &str) -> bool {
     let parts: Vec<&str> = name.split('/').collect();
     let (Some(last), true) = (parts.last(), name.ends_with(".rs") && !name.starts_with(ROWS)) else {
@@ -104,7 +105,7 @@ pub(crate) fn paths(files: &[File]) -> Result<Vec<String>, String> {
     Ok(found)
 }
 
-/// Paths of source files and documents with which no path of the tree ends.
+/// The paths of source files and documents in a text that are not the end of any path of the tree.
 fn missing(text: &str, tree: &[String]) -> Vec<(usize, String)> {
     let mut found = vec![];
     for (k, line) in text.lines().enumerate() {
@@ -129,7 +130,7 @@ fn is_source(word: &str) -> bool {
     known && !word.starts_with("//") && !word.starts_with("target/")
 }
 
-/// Whether a path stands for others: with a wildcard, or a part in capitals (`ops/FILE.rs`).
+/// Whether a path stands for others, because it has a wildcard or a part in capitals (`ops/FILE.rs`).
 fn is_pattern(path: &str) -> bool {
     const REAL: &[&str] = &["README", "CONTRIBUTING", "CHANGELOG"];
     let capitals = |part: &str| part.len() > 1 && part.chars().all(|c| c.is_ascii_uppercase());

@@ -16,7 +16,7 @@ const RUNS: &[(&str, &[&str], &[&str])] = &[
     ),
 ];
 
-/// Tests of kernels, whose names contain some of the selections.
+/// Part of the names of the kernels' tests. These tests are skipped; some of them also match a selection.
 const KERNELS: &str = "cpu::library::";
 
 /// Miri is a component of nightly toolchains only.
@@ -45,11 +45,12 @@ pub(crate) fn step(context: &Context) -> Outcome {
         }
     }
     let (mut total, mut bad) = (Counts::default(), Vec::new());
-    // One run for each selection: a selection without tests is a failure.
+    // Run each selection separately, so that a selection that matches no test is a failure.
     let runs =
         RUNS.iter().flat_map(|(package, features, tests)| tests.iter().map(move |t| (package, features, t)));
     for (package, features, tests) in runs {
-        // `cargo +nightly` needs the proxy of rustup, not the cargo of the toolchain that runs this program.
+        // Start cargo through rustup, because a toolchain's own cargo, which may come first in `PATH`, does
+        // not accept `+nightly`.
         let mut miri = Command::new("rustup");
         miri.args(["run", TOOLCHAIN, "cargo", "miri", "test", "-p", package, "--lib"]).args(*features);
         miri.arg("--target-dir").arg(crate::target_dir().join("miri"));
@@ -58,9 +59,10 @@ pub(crate) fn step(context: &Context) -> Outcome {
         for name in ["RUSTUP_TOOLCHAIN", "RUSTC", "RUSTDOC", "CARGO"] {
             miri.env_remove(name);
         }
-        // Tests read files and environment variables. Addresses kept as integers are how drivers name memory.
+        // Tests read files and environment variables, which Miri's isolation forbids. Drivers keep addresses
+        // as integers, which strict provenance forbids.
         miri.env("MIRIFLAGS", "-Zmiri-disable-isolation -Zmiri-permissive-provenance");
-        // Random sequences of hundreds of steps, each of which Miri takes seconds for.
+        // Few property tests: their random sequences of hundreds of operations are slow in Miri.
         miri.env("PROPTEST_CASES", "3");
         match cargo_tests(&mut miri) {
             Outcome::Tests(counts, why) => {

@@ -30,8 +30,8 @@ fn replace(page: &str, part: &str) -> Result<String, String> {
     Ok(format!("{}\n{part}{}", &page[..from], &page[to..]))
 }
 
-/// `2026-01-31` from the number of days since 1970-01-01 (the proleptic Gregorian calendar, counted from
-/// March).
+/// Returns a date such as `2026-01-31` for a number of days since 1970-01-01, in the proleptic Gregorian
+/// calendar. The computation counts years from March, so that a leap day is the last day of a year.
 fn date(days: i64) -> String {
     let z = days + 719_468;
     let (era, day) = (z.div_euclid(146_097), z.rem_euclid(146_097));
@@ -66,7 +66,7 @@ fn table(record: &Value, date: &str, machine: &str) -> String {
         list(&record["sides"]).iter().filter_map(|s| s.as_str().map(Into::into)).collect();
     let torch = sides.iter().any(|s| s.starts_with("torch "));
     let mut out = format!(
-        "Measured on {date}: {machine}; {} threads, {} rounds, interleaved, medians; {}{}.\n",
+        "Measured on {date}: {machine}; {} threads; medians of {} interleaved rounds; {}{}.\n",
         record["threads"],
         record["rounds"],
         sides.join(", "),

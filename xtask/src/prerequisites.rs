@@ -46,7 +46,7 @@ pub(crate) const PREREQUISITES: &[Prerequisite] = &[
     },
     Prerequisite {
         name: "install-cxx",
-        purpose: "the CUDA and ROCm drivers over libraries that stand in for the vendors'",
+        purpose: "the CUDA and ROCm drivers with stand-ins for the vendors' libraries",
         packages: &["g++"],
         present: || succeeds(Command::new("c++").arg("--version")),
     },
@@ -70,7 +70,7 @@ pub(crate) const PREREQUISITES: &[Prerequisite] = &[
 ];
 
 impl Prerequisite {
-    /// Installs the requirement if possible. `strict`: a missing one is a failure.
+    /// Installs the requirement if possible. If `strict` is set, a missing requirement is a failure.
     pub(crate) fn prepare(&self, install: bool, strict: bool) -> Outcome {
         if (self.present)() {
             return Outcome::Passed("present".into());
@@ -78,7 +78,7 @@ impl Prerequisite {
         let missing = |why: String| {
             let packages = self.packages.join(" ");
             let text = format!(
-                "{why}; without it not tested: {}; to get it: apt-get install {packages}",
+                "{why}; not tested without it: {}; to install it: apt-get install {packages}",
                 self.purpose
             );
             if strict { Outcome::Failed(text) } else { Outcome::Skipped(text) }
@@ -90,13 +90,13 @@ impl Prerequisite {
             Err(why) => missing(why),
             Ok(()) if (self.present)() => Outcome::Passed(format!("installed {}", self.packages.join(" "))),
             Ok(()) => {
-                missing("its packages are installed but its files are not where they are looked for".into())
+                missing("its packages are installed, but its files are not in the expected places".into())
             }
         }
     }
 }
 
-/// Whether the test requirement of this name is met now.
+/// Whether the requirement with this name is installed now.
 pub(crate) fn is_installed(name: &str) -> bool {
     PREREQUISITES.iter().any(|prerequisite| prerequisite.name == name && (prerequisite.present)())
 }
@@ -139,7 +139,7 @@ fn entries(folder: &str) -> impl Iterator<Item = String> {
     read.map(|entry| entry.file_name().to_string_lossy().into_owned())
 }
 
-/// Whether the command starts and succeeds; prints nothing.
+/// Whether the command starts and succeeds. Its output is discarded.
 pub(crate) fn succeeds(command: &mut Command) -> bool {
     command
         .stdin(Stdio::null())

@@ -29,10 +29,10 @@ impl std::fmt::Display for Counts {
 /// The outcome of a step.
 #[derive(Debug, Clone)]
 pub(crate) enum Outcome {
-    /// The step succeeded; with a note.
+    /// The step succeeded. The text is a note.
     Passed(String),
     Failed(String),
-    /// The step did not run; with the reason.
+    /// The step did not run, for this reason.
     Skipped(String),
     /// The step ran tests. It failed if one of them failed.
     Tests(Counts, String),
@@ -63,7 +63,7 @@ impl Report {
         self.steps.push(Step { name, outcome, time });
     }
 
-    /// Prints one line per step and the totals. Returns whether nothing failed.
+    /// Prints one line per step and the totals. Returns whether something passed and nothing failed.
     pub(crate) fn finish(&self) -> bool {
         let mut total = Counts::default();
         println!("Summary");
@@ -120,15 +120,15 @@ pub(crate) fn run(command: &mut Command) -> Result<(), String> {
 /// that their order is kept.
 pub(crate) fn run_watching(command: &mut Command, mut watch: impl FnMut(&str)) -> Result<(), String> {
     println!("    $ {}", line(command));
-    let (reader, writer) = std::io::pipe().map_err(|e| format!("no pipe: {e}"))?;
-    let errors = writer.try_clone().map_err(|e| format!("no pipe: {e}"))?;
+    let (reader, writer) = std::io::pipe().map_err(|e| format!("cannot create a pipe: {e}"))?;
+    let errors = writer.try_clone().map_err(|e| format!("cannot create a pipe: {e}"))?;
     let child = command.stdin(Stdio::null()).stdout(writer).stderr(errors).spawn();
     // Drop the command's copies of the pipe's write end, because reading ends only when all are closed.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = child.map_err(|e| format!("`{}` did not start: {e}", program(command)))?;
     let mut reader = BufReader::new(reader);
     let mut bytes = Vec::new();
-    // Bytes, not text: a compiler's message need not be UTF-8.
+    // Read bytes, not text, because a compiler's message need not be UTF-8.
     while reader.read_until(b'\n', &mut bytes).map_err(|e| e.to_string())? > 0 {
         let mut out = std::io::stdout().lock();
         // Continue even if the terminal is closed.
@@ -176,7 +176,7 @@ fn line(command: &Command) -> String {
             out.push_str(&format!("{}='{}' ", key.to_string_lossy(), value.to_string_lossy()));
         }
     }
-    // Cargo is called by its full path; its name is enough here.
+    // Cargo is called by its full path. Print its name only.
     let program = std::path::Path::new(command.get_program());
     let cargo = program.file_stem().filter(|name| *name == "cargo");
     out.push_str(&short(cargo.unwrap_or(command.get_program())));

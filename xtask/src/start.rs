@@ -1,9 +1,11 @@
-//! `cargo xtask bench start`: the time from the start of the process to its end, with its answer printed.
+//! `cargo xtask bench start`: measures the time of short runs of the command, from the start of the process
+//! to its end.
 //!
 //! Each run is a separate process of the release build: `halcyon --version`, `halcyon devices --json` with
-//! remembered probe results, and `halcyon run MODEL --input random --backend cpu`. Cold: weights are packed
-//! in the run. Warm: packed weights are read from the disk cache, which an earlier run filled. The model's
-//! file is in the system's cache in both. The commands take turns; the report has medians.
+//! remembered probe results, and `halcyon run MODEL --input random --backend cpu`. A cold run packs the
+//! weights. A warm run reads packed weights from the disk cache, which an earlier run filled. In both, the
+//! model's file is in the system's file cache. The commands take turns, and the report contains the median of
+//! each.
 
 use crate::Failure;
 use crate::report::run;
@@ -24,7 +26,8 @@ struct Kind {
     bound: f64,
 }
 
-/// ResNet-50, from `cargo xtask bench peers` or from the test data.
+/// The file of ResNet-50: the one that `HALCYON_RESNET50` names, that of `cargo xtask bench peers`, or that
+/// of the test data.
 fn resnet() -> Option<PathBuf> {
     let of = |path: &str| crate::target_dir().join(path);
     let own = std::env::var_os("HALCYON_RESNET50").map(PathBuf::from);
@@ -69,7 +72,7 @@ pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
             "--json" => as_json = true,
             "--rounds" => {
                 let n = args.next().and_then(|n| n.parse().ok()).filter(|n| *n > 0);
-                rounds = n.ok_or_else(|| Failure::Usage("--rounds needs a number".into()))?;
+                rounds = n.ok_or_else(|| Failure::Usage("--rounds needs a number above 0".into()))?;
             }
             other => return Err(Failure::Usage(format!("`bench start` has no option `{other}`"))),
         }
@@ -98,7 +101,9 @@ pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
             kinds.push(of("ResNet-50, warm cache", model, "packed", 0.150));
         }
         None => {
-            eprintln!("no ResNet-50: `cargo xtask bench peers --only model` or `cargo xtask test` makes it")
+            eprintln!(
+                "ResNet-50 is not measured, its file is missing; `cargo xtask bench peers --only model` makes it"
+            )
         }
     }
     let cache = crate::target_dir().join("start-cache");

@@ -1,5 +1,5 @@
 //! `cargo xtask test`: the tests to run before a change is merged, on a machine with only a Rust toolchain.
-//! With `--nightly`, all tests in full. `docs/testing.md` explains the tiers.
+//! With `--nightly`, it runs all tests in full. `docs/testing.md` explains the tiers.
 
 use crate::prerequisites::{self, PREREQUISITES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, seconds, test_result};
@@ -47,8 +47,8 @@ const FEATURES_ALWAYS: usize = 2;
 const FEATURES_DRAWN: usize = 2;
 
 /// Independent checks: scripts in `xtask/scripts`, run with the test environment's Python and the tests'
-/// variables. Their last line is `N passed, N failed, N skipped`. A row is (script, arguments, arguments of
-/// the merge tier's sample).
+/// variables. Their last line is `N passed, N failed, N skipped`. A row is (script, arguments, more arguments
+/// for the merge tier's sample).
 const CHECKS: &[(&str, &[&str], &[&str])] = &[
     ("check_conformance.py", &["--backend", "cpu"], &[]),
     // These two backends compile a program for each case.
@@ -70,8 +70,8 @@ enum In {
     Sample(&'static str),
     /// Nightly only, with the reason.
     Nightly(&'static str),
-    /// The merge tier runs a random one of the steps of this name; nightly runs all of them. The text gives
-    /// the reason.
+    /// The merge tier runs one of the steps of this group, drawn at random; nightly runs all of them. The
+    /// text gives the reason.
     OneOf(&'static str, &'static str),
 }
 
@@ -97,14 +97,14 @@ const STEPS: &[Step] = &[
     step(
         "tests",
         In::Sample(
-            "an eighth of the op table and a quarter of its gradients on OpenCL and WebGPU, and a twentieth over the stand-ins of CUDA and ROCm, where each case is a program to build; a quarter of the kernels under the vendors' compilers; one level per model and backend",
+            "an eighth of the op table and a quarter of its gradients on OpenCL and WebGPU, and a twentieth over the stand-ins of CUDA and ROCm, where each case must build a program; a quarter of the kernels under the vendors' compilers; one level per model and backend",
         ),
         tests,
     ),
     step(
         "isa",
         In::Sample(
-            "two of the lower instruction sets, drawn: one op-table case in 3 and a draw of the models",
+            "two instruction sets below the best, drawn at random: one op-table case in 3 and a sample of the models",
         ),
         isa::step,
     ),
@@ -126,12 +126,16 @@ const STEPS: &[Step] = &[
     step("gpu-check", In::Nightly("it measures, for up to nine minutes, what other tests check"), |_| {
         gpu_check::step()
     }),
-    step("receipts", In::Nightly("it judges times, which needs a machine that does nothing else"), receipts),
+    step(
+        "receipts",
+        In::Nightly("it compares times, which needs a machine that does nothing else"),
+        receipts,
+    ),
 ];
 
 pub(crate) struct Context {
     pub(crate) install: bool,
-    /// Whether a missing requirement fails instead of being skipped.
+    /// Whether a step with a missing requirement fails instead of being skipped.
     strict: bool,
     venv: Venv,
     pub tier: Tier,
@@ -178,7 +182,7 @@ fn run_all(context: &Context, only: &[&str]) -> bool {
     }
     let good = report.finish();
     if tier == Tier::Merge && only.is_empty() {
-        println!("Samples of this tier; --nightly runs them whole:");
+        println!("Steps of which this tier ran only a sample, with the sample; --nightly runs everything:");
         for step in STEPS {
             if let In::Sample(what) = step.tiers {
                 println!("  {:<16} {what}", step.name);
@@ -200,10 +204,10 @@ fn list() {
             In::Merge => "merge and nightly".into(),
             In::Sample(what) => {
                 let tiers = if s.name == "tests" { "all tiers" } else { "merge and nightly" };
-                format!("{tiers}; a sample but nightly: {what}")
+                format!("{tiers}; except in nightly only a sample: {what}")
             }
             In::Nightly(why) => format!("nightly: {why}"),
-            In::OneOf(group, why) => format!("nightly; merge draws one of {group}: {why}"),
+            In::OneOf(group, why) => format!("nightly; merge draws one of the steps with {group}: {why}"),
         };
         println!("{:<16} {text}", s.name);
     }
@@ -267,7 +271,7 @@ impl Context {
         self.venv.is_installed(REQUIREMENTS)
     }
 
-    /// Cargo with the settings common to all test runs.
+    /// A cargo command with the settings of all test runs.
     pub(crate) fn cargo(&self) -> Command {
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         // Each build is used once, so incremental files would only cost time and disk space.
@@ -319,7 +323,7 @@ fn python(context: &Context) -> Outcome {
         return Outcome::Passed("present".into());
     }
     if !context.install {
-        return context.missing("the Python environment is not there (--no-install)".into());
+        return context.missing("the Python environment is not installed (--no-install)".into());
     }
     if !prerequisites::is_installed("install-python") {
         return context.missing("no Python 3 with venv".into());
@@ -329,7 +333,7 @@ fn python(context: &Context) -> Outcome {
 
 fn data(context: &Context) -> Outcome {
     if !context.has_python() {
-        return context.missing("the Python environment is not there".into());
+        return context.missing("the Python environment is not installed".into());
     }
     context.outcome(testdata::prepare(&context.venv))
 }
@@ -343,8 +347,8 @@ fn clippy(context: &Context) -> Outcome {
     context.outcome(run(context.cargo().args(args)).map(|()| String::new()))
 }
 
-/// The tests, then those in documentation. Clippy checks the examples. Building the examples here would
-/// compile the kernels again for each of them.
+/// Runs the tests, then those in documentation. The examples are not built, because this would compile the
+/// kernels again for each of them; clippy checks them.
 fn tests(context: &Context) -> Outcome {
     let (mut total, mut notes) = (Counts::default(), Vec::new());
     for targets in [&["--lib", "--bins", "--tests"][..], &["--doc"]] {
@@ -360,7 +364,8 @@ fn tests(context: &Context) -> Outcome {
     Outcome::Tests(total, notes.join("; "))
 }
 
-/// The example backend, which is not part of the workspace. Its tests use Halcyon as a user's crate does.
+/// Tests the example backend, which is not part of the workspace. Its tests use Halcyon as a user's crate
+/// does.
 fn backend(context: &Context) -> Outcome {
     let manifest = crate::root().join("examples/backend/Cargo.toml").display().to_string();
     let fmt = ["fmt", "--manifest-path", manifest.as_str(), "--check"];
@@ -447,12 +452,12 @@ fn features(context: &Context) -> Outcome {
             let names: Vec<&str> = some.iter().map(|(s, _)| if s.is_empty() { "none" } else { s }).collect();
             format!("{} of {} sets: {}", names.len(), FEATURES.len(), names.join("; "))
         }
-        (false, _) => format!("do not check: {}", bad.join("; ")),
+        (false, _) => format!("these feature sets have errors or warnings: {}", bad.join("; ")),
     };
     Outcome::Tests(counts, note)
 }
 
-/// Type-checks other operating systems and processors.
+/// Type-checks the code for other operating systems and processors.
 fn platforms(context: &Context) -> Outcome {
     let (mut good, mut bad) = (Vec::new(), Vec::new());
     let n = if context.tier == Tier::Nightly { PLATFORMS.len() } else { 1 };
@@ -468,7 +473,7 @@ fn platforms(context: &Context) -> Outcome {
     let counts = Counts { passed: good.len(), failed: bad.len(), skipped: 0 };
     let note = match bad.is_empty() {
         true => format!("{} of {}: {}", good.len(), PLATFORMS.len(), good.join(", ")),
-        false => format!("does not check: {}", bad.join(", ")),
+        false => format!("these platforms have errors: {}", bad.join(", ")),
     };
     Outcome::Tests(counts, note)
 }
@@ -477,12 +482,12 @@ fn platforms(context: &Context) -> Outcome {
 const CPU_TESTS: &[&str] =
     &["test", "-p", "halcyon-hal", "--lib", "--no-default-features", "--features", "cpu"];
 
-/// The CPU kernels' tests under AddressSanitizer, which the stable compiler enables with `RUSTC_BOOTSTRAP`. A
-/// separate build folder avoids rebuilding everything when the flags change.
+/// Runs the CPU kernels' tests under AddressSanitizer, which the stable compiler enables with
+/// `RUSTC_BOOTSTRAP`. A separate build folder avoids rebuilding everything when the flags change.
 fn asan(context: &Context) -> Outcome {
     let target = "x86_64-unknown-linux-gnu";
     if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
-        return context.missing(format!("AddressSanitizer runs on {target} only"));
+        return context.missing(format!("AddressSanitizer is used only on {target}"));
     }
     let mut command = context.cargo();
     command.env("RUSTC_BOOTSTRAP", "1").env("RUSTFLAGS", "-Zsanitizer=address");
@@ -491,12 +496,12 @@ fn asan(context: &Context) -> Outcome {
     cargo_tests(&mut command)
 }
 
-/// The CPU kernels' tests on aarch64 (baseline NEON) in an emulator. This target needs no cross compiler and
-/// no installed C library: the toolchain includes a linker and a static C library.
+/// Runs the CPU kernels' tests on aarch64 (baseline NEON) in an emulator. This target needs no cross compiler
+/// and no installed C library: the toolchain includes a linker and a static C library.
 fn neon(context: &Context) -> Outcome {
     let target = "aarch64-unknown-linux-musl";
     if !prerequisites::is_installed("install-qemu") {
-        return context.missing("qemu-aarch64 is not there".into());
+        return context.missing("qemu-aarch64 is not installed".into());
     }
     if let Err(why) = prerequisites::rust_target(target, context.install) {
         return context.missing(why);
@@ -524,8 +529,8 @@ fn neon(context: &Context) -> Outcome {
     cargo_tests(&mut command)
 }
 
-/// Runs README's first command on this checkout; it must print the digit that the sample image shows. It runs
-/// as written, and then with the classes' names, of which the first must be right.
+/// Runs README's first command on this checkout as it is written, and then with the names of the classes. The
+/// first digit that it names must be the one that the sample image shows.
 fn readme(context: &Context) -> Outcome {
     let path = crate::root().join("README.md");
     let text = match std::fs::read_to_string(&path) {
@@ -547,7 +552,9 @@ fn readme(context: &Context) -> Outcome {
     match (result, first.as_deref()) {
         (Err(why), _) => Outcome::Failed(why),
         (Ok(()), Some("seven")) => Outcome::Passed(line.into()),
-        (Ok(()), Some(other)) => Outcome::Failed(format!("`{line}` saw a {other} in the picture of a seven")),
+        (Ok(()), Some(other)) => {
+            Outcome::Failed(format!("`{line}` printed {other} for the picture of a seven"))
+        }
         (Ok(()), None) => Outcome::Failed(format!("`{line}` named no digit")),
     }
 }
@@ -577,7 +584,7 @@ fn binary(context: &Context) -> Outcome {
 
 fn checks(context: &Context) -> Outcome {
     if !context.has_python() {
-        return context.missing("the Python environment is not there".into());
+        return context.missing("the Python environment is not installed".into());
     }
     let binary = match release(context) {
         Ok(binary) => binary,
@@ -614,17 +621,17 @@ fn checks(context: &Context) -> Outcome {
     Outcome::Tests(total, if bad.is_empty() { String::new() } else { format!("failed: {}", bad.join(", ")) })
 }
 
-/// Minimum gain of ResNet-50 by a transformation on one thread, with and without AVX-512. Blocked layouts
+/// Minimum gain of ResNet-50 on one thread by each transformation, with and without AVX-512. Blocked layouts
 /// gain 1.25 to 1.7 with AVX-512 and 1.03 to 1.11 without, depending on the processor. Such a small gain is
 /// within the noise of a busy machine. So without AVX-512 the test only fails if more than a tenth is lost.
 const GAINS: &[(&str, f64, f64)] = &[("blocked layouts", 1.15, 0.9), ("packed constants", 1.15, 1.15)];
 
 /// Measures the receipts of ResNet-50 twice. The two measurements must agree within 15 %, and figures that do
-/// not depend on time must be equal. The large gains must disappear without their transformation.
+/// not depend on time must be equal. The gains of the transformations in [`GAINS`] must reach their minimum.
 fn receipts(context: &Context) -> Outcome {
     let model = testdata::dir().join("models/random/light_resnet50/model.onnx");
     if !model.is_file() {
-        return context.missing(format!("{} is not there", model.display()));
+        return context.missing(format!("{} is missing", model.display()));
     }
     let binary = match release(context) {
         Ok(binary) => binary,
@@ -651,7 +658,7 @@ fn receipts(context: &Context) -> Outcome {
             let (same, v) = measure(&["--compare", &first.to_string_lossy(), "--within", "15"])?;
             let compared = v["compare"]["receipts"].as_array().cloned().unwrap_or_default();
             if let Some(r) = compared.iter().find(|r| r["differs"] != serde_json::json!([])) {
-                return Err(format!("not the same in a second run: {r}"));
+                return Err(format!("a second run differs: {r}"));
             }
             let of = |name: &str| {
                 v["rows"].as_array()?.iter().find(|r| r["name"] == name)?["gain"]["median"].as_f64()
@@ -667,7 +674,9 @@ fn receipts(context: &Context) -> Outcome {
                     return Ok(format!("gains in a second run {low:.2} to {high:.2} of the first"));
                 }
                 None => why = format!("gains in a second run {low:.2} to {high:.2} of the first"),
-                Some((name, least)) => why = format!("{name} gains {:?}, not {least}", of(name)),
+                Some((name, least)) => {
+                    why = format!("{name} gains {:?}, expected at least {least}", of(name))
+                }
             }
             keep(&v)?;
         }

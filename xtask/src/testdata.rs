@@ -56,7 +56,7 @@ pub(crate) fn prepare(venv: &Venv) -> Result<String, String> {
         std::fs::write(&stamp_file, stamp).map_err(|e| format!("{}: {e}", stamp_file.display()))?;
         made += 1;
     }
-    Ok(format!("{} of {} sets generated, the others current", made, GENERATORS.len()))
+    Ok(format!("{} of {} sets generated; the others are up to date", made, GENERATORS.len()))
 }
 
 fn stamp(generator: &Generator, script: &Path) -> Result<String, String> {

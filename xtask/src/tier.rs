@@ -1,4 +1,4 @@
-//! How much a run of the tests covers, and its random draws.
+//! How much a run of the tests covers, and the random draws of the run.
 
 use std::time::UNIX_EPOCH;
 
@@ -41,7 +41,7 @@ impl Draw {
             Ok(s) if !s.trim().is_empty() => match s.trim().parse() {
                 Ok(seed) => Ok(Draw { seed }),
                 Err(_) => {
-                    Err(format!("{SEED} is \"{s}\": it is a whole number, as an earlier run has printed it"))
+                    Err(format!("{SEED} is \"{s}\"; expected a whole number, as an earlier run printed it"))
                 }
             },
             _ => {
@@ -52,7 +52,8 @@ impl Draw {
         }
     }
 
-    /// A random `n` of `all`, in their order. Draws for different purposes are independent.
+    /// Chooses `n` elements of `all` at random and keeps their order. Draws for different purposes are
+    /// independent.
     pub(crate) fn sample<T: Copy>(self, purpose: &str, n: usize, all: &[T]) -> Vec<T> {
         let salt = purpose.bytes().fold(self.seed, |h, b| mix(h ^ u64::from(b)));
         let mut places: Vec<usize> = (0..all.len()).collect();

@@ -14,7 +14,7 @@ pub(crate) struct ChildResult {
     pub out: String,
     /// The end of the child's standard error.
     pub err: String,
-    /// How the child ended, if not by an exit code: `was ended by signal: 11 (SIGSEGV)`.
+    /// What happened to the child if it has no exit code, such as `was ended by signal: 11 (SIGSEGV)`.
     pub broken: Option<String>,
     /// Set if the deadline passed: the time since the child's last output, or `None` if it was not started.
     pub late: Option<Option<Duration>>,
@@ -51,11 +51,11 @@ fn follow(pipe: Option<impl Read + Send + 'static>) -> Shared {
     to
 }
 
-/// Starts the command in a process group of its own, together with everything it starts.
+/// Lets the command start in a new process group, which the processes that it starts belong to as well.
 fn own_group(command: &mut Command) {
     #[cfg(unix)]
     std::os::unix::process::CommandExt::process_group(command, 0);
-    // Windows has no process groups that could be killed; there, the processes end when their pipes close.
+    // Windows has no process groups that could be killed. There, the processes end when their pipes close.
     #[cfg(not(unix))]
     let _ = command;
 }
@@ -71,10 +71,10 @@ fn end_group(child: &Child) {
     let _ = child;
 }
 
-/// Runs a command without input until it ends or `until` passes. Then all processes it started are ended.
+/// Runs a command without input until it ends or `until` passes. Then ends all processes that it started.
 pub(crate) fn run(command: &mut Command, until: Instant) -> ChildResult {
     own_group(command);
-    // The child ends with this process, however this process ends.
+    // If this process ends, in whatever way, the child ends too.
     let mut tied = match LinkedChild::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped())) {
         Ok(c) => c,
         Err(e) => {
@@ -92,7 +92,7 @@ pub(crate) fn run(command: &mut Command, until: Instant) -> ChildResult {
         ended.late = Some(Some(last.elapsed()));
     }
     end_group(child);
-    // Give the reader threads a moment to drain the pipes.
+    // Waits until the reader threads have read what is left in the pipes, but at most half a second.
     let mut before = usize::MAX;
     for _ in 0..50 {
         let n = lock(&out).bytes.len() + lock(&err).bytes.len();
@@ -128,7 +128,7 @@ fn wait(child: &mut Child, until: Instant) -> ChildResult {
     }
 }
 
-/// Runs all commands, at most `parallel` at a time, in order of their start.
+/// Runs all commands, at most `parallel` at a time. The results are in the order of the commands.
 pub(crate) fn run_all(commands: Vec<Command>, parallel: usize, until: Instant) -> Vec<ChildResult> {
     let n = commands.len();
     let commands: Vec<Mutex<Command>> = commands.into_iter().map(Mutex::new).collect();

@@ -22,7 +22,7 @@ pub(crate) struct SectionArgs {
     pub data: PathBuf,
     pub tiny: bool,
     pub torch: bool,
-    /// The vendors' libraries are switched off, and the generated kernels that replace them are measured.
+    /// Whether the vendors' libraries are switched off, so that generated kernels are measured.
     pub generated: bool,
 }
 
@@ -65,7 +65,7 @@ pub(crate) fn main(args: &[String]) -> std::result::Result<(), String> {
         generated: has("--generated"),
     };
     let (_, work) =
-        SECTION_FNS.iter().find(|(n, _)| n == name).ok_or_else(|| format!("no section {name}"))?;
+        SECTION_FNS.iter().find(|(n, _)| n == name).ok_or_else(|| format!("there is no section {name}"))?;
     if let Err(e) = work(&own) {
         emit(name, status_of(&e), e.to_string());
         own.stop_if_lost();
@@ -138,7 +138,7 @@ fn hal(o: &SectionArgs) -> Result<()> {
 }
 
 fn stories_and_mlp(o: &SectionArgs) -> Result<()> {
-    // A token takes a tenth of a second on a stand-in.
+    // On a stand-in, a token takes a tenth of a second, so compute few.
     let few = |all| if o.tiny { 4 } else { all };
     let found = |name: &str, r: end_to_end::Found| match r {
         Ok(note) => emit(name, Status::Passed, note),
@@ -177,7 +177,7 @@ fn mnist(o: &SectionArgs) -> Result<()> {
             match got.len() == want.len() && off <= 1e-4 && best == Some(i) {
                 true => emit(&name, Status::Passed, String::new()),
                 false => {
-                    emit(&name, Status::Wrong, format!("saw {best:?}, logits off by {off}"));
+                    emit(&name, Status::Wrong, format!("the class is {best:?}, the logits are off by {off}"));
                     o.stop_if_lost();
                 }
             }

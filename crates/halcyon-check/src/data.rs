@@ -1,4 +1,5 @@
-//! The data file: names and contents, compressed together. Weights that are too large to carry are generated.
+//! The data file holds the names and contents of files, compressed together. Weights that are too large for
+//! it are generated.
 
 use flate2::Compression;
 use flate2::read::ZlibDecoder;
@@ -10,7 +11,7 @@ use std::io::{BufReader, Read, Write};
 use std::path::{Component, Path, PathBuf};
 
 const MAGIC: &[u8; 16] = b"halcyon-check 1\n";
-/// Maximum length of a name and of a content, far above the actual sizes.
+/// Maximum lengths of a file's name and of its content, far above the actual sizes.
 const MAX_NAME: u32 = 4096;
 const MAX_CONTENT: u64 = 1 << 30;
 
@@ -20,7 +21,7 @@ fn at(path: &Path) -> impl Fn(std::io::Error) -> String + '_ {
     move |e| format!("{}: {e}", path.display())
 }
 
-/// `__pack LIST OUT`: each line of the list holds a name, a tab, and the file with the content.
+/// `__pack LIST OUT`: each line of the list holds a name, a tab, and the path of the file with the content.
 pub(crate) fn pack_listed(args: &[String]) -> Done<()> {
     let [list, out] = args else { return Err("__pack takes a list and a file to write".into()) };
     let text = std::fs::read_to_string(list).map_err(at(Path::new(list)))?;
@@ -47,8 +48,8 @@ fn pack(files: &[(String, PathBuf)], out: &Path) -> Done<()> {
     z.finish().map_err(at(out))?.finish().map(drop).map_err(|e| e.to_string())
 }
 
-/// Unpacks into a folder, and generates the weights described in its `weights.json` files. Returns the number
-/// of files.
+/// Unpacks a data file into a folder, and generates the weights described in its `weights.json` files.
+/// Returns the number of files.
 pub(crate) fn unpack(file: &Path, to: &Path) -> Done<usize> {
     let mut r = BufReader::new(File::open(file).map_err(at(file))?);
     let mut magic = [0; 16];
@@ -66,12 +67,12 @@ pub(crate) fn unpack(file: &Path, to: &Path) -> Done<usize> {
         }
         let n = u32::from_le_bytes(n);
         if n == 0 || n > MAX_NAME {
-            return Err(format!("{}: a name of {n} bytes", file.display()));
+            return Err(format!("{}: a file name has {n} bytes, expected 1 to {MAX_NAME}", file.display()));
         }
         let mut name = vec![0; n as usize];
         z.read_exact(&mut name).map_err(at(file))?;
         let name =
-            String::from_utf8(name).map_err(|_| format!("{}: a name that is not text", file.display()))?;
+            String::from_utf8(name).map_err(|_| format!("{}: a file name is not UTF-8", file.display()))?;
         let path = Path::new(&name);
         if !path.components().all(|c| matches!(c, Component::Normal(_))) {
             return Err(format!("{}: \"{name}\" is a path outside the folder", file.display()));
@@ -80,7 +81,7 @@ pub(crate) fn unpack(file: &Path, to: &Path) -> Done<usize> {
         z.read_exact(&mut n).map_err(at(file))?;
         let n = u64::from_le_bytes(n);
         if n > MAX_CONTENT {
-            return Err(format!("{}: \"{name}\" says it has {n} bytes", file.display()));
+            return Err(format!("{}: \"{name}\" has {n} bytes, more than {MAX_CONTENT}", file.display()));
         }
         let path = to.join(path);
         if let Some(dir) = path.parent() {
@@ -99,7 +100,7 @@ pub(crate) fn unpack(file: &Path, to: &Path) -> Done<usize> {
     Ok(count)
 }
 
-/// Uniform f32 numbers at an offset of a weights file.
+/// Uniformly distributed f32 numbers at an offset of a weights file.
 #[derive(Debug, Deserialize)]
 struct RandomWeights {
     offset: u64,
@@ -116,8 +117,8 @@ struct Weights {
     tensors: Vec<RandomWeights>,
 }
 
-/// Number `i` of a seed, in [0, 1): 24 bits of a mixed counter (Steele, Lea and Flood 2014, in 32 bits).
-/// `xtask/scripts/gen_check.py` uses the same formula.
+/// Random number `i` of a seed, in [0, 1): 24 bits of a mixed counter (Steele, Lea and Flood 2014, with 32
+/// bits). `xtask/scripts/gen_check.py` uses the same formula.
 fn unit(seed: u32, i: u32) -> f64 {
     let mut x = i.wrapping_mul(0x9E37_79B9).wrapping_add(seed.wrapping_mul(0x85EB_CA6B));
     x = (x ^ (x >> 16)).wrapping_mul(0x7FEB_352D);
@@ -130,14 +131,20 @@ fn generate(list: &Path) -> Done<()> {
     let text = std::fs::read_to_string(list).map_err(at(list))?;
     let w: Weights = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", list.display()))?;
     if w.bytes > MAX_CONTENT || Path::new(&w.file).components().count() != 1 {
-        return Err(format!("{}: {} of {} bytes", list.display(), w.file, w.bytes));
+        return Err(format!(
+            "{}: \"{}\" of {} bytes must be a plain file name and at most {MAX_CONTENT} bytes",
+            list.display(),
+            w.file,
+            w.bytes
+        ));
     }
     let mut bytes = vec![0; w.bytes as usize];
     for t in &w.tensors {
         let range =
             t.count.checked_mul(4).and_then(|n| Some(t.offset as usize..t.offset.checked_add(n)? as usize));
-        let part =
-            range.and_then(|r| bytes.get_mut(r)).ok_or_else(|| format!("{}: {t:?}", list.display()))?;
+        let part = range
+            .and_then(|r| bytes.get_mut(r))
+            .ok_or_else(|| format!("{}: {t:?} does not lie in the weights file", list.display()))?;
         for (i, b) in part.chunks_exact_mut(4).enumerate() {
             let v = t.low + (t.high - t.low) * unit(t.seed, i as u32);
             b.copy_from_slice(&(v as f32).to_le_bytes());

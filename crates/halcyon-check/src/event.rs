@@ -66,7 +66,7 @@ impl Figure {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub(crate) enum Event {
-    /// Announces the next step. If no event follows, that step ended the process.
+    /// Announces the work that runs next. If no event follows, this work ended the process.
     Begin {
         what: String,
     },

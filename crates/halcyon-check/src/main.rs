@@ -29,7 +29,7 @@ Usage: halcyon-check [options]            check this machine's accelerators and 
   --no-torch        do not measure PyTorch (default: measured if `python3 -c \"import torch\"` works; HALCYON_PYTHON names another Python)
   --rehearsal       tiny sizes and a sample of the cases: shows that this program works, not how fast a device is
 
-Exit code: 0 all is right and every target was met, 1 something is wrong, 2 the command line is, 3 nothing is wrong, but something was left
+Exit code: 0 all is right and every target was met, 1 something is wrong, 2 the command line is wrong, 3 nothing is wrong, but something was left
 out or a target was missed.
 ";
 

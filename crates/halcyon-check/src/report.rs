@@ -75,7 +75,7 @@ pub(crate) struct SectionResult {
     pub notes: Vec<String>,
 }
 
-/// The verdict on a section, from best to worst.
+/// The verdict on a section. The variants are ordered from best to worst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Verdict {
@@ -125,7 +125,7 @@ impl SectionResult {
         }
     }
 
-    /// Counts and time in words. The figures of a rehearsal are not compared with targets.
+    /// The counts of results and the time, as text. The figures of a rehearsal are not compared with targets.
     pub(crate) fn line(&self, rehearsal: bool) -> String {
         if let Some(why) = &self.skipped {
             return format!("skipped: {why}");
@@ -305,9 +305,13 @@ impl Report {
         out
     }
 
-    /// The table of a section's figures.
+    /// Writes the table of a section's figures.
     fn figures(&self, s: &SectionResult, out: &mut String) {
-        let _ = writeln!(out, "\n## {} on {}\n\n| | | beside | ratio | asked for | |", s.name, s.backend);
+        let _ = writeln!(
+            out,
+            "\n## {} on {}\n\n| figure | value | compared with | ratio | target | note |",
+            s.name, s.backend
+        );
         *out += "|---|---|---|---|---|---|\n";
         for f in &s.figures {
             let beside =
@@ -318,7 +322,7 @@ impl Report {
                 Some(t) => match f.met() {
                     Some(true) => format!("{t:.2}: met"),
                     Some(false) => format!("{t:.2}: **missed**"),
-                    None => format!("{t:.2}: nothing beside it"),
+                    None => format!("{t:.2}: nothing to compare with"),
                 },
                 None => String::new(),
             };
@@ -334,7 +338,7 @@ impl Report {
         }
     }
 
-    /// Writes the report in both forms into a folder.
+    /// Writes the report into a folder, as Markdown and as JSON.
     pub(crate) fn write(&self, dir: &Path) -> Result<[PathBuf; 2], String> {
         let card = self.devices.first().map_or("no device".into(), |d| format!("{} {}", d.backend, d.name));
         let kind = if self.rehearsal { "rehearsal" } else { "check" };
@@ -353,10 +357,10 @@ impl Report {
     }
 }
 
-/// The cases of a section that did not pass.
+/// Writes the list of a section's cases that did not pass.
 fn failures(s: &SectionResult, out: &mut String) {
     let _ = writeln!(out, "\n## What did not pass: {} on {}\n", s.name, s.backend);
-    // Wrong results before unsupported features.
+    // List wrong results before unsupported features.
     let mut all: Vec<&Check> = s.failures.iter().collect();
     all.sort_by_key(|c| matches!(c.status, Status::Unsupported | Status::NotRun));
     for c in all.iter().take(MAX_LISTED) {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// The total minutes for which the sections' seconds are meant.
+/// The total minutes for which `Section::seconds` is chosen.
 const NOMINAL_MINUTES: f64 = 9.0;
 /// Minimum time left for starting a section.
 const MIN_SECTION_TIME: Duration = Duration::from_secs(3);
@@ -51,8 +51,11 @@ fn parse(args: &[String]) -> Result<Option<Options>, String> {
             }
             "--minutes" => {
                 let v = value()?;
-                o.minutes =
-                    v.parse().ok().filter(|m| (0.1..=600.0).contains(m)).ok_or(format!("\"{v}\" minutes"))?;
+                o.minutes = v
+                    .parse()
+                    .ok()
+                    .filter(|m| (0.1..=600.0).contains(m))
+                    .ok_or(format!("--minutes takes 0.1 to 600, not \"{v}\""))?;
             }
             "--out" => o.out = value()?.into(),
             "--data" => o.data = Some(value()?.into()),
@@ -86,7 +89,7 @@ impl Drop for TempFolder {
 }
 
 /// # Errors
-/// Errors that stop the check before it begins.
+/// Errors that stop the check before it begins, and errors of writing the report.
 pub(crate) fn main(args: &[String]) -> Result<u8, String> {
     let Some(o) = parse(args)? else { return Ok(0) };
     let start = Instant::now();
@@ -116,8 +119,8 @@ pub(crate) fn main(args: &[String]) -> Result<u8, String> {
     let devices = devices(&exe, &child, start + Duration::from_secs(60));
     let backends =
         if o.backends.is_empty() { accelerators(&devices, &mut notes)? } else { o.backends.clone() };
-    // First the drivers of the card's vendor, with all the time they need. Other backends for the same card
-    // get the remaining time.
+    // The backends of the card's vendor come first, with all the time they need. Other backends for the same
+    // card get the remaining time.
     let first = backends.iter().filter(|b| native(b)).count();
     let turns =
         if o.backends.is_empty() && first > 0 { backends.split_at(first) } else { (&backends[..], &[][..]) };
@@ -170,7 +173,7 @@ fn order(
     of(false).chain(of(true)).collect()
 }
 
-/// A section's time limit: its own, or a share of the remaining time if the following sections need more.
+/// A section's time limit: its own, or a share of the remaining time if that is too little for all sections.
 fn allowed(seconds: u64, rest: u64, left: Duration, minutes: f64) -> Duration {
     let own = seconds as f64 * (minutes / NOMINAL_MINUTES).max(1.0);
     let share = left.as_secs_f64() * seconds as f64 / rest.max(1) as f64;
@@ -209,8 +212,9 @@ fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Comma
     ran
 }
 
-/// The Python installation folder. The vendors' libraries are often in its packages beside PyTorch, and no
-/// variable names it if its environment was not activated.
+/// The Python installation folder, or `None` if `VIRTUAL_ENV` is set already or Python does not run. The
+/// vendors' libraries are often among its packages, beside PyTorch. If the environment was not activated, no
+/// variable names the folder.
 fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
     let python = bench::python();
     let mut command = Command::new(&python);
@@ -239,7 +243,8 @@ fn warm_torch() {
     });
 }
 
-/// Uses caches of this run, ignores the user's settings, and sets Python's folder if no variable names it.
+/// Gives the command this run's caches and none of the user's settings. `prefix` is Python's folder if no
+/// variable names it yet.
 fn own_environment(command: &mut Command, work: &Path, prefix: Option<&str>) {
     let cache = work.join("cache");
     command.env("XDG_CACHE_HOME", &cache).env("LOCALAPPDATA", &cache).env("HALCYON_CONFIG", "off");
@@ -261,13 +266,13 @@ fn devices(exe: &Path, child: &dyn Fn(&mut Command), until: Instant) -> Vec<Devi
     ended.out.lines().filter_map(note).collect()
 }
 
-/// Whether this is the driver of the card's vendor, with kernel libraries for it.
+/// Whether this is a backend of the card's vendor, which has kernel libraries.
 fn native(backend: &str) -> bool {
     let row = backend.parse::<BackendType>().ok().and_then(BackendType::built_in);
     row.is_some_and(|row| !row.libraries.is_empty())
 }
 
-/// Backends with devices that are not emulated on a processor.
+/// The backends that have a device other than the CPU and software devices, those of card vendors first.
 fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<String>, String> {
     let mut found: Vec<String> = vec![];
     for d in

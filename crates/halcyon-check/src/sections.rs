@@ -17,7 +17,7 @@ pub(crate) struct Context {
     pub backend: String,
     /// The folder of unpacked data.
     pub data: PathBuf,
-    /// Tiny sizes and a sample of the cases.
+    /// Whether to use tiny sizes and only a sample of the cases.
     pub tiny: bool,
     pub torch: bool,
     pub exe: PathBuf,
@@ -42,7 +42,7 @@ pub(crate) struct Job {
     pub label: String,
     pub args: Vec<String>,
     pub form: OutputFormat,
-    /// Appended to the names of its checks.
+    /// Text that is appended to the names of the job's checks.
     pub suffix: String,
     /// Environment variables that name vendor libraries. They are set to `NO_LIBRARY`, which switches the
     /// libraries off.
@@ -54,7 +54,7 @@ pub(crate) struct Job {
 pub(crate) struct Section {
     pub name: &'static str,
     pub what: &'static str,
-    /// Maximum seconds if the whole check may take nine minutes.
+    /// Maximum number of seconds, if the whole check may take nine minutes.
     pub seconds: u64,
     /// The section's children, or the reason why there is nothing to run.
     pub jobs: fn(&Context) -> Result<Vec<Job>, String>,
@@ -92,26 +92,27 @@ impl Section {
     }
 }
 
-/// In the order in which they run. Sections that make PyTorch compile for long come last.
+/// The sections in the order in which they run. Sections for which PyTorch compiles for long come last.
 pub(crate) const SECTIONS: &[Section] = &[
-    Section::new("doctor", "each step from the library to a product", 45, doctor).shown(),
+    Section::new("doctor", "each step from loading the library to a matrix product", 45, doctor).shown(),
     Section::new("hal", "the conformance suite", 60, |c| Ok(vec![own_section(c, "hal")])),
     Section::new("ops", "the op table", 110, ops).parallel(),
     Section::new(
         "products",
-        "products, convolutions, attention at O2, by libraries and generated",
+        "products, convolutions and attention at O2, with library kernels and generated ones",
         60,
         products,
     )
     .parallel(),
-    Section::new("end-to-end", "a Llama decoded with states, a network trained", 45, end_to_end).shown(),
-    Section::new("mnist", "ten digits", 20, mnist),
+    Section::new("end-to-end", "decoding a Llama model with states, training a network", 45, end_to_end)
+        .shown(),
+    Section::new("mnist", "a model on ten digits", 20, mnist),
     Section::new("models", "MiniLM, ResNet-50, the light models", 90, models).parallel(),
     Section::new("suite", "the ONNX backend test suite", 110, suite).parallel().least(0.9),
     Section::new("bench-gemm", "products of matrices", 75, |c| Ok(with_and_without(c, "bench-gemm")))
         .measures()
         .shown(),
-    Section::new("bench-attention", "attention of prompts and of a token", 60, |c| {
+    Section::new("bench-attention", "attention for prompts and for one token", 60, |c| {
         Ok(with_and_without(c, "bench-attention"))
     })
     .measures(),
@@ -124,19 +125,21 @@ pub(crate) const SECTIONS: &[Section] = &[
         Ok(vec![own_section(c, "bench-memory")])
     })
     .measures(),
-    Section::new("bench-copies", "copies between locked memory and the device", 25, |c| {
+    Section::new("bench-copies", "copies between page-locked memory and the device", 25, |c| {
         Ok(vec![own_section(c, "bench-copies")])
     })
     .measures(),
     Section::new("bench-models", "ResNet-50 and MiniLM", 120, bench_models).measures(),
 ];
 
-/// The documented value of an environment variable that switches a vendor library off. No file has this name.
+/// An environment variable with this value switches a vendor library off, as documented. The variable names
+/// the library's file, and no file has this name.
 const NO_LIBRARY: &str = "off";
-/// Appended to the names of runs without vendor libraries.
+/// Text that is appended to the names of runs without vendor libraries.
 const WITHOUT: &str = ", libraries off";
 
-/// A checking child without output for this long is considered hung. Otherwise it ran out of time.
+/// If a child that does not measure passes its deadline, it is considered hung if it had no output for this
+/// long. Otherwise it only ran out of time.
 const HANG_TIME: Duration = Duration::from_secs(45);
 
 fn job(label: &str, form: OutputFormat, args: &[&str]) -> Job {
@@ -193,7 +196,7 @@ fn doctor(c: &Context) -> Result<Vec<Job>, String> {
     Ok(vec![job("doctor", OutputFormat::Doctor, &["doctor", "--backend", &c.backend, "--json"])])
 }
 
-/// Ops of a rehearsal, one for each way of lowering.
+/// The ops for tiny runs, one for each way of lowering.
 fn few() -> [&'static str; 7] {
     ["add", "exp", "matmul", CompositeKind::Softmax.row().name, "reduce_sum", "gather", "conv"]
 }
@@ -206,7 +209,7 @@ fn table(c: &Context, types: &[&str], more: &[&str]) -> Job {
     job(&label, OutputFormat::Cases, &[&base[..], &["--dtype", &label], more].concat())
 }
 
-/// One child per dtype that kernels support; those with most work come first.
+/// One child per native dtype, and one for all small types. The dtypes with the most work come first.
 fn ops(c: &Context) -> Result<Vec<Job>, String> {
     if c.tiny {
         let mut more = vec!["--cases", "1"];
@@ -221,7 +224,7 @@ fn ops(c: &Context) -> Result<Vec<Job>, String> {
     Ok(jobs)
 }
 
-/// The ops that vendor libraries may take, all cases, with the libraries and with generated kernels on matrix
+/// The ops for which there may be library kernels, once with these and once with generated kernels on matrix
 /// units.
 fn products(c: &Context) -> Result<Vec<Job>, String> {
     let (types, cases): (&[&str], &str) =
@@ -237,7 +240,7 @@ fn products(c: &Context) -> Result<Vec<Job>, String> {
 /// The data folder `name`, or an error that names it.
 fn data_folder(c: &Context, name: &str) -> Result<PathBuf, String> {
     let dir = c.data.join(name);
-    if dir.exists() { Ok(dir) } else { Err(format!("the data has no {name}")) }
+    if dir.exists() { Ok(dir) } else { Err(format!("the data folder has no {name}")) }
 }
 
 fn end_to_end(c: &Context) -> Result<Vec<Job>, String> {
@@ -281,7 +284,7 @@ fn models(c: &Context) -> Result<Vec<Job>, String> {
 fn suite(c: &Context) -> Result<Vec<Job>, String> {
     let mut parts = folders(&data_folder(c, "suite")?)?;
     if parts.is_empty() {
-        return Err("the data's suite is empty".into());
+        return Err("the data folder's suite is empty".into());
     }
     if c.tiny {
         let one = parts.swap_remove(c.seed as usize % parts.len());
@@ -297,8 +300,8 @@ impl Job {
         command
     }
 
-    /// The events of a child, plus an error if it ended badly. A measuring child may run out of time; a
-    /// checking child without recent output is reported as hung.
+    /// The events of a child, plus an error if it ended badly. Running out of time is not an error, unless a
+    /// child that does not measure had no recent output: it is reported as hung.
     pub(crate) fn events(&self, ended: &ChildResult, measures: bool) -> Vec<Event> {
         let mut out = match self.form {
             OutputFormat::Events => lines(&ended.out),
@@ -314,7 +317,7 @@ impl Job {
                 Event::Begin { .. } | Event::Note { .. } => {}
             }
         }
-        // A step that was begun without a result.
+        // The check that the child began last, if it has no result.
         let at = match out.iter().rev().find(|e| !matches!(e, Event::Note { .. })) {
             Some(Event::Begin { what }) => format!(" at \"{what}\""),
             _ => String::new(),
@@ -327,7 +330,7 @@ impl Job {
             }
             (_, Some(Some(_)), _) => (Status::NotRun, format!("out of time{at}; what follows was not run")),
             (Some(how), ..) => (Status::Error, format!("the process {how}{at}{}", self.why(ended))),
-            // The exit code only repeats what the events report.
+            // The exit code adds nothing to the reported events.
             (.., Some(0)) if done > 0 => return out,
             (.., Some(_)) if self.form != OutputFormat::Events && done > 0 && at.is_empty() => return out,
             (.., Some(0)) => (Status::Error, "it ended with exit code 0 and reported nothing".into()),
@@ -361,7 +364,7 @@ impl Job {
             _ => Status::Error,
         };
         if let Some(c) = v.get("case") {
-            // A folder that is a single case has the folder's name.
+            // If the folder itself is a case, the case has the folder's name.
             let name = text(&c["name"]);
             let whole = self.label.ends_with(&name);
             let name = if whole { self.label.clone() } else { format!("{}/{name}", self.label) };

@@ -4,7 +4,7 @@
 use halcyon_test::{gone, library, skip, soon};
 use std::process::{Command, Stdio};
 
-/// A library that never returns from being loaded. It writes the id of the loading process to a file.
+/// A library whose loading never ends. It writes the ids of the loading process and of its parent to a file.
 const HANG: &str = "#include <stdio.h>\n#include <stdlib.h>\n#include <unistd.h>
 __attribute__((constructor)) static void at_load(void) {
     FILE *f = fopen(getenv(\"DRIVER_PID\"), \"w\");

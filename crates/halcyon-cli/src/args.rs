@@ -27,7 +27,7 @@ pub(crate) struct Cli {
     #[command(flatten)]
     pub verbosity: Verbosity,
     /// Accepts external data behind a link that leads out of the model's folder. Links of a Hugging
-    /// Face cache are always taken
+    /// Face cache are always accepted
     #[arg(long, global = true)]
     pub allow_external_links: bool,
     #[command(subcommand)]

@@ -1,12 +1,12 @@
-//! How the command treats drivers: child processes probe them first, and their output is kept apart from the
-//! command's output.
+//! How the command treats drivers: child processes probe them first, and what they print is kept apart from
+//! what the command prints.
 
 use crate::cmd::Command;
 use crate::report;
 use halcyon::hal::driver_output::{self, DriverOutput};
 use halcyon::hal::probe;
 
-/// Call before any driver is loaded.
+/// Must be called before any driver is loaded.
 pub(crate) fn start(command: &Command, json: bool) {
     driver_output::set_listener(|driver, line| {
         if report::verbose() {

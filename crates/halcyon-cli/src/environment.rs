@@ -38,7 +38,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         "HALCYON_CACHE",
         "off|programs|packed",
         "What is kept on disk between runs. off: nothing. programs: compiled kernels, but no packed weights. packed: packed weights too, even \
-         where packing again is faster. Not set: both, packed weights where that is faster.",
+         where packing again is faster. Not set: compiled kernels, and packed weights where reading them is faster.",
     ),
     row(
         User,

@@ -149,7 +149,7 @@ fn size(s: &str) -> Result<(usize, usize)> {
     let parts =
         s.split_once('x').and_then(|(w, h)| Some((w.parse::<usize>().ok()?, h.parse::<usize>().ok()?)));
     parts.filter(|(w, h)| (1..=16384).contains(w) && (1..=16384).contains(h)).ok_or_else(|| {
-        Error::argument("--image-size", format!("\"{s}\" is not a size of a picture; write 224x224"))
+        Error::argument("--image-size", format!("\"{s}\" is not a size; write WIDTHxHEIGHT, such as 224x224"))
     })
 }
 
@@ -169,8 +169,8 @@ fn pixels(d: Image, channels: usize, width: usize, height: usize) -> Result<Vec<
     Ok(if from == (width, height) { values } else { resize(&values, channels, from, (width, height)) })
 }
 
-/// Resizes rows of pixels: first the rows, then the columns, each with a triangle filter that is widened
-/// where the picture shrinks (bilinear with antialiasing, as Pillow and torchvision have it).
+/// Resizes an image, first its height, then its width. Both use a triangle filter, which is widened if the
+/// image shrinks (bilinear with antialiasing, as in Pillow and torchvision).
 fn resize(values: &[f32], channels: usize, (w, h): (usize, usize), (to_w, to_h): (usize, usize)) -> Vec<f32> {
     let mut rows = vec![0f32; w * to_h * channels];
     let row = w * channels;
@@ -194,7 +194,8 @@ fn resize(values: &[f32], channels: usize, (w, h): (usize, usize), (to_w, to_h):
     out
 }
 
-/// For each of `to` positions, the first of `from` samples that count and their weights, whose sum is 1.
+/// For each of `to` new samples: the index of the first of the `from` old samples that contribute, and their
+/// weights, whose sum is 1.
 fn triangle(from: usize, to: usize) -> Vec<(usize, Vec<f32>)> {
     let ratio = from as f64 / to as f64;
     let scale = ratio.max(1.0);
@@ -231,8 +232,8 @@ fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Resu
     }
     let dtype = p.dtype()?;
     if dtype.is_float() {
-        // The division by 255 has rounded to f32; the following steps are exact enough to add no rounding
-        // before the cast.
+        // The division by 255 has already rounded to f32. The next steps are in f64, so their rounding is
+        // negligible.
         return Ok(pixels
             .iter()
             .enumerate()
@@ -288,7 +289,7 @@ mod tests {
         for (got, want) in narrow.iter().zip([5.0 / 7.0, 16.0 / 7.0]) {
             assert!((got - want).abs() < 1e-6, "{narrow:?}");
         }
-        // Both ways, channels apart.
+        // In height, with two channels that stay separate.
         let tall = resize(&[1.0, 10.0, 3.0, 30.0], 2, (1, 2), (1, 4));
         assert_eq!(tall, [1.0, 10.0, 1.5, 15.0, 2.5, 25.0, 3.0, 30.0]);
     }

@@ -30,8 +30,8 @@ pub(crate) fn print(v: &impl Serialize) -> Result<()> {
     write(&mut io::BufWriter::new(driver_output::out()), v, "standard output")
 }
 
-/// The values of a tensor in row-major order, each printed as short as its dtype allows. JSON has no NaN and
-/// no infinities, so these are strings.
+/// The values of a tensor in row-major order, each with the fewest digits that identify it in its dtype. JSON
+/// has no NaN and no infinities, so these are strings.
 #[derive(Debug)]
 pub(crate) struct Values<'a>(pub &'a ConstData);
 
@@ -129,7 +129,7 @@ impl Formatter for Lines {
     }
 
     fn write_string_fragment<W: ?Sized + Write>(&mut self, w: &mut W, text: &str) -> io::Result<()> {
-        // Control characters that a terminal would interpret.
+        // Escape control characters that a terminal would interpret.
         let odd = |c: char| ('\u{7f}'..='\u{9f}').contains(&c);
         for c in text.split_inclusive(odd) {
             let plain = c.trim_end_matches(odd);

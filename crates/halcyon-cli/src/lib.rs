@@ -20,8 +20,8 @@ mod text;
 
 pub use cmd::conformance::check_alive;
 
-/// An image as the command reads it for the input `port` of a model, with default options. Only the fuzz
-/// targets, which need the command's reader, see this function.
+/// Reads an image as the command does for the input `port` of a model, with default options. This function
+/// exists only in builds of the fuzz targets.
 ///
 /// # Errors
 /// Errors of the command's own reader.
@@ -60,7 +60,7 @@ pub fn main() -> ExitCode {
         }
         Err(e) => {
             let _ = e.print();
-            // A model in place of a command.
+            // The word is a model's file in place of a subcommand.
             if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(word))) =
                 (e.kind(), e.get(ContextKind::InvalidSubcommand))
                 && word.ends_with(".onnx")
@@ -70,7 +70,7 @@ pub fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    // Must precede the start of any other thread.
+    // This must be called before any other thread is started.
     let relative = halcyon_hal::cache::ignore_relative();
     report::set_verbosity(cli.verbosity);
     drivers::start(&cli.command, json);

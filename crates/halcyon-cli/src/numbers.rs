@@ -33,7 +33,7 @@ pub(crate) fn datum(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
     let dtype = match &p.ty {
         PortType::Tensor { dtype, .. } => *dtype,
         PortType::Text { .. } | PortType::Map(_) => return strings::json(p, v),
-        other => return Err(format!("{} is given as an ONNX .pb file", other.kind())),
+        other => return Err(format!("{} must be given as an ONNX .pb file", other.kind())),
     };
     let (mut dims, vals) = strings::flatten(v)?;
     // A single row is accepted for a batch of one.
@@ -81,7 +81,7 @@ fn int(s: Scalar) -> i128 {
 fn scalar(dtype: DType, v: &Value) -> std::result::Result<Scalar, String> {
     let n = match (v, dtype) {
         (Value::Bool(b), DType::Bool) => Some(Scalar::Bool(*b)),
-        // Written as by `--json`, since JSON has no such numbers.
+        // JSON has no such numbers, so `--json` writes them as strings.
         (Value::String(s), d) if d.is_float() => match s.as_str() {
             "NaN" => Some(Scalar::F(f64::NAN)),
             "Infinity" => Some(Scalar::F(f64::INFINITY)),
@@ -116,7 +116,7 @@ mod tests {
         assert_eq!(read(DType::Bool, None, "[true, 0]").unwrap().to_vec::<bool>(), [true, false]);
         let x = read(DType::U64, None, "[18446744073709551615]").unwrap();
         assert_eq!(x.to_vec::<u64>(), [u64::MAX]);
-        // A leading size that the model fixes is not added.
+        // A leading size is not added if the model fixes it and it is not 1.
         assert_eq!(read(DType::I64, Some([4usize, 3].into()), "[1, 2, 3]").unwrap().dims.as_slice(), [3]);
         let x = read(DType::I32, None, r#"{"shape": [1, 2], "values": [5, 6]}"#).unwrap();
         assert_eq!((x.dims.as_slice(), x.to_vec::<i32>()), (&[1, 2][..], vec![5, 6]));

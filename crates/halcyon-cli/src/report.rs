@@ -53,7 +53,7 @@ pub(crate) fn path(path: &Path) -> Value {
     path.to_string_lossy().into()
 }
 
-/// Text for a terminal, without control characters that it may quote.
+/// Text for a terminal, without the control characters that quoted names may contain.
 fn plain(text: &str) -> Cow<'_, str> {
     escaped(text, &['\n', '\t'])
 }
@@ -110,7 +110,7 @@ fn say(text: &str) {
     let _ = driver_output::err().write_all(format!("{}\n", plain(text)).as_bytes());
 }
 
-/// Prints problems with the file of tuned kernels. Plans then do without it.
+/// Prints problems with the file of tuned kernels. Plans are then made without it.
 pub(crate) fn tuning_warnings(b: &Backend) {
     if b.tuning_mode() != TuningMode::Off {
         b.tuning_cache().warnings().iter().for_each(|w| note(&format!("warning: {w}")));

@@ -77,7 +77,7 @@ pub(crate) fn of(ports: &[Port], a: &InputArgs) -> Result<Option<(Rows, InputArg
     }
 }
 
-/// The input for which several files are given.
+/// The input for which several files are given, if any.
 fn many_files(
     ports: &[Port],
     files: &[(Option<usize>, PathBuf, &String)],
@@ -113,12 +113,12 @@ fn pattern(path: &Path) -> bool {
     path.to_str().is_some_and(|s| s.contains(['*', '?', '['])) && !path.exists()
 }
 
-/// Decided by the name, because the file may be missing or damaged.
+/// Whether the file is an image. The name decides, because the file may be missing or damaged.
 fn picture(path: &Path) -> bool {
     path.extension().is_some_and(|e| PICTURES.iter().any(|p| e.eq_ignore_ascii_case(p)))
 }
 
-/// The files of a path in natural order.
+/// Adds the files of a path to `all`, in natural order.
 fn expand(path: &Path, all: &mut Vec<PathBuf>) -> Result<()> {
     let name = path.display().to_string();
     let io = |e: std::io::Error| Error::Io { path: name.clone(), what: e.to_string() };

@@ -359,7 +359,7 @@ pub(crate) fn split(ports: &[Port], text: &str) -> Result<(Option<usize>, Spec)>
     }
 }
 
-/// Replaces files of lines by one source per line. Standard input can be read only once.
+/// Replaces files of lines by one source per line, because standard input can be read only once.
 pub(crate) fn split_lines(ports: &[Port], inputs: &[String]) -> Result<Vec<String>> {
     let mut out = Vec::with_capacity(inputs.len());
     for text in inputs {
@@ -496,7 +496,7 @@ fn from_archive(z: &Npz, array: &str, p: &Port, path: &Path) -> Result<Input> {
 fn check_fits(p: &Port, dtype: DType, dims: &[usize], source: &str) -> Result<()> {
     let want = p.dtype()?;
     if dtype != want && dtype != npy::stand_in(want) {
-        // For the error message about this dtype.
+        // This call fails with the error message about the dtype.
         return convert_for(p, ConstData::new(dtype, &[0], Arc::new(vec![]))?, source).map(drop);
     }
     let Some(shape) = p.shape() else { return Ok(()) };
@@ -509,9 +509,9 @@ fn check_fits(p: &Port, dtype: DType, dims: &[usize], source: &str) -> Result<()
     Err(Error::argument("--input", what))
 }
 
-/// Data is not converted, because whether a conversion is lossless would depend on the file. The exceptions
-/// are dtypes that NumPy lacks: their values are read from the dtype that holds them all ([`npy::stand_in`]),
-/// and each must be exact.
+/// Checks the dtype of an input's data. Data is not converted, because whether a conversion is lossless would
+/// depend on the file. The exceptions are dtypes that NumPy lacks: their values are read from a dtype that
+/// represents all of them ([`npy::stand_in`]), and the conversion of each value must be exact.
 fn convert_for(p: &Port, x: ConstData, source: &str) -> Result<ConstData> {
     let want = p.dtype()?;
     if x.dtype == want {
@@ -580,7 +580,7 @@ fn record_symbol(d: Dim, n: usize, known: &mut Bindings) {
     }
 }
 
-/// The declared shape, with the known sizes for symbols, and 1 for the others.
+/// The declared shape, with each symbol replaced by its known size, or by 1.
 fn default_dims(s: &Shape, known: &mut Bindings) -> Result<Vec<usize>> {
     let mut names = BTreeSet::new();
     s.iter().for_each(|d| d.symbols(&mut names));

@@ -1,4 +1,5 @@
-//! Inputs of strings, from JSON, text files or NumPy arrays of strings; and maps, from JSON.
+//! Reads inputs that are strings from JSON, text files or NumPy arrays of strings, and inputs that are maps
+//! from JSON.
 
 use crate::numbers;
 use halcyon::{Error, Result};
@@ -16,7 +17,8 @@ pub(crate) fn json(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
     }
 }
 
-/// Reads the value of an input of strings or a map. `None` for other inputs and for files with an ONNX value.
+/// Reads the value of an input of strings or a map. `None` for other inputs, and for files of another known
+/// kind, such as an ONNX value.
 ///
 /// Strings in JSON are an array, nested like the tensor, or the form that `run` saves: `{"shape": […],
 /// "values": […]}`. A map is an object, or `{"keys": […], "values": […]}` for integer keys. A text file has
@@ -31,7 +33,7 @@ pub(crate) fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> R
         return Ok(None);
     }
     let ending = |e: &str| path.extension().is_some_and(|x| x.eq_ignore_ascii_case(e));
-    // The file name decides first, because a short text may resemble any format.
+    // The ending of the file's name decides first, because a short text may look like any format.
     let (is_json, is_lines) = match kind {
         _ if ending("json") => (true, false),
         _ if ending("txt") => (false, true),
@@ -52,12 +54,12 @@ pub(crate) fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> R
         return json(p, &v).map(Some).map_err(bad);
     }
     if !is_lines || !matches!(p.ty, PortType::Text { .. }) {
-        return Err(bad(format!("{} is given as JSON", p.ty.kind())));
+        return Err(bad(format!("{} must be given as JSON", p.ty.kind())));
     }
     lines(p, text.lines().map(String::from).collect()).map(|t| Some(Datum::Text(t)))
 }
 
-/// Makes each line a string.
+/// Makes a tensor with one string per line.
 ///
 /// # Errors
 /// The errors of [`Text::new`].
@@ -86,13 +88,14 @@ pub(crate) fn flatten(v: &Value) -> std::result::Result<(Vec<usize>, Vec<&Value>
         let (Some(shape), Some(Value::Array(vals))) =
             (o.get("shape").and_then(Value::as_array), o.get("values"))
         else {
-            return Err("an object of values has \"shape\" and \"values\"".into());
+            return Err("a JSON object of values must have \"shape\" and \"values\"".into());
         };
         let size = |d: &Value| d.as_u64().and_then(|d| usize::try_from(d).ok());
-        let dims = shape.iter().map(size).collect::<Option<Vec<_>>>().ok_or("\"shape\" holds no sizes")?;
+        let dims =
+            shape.iter().map(size).collect::<Option<Vec<_>>>().ok_or("\"shape\" must contain only sizes")?;
         return Ok((dims, vals.iter().collect()));
     }
-    // Sizes are taken from the first elements; the others must agree.
+    // The first array at each depth gives the size; the other arrays at this depth must have the same size.
     let (mut dims, mut first) = (vec![], v);
     while let Value::Array(a) = first {
         dims.push(a.len());
@@ -122,7 +125,7 @@ fn word(v: &Value) -> std::result::Result<String, String> {
 /// A map whose values have the type `of`.
 fn map(v: &Value, of: &PortType) -> std::result::Result<Datum, String> {
     let Value::Object(o) = v else {
-        return Err("a map is an object".into());
+        return Err("a map must be a JSON object".into());
     };
     let pair = (o.get("keys").and_then(Value::as_array), o.get("values").and_then(Value::as_array));
     let (keys, vals): (Keys, Vec<&Value>) = match pair {
@@ -143,7 +146,7 @@ fn map(v: &Value, of: &PortType) -> std::result::Result<Datum, String> {
             let vals = vals.into_iter().map(word).collect::<std::result::Result<_, _>>()?;
             Datum::Text(Text::new(&[n], vals).map_err(|e| e.to_string())?)
         }
-        other => return Err(format!("a map to {} is given as an ONNX .pb file", other.kind())),
+        other => return Err(format!("a map to {} must be given as an ONNX .pb file", other.kind())),
     };
     Ok(Datum::Map(keys, Box::new(value)))
 }

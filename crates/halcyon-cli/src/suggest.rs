@@ -4,7 +4,7 @@ use halcyon::{Error, Result};
 use halcyon_formats::onnx::{Model, OpenOptions};
 use std::path::Path;
 
-/// Jaro-Winkler similarity from which a name is suggested for another.
+/// An existing name is suggested if its Jaro-Winkler similarity to the given name is at least this.
 const MIN_SIMILARITY: f64 = 0.8;
 /// Limit on the files that a message lists.
 const MAX_LISTED: usize = 5;
@@ -69,7 +69,7 @@ pub(crate) fn missing(path: &Path, e: Error) -> Error {
     Error::Io { path: file, what }
 }
 
-/// The name most similar to one that does not exist.
+/// The name in `all` that is most similar to `name`, if it is similar enough.
 pub(crate) fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let lower = name.to_lowercase();
     let score = |n: &str| strsim::jaro_winkler(&n.to_lowercase(), &lower);

@@ -35,13 +35,13 @@ pub(crate) fn lines(path: &Path) -> Result<Vec<String>> {
     read.map_err(|e| suggest::missing(path, io(e)))?;
     let bad = |what: &str| Error::Format { file: file.clone(), what: what.into() };
     if bytes.len() as u64 > MAX_FILE_BYTES {
-        return Err(bad("a file of lines may have 1 GiB; split it"));
+        return Err(bad("a file of lines may have at most 1 GiB; split it"));
     }
     let text = String::from_utf8(bytes).map_err(|_| bad("not UTF-8 text, which a file of lines must be"))?;
     let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
     let lines: Vec<String> = text.lines().map(String::from).collect();
     if lines.is_empty() {
-        return Err(bad("there is no line in it"));
+        return Err(bad("the file has no lines"));
     }
     Ok(lines)
 }
@@ -130,7 +130,7 @@ impl Encoder {
         self.ids
     }
 
-    /// Indices of all inputs that it fills.
+    /// Indices of all inputs that the encoder fills.
     pub(crate) fn filled_inputs(&self) -> impl Iterator<Item = usize> {
         [Some(self.ids), self.mask, self.types].into_iter().flatten()
     }
@@ -261,7 +261,7 @@ mod tokenizer {
             most: Option<usize>,
         ) -> Result<(Vec<TokenizedLine>, Vec<usize>)> {
             let mut t = self.0.clone();
-            // Padding is done by the caller, to the longest line.
+            // The caller pads lines, to the length of the longest.
             t.with_padding(None);
             let special = t.encode("", true).map_err(|e| self.bad(e))?.len();
             if let Some(most) = most.filter(|m| *m <= special) {

@@ -19,7 +19,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::ops::Deref;
 
-/// Optimisation levels, under the name that these programs use.
+/// Optimisation levels, under the name that this interface has for them.
 pub use halcyon::Level as OptimizationLevel;
 
 /// Backends by vendor name, such as `BackendType::NVIDIA`, when this trait is in scope.
@@ -165,8 +165,7 @@ pub fn detect_best_backend() -> Result<&'static str> {
     Ok(vendor_name(get_backend(None)?.selection().device.backend))
 }
 
-/// The best backend by the name of its runtime: the first available of `cuda`, `rocm`, `xpu`, `tpu` and
-/// `cpu`.
+/// The name of the best backend's GPU stack: the first available of `cuda`, `rocm`, `xpu`, `tpu` and `cpu`.
 ///
 /// # Errors
 /// The errors of [`BackendFactory::create`].
@@ -185,7 +184,7 @@ pub fn list_available_backends() -> Vec<&'static str> {
     Backend::available().into_iter().map(vendor_name).collect()
 }
 
-/// A device, as described to these programs.
+/// The description of a device in this interface.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StandardDeviceInfo {
     /// The vendor's name: `nvidia`, `cpu`.

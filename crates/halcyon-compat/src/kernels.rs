@@ -214,7 +214,7 @@ impl<K: Kind> KernelBackend for BackendKernels<K> {
         let d = x.ncols();
         if !d.is_multiple_of(2) || cos.len() != sin.len() || (cos.len() != d && cos.len() != d / 2) {
             let what = format!(
-                "rows of {d} elements, {} cosines and {} sines: pairs, and one cosine and one sine per pair or per element, are expected",
+                "rows have {d} elements, with {} cosines and {} sines; expected an even number, and a cosine and a sine per pair or per element",
                 cos.len(),
                 sin.len()
             );

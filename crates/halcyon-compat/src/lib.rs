@@ -1,22 +1,23 @@
-//! Backend interfaces under the names of other libraries, as thin aliases of the API of [`halcyon`].
+//! Functions and types that choose and use a backend under the names that other libraries gave them. Each
+//! function only calls the API of [`halcyon`].
 //!
-//! Each module is for programs written against one such interface; `docs/compat.md` lists every name and what
-//! it maps to. New programs should use the core API: [`Backend`](halcyon::Backend),
+//! Each module is for programs that were written for one such interface. `docs/compat.md` lists all names and
+//! what each of them does. New programs should use the core API: [`Backend`](halcyon::Backend),
 //! [`Tensor`](halcyon::Tensor), [`hal::select`](halcyon::hal::select).
 //!
-//! | module | for programs that | core |
-//! |---|---|---|
-//! | [`training`] | choose and tune a device by name before they train |
-//! [`BackendBuilder`](halcyon::BackendBuilder), [`MatmulPrecision`](halcyon::MatmulPrecision),
-//! [`AmpPolicy`](halcyon::AmpPolicy) |
-//! | [`inference`] | prefer a backend, check memory, print what is there | [`Policy`](halcyon::Policy),
-//! [`Fallback`](halcyon::Fallback), [`summary`](mod@halcyon::summary) |
-//! | [`factory`] | make backends by vendor and query their devices and memory |
-//! [`Backend`](halcyon::Backend), [`DeviceInfo`](halcyon::DeviceInfo), [`MemoryStats`](halcyon::MemoryStats)
-//! |
-//! | [`unified`] | build a backend with options and call operations on it |
-//! [`BackendBuilder`](halcyon::BackendBuilder), [`Tensor`](halcyon::Tensor) |
-//! | `kernels` (feature `ndarray`) | call kernels on `ndarray` arrays | [`Tensor`](halcyon::Tensor) |
+//! - [`training`] is for programs that choose and tune a device by name before they train. In the core API:
+//!   [`BackendBuilder`](halcyon::BackendBuilder), [`MatmulPrecision`](halcyon::MatmulPrecision) and
+//!   [`AmpPolicy`](halcyon::AmpPolicy).
+//! - [`inference`] is for programs that prefer a backend, check memory and print the available devices. In
+//!   the core API: [`Policy`](halcyon::Policy), [`Fallback`](halcyon::Fallback) and
+//!   [`summary`](mod@halcyon::summary).
+//! - [`factory`] is for programs that open a backend by vendor and query its devices and memory. In the core
+//!   API: [`Backend`](halcyon::Backend), [`DeviceInfo`](halcyon::DeviceInfo) and
+//!   [`MemoryStats`](halcyon::MemoryStats).
+//! - [`unified`] is for programs that open a backend with options and call operations on it. In the core API:
+//!   [`BackendBuilder`](halcyon::BackendBuilder) and [`Tensor`](halcyon::Tensor).
+//! - `kernels` (feature `ndarray`) is for programs that call kernels on `ndarray` arrays. In the core API:
+//!   [`Tensor`](halcyon::Tensor).
 #![forbid(unsafe_code)]
 
 pub mod factory;
@@ -33,7 +34,7 @@ use halcyon::{BackendType, Error};
 pub enum BackendErrorKind {
     /// An unknown name or invalid setting.
     UnknownValue,
-    /// The name of one GPU stack on a machine that has the other.
+    /// The name `cuda` on a machine that has only ROCm, or `rocm` on a machine that has only CUDA.
     Mismatch,
     /// The library, driver or device is missing.
     MissingRuntime,
@@ -41,12 +42,12 @@ pub enum BackendErrorKind {
     OutOfMemory,
     /// Not supported yet.
     Unsupported,
-    /// Any other error, such as a driver's.
+    /// Any other error, such as an error of a driver.
     Other,
 }
 
-/// An [`Error`] with a kind, for programs that distinguish errors by kind. Its text contains advice for the
-/// user.
+/// An [`Error`] with a kind, for programs that distinguish errors by kind. The text of the error tells the
+/// user what to do.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{source}")]
 pub struct BackendError {

@@ -68,7 +68,7 @@ pub fn resolve_device(name: &str) -> Result<DeviceInfo, BackendError> {
     })
 }
 
-/// Settings with which a device trains.
+/// The settings of a device for training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Tuning {
     /// Whether products may be computed in TF32.
@@ -84,8 +84,9 @@ fn has_tf32(d: &DeviceInfo) -> bool {
 }
 
 /// The settings for a device. CUDA, ROCm and Metal devices get [`MatmulPrecision::High`]; this allows TF32,
-/// which only CUDA devices with compute capability 8.0 or later have. On the others products are no less
-/// exact. All other devices stay at `MatmulPrecision::Highest`.
+/// which only CUDA devices with compute capability 8.0 or later have. On other CUDA devices, on ROCm and on
+/// Metal, products are as exact as at [`MatmulPrecision::Highest`]. Devices of other backends stay at
+/// `MatmulPrecision::Highest`.
 pub fn tuning(d: &DeviceInfo) -> Tuning {
     match d.backend {
         BackendType::Cuda => Tuning { tf32: has_tf32(d), matmul_precision: MatmulPrecision::High },
@@ -114,7 +115,7 @@ pub struct Configured {
 pub fn configure_backend(name: &str, device: &DeviceInfo, verbose: bool) -> Result<Configured, BackendError> {
     let asked: BackendType = name.parse().map_err(BackendError::from)?;
     if asked != BackendType::Auto && asked != device.backend {
-        let reason = format!("the device that was given is {}", device.id);
+        let reason = format!("the given device is {}", device.id);
         return Err(BackendError::mismatch(asked, device.backend, reason));
     }
     let tuning = tuning(device);
@@ -158,12 +159,12 @@ pub struct AmpConfig {
     pub enabled: bool,
     /// The dtype that autocast computes in; `None` if it is disabled.
     pub dtype: Option<DType>,
-    /// Whether gradients are scaled, because f16 has a small range.
+    /// Whether gradients should be scaled, because f16 has a small range.
     pub use_grad_scaler: bool,
 }
 
-/// Mixed precision in f16 on CUDA, ROCm and Metal, with scaled gradients on the first two; none on other
-/// devices.
+/// Mixed precision in f16 on CUDA, ROCm and Metal, with gradient scaling on CUDA and ROCm; no mixed precision
+/// on other devices.
 pub fn resolve_amp_config(device: &DeviceInfo) -> AmpConfig {
     let (enabled, use_grad_scaler) = match device.backend {
         BackendType::Cuda | BackendType::Rocm => (true, true),

@@ -62,11 +62,11 @@ impl BackendBuilder {
         self.with(|b| b.enable_tensor_cores(on))
     }
 
-    /// Mixed precision, at level O2 ([`halcyon::BackendBuilder::amp`]).
+    /// Sets mixed precision ([`halcyon::BackendBuilder::amp`]), which takes effect at level O2.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if `accum_dtype` is not f32, `compute_dtype` is none of f32, f16 and bf16, or
-    /// gradients are to be scaled; [`BackendBuilder::build`] reports a dtype that the device does not
+    /// `scale_factor` is not 1 for bf16; [`BackendBuilder::build`] reports a dtype that the device does not
     /// support.
     pub fn enable_mixed_precision(self, config: MixedPrecisionConfig) -> Result<Self> {
         let MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor } = config;
@@ -112,9 +112,10 @@ impl BackendBuilder {
 pub struct MixedPrecisionConfig {
     /// Dtype of the factors of products.
     pub compute_dtype: DType,
-    /// Dtype of their sums.
+    /// Dtype of the sums of products.
     pub accum_dtype: DType,
-    /// Factor of the loss before gradients are taken.
+    /// Factor of the loss before gradients are computed. For bf16 it must be 1; for other types it is
+    /// ignored.
     pub scale_factor: f64,
 }
 
@@ -209,8 +210,8 @@ impl MetalBuilder {
     }
 
     /// # Errors
-    /// [`Error::Unavailable`] if there is no Metal; [`Error::Unsupported`] for enabled MPS, which the driver
-    /// does not support yet; the errors of [`halcyon::BackendBuilder::build`].
+    /// [`Error::Unavailable`] if there is no Metal; [`Error::Unsupported`] if MPS is enabled, which the
+    /// driver does not support yet; the errors of [`halcyon::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         registry::driver(BackendType::Metal)?.list()?;
         if self.mps == Some(true) {

@@ -123,7 +123,7 @@ const MAGIC: &[(usize, &[u8], Foreign)] = &[
 
 /// The magic number at the start of PyTorch files from before version 1.6, in pickle encoding.
 const OLD_TORCH: &[u8] = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.";
-/// Bytes that are searched for archive member names and checked for being text.
+/// Number of bytes that are searched for archive member names and checked for being text.
 const HEAD: usize = 1 << 16;
 
 /// The kind of a file with this content. `None` for unknown content and for models: only the decoder decides
@@ -169,8 +169,8 @@ fn archive(data: &[u8]) -> Foreign {
     }
 }
 
-/// Whether the size field of a bitmap header equals the file's length. The two magic letters alone could be
-/// chance.
+/// Whether the size field of a bitmap header equals the file's length. Another file could also begin with the
+/// two magic letters.
 fn bitmap(data: &[u8]) -> bool {
     let size = data.get(2..6).and_then(|b| b.try_into().ok()).map(u32::from_le_bytes);
     size.is_some_and(|n| n as usize == data.len())

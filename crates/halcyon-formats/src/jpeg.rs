@@ -27,7 +27,8 @@ const ZIGZAG: [u8; 64] = [
 
 #[derive(Clone, Default)]
 struct Huffman {
-    /// Per code length: the first code past it, and the offset from a code to its index in `values`.
+    /// For each code length: the end of the range of its codes, and the offset from a code to its index in
+    /// `values`.
     end: [i32; 17],
     shift: [i32; 17],
     values: Vec<u8>,
@@ -596,7 +597,7 @@ fn idct8(v: [i64; 8]) -> [i64; 8] {
     std::array::from_fn(|i| if i < 4 { even[i] + odd[i] } else { even[7 - i] - odd[7 - i] })
 }
 
-/// Two-dimensional inverse DCT: columns, then rows. Two extra bits of precision are kept between the passes.
+/// Two-dimensional inverse DCT: columns, then rows. Two extra bits of precision are kept between the two.
 fn idct(block: &[i16; 64], q: &[u16; 64]) -> [u8; 64] {
     let mut mid = [0i64; 64];
     for x in 0..8 {
@@ -615,8 +616,8 @@ fn idct(block: &[i16; 64], q: &[u16; 64]) -> [u8; 64] {
     out
 }
 
-/// Scales a component to the size of the image. Factors of two are interpolated: the sample weighs 3/4, its
-/// neighbour 1/4, with alternating rounding.
+/// Scales a component to the size of the image. For factors of two, the samples are interpolated: 3/4 of the
+/// nearest sample plus 1/4 of its neighbour, with alternating rounding.
 fn upsample(plane: &[u8], c: &Component, f: &Frame) -> Result<Vec<u8>> {
     if !f.h.is_multiple_of(c.h) || !f.v.is_multiple_of(c.v) {
         return Err(Failure::Unsupported("JPEG with fractional sampling".into()));

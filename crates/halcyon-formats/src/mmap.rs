@@ -27,10 +27,10 @@ pub fn open(path: &Path) -> Result<Bytes> {
     if meta.len() == 0 {
         return Ok(Bytes::new());
     }
-    // SAFETY: `Mmap::map` requires that the file is not truncated or modified while mapped. This map is
-    // read-only and private, and its bytes are only read as integers and floats, for which every bit pattern
-    // is valid. Truncation by another process cannot be prevented; the documentation of this function forbids
-    // it.
+    // SAFETY: `Mmap::map` requires that the file is not truncated or modified while mapped. This process does
+    // neither, because the map is read-only. A modification by another process only changes values: the bytes
+    // are only read as integers and floats, for which every bit pattern is valid. Truncation by another
+    // process cannot be prevented; the documentation of this function forbids it.
     let map = unsafe { memmap2::Mmap::map(&file) }.map_err(|e| match e.kind() {
         ErrorKind::OutOfMemory => no_addresses(path, meta.len()),
         _ => err(e),

@@ -1,10 +1,10 @@
 //! NumPy's `.npy`, format versions 1 to 3 (numpy.lib.format).
 //!
 //! Reads bool and the integers and floats of [`DType`], in C and Fortran order and both byte orders. The
-//! result is row-major and little endian; it is a slice of the file if no conversion is needed. Writes
+//! result is row-major and little endian. If no conversion is needed, it is a slice of the file. Writes
 //! version 1, C order, little endian. NumPy has no bf16, no floats of 8 or fewer bits and no integers under 8
-//! bits, so writing one is an error; cast to [`stand_in`] first, which is exact. Strings have their own
-//! reader, [`parse_text`].
+//! bits, so writing such a type is an error; cast to [`stand_in`] first, which is exact. Strings have their
+//! own reader, [`parse_text`].
 
 use crate::{ConstData, bad};
 use bytes::Bytes;
@@ -20,7 +20,7 @@ pub fn read(path: &Path) -> Result<ConstData> {
     parse(crate::mmap::open(path)?, &path.display().to_string())
 }
 
-/// Reads an `.npy` image; `file` names it in errors.
+/// Reads the content of an `.npy` file; `file` names it in errors.
 ///
 /// # Errors
 /// [`Error::Format`] for malformed content, [`Error::Unsupported`] for element types that [`DType`] lacks.
@@ -37,12 +37,12 @@ pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
     crate::data::from_bytes(dtype, &h.shape, body)
 }
 
-/// Bytes to read of a file when only the header is needed. Headers that NumPy writes have a few hundred
-/// bytes.
+/// Number of bytes to read from the start of a file if only the header is needed. Headers that NumPy writes
+/// have a few hundred bytes.
 pub const MAX_HEADER: usize = 1 << 20;
 
-/// Element type and sizes of an `.npy` image of `bytes` bytes in total. `start` must contain the header. The
-/// element data is not read, but its length is checked against the sizes.
+/// Returns the element type and sizes of an `.npy` file of `bytes` bytes in total. `start` must contain the
+/// header. The element data is not read, but its length is checked against the sizes.
 ///
 /// # Errors
 /// The errors of [`parse`].
@@ -53,24 +53,31 @@ pub fn head(start: &[u8], bytes: u64, file: &str) -> Result<(DType, Vec<usize>)>
         .ok_or_else(|| bad(file, format!("shape {:?} is too large to address", h.shape)))?;
     let holds = bytes.saturating_sub(end as u64);
     if holds != want as u64 {
-        return Err(bad(file, format!("{dtype}{:?} takes {want} bytes, the file holds {holds}", h.shape)));
+        return Err(bad(
+            file,
+            format!("{dtype}{:?} takes {want} bytes, but the file holds {holds}", h.shape),
+        ));
     }
     Ok((dtype, h.shape))
 }
 
-/// Limit on the number of zero-width strings. They take no bytes in the file, so the file's length does not
-/// bound their number.
+/// Limit on the number of zero-width strings. These strings take no bytes in the file, so the file's length
+/// does not bound their number.
 const EMPTY: usize = 1 << 16;
 
-/// Reads an `.npy` image of strings (`U` or `S`). Returns the sizes and the strings in row-major order,
-/// without trailing NULs.
+/// Reads the content of an `.npy` file of strings (`U` or `S`). Returns the sizes and the strings in
+/// row-major order, without trailing NULs.
 ///
 /// # Errors
 /// [`Error::Format`] for malformed content, [`Error::Unsupported`] for other element types.
 pub fn parse_text(data: Bytes, file: &str) -> Result<(Vec<usize>, Vec<String>)> {
     let (h, body) = parts(&data, file)?;
-    let other =
-        || Error::unsupported(format!(".npy element type '{}' as strings", h.descr), "Save the array as str");
+    let other = || {
+        Error::unsupported(
+            format!("reading .npy element type '{}' as strings", h.descr),
+            "Save the array as str",
+        )
+    };
     let (big, wide, n) = match h.descr.as_bytes() {
         [b'<' | b'=' | b'|', b'U', ..] => (false, true, &h.descr[2..]),
         [b'>', b'U', ..] => (true, true, &h.descr[2..]),
@@ -84,7 +91,7 @@ pub fn parse_text(data: Bytes, file: &str) -> Result<(Vec<usize>, Vec<String>)> 
     if count.checked_mul(size) != Some(body.len()) {
         return Err(bad(
             file,
-            format!("{count} strings of {size} bytes do not take the {} bytes it holds", body.len()),
+            format!("{count} strings of {size} bytes do not fill the {} bytes after the header", body.len()),
         ));
     }
     if size == 0 {
@@ -143,7 +150,7 @@ pub fn stand_in(d: DType) -> DType {
     }
 }
 
-/// The `.npy` image of a tensor.
+/// Returns the content of the `.npy` file of a tensor.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for element types NumPy lacks.

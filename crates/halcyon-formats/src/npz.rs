@@ -14,7 +14,7 @@ const CENTRAL: u32 = 0x0201_4b50;
 const END: u32 = 0x0605_4b50;
 const END64: u32 = 0x0606_4b50;
 const END64_LOCATOR: u32 = 0x0706_4b50;
-/// Upper bound of deflate's expansion: a length code of 2 bits yields at most 258 bytes.
+/// Upper bound of deflate's expansion: 2 bits yield at most 258 bytes, which are 1032 times as many bits.
 const MAX_RATIO: u64 = 1032;
 /// Bytes unpacked at a time.
 const UNPACK_CHUNK: usize = 1 << 18;
@@ -54,7 +54,7 @@ impl Npz {
         Npz::parse(crate::mmap::open(path)?, &path.display().to_string())
     }
 
-    /// Like [`Npz::open`], of an archive in memory; `file` names it in errors.
+    /// Like [`Npz::open`], for an archive in memory; `file` names it in errors.
     pub fn parse(data: Bytes, file: &str) -> Result<Npz> {
         let members =
             directory(&data).ok_or_else(|| bad(file, "the zip directory is missing or cut short"))?;
@@ -132,12 +132,14 @@ impl Npz {
         })();
         let (flags, packed) = local.ok_or_else(|| fail("its header or data lies outside the file"))?;
         if flags & 1 != 0 {
-            return Err(fail("encrypted"));
+            return Err(fail("it is encrypted, which is not supported"));
         }
         match m.method {
-            0 if m.packed != m.size => Err(fail("stored with two different sizes")),
+            0 if m.packed != m.size => {
+                Err(fail("it is stored uncompressed, but its packed and unpacked sizes differ"))
+            }
             8 if m.size > m.packed.saturating_mul(MAX_RATIO).saturating_add(64) => {
-                Err(fail("claims to unpack to more than deflate can hold"))
+                Err(fail("its declared size is larger than deflate can unpack from its data"))
             }
             0 | 8 => Ok(packed),
             other => Err(fail(&format!("compression method {other} is not supported"))),
@@ -168,12 +170,12 @@ impl Npz {
                 break;
             }
             if n > size - out.len() {
-                return Err(self.fail(m, "unpacks to more than it claims"));
+                return Err(self.fail(m, "its data unpacks to more than its declared size"));
             }
             out.extend_from_slice(&part[..n]);
         }
         if out.len() != size {
-            return Err(self.fail(m, "unpacks to less than it claims"));
+            return Err(self.fail(m, "its data unpacks to less than its declared size"));
         }
         Ok(Bytes::from(out))
     }
@@ -203,7 +205,7 @@ fn directory(b: &[u8]) -> Option<Vec<Member>> {
         at = u64_at(b, end64.checked_add(48)?)?;
     }
     let mut at = usize::try_from(at).ok()?;
-    // Each entry takes at least 46 bytes, so a forged count stops at the end of the file.
+    // Each entry takes at least 46 bytes, so a forged count ends the loop at the end of the file.
     let mut members = Vec::new();
     for _ in 0..count {
         let e = b.get(at..)?;
@@ -247,8 +249,8 @@ fn zip64(mut extra: &[u8], m: &mut Member) -> Option<()> {
     Some(())
 }
 
-/// Writes arrays as an archive of stored members, as `numpy.savez` does. Same errors as [`npy::write`]; also
-/// [`Error::Unsupported`] for a member or archive above 4 GiB or a name above 64 KiB.
+/// Writes arrays as an archive of stored members, as `numpy.savez` does. The errors are those of
+/// [`npy::write`], and [`Error::Unsupported`] for a member or archive above 4 GiB or a name above 64 KiB.
 pub fn write(path: &Path, arrays: &[(&str, &ConstData)]) -> Result<()> {
     crate::output::write(path, &encode(arrays)?)
 }
@@ -313,7 +315,7 @@ mod tests {
         (a, b)
     }
 
-    /// Rewrites the only stored member as a deflated one.
+    /// An archive with the array `t` as the deflated member `b`.
     fn deflated(t: &ConstData) -> Vec<u8> {
         let body = npy::encode(t).unwrap();
         let mut z = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::best());

@@ -50,7 +50,7 @@ impl SafeTensors {
             .map(|b| u64::from_le_bytes(*b))
             .ok_or_else(|| fail("the file is shorter than its length field".into()))?;
         if len > MAX_HEADER || len > data.len() as u64 - 8 {
-            return Err(fail(format!("{len} bytes claimed in a file of {}", data.len())));
+            return Err(fail(format!("its length is {len} bytes, but the file has {}", data.len())));
         }
         let start = 8 + len as usize;
         let header: Header = serde_json::from_slice(&data[8..start]).map_err(|e| fail(e.to_string()))?;
@@ -64,11 +64,11 @@ impl SafeTensors {
             let wrong = |what: String| bad(file, format!("tensor '{name}': {what}"));
             if from != at || to < from || to > body.len() {
                 return Err(wrong(format!(
-                    "bytes {from}..{to} do not follow byte {at} within the {} of the file",
+                    "bytes {from}..{to} do not begin at {at} and end within the {} bytes of data",
                     body.len()
                 )));
             }
-            // Types that `DType` lacks (6-bit floats) are rejected only when they are read.
+            // Types that `DType` lacks (6-bit floats) are rejected only when such a tensor is read.
             if let Some(row) = ROWS.iter().find(|r| r.safetensors == Some(i.dtype.as_str())) {
                 let want = crate::data::byte_len(row.dtype, &i.shape);
                 if want != Some(to - from) {
@@ -106,7 +106,7 @@ impl SafeTensors {
         let row = ROWS.iter().find(|r| r.safetensors == Some(i.dtype.as_str())).ok_or_else(|| {
             Error::unsupported(
                 format!("element type {} of tensor '{name}' in {}", i.dtype, self.file),
-                "Convert it to a type of the dtype table",
+                "Convert it to an element type that Halcyon has",
             )
         })?;
         crate::data::from_bytes(row.dtype, &i.shape, self.body.slice(i.data_offsets.0..i.data_offsets.1))

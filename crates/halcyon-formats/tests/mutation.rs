@@ -47,7 +47,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Cases run one at a time, so that memory is attributed to the right one.
+/// Cases run one at a time, so that memory is attributed to the right case.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// Limit in bytes on the memory for importing and running a model of a few kilobytes. It includes the memory
@@ -175,7 +175,7 @@ fn watch() {
                     && since.elapsed() > 30 * TIME
                 {
                     keep(&name, &model);
-                    eprintln!("{name} does not come back");
+                    eprintln!("{name} does not return");
                     std::process::abort();
                 }
             }
@@ -183,7 +183,7 @@ fn watch() {
     });
 }
 
-/// Does everything that is done with a model file. Errors are not judged here.
+/// Does everything that Halcyon does with a model file. Returns errors without judging them.
 fn attempt(file: Bytes, r: &mut mutate::Rng) -> Result<&'static str> {
     let m = Model::parse(file, External::none(), "m")?;
     m.check("test")?;
@@ -285,7 +285,7 @@ impl Tally {
         );
         let text: String = self.bugs.iter().take(40).map(|b| format!("  {b}\n")).collect();
         assert!(self.bugs.is_empty(), "{} bugs\n{text}", self.bugs.len());
-        // If no case were accepted, only the first check would be tested.
+        // If almost all cases were rejected, only the first checks would be tested.
         assert!(self.ran * 50 >= self.cases, "only {} of {} ran", self.ran, self.cases);
     }
 }

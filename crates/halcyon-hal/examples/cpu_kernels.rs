@@ -1,5 +1,5 @@
-//! Speed of the CPU kernels compared with the machine's measured peaks: `cargo run --release -p halcyon-hal
-//! --example cpu_kernels [threads]`.
+//! Speed of the CPU kernels compared with the machine's measured ceilings: `cargo run --release -p
+//! halcyon-hal --example cpu_kernels [threads]`.
 
 use halcyon_hal::cpu::library::attention::{Attention, Heads, Operands, attention};
 use halcyon_hal::cpu::library::conv::plain::{Conv, ConvOperands, ConvWeights, Window, conv_f32};
@@ -61,7 +61,7 @@ fn attentions(team: &Team, isa: Isa) {
         // A causal mask keeps the pairs up to the diagonal.
         let pairs = if causal { queries * (queries + 1) / 2 } else { queries * keys };
         let flops = 4.0 * (heads * pairs * d) as f64;
-        // The peak is measured in between, because other load on the machine affects both.
+        // The peak is measured between the runs, because other load on the machine affects both.
         let (mut t, mut top) = (f64::MAX, 0f64);
         for _ in 0..5 {
             top = top.max(peak::fma_flops(team, isa));
@@ -85,7 +85,7 @@ fn main() {
     let threads = std::env::args().nth(1).and_then(|s| s.parse().ok()).unwrap_or(2);
     let team = Team::new(threads);
     let isa = Isa::best();
-    // Tasks that wait for each other, so that every thread takes one.
+    // The tasks of the job wait for each other, so that every thread takes one.
     let here = AtomicUsize::new(0);
     let hand_off = best(5000, || {
         here.store(0, Ordering::SeqCst);
@@ -105,7 +105,7 @@ fn main() {
     if std::env::args().nth(2).as_deref() == Some(CompositeKind::Attention.name()) {
         return attentions(&team, isa);
     }
-    println!("{} threads, {}, hand-off {:.2} us", team.threads(), isa.name(), hand_off * 1e6);
+    println!("{} threads, {}, starting a job {:.2} us", team.threads(), isa.name(), hand_off * 1e6);
 
     for (m, n, k) in if std::env::args().nth(2).is_some() {
         vec![]
@@ -128,7 +128,7 @@ fn main() {
         let mut c = vec![0f32; m * n];
         let flops = 2.0 * (m * n * k) as f64;
         let reps = (4e10 / flops).clamp(4.0, 300.0) as usize;
-        // The peak is measured in between, because other load on the machine affects both.
+        // The peak is measured between the runs, because other load on the machine affects both.
         let (mut t, mut top) = (f64::MAX, 0f64);
         for _ in 0..3 {
             top = top.max(peak::fma_flops(&team, isa));

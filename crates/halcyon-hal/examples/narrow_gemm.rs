@@ -2,9 +2,9 @@
 //! run --release -p halcyon-hal --example narrow_gemm [threads] [rounds] [rows]`. With `rows`, only products
 //! with this number of rows run.
 //!
-//! Product and peak are measured alternately, so that other load on the machine affects both. Prints medians
-//! over the rounds, the median share of the peaks before and after each run, and the best run with the best
-//! peak.
+//! Product and peak are measured alternately, so that other load on the machine affects both. Prints the
+//! medians of the rates over the rounds. A product's share is the median of its rate divided by the mean of
+//! the peaks measured just before and after it, and its best share is its best rate divided by the best peak.
 
 use halcyon_hal::cpu::library::gemm::product_bf16::{Bf16Code, PackedBf16, gemm_bf16, gemm_bf16_packed};
 use halcyon_hal::cpu::library::gemm::product_f32::{Gemm, Mat, MatMut, gemm};
@@ -163,7 +163,7 @@ fn main() {
                 &mut [
                     ("to bf16", run!(gemm_bf16(t, i, &Gemm::new((m, n, k), ah, bh, half)))),
                     ("to f32", run!(gemm_bf16(t, i, &Gemm::new((m, n, k), ah, bh, to)))),
-                    ("B turned", run!(gemm_bf16(t, i, &Gemm::new((m, n, k), ah, bt, half)))),
+                    ("B transposed", run!(gemm_bf16(t, i, &Gemm::new((m, n, k), ah, bt, half)))),
                     ("B packed", run!(gemm_bf16_packed(t, &Gemm::new((m, n, k), ah, &packed, half)))),
                     ("B packed to f32", run!(gemm_bf16_packed(t, &Gemm::new((m, n, k), ah, &packed, to)))),
                     ("of f32", run!(gemm_bf16(t, i, &Gemm::new((m, n, k), a, b, to)))),
@@ -184,7 +184,7 @@ fn main() {
                 &mut [
                     ("u8 i8", run!(gemm_i8(t, i, &Gemm::new((m, n, k), au, b, int)))),
                     ("i8 i8", run!(gemm_i8(t, i, &Gemm::new((m, n, k), ai, b, int)))),
-                    ("B turned", run!(gemm_i8(t, i, &Gemm::new((m, n, k), au, bt, int)))),
+                    ("B transposed", run!(gemm_i8(t, i, &Gemm::new((m, n, k), au, bt, int)))),
                     ("B packed", run!(gemm_i8_packed(t, &Gemm::new((m, n, k), au, &packed, int)))),
                 ],
             );

@@ -45,7 +45,7 @@ pub enum TestDevice {
     /// The driver over a stand-in for the vendor's library, which the tests build
     /// (`halcyon_test_host::standin`).
     StandIn,
-    /// Only the hardware itself; tests without it are skipped.
+    /// Only the hardware itself. Tests are skipped if there is none.
     Hardware,
 }
 
@@ -62,7 +62,7 @@ pub struct BuiltIn {
     /// What to do if this build has no driver.
     pub fix: &'static str,
     pub test: TestDevice,
-    /// The environment variables that name the vendor's kernel libraries; empty if it has none.
+    /// The environment variables that name the vendor's kernel libraries; empty if the vendor has none.
     pub libraries: &'static [&'static str],
     /// Whether its devices launch recorded commands with one call ([`crate::Device::capture`]).
     pub captures: bool,

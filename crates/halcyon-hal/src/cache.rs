@@ -1,5 +1,5 @@
-//! Compiled programs and packed constants on disk: one file per key, validated when read, replaced
-//! atomically, bounded in total size.
+//! Keeps compiled programs and packed constants on disk: one file per key, which is validated when it is read
+//! and replaced atomically. The total size is bounded.
 //!
 //! Errors here never fail a build: an entry that cannot be read is rebuilt, and a failure to write is logged
 //! once.
@@ -28,7 +28,8 @@ pub struct DiskCache {
     complained: AtomicBool,
 }
 
-/// 128-bit FNV-1a (Fowler, Noll, Vo) over the parts, each with its length, so that the boundaries count.
+/// 128-bit FNV-1a (Fowler, Noll, Vo) over the parts, each with its length, so that the boundaries between
+/// parts matter.
 pub fn digest(parts: &[&[u8]]) -> u128 {
     let mut h = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128;
     let mut eat = |bytes: &[u8]| {
@@ -72,7 +73,7 @@ pub fn policy() -> crate::Result<CachePolicy> {
         Some((_, k)) => Ok(*k),
         None => {
             let what = format!(
-                "\"{}\" is not a way to keep files; use off (nothing is kept), programs (no packed weights) or packed (always), or leave it unset",
+                "\"{}\" is not a setting of the cache; use off (nothing is kept), programs (no packed weights) or packed (always), or leave it unset",
                 v.to_string_lossy()
             );
             Err(Error::argument(VARIABLE, what))
@@ -108,7 +109,7 @@ pub fn user_dir() -> Option<PathBuf> {
 
 /// Removes variables that name relative directories from the environment, so that drivers' libraries do not
 /// create directories in the working directory either. Does so only if the system reports that no other
-/// thread is running, so call it first. Returns what was removed.
+/// thread is running, so call it before threads are started. Returns the removed variables.
 pub fn ignore_relative() -> Vec<(&'static str, PathBuf)> {
     // Only Linux reports the number of threads.
     if !fs::read_dir("/proc/self/task").is_ok_and(|d| d.count() == 1) {
@@ -158,7 +159,7 @@ impl DiskCache {
             && file[40..48] == ((file.len() - HEADER) as u64).to_le_bytes()
             && file[24..40] == digest(&[&file[HEADER..]]).to_le_bytes();
         if !ok {
-            tracing::warn!(path = %path.display(), "a damaged program cache entry is ignored and built again");
+            tracing::warn!(path = %path.display(), "a damaged entry of the program cache is ignored, and the program is built again");
             self.remove(key);
             return None;
         }
@@ -226,8 +227,8 @@ impl DiskCache {
         let _ = fs::remove_file(self.path(key));
     }
 
-    /// Deletes the oldest entries until a tenth of the limit is free, and files of interrupted writers. Never
-    /// deletes the entry `keep`.
+    /// Deletes files of interrupted writers and, if the limit is exceeded, the oldest entries until a tenth
+    /// of the limit is free. Never deletes the entry `keep`.
     fn evict(&self, keep: u128) {
         let Ok(dir) = fs::read_dir(&self.dir) else { return };
         let kept = self.path(keep);
@@ -261,8 +262,8 @@ impl DiskCache {
     }
 }
 
-/// Large entries that are mapped into memory: packed constants. The key is cheap to compute; the entry also
-/// stores the digest of the source content, which is compared.
+/// Large entries that are mapped into memory: packed constants. The key is cheap to compute. An entry also
+/// stores the digest of the source content, which `map` compares.
 impl DiskCache {
     /// Whether an entry exists; its content is not checked.
     pub fn has(&self, key: u128) -> bool {

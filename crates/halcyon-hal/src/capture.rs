@@ -31,7 +31,7 @@ pub trait Capture: Send + Sync + fmt::Debug {
     fn as_any(&self) -> &dyn Any;
 }
 
-/// The error for a capture of another device instance.
+/// Error for launching a capture that another device instance recorded.
 pub(crate) fn foreign(c: &dyn Capture, device: &str) -> Error {
     Error::argument("launch_capture", format!("{c:?} was not captured by this opening of {device}"))
 }

@@ -1,9 +1,9 @@
 //! Runs work that may crash the process in a child process.
 //!
 //! Children end with their parent, however it ends. The parent holds the write end of a pipe that is the
-//! child's standard input ([`LinkedChild`]). The operating system closes it when the parent ends; a thread of
-//! the child waits for that ([`end_with_parent`]) and terminates the child at once, even while another thread
-//! hangs in a driver. This needs only pipes, so it works on Linux, macOS and Windows.
+//! child's standard input ([`LinkedChild`]). The operating system closes this end when the parent ends. A
+//! thread of the child waits for that ([`end_with_parent`]) and terminates the child at once, even while
+//! another thread hangs in a driver. This needs only pipes, so it works on Linux, macOS and Windows.
 
 use std::io::Read;
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -46,8 +46,8 @@ impl LinkedChild {
     }
 }
 
-/// In a child of [`LinkedChild::spawn`]: terminates this process when its parent ends. No effect elsewhere. A
-/// program that is started as such a child must call this first, before it loads a library.
+/// In a child of [`LinkedChild::spawn`], terminates this process when its parent ends. In other processes it
+/// has no effect. A program that is started as such a child must call this first, before it loads a library.
 pub fn end_with_parent() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if std::env::var_os(LINKED).is_none() || WATCHED.swap(true, Ordering::Relaxed) {
@@ -125,7 +125,7 @@ pub struct Output {
     pub out: String,
     pub err: String,
     pub end: Result<(), String>,
-    /// The child was ended by the time limit.
+    /// Whether the time limit ended the child.
     pub hung: bool,
 }
 

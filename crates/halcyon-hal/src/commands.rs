@@ -1,5 +1,6 @@
-//! The loop over submitted commands: check, the driver's action, count. A driver provides the three actions
-//! ([`Actions`]) and distinguishes its buffers and programs from those of other devices ([`DeviceInstance`]).
+//! The loop over submitted commands. It checks each command, calls the driver's action and counts the
+//! command. A driver provides the three actions ([`Actions`]) and distinguishes its buffers and programs from
+//! those of other devices ([`DeviceInstance`]).
 
 use crate::hazard::Access;
 use crate::validate::{self, Argument, Signature};
@@ -19,7 +20,8 @@ pub(crate) trait Compiled: HasOwner {
     fn signature(&self) -> &Signature;
 }
 
-/// One opening of a device: which buffers and programs belong to it.
+/// One opening of a device, the result of one `Driver::open`. It decides which buffers and programs belong to
+/// it.
 pub(crate) trait DeviceInstance {
     type Buffer: HasOwner;
     type Program: Compiled;
@@ -138,7 +140,7 @@ pub(crate) trait Addressed: DeviceInstance {
         None
     }
 
-    /// The memory that commands use. Invalid commands are reported when they are enqueued.
+    /// The memory that commands use. Invalid commands are left out here, and reported when they are enqueued.
     fn access(&self, commands: &[Command<'_>]) -> Access {
         let mut a = Access::default();
         let at = |b: &BufferRef| self.buffer("", b).ok().map(Self::span);

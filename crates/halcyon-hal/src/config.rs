@@ -55,8 +55,8 @@ fn path() -> Option<(PathBuf, bool)> {
 /// The file's path and settings; `None` if there is no file.
 ///
 /// # Errors
-/// [`Error::Io`] for a file that cannot be read, or that `HALCYON_CONFIG` names and does not exist;
-/// [`Error::Format`] for invalid TOML or unknown settings.
+/// [`Error::Io`] for a file that cannot be read, and for a file that `HALCYON_CONFIG` names but that does not
+/// exist; [`Error::Format`] for invalid TOML or unknown settings.
 pub fn load() -> Result<Option<(PathBuf, Config)>> {
     let Some((path, named)) = path() else { return Ok(None) };
     let text = match input::text_of(&path, input::TEXT) {

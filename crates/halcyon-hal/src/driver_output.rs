@@ -142,8 +142,8 @@ pub enum DriverOutput {
     ToStderr,
 }
 
-/// Keeps drivers' output out of this program's standard output, see the module. Later calls have no effect.
-/// If it fails (no free file descriptors), the streams stay unchanged.
+/// Keeps drivers' output out of this program's standard output, as the module's documentation describes.
+/// Later calls have no effect. If it fails (no free file descriptors), the streams stay unchanged.
 pub fn separate(driver_output: DriverOutput) {
     #[cfg(unix)]
     unix::separate(driver_output);
@@ -207,9 +207,9 @@ mod unix {
 
     /// Redirects standard output (1) or errors (2) to the target of a file descriptor.
     fn redirect(to: BorrowedFd<'_>, number: i32) -> bool {
-        // SAFETY: `to` is an open descriptor. `number` is 1 or 2, checked first, which Rust's runtime opens
-        // at start if they are closed; no Rust object owns them, so closing their old targets invalidates
-        // nothing.
+        // SAFETY: `to` is an open descriptor. `number` is checked to be 1 or 2. Rust's runtime opens these
+        // descriptors at start if they are closed. No Rust object owns them, so closing their old targets
+        // invalidates nothing.
         matches!(number, 1 | 2) && unsafe { libc::dup2(to.as_raw_fd(), number) >= 0 }
     }
 

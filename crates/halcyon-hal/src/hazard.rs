@@ -1,4 +1,4 @@
-//! Hazard tracking: which pending work uses which memory. It orders the queues of one device.
+//! Hazard tracking: records which pending work uses which memory, to order the queues of one device.
 
 use smallvec::SmallVec;
 use std::collections::VecDeque;
@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 pub(crate) struct Spans(SmallVec<[(usize, usize); 8]>);
 
 impl Spans {
-    /// Adds `bytes` from `start` on. [`Spans::normalise`] must be called before any query.
+    /// Adds the range of `bytes` bytes at `start`. [`Spans::normalise`] must be called before any query.
     pub(crate) fn add(&mut self, start: usize, bytes: usize) {
         if bytes > 0 {
             self.0.push((start, start.saturating_add(bytes)));
@@ -77,7 +77,7 @@ impl Access {
         self.writes.normalise();
     }
 
-    /// Whether either one writes memory that the other uses. Both must be settled.
+    /// Whether either one writes memory that the other uses. Both must be normalised.
     pub(crate) fn conflicts(&self, o: &Access) -> bool {
         self.writes.meets(&o.writes) || self.writes.meets(&o.reads) || self.reads.meets(&o.writes)
     }
@@ -132,7 +132,7 @@ impl<T> Ledger<T> {
         self.place(ticket).and_then(|i| self.entries.remove(i))
     }
 
-    /// Removes the entries for which `f` returns false: finished work.
+    /// Removes the entries for which `f` returns false. The caller lets it return false for finished work.
     pub(crate) fn retain(&mut self, f: impl FnMut(&Entry<T>) -> bool) {
         self.entries.retain(f);
     }
@@ -188,7 +188,7 @@ mod tests {
         }
     }
 
-    /// Against the definition, byte by byte.
+    /// Compares [`Access::conflicts`] with its definition, evaluated byte by byte.
     #[test]
     fn conflicts_are_those_of_the_bytes() {
         let mut x = 7u64;

@@ -83,9 +83,9 @@ unsafe impl GlobalAlloc for RecordingAllocator {
 }
 
 /// Makes the process exit with code 5 and one message if it would crash for lack of memory: at an infallible
-/// allocation in Rust (in a process with [`RecordingAllocator`]) or in a driver's library. Without it such a
-/// process ends by a signal. With `json`, standard output gets the message in the format of the command's
-/// errors. No effect on systems without signals.
+/// allocation in Rust (in a process with [`RecordingAllocator`]) or in a driver's library. Without this
+/// function such a process ends by a signal. With `json`, standard output gets the message in the format of
+/// the command's errors. No effect on systems without signals.
 pub fn end_when_out(json: bool) {
     #[cfg(unix)]
     out::install(json);

@@ -25,8 +25,9 @@ pub(crate) unsafe trait Pages: Send + Sync {
     fn start(&self) -> *mut u8;
 }
 
-/// The total size of a device's host buffers. Not every driver has such buffers.
+/// The total size of a device's host buffers, and its limit.
 #[derive(Debug)]
+// A build may have no driver that uses it.
 #[allow(dead_code)]
 pub(crate) struct Account {
     device: String,
@@ -58,8 +59,8 @@ impl Account {
         self.used.load(Ordering::Acquire)
     }
 
-    /// A buffer of `bytes` bytes over the memory that `pages` allocates. The error of `pages` is the driver's
-    /// reason.
+    /// Makes a buffer of `bytes` bytes from the memory that `pages` allocates. If `pages` fails, its error is
+    /// the driver's reason.
     pub(crate) fn buffer(
         &self,
         bytes: usize,
@@ -68,11 +69,11 @@ impl Account {
     ) -> Result<HostBuffer> {
         let full = |used: u64, why: String| Error::OutOfMemory {
             device: self.device.clone(),
-            what: format!("memory of the host for copies: {why}"),
+            what: format!("host memory for copies: {why}"),
             requested: bytes as u64,
             free: self.limit.map_or(0, |l| l.saturating_sub(used)),
             total: self.limit.unwrap_or(0),
-            next: "Copy in smaller parts, or raise the limit of host memory".into(),
+            next: "Copy in smaller parts, or raise the limit on host memory (`host_limit`)".into(),
         };
         let n = bytes as u64;
         let within = |used: u64| used.checked_add(n).filter(|sum| self.limit.is_none_or(|l| *sum <= l));

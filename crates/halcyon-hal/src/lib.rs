@@ -2,8 +2,8 @@
 //! this crate.
 //!
 //! The driver contract, which [`conformance`] checks for every driver:
-//! - Probing never panics. A missing library is [`Error::Unavailable`] with everything that was tried and
-//!   what the user can do.
+//! - Probing never panics. If a library is missing, the error is [`Error::Unavailable`], which lists what was
+//!   tried and says what the user can do.
 //! - A device runs its work in order: the commands of one [`Device::submit`] and of successive calls behave
 //!   as if they ran one after another. [`Device::read`] waits for everything submitted before it. [`stream`]s
 //!   are further queues that run concurrently with the device's queue; work on the same memory is still
@@ -121,7 +121,8 @@ pub struct DeviceInfo {
     pub compute_capability: Option<String>,
     pub compute_units: Option<u32>,
     pub unified_memory: bool,
-    /// Runs on the CPU (PoCL, lavapipe). Chosen only if named.
+    /// Whether this is a software device, which runs on the CPU (PoCL, lavapipe). Automatic selection tries
+    /// it after all other devices, see [`select`].
     pub software: bool,
     /// Further driver-specific properties, under the driver's names.
     pub properties: BTreeMap<String, String>,
@@ -199,7 +200,7 @@ pub struct Timing {
     pub nanoseconds: u64,
 }
 
-/// Counters of a device since it was opened. Each is incremented where the work happens.
+/// Counters of a device since it was opened. Each is incremented by the code that does the work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counters {
     /// Kernels compiled by the device's compiler or prepared by its interpreter.
@@ -351,13 +352,13 @@ pub struct Options {
     pub profile: bool,
 }
 
-/// Finds and opens the devices that one runtime library provides.
+/// Finds and opens the devices of one backend.
 pub trait Driver: Send + Sync + fmt::Debug {
     fn kind(&self) -> BackendType;
     /// The available devices, or [`Error::Unavailable`].
     fn probe(&self) -> Result<Vec<DeviceInfo>>;
     /// Like `Driver::probe`, but without slow queries: on CUDA and ROCm, the query of free memory needs a
-    /// context on each device. Used when one of the devices is opened next.
+    /// context on each device. Used to find a device that is then opened.
     fn list(&self) -> Result<Vec<DeviceInfo>> {
         self.probe()
     }
@@ -404,7 +405,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         match self.free_memory() {
             Some(_) => "",
             None => {
-                " (the driver does not report free memory; assumed is the limit minus what this process uses)"
+                " (the driver does not report free memory; free means the limit minus what this process uses)"
             }
         }
     }
@@ -418,13 +419,13 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         self.pool().footprint(bytes, tag)
     }
 
-    /// A buffer over `bytes` bytes of another one from `offset` on. It keeps the whole buffer alive. `offset`
+    /// A buffer over the `bytes` bytes at `offset` of the buffer `of`. It keeps all of `of` alive. `offset`
     /// must be a multiple of [`Target::part_alignment`]. The caller must not use overlapping parts in one
     /// command.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the device does not support it; [`Error::Argument`] for a range outside of
-    /// the buffer, or an offset that is not such a multiple.
+    /// `of`, or an offset that is not such a multiple.
     fn part(&self, of: &BufferRef, offset: usize, bytes: usize) -> Result<BufferRef> {
         let _ = (of, offset, bytes);
         Err(Error::unsupported(
@@ -442,7 +443,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
         let _ = bytes;
         Err(Error::unsupported(
-            format!("memory of the host for copies on {}", self.info().id),
+            format!("host memory for copies on {}", self.info().id),
             "Copy from and to ordinary memory",
         ))
     }
@@ -467,7 +468,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
 
     /// Copies host bytes into a buffer, in order with submitted work.
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()>;
-    /// Waits for submitted work, then copies out.
+    /// Waits for submitted work, then copies bytes of a buffer to the host.
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()>;
 
     /// Rewrites a constant into the layout in which a kernel of this device reads it
@@ -476,7 +477,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::Argument`] if the kernel does not read packed constants or belongs to another device.
     fn pack(&self, kernel: &dyn LibraryKernel, _from: &BufferRef, _to: &BufferRef) -> Result<()> {
-        Err(Error::argument("pack", format!("{} reads nothing packed", kernel.name())))
+        Err(Error::argument("pack", format!("{} does not read packed constants", kernel.name())))
     }
 
     /// Like [`Device::pack`], for constants in host memory, each given as (kernel, bytes, destination). At
@@ -543,7 +544,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// for the guarantees.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the device or its runtime cannot capture (submit the commands instead);
+    /// [`Error::Unsupported`] if the device or its library cannot capture (submit the commands instead);
     /// [`Error::Argument`] for a command with a buffer that is not in the recording's list; errors of the
     /// driver.
     fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Capture>> {
@@ -580,11 +581,11 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Err(Error::unsupported(format!("streams on {}", self.info().id), "Use the device's own queue"))
     }
 
-    /// Waits, then returns and clears the id of the first fault since the last call. Faults of streams are
-    /// reported by their events.
+    /// Waits for submitted work, then returns and clears the id of the first fault since the last call.
+    /// Faults of streams are reported by the streams' events.
     fn take_fault(&self) -> Result<Option<u32>>;
-    /// Device times of the commands submitted since the last call, in order; empty unless opened with
-    /// `profile`.
+    /// Device times of the commands submitted since the last call, in order; empty unless the device was
+    /// opened with [`Options::profile`].
     fn take_timings(&self) -> Result<Vec<Timing>> {
         Ok(vec![])
     }

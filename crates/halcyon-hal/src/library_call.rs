@@ -38,8 +38,8 @@ impl<'a> CallForm<'a> {
     }
 
     /// The kernel of the best form of the call that has one. Forms with a packed constant are tried before
-    /// those without, and then forms with an epilogue before those without. If no form has a kernel, the
-    /// error is that of the plain form. `packs`: whether there are kernels that read packed constants.
+    /// those without, and then forms with an epilogue before those without. If no form has a kernel, returns
+    /// the error of the plain form. `packs` says whether there are kernels that read packed constants.
     pub(crate) fn first<K>(
         call: &LibraryCall<'_>,
         packs: bool,
@@ -68,17 +68,17 @@ impl<'a> CallForm<'a> {
         find(&plain)
     }
 
-    /// Declines small types: the passes rewrite them, and kernels compute in native types.
+    /// Declines small types, because kernels compute in native types, and the passes rewrite small ones.
     pub(crate) fn native_types(&self) -> Result<(), Declined> {
         match self.inputs.iter().chain(self.outputs).find(|o| !o.dtype.is_native()) {
             Some(o) => {
-                Err(Declined::because(format!("{} is a storage type, which the passes rewrite", o.dtype)))
+                Err(Declined::because(format!("{} is a small type, which the passes rewrite", o.dtype)))
             }
             None => Ok(()),
         }
     }
 
-    /// Declines masked views: the value outside a mask depends on the op that reads the view.
+    /// Declines masked views, because the value outside a mask depends on the op that reads the view.
     pub(crate) fn unmasked(&self) -> Result<(), Declined> {
         let masked: SmallVec<[usize; 4]> =
             (0..self.inputs.len()).filter(|&i| self.inputs[i].view.mask.is_some()).collect();
@@ -116,7 +116,7 @@ pub(crate) struct Need {
 #[derive(Clone, Debug)]
 pub(crate) struct Needs {
     all: SmallVec<[Need; 8]>,
-    /// Output 0 is input 0's buffer.
+    /// Whether output 0 has the buffer of input 0.
     in_place: bool,
 }
 
@@ -169,7 +169,7 @@ impl Needs {
                 return bad(format!("buffer {i} has {} bytes, {} are needed", b.bytes, n.bytes));
             }
         }
-        // In place, input 0 is checked as output 0.
+        // If output 0 has the buffer of input 0, the check of output 0 covers both.
         let first = self.all.iter().skip(usize::from(self.in_place)).position(|n| n.write);
         let first = first.map_or(self.len(), |k| k + usize::from(self.in_place));
         for o in first..self.len() {

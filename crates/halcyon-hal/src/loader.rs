@@ -21,7 +21,8 @@ pub(crate) fn not_loaded(thing: &str, tried: &[String]) -> String {
     let said = ["cannot open shared object file: No such file or directory", "no such file", "os error 126"];
     let absent = |t: &String| {
         let Some((name, what)) = t.split_once(": ") else { return false };
-        // A path was set by the user or found by a search, so a missing file is a failure, not absence.
+        // A path was set by the user or found by a search, so a file that is missing there is a failure to
+        // load. It does not mean that the library is not on this machine.
         let named = name.contains(['/', '\\']) && !name.starts_with("/System/");
         !named && said.iter().any(|s| what.contains(s)) && !what.contains("it is built for")
     };

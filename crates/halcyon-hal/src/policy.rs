@@ -1,4 +1,4 @@
-//! The order in which backends are considered, and the fallback if the requested one is not available.
+//! The order in which selection tries backends, and the fallback if the requested backend is not available.
 
 use crate::{BackendType, Error, Result, backend};
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// An order of backends: a name of [`POLICIES`], or a list.
+/// An order of backends: by priority, one of [`POLICIES`], or a list.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Spelling", into = "String")]
 pub struct Policy {
@@ -14,16 +14,16 @@ pub struct Policy {
     backends: Vec<BackendType>,
 }
 
-/// A named policy.
+/// An order that has a name.
 #[derive(Debug)]
 pub struct NamedPolicy {
     pub name: &'static str,
-    /// First to last.
+    /// The backends in the order in which they are tried.
     pub backends: &'static [BackendType],
     pub about: &'static str,
 }
 
-/// Name of the order by the priorities of [`backend::BUILT_IN`].
+/// The name of the default order, which follows the priorities of the backends (see [`backend::BUILT_IN`]).
 pub const BY_PRIORITY: &str = "priority";
 
 /// The named orders besides [`BY_PRIORITY`].
@@ -33,22 +33,22 @@ pub const POLICIES: &[NamedPolicy] = {
         NamedPolicy {
             name: "torchbridge",
             backends: &[Cuda, Rocm, Metal, Intel, Tpu, OpenCl, WebGpu, Cpu],
-            about: "as the priorities, but Intel before TPU",
+            about: "the order of priorities, but with Intel before TPU",
         },
         NamedPolicy {
             name: "torch",
             backends: &[Cuda, Rocm, Metal, Cpu],
-            about: "what PyTorch has devices for",
+            about: "the backends that PyTorch has devices for",
         },
         NamedPolicy {
             name: "inference",
             backends: &[Cuda, Rocm, Metal, OpenCl, WebGpu, Cpu],
-            about: "graphics processors by the language they are programmed in, then the CPU",
+            about: "GPUs, ordered by the API that they are programmed with, then the CPU",
         },
         NamedPolicy {
             name: "vendors",
             backends: &[Cuda, Rocm, Tpu, Intel, Cpu],
-            about: "NVIDIA, AMD, Google, Intel",
+            about: "by vendor: NVIDIA, AMD, Google, Intel; then the CPU",
         },
     ]
 };
@@ -71,11 +71,11 @@ impl Policy {
     pub fn of(backends: &[BackendType]) -> Result<Policy> {
         let bad = |what: String| Err(Error::argument("backends", what));
         if backends.is_empty() {
-            return bad("an order of backends must name at least one".into());
+            return bad("an order of backends must name at least one backend".into());
         }
         for (i, b) in backends.iter().enumerate() {
             if *b == BackendType::Auto {
-                return bad("an order of backends cannot contain \"auto\", which stands for an order".into());
+                return bad("an order of backends cannot contain \"auto\", which is not a backend".into());
             }
             if backends[..i].contains(b) {
                 return bad(format!("\"{b}\" is named twice in the order"));
@@ -90,13 +90,13 @@ impl Policy {
         &self.name
     }
 
-    /// Whether the caller listed the backends one by one. Each then counts as named, including its software
-    /// devices.
+    /// Whether the caller listed the backends one by one. If so, each of them counts as named, so that its
+    /// software devices may be chosen too.
     pub fn is_list(&self) -> bool {
         self.name != BY_PRIORITY && POLICIES.iter().all(|p| p.name != self.name)
     }
 
-    /// First to last. Backends that are not in the list are never chosen.
+    /// The backends in the order in which they are tried. Other backends are never chosen.
     pub fn backends(&self) -> &[BackendType] {
         &self.backends
     }
@@ -118,7 +118,7 @@ impl FromStr for Policy {
             let names: Vec<&str> = POLICIES.iter().map(|p| p.name).collect();
             Error::argument(
                 "backends",
-                format!("{e}; orders with a name are {BY_PRIORITY}, {}", names.join(", ")),
+                format!("{e}; the named orders are {BY_PRIORITY}, {}", names.join(", ")),
             )
         })?;
         Policy::of(&list)
@@ -131,7 +131,7 @@ impl fmt::Display for Policy {
     }
 }
 
-/// The form in a file: a string as for [`Policy::from_str`], or a list of names.
+/// The form of an order in a file: a string for [`Policy::from_str`], or a list of backends.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Spelling {
@@ -159,9 +159,9 @@ impl From<Policy> for String {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fallback {
-    /// Return an error. The default for a named backend.
+    /// Return an error. This is the default for a named backend.
     Never,
-    /// Try the next one in the order. The default for `auto`.
+    /// Try the next backend in the order. This is the default for `auto`.
     Next,
     /// Use the CPU.
     Cpu,
@@ -194,7 +194,7 @@ impl fmt::Display for Fallback {
 /// The source of a setting.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SetBy {
-    /// Not set.
+    /// Nobody: the setting has its default.
     Default,
     Caller,
     /// An environment variable.

@@ -1,6 +1,7 @@
 //! Memory pools, shared by the drivers. The default is a caching allocator: freed memory is kept by size and
 //! reused, because fresh pages and driver calls cost more than most kernels. The other strategies obtain
-//! large chunks from the driver and allocate ranges of them, which can be moved together.
+//! large chunks from the driver and allocate ranges of them. Ranges can be moved together, which joins the
+//! free memory between them.
 //!
 //! The memory obtained from the driver (live buffers, kept ones, unused parts of chunks) never exceeds the
 //! limit. See `docs/memory.md`.
@@ -94,7 +95,7 @@ pub type Defragment<'a> = &'a dyn Fn() -> Result<Defragmented>;
 struct State<S: Source> {
     /// Freed allocations by size, oldest first, each with a number that increases in the order of freeing.
     kept: BTreeMap<usize, Vec<(u64, S::Raw)>>,
-    /// By id; ids increase.
+    /// By id. A newer chunk has a larger id.
     chunks: BTreeMap<u64, Chunk<S::Raw>>,
     /// Live ranges of chunks, by id.
     live: HashMap<u64, Live<S>>,
@@ -163,7 +164,7 @@ impl<S: Source> Clone for WeakBlock<S> {
     }
 }
 
-/// Rounding of large long-lived allocations.
+/// Large long-lived allocations are rounded up to a multiple of this.
 const PAGE: usize = 4096;
 /// Sizes of ranges are multiples of this or of the source's alignment, whichever is larger.
 const UNIT: usize = 256;
@@ -171,8 +172,8 @@ const UNIT: usize = 256;
 const GROWTH: usize = 32 << 20;
 /// Number of sizes in `kept` above which sizes without allocations are removed.
 const SIZES: usize = 256;
-/// Freed bytes that may be kept even if they exceed the peak of live bytes: if sizes change, a freed buffer
-/// rarely fits a later request.
+/// Freed memory is kept up to the peak of live bytes, or up to this many bytes if that is more. If sizes
+/// change, a freed buffer rarely fits the next request, so keeping more than the peak is useful.
 const KEPT: u64 = 256 << 20;
 
 /// Bytes that a request occupies in a pool of the default strategy. Long-lived buffers of a plan (weights,
@@ -206,7 +207,7 @@ impl<S: Source> State<S> {
         s.peak_reserved = s.peak_reserved.max(s.reserved);
     }
 
-    /// Returns the oldest kept allocation to the driver; returns its bytes.
+    /// Gives the oldest kept allocation back to the driver. Returns its size in bytes.
     fn evict(&mut self) -> Option<u64> {
         let oldest = |(class, v): (&usize, &Vec<(u64, S::Raw)>)| Some((v.first()?.0, *class));
         let (_, class) = self.kept.iter().filter_map(oldest).min()?;
@@ -219,7 +220,7 @@ impl<S: Source> State<S> {
         Some(class as u64)
     }
 
-    /// Frees empty chunks except `keep`; returns their bytes.
+    /// Gives empty chunks except `keep` back to the driver. Returns the number of bytes.
     fn release(&mut self, keep: Option<u64>) -> u64 {
         let before = self.stats.reserved;
         let reserved = &mut self.stats.reserved;
@@ -231,7 +232,7 @@ impl<S: Source> State<S> {
         before - self.stats.reserved
     }
 
-    /// Returns all kept and unused memory to the driver; returns the bytes.
+    /// Gives all kept and unused memory back to the driver. Returns the number of bytes.
     fn trim(&mut self) -> u64 {
         let mut freed = self.release(None);
         while let Some(n) = self.evict() {
@@ -266,7 +267,7 @@ pub trait Accounts: Send + Sync {
     fn stats(&self) -> MemoryStats;
     /// Bytes that a request occupies in this pool.
     fn footprint(&self, bytes: usize, tag: Tag) -> usize;
-    /// Returns kept and unused memory to the driver; returns the bytes.
+    /// Gives kept and unused memory back to the driver. Returns the number of bytes.
     fn trim(&self) -> u64;
 }
 
@@ -413,7 +414,7 @@ impl<S: Source> Pool<S> {
 
     /// An allocation for one buffer, reused from the kept ones or new, with its size in bytes.
     fn whole(&self, s: &mut State<S>, class: usize) -> std::result::Result<(S::Raw, usize), PoolError> {
-        // Best fit within 25 % of the request.
+        // The smallest kept allocation that is at most 25 % larger than the request.
         let fit = s
             .kept
             .range(class..=class.saturating_add(class / 4))
@@ -455,7 +456,7 @@ impl<S: Source> Pool<S> {
     fn range(&self, s: &mut State<S>, class: usize) -> std::result::Result<(u64, usize), PoolError> {
         let fits = s.chunks.iter().filter_map(|(k, c)| Some((c.ranges.fit(class)?, *k)));
         let found = match self.config.strategy {
-            // The map iterates over the chunks in order.
+            // The map iterates over the chunks in the order of their ids.
             AllocationStrategy::FirstFit => fits.map(|(_, k)| k).next(),
             _ => fits.min_by_key(|((n, _), k)| (*n, *k)).map(|(_, k)| k),
         };
@@ -562,7 +563,7 @@ impl<S: Source> Pool<S> {
         self.lock().shown()
     }
 
-    /// Returns kept and unused memory to the driver; returns the bytes.
+    /// Gives kept and unused memory back to the driver. Returns the number of bytes.
     pub fn trim(&self) -> u64 {
         self.lock().trim()
     }
@@ -646,7 +647,7 @@ impl<S: Source> Pool<S> {
         let held = l.held.upgrade().ok_or_else(gone)?;
         let place = self.source.place(&to.raw, Some((offset, l.bytes))).map_err(|code| Error::Driver {
             device: self.device.clone(),
-            call: "naming a new place of a buffer".into(),
+            call: "creating the handle of a moved buffer".into(),
             code,
             next: "The buffers stay where they are; use a smaller batch, or raise the memory limit".into(),
         })?;

@@ -4,9 +4,9 @@
 //! compiler) takes tens of milliseconds to load. The first probe therefore runs in a child process if the
 //! program provides an executable for it ([`set_executable`]), and so does the first opening of each device.
 //! The result is stored on disk under a digest of what the devices depend on, together with the state of
-//! every library that was loaded ([`files`]). While that is unchanged, no child is needed. If all devices
-//! were software devices (used only when named), or no library was loaded, listing the devices does not load
-//! the drivers at all.
+//! every library that was loaded ([`files`]). While all of this is unchanged, no child is needed. If all
+//! devices were software devices (which automatic selection tries last), or no library was loaded, listing
+//! the devices does not load the drivers at all.
 
 pub mod files;
 
@@ -94,7 +94,7 @@ enum CachedProbe {
     Answer(Result<Vec<DeviceInfo>>),
 }
 
-/// The things that a list of devices depends on, besides the boot, device nodes and kernel modules.
+/// The things that a list of devices depends on, besides the machine's boot, device nodes and kernel modules.
 #[derive(Debug, Default)]
 pub struct ProbeDependencies {
     /// Libraries: their names, and the state of the files that the loader may find for them.
@@ -130,7 +130,8 @@ struct Record {
     outcome: Outcome,
     /// The libraries that were loaded.
     loaded: Vec<Seen>,
-    /// Ids of the devices that were opened. If opening a device crashed the child, how the child ended.
+    /// The devices that were opened, by id. If opening a device crashed the child, the value says how the
+    /// child ended.
     opened: BTreeMap<String, Option<String>>,
     /// Unix time in seconds.
     at: u64,
@@ -449,8 +450,8 @@ impl ProbeSpec {
         let harm = |how: String| self.fatal(&format!("{what}{PROBE_FAILED} {how}"), false);
         let mut slow = || {
             let text = format!(
-                "waiting for the driver of {} ({what}no answer for {} s; given up after {} s, and remembered; `halcyon doctor --backend {}` \
-                 examines it)",
+                "waiting for the driver of {} ({what}no answer for {} s; after {} s it counts as failed, which \
+                 is remembered; `halcyon doctor --backend {}` examines it)",
                 self.backend,
                 NOTICE_AFTER.as_secs(),
                 limit.as_secs(),

@@ -10,11 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// The id of the device's own queue.
 const DEVICE_QUEUE: u64 = 0;
 
-/// A point in a queue.
+/// A point in a queue, for which the host and other queues can wait.
 pub(crate) trait Mark: Send + Sync + fmt::Debug {
     /// Whether the device has reached the mark or will never reach it.
     fn is_done(&self) -> bool;
-    /// Waits until the device reaches it.
+    /// Waits until the device reaches the mark.
     fn wait(&self) -> Result<()>;
 }
 
@@ -36,11 +36,11 @@ pub(crate) trait Fenced {
 /// The shared state of the queues of one device.
 #[derive(Debug)]
 pub(crate) struct Queues<M> {
-    /// Pending work with the mark at its end. While streams exist, this lock is held to enqueue.
+    /// Pending work with the mark at its end. While streams exist, work is enqueued under this lock.
     traffic: Mutex<Ledger<Arc<M>>>,
     /// Number of open streams. A dropped stream counts until its work is done.
     streams: AtomicUsize,
-    /// Running calls of the device's own queue that skip the ledger because no stream existed.
+    /// Number of running calls of the device's own queue that skip the ledger because no stream existed.
     unseen: AtomicUsize,
     next: AtomicU64,
 }
@@ -83,14 +83,14 @@ impl<M: Mark> Queues<M> {
                 self.0.fetch_sub(1, Ordering::SeqCst);
             }
         }
-        // Each side writes its own counter before it reads the other's (SeqCst), so at least one side reads
-        // the other's new value.
+        // This function and `open` each write their own counter before they read the counter of the other
+        // (SeqCst). So at least one of them reads the new value of the other.
         self.unseen.fetch_add(1, Ordering::SeqCst);
         let _end = Count(&self.unseen);
         (self.streams.load(Ordering::SeqCst) == 0).then(f)
     }
 
-    /// Enqueues work after everything it conflicts with; returns the mark at its end.
+    /// Enqueues work so that it runs after everything it conflicts with. Returns the mark at its end.
     pub(crate) fn ordered<R>(
         &self,
         number: u64,
@@ -110,7 +110,7 @@ impl<M: Mark> Queues<M> {
         f: impl FnOnce() -> Result<(Option<M>, R)>,
     ) -> Result<(Arc<M>, R)> {
         let mut t = self.lock();
-        // Evaluated under the lock, so that no buffer is moved in between.
+        // `access` is called under the lock, so that no buffer is moved between this call and the enqueueing.
         let mut access = access();
         access.normalise();
         t.retain(|e| !e.mark.is_done());
@@ -118,7 +118,8 @@ impl<M: Mark> Queues<M> {
         if !before.is_empty() {
             queue.wait_for_marks(&before)?;
         }
-        // Commands enqueued before an error run too, so they are entered in either case.
+        // Commands that were enqueued before an error run too, so the work is entered into the ledger in
+        // either case.
         let (end, made) = match f() {
             Ok((Some(m), r)) => (m, Ok(r)),
             Ok((None, r)) => (queue.mark()?, Ok(r)),
@@ -163,7 +164,8 @@ impl<M: Mark> Queues<M> {
         f()
     }
 
-    /// Waits for the pending work of streams. Their events report errors.
+    /// Waits for the pending work of all queues if there are streams. Errors are reported by the streams'
+    /// events.
     pub(crate) fn drain(&self) {
         if self.streams.load(Ordering::SeqCst) == 0 {
             return;

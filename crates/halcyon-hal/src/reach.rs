@@ -5,12 +5,12 @@ use crate::{Declined, Operand};
 use halcyon_ir::fused::{Fused, Load};
 use halcyon_ir::layout::View;
 
-/// An operand must have fewer elements than this, counting repetitions by strides of 0, so that products of
-/// two sizes and sizes in bytes fit a `usize`.
+/// An operand must have fewer elements than this, counting repetitions by strides of 0, so that a product of
+/// two sizes, and a size in bytes, fits a `usize`.
 const MAX_ELEMENTS: u128 = if usize::BITS >= 64 { 1 << 47 } else { 1 << 28 };
 
-/// Whether a space of these sizes has few enough points to count them. Sizes of 0 count as 1, so that
-/// products of some of the sizes can be counted too.
+/// Whether a space of these sizes has fewer than `MAX_ELEMENTS` points. Sizes of 0 count as 1, so that the
+/// product of any of the sizes is below the limit too.
 pub(crate) fn is_countable(shape: &[usize]) -> bool {
     shape.iter().try_fold(1u128, |n, d| Some(n * (*d).max(1) as u128).filter(|n| *n < MAX_ELEMENTS)).is_some()
 }
@@ -18,11 +18,12 @@ pub(crate) fn is_countable(shape: &[usize]) -> bool {
 /// Smallest and largest element index that reads of the view access; `None` if nothing is read.
 ///
 /// # Errors
-/// [`Declined`] if sizes and strides do not belong together, or numbers are too large to compute with.
+/// [`Declined`] if the view has fewer strides or mask ranges than axes, begins before its buffer, or is too
+/// large.
 fn range(v: &View) -> Result<Option<(usize, usize)>, Declined> {
     let rank = v.shape.len();
     if v.strides.len() < rank || v.mask.as_ref().is_some_and(|m| m.len() < rank) || !is_countable(&v.shape) {
-        return Err(Declined::because("a view's sizes and strides do not describe memory"));
+        return Err(Declined::because("a view has too few strides or mask ranges, or too many elements"));
     }
     let (mut lo, mut hi) = (v.offset as i128, v.offset as i128);
     for k in 0..rank {
@@ -63,8 +64,8 @@ pub(crate) fn is_within(v: &View, elements: usize) -> bool {
     range(v).is_ok_and(|r| r.is_none_or(|(_, hi)| hi < elements))
 }
 
-/// Whether a chain's load at every point of the chain's space accesses only memory that a kernel has checked
-/// for the operand `o`.
+/// Whether the load `l`, at every point of the space of `f`, stays within the part of the buffer that the
+/// operand `o` covers. Kernels check that the buffer has this part.
 pub(crate) fn load_fits(f: &Fused, l: &Load, o: &Operand) -> bool {
     l.view.shape == f.space && l.dtype == o.dtype && elements(o).is_ok_and(|n| is_within(&l.view, n))
 }
@@ -108,7 +109,8 @@ mod tests {
         assert!(is_within(&view(&[4], &[2], 1), 8) && !is_within(&view(&[4], &[2], 1), 7));
     }
 
-    /// In machine words, each of these sums and products wraps around.
+    /// Sums or products of these numbers overflow a machine word, or the view begins before its buffer or has
+    /// too few strides. The last view has too few mask ranges.
     #[test]
     fn numbers_that_wrap_around_are_declined() {
         let half = 1usize << (usize::BITS / 2);

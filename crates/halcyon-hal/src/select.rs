@@ -61,7 +61,7 @@ impl Selection {
     pub fn given(device: DeviceInfo) -> Selection {
         Selection {
             requested: device.backend,
-            rule: format!("{} was given", device.id),
+            rule: format!("the caller provided {}", device.id),
             device,
             policy: Policy::default(),
             policy_by: SetBy::Default,
@@ -382,8 +382,8 @@ impl Search<'_, '_> {
     }
 
     /// The first device in an order that accepts the work. Software devices come last overall or, if the
-    /// order names each backend (`named`), last within their backend. `only` stops after the first existing
-    /// device.
+    /// order names each backend (`named`), last within their backend. With `only`, no other device is tried
+    /// if the first one that exists does not accept the work.
     fn first_of(&mut self, order: &[BackendType], only: bool, named: bool) -> Option<OpenedDevice> {
         let by_priority = Policy::default().backends() == order;
         let (mut chosen, mut software) = (None, vec![]);
@@ -444,7 +444,7 @@ impl Search<'_, '_> {
         match self.try_one(driver, info.index) {
             Ok(d) => {
                 self.note(info.backend, Some(&info), None);
-                // A device that was not open when it was listed may lack its free memory.
+                // A driver's list may lack the free memory, so take it from the open device.
                 let info = DeviceInfo { free_memory: d.info().free_memory, ..info };
                 Some((d, info))
             }

@@ -272,8 +272,8 @@ impl Event {
         }
     }
 
-    /// When the work since the previous event ran, once the event is done; `None` if nothing ran or times
-    /// were not measured.
+    /// When the work since the previous event ran. `None` until the event is done, if nothing ran, or if
+    /// times were not measured.
     pub fn elapsed(&self) -> Option<Elapsed> {
         if self.is_done() { *lock(&self.0.report.elapsed) } else { None }
     }

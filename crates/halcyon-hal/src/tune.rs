@@ -329,7 +329,7 @@ impl Table {
 /// is used.
 ///
 /// # Errors
-/// [`Error::Format`], [`Error::Io`]
+/// [`Error::Format`] for another kind of file; [`Error::Io`] if the file cannot be read.
 pub fn check(path: &Path) -> Result<()> {
     match file::classify(path)? {
         FileState::NotOurs(e) => Err(e),
@@ -382,7 +382,7 @@ impl TuningCache {
                     self.warn(format!("{}: an empty file, used as a new tuning cache", path.display()))
                 }
                 Ok(FileState::Damaged(e) | FileState::NotOurs(e)) | Err(e) => {
-                    self.warn(format!("{e}; nothing of it is used"))
+                    self.warn(format!("{e}; its content is not used"))
                 }
             }
         }
@@ -462,7 +462,7 @@ impl TuningCache {
         if let Err(e) = self.save()
             && !self.complained.swap(true, Ordering::Relaxed)
         {
-            tracing::warn!(%e, "what tuning found is not kept");
+            tracing::warn!(%e, "the results of tuning were not saved");
         }
     }
 

@@ -95,7 +95,7 @@ impl Signature {
     }
 
     /// The arguments of a launch. `params` has a value for every parameter; the value of `fault` is replaced
-    /// by the command's.
+    /// by the command's fault id.
     ///
     /// # Errors
     /// [`Error::Internal`] that names the kernel and the mismatch.

@@ -10,7 +10,7 @@ halcyon_hal::conformance_tests!(devices_under_test());
 
 fn each(f: impl Fn(&DeviceUnderTest)) {
     for under_test in devices_under_test() {
-        println!("under_test {}", under_test.name());
+        println!("device under test: {}", under_test.name());
         f(&under_test);
     }
 }
@@ -37,7 +37,8 @@ fn devices_keep_their_programs_and_opencl_keeps_them_on_disk() {
             assert_eq!(got, [Scalar::F(11.0)], "the cached program is right");
         }
         if l.driver.kind() == BackendType::WebGpu {
-            // Only if the driver's pipeline caches contain pipelines; llvmpipe's never do.
+            // A cache file is kept only if the driver's pipeline cache contains pipelines; llvmpipe's never
+            // does.
             let dir = l.options.cache_dir.as_ref().unwrap().join("webgpu");
             let kept = std::fs::read_dir(dir).map_or(0, |d| d.count());
             let warm = l.open();

@@ -6,7 +6,7 @@ use halcyon_hal::select::{Request, Selection, open, open_for};
 use halcyon_hal::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, registry};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Devices by their bytes of memory; `None` fails to open.
+/// A driver of fake devices, each given by its bytes of memory. `None` is a device that fails to open.
 #[derive(Debug)]
 struct Fake {
     kind: BackendType,
@@ -125,7 +125,7 @@ fn a_backend_in_a_list_is_named() {
     // Hardware devices of a backend come before its software devices, and memory is still checked.
     let s = choose(&request(BackendType::Auto, "opencl,cpu", None, 9 * GIB));
     assert!(s.is_err() || s.unwrap().device.id == "cpu:0");
-    // The backends that follow a missing one also count as named.
+    // The backends of a list also count as named if they are the fallback of a missing backend.
     let s = choose(&request(BackendType::Cuda, "opencl,cpu", Some(Fallback::Next), 0)).unwrap();
     assert_eq!(s.device.id, "opencl:0", "{s}");
 }

@@ -1,5 +1,5 @@
-//! The kernel templates on the available OpenCL device, lowered for it and for a GPU, compared with the
-//! float64 reference.
+//! Runs the kernel templates on the available OpenCL devices, lowered for the device and for a GPU, and
+//! compares the results with the float64 reference.
 
 mod common;
 
@@ -58,7 +58,7 @@ fn check(shapes: &[&[usize]], build: impl Fn(&mut Graph, &[NodeId]) -> Result<No
     }
 }
 
-/// Products on the matrix units of NVIDIA's GPUs and of AMD's with waves of 64 or 32 work-items. The
+/// Products on the matrix units of NVIDIA's GPUs, and of AMD's GPUs with waves of 64 or 32 work-items. The
 /// stand-ins exchange registers as the instructions do, so a misplaced element gives wrong results.
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 #[test]
@@ -110,8 +110,8 @@ fn products_on_matrix_units() {
     }
 }
 
-/// Attention for prompts on matrix units: as products, with reads of other work-items' registers, and weights
-/// that become operands.
+/// Attention for prompts on matrix units. Unlike a product, it reads registers of other work-items, and the
+/// weights, which are results of the first product, become operands of the second.
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 #[test]
 fn attention_on_matrix_units() {

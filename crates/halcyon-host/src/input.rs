@@ -1,4 +1,4 @@
-//! Text files that are read whole: configuration, labels, lists, reports. A size limit keeps an endless
+//! Text files that are read as a whole: configuration, labels, lists, reports. A size limit keeps an endless
 //! device or a wrong file from filling memory.
 
 use halcyon_ir::{Error, Result};
@@ -25,7 +25,7 @@ impl InputError {
             InputError::Io(e) => Error::Io { path: file, what: e.to_string() },
             InputError::Large(most) => Error::Format {
                 file,
-                what: format!("more than {most} bytes, which no file of this kind has"),
+                what: format!("more than {most} bytes, which is the limit for files of this kind"),
             },
             InputError::NotText => Error::Format { file, what: "this is not text (not valid UTF-8)".into() },
         }

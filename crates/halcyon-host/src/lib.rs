@@ -1,5 +1,5 @@
-//! The machine that the process runs on: how much memory is left, and files that are read or replaced whole.
-//! No `unsafe`.
+//! The machine that the process runs on: how much memory is left, and files that are read or replaced as a
+//! whole.
 #![forbid(unsafe_code)]
 pub mod input;
 mod memory;

@@ -216,7 +216,8 @@ fn group(groups: &str, root: &Path) -> Option<(u64, u64)> {
             }
             _ => continue,
         };
-        // A container may see its own group at the root, regardless of the path, so every ancestor is tried.
+        // In a container, the container's own group may be at the root, regardless of the path, so every
+        // ancestor is tried.
         let below = path.trim_start_matches('/');
         for dir in Path::new(below).ancestors().map(|p| base.join(p)) {
             let (Some(max), Some(used)) = (number(&dir.join(limit)), number(&dir.join(used))) else {

@@ -129,7 +129,7 @@ pub fn place(path: &Path) -> io::Result<Place> {
         }
         p = folder(&p).join(fs::read_link(&p)?);
     }
-    Err(io::Error::other("too many symbolic links lead on from it"))
+    Err(io::Error::other("it leads to too many symbolic links"))
 }
 
 /// Whether `path` is standard output. Reports must then be written elsewhere.
@@ -282,7 +282,7 @@ impl Destination {
                 // Left over by an earlier process with the same process id.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
                 Err(e) => {
-                    let what = format!("its folder {} takes no new file: {e}", folder.display());
+                    let what = format!("no file can be created in its folder {}: {e}", folder.display());
                     return Err(io::Error::new(e.kind(), what));
                 }
             }

@@ -116,7 +116,7 @@ fn folders_and_read_only_paths_are_errors() {
     let link = dir.path().join("link");
     symlink(dir.path(), &link).unwrap();
     says(&link, "folder");
-    // Root can write anywhere, so check first.
+    // Root can write anywhere, so check first whether the folder is locked.
     let locked = dir.path().join("locked");
     fs::create_dir(&locked).unwrap();
     fs::write(locked.join("file"), b"old").unwrap();
@@ -124,7 +124,7 @@ fn folders_and_read_only_paths_are_errors() {
     fs::set_permissions(&locked, fs::Permissions::from_mode(0o500)).unwrap();
     if File::create(locked.join("probe")).is_err() {
         says(&locked.join("file"), "denied");
-        says(&locked.join("new"), "takes no new file");
+        says(&locked.join("new"), "no file can be created");
     }
     fs::set_permissions(&locked, fs::Permissions::from_mode(0o700)).unwrap();
 }

@@ -1,6 +1,6 @@
-//! Composites: named functions of primitive ops. A target may run a composite whole as a library kernel;
-//! otherwise the composite is replaced by its body. The
-//! built-in ones are in `crate::ops`, one row each.
+//! Composites: named functions of primitive ops. A target may have one kernel for a whole composite;
+//! otherwise the composite is replaced by its body. The built-in composites are in `crate::ops`, one row
+//! each.
 
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
@@ -182,7 +182,7 @@ impl Graph {
         let mean = match ignore {
             None => self.mean(picked, &axes, false)?,
             Some(i) => {
-                // Compared as i64 because the labels' type may not be able to hold `ignore`.
+                // Compares in i64, because `ignore` may be out of range of the labels' dtype.
                 let labels = self.cast(labels, DType::I64)?;
                 let i = self.lit(labels, i);
                 let counts = self.ne(labels, i)?;

@@ -6,7 +6,7 @@ use crate::graph::{Graph, NodeId};
 use crate::passes::small_types::encode_e8m0;
 use crate::scalar_op::ScalarOp;
 
-/// Which power of two replaces a number between two powers of two.
+/// The power of two to which a number between two powers of two is rounded.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Rounding {
     /// The nearer one; on a tie the larger one.
@@ -19,9 +19,10 @@ pub enum Rounding {
 
 impl Graph {
     /// Casts to `dtype` after clamping `x` to the finite range of `dtype`, so infinities and numbers out of
-    /// range become the largest or smallest finite number. NaN is cast as by [`Graph::cast`]. This is ONNX
-    /// `Cast` with `saturate` to the 8-bit floats, and the last step of a quantisation: a float is truncated
-    /// to an integer, so round it first. For `f8e8m0` it is [`Graph::cast_e8m0`] to the nearest power.
+    /// range become the largest or smallest finite number. NaN is cast as by [`Graph::cast`]. A cast to an
+    /// 8-bit float is ONNX `Cast` with `saturate`. A cast from a float to an integer truncates, so round
+    /// before it to quantise. A cast to `f8e8m0` is [`Graph::cast_e8m0`] with [`Rounding::Nearest`] and
+    /// `saturate`.
     pub fn cast_saturating(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
         let mut x = x;
         let from = self.dtype(x);
@@ -33,7 +34,7 @@ impl Graph {
         }
         let mut is = from;
         if !from.is_native() {
-            // Clamp in a wider type: a small type may not be able to represent the limits of another.
+            // Clamp in a wider type, because one small type may be unable to represent the limits of another.
             is = if from.class() == Class::Float { DType::F32 } else { DType::I32 };
             x = self.cast(x, is)?;
         }
@@ -47,18 +48,20 @@ impl Graph {
             return self.scalar(ScalarOp::Min, &[y, hi]);
         }
         if is == DType::BF16 && dtype == DType::F16 || is.is_int() && hi.fract() != 0.0 {
-            // The limits of f16 have more digits than bf16, and those of a small float may have a fraction.
+            // Clamp in f32, because bf16 cannot represent the limits of f16, and integers cannot represent
+            // the limits of a small float that have a fraction.
             is = DType::F32;
             x = self.cast(x, is)?;
         }
         // The source range, including infinities if the type has them.
         let has = if is.is_float() { is.range() } else { from.range() };
-        // Casts from floats to integers of 8 bits or more already saturate, at limits that f32 cannot
-        // represent exactly.
+        // Casts from floats to integers of 8 bits or more saturate by themselves. A clamp before such a cast
+        // could be wrong, because f32 cannot represent all of these limits exactly (`i32::MAX`).
         let stops = is.is_float() && dtype.is_int() && dtype.bits() >= 8;
         for (op, end, needed) in [(ScalarOp::Max, lo, has.0 < lo), (ScalarOp::Min, hi, has.1 > hi)] {
             if needed && !stops {
-                // The limit goes through `dtype` itself, because f64 rounds the limits of 64-bit integers.
+                // `finite_range` returns f64, which rounds the limits of 64-bit integers. The saturating cast
+                // to `dtype` restores the exact limit.
                 let end = self.lit(x, Scalar::F(end).cast(dtype));
                 x = self.scalar(op, &[x, end])?;
             }

@@ -1,4 +1,4 @@
-//! Cost of the nodes of a graph. The rules are in `crate::ops`.
+//! Cost of the nodes of a graph. Each op's rule is in `crate::ops`.
 
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
@@ -7,7 +7,8 @@ use crate::ops::{Cost, Op};
 use crate::shape::TensorType;
 use crate::target::Operand;
 
-/// An operand with the strides its reader sees. Elements that a broadcast repeats are stored only once.
+/// An operand with the strides with which a node reads it. Elements that a broadcast repeats are stored only
+/// once.
 fn operand(g: &Graph, id: NodeId) -> Result<Operand> {
     let n = g.node(id);
     let dims = n.ty.shape.dims()?;

@@ -8,7 +8,7 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-/// Owner of bytes: a vector, a mapped file, or a slice of one.
+/// Owner of bytes: a vector, a mapped file, or a slice of such a file.
 pub trait Bytes: Send + Sync {
     fn bytes(&self) -> &[u8];
 }
@@ -50,7 +50,12 @@ impl ConstData {
             .iter()
             .try_fold(1usize, |a, d| a.checked_mul(*d))
             .filter(|n| n.checked_mul(dtype.bits() as usize).is_some())
-            .ok_or_else(|| Error::shape("data", format!("{dims:?} is larger than memory")))?;
+            .ok_or_else(|| {
+                Error::shape(
+                    "data",
+                    format!("a tensor of the shape {dims:?} is larger than the address space"),
+                )
+            })?;
         if data.bytes().len() != dtype.bytes(n) {
             return Err(Error::shape(
                 "data",

@@ -2,9 +2,9 @@
 //! dtype.
 //!
 //! Small types (integers of 2 and 4 bits, floats of 4 and 8 bits) are for storage: tensors hold, move,
-//! compare and cast them. Devices never see them, because [`crate::passes::small_types`] rewrites a graph to
-//! types of [`DType::native`]. Elements under 8 bits are packed with the first element in the low bits of a
-//! byte; unused bits of the last byte are zero.
+//! compare and cast them. No kernel uses them, because [`crate::passes::small_types`] rewrites a graph to
+//! types of [`DType::native`]. Elements of fewer than 8 bits are packed into bytes, the first element in the
+//! low bits. Unused bits of the last byte are zero.
 
 use crate::minifloat::{self, Format, Special};
 use serde::{Deserialize, Serialize};
@@ -33,16 +33,16 @@ pub enum DType {
     I4,
     /// Two exponent bits and one significand bit: magnitudes 0 to 6, no infinity, no NaN (OCP MX).
     F4E2M1,
-    /// Largest 448, NaN, no infinity (OCP).
+    /// The largest number is 448. It has NaN, but no infinity (OCP).
     F8E4M3FN,
-    /// Largest 240, NaN, no infinity, no negative zero.
+    /// The largest number is 240. It has NaN, but no infinity and no negative zero.
     F8E4M3FNUZ,
-    /// Largest 57,344, infinity, NaN (OCP).
+    /// The largest number is 57,344. It has infinity and NaN (OCP).
     F8E5M2,
-    /// Largest 57,344, NaN, no infinity, no negative zero.
+    /// The largest number is 57,344. It has NaN, but no infinity and no negative zero.
     F8E5M2FNUZ,
-    /// A power of two from 2^-127 to 2^127, or NaN: the scales of microscaling formats (OCP MX). It has no
-    /// zero and no sign.
+    /// A power of two from 2^-127 to 2^127, or NaN, without zero and sign. Microscaling formats (OCP MX)
+    /// store their scales in it.
     F8E8M0,
 }
 
@@ -63,7 +63,7 @@ pub struct Row {
     /// Bits per element in memory; types under 8 bits are packed.
     pub bits: u32,
     pub class: Class,
-    /// `TensorProto.DataType` of ONNX (onnx.proto3); 0, its UNDEFINED, if ONNX has no such type.
+    /// Its number in ONNX's `TensorProto.DataType` (onnx.proto3); 0 (UNDEFINED) if ONNX has no such type.
     pub onnx: i32,
     /// The first version of ONNX's operator set that has the type.
     pub onnx_since: i64,
@@ -172,8 +172,8 @@ impl DType {
         self.bytes(1)
     }
 
-    /// The dtype in which arithmetic runs: f32 for half floats, 32 bits for smaller integers (which wrap when
-    /// stored).
+    /// The dtype in which arithmetic runs: f32 for floats under 32 bits, a 32-bit integer for smaller
+    /// integers (whose results wrap when they are stored).
     pub fn compute(self) -> DType {
         match self {
             DType::F16 | DType::BF16 => DType::F32,
@@ -265,7 +265,7 @@ impl Scalar {
         }
     }
 
-    /// The integer value. Integers wrap; floats saturate and NaN becomes 0 (Rust's `as`).
+    /// The value converted by Rust's `as`: an unsigned integer wraps, a float saturates, and NaN becomes 0.
     pub fn as_i64(self) -> i64 {
         match self {
             Scalar::Bool(b) => b as i64,
@@ -288,10 +288,11 @@ impl Scalar {
     /// wraps. Float to integer: truncates and saturates, NaN becomes 0. To float: rounds to nearest even, and
     /// values past the largest number become infinity.
     ///
-    /// Small types: a float becomes an integer of 2 or 4 bits by way of i32, of which the low bits are kept.
-    /// A small float type without infinity has NaN in its place; one without NaN (`f4e2m1`) saturates, and
-    /// NaN becomes -0. `f8e8m0` takes the nearest power of two, ties up; zero, negative numbers and values
-    /// outside its range become NaN. `Graph::cast_saturating` and `Graph::cast_e8m0` have other rules.
+    /// Small types: a float that is cast to an integer of 2 or 4 bits is first cast to i32, whose low bits
+    /// are kept. In a small float type without infinity, values past the largest number become NaN. `f4e2m1`,
+    /// which has no NaN either, saturates, and NaN becomes -0. `f8e8m0` takes the nearest power of two, ties
+    /// up; zero, negative numbers and values outside its range become NaN. `Graph::cast_saturating` and
+    /// `Graph::cast_e8m0` have other rules.
     pub fn cast(self, dtype: DType) -> Scalar {
         match dtype.class() {
             Class::Bool => Scalar::Bool(self.as_bool()),
@@ -415,8 +416,8 @@ impl std::hash::Hash for Scalar {
 }
 
 /// `v` in f32, rounded to odd: of the two neighbours of an inexact value, the one whose last bit is set.
-/// Rounding the result to nearest in a type with at least two bits fewer then equals rounding once (Boldo and
-/// Melquiond 2008).
+/// If the result is then rounded to nearest in a type with at least two significand bits fewer, this equals
+/// rounding `v` once (Boldo and Melquiond 2008).
 fn to_odd(v: f64) -> f32 {
     let y = v as f32;
     let exact = y as f64 == v || v.is_nan();

@@ -52,7 +52,8 @@ impl Span {
     }
 }
 
-/// Spans with equal text are equal. So a line of a program equals the name that it has after serialisation.
+/// Spans with equal text are equal. So the span of a line equals the named span that serialisation turns it
+/// into.
 impl PartialEq for Span {
     fn eq(&self, other: &Span) -> bool {
         match (self, other) {
@@ -83,8 +84,8 @@ pub fn one_line(text: &str) -> Cow<'_, str> {
     escaped(text, &[])
 }
 
-/// Like [`one_line`], but leaves the characters of `keep` as they are: a message has lines and tabs of its
-/// own.
+/// Like [`one_line`], but leaves the characters of `keep` as they are, because a message may contain line
+/// ends and tabs of its own.
 pub fn escaped<'a>(text: &'a str, keep: &[char]) -> Cow<'a, str> {
     let odd = |c: char| {
         let harmful = c.is_control()
@@ -128,8 +129,8 @@ fn lines<'a>(what: &'a str, at: &Span) -> Cow<'a, str> {
 fn different_devices(a: &str, b: &str) -> String {
     match a == b {
         true => format!(
-            "operands belong to two backends over {a}, each opened on its own; clone one Backend instead of opening another, or move \
-             an operand with .to(&backend)"
+            "operands belong to two Backends that were opened separately on {a}; clone one Backend instead of \
+             opening another, or move an operand with .to(&backend)"
         ),
         false => format!("operands are on {a} and {b}; move one with .to(&backend)"),
     }
@@ -140,7 +141,7 @@ fn bad_index(range: &str, found: &Option<(usize, i64)>, input: &Option<String>) 
     match (input, found) {
         (Some(input), _) => format!("{}; the valid range is {range}", one_line(input)),
         (None, Some((at, value))) => {
-            format!("the valid range is {range}, the value at index {at} is {value}")
+            format!("the valid range is {range}, and the value at index {at} is {value}")
         }
         (None, None) => format!("the valid range is {range}"),
     }
@@ -158,7 +159,7 @@ pub struct UnsupportedOp {
     pub reason: String,
 }
 
-/// Maximum number of nodes named in the text of an error. The value holds all of them.
+/// Maximum number of nodes named in the text of an error. [`UnsupportedOp::nodes`] holds all of them.
 const MAX_NAMED: usize = 8;
 
 impl fmt::Display for UnsupportedOp {
@@ -191,7 +192,7 @@ pub enum Error {
     /// command line or an API call.
     #[error("{}: {}{}", one_line(op), lines(what, at), place(at))]
     Argument { op: String, what: String, at: Span },
-    /// Not supported yet. `what` names it.
+    /// Something that is not supported yet. `what` names it.
     #[error("not supported yet: {}. {}", one_line(what), one_line(next))]
     Unsupported { what: String, next: String },
     /// All ops of a model that cannot run.
@@ -219,7 +220,7 @@ pub enum Error {
     /// Operands of one op on two devices.
     #[error("{}: {}{}", one_line(op), different_devices(a, b), place(at))]
     MixedDevices { op: String, a: String, b: String, at: Span },
-    /// A kernel read an index outside its range; it clamped the index.
+    /// A kernel read an index that was out of range. It used the nearest valid index instead.
     #[error("index out of range in {}{}: {}", one_line(op), place(at), bad_index(range, found, input))]
     Index {
         op: String,

@@ -62,8 +62,8 @@ pub struct Load {
     pub fill: Option<u32>,
 }
 
-/// A result. Entry `n` of the list is written to output buffer `n` through `view`, whose shape is the outer
-/// space.
+/// A result. Entry `n` of the list is written to output buffer `n` through `view`, whose shape is that of the
+/// outer axes.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Out {
     pub value: Reg,

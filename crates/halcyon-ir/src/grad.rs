@@ -3,8 +3,8 @@
 //!
 //! Gradients are ordinary nodes, so they can be fused, planned and differentiated again. Conventions:
 //! elements that tie for a maximum or minimum share the gradient equally (except in pooling, where the first
-//! receives all of it); rounding functions and comparisons have gradient zero; integers and bools have no
-//! gradient.
+//! of them receives all of it); rounding functions and comparisons have gradient zero; integers and bools
+//! have no gradient.
 
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
@@ -20,14 +20,15 @@ pub use scalar::ScalarGrad;
 pub(crate) type Grads = SmallVec<[Option<NodeId>; 3]>;
 
 /// Appends nodes that compute `d loss / d wrt[k]` and returns them in the order of `wrt`. Each has the shape
-/// and dtype of `wrt[k]`; it is `None` if the loss does not depend on `wrt[k]` or if that is not a float.
+/// and dtype of `wrt[k]`; it is `None` if the loss does not depend on `wrt[k]` or if `wrt[k]` is not a float.
 ///
 /// `loss` must be a float with one element, unless `seed` is given: a node of the loss's type that holds the
 /// incoming gradient. Contributions to one node are added in descending order of the users' ids, which fixes
 /// the order of summation. Composites are differentiated through a copy of their body, softmax and
 /// log-softmax in closed form. New nodes take the span of the node they differentiate.
 ///
-/// Errors: a loss of the wrong type; an op without a gradient ([`Error::Unsupported`], with its name).
+/// Errors: the loss or the seed has the wrong type, or an op has no gradient ([`Error::Unsupported`], with
+/// its name).
 pub fn gradients(
     g: &mut Graph,
     loss: NodeId,
@@ -66,15 +67,15 @@ fn first_seed(g: &mut Graph, loss: NodeId, seed: Option<NodeId>) -> Result<NodeI
 }
 
 fn reverse(g: &mut Graph, loss: NodeId, wrt: &[NodeId], seed: Option<NodeId>) -> Result<Vec<Option<NodeId>>> {
-    // Which nodes depend on `wrt` through floats.
+    // For each node, whether it depends on `wrt` through nodes that are floats.
     let mut needs = vec![false; g.nodes().len()];
     wrt.iter().for_each(|w| needs[w.index()] = true);
     mark(g, &mut needs, 0);
     let first = first_seed(g, loss, seed)?;
 
-    // Nodes that wait for their rule, largest id first, so that every user of a node comes before it. The
-    // body of a composite is appended when the composite is processed, so its ids are larger than those of
-    // all waiting nodes.
+    // The nodes in `todo` are processed from the largest id down, so that every user of a node comes before
+    // it. The body of a composite is appended when the composite is processed, so its ids are larger than all
+    // ids in `todo`.
     let mut parts: HashMap<NodeId, SmallVec<[NodeId; 2]>> = HashMap::new();
     let mut todo = BinaryHeap::new();
     let mut done: HashMap<NodeId, NodeId> = HashMap::new();

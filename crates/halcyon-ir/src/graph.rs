@@ -1,8 +1,9 @@
-//! The graph: one arena of typed nodes, shared by user code, autodiff, the passes and every importer.
+//! The graph: a list of typed nodes. User code, autodiff, the passes and every importer use this
+//! representation.
 //!
 //! A graph is a pure function of its inputs and arguments. A state (KV cache, parameter, running statistic)
-//! is an input whose new value is an output. [`Graph::states`] pairs them, and the memory pass stores the new
-//! value in the old value's buffer when nothing else reads the old value.
+//! is an input whose new value is an output. [`Graph::states`] pairs them, and lowering stores the new value
+//! in the old value's buffer if nothing else reads the old value.
 
 mod build;
 
@@ -230,8 +231,8 @@ impl Graph {
         live
     }
 
-    /// Structural hash over ops, types, edges, outputs and states. It ignores spans and names. Of a constant
-    /// it covers dtype, shape and at most the first 64 bytes.
+    /// Structural hash over ops, types, edges, outputs and states. It ignores spans and names. For a
+    /// constant, it covers the dtype, the shape and at most the first 64 bytes.
     pub fn structural_hash(&self) -> u64 {
         let mut h = std::collections::hash_map::DefaultHasher::new();
         self.hash(&mut h);
@@ -355,7 +356,7 @@ impl Graph {
         for (k, s) in self.inputs.iter().enumerate() {
             match self.nodes.get(s.node.index()).map(|n| &n.op) {
                 Some(Op::Input(j)) if *j as usize == k => {}
-                _ => return Err(format!("input {k} is not a node of its own")),
+                _ => return Err(format!("input {k} does not refer to its own input node")),
             }
         }
         if let Some(k) = self.outputs.iter().position(|o| o.node.index() >= self.nodes.len()) {

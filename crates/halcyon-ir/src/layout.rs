@@ -56,7 +56,8 @@ impl Restride {
         }
     }
 
-    /// Whether [`Restride::apply`] may fail, because an axis of the result need not have one stride.
+    /// Whether [`Restride::apply`] may return `None`, because one stride may not be enough for an axis of the
+    /// result.
     pub fn reshapes(&self) -> bool {
         match self {
             Restride::Reshape(_) => true,
@@ -67,11 +68,11 @@ impl Restride {
     }
 }
 
-/// Of the `len` positions from `start` in steps of `step`, the range of those inside `[lo, hi)`.
+/// The range of the indices `i` below `len` whose positions `start + i * step` are inside `[lo, hi)`.
 fn inside((lo, hi): (usize, usize), start: isize, step: isize, len: usize) -> (usize, usize) {
     let (lo, hi, len) = (lo as isize, hi as isize, len as isize);
-    // The first position at or past a bound in the direction of the step: the quotient rounded up. For
-    // negative steps Euclidean division already rounds up.
+    // The first index whose position is at or past a bound, in the direction of the step: the quotient
+    // rounded up. For negative steps Euclidean division already rounds up.
     let past = |bound: isize| {
         let (q, r) = ((bound - start).div_euclid(step), (bound - start).rem_euclid(step));
         q + isize::from(step > 0 && r != 0)
@@ -237,7 +238,8 @@ impl View {
         Some(View { shape: shape.into(), strides, offset: self.offset, mask: None })
     }
 
-    /// A mask is kept only if the reshape just inserts or removes dimensions of size 1.
+    /// Reshapes a view with a mask. This is possible only if dimensions of size 1 are inserted or removed and
+    /// nothing else changes.
     fn reshape_masked(&self, shape: &[usize]) -> Option<View> {
         let real = |s: &[usize]| s.iter().copied().filter(|&n| n != 1).collect::<Dims>();
         let m = self.mask.as_ref()?;
@@ -290,8 +292,8 @@ impl View {
     }
 }
 
-/// Drops dimensions of size 1 and merges neighbouring dimensions that all views allow to merge. Never merges
-/// across `border`, the boundary between outer and reduced dimensions. Returns the new boundary.
+/// Drops dimensions of size 1, and merges neighbouring dimensions wherever every view permits it. Never
+/// merges across `border`, the boundary between outer and reduced dimensions. Returns the new boundary.
 pub fn collapse(views: &mut [&mut View], border: usize) -> usize {
     let Some(first) = views.first() else { return border };
     let shape = first.shape.clone();

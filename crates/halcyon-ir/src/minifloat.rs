@@ -49,7 +49,7 @@ impl Format {
         }
     }
 
-    /// The sign bit. Its value is also the number of patterns with one sign.
+    /// The sign bit. Its value is also the number of patterns of each sign.
     pub fn sign(&self) -> u32 {
         1 << (self.exponent + self.mantissa)
     }

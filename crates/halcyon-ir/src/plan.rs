@@ -22,13 +22,14 @@ pub struct BufId(pub u32);
 pub enum Storage {
     /// The run's input with this index. It is written only if it was donated.
     Input(u32),
-    /// `Plan::consts` with this index, uploaded once.
+    /// The entry of `Plan::consts` with this index, uploaded once.
     Const(u32),
-    /// `Plan::packed` with this index, packed once.
+    /// The entry of `Plan::packed` with this index, packed once.
     Packed(u32),
-    /// Scratch: `Plan::slots` with this index. Buffers whose lifetimes do not overlap may share memory.
+    /// Scratch memory: the entry of `Plan::slots` with this index. Buffers whose lifetimes do not overlap may
+    /// share memory.
     Slot(u32),
-    /// Allocated for each run, and outlives it.
+    /// The run's output with this index. It is allocated for each run and outlives the run.
     Output(u32),
 }
 
@@ -49,10 +50,11 @@ pub struct Slot {
     pub bytes: usize,
 }
 
-/// The largest set of scratch buffers that are live at the same time, a lower bound for any layout.
+/// The largest set of scratch buffers that are live at the same time. Its size is a lower bound for any
+/// layout.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Live {
-    /// Total bytes of these buffers: written before or by the step, and still needed at or after it.
+    /// Total bytes of these buffers. Each is written before or by the step, and used by the step or later.
     pub bytes: usize,
     /// The first step at which the total is largest.
     pub step: usize,
@@ -79,7 +81,7 @@ pub struct HostWork {
     pub output: Operand,
 }
 
-/// The indices that a step reads and their valid range, for the error when an index is outside it.
+/// The indices that a step reads and their valid range, for the error when an index is outside of the range.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bounds {
     /// Position of the index buffer in the step's buffers.
@@ -124,9 +126,9 @@ pub struct Step {
     pub bytes: u64,
     /// Number of graph nodes that this step computes.
     pub nodes: usize,
-    /// The fused kernel from which it was generated, for traces.
+    /// The fused kernel from which this step was generated, for traces.
     pub fused: Option<Arc<Fused>>,
-    /// The other variants of its kernel, if there are any and the level tunes.
+    /// The other variants of the step's kernel, if there are any and kernels are tuned at this level.
     pub tunable: Option<Arc<Tunable>>,
 }
 
@@ -175,8 +177,8 @@ pub struct Plan {
     pub buffers: Vec<BufferSpec>,
     pub consts: Vec<ConstData>,
     pub packed: Vec<PackedConst>,
-    /// Size of each scratch block in bytes. A run allocates the blocks. There is one if the target supports
-    /// parts of buffers.
+    /// Size of each scratch block in bytes. A run allocates the blocks. There is only one if the target
+    /// supports parts of buffers.
     pub blocks: Vec<usize>,
     /// Where each scratch buffer lies in the blocks.
     pub slots: Vec<Slot>,
@@ -231,7 +233,7 @@ impl Plan {
     }
 
     /// The largest set of scratch buffers that are live at the same time, without workspaces.
-    /// [`Plan::needed`] includes them.
+    /// [`Plan::needed`] includes workspaces.
     pub fn live(&self) -> Live {
         // `(bytes, buffers)` that become live and that die at each step.
         let mut starts = vec![(0usize, 0usize); self.steps.len()];

@@ -1,8 +1,9 @@
-//! Polynomial approximations of mathematical functions in f32, lowest coefficient first. They are Chebyshev
-//! fits made for this project. The CPU kernels and the renderers of languages without accurate built-in
-//! functions evaluate them, each with its own range reduction and error bound.
+//! Polynomial approximations of mathematical functions in f32. Each array begins with the coefficient of the
+//! lowest power. The variable of a polynomial is `r` or `f`, unless its comment names another. All
+//! polynomials are Chebyshev fits made for this project. The CPU kernels and the renderers of languages
+//! without accurate built-in functions evaluate them, each with its own range reduction and error bound.
 
-// Coefficients have nine digits, enough to identify an f32.
+// Nine significant digits identify an f32; the coefficients have ten.
 #![allow(clippy::excessive_precision)]
 
 /// `(e^r - 1 - r) / r^2` on `|r| <= ln 2 / 2`.
@@ -30,11 +31,11 @@ pub const LOG: [f32; 9] = [
     -1.148121208e-01,
     6.972518563e-02,
 ];
-/// `(sin r - r) / r^3` of `r^2`, on `|r| <= pi / 4`.
+/// `(sin r - r) / r^3` as a polynomial of `r^2`, on `|r| <= pi / 4`.
 pub const SIN: [f32; 4] = [-1.666666716e-01, 8.333331905e-03, -1.984008268e-04, 2.724942988e-06];
-/// `(cos r - 1 + r^2 / 2) / r^4` of `r^2`, on `|r| <= pi / 4`.
+/// `(cos r - 1 + r^2 / 2) / r^4` as a polynomial of `r^2`, on `|r| <= pi / 4`.
 pub const COS: [f32; 4] = [4.166666791e-02, -1.388888806e-03, 2.480059629e-05, -2.730054689e-07];
-/// `(atan t - t) / t^3` of `t^2`, on `0 <= t <= 1`.
+/// `(atan t - t) / t^3` as a polynomial of `t^2`, on `0 <= t <= 1`.
 pub const ATAN: [f32; 10] = [
     -3.333333433e-01,
     1.999994963e-01,
@@ -47,10 +48,10 @@ pub const ATAN: [f32; 10] = [
     -9.144629352e-03,
     1.488691894e-03,
 ];
-/// `(asin t - t) / t^3` of `t^2`, on `0 <= t <= 1/2`.
+/// `(asin t - t) / t^3` as a polynomial of `t^2`, on `0 <= t <= 1/2`.
 pub const ASIN: [f32; 6] =
     [1.666666567e-01, 7.500094175e-02, 4.459940270e-02, 3.110066243e-02, 1.714923792e-02, 3.369084746e-02];
-/// `e^(a^2) (1 + 2 a) erfc(a)` of `(a - 2) / (a + 2)`, for `a >= 0`.
+/// `e^(a^2) (1 + 2 a) erfc(a)` as a polynomial of `(a - 2) / (a + 2)`, for `a >= 0`.
 pub const ERFC: [f32; 12] = [
     1.276978374e+00,
     -9.276381135e-02,
@@ -65,7 +66,7 @@ pub const ERFC: [f32; 12] = [
     1.796295983e-04,
     8.477312076e-05,
 ];
-/// `erf(a) / a` of `a^2`, on `|a| < 1`.
+/// `erf(a) / a` as a polynomial of `a^2`, on `|a| < 1`.
 pub const ERF: [f32; 8] = [
     1.128379226e+00,
     -3.761263788e-01,

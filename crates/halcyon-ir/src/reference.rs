@@ -1,6 +1,6 @@
 //! Evaluates graphs on the host by the definition of every op, written for correctness, not speed. The
-//! definitions are in `crate::ops`. Level O0 is checked against
-//! it, constant folding uses it, and [`eval_f64`] is the float64 reference of the op tests.
+//! definitions are in `crate::ops`. Level O0 is checked against this evaluation, constant folding uses it,
+//! and [`eval_f64`] is the float64 reference of the op tests.
 //!
 //! Semantics: after every op, elements are rounded to the node's dtype. Float sums, sums of products and
 //! scans accumulate in f64 and round once. Integers wrap. Where a device clamps an index and reports a fault,
@@ -59,7 +59,7 @@ fn round(d: DType, v: f64) -> f64 {
     }
 }
 
-/// Wraps to the integer dtype `d`. To bool: `!= 0`.
+/// Wraps to the integer dtype `d`. A bool is whether `v` is not 0.
 pub(crate) fn wrap(d: DType, v: i64) -> i64 {
     let sh = 64 - d.bits();
     match d.class() {
@@ -210,7 +210,7 @@ pub fn eval(graph: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Result<Vec<
         return Err(Error::argument(
             "eval",
             format!(
-                "{} inputs and {} arguments are declared, {} and {} given",
+                "{} inputs and {} arguments are declared, but {} and {} are given",
                 graph.inputs().len(),
                 graph.args().len(),
                 inputs.len(),
@@ -338,7 +338,7 @@ pub(crate) fn run_graph(g: &Graph, inputs: Vec<Tensor>, args: &[Scalar]) -> Resu
         .collect()
 }
 
-/// One op with its operands, for its reference.
+/// One op and its operands, from which the op's reference computes the result.
 pub(crate) struct Eval<'a> {
     pub(crate) op: &'a Op,
     pub(crate) x: &'a [&'a Tensor],
@@ -407,7 +407,7 @@ pub(crate) fn scalar(op: ScalarOp, x: &[&Tensor]) -> Result<Vals> {
             let f = row.int.ok_or_else(missing)?;
             let w = |v: i64| widen(d, v);
             let out = op.result(d);
-            // `not` on bool is the only op whose integer value can be other than 0 or 1.
+            // `not` is the only op on bool whose value as an integer may be other than 0 and 1.
             let fit = |v: i128| {
                 if d == DType::Bool { (v & 1) as i64 } else { wrap(out, v as i64) }
             };
@@ -449,7 +449,8 @@ pub(crate) fn fold_f(kind: ReduceKind) -> impl Fn(f64, f64) -> f64 + Copy {
     }
 }
 
-/// The initial value of a float reduction. (A small float type may not represent zero or infinity.)
+/// The initial value of a float reduction. Max and Min start at an end of the dtype's range, because a small
+/// float type may have no infinity.
 pub(crate) fn start_f(kind: ReduceKind, d: DType) -> f64 {
     match kind {
         ReduceKind::Sum => 0.0,

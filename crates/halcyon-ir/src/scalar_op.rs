@@ -97,8 +97,9 @@ pub fn erf(x: f64) -> f64 {
     v.copysign(x)
 }
 
-/// From this magnitude on, adding or subtracting 1 under the root makes no difference. The standard library's
-/// formula overflows for the largest numbers.
+/// From this magnitude on, the 1 in `asinh(x) = ln(x + sqrt(x^2 + 1))` and in `acosh` makes no difference, so
+/// both are computed as `ln(2 |x|)`, `asinh` with the sign of x. The standard library's formulas overflow for
+/// the largest numbers.
 const LARGE: f64 = (1u64 << 28) as f64;
 
 fn asinh(x: f64) -> f64 {
@@ -143,10 +144,10 @@ const UNIT: (f64, f64) = (-0.95, 0.95);
 /// The table of scalar ops: `for_each_scalar_op!(m)` calls the macro `m` with all rows. [`ScalarOp`],
 /// [`ROWS`], the builders of [`Graph`](crate::Graph) and the methods of tensors are made from it.
 ///
-/// A row is the doc comment of the tensor method, the op, the builder of `Graph` (which is also the tensor
-/// method; for two and three operands the tensor method follows), and in parentheses the fields of [`Row`]:
-/// name, rule, operands, value on floats, value on integers, C spelling on floats, on integers, tolerance,
-/// domain, FLOPs, role under mixed precision, gradient.
+/// A row has the doc comment of the tensor method, the op, the name of the builder of `Graph`, the name of
+/// the tensor method (only for ops with two or three operands; otherwise it equals the builder's name), and
+/// in parentheses the fields of [`Row`]: name, rule, operands, value on floats, value on integers, C spelling
+/// on floats, on integers, tolerance, domain, FLOPs, role under mixed precision, gradient.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! for_each_scalar_op {
@@ -386,8 +387,8 @@ impl ScalarOp {
         self.row().ulps == 0.0
     }
 
-    /// Whether the results for integers of type `d` are integers of `d` without wrapping. It tries every
-    /// value, so `d` must have few bits.
+    /// Whether the results for integers of type `d` are integers of `d` without wrapping. Tries every value,
+    /// so `d` must have few bits.
     pub(crate) fn stays_in(self, d: DType) -> bool {
         let (lo, hi) = (d.range().0 as i128, d.range().1 as i128);
         let Some(f) = self.row().int else { return false };

@@ -30,7 +30,7 @@ pub enum Atom {
     Max(Poly, Poly),
 }
 
-/// Sum of `coefficient * product of atoms`, sorted, no zero coefficients.
+/// A sum of terms `coefficient * product of atoms`. The terms are sorted, and no coefficient is zero.
 pub type Poly = Vec<(Vec<Atom>, i64)>;
 
 #[derive(Default)]
@@ -43,8 +43,9 @@ static INTERNER: LazyLock<RwLock<Interner>> = LazyLock::new(Default::default);
 
 /// Maximum number of axes of a tensor (as in NumPy).
 pub const MAX_AXES: usize = 64;
-/// Maximum size of a tensor in bytes, counting dimensions of size zero as one: what a 64-bit process can
-/// address. Element counts, offsets and strides of such tensors, and sums of a few of them, fit an `isize`.
+/// Maximum size of a tensor in bytes, where dimensions of size zero count as one. It is what a 64-bit process
+/// can address. Element counts, offsets and strides of such tensors, and sums of a few of these, fit an
+/// `isize`.
 pub const MAX_BYTES: u64 = 1 << 47;
 /// Maximum number of symbols, quotients, maxima and terms in one expression, including nested ones.
 pub const MAX_ATOMS: usize = 256;
@@ -239,7 +240,7 @@ impl Dim {
             return None;
         }
         if self.is_lost() {
-            return Some("a size does not fit 64 bits, or is too long an expression".into());
+            return Some("a size does not fit 64 bits, or its expression is too long".into());
         }
         match self.poly().as_slice() {
             [(atoms, c)] if atoms.is_empty() => Some(format!("size {c} is negative")),
@@ -424,7 +425,7 @@ impl<'de> Deserialize<'de> for Dim {
             DimRepr::Known(n) => Err(serde::de::Error::custom(format!("negative dimension {n}"))),
             DimRepr::Poly(p) => of_repr(p)
                 .map(Dim::intern)
-                .ok_or_else(|| serde::de::Error::custom("a dimension is too long an expression")),
+                .ok_or_else(|| serde::de::Error::custom("the expression of a dimension is too long")),
         }
     }
 }
@@ -472,7 +473,7 @@ impl Shape {
                 (a, b) if a.is(1) => Ok(b),
                 (a, b) => Err(Error::shape(
                     "broadcast",
-                    format!("{self} and {o} do not go together: {a} against {b}"),
+                    format!("{self} and {o} cannot be broadcast: {a} and {b} differ"),
                 )),
             })
             .collect::<Result<_>>()
@@ -569,7 +570,7 @@ impl TensorType {
     /// The error text of [`TensorType::check`].
     pub(crate) fn fault(&self) -> Option<String> {
         if self.shape.rank() > MAX_AXES {
-            return Some(format!("{} axes; at most {MAX_AXES} are taken", self.shape.rank()));
+            return Some(format!("it has {} axes; at most {MAX_AXES} are supported", self.shape.rank()));
         }
         let mut bits = u64::from(self.dtype.bits());
         for d in self.shape.iter() {

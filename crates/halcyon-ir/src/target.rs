@@ -59,7 +59,7 @@ impl Caps {
     }
 
     /// The dtypes that kernels can load and store. `f64`: the device has f64 arithmetic. `i64`: it has 64-bit
-    /// integers. Every other native dtype works on any device: halves are widened to f32 by integer
+    /// integers. Every other native dtype works on any device: half types are widened to f32 by integer
     /// arithmetic if the device has no conversion, and small integers and bools are computed in 32 bits.
     pub fn storage_of(f64: bool, i64: bool) -> Vec<DType> {
         let runs = |d: &DType| match d {
@@ -100,8 +100,8 @@ pub struct Operand {
 }
 
 /// How exact f32 products must be. For bf16 factors, whose products are exact in f32, `Medium` allows
-/// instructions that flush denormals to zero and sum in their own order; from [`crate::passes::Level::O2`]
-/// on, bf16 products are requested with it.
+/// instructions that flush denormals to zero and sum in their own order. From [`crate::passes::Level::O2`]
+/// on, bf16 products are requested at `Medium`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum MatmulPrecision {
     /// f32 products and f32 sums.
@@ -249,7 +249,7 @@ pub trait LibraryKernel: Send + Sync + fmt::Debug {
     fn as_any(&self) -> &dyn Any;
 }
 
-/// A device as seen by lowering.
+/// What lowering queries of a device.
 pub trait Target {
     fn caps(&self) -> &Caps;
     /// Returns a library kernel for the call. The result is both the statement of support and the kernel that
@@ -257,8 +257,8 @@ pub trait Target {
     /// one kernel may serve several steps.
     fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined>;
     /// If the device supports parts of a buffer as buffers, the required alignment of their offsets in bytes.
-    /// Scratch memory is then one block, and scratch buffers have offsets in it. `None`: every buffer is a
-    /// separate allocation.
+    /// Scratch memory is then one allocation, and scratch buffers have offsets in it. `None`: every buffer is
+    /// a separate allocation.
     fn part_alignment(&self) -> Option<usize> {
         None
     }
@@ -268,8 +268,8 @@ pub trait Target {
         false
     }
     /// Channels per block in the blocked layout in which the device's convolutions of this dtype are fastest;
-    /// `None` if it has no kernels for [`crate::passes::blocked`]. A convolution that [`Target::library`]
-    /// declines in this layout is lowered in the plain one.
+    /// `None` if the device has no kernels for [`crate::passes::blocked`]. A convolution that
+    /// [`Target::library`] declines in this layout is lowered in the plain layout.
     fn channel_block(&self, _dtype: DType) -> Option<usize> {
         None
     }

@@ -17,8 +17,8 @@ pub fn target_dir() -> PathBuf {
     }
 }
 
-/// The folder of models with known outputs, which may be missing: given by `HALCYON_MODELS`, or beside the
-/// repository.
+/// The folder of models with known outputs: `HALCYON_MODELS`, or a folder beside the repository. It may be
+/// missing.
 pub fn models_dir() -> PathBuf {
     std::env::var_os("HALCYON_MODELS").map_or_else(|| root().join("../shared/models"), PathBuf::from)
 }
@@ -53,7 +53,7 @@ pub fn prepared(test: &str, variable: &str, name: &str) -> Option<PathBuf> {
     match dir {
         Some(d) if d.is_dir() => Some(d),
         _ => {
-            assert!(!required(), "{variable} does not lead to test data");
+            assert!(!required(), "{variable} does not name a folder that has {name}");
             skip(test, &format!("{variable} is not set; `cargo xtask test` sets it"));
             None
         }

@@ -1,7 +1,7 @@
 //! Helpers that connect tests with the machine: rules for skipping, seeds and samples, folders of test data,
-//! C compilers, other processes, and stand-ins for the vendors' libraries. It depends on no other crate of
-//! Halcyon, so the tests of every crate and `xtask` use it without building more. `halcyon-test` has the
-//! helpers that need Halcyon's types.
+//! C compilers, other processes, and stand-ins for the vendors' libraries. This crate depends on no other
+//! crate of Halcyon, so the tests of every crate and `xtask` can use it without building other crates.
+//! `halcyon-test` has the helpers that need Halcyon's types.
 
 mod folders;
 mod process;

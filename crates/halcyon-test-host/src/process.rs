@@ -1,19 +1,19 @@
-//! Helpers for other processes: running the C compiler, children, and waiting for their effects.
+//! Helpers that run the C compiler, and helpers that wait for what other processes do.
 
 use crate::required;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// Compiles a shared library from C source. The file of the source is beside it. False without a C compiler,
-/// which is an error if `HALCYON_REQUIRE_ALL=1`.
+/// Compiles a shared library from C source, which it writes to a file beside the library. Returns false if
+/// there is no C compiler, and panics instead if `HALCYON_REQUIRE_ALL=1`.
 pub fn library(to: &Path, source: &str, more: &[&str]) -> bool {
     let from = to.with_extension("c");
     std::fs::write(&from, source).expect("the source is written");
     compile(to, &from, &[&["-w"], more].concat())
 }
 
-/// Like [`library`], from a file.
+/// Like [`library`], with the source in the file `from`.
 pub(crate) fn compile(to: &Path, from: &Path, more: &[&str]) -> bool {
     let cc = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
     let mut c = Command::new(cc);
@@ -30,7 +30,7 @@ pub(crate) fn compile(to: &Path, from: &Path, more: &[&str]) -> bool {
     }
 }
 
-/// Whether a process has ended, if the system reports it (`/proc`).
+/// Whether a process has ended, according to `/proc`. On a system without `/proc`, always true.
 pub fn gone(pid: &str) -> bool {
     // A process that has ended but has not been waited for is a zombie.
     let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();

@@ -4,14 +4,16 @@ use crate::{process, root};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Compiles the proxy into `dir`; `None` without a C compiler, which is an error if `HALCYON_REQUIRE_ALL=1`.
+/// Compiles the proxy into `dir`. Returns `None` if there is no C compiler, and panics instead if
+/// `HALCYON_REQUIRE_ALL=1`.
 pub fn build(dir: &Path) -> Option<PathBuf> {
     let source = root().join("crates/halcyon-hal/tests/proxy/proxy.c");
     let library = dir.join("libhalcyon-proxy-opencl.so");
     process::compile(&library, &source, &["-O1", "-Wall", "-Werror"]).then_some(library)
 }
 
-/// Makes `command` use the proxy; `corrupt` selects the read-back to falsify (see proxy.c).
+/// Makes `command` use the proxy, which writes its counters to the file `counts`. `corrupt` selects the copy
+/// to the host whose data the proxy falsifies (see proxy.c).
 pub fn through(command: &mut Command, proxy: &Path, counts: &Path, corrupt: Option<&str>) {
     command
         .env("HALCYON_OPENCL_LIBRARY", proxy)

@@ -1,4 +1,4 @@
-//! Rules for the parts that a test may leave out: missing devices, libraries and data, and cases beyond a
+//! Rules for what a test may leave out: parts that need a missing device, library or data, and cases beyond a
 //! sample.
 
 use std::cell::RefCell;
@@ -29,7 +29,8 @@ pub fn given_seed() -> Option<u64> {
 
 /// The seed of this process: the given one, or one that differs from run to run.
 pub fn any_seed() -> u64 {
-    // The standard library's hash keys come from the system's randomness; shortened to be easy to type.
+    // The standard library's hash keys come from the system's randomness. The seed is shortened to be easy to
+    // type.
     static SEED: LazyLock<u64> =
         LazyLock::new(|| given_seed().unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 24));
     *SEED
@@ -46,19 +47,20 @@ pub fn seed(test: &str) -> u64 {
     ASKED.with_borrow_mut(|asked| {
         let n = asked.entry(test.to_string()).or_default();
         *n += 1;
-        // Any large odd factor keeps the seeds apart. It is not the step of the generators that take them.
+        // A large odd factor keeps the seeds apart. It must not be the increment of a generator that takes
+        // them: the generator's sequences would then be shifted copies of each other.
         seed.wrapping_add((*n - 1).wrapping_mul(0xd134_2543_de82_ef95))
     })
 }
 
-/// `N` if one case in `N` is run: `usual`, unless `HALCYON_CASES` is set (to `all`, or a number).
+/// `N` if one case in `N` is run. It is `usual`, or if `HALCYON_CASES` is set, that number; `all` means 1.
 pub fn one_in(usual: usize) -> usize {
     match std::env::var("HALCYON_CASES").as_deref() {
         Err(_) | Ok("") => usual,
         Ok("all") => 1,
         Ok(n) => match n.parse() {
             Ok(n) if n > 0 => n,
-            _ => panic!("HALCYON_CASES is \"{n}\"; it is `all` or how many cases one is drawn from"),
+            _ => panic!("HALCYON_CASES is \"{n}\", expected `all`, or a number N to run one case in N"),
         },
     }
 }
@@ -68,7 +70,7 @@ pub fn drawn(what: &str, n: usize) -> Option<usize> {
     if one_in(n.max(2)) == 1 {
         return None;
     }
-    // Tests that share a draw draw the same.
+    // Not from `seed`: calls with the same name must draw the same case.
     let seed = any_seed();
     println!("{what}: HALCYON_SEED={seed}");
     // FNV-1a of the name, so that the draws of one run differ.

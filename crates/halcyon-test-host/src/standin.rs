@@ -1,5 +1,6 @@
-//! Stand-ins for the vendors' libraries of CUDA and ROCm (`crates/halcyon-hal/tests/simt`): one library in
-//! place of all of a vendor's, whose device is this machine's CPU. They are built if there is a C++ compiler.
+//! Stand-ins for the vendors' libraries of CUDA and ROCm (`crates/halcyon-hal/tests/simt`). One library takes
+//! the place of all libraries of a vendor; its device is this machine's CPU. It is built only if there is a
+//! C++ compiler.
 
 use crate::{required, root, target_dir};
 use std::path::{Path, PathBuf};
@@ -16,7 +17,7 @@ use std::{
 pub struct Kind {
     name: &'static str,
     flags: &'static [&'static str],
-    /// The architecture of its device, if it is AMD's.
+    /// The architecture of the stand-in's device, if that is an AMD device.
     pub amd: Option<&'static str>,
 }
 
@@ -31,16 +32,17 @@ pub const HIP_WAVES_OF_32: Kind = Kind {
     amd: Some("gfx1100"),
 };
 
-/// The folder of the stand-ins, and of the kernels that they compiled.
+/// The folder of the stand-ins, and of the kernels that they compile.
 pub fn dir() -> PathBuf {
     target_dir().join("tmp/standin")
 }
 
-/// Like [`dir`]; `None` without a C++ compiler, which is an error if `HALCYON_REQUIRE_ALL=1`.
+/// Like [`dir`], but `None` if there is no C++ compiler or the system is not Linux. With
+/// `HALCYON_REQUIRE_ALL=1` it panics instead.
 pub fn folder() -> Option<PathBuf> {
     let compiler = Command::new("c++").arg("--version").output();
     if !cfg!(target_os = "linux") || compiler.is_err() {
-        assert!(!required(), "c++ is not there");
+        assert!(!required(), "the stand-ins need Linux and c++, and HALCYON_REQUIRE_ALL=1 requires them");
         eprintln!("skipped on the stand-ins of cuda and rocm: there is no c++");
         return None;
     }
@@ -54,7 +56,7 @@ fn build(kind: &Kind, dir: &Path) -> PathBuf {
     lib
 }
 
-/// Backends with the paths of their stand-ins, for loading in another process; none if they cannot be built.
+/// Backends with the paths of their stand-ins, for loading in another process. Empty if they cannot be built.
 pub fn paths() -> Vec<(&'static str, String)> {
     static BUILT: LazyLock<Vec<(&str, String)>> = LazyLock::new(|| {
         let Some(dir) = folder() else { return vec![] };
@@ -65,8 +67,8 @@ pub fn paths() -> Vec<(&'static str, String)> {
     BUILT.clone()
 }
 
-/// Compiles a stand-in to `lib`. At run time it compiles kernels into a folder below [`dir`], which keeps
-/// them.
+/// Compiles a stand-in to `lib`. At run time the stand-in compiles kernels, and keeps them in a folder below
+/// [`dir`].
 pub fn compile(lib: &Path, flags: &[&str]) -> Result<(), String> {
     let sources = root().join("crates/halcyon-hal/tests/simt");
     let modules = dir().join("modules");
@@ -76,7 +78,7 @@ pub fn compile(lib: &Path, flags: &[&str]) -> Result<(), String> {
     c.arg(format!("-DH_KERNEL=\"{}\"", sources.join("kernel.h").display()));
     c.arg(format!("-DH_FOLDER=\"{}\"", modules.display()));
     c.arg("-o").arg(lib).arg(sources.join("standin.cpp")).arg("-ldl");
-    // AMD's libraries keep their kernels in files beside them, by architecture.
+    // AMD's libraries keep their kernels in files in a folder next to the library, one file per architecture.
     let folder = lib.parent().unwrap_or(Path::new("."));
     for (library, architecture) in
         ["rocblas", "hipblaslt"].into_iter().flat_map(|l| [(l, "gfx90a"), (l, "gfx1100")])

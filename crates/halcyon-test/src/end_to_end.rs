@@ -31,7 +31,8 @@ fn worst(got: impl ExactSizeIterator<Item = f64>, want: &[f64]) -> f64 {
         .fold(0.0, |w, d| if d.is_nan() { f64::INFINITY } else { d.max(w) })
 }
 
-/// `dir` holds the model and its expected output (`stories260k`), of which at most `tokens` are decoded.
+/// Decodes at most `tokens` tokens with the model in `dir` (`stories260k`), and compares them with the
+/// expected output there.
 pub fn stories(b: &Backend, dir: &Path, tokens: usize) -> Found {
     let who = format!("{} {}", b.id(), b.level());
     let text = std::fs::read_to_string(dir.join("expected.json")).map_err(|e| e.to_string())?;
@@ -51,8 +52,8 @@ pub fn stories(b: &Backend, dir: &Path, tokens: usize) -> Found {
     Ok(format!("{} tokens as expected, logits within {far:.1e}", d.ids.len()))
 }
 
-/// `dir` holds the start values and the results of a float64 run; `data` holds the digits. The weights are
-/// compared only after all steps.
+/// Trains an MLP on the digits in `data`, from the start values in `dir`, and compares it with the results of
+/// a float64 run there. The weights are compared only after all steps.
 pub fn mlp(b: &Backend, dir: &Path, data: &Path, steps: usize) -> Found {
     let read = |f: &str| halcyon_formats::npy::read(&dir.join(f)).map_err(|e| e.to_string());
     let start = ["w0.npy", "b0.npy", "w1.npy", "b1.npy"].map(read);

@@ -1,5 +1,5 @@
-//! A device that fails on request, wrapped around a working one. It is an external backend: registered, then
-//! opened by name.
+//! A device that wraps a working one and fails on request. It belongs to an external backend, which is
+//! registered and then opened by name.
 
 use halcyon::hal::backend::Row;
 use halcyon::hal::{
@@ -34,25 +34,26 @@ pub enum After {
 /// Which call fails, and when.
 #[derive(Debug, Default)]
 pub struct Faults {
-    /// The call to fail, the number of such calls that still succeed, and the behaviour afterwards.
+    /// The kind of call to fail, the number of such calls that succeed before, and the behaviour afterwards.
     armed: Mutex<Option<(Call, u64, After)>>,
     lost: AtomicBool,
     calls: AtomicU64,
 }
 
 impl Faults {
-    /// Makes call number `n` from now on, counted from 0, fail.
+    /// Lets the next `n` calls of kind `call` succeed and the one after them fail. `after` is the device's
+    /// behaviour from then on.
     pub fn arm(&self, call: Call, n: u64, after: After) {
         *self.armed.lock().unwrap() = Some((call, n, after));
     }
 
-    /// Stops failing. Returns whether a call failed since `Faults::arm`.
+    /// Ends the failures. Returns whether a call failed since `Faults::arm`.
     pub fn disarm(&self) -> bool {
         self.lost.store(false, Ordering::SeqCst);
         self.armed.lock().unwrap().take().is_none()
     }
 
-    /// Number of calls that reached the device or failed.
+    /// Number of calls of the kinds of [`Call`] so far, including those that failed.
     pub fn calls(&self) -> u64 {
         self.calls.load(Ordering::SeqCst)
     }
@@ -80,7 +81,7 @@ impl Faults {
                 device,
                 call: name.into(),
                 code: "the device is lost".into(),
-                next: "Open it again".into(),
+                next: "Open the device again".into(),
             },
             Call::Alloc => Error::OutOfMemory {
                 device,
@@ -126,8 +127,8 @@ impl Driver for FaultyDriver {
     }
 }
 
-/// A backend over a device of `inner` that fails on request, with further settings from `with`. Each has its
-/// own name.
+/// Opens a backend that wraps a device of `inner` and fails on request. `with` adds settings. Each call
+/// registers a backend with a new name.
 pub fn open(
     inner: BackendType,
     with: impl FnOnce(BackendBuilder) -> BackendBuilder,
@@ -220,7 +221,7 @@ impl Device for Faulty {
         self.faults.pass(Call::Compile, &kernel.name)?;
         self.inner.compile(kernel)
     }
-    /// On failure, half of the commands have run.
+    /// If the call is to fail, the first half of the commands run.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         if let Err(e) = self.faults.pass(Call::Submit, "submit") {
             self.inner.submit(&commands[..commands.len().div_ceil(2)])?;

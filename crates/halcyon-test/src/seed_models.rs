@@ -1,4 +1,4 @@
-//! Small seed models with every kind of structure.
+//! Small models with every kind of structure, which tests and fuzz targets mutate.
 #![allow(unreachable_pub, reason = "public for the test files that include this one")]
 
 use halcyon_formats::onnx::proto::*;

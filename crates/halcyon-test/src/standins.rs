@@ -7,12 +7,14 @@ use std::sync::{Arc, LazyLock};
 
 pub type StandIn = standin::StandIn<SimtDriver>;
 
-/// HIP on a device of known architecture: the system does not list a stand-in's device.
+/// The ROCm family with a fixed architecture. The driver would look it up among the system's devices, which
+/// do not include a stand-in's device.
 static AMD: Family = Family { architecture: |_| HIP.amd.map(String::from), ..rocm::ROCM };
 
 fn driver(kind: &Kind, path: &str) -> SimtDriver {
     let family = if kind.amd.is_some() { &AMD } else { &cuda::CUDA };
-    // SAFETY: `path` is a stand-in, whose functions have the vendor's types. It stays loaded.
+    // SAFETY: `path` is a stand-in, whose functions have the signatures of the vendor's library. The driver
+    // never unloads it.
     unsafe { SimtDriver::over(family, path, path).with_kernels(path) }
 }
 

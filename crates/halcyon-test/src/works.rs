@@ -26,7 +26,7 @@ fn digits(b: &Backend) -> Result<Vec<u32>> {
     let s = Session::new(b, graph.clone());
     let x = ConstData::from_slice(&[1, 1, 8, 8], &x)?;
     s.run(std::slice::from_ref(&x))?;
-    // Again, with the cached plan.
+    // Run again, with the cached plan.
     Ok(bits(&s.run(&[x])?[0]))
 }
 

@@ -55,7 +55,7 @@ fn job(backend: &Backend, low: &Backend, item: &str) -> Result<Option<Job>> {
             Err(_) => None,
         },
         "gemv16" => match sizes(size) {
-            // The product of a decoder: one row by a weight.
+            // A product as in a decoder: one row times a weight.
             Some((r, c)) => Some(product16(low, [1, c], r)?),
             None => None,
         },
@@ -124,8 +124,8 @@ fn product16(backend: &Backend, dims: [usize; 2], n: usize) -> Result<Job> {
     Ok(Box::new(move || run.launch()))
 }
 
-/// A product of unsigned and signed bytes into i32: the device's library kernel, with the right factor packed
-/// if possible.
+/// A product of unsigned and signed bytes with a result in i32. It runs the device's library kernel, with the
+/// right factor packed if the kernel takes packed factors.
 fn bytes(backend: &Backend, n: usize) -> Result<Job> {
     let device = backend.device().clone();
     let operand = |dtype| Operand { dtype, view: View::dense(&[n, n]) };
@@ -158,8 +158,8 @@ fn numbers(text: &str) -> Vec<usize> {
     text.split('x').filter_map(|n| n.parse().ok()).collect()
 }
 
-/// A model of the folder named by `HALCYON_PEER_MODELS`, as `NAME.SIZES`: the values of its open sizes, in
-/// order.
+/// A model in the folder that `HALCYON_PEER_MODELS` names. `item` is `NAME.SIZES`, where `SIZES` are the
+/// values of the symbolic dimensions of each input, in order.
 fn model(backend: &Backend, item: &str) -> Result<Option<Job>> {
     let (Some(dir), Some((name, size))) = (std::env::var_os("HALCYON_PEER_MODELS"), item.split_once('.'))
     else {
@@ -188,7 +188,7 @@ fn model(backend: &Backend, item: &str) -> Result<Option<Job>> {
 
 fn ceiling(team: &Team, kind: &str) -> Option<(f64, f64)> {
     let isa = Isa::best();
-    // Rates are reported as the time of a round amount of work.
+    // A rate is reported as an amount of work and the time for it.
     let best = |kind| {
         let rates = peak::multiply_add(team, isa, kind).ok()?;
         Some(rates.into_iter().fold(0.0, f64::max)).filter(|r| *r > 0.0)
@@ -217,7 +217,7 @@ fn main() -> Result<()> {
         threads.into_iter().fold(b, |b, n| b.num_threads(n)).build()
     };
     let backend = open(AmpPolicy::None)?;
-    // Created on demand, so that its threads do not idle beside those of the first backend.
+    // This backend is created on demand, so that its threads do not idle beside those of the first backend.
     let mut low = None;
     let say = |v: Value| {
         let mut out = std::io::stdout().lock();
@@ -236,7 +236,7 @@ fn main() -> Result<()> {
             );
             match ceiling(&team, kind) {
                 Some((seconds, work)) => say(json!({"seconds": seconds, "work": work})),
-                None => say(json!({"unsupported": format!("no ceiling {kind}")})),
+                None => say(json!({"unsupported": format!("there is no ceiling {kind}")})),
             }
             continue;
         }
@@ -252,7 +252,7 @@ fn main() -> Result<()> {
                     current = Some((item.to_string(), f));
                 }
                 Ok(None) => {
-                    say(json!({"unsupported": format!("no item {item}")}));
+                    say(json!({"unsupported": format!("there is no item {item}")}));
                     continue;
                 }
                 Err(e) => {

@@ -108,7 +108,7 @@ impl Work {
             |p: &Arc<Planner>| -> Result<_> { Ok((p.runtime.clone(), p.plan(self.graph.clone(), vec![])?)) };
         let plans: [(Arc<Runtime>, Arc<Executable>); 2] = [plan(full)?, plan(half)?];
         let mut best = [Duration::MAX; 2];
-        // The first pair is not timed: it lets the clock rise.
+        // The first pair is not timed: it lets the processor's clock rise.
         for pair in 0..=PAIRS {
             for ((runtime, exe), best) in plans.iter().zip(&mut best) {
                 let start = Instant::now();
@@ -131,7 +131,7 @@ impl Work {
     }
 }
 
-/// MFLOP/s.
+/// The rate in MFLOP/s.
 fn rate(flops: f64, time: Duration) -> u64 {
     (flops / time.as_secs_f64().max(1e-9) / 1e6).round() as u64
 }

@@ -50,7 +50,7 @@ struct Inner {
     running: Mutex<()>,
 }
 
-/// The parts of a backend.
+/// The parts from which a backend is assembled.
 struct Parts {
     device: Arc<dyn Device>,
     selection: Selection,
@@ -199,7 +199,7 @@ impl Backend {
         if l.amp_kept.is_everything() { AmpPolicy::None } else { l.amp }
     }
 
-    /// Options it was built with that have no effect on this device, or less than requested: one line each.
+    /// One line for each requested option that has no effect on this device, or less effect than requested.
     pub fn warnings(&self) -> &[String] {
         &self.0.warnings
     }
@@ -278,9 +278,9 @@ impl Backend {
         self.0.planner.plan(graph, donated)
     }
 
-    /// The plan that the backend makes of a graph without symbols for the memory that is left, if inputs of
-    /// the given sizes in bytes are still to be allocated. This is the fastest plan. If the fastest plan does
-    /// not fit, it is a plan without the transformations that cost memory.
+    /// The plan that the backend makes of a graph without symbols so that it fits the free memory. `inputs`
+    /// are the sizes in bytes of inputs that are still to be allocated. This is the fastest plan or, if that
+    /// does not fit, a plan without the transformations that cost memory.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with the need of the fastest plan, if none fits; errors of planning.
@@ -346,7 +346,7 @@ impl Backend {
         &self.0.planner
     }
 
-    /// The device with what plans share on it.
+    /// The device, and what the executables on it share.
     pub(crate) fn runtime(&self) -> &Arc<Runtime> {
         &self.0.runtime
     }
@@ -356,7 +356,7 @@ impl Backend {
         self.0.runtime.check_faults()
     }
 
-    /// The seed of the next draw; the one after it gets the next number.
+    /// Returns the seed of the next draw and increments it.
     pub(crate) fn next_seed(&self) -> u64 {
         self.0.seed.fetch_add(1, Ordering::Relaxed)
     }

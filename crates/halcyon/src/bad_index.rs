@@ -69,7 +69,7 @@ mod tests {
         g.ids().find_map(|n| bad(g, n, inputs))
     }
 
-    /// The range of every op with an index operand is checked.
+    /// Tests an op with many indices and an op with one position.
     #[test]
     fn the_input_with_the_bad_index_is_named() {
         let mut g = Graph::new();

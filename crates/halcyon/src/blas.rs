@@ -13,7 +13,7 @@ use halcyon_ir::{NodeId, Scalar};
 /// Options of a 2-D convolution, in the order height, width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConvConfig {
-    /// Steps between windows.
+    /// Distance between windows.
     pub stride: [usize; 2],
     /// Zeros added on both sides of each axis.
     pub padding: [usize; 2],
@@ -72,7 +72,7 @@ impl BatchNorm {
 fn rank(g: &Graph, op: &str, name: &str, x: NodeId, want: usize) -> Result<()> {
     match g.shape(x).rank() {
         r if r == want => Ok(()),
-        _ => Err(Error::shape(op, format!("{name} is {}, {want} axes are expected", g.shape(x)))),
+        _ => Err(Error::shape(op, format!("{name} is {}, expected {want} axes", g.shape(x)))),
     }
 }
 

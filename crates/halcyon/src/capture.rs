@@ -92,7 +92,7 @@ fn expect(op: &str, i: usize, got: &Tensor, want: &TensorType) -> Result<()> {
         });
     }
     if ty.shape != want.shape {
-        let what = format!("input {i} is {}, it was captured with {}", ty.shape, want.shape);
+        let what = format!("input {i} is {}, but it was captured with {}", ty.shape, want.shape);
         return Err(Error::shape(op, what).at(&got.0.span));
     }
     Ok(())
@@ -499,8 +499,9 @@ impl CapturedGraph {
         Ok(())
     }
 
-    /// Runs the plan with the current bindings. Allocates nothing: outputs reuse the memory of the previous
-    /// run's, unless something still holds those.
+    /// Runs the plan with the current bindings. Outputs reuse the memory of the previous run's outputs.
+    /// Memory is allocated only for outputs that something still holds, and for donated inputs that something
+    /// else reads.
     ///
     /// # Errors
     /// [`Error::Donated`] if the memory of an input was donated, to an earlier launch or elsewhere.
@@ -511,7 +512,7 @@ impl CapturedGraph {
 
     fn run(&self, bound: &mut BoundGraph) -> Result<()> {
         let ran = self.submit(bound);
-        // Donated inputs now belong to the outputs.
+        // The memory of donated inputs now belongs to the outputs.
         for i in (0..bound.inputs.len()).filter(|i| self.donated[*i]) {
             self.exe.unbind_input(&mut bound.lease, i);
         }
@@ -569,8 +570,8 @@ impl CapturedGraph {
                 *out = Some(b);
             }
         }
-        // No later step can fail for lack of memory. From here on the memory belongs to the run, even if the
-        // run fails.
+        // No later step can fail for lack of memory. From here on the memory of donated inputs belongs to the
+        // run, even if the run fails.
         taken.iter().for_each(|t| t.taken(&self.span));
         *completion = self.exe.submit(lease, args, on.as_deref())?;
         Ok(())

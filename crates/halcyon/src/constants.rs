@@ -62,8 +62,8 @@ impl Constants {
         Ok(b)
     }
 
-    /// Device buffers of a plan's packed constants. New ones are placed in one block if the device supports
-    /// parts of buffers.
+    /// Device buffers of a plan's packed constants. The constants that are not on the device yet are placed
+    /// in one allocation if the device supports parts of buffers.
     pub(crate) fn packed(&self, d: &dyn Device, plan: &Plan, stats: &Stats) -> Result<Vec<BufferRef>> {
         let mut m = lock(&self.packed);
         let mut buffers = vec![None; plan.packed.len()];

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// The result of a step, in increasing severity: the worst of a report is its verdict.
+/// The status of a step. The variants are in order of severity; the worst status in a report is its verdict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
@@ -216,7 +216,7 @@ fn kernel(d: &dyn Device) -> Result<(String, Value)> {
     if let Some(i) = (0..ITEMS).find(|i| got[*i] != want[*i]) {
         return Err(Error::Driver {
             device: d.info().id.clone(),
-            call: "a kernel on a nonce".into(),
+            call: "a kernel on random numbers".into(),
             code: format!("element {i} is {:#x}, expected {:#x} (nonce {nonce:#x})", got[i], want[i]),
             next: "The driver computes wrong results: update it, or choose another backend".into(),
         });

@@ -82,8 +82,8 @@ pub(crate) struct Lease {
     /// The buffers of each step, in the step's order, with the workspace last. They keep the scratch alive.
     buffers: Vec<Vec<BufferRef>>,
     params: Vec<Vec<Scalar>>,
-    /// The stream that used it last, and the event of that run's completion; `None` for the device's own
-    /// queue.
+    /// The stream in which these bindings were used last, and the event of that run's completion; `None` for
+    /// the device's own queue.
     last: Option<(u64, Event)>,
     /// Captures of runs with these bindings.
     captured: Bound,
@@ -251,7 +251,7 @@ impl Executable {
     pub(crate) fn bind_input(&self, lease: &mut Lease, i: usize, buffer: &BufferRef) -> Result<()> {
         if buffer.bytes() < self.input_bytes(i) {
             return Err(Error::internal(format!(
-                "input {i} holds {} bytes, the plan reads {}",
+                "input {i} holds {} bytes, but the plan reads {}",
                 buffer.bytes(),
                 self.input_bytes(i)
             )));
@@ -313,8 +313,9 @@ impl Executable {
             .map_err(|f| f.error)
     }
 
-    /// [`Executable::run`] in a stream, with the event of its completion, or in the device's own queue. The
-    /// error says whether donated inputs may have been overwritten.
+    /// Like [`Executable::run`], in the stream `on`, or without one in the device's own queue. In a stream,
+    /// also returns the event of the run's completion. The error says whether donated inputs may have been
+    /// overwritten.
     pub(crate) fn run_on(
         &self,
         inputs: &[BufferRef],
@@ -514,7 +515,7 @@ fn on_host(d: &dyn Device, s: &Step, h: &HostWork, buffers: &[BufferRef]) -> Res
     let out = h.op.op().reference(&ins).map_err(|e| e.at(&s.span))?;
     if out.dtype != h.output.dtype || out.dims != h.output.view.shape {
         let what =
-            format!("the reference gave {out:?}, its type rule {}{:?}", h.output.dtype, h.output.view.shape);
+            format!("the reference gave {out:?}, the type rule {}{:?}", h.output.dtype, h.output.view.shape);
         return Err(Error::shape(s.op.clone(), what).at(&s.span));
     }
     d.write(&buffers[h.inputs.len()], 0, out.bytes())

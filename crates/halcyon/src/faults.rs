@@ -1,5 +1,5 @@
-//! From the outcome of work to an error: which step a fault belongs to, which index was out of range, and
-//! which runs have not reported their outcome yet.
+//! Turns the outcome of work into errors: finds the step that a fault belongs to, and the index that was out
+//! of range. Also keeps the runs whose outcome has not been reported yet.
 
 use crate::runtime::Runtime;
 use crate::sync::lock;
@@ -26,8 +26,8 @@ pub(crate) struct FaultTable {
 pub(crate) struct FaultContext {
     /// Op, span and index bounds of each step.
     steps: Vec<(String, Span, Option<Bounds>)>,
-    /// Steps whose indices are still in memory when a fault is read, and the number of that buffer in the
-    /// step.
+    /// Steps whose indices are still in memory when a fault is read, and the position of the buffer of
+    /// indices among the step's buffers.
     read: Vec<(u32, u32)>,
     /// The buffers of those indices in the last run. An error looks for the bad index there.
     last: Mutex<Vec<Option<Weak<dyn Buffer>>>>,
@@ -60,7 +60,7 @@ impl FaultContext {
         let mut last = lock(&self.last);
         for ((step, place), seen) in self.read.iter().zip(last.iter_mut()) {
             let buffer = &bound[*step as usize][*place as usize];
-            // Unchanged since the last run: avoid the cost of a new weak reference.
+            // If the buffer is the same as in the last run, avoid the cost of a new weak reference.
             if !seen.as_ref().is_some_and(|w| std::ptr::addr_eq(w.as_ptr(), Arc::as_ptr(buffer))) {
                 *seen = Some(Arc::downgrade(buffer));
             }
@@ -135,8 +135,8 @@ impl FaultTable {
     }
 }
 
-/// The runs in queues besides the device's own whose outcome has not been reported: the number of the queue,
-/// and the event after the run.
+/// The runs in streams whose outcome has not been reported: the number of the queue, and the event after the
+/// run.
 #[derive(Debug, Default)]
 pub(crate) struct Unreported(Mutex<Vec<(u64, Event)>>);
 
@@ -175,7 +175,7 @@ impl Unreported {
 }
 
 impl Runtime {
-    /// Turns the outcome of work, where a number is a fault, into an error that names its op.
+    /// Turns the outcome of work into a result. A number is a fault's id; the error names the op.
     pub(crate) fn explain(&self, outcome: Result<Option<u32>>) -> Result<()> {
         match outcome? {
             None => Ok(()),
@@ -183,7 +183,7 @@ impl Runtime {
         }
     }
 
-    /// Waits, and turns the first fault of a kernel into an error that names its op.
+    /// Waits for the device, and turns the first fault of a kernel into an error that names the op.
     pub(crate) fn check_faults(&self) -> Result<()> {
         match self.device.take_fault()? {
             None => self.check_queues(),
@@ -191,7 +191,7 @@ impl Runtime {
         }
     }
 
-    /// Reports the first index out of range found by finished work of a queue and not yet reported.
+    /// Returns the error for the first fault that finished work found and that has not been reported yet.
     pub(crate) fn check_queues(&self) -> Result<()> {
         self.explain(Ok(self.unreported.fault()))
     }

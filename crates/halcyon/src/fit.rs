@@ -7,7 +7,8 @@ use halcyon_ir::plan::{Live, Plan, Storage};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashSet};
 
-/// Offsets of pieces of these sizes in one block, each aligned to `align` bytes, and the block's size.
+/// Places pieces of these sizes one after the other, each aligned to `align` bytes. Returns their offsets and
+/// the size of the whole.
 pub(crate) fn offsets(sizes: &[usize], align: usize) -> (Vec<usize>, usize) {
     let mut end = 0usize;
     let mut at = |n: &usize| {
@@ -31,8 +32,8 @@ pub struct Fit {
     pub packed: u64,
     /// Host memory in bytes that packing needs temporarily, before a run; not part of [`Fit::device`].
     pub packing: u64,
-    /// Scratch: the blocks that buffers share by lifetime, including the workspace of kernels where it can be
-    /// placed in them.
+    /// Scratch memory, which buffers with different lifetimes share. It includes the workspace of kernels
+    /// where that can be placed in it.
     pub activations: u64,
     /// A lower bound on scratch for any placement, and the step that needs it. Not rounded.
     #[serde(skip)]

@@ -74,12 +74,12 @@ fn gradients_of(loss: &Tensor, wrt: Option<&[Tensor]>) -> Result<Vec<(Tensor, Te
 }
 
 impl Tensor {
-    /// Gradients of this scalar with respect to every leaf it depends on that was made by
-    /// [`Tensor::requires_grad`]. They are lazy: they are computed when read, from values that the forward
+    /// Gradients of this scalar with respect to every leaf that [`Tensor::requires_grad`] made and that the
+    /// scalar depends on. They are lazy: they are computed when they are read, from values that the forward
     /// pass kept.
     ///
     /// # Errors
-    /// `Error::Argument` if it depends on no such leaf; errors that the tensors carry.
+    /// `Error::Argument` if the scalar depends on no such leaf; errors that the tensors carry.
     pub fn backward(&self) -> Result<Gradients> {
         Ok(Gradients { of: gradients_of(self, None)? })
     }

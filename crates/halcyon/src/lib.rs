@@ -46,8 +46,8 @@
 //! # }
 //! ```
 //!
-//! Tensors of two backends do not mix: [`Tensor::to`] copies a tensor to another one. [`Split`] runs one
-//! graph on several devices.
+//! An operation cannot mix tensors of two backends: [`Tensor::to`] copies a tensor to another backend.
+//! [`Split`] runs one graph on several devices.
 //!
 //! # Running an ONNX model
 //!
@@ -76,10 +76,10 @@
 //! Outputs stay on the device until they are read. [`Session`] does the same for a graph made by
 //! [`Tensor::trace`]; [`Session::verify`] compares a run with a reference, step by step.
 //!
-//! # Training a step
+//! # Training
 //!
-//! [`value_and_grad`] gives a value and its gradients. A [`State`] holds a parameter that is replaced in
-//! every step: the new version reuses the memory of the old one.
+//! [`value_and_grad`] gives a value and its gradients. A [`State`] holds a parameter that every training step
+//! replaces: the new version reuses the memory of the old one.
 //!
 //! ```
 //! use halcyon::prelude::*;
@@ -125,14 +125,14 @@
 //!
 //! # Faster loops
 //!
-//! [`Backend::compile`] traces a function once per set of input types. [`Backend::capture_graph`] fixes the
-//! inputs' memory as well. [`Stream`]s and [`Tensor::eval_async`] overlap work. [`Backend::tune`] measures
-//! which kernels are fastest on this device.
+//! [`Backend::compile`] traces a function once per set of input types. [`Backend::capture_graph`] also fixes
+//! the memory of the inputs. [`Stream`]s and [`Tensor::eval_async`] overlap work. [`Backend::tune`] measures
+//! which kernels are fastest on the device.
 //!
 //! # Features
 //!
-//! All of these but `metal`, `metal-gpu` and `ndarray` are on by default. No feature needs a library at build
-//! time: drivers are loaded when a device is opened.
+//! All features except `metal`, `metal-gpu` and `ndarray` are on by default. No feature needs a library at
+//! build time, because the libraries of drivers are loaded at run time.
 //!
 //! | feature | brings |
 //! |---|---|

@@ -4,7 +4,7 @@
 //! input shapes. A model whose computed values control the rest of it (conditions, run-time sizes, results
 //! with data-dependent shapes, sequences) runs in stages: the device computes the values that a decision
 //! needs, the host decides, and the next stage is built accordingly. [`Run::placement`] reports what was
-//! computed on each side.
+//! computed on the device and on the host.
 
 mod engine;
 mod io;
@@ -107,7 +107,8 @@ impl OnnxSession {
     /// # }
     /// ```
     pub fn with_options(mut self, options: RunOptions) -> OnnxSession {
-        // Short loops are part of the cached graphs, and the options affect them.
+        // Clear the cache, because short loops are part of the cached graphs, and the options affect these
+        // loops.
         self.made = Mutex::new(Lru::new(SHAPES));
         self.options = options;
         self
@@ -210,7 +211,7 @@ impl OnnxSession {
                 let key = match (i.fixed.is_empty(), small) {
                     (true, _) => Some(plain),
                     (false, true) => Some(key),
-                    // Values that determine shapes but are too large to compare: not cached.
+                    // If the values that determine shapes are too large to compare, nothing is cached.
                     (false, false) => None,
                 };
                 let made = PreparedModel::Graph(Box::new((session, *i)));
@@ -233,7 +234,8 @@ impl OnnxSession {
         })
     }
 
-    /// Compiles the model for these inputs. `None` if it runs in stages: those are compiled during the run.
+    /// Compiles the model for these inputs. `None` if it runs in stages, because stages are compiled during
+    /// the run.
     pub fn prepare(&self, inputs: &[Datum]) -> Result<Option<Arc<Executable>>> {
         match &*self.prepare_model(inputs)? {
             PreparedModel::Staged { .. } => Ok(None),
@@ -241,7 +243,7 @@ impl OnnxSession {
         }
     }
 
-    /// Runs the model on host data of any kind; inputs in the order of [`Model::inputs`].
+    /// Runs the model on host data of any kind. The inputs are in the order of [`Model::inputs`].
     pub fn run_data(&self, inputs: &[Datum]) -> Result<Run> {
         match &*self.prepare_model(inputs)? {
             PreparedModel::Graph(g) => {

@@ -90,7 +90,7 @@ impl Planner {
         lock(&self.plans).clear();
     }
 
-    /// The executable plan of a graph without symbols, from the cache if it is there. `donated` says for each
+    /// The executable of a graph without symbols, from the cache if it is there. `donated` says for each
     /// input whether the plan may overwrite it.
     pub(crate) fn plan(self: &Arc<Planner>, graph: Graph, donated: Vec<bool>) -> Result<Arc<Executable>> {
         let (r, stats) = (&self.runtime, &self.runtime.stats);
@@ -105,7 +105,7 @@ impl Planner {
         if at_once && self.tune_new(&lower(&key.graph, r.device.as_target(), &options())?) {
             key.tuning = self.tuning_generation();
         }
-        // Bind once, so that a plan without enough memory for its scratch is not cached.
+        // Make a lease now, so that a plan whose scratch memory cannot be allocated is not cached.
         let ready = |p: Plan| {
             let exe = Executable::new(r, self.lowering.level, p)?;
             exe.give_back(exe.lease(None)?);
@@ -129,17 +129,17 @@ impl Planner {
         Ok(exe)
     }
 
-    /// The plan that is made of a graph without symbols in the memory left, with inputs of the given sizes in
-    /// bytes still to be allocated. This is the fastest plan; if that does not fit, one without the
-    /// transformations that cost memory.
+    /// The plan of a graph without symbols that fits into the free memory together with inputs of the given
+    /// sizes in bytes, which are not allocated yet. This is the fastest plan, or if that does not fit, one
+    /// without the transformations that cost memory.
     pub(crate) fn lower_to_fit(&self, graph: &Graph, inputs: &[usize]) -> Result<Plan> {
         let d = &*self.runtime.device;
         let fits = |p: Plan| Fit::of(d, &p, inputs).check(d, &p).map(|()| p);
         self.first_that_fits(graph, self.lower_options(), &fits).map(|(p, _)| p)
     }
 
-    /// Calls `take` with plans that need less and less memory, until `take` does not fail with out of memory.
-    /// Returns its result and the number of transformations given up.
+    /// Calls `take` with plans that need less and less memory, until `take` returns something else than an
+    /// out-of-memory error. Returns this result and the number of transformations that were left out.
     fn first_that_fits<T>(
         &self,
         graph: &Graph,

@@ -42,7 +42,7 @@ impl Default for Queues {
 }
 
 thread_local! {
-    /// The queues of the streams whose `run` this thread is inside, innermost last.
+    /// The queues of the streams whose `run` this thread is executing, innermost last.
     static CURRENT: RefCell<Vec<Arc<Queue>>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -50,7 +50,7 @@ impl Queues {
     /// Makes a queue.
     ///
     /// # Errors
-    /// As [`Device::create_stream`].
+    /// The errors of [`Device::create_stream`].
     pub(crate) fn create(&self, device: &dyn Device, options: &StreamOptions) -> Result<Arc<Queue>> {
         let raw = device.create_stream(options)?;
         Ok(Arc::new(Queue { raw, id: self.next.fetch_add(1, Ordering::Relaxed), owner: self.number }))

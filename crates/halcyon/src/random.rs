@@ -1,6 +1,6 @@
 //! Random tensors. The bits of element `i` are Threefry-2x32 with 20 rounds ([`ScalarOp::Threefry`]) of
-//! counter `i` with the seed as key. So a draw has the same bits on every device, and the seed is a run-time
-//! argument: a new seed compiles nothing.
+//! counter `i` with the seed as key. So a draw has the same bits on every device. The seed is a run-time
+//! argument, so a new seed needs no new kernel.
 
 use crate::backend::Backend;
 use crate::tensor::Tensor;
@@ -18,7 +18,7 @@ fn bits(g: &mut Graph, shape: &Shape, seed: u64, word: u64) -> Result<NodeId> {
         let what = format!("{shape} random numbers in one tensor");
         Error::unsupported(what, "Draw at most 2^32 elements at once")
     })?;
-    // The generator is designed for keys that differ in few bits.
+    // Each word has its own key. Keys may differ in few bits, because the generator is designed for that.
     let key = seed.wrapping_add(word << 32);
     let mut half = |k: u64| g.full(DType::U32, Shape::scalar(), Scalar::U(k & u32::MAX as u64));
     let (low, high) = (half(key), half(key >> 32));
@@ -44,7 +44,7 @@ fn unit(g: &mut Graph, shape: &Shape, seed: u64, word: u64) -> Result<NodeId> {
 /// Standard normal in f32, by the Box-Muller transform ("A note on the generation of random normal deviates",
 /// 1958).
 fn normal(g: &mut Graph, shape: &Shape, seed: u64) -> Result<NodeId> {
-    // Map to (0, 1]: the logarithm needs fine steps near zero, where f32 has them.
+    // Map to (0, 1], because the logarithm needs fine steps near zero, and f32 has its finest steps there.
     let b = bits(g, shape, seed, 0)?;
     let b = g.cast(b, DType::F32)?;
     let u = scaled(g, b, (0.5f64).powi(32))?;
@@ -70,7 +70,7 @@ impl Tensor {
         let shape = shape.into();
         Tensor::build_on(backend, &[], Location::caller(), |g, _| {
             if !dtype.is_float() {
-                let want = "random numbers of this kind are floats: draw them and cast".into();
+                let want = "a float type; to get integers, draw floats and cast them".into();
                 return Err(Error::DType { op: "random".into(), dtype, want, at: Default::default() });
             }
             let x = f(g, &shape)?;

@@ -1,4 +1,4 @@
-//! Measures the gain of each transformation of a plan, against the plan made without it.
+//! Measures the gain of each transformation of a plan by comparison with the plan that is made without it.
 
 use crate::backend::Backend;
 use crate::executable::Executable;
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Static costs of a plan, computed from the plan alone, so reproducible.
+/// Costs that are computed from the plan alone, so they are reproducible.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Tally {
     /// Steps of one run: library kernels, generated kernels and host work.
@@ -72,13 +72,14 @@ pub struct Gain {
     pub transformation: String,
     /// Number of times it was applied.
     pub count: usize,
-    /// For each pair, the time without it over the time with it.
+    /// For each pair of bursts, the time without the transformation divided by the time with it.
     pub ratios: Vec<f64>,
-    /// For each burst without it, the mean time of a run in seconds.
+    /// For each burst without the transformation, the mean time of a run in seconds.
     pub without: Vec<f64>,
-    /// Costs of the plan without it.
+    /// Costs of the plan without the transformation.
     pub tally: Tally,
-    /// Largest difference between the results without it and those at O0, as defined by [`difference`].
+    /// Largest difference between the results without the transformation and those at O0, as defined by
+    /// [`difference`].
     pub error: f64,
 }
 
@@ -102,7 +103,7 @@ struct Side<'a> {
     inputs: Vec<BufferRef>,
 }
 
-/// Time for the threads of another device to go to sleep.
+/// Time after which the idle threads of the other side's device sleep.
 const SLEEP_DELAY: Duration = Duration::from_millis(1);
 
 impl<'a> Side<'a> {
@@ -119,7 +120,8 @@ impl<'a> Side<'a> {
         self.backend.synchronize()
     }
 
-    /// Mean time of a run in seconds. A first run, not timed, refills the caches that the other side evicted.
+    /// Measures the mean time of a run in seconds. A first run, which is not timed, refills the caches that
+    /// the other side evicted.
     fn burst(&self, time: Duration) -> Result<f64> {
         std::thread::sleep(SLEEP_DELAY);
         self.run()?;
@@ -133,9 +135,9 @@ impl<'a> Side<'a> {
 }
 
 /// Measures the receipts of a session's plan. `rebuild` opens the same backend with one transformation
-/// disabled, or at level O0 for `None`. The two sides of a pair run back to back and alternate in which is
-/// first, so that drift in the machine's speed cancels. On a noisy machine more pairs are measured
-/// ([`Effort::interval`]). At most one other plan is in memory at a time.
+/// disabled, or at level O0 for `None`. The two bursts of a pair run directly after each other, and the side
+/// that is first alternates, so that drift in the machine's speed cancels. On a noisy machine more pairs are
+/// measured ([`Effort::interval`]). At most one other plan is in memory at a time.
 ///
 /// # Errors
 /// The errors of [`Session::prepare`] and of the runs.
@@ -187,10 +189,10 @@ pub fn measure(
 
 impl Session {
     /// The receipts of this session's plan with measured gain and error. The gain of a transformation is the
-    /// time without it over the time with it (the median of at least `n` pairs of bursts, see
-    /// [`measure`]). The error is the largest difference of the results from those at level
-    /// O0, relative to O0's largest magnitude. `rebuild` opens the same backend without the given
-    /// transformation, or at level O0 for `None`.
+    /// time without it divided by the time with it (the median of at least `n` pairs of bursts, see
+    /// [`measure`]). The error is the largest difference of the results from those at level O0, relative to
+    /// O0's largest magnitude. `rebuild` opens the same backend without the given transformation, or at level
+    /// O0 for `None`.
     pub fn measure_receipts(
         &self,
         inputs: &[ConstData],

@@ -1,4 +1,4 @@
-//! `Runtime`: an open device with what plans share on it.
+//! `Runtime`: an open device, with everything that plans share on it.
 
 use crate::constants::{Constants, PackedCache};
 use crate::faults::{FaultTable, Unreported};
@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex};
 /// Maximum number of programs that a runtime caches.
 const PROGRAM_CACHE: usize = 1024;
 
-/// An open device with its programs, constants, queues, faults and counters. Executables share it; it knows
-/// nothing of plans, tensors or the settings of a backend.
+/// An open device with its programs, constants, queues, faults and counters. Executables share it. It does
+/// not depend on tensors or on the settings of a backend.
 #[derive(Debug)]
 pub(crate) struct Runtime {
     pub(crate) device: Arc<dyn Device>,

@@ -38,8 +38,8 @@ impl Session {
         &self.graph
     }
 
-    /// Checks the number, dtypes and shapes of the inputs against the graph, binds its symbols and compiles
-    /// it.
+    /// Checks the number, dtypes and shapes of the inputs against the graph, binds the graph's symbols and
+    /// compiles it.
     pub fn prepare(&self, inputs: &[ConstData]) -> Result<Arc<Executable>> {
         self.prepare_for(&types(inputs))
     }

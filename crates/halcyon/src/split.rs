@@ -1,10 +1,11 @@
-//! `Split`: one graph run on several devices. [`Placement`] gives the device of every op, and the copies.
+//! `Split`: one graph run on several devices.
 //!
 //! The graph is cut into segments. Each segment is a graph that is planned and compiled for its device like
-//! any other. Values that cross segments on different devices are copied from device to device where that is
-//! possible ([`halcyon_hal::Device::copy_from_peer`]), else through the host. Nodes computed from constants
-//! alone are duplicated in each segment that reads them. [`Placement`] gives all of this before a run, with
-//! the bytes that [`halcyon_hal::Counters`] will count.
+//! any other. If a segment reads a value that another device has computed, the value is copied directly from
+//! device to device where that is possible ([`halcyon_hal::Device::copy_from_peer`]), else through the host.
+//! Nodes computed from constants alone are duplicated in each segment that reads them. Before a run,
+//! [`Placement`] gives the device of every op and the copies, with the bytes that [`halcyon_hal::Counters`]
+//! will count.
 
 mod assign;
 mod copy;
@@ -31,10 +32,11 @@ use std::sync::Arc;
 struct Segment {
     device: usize,
     exe: Arc<Executable>,
-    /// Inputs and outputs are nodes of the whole graph.
+    /// The segment's inputs. They are nodes of the whole graph, as are the outputs.
     inputs: Vec<NodeId>,
     outputs: Vec<NodeId>,
-    /// Values that no later segment reads.
+    /// The inputs and outputs that neither a later segment nor the caller reads. Their buffers are released
+    /// after the segment.
     last: Vec<NodeId>,
 }
 
@@ -86,7 +88,7 @@ impl Split {
         Ok(Split { graph, backends: backends.to_vec(), segments, placement, direct })
     }
 
-    /// Splits by layers, see [`by_layers`]; each backend comes with its share.
+    /// Splits by layers, see [`by_layers`]. The number beside each backend is its share of the work.
     ///
     /// # Errors
     /// The errors of [`by_layers`] and [`Split::new`].
@@ -97,8 +99,8 @@ impl Split {
         Split::new(&backends, graph, &assign, &BTreeMap::new())
     }
 
-    /// Runs on the first device all ops that it supports and the others on the second, if at most the
-    /// fraction `limit` (0 to 1) of the FLOPs is on the second: see [`by_support`].
+    /// Assigns all ops that `first` supports to `first`, and the others to `rest`. If the others are more
+    /// than the fraction `limit` (0 to 1) of the FLOPs, this is an error: see [`by_support`].
     ///
     /// # Errors
     /// The errors of [`by_support`] and [`Split::new`].
@@ -117,8 +119,8 @@ impl Split {
         &self.backends
     }
 
-    /// Runs the graph with inputs in its order and values of its run-time arguments. Outputs are in the
-    /// graph's order.
+    /// Runs the graph. `inputs` and the results are in the graph's order; `args` are the values of the
+    /// graph's run-time arguments.
     ///
     /// # Errors
     /// [`Error::Argument`] if the number, dtypes or shapes of the inputs are not the graph's; errors of the
@@ -126,7 +128,7 @@ impl Split {
     pub fn run(&self, inputs: &[ConstData], args: &[Scalar]) -> Result<Vec<ConstData>> {
         let specs = self.graph.inputs();
         if specs.len() != inputs.len() {
-            let what = format!("the graph takes {}, {} given", specs.len(), inputs.len());
+            let what = format!("the graph takes {} inputs, got {}", specs.len(), inputs.len());
             return Err(Error::argument("inputs", what));
         }
         for (s, x) in specs.iter().zip(inputs) {
@@ -162,7 +164,7 @@ impl Split {
                         moved.bytes()
                     }
                     (Op::Input(k), None) => inputs[*k as usize].bytes(),
-                    _ => return Err(Error::internal("a segment reads a value that nothing has made")),
+                    _ => return Err(Error::internal("a segment reads a value that was not computed before")),
                 };
                 let b = d.alloc(bytes.len(), Tag::Io)?;
                 d.write(&b, 0, bytes)?;
@@ -187,7 +189,7 @@ impl Split {
             .map(|o| match (&self.graph.node(o.node).op, made.get(&o.node)) {
                 (_, Some(&d)) => self.read(&at, o.node, d),
                 (Op::Input(k), None) => Ok(inputs[*k as usize].clone()),
-                _ => Err(Error::internal("an output that no segment makes")),
+                _ => Err(Error::internal("an output of the graph that no segment computes")),
             })
             .collect::<Result<Vec<_>>>()?;
         self.backends.iter().try_for_each(Backend::check_faults)?;

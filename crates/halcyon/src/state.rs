@@ -5,9 +5,9 @@ use halcyon_ir::error::{Error, Result};
 use std::sync::{Mutex, MutexGuard};
 
 /// A value that is replaced over time. Reads and writes follow program order: [`State::value`] returns the
-/// version current at the call, regardless of later writes. A new version reuses the old one's memory. If the
-/// old version is still to be read, its memory is copied instead; [`crate::backend::CacheStats::copies`]
-/// counts these copies.
+/// version current at the call, regardless of later writes. A new version reuses the old one's memory. If
+/// something still has to read the old version, the memory is copied instead;
+/// [`crate::backend::CacheStats::copies`] counts these copies.
 #[derive(Debug)]
 pub struct State(Mutex<Tensor>);
 
@@ -37,7 +37,7 @@ impl State {
         if new.0.ty != cur.0.ty {
             return Err(Error::shape(
                 "State::write",
-                format!("the state is {}, the new value {}", cur.0.ty, new.0.ty),
+                format!("the state is {}, but the new value is {}", cur.0.ty, new.0.ty),
             )
             .at(&new.0.span));
         }

@@ -31,14 +31,14 @@ pub struct CacheStats {
     pub runs: u64,
     /// Steps submitted by all runs.
     pub steps: u64,
-    /// States or donated tensors that were copied because the old value was still to be read.
+    /// States or donated tensors that were copied because the old value was still needed.
     pub copies: u64,
     /// Packed constants read from the disk cache instead of packed.
     pub packed_loads: u64,
     /// Kernels that were tuned: their candidates were compiled, checked and timed.
     pub kernels_tuned: u64,
-    /// Candidates tried when tuning them.
+    /// Candidates tried when tuning these kernels.
     pub candidates_tried: u64,
-    /// Plans made without a transformation that costs memory, because there was too little.
+    /// Plans made without a transformation that costs memory, because there was too little memory for it.
     pub smaller_plans: u64,
 }

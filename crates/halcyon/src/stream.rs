@@ -63,16 +63,16 @@ impl Stream {
 
     /// Calls `f` immediately, on this thread. Evaluations, launches and asynchronous copies that `f` makes on
     /// this backend go to this stream. Reading values on the host ([`Tensor::to_vec`]) still waits for them.
-    /// Custom ops without a kernel also make the evaluation wait.
+    /// An evaluation that contains a custom op without a kernel also waits.
     pub fn run<R>(&self, f: impl FnOnce() -> R) -> R {
         queue::with_current(&self.queue, f)
     }
 
     /// Enqueues the computation of several tensors as one plan. The event completes when they are computed.
-    /// The tensors can be used immediately: their users wait for them on the device.
+    /// The tensors can be used immediately: work that uses them waits on the device until they are computed.
     ///
     /// # Errors
-    /// The errors of [`crate::eval`], for errors found before anything runs; the event reports the others.
+    /// The errors of [`crate::eval`] that are found before anything runs. The event reports later errors.
     pub fn eval(&self, outputs: &[Tensor]) -> Result<Event> {
         if let Some(t) = outputs.iter().find(|t| !t.backend().is_same(&self.backend)) {
             return Err(Error::MixedDevices {
@@ -110,8 +110,8 @@ impl Stream {
     /// Waits for all work enqueued in this stream.
     ///
     /// # Errors
-    /// The first error of its work not yet reported: [`Error::Index`] for an index out of range, errors of
-    /// the driver, [`Error::Internal`] for a kernel that panicked.
+    /// The first error of the stream's work that has not been reported yet: [`Error::Index`] for an index out
+    /// of range, errors of the driver, [`Error::Internal`] for a kernel that panicked.
     pub fn synchronize(&self) -> Result<()> {
         let last = self.queue.raw.synchronize();
         let runtime = self.backend.runtime();
@@ -209,13 +209,14 @@ impl<T> Future for Pending<T> {
         }
         match self.finish.take() {
             Some(f) => Poll::Ready(outcome.and_then(|()| f())),
-            None => Poll::Ready(Err(Error::argument("poll", "the future has given its value already"))),
+            None => Poll::Ready(Err(Error::argument("poll", "the future has already returned its value"))),
         }
     }
 }
 
 impl Backend {
-    /// Creates a stream. On the CPU it has its own thread and half of the backend's threads.
+    /// Creates a stream. On the CPU, the stream runs its commands on a thread of its own, with a team of half
+    /// as many threads as the device's.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the device has no streams; errors of the driver.
@@ -282,12 +283,12 @@ impl Backend {
 /// Asynchronous evaluation and reading. Errors found immediately (shapes, dtypes, memory) are also reported
 /// by the future.
 impl Tensor {
-    /// Enqueues the computation in the current stream ([`Stream::run`]), or in one of the backend's own, and
-    /// returns. The future's value is this tensor, which can be used immediately: its users wait for it on
-    /// the device.
+    /// Enqueues the computation in the current stream ([`Stream::run`]), or without one in a stream that the
+    /// backend owns, and returns. The future's value is this tensor. It can be used immediately: work that
+    /// uses it waits on the device until it is computed.
     ///
-    /// This call itself plans and compiles if the plan is not cached. It also does all of the computation if
-    /// the device has no streams, or for custom ops without a kernel.
+    /// This call itself plans and compiles if the plan is not cached. If the device has no streams, or if the
+    /// computation contains a custom op without a kernel, this call also waits for the computation.
     pub fn eval_async(&self) -> Pending<Tensor> {
         match self.hand_over() {
             Ok((_, event)) => {
@@ -298,7 +299,8 @@ impl Tensor {
         }
     }
 
-    /// Enqueues the evaluation. Returns the stream that took it and the event of its completion.
+    /// Enqueues the evaluation. Returns the stream and the event of its completion. If the device has no
+    /// streams, waits for the evaluation and returns neither.
     fn hand_over(&self) -> Result<(Option<Arc<Queue>>, Option<hal::Event>)> {
         let b = self.backend();
         let r = b.runtime();

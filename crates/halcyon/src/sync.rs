@@ -2,8 +2,8 @@
 
 use std::sync::{Mutex, MutexGuard};
 
-/// Locks `m`. A panic of another thread while it held the lock is ignored, so this is for values of which
-/// every update is a single step or leaves the value complete.
+/// Locks `m`. If another thread has panicked while it held the lock, that is ignored. So this is only for
+/// values that are valid at every moment of an update.
 pub(crate) fn lock<T: ?Sized>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(|e| e.into_inner())
 }

@@ -5,10 +5,11 @@ use std::time::Duration;
 /// How many measurements to take, and how long each lasts.
 #[derive(Clone, Copy, Debug)]
 pub struct Effort {
-    /// Minimum number of pairs of bursts per transformation; a pair is one burst with it and one without.
+    /// Minimum number of pairs of bursts per transformation; a pair is one burst with the transformation and
+    /// one without.
     pub pairs: usize,
-    /// Pairs are added, up to [`MAX_GROWTH`] times as many, until the 95 % interval of the median ratio is at
-    /// most this fraction of it.
+    /// Pairs are added until the 95 % confidence interval of the median ratio is at most this fraction of the
+    /// ratio, or until there are [`MAX_GROWTH`] times `pairs`.
     pub interval: f64,
     /// Duration of a burst. A burst has at least one run.
     pub burst: Duration,
@@ -34,8 +35,9 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// The 95 % confidence interval of the median, from order statistics of ranks `n/2 ± 0.98 √n`, by the normal
-/// approximation of the binomial distribution (Conover, Practical Nonparametric Statistics, section 3.2).
+/// The 95 % confidence interval of the median, from the order statistics of ranks `n/2 ± 0.98 √n`, by the
+/// normal approximation of the binomial distribution (Conover, Practical Nonparametric Statistics, section
+/// 3.2).
 pub fn median_interval(values: &[f64]) -> (f64, f64) {
     let mut v = values.to_vec();
     v.sort_by(f64::total_cmp);

@@ -38,8 +38,8 @@ fn fits(c: &ConstData) -> bool {
     c.scalars().all(|s| !s.as_f64().is_finite() || s.cast(DType::BF16).as_f64().is_finite())
 }
 
-/// The allowed difference of a result: both factors of a product and its result are rounded; results with
-/// exponentials are judged by their largest value.
+/// The allowed differences of the elements of a result. Both factors of a product and its result are rounded.
+/// Results of composites, which contain exponentials, are judged by their largest value.
 fn slack(g: &Graph, inputs: &[ConstData], want: &ConstData) -> halcyon::Result<Vec<f64>> {
     if g.nodes().iter().any(|n| matches!(n.op, Op::Composite(_))) {
         let top = want.scalars().map(|s| s.as_f64().abs()).filter(|v| v.is_finite()).fold(0.0, f64::max);
@@ -252,7 +252,7 @@ fn it_is_asked_for_has_a_receipt_and_can_be_switched_off() {
             .force_amp(true);
         let p = plan(&o1.build().unwrap(), &g);
         assert!(mixed(&p).is_none() && p.warnings.iter().any(|w| w.starts_with(MIXED)), "{:?}", p.warnings);
-        // The error for unsupported f16 names it.
+        // The error for f16, which is not supported, names the type.
         let e = Backend::builder().backend_type(b.info().backend).amp(AmpPolicy::F16).build().unwrap_err();
         assert!(matches!(e, Error::Unsupported { .. }) && e.to_string().contains("f16"), "{e}");
     }
@@ -313,7 +313,7 @@ fn training_keeps_f32_parameters_and_learns() {
 fn norms_and_softmax_between_products_follow_float64() {
     let what = "mixed precision, norms";
     for b in devices(what, Level::O2) {
-        // Otherwise the softmax between two products would be recognised as attention.
+        // Without this, the softmax between two products would be recognised as attention.
         let low = with(&b, AmpPolicy::Bf16, &[RECOGNITION]);
         let mut rng = Rng::fresh(what);
         let mut g = Graph::new();
@@ -330,7 +330,8 @@ fn norms_and_softmax_between_products_follow_float64() {
         let y = g.matmul(y, w[1]).unwrap();
         let y = g.rms_norm(y, s, 1e-5).unwrap();
         let y = g.matmul(y, w[2]).unwrap();
-        // The scores are rounded in any case, and the softmax's result is a factor.
+        // In any case, the operand of the softmax is rounded as the result of a product, and the result of
+        // the softmax as a factor of the next product.
         let y = g.softmax(y, 2).unwrap();
         let y = g.matmul(y, w[0]).unwrap();
         g.output("y", y);

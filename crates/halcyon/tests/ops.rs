@@ -32,7 +32,8 @@ fn forward_on_cpu() {
     forward("forward on cpu", BackendType::Cpu, &rows());
 }
 
-// In two parts, because most of the time is spent building programs one after another.
+// The rows are tested by two tests, which can run at the same time: most of the time is spent building
+// programs one after another.
 fn forward_elementwise(kind: BackendType) {
     let rows: Vec<Row> = elementwise::rows().into_iter().chain(small::rows()).collect();
     forward(&format!("element-wise ops on {kind}"), kind, &rows);
@@ -105,7 +106,8 @@ fn random_graphs_on_devices() {
 /// Maximum operand elements of cases that the interpreter runs in moderate time.
 const SANITIZED_ELEMENTS: usize = 3000;
 
-/// Every kernel that the table's cases lower to, on a device without library kernels, at each subgroup size.
+/// Runs every kernel that the table's cases lower to on a device without library kernels, with this subgroup
+/// size.
 fn sanitized(subgroup: u32) {
     let what = format!("sanitizer, subgroups of {subgroup}");
     let mut rng = Rng::fresh(&what);
@@ -118,7 +120,8 @@ fn sanitized(subgroup: u32) {
             c.only = vec![DType::F32];
         }
     }
-    // For every other size the device poses as a CPU, for which templates choose other shapes.
+    // With subgroups of 4 and 64 the device reports that it is a CPU, for which templates choose other
+    // shapes.
     let (b, s) = sanitizer::backend(subgroup, subgroup == 4 || subgroup == 64, rng.next(), Level::O1);
     let mut t = check_some(&what, &rows, &[b], 3, &mut rng);
     let whole = std::env::var_os("HALCYON_ROW").is_none() && one_in(3) <= 3;
@@ -258,7 +261,7 @@ fn nothing_is_missing() {
     missing.extend(structured_kinds().into_iter().filter(|k| !kinds.contains(k.as_str())));
     missing.extend(composites().into_iter().filter(|k| !rows.iter().any(|r| r.name == *k)));
     assert!(missing.is_empty(), "no row for {missing:?}");
-    // Every scalar op on floats has a gradient or is flat, and its gradient is checked.
+    // The gradient of every scalar op on floats is checked, also if it is zero everywhere.
     for r in
         scalar_op::ROWS.iter().filter(|r| r.op.takes(DType::F32) && r.op.result(DType::F32) == DType::F32)
     {

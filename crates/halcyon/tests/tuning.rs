@@ -1,5 +1,5 @@
-//! Tuning: tuned kernels are used and cached; variants that give wrong results, fail, crash or do not fit are
-//! quarantined; several processes tune concurrently.
+//! Tests of tuning: tuned kernels are used and cached; variants that give wrong results, fail, crash or do
+//! not fit are quarantined; several processes tune concurrently.
 
 use halcyon::ir::kernel::lower::Lowered;
 use halcyon::ir::plan::Plan;
@@ -117,7 +117,7 @@ fn what_is_found_is_kept_and_used_from_o2_on() {
     assert!(exe.plan().to_string().contains(&format!("tuned: {other}")), "{}", exe.plan());
     assert!(exe.plan().receipts.iter().any(|r| r.transformation == "tuned kernels"));
     assert!(difference(&y, &reference) < 1e-5);
-    // Disabled, tuned kernels are not used.
+    // Tuned kernels are not used if they are disabled.
     for b in [builder(&file).without("tuned kernels"), builder(&file).tuning(TuningMode::Off)] {
         assert_eq!(tuned(run(&b.build().unwrap()).1.plan()), 0);
     }
@@ -146,7 +146,8 @@ fn budgets_stop_and_new_plans_are_tuned_in_theirs() {
     let s = Session::new(&b, graphs[0].clone());
     let exe = s.prepare(&inputs(&graphs[0])).unwrap();
     assert_eq!(b.cache_stats().kernels_tuned, 1);
-    // The plan is made after tuning: it uses the tuned variant, with a receipt if that is not the default.
+    // The plan is made after tuning, so it uses the best variant. It has a receipt if that is not the
+    // default.
     let e = b.tuning_cache().table();
     let best = e.entries().next().and_then(|e| e.best()).unwrap().clone();
     let step = exe.plan().steps.iter().find_map(|s| s.tunable.as_ref()).unwrap();
@@ -155,7 +156,7 @@ fn budgets_stop_and_new_plans_are_tuned_in_theirs() {
     assert_eq!(receipt, best.variant != best.default);
 }
 
-/// Templates with additional faulty variants.
+/// The variants of the templates plus the variants `names`, some of which are faulty.
 struct Planted {
     names: &'static [&'static str],
     built: Mutex<Vec<String>>,
@@ -243,7 +244,8 @@ fn what_is_wrong_or_fails_is_quarantined_with_the_reason() {
     );
     assert_eq!(k.best.tried, 9);
 
-    // The file records them. Another process does not try them again, even if it has to tune again.
+    // The file records the rejected variants. Another process does not try them again, even if it has to tune
+    // again.
     let there = Table::read(&file).unwrap().unwrap();
     assert_eq!(there.get(b.tuning_device(), &k.key).unwrap().rejected, k.rejected);
     let other = dir.path().join("other.json");
@@ -260,7 +262,7 @@ fn what_is_wrong_or_fails_is_quarantined_with_the_reason() {
     assert!(plan_of(&fresh, &g)[0].variant.kernel != "planted right");
 }
 
-/// Runs the test `as_a_child` of this file in a process of its own.
+/// The command that runs the test `as_a_child` of this file in a separate process.
 fn child(job: &str, file: &Path) -> Command {
     let mut c = Command::new(std::env::current_exe().unwrap());
     c.args(["as_a_child", "--exact", "--nocapture"])
@@ -299,7 +301,7 @@ fn a_candidate_that_ends_the_process_is_quarantined_at_the_next_start() {
     let Some(b) = backend(test, &file) else { return };
     let o = child("crash", &file).output().unwrap();
     assert!(!o.status.success(), "{}", text(&o));
-    // Again: the candidate is now quarantined, and not tried.
+    // In a second process, the candidate is quarantined, and not tried.
     let o = child("crash", &file).output().unwrap();
     assert!(o.status.success() && text(&o).contains("tuned 1 recovered 1"), "{}", text(&o));
     let there = Table::read(&file).unwrap().unwrap();
@@ -350,8 +352,8 @@ fn a_cache_that_cannot_be_used_is_an_error_when_asked_and_a_warning_otherwise() 
     assert!(matches!(builder(&file).build().unwrap_err(), Error::Io { .. }));
     let e = b.tune_with(std::slice::from_ref(&g), &quick()).unwrap_err();
     assert!(matches!(e, Error::Io { .. }), "{e}");
-    assert_eq!(b.cache_stats().candidates_tried, 0, "nothing is measured for nothing");
-    // In background tuning it is only a warning.
+    assert_eq!(b.cache_stats().candidates_tried, 0, "nothing is measured if it cannot be saved");
+    // In background tuning, an unusable file only causes a warning.
     std::fs::remove_file(&blocked).unwrap();
     std::fs::create_dir(&blocked).unwrap();
     let b = builder(&file).enable_autotuning(true).build().unwrap();

@@ -1,5 +1,5 @@
-//! Verifying runs against a reference: a fault of a device is found in the step that has it, correct devices
-//! pass, and the replay file identifies the step.
+//! Tests of runs that are checked against a reference: a device's wrong result is found in the step that
+//! computed it, correct devices pass, and the replay file identifies the step.
 #![cfg(feature = "onnx")]
 
 use halcyon::hal::{
@@ -21,10 +21,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether the device currently has its fault.
+/// Whether the device currently gives wrong results.
 static BROKEN: AtomicBool = AtomicBool::new(true);
 
-/// The CPU under the name of a backend without a driver in this build.
+/// A driver that opens the CPU under the name of a backend that has no driver in this build.
 #[derive(Debug)]
 struct FaultyDriver;
 
@@ -145,7 +145,7 @@ fn at(kind: BackendType, level: Level) -> Backend {
     Backend::builder().backend_type(kind).level(level).build().unwrap()
 }
 
-/// `relu(x·w + b)·v`, softmax: products with epilogues.
+/// `softmax(relu(x·w + b)·v)`, whose products have epilogues.
 fn network() -> Graph {
     let mut rng = Rng::new(7);
     let mut g = Graph::new();
@@ -300,7 +300,7 @@ fn random_graphs_agree() {
     }
 }
 
-/// A result may be independent of an input that no step reads: attention without keys gives zeros.
+/// Attention without keys gives zeros, so no step reads some of the inputs. This is not an error.
 #[test]
 fn inputs_that_no_step_reads_agree() {
     let row = optable::rows().into_iter().find(|r| r.name == "attention").expect("the row");
@@ -377,7 +377,7 @@ fn a_failing_run_leaves_the_step_that_fails() {
     assert!(matches!(whole.run(&b, &reference()).unwrap().outcome, Outcome::Agrees));
 }
 
-/// A valid file, and the position where its header ends.
+/// A valid replay file, and the position where its header ends.
 fn file() -> (Vec<u8>, usize) {
     let b = at(BackendType::Cpu, Level::O1);
     let x = [numbers(3, &[6, 40])];

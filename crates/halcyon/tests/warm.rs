@@ -1,4 +1,5 @@
-//! A warm run allocates nothing and causes no page faults. One test, because the counters are per process.
+//! A warm run allocates nothing and causes no page faults. There is only one test, because the counters count
+//! for the whole process.
 
 use halcyon::hal::heap::Counting;
 use halcyon::host;
@@ -11,14 +12,14 @@ use halcyon_test::{Rng, testdata};
 #[global_allocator]
 static HEAP: Counting = Counting::new();
 
-/// Runs per round, and number of rounds. The system may reclaim and return pages meanwhile, so the best round
+/// Runs per round, and number of rounds. The system may reclaim pages during a round, so only the best round
 /// counts.
 const RUNS: usize = 5;
 const ROUNDS: usize = 10;
 
 /// Allocations and page faults of the best round.
 fn least(rounds: usize, mut run: impl FnMut()) -> (u64, Option<u64>) {
-    // After a few runs, threads, scratch and fault handlers are warm.
+    // The first runs start threads and touch scratch memory, so they are not counted.
     (0..5).for_each(|_| run());
     let (mut allocations, mut faults) = (u64::MAX, None::<u64>);
     for _ in 0..rounds {
@@ -80,10 +81,11 @@ fn a_warm_run_allocates_nothing_and_takes_no_page_fault() {
             let ids = Tensor::from_slice(&b, [64], &(0..64).map(|i| i % 50).collect::<Vec<i64>>()).unwrap();
             let g = b.capture_graph(|| f(&x, &ids)).unwrap();
             costs_nothing(&format!("{level}, {threads} threads"), ROUNDS, &g);
-            // The results equal those of an evaluation, and new bindings cost no more.
+            // The results equal those of an evaluation.
             let want = f(&x, &ids).to_data().unwrap();
             assert_eq!(session::difference(&[g.outputs().unwrap()[0].to_data().unwrap()], &[want]), 0.0);
-            // An unbound run owns its outputs: it allocates only their handles and the list of them.
+            // A run without bound outputs allocates the handles of its outputs and the list of the handles,
+            // and nothing else.
             let c = b.compile(|x: &[Tensor]| f(&x[0], &x[1]));
             let (allocations, faults) = least(ROUNDS, || drop(c.call(&[&x, &ids]).unwrap()));
             println!(

@@ -31,7 +31,7 @@ pub struct Interpreter {
 #[derive(Debug, Default)]
 struct Queue {
     programs: HashMap<u128, Arc<InterpreterProgram>>,
-    /// The first fault not yet reported.
+    /// The first fault that was not reported yet, or 0.
     fault: u32,
     timings: Vec<Timing>,
 }
@@ -54,7 +54,8 @@ impl Interpreter {
     }
 
     fn lock_queue(&self) -> MutexGuard<'_, Queue> {
-        // A panic may leave a partially written buffer, but not an inconsistent queue.
+        // A panic while the lock was held may leave a partially written buffer, but not an inconsistent
+        // queue.
         self.queue.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -92,9 +93,10 @@ impl Interpreter {
                 Counts::add(&self.counts.device_copies, 1);
                 Ok(())
             }
-            Command::Library { kernel, .. } => {
-                Err(Error::argument("submit", format!("{} is another device's kernel", kernel.name())))
-            }
+            Command::Library { kernel, .. } => Err(Error::argument(
+                "submit",
+                format!("{} is a library kernel of another device", kernel.name()),
+            )),
         }
     }
 }
@@ -105,7 +107,7 @@ impl Target for Interpreter {
     }
 
     fn library(&self, _: &LibraryCall<'_>) -> std::result::Result<Arc<dyn LibraryKernel>, Declined> {
-        Err(Declined::because("this device has no kernels of its own"))
+        Err(Declined::because("this device has no library kernels"))
     }
 }
 
@@ -132,8 +134,8 @@ impl Device for Interpreter {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
-        // Holding the lock keeps commands from running; the next one looks up the locations of its buffers
-        // again.
+        // No command runs while the lock is held, and each command looks up the locations of its buffers when
+        // it runs.
         let _turn = self.lock_queue();
         self.pool.defragment(&mut |m| {
             let data = lock(m.from.0)[m.from.1..m.from.1 + m.bytes].to_vec();

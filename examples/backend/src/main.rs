@@ -1,4 +1,4 @@
-//! The complete `halcyon` command, including this backend: `--backend interp` works everywhere.
+//! The complete `halcyon` command, extended by this backend, which `--backend interp` selects.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;

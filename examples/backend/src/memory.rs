@@ -7,7 +7,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
-/// The pool's source of memory. A GPU driver calls the driver's allocation function here.
+/// The pool's source of memory. A backend for a GPU would call the GPU driver's allocation function here.
 #[derive(Debug)]
 pub struct HostMemory;
 
@@ -62,7 +62,9 @@ impl InterpreterBuffer {
     /// [`Error::Argument`] if the buffer belongs to another device or device instance.
     pub(crate) fn of<'a>(call: &str, b: &'a BufferRef, owner: u64) -> Result<&'a InterpreterBuffer> {
         let own = b.as_any().downcast_ref::<InterpreterBuffer>().filter(|b| b.owner == owner);
-        own.ok_or_else(|| Error::argument(call, format!("{b:?} belongs to another device or opening")))
+        own.ok_or_else(|| {
+            Error::argument(call, format!("{b:?} belongs to another device or device instance"))
+        })
     }
 
     /// The buffer's current location. It is stable while the device's queue lock is held.

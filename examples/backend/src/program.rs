@@ -23,10 +23,10 @@ pub struct InterpreterProgram {
 struct Bound<'a> {
     /// The locked allocations that contain the buffers.
     memory: Vec<MutexGuard<'a, Vec<u8>>>,
-    /// For each binding: index of its allocation, offset there, and size. Two bindings may be the same
-    /// buffer.
+    /// For each binding: the index of its allocation, the offset in it, and the size. Two bindings may be the
+    /// same buffer.
     which: Vec<(usize, usize, usize)>,
-    /// The fault word, which the kernel sees after its own buffers.
+    /// The fault word, which the kernel accesses as one more buffer after its own ones.
     fault: u32,
 }
 

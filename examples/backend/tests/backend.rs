@@ -1,4 +1,4 @@
-//! The backend as a user sees it: its names, selection, results, memory limit and faults.
+//! Tests of the backend through the user's API: its names, selection, results, memory limit and faults.
 
 use halcyon::prelude::*;
 use halcyon::{ConstData, Error, Fallback, OnnxSession, Policy, Selection};
@@ -39,12 +39,12 @@ fn selection_uses_the_backend_only_when_named() {
     assert_eq!((b.id(), b.selection().rule.as_str()), ("interp:0", "interp was requested"));
     let text = serde_json::to_string(b.selection()).unwrap();
     assert_eq!(&serde_json::from_str::<Selection>(&text).unwrap(), b.selection());
-    // If the user's order names a software device, it keeps its position there.
+    // If the user's order names a software device, the device keeps its position in the order.
     let order = |text: &str| Backend::builder().policy(text.parse::<Policy>().unwrap()).build().unwrap();
     assert_eq!(order("interpreter").id(), "interp:0");
     assert_eq!(order("interp,cpu").id(), "interp:0");
     assert_eq!(order("cpu,interp").id(), "cpu:0");
-    // Selection by priority skips it, and the report says why.
+    // Selection by priority skips the backend, and the report says why.
     let auto = order(policy::BY_PRIORITY);
     let why = auto.selection().candidates.iter().find(|c| c.backend == INTERPRETER).unwrap();
     assert_eq!(why.rejected.as_deref(), Some("it is used only when named"));
@@ -93,7 +93,7 @@ fn models_give_the_results_of_the_cpu() {
     let x = npy::read(&mnist.join("digit-7.npy")).unwrap();
     let (worst, want) = against_the_cpu(&mnist.join("mnist.onnx"), &x);
     assert!(worst < 1e-4, "mnist: {worst}");
-    assert!(want.iter().all(|v| *v <= want[7]), "the seven is seen: {want:?}");
+    assert!(want.iter().all(|v| *v <= want[7]), "the digit is recognised as 7: {want:?}");
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn the_backends_memory_is_capped() {
     // A result that does not fit is rejected too.
     let e = (&keep + 1.0).eval().map(|_| ()).unwrap_err();
     assert_eq!(e.exit_code(), 5, "{e}");
-    assert_eq!(b.memory().allocated, before, "nothing of what failed is left");
+    assert_eq!(b.memory().allocated, before, "what failed left no memory allocated");
     drop(keep);
     Tensor::from_slice(&b, [10_000], &[1.0f32; 10_000]).unwrap();
     let e = Backend::builder().backend_type(INTERPRETER).memory_limit(1 << 20);
@@ -125,7 +125,7 @@ fn a_bad_index_is_an_error_with_its_place() {
     assert_eq!(at(2).unwrap(), [3.0]);
     let e = at(3).unwrap_err();
     assert!(matches!(e, Error::Index { .. }) && e.to_string().contains("backend.rs"), "{e}");
-    assert_eq!(at(0).unwrap(), [1.0], "reported once");
+    assert_eq!(at(0).unwrap(), [1.0], "the fault is reported only once");
 }
 
 #[test]

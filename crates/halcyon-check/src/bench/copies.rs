@@ -1,4 +1,4 @@
-//! Copies between pinned host memory and the device.
+//! Measures copies between page-locked host memory and the device.
 
 use super::{Bench, part, rate};
 use crate::child_section::SectionArgs;
@@ -7,7 +7,7 @@ use halcyon::prelude::*;
 use serde_json::json;
 use std::cell::RefCell;
 
-/// Minimum share of PyTorch's rate, which the link limits.
+/// The share of PyTorch's rate that a copy must reach. The link to the device limits both rates.
 const TARGET: f64 = 0.9;
 
 pub(crate) fn main(o: &SectionArgs) -> Result<()> {

@@ -19,7 +19,7 @@ const STAND_IN_SHAPES: &[[usize; 3]] = &[[32, 48, 32]];
 /// ours.
 const SMALL: usize = 1 << 30;
 
-/// A type of product. A new type is a new row.
+/// A type of product. To add a type, add a row to [`KINDS`].
 #[derive(Debug)]
 struct Kind {
     name: &'static str,
@@ -87,7 +87,7 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
         // 8-bit floats are stored as bytes, which every device supports.
         if kind.dtype.is_native() && !b.supported_dtypes().contains(&kind.dtype) {
             note(format!(
-                "products of {}: not measured: kernels of {} do not load {}",
+                "products of {}: not measured: kernels of {} do not support {}",
                 kind.name,
                 b.id(),
                 kind.dtype
@@ -117,8 +117,8 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
                 rate(&name, "TFLOP/s", amount, t, &captured, target, &remark);
                 if small && there && bench.prepare(&their(false)) {
                     let t = bench.time_capture(true, &b, &g)?;
-                    let name = format!("{name}, beside calls");
-                    rate(&name, "TFLOP/s", amount, t, &format!("{theirs}, called"), None, &remark);
+                    let name = format!("{name}, against single calls");
+                    rate(&name, "TFLOP/s", amount, t, &format!("{theirs}, single calls"), None, &remark);
                 }
                 Ok(())
             });
@@ -131,7 +131,7 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
 type Epilogue = (&'static str, fn(&Tensor) -> Tensor, fn(f64) -> f64, f64);
 
 /// Epilogues that libraries may apply to products, with the allowed error of the function. It is not
-/// documented which gelu a library uses (the two variants differ by 5e-4) and whether its relu keeps NaN.
+/// documented which gelu a library uses (the two variants differ by 5e-4), or whether its relu keeps NaN.
 const EPILOGUES: &[Epilogue] = &[
     ("gelu(tanh)", |x| x.gelu_tanh(), gelu_tanh, 1e-4),
     ("relu, a row of NaN", |x| x.relu(), |v| if v.is_nan() { v } else { v.max(0.0) }, 0.0),
@@ -166,7 +166,8 @@ fn epilogues(o: &SectionArgs) -> Result<()> {
                 let exact = Exactness::of(dtype);
                 let note =
                     match results::compare_epilogue([&x, &w, &bias, &g.outputs()?[0]], *host, exact, *more) {
-                        // A stand-in's treatment of NaN is a guess; only a real library can answer.
+                        // A stand-in's treatment of NaN is a guess; only a real library can show what
+                        // happens.
                         Err(FigureError::Wrong(what))
                             if o.tiny && what.ends_with(&results::expected(f64::NAN, 0.0)) =>
                         {
@@ -215,7 +216,7 @@ fn error(o: &SectionArgs) -> Result<(), FigureError> {
         }
         if !far.is_finite() || most == 0.0 {
             return Err(Error::internal(format!(
-                "a product of {n}×{n} is off by {far}, its largest value is {most}"
+                "a product of {n}×{n} is off by {far}, and its largest value is {most}"
             ))
             .into());
         }

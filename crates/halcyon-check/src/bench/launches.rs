@@ -10,7 +10,7 @@ const TARGET_SECONDS: f64 = 10e-6;
 
 pub(crate) fn main(o: &SectionArgs) -> Result<()> {
     let steps = if o.tiny { 8 } else { 256 };
-    // The target is a time, so PyTorch is not needed.
+    // The result is compared with a fixed time, so PyTorch is not needed.
     let mut bench = Bench::new(&SectionArgs { torch: false, ..o.clone() });
     let b = o.open(Level::O2)?;
     part(o, "launch of a captured graph", || {
@@ -20,7 +20,7 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
         let chain = |x: &Tensor, s: &Tensor| (0..steps).fold(x.clone(), |x, _| (x.matmul(&w) * s).tanh());
         let factor = |v: f32| Tensor::scalar(&b, v, DType::F32);
         let s = factor(1.5);
-        // A first run of the same plan, submitted without capture.
+        // A first run of the same plan, without a capture.
         let first = chain(&x, &factor(1.5));
         first.eval()?;
         let g = b.capture_graph(|| [chain(&x, &s)])?;
@@ -54,7 +54,9 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
         crate::child_section::emit(
             "captures",
             crate::event::Status::Passed,
-            format!("results equal those of submitted runs, also with other arguments and inputs; {remark}"),
+            format!(
+                "results equal those of runs without a capture, also with other arguments and inputs; {remark}"
+            ),
         );
         let each = Timed { ours: t.ours / n as f64, theirs: Some(TARGET_SECONDS) };
         time(
@@ -63,7 +65,7 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
             each,
             "10 µs",
             Some(1.0),
-            &format!("{n} launches in one capture, with their work"),
+            &format!("{n} launches in one capture, including the time of their kernels"),
         );
         Ok(())
     });

@@ -1,4 +1,4 @@
-//! Memory-bound work, compared with the bandwidth of a copy on the device.
+//! Measures memory-bound work and compares it with the bandwidth of a copy on the device.
 
 use super::{Bench, FigureError, Timed, part, random_normal, rate, results};
 use crate::bench::gemm::kernels;
@@ -9,7 +9,7 @@ use halcyon::ir::composite::CompositeKind;
 use halcyon::prelude::*;
 use serde_json::json;
 
-/// Minimum share of the copy's bandwidth.
+/// The share of the copy's bandwidth that each operation must reach.
 const TARGET: f64 = 0.85;
 
 type Make = fn(&[Tensor]) -> Tensor;
@@ -84,8 +84,8 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
     Ok(())
 }
 
-/// Reports a rate relative to the copy. The result of the capture must equal a submitted run's and be
-/// correct.
+/// Reports a rate relative to the copy. The result of the captured run must be correct and equal to the
+/// result of a run that is not captured.
 fn of_copy(
     bench: &mut Bench,
     b: &Backend,

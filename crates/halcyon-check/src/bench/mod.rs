@@ -18,7 +18,7 @@ pub(crate) use peer::{EXIT_WITH_PARENT, python};
 use serde_json::Value;
 use std::time::Instant;
 
-/// Turns per side. The median counts.
+/// Turns of Halcyon and of PyTorch. The medians are reported.
 const ROUNDS: usize = 5;
 /// Seconds per turn.
 const SECONDS_PER_TURN: f64 = 0.05;
@@ -27,7 +27,7 @@ const MAX_RUNS_PER_TURN: f64 = 2000.0;
 /// Runs that determine the number of runs per turn. `peer.py` uses the same constants.
 const BATCH: usize = 10;
 
-/// The measuring side, with PyTorch's process if it was requested.
+/// Measures Halcyon and, if it was requested, PyTorch in another process.
 pub(crate) struct Bench {
     pub(crate) own: SectionArgs,
     peer: Option<Peer>,
@@ -54,7 +54,7 @@ impl Bench {
             note(p.name.clone());
         }
         if own.generated {
-            note("vendors' libraries are switched off: generated kernels".into());
+            note("vendors' libraries are switched off, so generated kernels are measured".into());
         }
         Bench { own: own.clone(), peer }
     }
@@ -64,8 +64,8 @@ impl Bench {
         self.peer.as_ref().map_or("PyTorch".into(), |p| p.short.clone())
     }
 
-    /// Makes PyTorch prepare a workload. Returns false if PyTorch is absent or cannot prepare it. The report
-    /// names what it cannot prepare.
+    /// Makes PyTorch prepare a workload. Returns false if PyTorch is absent or cannot prepare it. In the
+    /// second case the report names the workload.
     pub(crate) fn prepare(&mut self, what: &Value) -> bool {
         let Some(p) = &mut self.peer else { return false };
         match p.make(what) {
@@ -141,7 +141,7 @@ fn check_captured(kind: BackendType, launches: u64, reason: Option<String>) -> R
         call: "launching a captured plan".into(),
         code: format!("its commands were submitted one by one: {why}"),
         next:
-            "Look at the call that is named. Without a captured graph the figure would measure something else"
+            "Look at the call that the reason names. Without a captured graph, the figure would measure something else"
                 .into(),
     })
 }
@@ -169,7 +169,7 @@ impl From<Error> for FigureError {
     }
 }
 
-/// Runs a part of a section. An error fails that part only, unless the device is lost.
+/// Runs a part of a section. An error fails only that part, unless the device is lost.
 pub(crate) fn part(o: &SectionArgs, name: &str, f: impl FnOnce() -> Result<(), FigureError>) {
     begin(name);
     match f() {

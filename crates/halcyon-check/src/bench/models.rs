@@ -9,16 +9,17 @@ use halcyon_formats::onnx::{Datum, Model, Outcome};
 use serde_json::json;
 use std::path::Path;
 
-/// Faster than eager PyTorch, and at most 1.2 times the time of compiled PyTorch.
+/// PyTorch's modes: the name, whether it compiles, and the target. Halcyon must be faster than eager PyTorch,
+/// and take at most 1.2 times the time of compiled PyTorch.
 const MODES: &[(&str, bool, f64)] = &[("eager", false, 1.0), ("compiled", true, 1.0 / 1.2)];
 
-/// File, PyTorch's name, batch and length.
+/// File, the model's name in the PyTorch script, batch size, and number of tokens (0 for images).
 const MODELS: &[(&str, &str, usize, usize)] = &[
     ("seeded/light_resnet50/model.onnx", "resnet50", 1, 0),
     ("seeded/minilm/model.onnx", "minilm", 1, 128),
     ("seeded/minilm/model.onnx", "minilm", 32, 128),
 ];
-/// The other models take too long on a stand-in.
+/// The models of a rehearsal on stand-ins, where the others take too long.
 const STAND_IN_MODELS: &[(&str, &str, usize, usize)] = &[("mnist/mnist.onnx", "mnist", 1, 0)];
 const TINY_CPU: &[(&str, &str, usize, usize)] = &[("seeded/light_resnet50/model.onnx", "resnet50", 1, 0)];
 
@@ -35,7 +36,7 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
             let path = o.data.join(file);
             let of =
                 if length > 0 { format!("batch {batch}, {length} tokens") } else { format!("batch {batch}") };
-            let name = format!("{theirs} f32, TF32 on, {of}, beside {mode}");
+            let name = format!("{theirs} f32, TF32 on, {of}, against {mode}");
             if !path.is_file() {
                 note(format!("{name}: not measured: the data has no {file}"));
                 continue;
@@ -75,7 +76,7 @@ fn compare_results(captured: &[Tensor], submitted: &[ConstData]) -> Result<(), F
         let off = off.fold(0f64, |m, d| if d.is_nan() { f64::INFINITY } else { m.max(d) });
         if a.len() != b.len() || off > 2e-3 * most || most == 0.0 {
             return Err(FigureError::Wrong(format!(
-                "result {i} of a capture is off by {off}, the largest value is {most}"
+                "result {i} of a capture is off by {off}, where the largest value is {most}"
             )));
         }
     }

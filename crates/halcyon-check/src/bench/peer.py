@@ -1,6 +1,7 @@
-# PyTorch's side of halcyon-check. One line of JSON asks: {"make": {"do": NAME, ...}} prepares a work and runs
-# it once, {"time": SECONDS} times the last one, behind a run that is not timed, as Halcyon's side does
-# (bench/mod.rs). One line answers; {"error": TEXT} is one. The values are random: only times are compared.
+# Measures PyTorch for halcyon-check. Each line of the input is a request in JSON: {"make": {"do": NAME, ...}}
+# prepares some work and runs it once; {"time": SECONDS} measures the work prepared last, after a run that is
+# not timed, as bench/mod.rs does for Halcyon. The answer to a request is one line of JSON, {"error": TEXT} if
+# the request failed. Operands have random values, because only times are compared.
 import importlib
 import importlib.metadata
 import json
@@ -31,7 +32,8 @@ dev = torch.device(kind)
 torch.manual_seed(0)
 torch.set_grad_enabled(False)
 
-# The maximum number of runs per turn, and the number of runs that determine it: as in bench/mod.rs.
+# The maximum number of timed runs per request, and the number of runs that determine how many are timed. Both
+# are as in bench/mod.rs.
 MOST, BATCH = 2000, 10
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -53,7 +55,7 @@ def randn(*dims, dtype="f32"):
 
 
 def graphed(f):
-    """A captured graph, which costs the host as much as launching a captured plan."""
+    """Captures f as a graph, because launching it costs the host about as much as launching Halcyon's capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -63,7 +65,7 @@ def graphed(f):
     with torch.cuda.graph(graph):
         f()
 
-    # It has the operands' addresses, and f the operands.
+    # The graph has only the addresses of the operands, so f, which owns the operands, must stay alive.
     def replay(keep=f):
         graph.replay()
 
@@ -83,7 +85,7 @@ def product(m, n, k, dtype):
         return lambda: torch._int_mm(a, b)
     if dtype == "f8":
         a = torch.randn(m, k, device=dev).to(torch.float8_e4m3fn)
-        # The second operand is column-major.
+        # The second operand of _scaled_mm is column-major.
         b = torch.randn(n, k, device=dev).to(torch.float8_e4m3fn).t()
         one = torch.ones((), device=dev)
         return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
@@ -198,7 +200,7 @@ def seconds(n):
 
 
 def installed(*names):
-    """Versions of packages, which have the libraries that PyTorch loads."""
+    """Returns the versions of the packages that are installed. They contain the libraries that PyTorch loads."""
     found = []
     for name in names:
         try:

@@ -5,7 +5,8 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-/// Makes a Python program exit when its standard input closes. This process holds the other end of the pipe.
+/// Python code that exits when its standard input closes, which happens when the process that started Python
+/// ends.
 pub(crate) const EXIT_WITH_PARENT: &str = "import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
 ";
@@ -29,9 +30,9 @@ pub(crate) struct Peer {
 
 impl Peer {
     /// # Errors
-    /// The reason why PyTorch is not available for this kind of device.
+    /// Returns the reason why PyTorch cannot be used for this backend.
     pub(crate) fn start(kind: BackendType) -> Result<Peer, String> {
-        // PyTorch uses cuda for cards that we reach through other backends.
+        // PyTorch uses CUDA for GPUs that Halcyon uses through other backends.
         let device = kind.torch_name().unwrap_or("cuda");
         let python = python();
         let mut command = Command::new(&python);
@@ -58,8 +59,8 @@ impl Peer {
             Ok(0) => Err("the Python process ended".into()),
             Err(e) => Err(format!("the Python process: {e}")),
             Ok(_) => {
-                let v: Value =
-                    serde_json::from_str(&line).map_err(|e| format!("an answer that is not JSON: {e}"))?;
+                let v: Value = serde_json::from_str(&line)
+                    .map_err(|e| format!("the Python process answered with a line that is not JSON: {e}"))?;
                 match v["error"].as_str() {
                     Some(e) => Err(e.to_string()),
                     None => Ok(v),
@@ -83,13 +84,17 @@ impl Peer {
     /// Seconds per run of the workload prepared last, measured over about `seconds`.
     pub(crate) fn time(&mut self, seconds: f64) -> Result<f64, String> {
         let v = self.ask(&json!({ "time": seconds }))?;
-        v["seconds"].as_f64().filter(|t| *t > 0.0).ok_or_else(|| format!("{v}: no time"))
+        v["seconds"]
+            .as_f64()
+            .filter(|t| *t > 0.0)
+            .ok_or_else(|| format!("the Python process answered {v}, without a positive number in `seconds`"))
     }
 }
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // The process also exits when its input closes, but a compiler that it started may take longer.
+        // End the Python process at once. Waiting for it to end by itself, after its input closes, could take
+        // longer.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

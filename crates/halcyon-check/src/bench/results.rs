@@ -6,7 +6,7 @@ use halcyon::Error;
 use halcyon::optable::Rng;
 use halcyon::prelude::*;
 
-/// Precision of products: relative rounding of the factors, of the steps of a sum, and of the result.
+/// Precision of products: relative rounding errors of the factors, of the steps of a sum, and of the result.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Exactness {
     pub factors: f64,
@@ -22,7 +22,7 @@ const fn bits(n: u32) -> f64 {
 impl Exactness {
     /// Unrounded factors, sums in f32.
     pub(crate) const F32: Exactness = Exactness { factors: 0.0, sums: bits(23), result: bits(23) };
-    /// Factors with ten significand bits, some truncated.
+    /// Factors with ten significand bits. Some devices truncate instead of rounding.
     pub(crate) const TF32: Exactness = Exactness { factors: bits(10), ..Exactness::F32 };
     pub(crate) const F16: Exactness = Exactness { result: bits(10), ..Exactness::F32 };
     pub(crate) const BF16: Exactness = Exactness { result: bits(7), ..Exactness::F32 };
@@ -62,7 +62,7 @@ pub(crate) fn places(n: usize, count: usize, rng: &mut Rng) -> Vec<usize> {
     at
 }
 
-/// The slices `at` along an axis, on the host.
+/// The slices of `t` at the indices `at` along an axis.
 fn taken(t: &Tensor, axis: i64, at: &[usize]) -> Result<Tensor> {
     let index: Vec<i32> = at.iter().map(|i| *i as i32).collect();
     Ok(t.gather(&Tensor::from_slice(t.backend(), [at.len()], &index)?, axis))
@@ -135,7 +135,8 @@ pub(crate) fn product(
     wrong.verdict()
 }
 
-/// Compares some heads and queries of `y` with a softmax in f64. Causal: the last query sees the last key.
+/// Compares some heads and queries of `y` with a softmax in f64. With `causal`, the last query attends to all
+/// keys, and each earlier query to one key less than the next.
 pub(crate) fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -215,8 +216,8 @@ pub(crate) fn compare_epilogue(
     wrong.verdict()
 }
 
-/// Compares some rows of `make`, which computes each row independently, with the CPU's results for the same
-/// operands: matrices with the result's rows, and vectors.
+/// Compares some rows of `y`, the result of `make` for the operands `x`, with the CPU's results. `make`
+/// computes each row independently. An operand is a matrix with one row per row of the result, or a vector.
 pub(crate) fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> Result<String, FigureError> {
     let dims = y.dims()?;
     let at = places(dims[0], 8, &mut Rng::new(Rng::fresh_seed()));
@@ -239,7 +240,8 @@ pub(crate) fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> R
     wrong.verdict()
 }
 
-/// Checks that two results of one plan, one of a capture and one submitted, are equal in some rows.
+/// Checks that two results of one plan, one from a capture and one from a run without, are equal in some
+/// rows.
 pub(crate) fn same(captured: &Tensor, submitted: &Tensor) -> Result<(), FigureError> {
     let dims = captured.dims()?;
     let last = dims.last().copied().unwrap_or(1);

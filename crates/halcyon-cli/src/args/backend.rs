@@ -15,7 +15,7 @@ use std::sync::Mutex;
 /// The device, and how it is used.
 #[derive(Args, Debug, Clone)]
 pub(crate) struct BackendArgs {
-    /// Backend that runs the model: auto, the best available one, or a name. NAME:N is its device N
+    /// Backend that runs the model: a name, or auto (the best one that is available). NAME:N is its device N
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub backend: String,
     /// Number of the backend's device (see `halcyon devices`)
@@ -37,8 +37,8 @@ pub(crate) struct BackendArgs {
     /// parts of an f32 model that tolerate it (mixed precision; inputs and outputs keep their types)
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,
-    /// Computes in --precision even where it is slower. Without this option the CPU measures f32 and bf16
-    /// once and keeps f32, with a warning, for work that bf16 does not make faster
+    /// Computes in the type of --precision even where that is slower. Without this option the CPU measures
+    /// f32 and bf16 once and keeps f32, with a warning, for work that bf16 does not make faster
     #[arg(long)]
     pub force_precision: bool,
     /// How exact products of f32 must be, at O2: highest (the default), high (TF32 or better) or medium (bf16
@@ -52,18 +52,18 @@ pub(crate) struct BackendArgs {
     /// count; K, M and G are powers of 1024
     #[arg(long, value_name = "SIZE")]
     pub memory_limit: Option<String>,
-    /// How buffers get their memory. POOL is exclusive (each an allocation, the default), best-fit, first-fit
-    /// or buddy (ranges of large chunks), with a limit (best-fit:512MiB) or a first size and a limit
-    /// (buddy:64MiB..2GiB); ",defragment" after it moves buffers together when a request would fail.
-    /// Default: `memory_pool` of the configuration file
+    /// How buffers get their memory. POOL is exclusive (an allocation for each buffer, the default),
+    /// best-fit, first-fit or buddy (ranges of large chunks), with a limit (best-fit:512MiB) or a first size
+    /// and a limit (buddy:64MiB..2GiB); with ",defragment" added, buffers are moved together when a request
+    /// would fail. Default: `memory_pool` of the configuration file
     #[arg(long, value_name = "POOL")]
     pub memory_pool: Option<String>,
     /// Switches a transformation off, by its name in the receipt; repeatable
     #[arg(long, value_name = "NAME")]
     pub without: Vec<String>,
-    /// When kernels are tuned, at O2: off (results in the cache are not used either), cached (they are used),
-    /// background, or a budget in seconds. Default: HALCYON_TUNING, else `tuning` of the
-    /// configuration file, else cached
+    /// When kernels are tuned, at O2: off (results in the cache are not used either), cached (never, but
+    /// results in the cache are used), background, or a budget in seconds. Default: HALCYON_TUNING, else
+    /// `tuning` of the configuration file, else cached
     #[arg(long, value_name = "MODE")]
     pub tuning: Option<String>,
     /// File for the results of tuning. Default: HALCYON_TUNING_CACHE (off for none), else
@@ -171,7 +171,7 @@ impl BackendArgs {
     }
 }
 
-/// Parses a device number. The error covers a name given here by mistake.
+/// Parses a device number. If a name was given by mistake, the error says which option takes it.
 pub(crate) fn device_number(s: &str) -> std::result::Result<usize, String> {
     s.parse().map_err(|_| match s.parse::<DeviceName>() {
         Ok(_) => format!("--device takes a number; for a backend's name use --backend {s}"),
@@ -191,7 +191,7 @@ pub(crate) fn print_warnings(b: &Backend) {
     }
 }
 
-/// A device by its own name, or by its backend's name and its number.
+/// Parses the name of a device or backend. `device` is the number of the device if it was given separately.
 pub(crate) fn parse_device(backend: &str, device: Option<usize>) -> Result<DeviceName> {
     let d: DeviceName = backend.parse()?;
     match (d.index, device) {

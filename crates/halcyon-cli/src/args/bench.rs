@@ -40,9 +40,9 @@ pub(crate) struct BenchPeakArgs {
 }
 
 const BENCH_PEAK: &str = "\
-Each figure is the best of at least a dozen bursts, with the median and the spread (the middle half of the bursts over the median) \
-beside it. The triad is c = s a + b, counted as two reads and one write. Working sets are those of all threads together. Hand-off is the time \
-from the start of a job until all threads have joined it and the caller goes on.
+Each figure is the best of at least a dozen bursts. The median and the spread (the range of the middle half of the bursts, divided by the \
+median) stand beside it. The triad is c = s a + b, counted as two reads and one write. A working set is the memory of all threads together. The \
+time of starting a job ends when all threads have joined the job and the caller goes on.
 
 Examples:
   halcyon bench peak
@@ -68,10 +68,12 @@ pub(crate) struct BenchOpsArgs {
 }
 
 const BENCH_OPS: &str = "\
-Operations run on device buffers of random numbers; weights of convolutions are constants, all else is an input. FLOPs count a multiply-add \
-as two; bytes are those of inputs and outputs, once. The share is the time that the slower of two limits allows, over the measured time; the limits are measured before and after each operation: the \
-multiply-add rate (for bf16 that of f32, where it is higher), or the bandwidth on a working set of that size (reading, where \
-less than a tenth is written, else the triad). The spread is the middle half of the runs over the median. In a comparison, a ratio above 1 means faster now, and * marks a difference larger than both spreads.
+Operations run on device buffers of random numbers. The weights of convolutions are constants; all other operands are inputs. A multiply-add \
+counts as two FLOPs; the bytes are those of all inputs and outputs, each counted once. Two limits are measured before and after each operation: \
+the multiply-add rate (for bf16, the rate of f32 if that is higher), and the bandwidth on a working set of the same size (of reading if less \
+than a tenth of the bytes is written, else of the triad). The share is the time that the slower limit allows, divided by the measured time. The \
+spread is the range of the middle half of the runs, divided by the median. In a comparison, a ratio above 1 means that the operation is faster \
+now, and * marks a difference larger than both spreads.
 
 Examples:
   halcyon bench ops --only softmax
@@ -105,8 +107,9 @@ pub(crate) struct BenchModelArgs {
 }
 
 const BENCH_MODEL: &str = "\
-Inputs that are not given are filled as by `random`; dimensions that the model leaves open get size 1. End to end includes the copies of inputs and outputs; steps are \
-timed by the device in the same runs. Shares of the peak are as in `halcyon bench ops`, with peaks measured before the runs.
+Inputs that are not given are filled as by `--input random`; dimensions that the model leaves open get size 1. The end-to-end time includes the copies of \
+inputs and outputs; the device times the steps in the same runs. Shares of the peak are as in `halcyon bench ops`, with peaks measured before \
+the runs.
 
 Examples:
   halcyon bench model models/digits.onnx
@@ -123,7 +126,7 @@ pub(crate) struct BenchReceiptsArgs {
     pub input: InputArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// Pairs of measurements for each transformation; up to four times as many where times vary
+    /// Pairs of measurements for each transformation; up to four times as many if times vary
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
     /// A report of this command (--json) to compare with
@@ -139,10 +142,11 @@ pub(crate) struct BenchReceiptsArgs {
 }
 
 const BENCH_RECEIPTS: &str = "\
-The gain is the time without a transformation over the time with it: the median of pairs of bursts that follow each other at once, with \
-the middle half of the pairs over the median as its spread. The counts that the plan alone determines follow, with it -> without it: steps \
-(launches), generated kernels, intermediate buffers, bytes of scratch and of packed constants, FLOPs, bytes moved by the steps. Inputs that \
-are not given are filled as by `random`; dimensions that the model leaves open get size 1.
+The gain is the time without a transformation divided by the time with it. It is the median over pairs of bursts, one burst right after the \
+other; its spread is the range of the middle half of the pairs, divided by the median. Counts that depend on the plan alone follow, as \
+`with the transformation -> without it`: steps (launches), generated kernels, intermediate buffers, bytes of scratch memory and of packed \
+constants, FLOPs, and bytes that the steps move. Inputs that \
+are not given are filled as by `--input random`; dimensions that the model leaves open get size 1.
 
 Examples:
   halcyon bench receipts models/digits.onnx --repeat 3

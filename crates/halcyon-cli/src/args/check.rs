@@ -40,7 +40,7 @@ pub(crate) struct DoctorArgs {
 }
 
 const DOCTOR: &str = "\
-Each backend is examined in a process of its own: its library, its devices, a kernel, copies and a matrix product. Each step is pass, \
+Each backend is examined in a process of its own: its library, its devices, a kernel, copies and a matrix product. The result of each step is pass, \
 absent (the backend is not on this machine or not in this build), warn or fail, with the reason and what to do. Results are compared \
 with the host's; copies and the product are timed. -q leaves out the steps that passed.
 
@@ -112,7 +112,7 @@ pub(crate) struct OpsArgs {
 const OPS: &str = "\
 Results are compared with the reference: in f64 for ops that round, in the op's own type where every bit counts. The cases have odd, \
 empty and large shapes, views, NaN and infinities. A cell of the matrix is an op's share of the machine's peak, which is measured in the \
-same run (FLOP/s or bytes/s, whichever the op needs longer for; ! marks one above what was measured); ok where it was not measured; no where it is not supported; FAIL where it is \
+same run (FLOP/s or bytes/s, whichever the op needs longer for; ! marks a rate above the measured peak); ok where it was not measured; no where it is not supported; FAIL where it is \
 wrong. The exit code is 0 if nothing is wrong, else 1.
 
 Examples:
@@ -129,7 +129,7 @@ pub(crate) struct OnnxArgs {
     /// Only the first N cases by name
     #[arg(long, value_name = "N")]
     pub limit: Option<usize>,
-    /// Saves every result as DIR/CASE/test_data_set_*/output_N.pb. Cases without expectations are run too
+    /// Saves every result as DIR/CASE/test_data_set_*/output_N.pb. Cases without expected results are run too
     #[arg(long, value_name = "DIR")]
     pub save: Option<PathBuf>,
     /// Prints one JSON object
@@ -144,7 +144,7 @@ pub(crate) struct OnnxArgs {
 const CONFORMANCE: &str = "\
 A case is a folder of model.onnx, test_data_set_*/input_N.pb and output_N.pb, and optionally tolerance.json with \"rtol\" and \"atol\" \
 (1e-3 and 1e-7 without). Element types and shapes must be the expected ones, integers and booleans equal, floats within \
-atol + rtol * |expected|, with an rtol of at least 1/64 for bf16; NaN equals NaN. Of models that draw random numbers only types and \
+atol + rtol * |expected|, with an rtol of at least 1/64 for bf16; NaN equals NaN. For models that draw random numbers, only types and \
 shapes are compared. The exit code is 0 if no case is wrong and none fails.
 
 `cargo xtask test` writes the cases that the example names.
@@ -161,7 +161,7 @@ pub(crate) struct ReplayArgs {
     /// Backend to use instead of the file's
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
-    /// Number of its device
+    /// Number of that backend's device
     #[arg(long, value_name = "N")]
     pub device: Option<usize>,
     /// Level to use instead of the file's

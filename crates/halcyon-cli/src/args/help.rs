@@ -23,8 +23,8 @@ pub(crate) struct CompletionsArgs {
 }
 
 const COMPLETIONS: &str = "\
-Bash and fish load the script from the folders below. For zsh put it into a folder of $fpath, as _halcyon. For PowerShell add the command's \
-output to $PROFILE.
+Bash: run `source halcyon.bash` in ~/.bashrc. Fish: put the script into ~/.config/fish/completions. Zsh: put it into a folder of $fpath, as \
+_halcyon. PowerShell: add the command's output to $PROFILE.
 
 Examples:
   halcyon completions bash > halcyon.bash

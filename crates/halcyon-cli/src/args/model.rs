@@ -8,11 +8,11 @@ use std::path::PathBuf;
 /// More than one device for one model.
 #[derive(Args, Debug, Clone)]
 pub(crate) struct SplitArgs {
-    /// Splits the model by layers over several devices. DEVICES is NAME[:NUMBER][=SHARE] with commas between,
-    /// in the order of the layers; SHARE is the part of the work (default 1)
+    /// Splits the model by layers over several devices. DEVICES is a list of NAME[:NUMBER][=SHARE], separated
+    /// by commas, in the order of the layers; SHARE is the device's part of the work (default 1)
     #[arg(long, value_name = "DEVICES", conflicts_with_all = ["backend", "device", "backends", "fallback"])]
     pub split: Option<String>,
-    /// Lets ops that the device has no kernel for run on the CPU. They may be at most this share of the FLOPs
+    /// Lets ops for which the device has no kernel run on the CPU, up to this share of the model's FLOPs
     #[arg(long, value_name = "PERCENT", conflicts_with = "split")]
     pub may_leave: Option<f64>,
 }
@@ -35,9 +35,9 @@ pub(crate) struct SelectArgs {
 
 const SELECT: &str = "\
 Each device that is considered is opened and the model is planned for it. A device with too little memory is rejected, and the \
-report gives the missing amount. -v shows the whole reason for each device. Inputs that are not given are made up (random, \
-sizes 1 where the model leaves them open): only their shapes matter. The times of copies are estimates from copies that are \
-measured now.
+report gives the missing amount. -v shows the whole reason for each device. Only the shapes of inputs matter, so inputs that are \
+not given are random, with size 1 where the model leaves a size open. The times of copies are estimated from copies that the \
+command measures.
 
 Examples:
   halcyon select models/digits.onnx
@@ -68,7 +68,7 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = INSPECT)]
 pub(crate) struct InspectArgs {
-    /// ONNX model, or a file of tensors. Tensors come as safetensors, .npz, .npy or ONNX .pb
+    /// ONNX model, or a file of tensors: safetensors, .npz, .npy or ONNX .pb
     pub file: PathBuf,
     /// Size of an input whose dimensions the model leaves open: [NAME=]1x3x224x224. If shapes depend on the
     /// input's value, give a source as in `halcyon run`. Open sizes that are not given are 1
@@ -83,7 +83,7 @@ pub(crate) struct InspectArgs {
     /// Type of products and convolutions at O2: f32 or bf16
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,
-    /// Plans --precision even where it is slower (see `halcyon run --help`)
+    /// Plans products and convolutions with --precision even where that is slower (see `halcyon run --help`)
     #[arg(long, requires = "precision")]
     pub force_precision: bool,
     /// How many of the largest tensors to list
@@ -124,8 +124,8 @@ pub(crate) struct FitArgs {
 const FIT: &str = "\
 The figures come from the plan, before a weight is uploaded or scratch is allocated. Inputs are as in `halcyon run`, or a shape \
 alone (NAME=8x3x224x224); those that are not given have the declared sizes, with 1 for open ones. The exit code is 0 if the model \
-fits and 5 if not. `halcyon run --json` reports the same figures as measured, under \"memory\". Those of the device are exact; \
-anonymous memory leaves out scratch that kernels of the CPU keep for themselves (some MiB).
+fits and 5 if not. `halcyon run --json` reports the measured figures under \"memory\". The figures of `fit` are exact for the \
+device; for anonymous memory they leave out scratch that kernels of the CPU keep for themselves (some MiB).
 
 Examples:
   halcyon fit models/digits.onnx --batch 1000
@@ -141,13 +141,13 @@ pub(crate) struct ExportArgs {
     /// pipes are written in place
     #[arg(long, short = 'o', value_name = "FILE")]
     pub output: PathBuf,
-    /// Fixes the size of an input: [NAME=]1x3x224x224. Others stay symbolic
+    /// Fixes the size of an input: [NAME=]1x3x224x224. The sizes of other inputs stay symbolic
     #[arg(long = "input", short = 'i', value_name = "[NAME=]SHAPE")]
     pub inputs: Vec<String>,
     /// Version of the operator set
     #[arg(long, value_name = "N", default_value_t = ExportOptions::default().opset)]
     pub opset: i64,
-    /// Keeps weights in a file beside the model. Always done above 2 GiB
+    /// Writes the weights to a file beside the model. Above 2 GiB, this is always done
     #[arg(long)]
     pub external_data: bool,
     /// Prints one JSON object
@@ -157,8 +157,9 @@ pub(crate) struct ExportArgs {
 
 const EXPORT: &str = "\
 Constants are folded where that does not grow the model, common parts are merged, and operators without effect are removed. \
-Functions and control flow that constants decide are gone. Where the written model is larger than the one that was read, the \
-report says what grew. A model whose structure depends on computed values is not a single graph and is refused (exit code 3).
+Functions, and control flow that constants decide, do not appear in the written model. If the written model is larger than the \
+original, the report says what grew. A model whose structure depends on computed values is not a single graph and is refused \
+(exit code 3).
 
 Examples:
   halcyon export models/digits.onnx -o smaller.onnx

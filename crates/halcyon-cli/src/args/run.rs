@@ -11,13 +11,14 @@ pub(crate) struct InputArgs {
     /// [NAME=]SOURCE: a file (.npy, .npz, .json, ONNX .pb, PNG, JPEG), numbers as JSON ('[1,2,3]'),
     /// random|zeros|ones[:SHAPE] (1x3x8x8), or text (text:"hello", @lines.txt). Repeatable
     ///
-    /// Without a NAME, inputs are taken in the model's order. Types NumPy lacks come as f32 (bf16, f8...,
-    /// f4...), i8 (i4, i2) or u8 (u4, u2). JSON of fewer dimensions than the model declares gets leading
-    /// ones. Inputs of strings take JSON, text with one string on each line, or .npy; maps take JSON objects.
-    /// Text for inputs of token ids needs a tokenizer (see --tokenizer).
+    /// Without a NAME, inputs are taken in the model's order. NumPy files have no type for some inputs: bf16,
+    /// f8... and f4... are read from f32, i4 and i2 from i8, u4 and u2 from u8. JSON with fewer dimensions
+    /// than the model declares gets leading dimensions of size 1. Inputs of strings take JSON, text with one
+    /// string on each line, or .npy; maps take JSON objects. Text for inputs of token ids needs a tokenizer
+    /// (see --tokenizer).
     #[arg(long = "input", short = 'i', value_name = "[NAME=]SOURCE")]
     pub inputs: Vec<String>,
-    /// Tokenizer that turns text into token ids; without it tokenizer.json beside the model
+    /// Tokenizer that turns text into token ids (default: tokenizer.json in the model's folder)
     ///
     /// It fills the model's inputs input_ids (or ids), attention_mask (or mask) and token_type_ids, padded to
     /// the longest line. Lines are cut to the smallest limit of tokenizer.json, tokenizer_config.json,
@@ -27,7 +28,7 @@ pub(crate) struct InputArgs {
     /// Seed of the random numbers for `random`
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
-    /// Size to which images are scaled, instead of the model's
+    /// Size to which images are scaled, instead of the size in the model's shape
     #[arg(long, value_name = "WxH")]
     pub image_size: Option<String>,
     /// Subtracted from an image's values, which are in 0..1: one number, or one per channel
@@ -75,8 +76,8 @@ pub(crate) struct RunArgs {
     pub more: Vec<String>,
     #[command(flatten)]
     pub input: InputArgs,
-    /// Images or lines of text per run, where the model leaves its first dimension open (default
-    /// 1 image, 32 lines)
+    /// Images or lines of text per run, if the model does not fix its first dimension (default 1 image, 32
+    /// lines)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub batch: Option<u32>,
     #[command(flatten)]
@@ -85,19 +86,19 @@ pub(crate) struct RunArgs {
     pub split: SplitArgs,
     /// Writes the outputs to a file: .npy, .npz, .json or .csv, or - for standard output. Repeatable
     ///
-    /// .npz and .json hold every output; .npy and .csv hold one, chosen as NAME=FILE where the model has
-    /// several. With --top-k, .csv holds the classes instead of the values. Other extensions need
-    /// --format; without it JSON is written.
+    /// .npz and .json hold every output. .npy and .csv hold one, which NAME=FILE chooses if the model has
+    /// several. With --top-k, .csv holds the classes instead of the values. A file with another extension
+    /// needs --format. Standard output, pipes and devices get JSON without it.
     #[arg(long = "output", short = 'o', value_name = "[NAME=]FILE")]
     pub output: Vec<String>,
-    /// Format of --output where the file name has no known extension (-, pipes)
+    /// Format of --output if the file name has no known extension (-, pipes)
     #[arg(long, value_name = "FORMAT", requires = "output")]
     pub format: Option<Format>,
     /// Saves every output in this folder as NAME.npy. Characters other than letters, digits and ._- become _;
     /// types NumPy lacks are saved as f32, i8 or u8, with a note
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
-    /// Prints the first values of each output, or all
+    /// Prints the first values of each output, or all values
     #[arg(long, value_name = "WHAT")]
     pub print: Option<Print>,
     /// Prints the N largest values of every row of the first output
@@ -118,14 +119,15 @@ pub(crate) struct RunArgs {
     #[arg(long, conflicts_with_all = ["split", "may_leave"])]
     pub receipts: bool,
     /// Runs once more and checks a share of the plan's steps on another backend at level O0: BACKEND[:SHARE],
-    /// as cpu:1%, or cpu for all steps. Exit code 6 at the first step that differs, which is saved in a
-    /// replay file
+    /// such as cpu:1%, or cpu for all steps. Ends with exit code 6 at the first step that differs, and saves
+    /// this step in a replay file
     #[arg(long, value_name = "BACKEND[:SHARE]", conflicts_with_all = ["split", "may_leave"])]
     pub verify: Option<String>,
     /// Seed of the choice of steps for --verify, to repeat the run that printed it
     #[arg(long, value_name = "N", requires = "verify")]
     pub verify_seed: Option<u64>,
-    /// Replay file for a step that fails or differs (default of --verify: MODEL.replay in this folder)
+    /// Replay file for a step that fails or differs (default of --verify: MODEL.replay in the working
+    /// directory)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["split", "may_leave"])]
     pub save_replay: Option<PathBuf>,
     /// Prints one JSON object with every value; NaN and infinities are the strings "NaN", "Infinity" and
@@ -135,13 +137,13 @@ pub(crate) struct RunArgs {
 }
 
 const RUN: &str = "\
-Images: values are scaled to 0..1, then (x - mean) / std. Grey or colour follows the model's channels, the size its shape.
+Images: values are scaled to 0..1, then replaced by (x - mean) / std. The model's number of channels decides between grey and colour, its shape the size.
 
 Several pictures: repeat --input, or name a folder (its images: PNG, JPEG, TIFF, WebP, BMP, PNM) or a pattern ('pics/*.png'). Each picture is a row, in natural order (2.png before 10.png). If a picture cannot be read, it is reported, the other pictures run, and the exit code is 1.
 
 Text: -i @lines.txt -o embeddings.npy, where tokenizer.json lies beside the model.
 
-random: floats uniform in 0..1, integers uniform in 0..9, bool either; the same for the same --seed.
+random: floats uniform in 0..1, integers uniform in 0..9, bools false or true; the same numbers for the same --seed.
 
 Examples:
   halcyon run models/digits.onnx --input models/digit-7.png --top-k 3

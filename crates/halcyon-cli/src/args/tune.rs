@@ -7,7 +7,7 @@ use std::path::PathBuf;
 #[derive(Args, Debug)]
 #[command(after_help = TUNE)]
 pub(crate) struct TuneArgs {
-    /// ONNX model whose kernels are tuned. Without one, operations that most models have
+    /// ONNX model whose kernels are tuned. Without one, common operations are tuned
     pub model: Option<PathBuf>,
     #[command(flatten)]
     pub input: InputArgs,
@@ -43,9 +43,9 @@ fn seconds(s: &str) -> std::result::Result<f64, String> {
 }
 
 const TUNE: &str = "\
-Candidates run in a process of their own. One that is wrong, does not compile, crashes or hangs goes into quarantine with the reason \
-and is not tried again on that device with that driver (--retry forgets that). Kernels that the cache knows are not tuned again. \
-Without a MODEL, --list, --import and --export tune nothing. Results count from level O2 on.
+Candidates run in a child process. A candidate that gives wrong results, does not compile, crashes or hangs is quarantined, with the reason, \
+and is not tried again on that device with that driver (unless --retry is given). Kernels with results in the cache are not tuned again. \
+Without a MODEL, --list, --import and --export tune nothing. Tuned kernels are used from level O2 on.
 
 Examples:
   halcyon tune models/digits.onnx --budget 10

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 /// Exit code after Ctrl-C: the code that a shell reports for a program ended by SIGINT.
 const INTERRUPTED: i32 = 130;
-/// Time between the cancellation and the exit of the process. A loop ends within an iteration.
+/// Time between the cancellation and the exit of the process. A cancelled loop ends after its current
+/// iteration.
 const GRACE: Duration = Duration::from_millis(500);
 
 static OPTIONS: OnceLock<RunOptions> = OnceLock::new();
@@ -27,12 +28,12 @@ pub(super) fn set(max_iterations: u64) {
         std::process::exit(INTERRUPTED);
     });
     if let Err(e) = watched {
-        // The system's default handling of Ctrl-C then remains.
+        // In this case the system's default handling of Ctrl-C remains.
         tracing::warn!("the handler of Ctrl-C cannot be installed: {e}");
     }
 }
 
-/// A session of a model on a device, with these limits.
+/// Opens a session of a model on a device, with the limits that `set` has stored.
 pub(super) fn session(backend: &Backend, model: Model) -> Result<OnnxSession> {
     let options = OPTIONS.get().cloned().unwrap_or_default();
     Ok(OnnxSession::new(backend, model)?.with_options(options))

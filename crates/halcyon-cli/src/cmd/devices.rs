@@ -24,7 +24,7 @@ pub(crate) fn main(a: &DevicesArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// `23.5 GiB`, or "unknown".
+/// A size such as `23.5 GiB`, or "unknown".
 fn amount(bytes: Option<u64>) -> String {
     bytes.map_or("unknown".into(), size)
 }
@@ -33,7 +33,7 @@ fn nothing() -> String {
     "no device was found, not even the CPU: this build has no backend that works here\n".into()
 }
 
-/// A line for each device, then a line for each backend without one; `alone` omits the latter.
+/// A line for each device and then, unless `alone` is set, a line for each backend without a device.
 fn overview(all: &[BackendReport], alone: bool) -> String {
     let row = |d: &DeviceInfo| {
         let software = if d.software { "software, used only when named" } else { "" };

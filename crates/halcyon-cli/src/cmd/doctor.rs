@@ -1,4 +1,5 @@
-//! `halcyon doctor`: checks step by step whether each backend works, each in its own process.
+//! `halcyon doctor`: checks step by step whether each backend works. Each backend is checked in its own
+//! process.
 
 use crate::args::{DoctorArgs, DoctorChildArgs};
 use crate::report::{self, size, wrap};
@@ -165,7 +166,8 @@ fn no_cache() -> Line {
     }
 }
 
-/// The findings about a backend, and its driver's output, from a child process that a driver may crash.
+/// Examines a backend in a child process, because a driver may crash its process. Returns the findings, and
+/// the lines that the driver printed.
 fn examine_in_child(kind: BackendType, limit: Duration) -> Result<(Vec<Line>, Vec<String>)> {
     let exe = std::env::current_exe()
         .map_err(|e| Error::Io { path: "this executable".into(), what: e.to_string() })?;
@@ -202,7 +204,7 @@ fn lines(out: &str, end: Option<String>) -> Vec<Line> {
     if let Some(how) = end {
         let (check, device) = at.unwrap_or(("process".into(), None));
         lines.push(Line {
-            text: format!("the process that examined it {how}, at the step \"{check}\""),
+            text: format!("the process that examined the backend {how}, at the step \"{check}\""),
             check,
             device,
             status: Status::Fail,

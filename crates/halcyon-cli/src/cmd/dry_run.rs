@@ -1,4 +1,4 @@
-//! Walks a model that runs in stages without computing anything.
+//! Builds the graphs of a model that runs in stages, without computing anything.
 
 use halcyon::ir::{Graph, TensorType};
 use halcyon::{ConstData, DType, Error, Result, Scalar};

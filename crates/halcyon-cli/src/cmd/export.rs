@@ -111,7 +111,7 @@ impl OriginalModel {
         if let Some(more) = rest(after, weights).checked_sub(rest(before, self.weights)).filter(|n| *n > 0) {
             let nodes = match w.nodes > self.nodes {
                 true => format!(
-                    "; there are {} nodes instead of {}: functions, control flow and what opset {opset} has no operator for are written \
+                    "; there are {} nodes instead of {}: functions, control flow and operators that opset {opset} does not have are written \
                      as several nodes",
                     w.nodes, self.nodes
                 ),

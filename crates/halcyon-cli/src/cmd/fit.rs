@@ -56,7 +56,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
             .join(", ");
         return Err(Error::argument(
             "--batch",
-            format!("no input of the model has an open first dimension: it takes {all}"),
+            format!("the model fixes the first dimension of each input; its inputs are {all}"),
         ));
     }
     let made = ask.make(batch)?;
@@ -106,7 +106,7 @@ impl AvailableMemory {
     }
 }
 
-/// The question: model, inputs and memory.
+/// What is asked: the model, its inputs, the backend and the available memory.
 struct FitRequest<'a> {
     model: &'a Model,
     backend: &'a Backend,
@@ -530,7 +530,7 @@ impl Report<'_> {
         let id = self.ask.backend.id();
         for (w, (dtype, dims)) in self.ask.wanted.iter().zip(&p.inputs) {
             let fixed = match p.fixed.contains(&w.name) {
-                true => " (determines a shape: the plan is valid for this value)",
+                true => " (determines a shape: the plan is valid only for this value)",
                 false => "",
             };
             let _ = writeln!(out, "input    {} {dtype}{dims:?}{fixed}", report::name(&w.name));
@@ -658,7 +658,7 @@ impl Report<'_> {
         match self.made {
             FitResult::Whole(p) => self.whole_json(p, &mut v),
             FitResult::Staged(s) => {
-                // Only the known part can be judged; the whole is unknown.
+                // Only some stages are known, so it is not known whether the model fits.
                 v["fits"] = Value::Null;
                 v["staged"] = json!(s.why);
                 v["stages"] = s

@@ -23,7 +23,7 @@ pub(crate) fn main(a: &HelpArgs) -> Result<u8> {
         at = at.find_subcommand_mut(name).filter(|s| !s.is_hide_set()).ok_or_else(|| {
             let known = match known.is_empty() {
                 true => format!("`halcyon {whole}` has no commands of its own"),
-                false => format!("there are {}, and the topic environment", known.join(", ")),
+                false => format!("expected one of {}, or the topic environment", known.join(", ")),
             };
             Error::argument("help", format!("\"{name}\" is not a command: {known}"))
         })?;

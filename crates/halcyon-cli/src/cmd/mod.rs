@@ -196,7 +196,7 @@ impl Loaded {
         self.whole.get_or_init(|| self.unrolled()).as_deref().ok_or_else(|| {
             Error::unsupported(
                 format!("{what} of a model that is not a single graph: {why}"),
-                "`run` executes it in stages and reports where",
+                "Use `halcyon run`, which runs the model in stages",
             )
         })
     }

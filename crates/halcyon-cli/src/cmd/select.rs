@@ -24,7 +24,7 @@ pub(crate) fn main(a: &SelectArgs) -> Result<u8> {
     let bytes: Vec<usize> = inputs.iter().filter_map(|i| i.data.tensor()).map(|t| t.bytes().len()).collect();
     let several = a.split.split.is_some() || a.split.may_leave.is_some();
     let backend = match &outcome {
-        // Its parts are planned below.
+        // The parts of a split model are planned below.
         Outcome::Graph(_) if several => builder.build()?,
         Outcome::Graph(g) => builder.build_for(&g.graph, &bytes)?,
         // The stages are known only at run time.
@@ -54,7 +54,7 @@ pub(crate) fn main(a: &SelectArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// `46.4 KiB of 22.7 GiB free: weights 20.4 KiB (read in place), activations 5.5 KiB, ...`.
+/// A text such as `46.4 KiB of 22.7 GiB free: weights 20.4 KiB (read in place), activations 5.5 KiB, ...`.
 fn needs_text(f: &Fit, free: Option<u64>, caveat: &str) -> String {
     let free = free.map_or("free memory unknown".into(), |b| format!("of {} free{caveat}", size(b)));
     let parts: Vec<String> =
@@ -81,11 +81,11 @@ fn graph(model: &Model, inputs: &[Input]) -> Result<Outcome> {
     })
 }
 
-/// Why a device was selected: in the words of `run`, else the rule.
+/// Why a device was selected: the reason that `run` prints, or if it prints none, the rule of the selection.
 fn why(b: &Backend) -> String {
     let place = placement_text(b);
     match place.split_once(": ") {
-        // The reasons are printed below.
+        // This report contains the reasons, so the reference to `halcyon devices` is removed.
         Some((_, why)) => why.trim_end_matches(" (halcyon devices says why)").to_string(),
         None => b.selection().rule.clone(),
     }

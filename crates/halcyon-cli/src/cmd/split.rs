@@ -82,7 +82,8 @@ pub(super) struct Assignment {
     pub why: BTreeMap<usize, String>,
 }
 
-/// The requested assignment, with the first device already open. By default all nodes go there.
+/// The requested assignment. `first` is the first device, which is already open. By default all nodes go to
+/// this device.
 pub(super) fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Result<Assignment> {
     if let Some(t) = &s.split {
         let parts = parts(t)?;
@@ -135,7 +136,7 @@ pub(super) fn text(p: &Placement) -> String {
     }
     let _ = writeln!(
         out,
-        "placement  {} segments; {} between devices a run, copies estimated at {}",
+        "placement  {} segments; {} between devices per run, copies estimated at {}",
         p.segments,
         size(p.between()),
         time(Duration::from_secs_f64(p.seconds()))

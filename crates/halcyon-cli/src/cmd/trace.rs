@@ -17,7 +17,7 @@ pub(crate) fn main(a: &TraceArgs) -> Result<u8> {
     let (backend, graph) = (&loaded.backend, &loaded.graph("a trace")?.graph);
     let inputs: Vec<ConstData> = loaded.data().iter().filter_map(|d| d.tensor().cloned()).collect();
 
-    // Timed separately; the session below lowers again.
+    // Lowering is timed separately; the session below lowers again.
     let start = Instant::now();
     lower(graph, backend.device().as_target(), &backend.lower_options())?;
     let lowering = start.elapsed();
@@ -49,7 +49,7 @@ pub(crate) fn main(a: &TraceArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// The time of each step of a run; `None` if the device does not measure it or the host took part.
+/// The time of each step of a run; `None` if the device does not measure it or a step ran on the host.
 pub(crate) fn by_step(exe: &Executable, timings: &[Timing]) -> Option<Vec<Duration>> {
     let steps = &exe.plan().steps;
     let device_only = steps.iter().all(|s| !matches!(s.work, StepWork::Host(_)));
@@ -93,7 +93,7 @@ impl Trace<'_> {
             vec!["import".into(), time(l.times.load)],
             vec!["open device".into(), time(l.times.open)],
             vec!["passes and lowering, alone".into(), time(self.lowering)],
-            vec!["prepare: the same, programs and weights".into(), time(self.prepare)],
+            vec!["passes, lowering, programs and weights".into(), time(self.prepare)],
             vec!["first run, inputs and outputs copied".into(), time(self.first)],
             vec!["second run, on the device".into(), time(self.second)],
         ]);

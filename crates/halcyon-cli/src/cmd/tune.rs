@@ -41,7 +41,7 @@ pub(crate) fn child(a: &TuneArgs) -> Result<u8> {
             Event::Candidate(p) => ChildEvent::Candidate(p.clone()),
             Event::Done(k) => ChildEvent::Done(k.clone()),
         };
-        // If the parent is gone, this process is about to end.
+        // If the parent has ended, this process is about to end too.
         let _ = say(&line);
     };
     let options = TuneOptions {
@@ -197,7 +197,8 @@ fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<Tu
     let mut done: Vec<TunedKernel> = vec![];
     let mut recovered: Vec<(String, Rejection)> = vec![];
     for first in [true].into_iter().chain(std::iter::repeat(false)) {
-        // Quarantined candidates are released only once: the last child may have died of one of them.
+        // Only the first child gets --retry. A later one would try the candidate again that ended the
+        // previous child.
         let keep = |s: &OsString| first || s != "--retry";
         // Global flags may precede the command's name.
         let mut words = std::env::args_os().skip(1);
@@ -321,7 +322,7 @@ fn report_text(r: &TuningReport) -> String {
         }
     }
     if r.tuned.is_empty() && r.known == 0 && r.left == 0 && r.failed.is_empty() {
-        out += "         this device's kernels have no variants here: its library chooses them itself\n";
+        out += "         there is nothing to tune: the device's library chooses its kernels itself\n";
     }
     out
 }

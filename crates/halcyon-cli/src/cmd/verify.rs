@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 /// Exit code if a result differs from the reference.
 pub(super) const EXIT_DIFFERS: u8 = 6;
 
-/// A verification with the file that it wrote.
+/// A verification, with the file that it wrote and the file's size.
 #[derive(Debug)]
 pub(super) struct Verified {
     report: VerifyReport,
@@ -60,7 +60,7 @@ pub(super) fn run(a: &RunArgs, o: &VerifyOptions, loaded: &Loaded, inputs: &[Dat
     Ok(Verified { report, file })
 }
 
-/// `digits.replay` for a model `…/digits.onnx`.
+/// The default name of the replay file: `digits.replay` for a model `…/digits.onnx`.
 fn name(model: &Path) -> PathBuf {
     PathBuf::from(model.file_stem().unwrap_or("model".as_ref())).with_extension("replay")
 }

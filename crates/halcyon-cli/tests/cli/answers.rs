@@ -468,7 +468,7 @@ fn conformance_ops_says_what_the_table_says() {
         let cell = cells.iter().find(|c| c["op"] == op && c["dtype"] == d);
         cell.unwrap_or_else(|| panic!("no {op} {d} in {cells:?}"))
     };
-    // tanh does not accept integers, matmul does not accept bool.
+    // tanh does not accept integers, and matmul does not accept bool.
     assert_eq!(cells.len(), 2 + 3 + 4, "{cells:?}");
     assert_eq!(v["total"]["passed"], 9);
     for c in cells {
@@ -520,7 +520,8 @@ fn conformance_ops_says_what_the_table_says() {
     ops(&["--op", "tanh", "--dtype", "i32"]).code_is(2, "takes i32");
     ops(&["--op", "tanh", "--dtype", "f31"]).code_is(2, "is not a type");
     ops(&["--tolerance", "0"]).code_is(2, "not a factor");
-    // A device that lacks a type reports it as unsupported, not as failed.
+    // On a device without measured peaks, the report says why there are no shares. (Exit code 4: there is no
+    // OpenCL device.)
     let v =
         halcyon(&["conformance", "ops", "--backend", "opencl", "--op", "neg", "--dtype", "f32", "--json"]);
     assert!(v.code == 4 || v.code == 0 && v.json()["no_shares"].is_string(), "{v:?}");
@@ -565,8 +566,8 @@ fn a_verified_run_agrees_and_a_failing_one_leaves_a_file() {
     halcyon(&["replay", text(&file), "--backend", "quantum"]).fails(2, &["quantum"]);
 }
 
-/// After a device is lost, every call fails: the cell where it happened is reported, and the others are not
-/// run.
+/// After a device is lost, every call fails. The cell in which the device was lost is reported as failed, and
+/// the later ones are not run.
 #[test]
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
 fn a_lost_device_ends_a_run_of_the_op_table() {

@@ -65,9 +65,9 @@ fn peaks_are_measured_on_one_thread_and_on_all() {
     // A second thread adds its own second-level cache.
     let l2 = |t: &str| row(&v, &format!("read L2, {t}"))["what"].as_str().map(String::from);
     assert_ne!(l2("1 thread"), l2("all threads"));
-    let job = row(&v, "hand-off, all threads");
+    let job = row(&v, "starting a job, all threads");
     ordered(&job["time_ms"], 2000);
-    assert!(row(&v, "hand-off, 1 thread")["absent"].as_str().is_some());
+    assert!(row(&v, "starting a job, 1 thread")["absent"].as_str().is_some());
     assert!(v["machine"]["l2"].as_u64() > Some(0));
 }
 
@@ -96,7 +96,7 @@ fn works_have_times_rates_and_shares() {
         let memory = number(&r["bytes"]) / number(&peak["gbytes_per_s"]) / 1e9;
         assert!((share - compute.max(memory) / t).abs() < 1e-6 * share, "{r}");
         assert_eq!(r["bound"], if compute >= memory { "compute" } else { "memory" });
-        // May exceed 1 if other programs used the machine while its peak was measured.
+        // The share may exceed 1 if other programs used the machine while its peak was measured.
         assert!(share > 0.0 && share.is_finite(), "{r}");
     }
     assert_eq!(row(&v, "gemm-512")["flops"], 2u64 << 27);
@@ -307,7 +307,7 @@ fn receipts_report_the_gain_of_each_transformation_and_repeat() {
     keep(&other);
     let d = run(&["--compare", text(&file), "--within", "1e9"]);
     assert_eq!(d.code, 1, "{d:?}");
-    for part in ["steps: 1 before", "luck: not in this run", "not in the earlier report", "gain again"] {
+    for part in ["steps: 1 before", "luck: not in this run", "not in the earlier report", "against earlier"] {
         assert!(d.out.contains(part), "{part}: {}", d.out);
     }
     assert!(d.err.contains("3 receipts are not within"), "{}", d.err);

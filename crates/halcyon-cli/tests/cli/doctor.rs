@@ -81,8 +81,8 @@ fn what_is_broken_fails_and_says_what_to_do() {
     assert!(d.code == 2 && d.out.contains("fail") && d.out.contains("colour"), "{d:?}");
 }
 
-/// For each library, a driver that crashes the process loading it. The drivers of OpenCL and Vulkan are
-/// registered by files; the PJRT plugin is named by a variable.
+/// Each backend gets a driver that crashes the process that loads it. Files register the drivers of OpenCL
+/// and Vulkan; an environment variable names the PJRT plugin.
 #[test]
 fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
     let test = "drivers_that_crash_are_failed_lines_and_everything_else_goes_on";
@@ -109,8 +109,8 @@ fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
         assert_eq!((&l["check"], &l["status"]), (&"library".into(), &"fail".into()), "{v:#}");
         assert!(l["text"].as_str().is_some_and(|t| t.contains("signal")), "{v:#}");
     }
-    // All broken drivers at once, with probe results in the cache: a crashing driver must not be mistaken for
-    // a harmless one.
+    // All broken drivers are present at once, and results of probes are cached. In the second run, a driver
+    // that crashed must not be taken for a harmless one.
     let all = |args: &[&str]| {
         let mut c = command(args);
         c.env_remove("VK_DRIVER_FILES").env("HALCYON_CONFIG", "off");
@@ -135,8 +135,8 @@ fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
         .fails(4, &["signal"]);
 }
 
-/// Files in place of a library: none, text, a library for another processor, one without the functions. Each
-/// is reported as an absent backend with the path and the defect.
+/// In place of a library, there is no file, a text, a library for another processor, or a library without the
+/// needed functions. In each case the backend is reported as absent, with the path and what is wrong.
 #[test]
 #[cfg(target_os = "linux")]
 fn what_is_no_library_is_named_with_what_is_wrong() {
@@ -184,7 +184,7 @@ fn what_is_no_library_is_named_with_what_is_wrong() {
         finish(c.env("HALCYON_OPENCL_LIBRARY", lib).env("HALCYON_CONFIG", "off"))
             .fails(4, &[text_of(lib), part]);
     }
-    // Vulkan's own library is found only by its name.
+    // Vulkan's loader library is only found by its name, so the files are in a folder of the search path.
     for (lib, part) in
         cases.iter().filter(|(_, part)| ["invalid ELF header", "has no function"].contains(part))
     {
@@ -260,7 +260,8 @@ fn library(dir: &Path, name: &str, source: &str) -> Option<std::path::PathBuf> {
     halcyon_test::library(&to, source, &[]).then_some(to)
 }
 
-/// The user's settings do not affect the check: sums are exact, and the device is the one being examined.
+/// The user's settings do not affect the check: products are not rounded to bf16, and no other device takes
+/// the place of the one being examined.
 #[test]
 fn settings_of_the_user_do_not_change_the_verdict() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -282,7 +283,7 @@ fn a_gpu_is_found_examined_chosen_and_used() {
     const SEVEN: [&str; 4] = ["run", "models/digits.onnx", "--input", "models/digit-7.png"];
     let paths = halcyon_test::standin::paths();
     for there in paths.iter().map(|(id, _)| *id) {
-        // With or without the compiler.
+        // Runs the command on such a machine, with or without the vendor's compiler.
         let on = |args: &[&str], compiler: bool| {
             let mut c = command(args);
             c.env("HALCYON_CONFIG", "off").env("HALCYON_CACHE", "off").env_remove("HALCYON_BACKENDS");
@@ -315,10 +316,11 @@ fn a_gpu_is_found_examined_chosen_and_used() {
             on(&["run", SEVEN[1], "--input", SEVEN[3], "--backend", &format!("{there}:1"), "--json"], true);
         assert_eq!(v.ok().json()["backend"]["id"], format!("{there}:1"));
 
-        // Kernels cannot be built, so another device is selected, and the reason is reported.
+        // Without the compiler, kernels cannot be built, so another device is selected, and the reason is
+        // reported.
         let v = on(&[&SEVEN[..], &["--json"]].concat(), false).ok().json();
         let all = v["backend"]["candidates"].as_array().expect("candidates");
-        let it = all.iter().find(|c| c["backend"] == there).expect("it was looked at");
+        let it = all.iter().find(|c| c["backend"] == there).expect("the backend is a candidate");
         assert!(it["rejected"].as_str().is_some_and(|r| r.contains("/nowhere/libNone.so")), "{v:#}");
         on(&[&SEVEN[..], &["--backend", there]].concat(), false)
             .fails(4, &["/nowhere/libNone.so", "Install"]);

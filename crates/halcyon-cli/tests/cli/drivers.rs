@@ -18,8 +18,8 @@ __attribute__((constructor)) static void at_load(void) {
     if (path) { FILE *f = fopen(path, \"w\"); fprintf(f, \"%d\\n\", getpid()); fclose(f); }
     for (;;) pause();
 }\n";
-/// Prints when it is loaded, when a kernel is loaded, and when the process ends. Only half of the output ends
-/// with a newline.
+/// Prints when it is loaded, when a kernel is loaded, and when the process ends. Some of the output does not
+/// end with a newline.
 const TALK: &str = "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <stdio.h>
 __attribute__((constructor)) static void at_load(void) {
     printf(\"hello from the driver\\n\");
@@ -78,8 +78,8 @@ fn reason(d: &Done, backend: &str) -> String {
     row["reason"].as_str().unwrap_or_default().into()
 }
 
-/// After the list of devices is cached, a library appears that crashes the process loading it. It must be
-/// found where the loader finds it, and the cached result must not be used for it.
+/// After the list of devices is cached, a library appears that crashes the process loading it. The command
+/// must notice it wherever the loader would find it, and must then not use the cached result.
 #[test]
 fn a_library_that_comes_later_is_looked_at_by_a_child() {
     let test = "a_library_that_comes_later_is_looked_at_by_a_child";
@@ -111,8 +111,8 @@ fn a_library_that_comes_later_is_looked_at_by_a_child() {
     }
 }
 
-/// The paths that the loader searches: relative and empty entries, a folder created later, a folder for the
-/// processor, and a library that another one needs.
+/// Tests the paths that the loader searches: relative and empty entries, a folder that is created later, and
+/// a library that another one needs.
 #[test]
 fn every_way_to_a_library_counts() {
     let test = "every_way_to_a_library_counts";
@@ -178,7 +178,7 @@ __attribute__((constructor)) static void at_load(void) {
     assert!(by.len() == 3 && !by.iter().any(|p| own.iter().any(|o| o == p)), "{by:?} {own:?}");
 }
 
-/// The command prints what it is waiting for, except in output for programs. It waits only once.
+/// The command prints what it is waiting for, except with `--json`. It waits only once.
 #[test]
 fn a_driver_that_hangs_is_reported_and_cached() {
     let test = "a_driver_that_hangs_is_reported_and_cached";
@@ -205,7 +205,8 @@ fn a_driver_that_hangs_is_reported_and_cached() {
     finish(w.command(&["devices"]).env("HALCYON_PROBE_TIMEOUT", "soon")).fails(2, &["HALCYON_PROBE_TIMEOUT"]);
 }
 
-/// A library that wraps the stand-in for CUDA with its own functions, and the stand-in.
+/// Builds a library that replaces some functions of the stand-in for CUDA. Returns its path and the
+/// stand-in's.
 fn over_standin(w: &World, source: &str) -> Option<(PathBuf, String)> {
     let paths = standin::paths();
     let (_, standin) = paths.into_iter().find(|(id, _)| *id == "cuda")?;
@@ -232,7 +233,8 @@ fn what_drivers_print_is_kept_apart() {
         }
         assert!(!d.out.contains("bye"), "{d:?}");
     };
-    // Probed by a child first, then loaded in this process.
+    // In the first round the driver is probed by a child and then loaded by the command. In the second round
+    // the probe is cached.
     for _ in 0..2 {
         let d = with(&["devices", "--json"], None);
         let v = d.json();

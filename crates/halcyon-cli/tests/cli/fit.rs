@@ -176,7 +176,7 @@ fn large_models_take_what_is_predicted() {
     for (path, input) in &cases {
         let (fit, predicted, measured) = predicted_and_measured(path, &["--input", input]);
         let Some(measured) = measured else {
-            skip("large_models_take_what_is_predicted", "the system does not tell anonymous memory");
+            skip("large_models_take_what_is_predicted", "the system does not report anonymous memory");
             return;
         };
         if path != &cases[3].0 {
@@ -221,7 +221,7 @@ fn the_largest_batch_runs_and_the_next_does_not() {
         let d = halcyon(&args).fails(5, &["out of memory on cpu:0", "scratch"]);
         assert!(d.out.contains("fits     no"), "{d:?}");
     }
-    // A limit that nothing fits.
+    // No batch fits this limit.
     let path = dir.path().join("chain.onnx");
     let d = command("fit", &path, &["--memory-limit", "4K"]);
     assert_eq!((d.code, &d.json()["largest_batch"]["batch"]), (5, &Value::Null));
@@ -333,15 +333,15 @@ fn resnet_50_takes_its_weights_and_little_more_than_its_live_activations() {
     let run = command("run", &dir.join("model.onnx"), &["--input", "random:1x3x224x224"]).ok().json();
     let live = figure(&fit, "/activations/lower_bound");
     let weights = figure(&run, "/memory/device/peak_by_tag/weights");
-    // Packed once without a second copy: about the 97.5 MiB of the file.
+    // The weights are packed once, without a second copy, so they take about the 97.5 MiB of the file.
     assert!(weights < 100 * MIB, "{weights}");
-    // Scratch with workspace, the input and the result.
+    // The rest is scratch memory with the workspace, the input and the result.
     let rest = figure(&run, "/memory/device/peak") - weights;
     println!("weights {weights}, live {live}, all else {rest}: {:.3}", rest as f64 / live as f64);
     assert!(rest <= live + live / 10, "{rest} beside the weights, {live} live at once");
     // The process adds little: the program, the graph, and the host's copy of the input.
     let Some(measured) = measured else {
-        skip(test, "the system does not tell anonymous memory");
+        skip(test, "the system does not report anonymous memory");
         return;
     };
     assert!(measured.abs_diff(predicted) <= predicted / 20, "{predicted} predicted, {measured} measured");

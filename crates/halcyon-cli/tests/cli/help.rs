@@ -48,7 +48,8 @@ fn examples(path: &[String]) -> Vec<String> {
     lines.map(|l| l.trim().to_string()).filter(|l| !l.is_empty()).collect()
 }
 
-/// Files that examples use besides the repository's models, as left by a user's earlier commands.
+/// A folder with the files that the examples use: the repository's models, and files that a user's earlier
+/// commands would have left.
 fn workplace() -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("a folder");
     let models = dir.path().join("models");

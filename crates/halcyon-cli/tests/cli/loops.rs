@@ -1,5 +1,5 @@
-//! Tests of loops through the command: their limit, Ctrl-C, and warnings about bodies that are not compiled
-//! once.
+//! Tests of loops through the command: the limit on iterations, Ctrl-C, and the warning if one plan cannot
+//! serve all iterations of a body.
 
 use crate::common::*;
 use halcyon_formats::onnx::proto::*;
@@ -13,7 +13,7 @@ impl Files {
         Files(tempfile::tempdir().unwrap())
     }
 
-    /// Saves a model with input `x: f32[2]` and the output `y` of the nodes.
+    /// Saves a model with the input `x: f32[2]`, these nodes and the output `y`.
     fn model(&self, nodes: Vec<NodeProto>, weights: Vec<TensorProto>) -> PathBuf {
         let path = self.0.path().join("m.onnx");
         let g = graph(nodes, vec![port("x", 1, &[2])], vec![port("y", 1, &[-1])], weights);
@@ -22,7 +22,8 @@ impl Files {
     }
 }
 
-/// Adds `x` to the value while the sum is below itself, or below `limit`.
+/// A loop that adds `x` to its value until the largest element reaches `limit`. Without `limit`, the loop's
+/// condition is always true.
 fn adding(trip: &str, limit: Option<f32>) -> (NodeProto, Vec<TensorProto>) {
     let step = graph(
         vec![
@@ -69,8 +70,8 @@ fn an_endless_loop_ends_at_its_bound() {
     halcyon(&at("0")).fails(2, &["--max-iterations"]);
     let v = halcyon(&[&at("77")[..], &["--json"]].concat());
     assert_eq!(v.json()["error"]["facts"]["iterations"].as_u64(), Some(77));
-    // The model's trip count ends the loop before the limit, not after it. Unrolled loops behave in the same
-    // way.
+    // A limit equal to the model's trip count is enough; a limit that is smaller by one is an error. This
+    // also holds for loops that are unrolled.
     for trips in [20, 900] {
         let (n, mut w) = adding("n", None);
         w.push(scalar(ints("n", &[trips])));
@@ -87,7 +88,7 @@ fn an_endless_loop_ends_at_its_bound() {
 #[test]
 fn what_is_not_compiled_once_is_a_warning() {
     let f = Files::new();
-    // A slice that starts at the iteration number.
+    // The body takes a slice that starts at the iteration number.
     let step = graph(
         vec![
             node("Unsqueeze", &["i", "zero"], &["k"]),
@@ -149,8 +150,8 @@ fn an_interrupt_ends_a_loop_and_leaves_no_output() {
         ["run", text(&path), "--backend", "cpu", "-i", "ones", "--max-iterations", &most, "-o", text(&out)];
     let mut child = command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let pid = child.id().to_string();
-    // After the command has set its handler, a signal no longer kills it directly; before that, none may be
-    // sent.
+    // Until the command has set its handler, the signal would kill it directly. So wait for the handler
+    // before sending the signal.
     let caught = || {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
         let mask = status.lines().find_map(|l| l.strip_prefix("SigCgt:").map(str::trim).map(String::from));

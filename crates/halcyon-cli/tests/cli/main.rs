@@ -1,5 +1,5 @@
-//! Tests of the command, which each runs as a process of its own. They are one binary, so that a change of
-//! the library links once for all of them.
+//! Tests of the command. Each test runs the command in a process of its own. The tests are in one binary, so
+//! that only one binary is linked again after a change of the library.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -38,7 +38,7 @@ fn paths_need_not_be_text() {
         let text = run(before, &[&cpu, after].concat()).ok();
         assert!(!text.out.contains('\x1b'), "{before:?}: {text:?}");
     }
-    // The name as an output, and as a missing file.
+    // Such a name is accepted for an output, and an error about a missing file can contain it.
     let to = dir.path().join(OsStr::from_bytes(b"out\xfe.onnx"));
     let mut c = command(&["export", DIGITS, "--json", "-o"]);
     assert!(finish(c.arg(&to)).ok().json()["output"].is_string());
@@ -82,7 +82,7 @@ fn names_in_a_model_cannot_add_lines() {
     // JSON contains names unchanged.
     let v = halcyon(&["run", text(&path), "-i", "ones", "--backend", "cpu", "--json"]).ok().json();
     assert_eq!((&v["inputs"][0]["name"], &v["outputs"][0]["name"]), (&odd.into(), &"y\nforged".into()));
-    // Names in errors of the importer and of operators.
+    // An unknown operator has such a name, which the importer's error contains.
     let mut wrong = m.clone();
     wrong.graph.as_mut().expect("a graph").node[0].op_type = "No\nforged".into();
     save(&wrong, &path);
@@ -199,7 +199,7 @@ fn relative_homes_make_no_folders() {
     let left: Vec<_> =
         fs::read_dir(dir.path()).expect("the folder").flatten().map(|e| e.file_name()).collect();
     assert!(left.is_empty(), "{left:?}");
-    // The log contains the ignored setting.
+    // The log says that the setting is ignored.
     let mut c = command(&["run", text(&model), "-i", text(&picture), "--backend", "cpu"]);
     c.current_dir(dir.path())
         .env("XDG_CACHE_HOME", "cache")

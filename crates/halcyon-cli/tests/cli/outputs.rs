@@ -1,5 +1,5 @@
-//! Tests of the files that commands write: commands replace only files that the user named, and each file
-//! either completely or not at all.
+//! Tests of the files that commands write: commands replace only files that the user named, and write each
+//! file completely or not at all.
 
 use crate::common::*;
 use std::fs;
@@ -122,7 +122,7 @@ fn what_fails_changes_nothing() {
     assert_ne!(done.code, 0, "{done:?}");
     let left = names(&dir.path().join("out"));
     assert!(left.is_empty(), "{left:?}");
-    // An existing folder, and a missing one.
+    // The output is an existing folder, ends with a slash, or lies in a missing folder.
     export(dir.path(), &[]).fails(1, &["folder"]);
     export(&dir.path().join("new/"), &[]).fails(1, &["folder"]);
     export(&dir.path().join("none/m.onnx"), &[]).fails(1, &["make the folder first"]);
@@ -130,7 +130,7 @@ fn what_fails_changes_nothing() {
     fs::create_dir(&locked).expect("a folder");
     fs::set_permissions(&locked, fs::Permissions::from_mode(0o500)).expect("its mode");
     if fs::File::create(locked.join("probe")).is_err() {
-        export(&locked.join("m.onnx"), &[]).fails(1, &["takes no new file"]);
+        export(&locked.join("m.onnx"), &[]).fails(1, &["no file can be created"]);
     }
 }
 
@@ -145,7 +145,7 @@ fn a_file_of_weights_that_is_none_of_ours_stays() {
     fs::remove_file(&data).expect("removed");
     export(&to, &["--external-data"]).ok();
     let bytes = fs::read(&data).expect("the weights");
-    // The file now belongs to the model.
+    // The file is now the data of this model, so a second export replaces it.
     export(&to, &["--external-data"]).ok();
     assert_eq!(fs::read(&data).expect("the weights"), bytes);
 }

@@ -20,8 +20,8 @@ fn f32s(dims: &[usize], v: &[f32]) -> ConstData {
     ConstData::from_slice(dims, v).expect("values fill the shape")
 }
 
-/// A folder of 16-pixel images of one grey each, `p1.png`, `p2.png`, `p10.png`, and a file that is not an
-/// image.
+/// Writes three copies of the sample image (`p1.png`, `p2.png`, `p10.png`), a `.png` file that is not an
+/// image, and a text file.
 fn pictures(dir: &Path) {
     let png = std::fs::read(root().join(SEVEN)).expect("the sample");
     for n in ["p10.png", "p2.png", "p1.png"] {

@@ -43,7 +43,7 @@ fn a_model_is_placed_with_what_it_needs() {
 fn what_does_not_fit_says_what_is_missing() {
     let small = ["select", DIGITS, "--backend", "cpu", "--memory-limit", "4K"];
     clean(&small, &[]).fails(5, &["out of memory on cpu:0", "4096"]);
-    // Slightly more memory suffices.
+    // More memory suffices.
     clean(&["select", DIGITS, "--backend", "cpu", "--memory-limit", "64K"], &[]).ok();
     // The next device in the order is tried, and has the same limit.
     let auto = ["select", DIGITS, "--memory-limit", "4K", "--json"];
@@ -116,7 +116,7 @@ fn a_fallback_is_reported() {
     let args = ["run", DIGITS, "--input", SEVEN, "--backend", "cuda", "--fallback", "cpu", "--json"];
     let v = clean(&args, &[]).ok().json();
     let rule = v["backend"]["rule"].as_str().expect("a rule");
-    // If there is such a device, it is selected.
+    // If there is a CUDA device, it is selected.
     if v["backend"]["id"] == "cpu:0" {
         assert!(rule.contains("cuda was requested; the CPU is the fallback"), "{rule}");
         assert!(!candidate(&v, "cuda")["rejected"].is_null(), "{v:#}");
@@ -135,7 +135,10 @@ fn software_devices_come_last() {
         .as_array()
         .is_some_and(|d| !d.is_empty() && d.iter().all(|d| d["software"] == true));
     if !only_software {
-        return skip("software_devices_come_last", "OpenCL has no device, or a real one");
+        return skip(
+            "software_devices_come_last",
+            "OpenCL has no device, or one that is not a software device",
+        );
     }
     let chosen = |order: &str| {
         let v = clean(&["select", DIGITS, "--json"], &[("HALCYON_BACKENDS", order)]).ok().json();
@@ -213,7 +216,8 @@ fn the_instruction_set_of_the_cpu_is_limited_or_refused() {
         row["devices"][0]["properties"].clone()
     };
     let best = cpu(&[("HALCYON_CPU_ISA", "")]);
-    let sets: Vec<&str> = best["instruction_sets"].as_str().expect("they are told").split(' ').collect();
+    let sets: Vec<&str> =
+        best["instruction_sets"].as_str().expect("the sets are listed").split(' ').collect();
     assert_eq!((sets[0], best["instruction_set"].as_str()), ("portable", sets.last().copied()));
     for set in &sets {
         let p = cpu(&[("HALCYON_CPU_ISA", set)]);

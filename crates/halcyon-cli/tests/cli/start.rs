@@ -22,7 +22,7 @@ fn packed_weights_of_one_start_serve_the_next_with_the_same_answer() {
     assert_eq!(plain["outputs"], second["outputs"]);
 }
 
-/// The cache key includes the instruction set: weights packed for one are not read by another.
+/// Weights packed for one instruction set are not used with another, because the cache key includes it.
 #[test]
 fn packed_weights_belong_to_their_instruction_set() {
     let test = "packed_weights_belong_to_their_instruction_set";
@@ -53,10 +53,10 @@ fn packed_weights_belong_to_their_instruction_set() {
     let best = run(None);
     assert_eq!(best["caches"]["packed_loads"], 0);
     let used =
-        best["backend"]["device"]["properties"]["instruction_set"].as_str().expect("it is told").to_string();
+        best["backend"]["device"]["properties"]["instruction_set"].as_str().expect("a name").to_string();
     let low = run(Some("portable"));
     assert_eq!(low["backend"]["device"]["properties"]["instruction_set"], "portable");
-    // If the machine has only the baseline, both are the same set.
+    // On a machine that has only the portable set, both runs use this set.
     assert_eq!(low["caches"]["packed_loads"].as_u64() > Some(0), used == "portable", "{low:#}");
     assert!(run(Some("portable"))["caches"]["packed_loads"].as_u64() > Some(0));
 }

@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn truncated_files() {
-    // Every prefix of a message is either a message or truncated.
+    // A prefix of a message is a valid message only if it ends between two fields.
     let mut whole = 0;
     for n in (0..DIGITS.len()).step_by(64) {
         whole += usize::from(returns(&format!("cut at {n}"), || run(DIGITS.slice(..n))));
@@ -46,7 +46,7 @@ fn flipped_bits_of_a_model() {
     let mut ran = 0;
     for k in 0..400 {
         let mut f = DIGITS.to_vec();
-        // Mutates bytes before and between the weights, where the structure is.
+        // Half of the flips hit the first 1200 bytes, which hold the nodes. Most other bytes are weights.
         for _ in 0..1 + r.below(3) {
             let at = if r.once_in(2) { r.below(1200.min(f.len())) } else { r.below(f.len()) };
             f[at] ^= 1 << r.below(8);
@@ -119,7 +119,7 @@ fn flipped_bits_of_a_replay_file() {
 #[test]
 fn changed_models_run_or_are_refused() {
     let mut ran = 0;
-    // Excluded, because a mutated loop may legitimately run forever.
+    // The model "loop" is excluded, because a mutated loop may legitimately run forever.
     for (name, m) in seed_models::all().into_iter().filter(|(name, _)| *name != "loop") {
         for k in 0..20u64 {
             let start = Instant::now();

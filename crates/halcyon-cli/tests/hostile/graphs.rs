@@ -1,4 +1,4 @@
-//! Models whose graph is no graph: cycles, wrong types, missing parts, names that are too long.
+//! Tests of models whose graph is not valid: cycles, wrong types, missing parts, names that are too long.
 
 use super::*;
 

@@ -2,7 +2,8 @@
 //! documented exit code, within limits on time and memory. It must not panic or run into the system's own
 //! limits.
 //!
-//! Attacks with many cases run in this process; exit codes, messages and memory are tested on the command.
+//! Tests with many damaged files call the library in this process. Tests of exit codes, messages and memory
+//! run the command.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -28,9 +29,9 @@ use std::process::{Command, Stdio};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-/// Limits on the command's resident memory in any attack, and on its address space, which includes threads
-/// and mapped files.
+/// Limit on the command's resident memory in every attack.
 const RESIDENT: u64 = 400 << 20;
+/// Limit on the command's address space, which includes the stacks of threads and mapped files.
 const ADDRESSES: u64 = 8 << 30;
 
 static DIGITS: LazyLock<Bytes> =
@@ -42,7 +43,7 @@ static CPU: LazyLock<Backend> = LazyLock::new(|| {
     b.build().expect("the CPU is a device")
 });
 
-/// Values for a model's inputs, if they are small.
+/// Zeros for a model's inputs, with 1 for every symbol. `None` if an input is not a tensor or is large.
 fn inputs(m: &Model) -> Result<Option<Vec<Datum>>> {
     let one = |t: &PortType| {
         let PortType::Tensor { dtype, shape: Some(s) } = t else { return None };
@@ -55,7 +56,7 @@ fn inputs(m: &Model) -> Result<Option<Vec<Datum>>> {
     Ok(m.inputs()?.iter().map(|p| one(&p.ty)).collect())
 }
 
-/// Does everything that running a model involves.
+/// Parses, checks and runs a model. It is run only if its inputs are small.
 fn run(file: Bytes) -> Result<()> {
     let m = Model::parse(file, External::none(), "m.onnx")?;
     m.check("cpu")?;
@@ -67,6 +68,7 @@ fn run(file: Bytes) -> Result<()> {
 }
 
 /// Checks that `f` does not panic, and that an error is not internal and has an exit code from 1 to 5.
+/// Returns whether `f` succeeded.
 #[track_caller]
 fn returns<T>(what: &str, f: impl FnOnce() -> Result<T>) -> bool {
     match catch_unwind(AssertUnwindSafe(f)) {
@@ -125,7 +127,8 @@ fn refused(args: &[&str], code: i32, parts: &[&str]) {
     assert!(text.lines().count() == 1 && text.len() < 5000, "{text}");
 }
 
-/// A folder for model files, which are run with inputs of ones and half a gigabyte.
+/// Writes models to a folder and runs the command on each, with a memory limit of 512 MiB. `graph` also sets
+/// every input to ones.
 struct Attacks {
     dir: tempfile::TempDir,
     count: usize,
@@ -159,7 +162,7 @@ impl Attacks {
     }
 }
 
-/// `y = op(x, w…)` with `x` of two floats.
+/// The graph `y = op(x, w…)`, where `x` has two floats.
 fn op(n: NodeProto, weights: Vec<TensorProto>) -> GraphProto {
     graph(vec![n], vec![port("x", 1, &[2])], vec![port("y", 1, &[])], weights)
 }

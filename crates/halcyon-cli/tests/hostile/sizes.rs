@@ -21,7 +21,7 @@ fn little_address_space_is_out_of_memory() {
             }
             let done = finish(&mut c);
             worked += usize::from(done.code == 0);
-            // The loader itself fails with 127 before the command starts.
+            // If the loader itself fails, the exit code is 127.
             assert!([0, 5, 127].contains(&done.code), "{args:?} with {mib} MiB: {done:?}");
             match (done.code, json) {
                 (5, true) => assert_eq!(done.json()["exit_code"], 5, "{done:?}"),
@@ -61,8 +61,8 @@ fn functions_that_expand_without_end() {
     };
     let mut a = Attacks::new();
     let one = &["--input", "ones"];
-    // Recursive functions: calling itself, calling each other, a chain of ten thousand, and one that doubles
-    // at each of forty levels.
+    // A function that calls itself, two that call each other, a chain of ten thousand, and forty functions of
+    // which each calls the next one twice.
     a.model(
         &with_functions(vec![function("f0", vec![call("f0", "a", "b")])]),
         one,
@@ -188,8 +188,8 @@ fn long_chains_do_not_recurse_or_take_quadratic_time() {
             m
         }),
     ];
-    // CPU time of this thread, so that other load does not count. Systems that do not report it disable the
-    // check.
+    // CPU time of this thread, so that other load does not count. If the system does not report it, the check
+    // is skipped.
     let busy = || -> Option<Duration> {
         let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
         Some(Duration::from_nanos(text.split_whitespace().next()?.parse().ok()?))

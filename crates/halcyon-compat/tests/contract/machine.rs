@@ -37,8 +37,8 @@ impl Driver for StandIn {
             compute_capability: Some("9.0".into()),
             driver_version: Some("535.1".into()),
             total_memory: Some(24 << 30),
-            // As the real drivers report when probed: memory of the device's own, and no figure for free
-            // memory. Apple's memory is unified.
+            // When probed, the real drivers report memory that only the device uses (on Apple's devices
+            // unified memory), and not how much of it is free.
             free_memory: None,
             unified_memory: self.kind == BackendType::Metal,
             ..cpu.clone()
@@ -76,8 +76,8 @@ pub fn with(devices: &[(BackendType, usize)]) -> Machine {
     replace(&KINDS, |kind| devices.iter().find(|(k, _)| *k == kind).map_or(0, |(_, n)| *n))
 }
 
-/// A machine with one device of each of these kinds, and the CPU. Only inside [`alone`], because it replaces
-/// every driver but the CPU's.
+/// A machine with one device of each of these kinds, and the CPU. Call it only inside [`alone`], because it
+/// replaces every driver but the CPU's.
 pub fn exactly(there: &[BackendType]) -> Machine {
     assert!(std::env::var_os(ALONE).is_some(), "other tests of this process use the drivers");
     replace(&[&KINDS[..], &USED].concat(), |kind| usize::from(there.contains(&kind)))
@@ -100,7 +100,8 @@ fn end(test: &str) -> String {
     format!("ran alone: {test}")
 }
 
-/// Runs a test again in a process of its own, with these environment variables. There it calls [`alone`].
+/// Runs a test again in a process of its own, with these environment variables. In that process the test
+/// calls [`alone`].
 pub fn alone_with(test: &str, variables: &[(&str, &str)]) {
     let mut c = std::process::Command::new(std::env::current_exe().unwrap());
     c.args([test, "--exact", "--nocapture"]).env(ALONE, test);

@@ -1,5 +1,6 @@
-//! Tests of the contract's requirements, named after its rows (`s3_11_…` tests row S3.11). `docs/compat.md`
-//! lists what each row promises. A requirement that has no test here is not met yet.
+//! Tests of the contract that `docs/compat.md` describes. Each is named after a row of the contract
+//! (`s3_11_…` tests row S3.11); `docs/compat.md` lists what each row requires. A requirement that has no test
+//! here is not met yet.
 
 mod machine;
 mod orders;
@@ -16,8 +17,8 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 
-/// One process with a tuning cache: returns the numbers of kernels tuned and candidates tried, and whether
-/// its plan has tuned kernels.
+/// Runs a model with autotuning and the cache `file`. Returns the numbers of kernels tuned and candidates
+/// tried, and whether the plan has tuned kernels.
 fn tunes(kind: B, file: &str) -> (u64, u64, bool) {
     let b = Backend::builder().backend_type(kind).enable_autotuning(true).autotuning_cache_file(file);
     let b = b.build().unwrap();
@@ -46,7 +47,7 @@ fn tunes(kind: B, file: &str) -> (u64, u64, bool) {
 #[test]
 fn s3_11_autotuning_cache() {
     let test = "s3_11_autotuning_cache";
-    // In the second process: run this test again.
+    // This process was started by the test below: do its work and print the result.
     if let (Ok(file), Ok(kind)) = (std::env::var("HALCYON_S3_11_FILE"), std::env::var("HALCYON_S3_11")) {
         println!("\nS3.11 {:?}", tunes(kind.parse().unwrap(), &file));
         return;
@@ -91,7 +92,7 @@ fn s1_08_memory_check_says_how_much_is_missing() {
         let Error::OutOfMemory { requested, free, .. } = &e else { panic!("{e}") };
         assert_eq!((*requested, *free), (100 << 20, 64 << 20));
     }
-    // An order of backends gives the same kind of error, which names each device.
+    // With an order of backends, the error is of the same kind and names each device.
     let order: Policy = "cpu,opencl".parse().unwrap();
     let e =
         Backend::builder().policy(order).memory_limit(1 << 20).memory_needed(2 << 20).build().unwrap_err();
@@ -151,7 +152,7 @@ fn s3_08_streams_and_async() {
         assert_eq!(sum.to_vec::<f32>().unwrap()[7], 2.0 * data[7]);
         let y = x.matmul(&x).relu();
         drop(y.eval_async());
-        assert!(y.is_ready(), "handed over");
+        assert!(y.is_ready(), "submitted");
         assert_eq!(pollster::block_on(y.eval_async()).unwrap().to_vec::<f32>().unwrap()[5], want[5].max(0.0));
 
         // Two streams: results of one are operands in the other, with and without explicit events.
@@ -188,7 +189,7 @@ fn s3_08_streams_and_async() {
         drop(x.gather(&ids, 0).eval_async());
         assert!(
             matches!(b.synchronize().unwrap_err(), Error::Index { .. }),
-            "told though the future is gone"
+            "reported although the future was dropped"
         );
         b.synchronize().unwrap();
         let e =
@@ -212,8 +213,8 @@ fn s3_10_async_copies() {
         let after = b.counters();
         assert_eq!(after.uploaded_bytes - before.uploaded_bytes, 4 * v.len() as u64);
         assert_eq!(after.downloaded_bytes - before.downloaded_bytes, 4 * v.len() as u64);
-        // Uploads, computation and reading back, all in flight; every handle is dropped as soon as it has
-        // been used.
+        // Uploads, computations and downloads are all in flight at once; every handle is dropped as soon as
+        // it has been used.
         let many: Vec<_> = (0..8)
             .map(|i| {
                 let up = b.copy_host_to_device_async(&data);

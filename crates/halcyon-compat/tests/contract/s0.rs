@@ -1,4 +1,4 @@
-//! Rows S0: device selection and settings for training.
+//! Tests of the contract's rows S0: device selection and settings for training.
 
 use crate::machine;
 use halcyon::{BackendType as B, DType, Error, MatmulPrecision};
@@ -15,7 +15,7 @@ fn s0_01_auto_is_cuda_then_metal_then_cpu() {
     let auto = |m: &[(B, usize)]| {
         let _m = machine::with(m);
         let d = resolve_device("auto").unwrap();
-        assert_eq!(resolve_device("AUTO").unwrap().id, d.id, "the same machine, the same answer");
+        assert_eq!(resolve_device("AUTO").unwrap().id, d.id, "the case of a name does not matter");
         (d.id.clone(), d.torch_device().unwrap())
     };
     let is = |id: &str, torch: &str| (id.to_string(), torch.to_string());
@@ -23,7 +23,7 @@ fn s0_01_auto_is_cuda_then_metal_then_cpu() {
     assert_eq!(auto(&[(B::Metal, 1), (B::Rocm, 1)]), is("metal:0", "mps"));
     assert_eq!(auto(&[]), is("cpu:0", "cpu"));
     let _m = machine::with(&[(B::Rocm, 1)]);
-    // ROCm's device has our name (`rocm:0`) and PyTorch's (`cuda:0`).
+    // A ROCm device has two names: Halcyon's `rocm:0` and PyTorch's `cuda:0`.
     let d = resolve_device("rocm").unwrap();
     assert_eq!((d.id.as_str(), d.torch_device().as_deref()), ("rocm:0", Some("cuda:0")));
     assert_eq!(resolve_device("cpu").unwrap().backend, B::Cpu);
@@ -58,7 +58,7 @@ fn s0_03_settings_are_the_backends_own() {
         let d = resolve_device(name).unwrap();
         let c = configure_backend(name, &d, false).unwrap();
         assert_eq!(c.tuning, Tuning { tf32, matmul_precision: precision }, "{name}");
-        // The precision that plans are lowered with, not only the reported one.
+        // Plans are lowered with this precision; it is not only reported.
         assert_eq!(c.backend.lower_options().precision, precision, "{name}");
     }
     let cuda = resolve_device("cuda").unwrap();
@@ -106,19 +106,19 @@ fn s0_07_errors_have_a_kind_and_say_what_to_do() {
     let e = resolve_device("rocm").unwrap_err();
     assert!(e.to_string().contains("Install the driver"), "{e}");
     assert_eq!(e.kind(), Kind::MissingRuntime);
-    // The core's error is inside and can be extracted.
+    // The error contains the core's error, which can be extracted.
     assert!(matches!(e.error(), Error::Unavailable { tried, .. } if tried.len() == 1));
     assert_eq!(Error::from(e).exit_code(), 4);
 }
 
-/// Selection and settings with the real drivers: each child process sees one vendor's libraries, or
-/// neither's.
+/// Tests selection and settings with the real drivers of Halcyon. Each child process finds the stand-in of
+/// one vendor's library, or of none.
 #[test]
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 fn s0_02_s0_03_over_the_drivers() {
     use halcyon::Tensor;
     let test = "s0::s0_02_s0_03_over_the_drivers";
-    // In the child processes: run this test again.
+    // The child processes run this test again and take this branch.
     if let Ok(there) = std::env::var("HALCYON_S0_02") {
         // For each stack, the name of the other one.
         for (name, twin) in [("cuda", "rocm"), ("rocm", "cuda")] {
@@ -141,7 +141,7 @@ fn s0_02_s0_03_over_the_drivers() {
                 for line in [format!("TF32:              {tf32}"), "matmul precision:  High".into()] {
                     assert!(text.contains(&line), "{line} is not in\n{text}");
                 }
-                let capability = d.compute_capability.as_deref().expect("the driver tells it");
+                let capability = d.compute_capability.as_deref().expect("the driver reports it");
                 assert!(text.contains(&format!("capability:        {capability}")), "{text}");
                 let x = Tensor::from_slice(&c.backend, [2, 2], &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
                 assert_eq!(x.matmul(&x).to_vec::<f32>().unwrap(), [7.0, 10.0, 15.0, 22.0]);
@@ -171,7 +171,7 @@ fn s0_02_s0_03_over_the_drivers() {
     }
 }
 
-/// The settings reach the vendor's library: on CUDA its products are in TF32, on ROCm they stay exact.
+/// The settings reach the vendor's library: on CUDA its products are in TF32, on ROCm in f32.
 #[test]
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 fn s0_03_the_settings_reach_the_vendors_library() {

@@ -1,4 +1,4 @@
-//! Rows S1: kernels, preferences and memory estimates for inference.
+//! Tests of the contract's rows S1: kernels, preferences and memory estimates for inference.
 
 use crate::machine;
 use halcyon::prelude::*;
@@ -48,7 +48,8 @@ fn s1_01_a_trait_with_array_signatures() {
     assert!(e.exit_code() == 2 && e.to_string().contains("opencl"), "{e}");
     let cpu = CpuBackend::new().unwrap();
     let w = arr2(&[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0f32]]);
-    // The allocating call, the call into an existing array, and the upload of a view that is not dense.
+    // A call that allocates its result, a call into an existing array, and the upload of a view that is not
+    // dense.
     let x = arr1(&[1.0, 0.5, -1.0f32]);
     assert_eq!(cpu.matmul_vec(&w, &x).unwrap(), arr1(&[-1.0, 0.5]));
     let mut out = Array1::zeros(2);
@@ -102,7 +103,7 @@ fn s1_02_the_kernels_run_on_every_device() {
         let want: Vec<f64> = f.iter().map(|x| x / (1.0 + (-x).exp())).collect();
         close(k.silu(&arr1(&v)).unwrap().as_slice().unwrap(), &want);
 
-        // Rotated by 90 and by 60 degrees: (a, b) to (a cos - b sin, b cos + a sin).
+        // Rotations by 90 and by 60 degrees, which turn (a, b) into (a cos - b sin, b cos + a sin).
         let (c, s) = ([0.0, 0.5f32], [1.0, 0.75f32.sqrt()]);
         let rope = |x: &[f64]| -> Vec<f64> {
             let one = |i: usize| (c[i] as f64, s[i] as f64, x[i], x[i + 2]);
@@ -217,8 +218,8 @@ fn s1_06_discovery_and_its_summary() {
     print_backend_summary();
 }
 
-/// The same summary from the CUDA driver itself, over a stand-in for its library: the printed values come
-/// from the driver's calls.
+/// The same summary from Halcyon's CUDA driver, which calls a stand-in for CUDA. The printed values are those
+/// that the stand-in returns.
 #[test]
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 fn s1_06_over_the_driver() {
@@ -243,10 +244,10 @@ fn s1_06_over_the_driver() {
             .collect();
         assert!(!cuda.is_empty(), "{text}");
         for (i, line) in cuda.iter().enumerate() {
-            // The stand-in's name and memory, and no mention of unified memory, because its devices have
-            // their own.
+            // The line has the stand-in's name and memory.
             assert!(line.starts_with(&format!("    [{i}] Stand-in {i}: ")) && line.contains(" GB"), "{line}");
-            // Free memory is queried from the driver.
+            // It has the free memory, and does not mention unified memory, because the devices have memory of
+            // their own.
             assert!(line.contains(" GB free)") && !line.contains("unified"), "{line}");
         }
         assert!(text.contains("Recommended backend: CUDA"), "{text}");
@@ -300,8 +301,8 @@ fn s1_09_devices_tell_what_the_driver_tells() {
 
 #[test]
 fn s1_11_a_backend_from_outside_is_like_any_other() {
-    // `examples/backend` is a complete backend and runs the conformance suite; this one wraps the
-    // CPU.
+    // This backend wraps the CPU backend. `examples/backend` is a complete one, and runs the conformance
+    // suite.
     let _m = machine::with(&[]);
     let (b, faults) = faulty::open(B::Cpu, |b| b);
     let name = b.info().backend.id();

@@ -1,4 +1,4 @@
-//! Rows S3: the unified backend, with options and operations called by name.
+//! Rows S3 of the contract (docs/compat.md): the unified backend, with options and operations called by name.
 
 use crate::machine;
 use halcyon::prelude::*;
@@ -19,13 +19,13 @@ fn s3_01_backends_and_devices_are_listed_and_several_open_at_once() {
         (first.selection().device.id.as_str(), &auto.selection().device.id),
         ("cuda:0", &first.selection().device.id)
     );
-    // Another device of the same backend, with the same settings. (The stand-in's devices are the CPU.)
+    // `on_device` opens a device of the same backend with the same settings.
     let cpu = Backend::builder().backend_type(B::Cpu).level(Level::O1).memory_limit(1 << 30).build().unwrap();
     let again = cpu.on_device(0).unwrap();
     assert_eq!((again.level(), again.memory().limit), (Level::O1, Some(1 << 30)));
     assert_eq!(cpu.on_device(1).unwrap_err().exit_code(), 4);
     let (x, y) = (Tensor::ones(&cpu, [2], DType::F32), Tensor::ones(&again, [2], DType::F32));
-    assert!(matches!((&x + &y).check(), Err(Error::MixedDevices { .. })), "they are two");
+    assert!(matches!((&x + &y).check(), Err(Error::MixedDevices { .. })), "not one device");
     assert_eq!((x + y.to(&cpu).unwrap()).to_vec::<f32>().unwrap(), [2.0, 2.0]);
 }
 
@@ -68,7 +68,7 @@ fn s3_03_random_tensors_and_operations() {
         let n = v.len() as f64;
         let mean = v.iter().map(|x| *x as f64).sum::<f64>() / n;
         let var = v.iter().map(|x| (*x as f64 - mean).powi(2)).sum::<f64>() / n;
-        // For 20,000 draws: five standard errors.
+        // The limits are five standard errors of 20,000 draws.
         assert!(mean.abs() < 5.0 / n.sqrt() && (var - 1.0).abs() < 5.0 * (2.0 / n).sqrt(), "{mean} {var}");
         let tail = v.iter().filter(|x| x.abs() > 1.959_964).count() as f64 / n;
         assert!((tail - 0.05).abs() < 0.01, "{tail}");
@@ -214,7 +214,7 @@ fn s3_12_mixed_precision_is_configured() {
     let with = |compute_dtype, accum_dtype, scale_factor| {
         let c = MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor };
         let b = BackendBuilder::new().backend_type(B::Cpu).enable_mixed_precision(c)?;
-        // Forced, because processors that are slower in bf16 would stay in f32.
+        // Force it, because processors that are slower in bf16 would otherwise compute in f32.
         b.force_amp(compute_dtype != DType::F32).build()
     };
     let product = |b: &Backend| {
@@ -262,8 +262,8 @@ fn s3_13_graphs_are_captured_and_launched() {
 }
 
 /// Every Cargo feature adds its backends, and the default features include all backends that the contract
-/// names. `cargo xtask test --only features` builds each feature alone. In a process of its own, because
-/// stand-ins of other tests would count as drivers of this build.
+/// names. `cargo xtask test --only features` builds each feature alone. This test runs in a process of its
+/// own, because stand-ins of other tests would count as drivers of this build.
 #[test]
 fn s3_14_features_are_backends_and_the_default_has_them_all() {
     machine::alone("s3::s3_14_features_are_backends_and_the_default_has_them_all", || {
@@ -277,7 +277,8 @@ fn s3_14_features_are_backends_and_the_default_has_them_all() {
                 "opencl" => cfg!(feature = "opencl"),
                 "webgpu" => cfg!(feature = "webgpu"),
                 "tpu" => cfg!(feature = "tpu"),
-                // Features that this crate forwards as a group only.
+                // This crate has no feature of its own for these backends: its feature `backends` enables
+                // them.
                 _ => (row.driver)().is_some(),
             };
             assert_eq!(here.contains(&row.kind), on, "{}", row.kind);

@@ -177,7 +177,7 @@ fn s4_04_is_available_leaves_a_fault_to_its_reader() {
     // Submitted, and not read.
     drop(x.gather(&ids, 0).eval_async());
     assert!(b.is_available());
-    assert!(b.synchronize().is_err(), "the bad index is still told");
+    assert!(b.synchronize().is_err(), "the bad index is still reported");
 }
 
 #[test]

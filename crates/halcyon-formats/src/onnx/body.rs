@@ -2,17 +2,17 @@
 //!
 //! A body is traced into a graph whose inputs are the values that change from run to run ([`super::trace`]).
 //! An If or Loop that is decided at run time is not a node of that graph: its operands are results of one
-//! part of the graph, and its results are inputs of the next part. A body is therefore a list of sections:
-//! graphs, each prepared once by the engine, and between them branches and loops over bodies of the same
-//! kind. Values stay on the engine's device; the host reads only conditions and trip counts.
+//! part of the graph, and its results are inputs of the next part. A body is therefore a list of sections. A
+//! section is a graph, which the engine prepares once, or an If or Loop with bodies of its own. Values stay
+//! on the engine's device; the host reads only conditions and trip counts.
 
 use super::limits::Limits;
 use super::stage::{Engine, Handle, subgraph, value_of};
 use halcyon_ir::{ConstData, DType, Error, Graph, NodeId, Result, Scalar, TensorType};
 use std::collections::HashMap;
 
-/// Memory for the rows of a scanned result is reserved at once up to this many bytes. Beyond that it is
-/// doubled whenever it is full.
+/// The first allocation for the rows of a scanned result has at most this many bytes, but space for one row
+/// at least. When the memory is full, its size is doubled.
 const FIRST_CAPACITY: usize = 32 << 20;
 
 /// The context in which bodies run.
@@ -21,11 +21,11 @@ pub(super) struct RunContext<'e> {
     pub(super) limits: &'e Limits,
 }
 
-/// An If or Loop within a traced graph.
+/// An If or Loop whose operands are nodes of a traced graph.
 #[derive(Debug)]
 pub(super) struct Control {
     pub(super) work: ControlKind,
-    /// Its results, which are inputs of the traced graph.
+    /// The inputs of the traced graph that receive the results.
     pub(super) outputs: Vec<NodeId>,
 }
 
@@ -92,8 +92,8 @@ enum SectionGraph {
 }
 
 impl CompiledBody {
-    /// The body that computes `outputs` from the first `inputs` inputs of a graph. `controls` is the
-    /// control flow in the graph, in the order of its results.
+    /// Makes the body that computes `outputs` from the first `inputs` inputs of graph `g`. `controls` lists
+    /// the Ifs and Loops of the graph in the order in which they run.
     pub(super) fn new(
         g: &Graph,
         controls: Vec<Control>,
@@ -224,7 +224,7 @@ impl Section {
 }
 
 fn integer(d: &ConstData) -> Result<i64> {
-    d.get(0).map(|s| s.as_i64()).ok_or_else(|| Error::internal("a trip count without an element"))
+    d.get(0).map(|s| s.as_i64()).ok_or_else(|| Error::internal("a trip count has no element"))
 }
 
 /// The compiled body of a loop.
@@ -235,7 +235,7 @@ pub(super) struct Repeat {
     /// number of the next iteration if `counter` is set, and the condition if `on` is `None`.
     pub(super) body: CompiledBody,
     pub(super) carried: usize,
-    /// Inputs that are values captured from outside the body.
+    /// The inputs of the body for values that it captures from outside.
     pub(super) captured: Vec<usize>,
     /// The input that receives the iteration number, if the body reads it.
     pub(super) counter: Option<usize>,
@@ -260,7 +260,7 @@ pub(super) struct LoopState {
 }
 
 impl Repeat {
-    /// Runs iterations until the loop ends, or, if the state is not `stable`, a single iteration.
+    /// Runs iterations until the loop ends. If the state is not `stable`, runs only one iteration.
     pub(super) fn run(
         &mut self,
         m: &mut RunContext<'_>,
@@ -274,7 +274,7 @@ impl Repeat {
             ran.rows = self.rows.iter().map(|t| Rows::new(t, expected)).collect();
         }
         if let Some((old, new)) = ran.rows.iter().map(|r| &r.row).zip(&self.rows).find(|(a, b)| a != b) {
-            let what = format!("a scanned result is {old} in one iteration and {new} in another");
+            let what = format!("a scanned result is {old} in one iteration, but {new} in another");
             return Err(Error::argument(&self.name, what));
         }
         for (i, h) in self.captured.iter().zip(captured) {
@@ -286,7 +286,7 @@ impl Repeat {
         }
         while ran.on && ran.i < limit && (self.stable || ran.i == first) {
             if self.is_idle() {
-                // All iterations are equal and do nothing, so only their number is checked against the limit.
+                // No iteration does anything, so only the number of iterations is checked against the limit.
                 let last = (limit as u64 - 1).min(m.limits.options.max_iterations);
                 m.limits.iteration(&self.name, last)?;
                 ran.i = limit;
@@ -335,7 +335,7 @@ pub(super) struct Rows {
     row: TensorType,
     dims: Vec<usize>,
     bytes: usize,
-    /// Rows stored (`n`), allocated (`room`) and expected (`expected`).
+    /// Number of rows stored (`n`), with memory (`room`), and for the first allocation (`expected`).
     pub(super) n: usize,
     room: usize,
     expected: usize,

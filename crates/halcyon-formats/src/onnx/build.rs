@@ -152,12 +152,12 @@ pub struct Builder {
     pub g: Graph,
     /// The run-time inputs of the last value that the import needed but did not know.
     pub(super) missing: BTreeSet<u32>,
-    /// Why the model cannot be one graph, once known.
+    /// Why the model cannot be one graph, as far as known.
     pub(super) needs_engine: Option<String>,
     pub(super) stage: Option<Stage>,
     /// The control flow of a graph that becomes a [`super::body::CompiledBody`], else `None`.
     pub(super) controls: Option<Vec<Control>>,
-    /// Why that graph cannot be built, once known.
+    /// Why that graph cannot be built, as far as known.
     pub(super) refused: Option<String>,
     /// Limits on loops.
     pub(super) limits: Limits,
@@ -183,7 +183,7 @@ const MIN_COUNTED: usize = 64;
 /// cannot fill the memory with unused values.
 const FOLDED: usize = 4 << 20;
 
-/// One axis of a slice, resolved.
+/// The range of a slice along one axis.
 #[derive(Clone, Copy, Debug)]
 pub struct Range {
     pub start: Dim,
@@ -381,8 +381,8 @@ impl Builder {
     }
 
     /// Casts to the nearest number in the finite range of `dtype`, see
-    /// [`halcyon_ir::Graph::cast_saturating`]. This is the last step of a quantisation, and `Cast` with
-    /// `saturate` to 8-bit floats. [`Builder::cast`] differs: 2- and 4-bit integers wrap, and 8-bit floats
+    /// [`halcyon_ir::Graph::cast_saturating`]. It is used for the last part of a quantisation, and for `Cast`
+    /// with `saturate` to 8-bit floats. With [`Builder::cast`], 2- and 4-bit integers wrap, and 8-bit floats
     /// overflow to infinity or NaN.
     pub fn cast_saturating(&mut self, x: &Value, dtype: DType) -> Result<Value> {
         if x.dtype() == dtype {
@@ -545,7 +545,7 @@ impl Builder {
         Ok(self.value(n))
     }
 
-    /// Adds the inputs that `v` depends on to `missing`.
+    /// Sets `missing` to the inputs that `v` depends on.
     pub(super) fn note_missing(&mut self, v: &Value) {
         if let Source::Node(h) = &v.source {
             let live = self.g.live(&[h.node.get()]);

@@ -1,4 +1,4 @@
-//! Functions defined by a model: expands their bodies with the attributes of a call.
+//! Expands the functions that a model defines: replaces the attributes in their bodies by those of a call.
 
 use super::proto::{AttributeProto, FunctionProto, GraphProto, NodeProto, ValueInfoProto};
 use crate::bad;

@@ -63,7 +63,7 @@ impl Host {
         Host { dtype: DType::I64, dims: vec![vals.len()], vals }
     }
 
-    /// `None` if the data is not [`small`].
+    /// The elements of a constant; `None` if it is not [`small`].
     pub fn of(c: &ConstData) -> Option<Host> {
         small(c.dtype, &c.dims).then(|| Host {
             dtype: c.dtype,
@@ -72,6 +72,8 @@ impl Host {
         })
     }
 
+    /// The tensor as a constant.
+    ///
     /// # Errors
     /// [`Error::Unsupported`] if an element depends on a symbolic dimension.
     pub fn data(&self) -> Result<ConstData> {
@@ -91,8 +93,8 @@ impl Host {
         self.vals.iter().all(|v| *v == Num::Is(first)).then_some(first)
     }
 
-    /// A tensor of sizes `dims` whose elements are those at `index(output position)`. `None` if an index is
-    /// out of range.
+    /// A tensor of shape `dims`. `index` maps each of its positions to the index of an element in
+    /// `self.vals`. `None` if `index` returns none or one that is out of range.
     pub fn map(&self, dims: Vec<usize>, mut index: impl FnMut(&[usize]) -> Option<usize>) -> Option<Host> {
         let n: usize = dims.iter().product();
         let mut at = vec![0; dims.len()];

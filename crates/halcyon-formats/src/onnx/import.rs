@@ -36,8 +36,9 @@ pub struct Imported {
 #[derive(Clone, Debug)]
 pub enum Outcome {
     Graph(Box<Imported>),
-    /// Not one graph, with the reason: values computed at run time determine the rest of the computation, or
-    /// an input or output is not a tensor. [`Model::run_staged`] runs it.
+    /// The model cannot be one graph. The string gives the reason: values computed at run time determine the
+    /// rest of the computation, or an input or output is not a tensor. [`Model::run_staged`] runs such a
+    /// model.
     Staged(String),
 }
 
@@ -51,8 +52,8 @@ const MAX_DEPTH: usize = 64;
 /// Limits on the nodes and bytes of a model whose functions are expanded.
 const MAX_EXPANDED_NODES: usize = 1 << 18;
 const MAX_COPIED_BYTES: usize = 256 << 20;
-/// Limit on the nodes walked, counting every loop iteration, and its increase per operation given to the
-/// device. A loop that only counts therefore fails quickly.
+/// Limit on the nodes walked, counting every loop iteration, and its increase per node of the graph built so
+/// far. So a loop that builds no nodes because it only counts fails quickly.
 const MAX_WALKED_NODES: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 17 };
 const WALKED_PER_OP: usize = 64;
 /// Limit on the nodes of the graph for any model, and its increase per node of the model.
@@ -188,7 +189,7 @@ impl<'m> Walk<'m> {
             {
                 return Err(Error::unsupported(
                     format!(
-                        "{}: {} nodes with its loops unrolled, for {} operations",
+                        "{}: {} nodes were walked, with loops unrolled, but only {} operations were built",
                         m.file,
                         self.walked.get(),
                         b.node_count()
@@ -205,7 +206,12 @@ impl<'m> Walk<'m> {
                 .min(MAX_NODES);
             if b.node_count() > most {
                 return Err(Error::unsupported(
-                    format!("{}: {} operations for {} nodes", m.file, b.node_count(), self.walked.get()),
+                    format!(
+                        "{}: too many operations ({} for {} nodes)",
+                        m.file,
+                        b.node_count(),
+                        self.walked.get()
+                    ),
                     "Split into fewer parts, or unroll less",
                 ));
             }
@@ -260,7 +266,7 @@ impl<'m> Walk<'m> {
                     out.ok_or_else(|| {
                         call.unsupported(
                             &format!("an operand that is {}", i.kind()),
-                            "Only tensors of numbers are taken here",
+                            "This operator accepts only tensors of numbers",
                         )
                     })
                 }),
@@ -410,7 +416,7 @@ fn build<'m>(
     Ok(std::mem::take(&mut b.g))
 }
 
-/// Orders the given values as the graph's inputs. The others have initializers.
+/// Orders the given values as the graph's inputs. Inputs without a value have initializers.
 fn arguments(g: &GraphProto, mut values: HashMap<&str, Item>) -> Vec<Option<Item>> {
     g.input.iter().map(|v| values.remove(v.name.as_str())).collect()
 }

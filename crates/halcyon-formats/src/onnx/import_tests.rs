@@ -40,7 +40,7 @@ fn symbolic_shapes_survive_and_bind() {
     assert_eq!(i.graph.bind(&b).unwrap().shape(y), &Shape::from([5usize, 2]));
 }
 
-/// `reshape(x, [x.shape[0] * 2, -1])`, and a tensor of ones with a computed shape.
+/// `reshape(x, [2 * n, -1])` plus a column of the numbers from 0 to `2 * n - 1`, where `n` is `x.shape[0]`.
 fn shape_arithmetic() -> ModelProto {
     let nodes = vec![
         node("Shape", &["x"], &["s"]),
@@ -102,7 +102,7 @@ fn a_symbolic_size_can_be_data() {
 fn all_unsupported_operators_are_listed_before_weights_are_read() {
     let mut m = mlp();
     let g = m.graph.as_mut().unwrap();
-    // An external weight, so that reading it would be an I/O error.
+    // An external weight whose file does not exist, so that reading it would be an error.
     g.initializer[0].data_location = EXTERNAL;
     g.initializer[0].raw_data = None;
     let mut other = node("Fancy", &["h"], &["c"]);
@@ -191,7 +191,7 @@ fn weights_stay_in_the_file() {
     let weights: Vec<&ConstData> =
         g.nodes().iter().filter_map(|n| if let Op::Const(c) = &n.op { Some(c) } else { None }).collect();
     assert_eq!(weights.len(), 2);
-    // The graph transposes the matrix, so it is not copied here; the small bias may be copied.
+    // The import does not copy the matrix, which the graph transposes. It may copy the small bias.
     assert!(weights.iter().any(|w| f.as_ptr_range().contains(&w.bytes().as_ptr())));
 }
 

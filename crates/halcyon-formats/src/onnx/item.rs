@@ -239,7 +239,7 @@ fn sequence(s: &SequenceProto, external: &External, file: &str) -> Result<Datum>
 }
 
 fn optional(o: &OptionalProto, external: &External, file: &str) -> Result<Datum> {
-    let missing = || bad(file, "an optional without the value its type names");
+    let missing = || bad(file, "an optional whose element type is given, but whose value is missing");
     let inner = match o.elem_type {
         opt_kind::UNDEFINED => return Ok(Datum::Optional(None)),
         opt_kind::TENSOR => value(o.tensor_value.as_ref().ok_or_else(missing)?, external, file)?,
@@ -286,8 +286,8 @@ fn encode_sequence(s: &[Datum], name: &str) -> Result<SequenceProto> {
         };
         if p.elem_type != seq_kind::UNDEFINED && p.elem_type != kind {
             return Err(Error::unsupported(
-                format!("'{name}', a sequence of values of several kinds, in a file"),
-                "Give it values of one kind",
+                format!("writing '{name}', a sequence whose values have different kinds, to a file"),
+                "Use values of one kind",
             ));
         }
         p.elem_type = kind;

@@ -10,8 +10,9 @@ use std::collections::HashSet;
 use std::fmt::Debug;
 use std::rc::{Rc, Weak};
 
-/// Bytes that any model may create, and the further bytes allowed per byte of its files.
+/// Bytes that any model may create.
 const BASE: usize = 512 << 20;
+/// Further bytes that a model may create per byte of its files.
 const PER_BYTE: usize = 8;
 /// Smaller values are not counted.
 const MIN_COUNTED_BYTES: usize = 1024;
@@ -25,9 +26,11 @@ pub(super) struct Ledger {
     next: usize,
     live: Vec<(Weak<dyn Debug>, usize)>,
     sum: usize,
-    /// Constants of the graph, each counted once, and the nodes already checked for them.
+    /// The constants of the graph that are counted in `fixed`. Each is counted once.
     constants: HashSet<(usize, usize)>,
+    /// Bytes of the constants.
     fixed: usize,
+    /// Number of nodes of the graph that were searched for constants.
     nodes: usize,
 }
 

@@ -16,8 +16,8 @@ const MAX_ALL_LOOPS: u64 = 64;
 pub struct Cancel(Arc<AtomicBool>);
 
 impl Cancel {
-    /// Cancels every run that uses this flag. Each ends before its next iteration or stage with
-    /// [`Error::Interrupted`].
+    /// Cancels every run that uses this flag. Each run ends with [`Error::Interrupted`] before its next
+    /// iteration or stage.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -51,7 +51,7 @@ impl Default for RunOptions {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Limits {
     pub(super) options: RunOptions,
-    /// The model must become one graph, so loops are unrolled up to the size limits of a graph.
+    /// Whether the model must become one graph. If so, loops are unrolled, up to the size limits of a graph.
     pub(super) whole: bool,
     /// Iterations of all loops so far.
     taken: Rc<Cell<u64>>,
@@ -99,7 +99,7 @@ impl Limits {
         if taken > most.saturating_mul(MAX_ALL_LOOPS) {
             return endless(
                 i,
-                "With the loops around it the bound of all iterations is reached (64 times --max-iterations)",
+                "All loops of the run together reached their bound, 64 times --max-iterations; raise it or check the conditions",
             );
         }
         Ok(())

@@ -13,7 +13,7 @@ use std::rc::Rc;
 /// Counts the calls to an engine.
 #[derive(Clone, Debug, Default)]
 struct CallCounts {
-    /// Graphs run once, and graphs prepared for many runs.
+    /// Number of graphs run once (`runs`), of graphs prepared for many runs, and of launches of these.
     runs: Rc<Cell<usize>>,
     prepared: Rc<Cell<usize>>,
     launches: Rc<Cell<usize>>,
@@ -142,7 +142,8 @@ fn plainly(mut v: [f32; 2], limit: f32, trips: usize) -> ([f32; 2], Vec<f64>) {
 
 #[test]
 fn a_loop_ended_by_a_condition_compiles_its_body_once() {
-    // 10,000 iterations. Unrolled, these were 60,000 operations, which every later stage visited again.
+    // 10,000 iterations. Unrolled, they would be 60,000 operations, which every later stage would visit
+    // again.
     let limit = 39_993.0;
     let r = run(until(limit, "", &[]), &[t(&[2], &[1f32, -3.0])]);
     let (last, rows) = plainly([1.0, -3.0], limit, usize::MAX);
@@ -178,7 +179,7 @@ fn a_long_loop_is_compiled_and_a_short_one_is_unrolled() {
     let r = run(steady(1000), std::slice::from_ref(&x));
     assert_eq!((r.prepared(), r.asked.launches.get()), (1, 1000));
     assert_eq!(r.values(0), [1.0, 2.0]);
-    // One graph if requested, stages if the model is run.
+    // `import` makes one graph, and `outcome` chooses stages.
     let m = open(steady(1000));
     assert!(matches!(m.outcome(&[], &[]).unwrap(), super::Outcome::Staged(_)));
     let whole = m.import(&[]).unwrap();
@@ -208,11 +209,12 @@ fn a_condition_from_an_input_does_not_need_a_graph_per_value() {
     let m = open(until(1000.0, "", &[]));
     let made = m.outcome(&[], &[("x", x.clone())]).unwrap();
     assert!(matches!(made, super::Outcome::Staged(why) if why.contains("the condition of Loop")));
-    // If one graph is requested, the value may be built in.
+    // If one graph is requested, the value of the input may be built into it.
     assert_eq!(m.import_with(&[], &[("x", x)]).unwrap().fixed, ["x"]);
 }
 
-/// In iteration `i` of the outer loop, adds `x` `i` times; doubles the value if the sum exceeds a limit.
+/// In iteration `i` of the outer loop, adds `x` `i` times. Then multiplies the value by 1/8 if its sum
+/// exceeds 100, else doubles it.
 fn nested(outer: i64) -> ModelProto {
     let inner = graph(
         vec![node("Add", &["u", "x"], &["z"])],
@@ -268,7 +270,7 @@ fn loops_and_branches_in_a_body_are_compiled_once_too() {
 
 #[test]
 fn a_branch_is_compiled_when_it_is_taken() {
-    // The sums never exceed 1000.
+    // All sums are 0, so the branch for sums above 100 is never taken.
     let r = run(nested(2), &[t(&[2], &[0f32, 0.0])]);
     assert_eq!(r.values(0), [0.0, 0.0]);
     let mut long = nested(300);

@@ -1,8 +1,8 @@
 //! ONNX models and tensors.
 //!
 //! [`Model::open`] maps and decodes a file. [`Model::check`] lists the unsupported operators without reading
-//! any weight. [`Model::import`] builds the graph for given input shapes. The operators are the rows of
-//! [`ops`].
+//! any weight. [`Model::import`] builds the graph for given input shapes. The supported operators are the
+//! rows of the tables in [`ops`].
 
 mod body;
 mod build;

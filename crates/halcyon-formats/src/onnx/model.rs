@@ -124,7 +124,7 @@ impl PortType {
             (PortType::Map(_), Datum::Map(..)) => true,
             _ => false,
         };
-        if ok { Ok(()) } else { Err(format!("the model takes {self}, given {}", x.describe())) }
+        if ok { Ok(()) } else { Err(format!("the model takes {self}, but the value is {}", x.describe())) }
     }
 }
 
@@ -197,7 +197,7 @@ impl Model {
         // Every node searches its list of operator sets, so their number is limited.
         let sets = proto.functions.iter().map(|f| &f.opset_import).chain([&proto.opset_import]);
         if let Some(n) = sets.map(Vec::len).find(|n| *n > OPSETS) {
-            return Err(bad(file, format!("{n} operator sets are imported; at most {OPSETS} are taken")));
+            return Err(bad(file, format!("{n} operator sets are imported; at most {OPSETS} are allowed")));
         }
         Ok(Model { file: file.into(), proto, external, map: Bytes::new() })
     }
@@ -291,9 +291,10 @@ impl Model {
         }
     }
 
-    /// Decides how the model runs for these inputs. Like [`Model::import_with`], except that a model that
-    /// cannot be one graph is not an error but [`Outcome::Staged`]. Models with long loops, or with trip
-    /// counts that come from an input, are staged too, because a staged run compiles the body of a loop once.
+    /// Decides how the model runs for these inputs. This is [`Model::import_with`], but for a model that
+    /// cannot be one graph it returns [`Outcome::Staged`] instead of an error. Models with long loops, or
+    /// with trip counts that come from an input, are staged too, because a staged run compiles the body of a
+    /// loop once.
     pub fn outcome(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Outcome> {
         self.outcome_with(shapes, values, &RunOptions::default())
     }
@@ -309,8 +310,8 @@ impl Model {
         import::import(self, shapes, values, &Limits::new(options.clone()))
     }
 
-    /// Whether the model draws random numbers. The ONNX specification then fixes only the type and shape of
-    /// its results.
+    /// Whether the model draws random numbers. If so, the ONNX specification determines only the types and
+    /// shapes of its results.
     pub fn draws(&self) -> bool {
         fn any(nodes: &[NodeProto]) -> bool {
             nodes.iter().any(|n| {
@@ -322,9 +323,9 @@ impl Model {
         functions || self.proto.graph.as_ref().is_some_and(|g| any(&g.node))
     }
 
-    /// Runs the model in stages, for models whose computed values determine the rest of the computation.
-    /// `inputs` are in the order of [`Model::inputs`], the results in the order of [`Model::outputs`].
-    /// [`Placement`] reports the parts that were computed on the device and on the host.
+    /// Runs the model in stages. This is for models in which computed values determine the rest of the
+    /// computation. `inputs` are in the order of [`Model::inputs`], the results in the order of
+    /// [`Model::outputs`]. [`Placement`] reports the parts that were computed on the device and on the host.
     ///
     /// # Errors
     /// The errors of [`Model::import`], and the errors of the engine.
@@ -407,7 +408,7 @@ fn refuse(n: &NodeProto, opset: i64, in_function: bool) -> Option<String> {
         return Some(format!("operator sets after {latest} are not known"));
     }
     if !in_function && n.attribute.iter().any(|a| !a.ref_attr_name.is_empty()) {
-        return Some("refers to an attribute of a function outside one".into());
+        return Some("refers to an attribute of a function, but is not inside a function".into());
     }
     let odd = n.attribute.iter().find(|a| !row.attrs.contains(&a.name.as_str()))?;
     Some(format!("attribute '{}' is not supported", odd.name))

@@ -10,8 +10,8 @@ use crate::bad;
 use halcyon_ir::{ConstData, DType, Error, Result, Span};
 use std::collections::HashMap;
 
-/// A node with its operands. Attribute readers fail if the attribute has the wrong type, and return `None` or
-/// the default if it is missing.
+/// A node with its operands. The methods that read an attribute fail if it has the wrong type, and return
+/// `None` or the default if it is missing.
 #[derive(Debug)]
 pub struct Call<'a> {
     pub node: &'a NodeProto,
@@ -72,8 +72,8 @@ impl<'a> Call<'a> {
         Ok(Some(g))
     }
 
-    /// Builds a graph attribute for these operands and returns its results. Names that it does not define are
-    /// looked up in the scope of this node.
+    /// Builds a graph attribute for these operands and returns its results. Names that `g` does not define
+    /// are looked up in the scope of this node.
     pub fn inline(&self, b: &mut Builder, g: &'a GraphProto, args: Vec<Item>) -> Result<Vec<Item>> {
         let span = b.g.span.clone();
         let out =
@@ -82,7 +82,8 @@ impl<'a> Call<'a> {
         out
     }
 
-    /// Like [`Call::inline`], in another graph: the outer scope of the body consists of `vars` only.
+    /// Like [`Call::inline`], but for a builder of another graph: names that `g` does not define are looked
+    /// up in `vars` only.
     pub(super) fn inline_in(
         &self,
         b: &mut Builder,
@@ -104,7 +105,7 @@ impl<'a> Call<'a> {
         (0..self.inputs.len()).map(|i| self.arg(i)).collect()
     }
 
-    /// Whether result `i` has a name, so that it may be read.
+    /// Whether result `i` has a name. Results without a name cannot be read.
     pub fn is_result_used(&self, i: usize) -> bool {
         self.node.output.get(i).is_some_and(|o| !o.is_empty())
     }
@@ -155,7 +156,7 @@ impl<'a> Call<'a> {
         Ok(self.attr(name, attribute::INTS)?.map(|a| &a.ints[..]))
     }
 
-    /// Non-negative sizes; `n` times `default` if the attribute is missing.
+    /// A list of `n` non-negative sizes. If the attribute is missing, each is `default`.
     pub fn sizes(&self, name: &str, n: usize, default: usize) -> Result<Vec<usize>> {
         let Some(v) = self.ints(name)? else {
             return Ok(vec![default; n]);
@@ -229,7 +230,7 @@ impl<'a> Call<'a> {
         sparse::decode(t, self.external, &format!("{}: {}", self.file, self.name)).map(Some)
     }
 
-    /// An attribute that is a type code.
+    /// An attribute whose value is the number of an element type.
     pub fn dtype(&self, name: &str) -> Result<Option<DType>> {
         let Some(code) = self.opt_int(name)? else {
             return Ok(None);

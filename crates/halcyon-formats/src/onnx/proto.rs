@@ -135,7 +135,7 @@ pub struct TensorProto {
     pub int64_data: Vec<i64>,
     #[prost(string, tag = "8")]
     pub name: String,
-    /// `None` and empty differ, but an empty tensor may have either.
+    /// `None` means that the data is in another field. An empty tensor may have `None` or empty data.
     #[prost(bytes = "bytes", optional, tag = "9")]
     pub raw_data: Option<Bytes>,
     #[prost(double, repeated, tag = "10")]

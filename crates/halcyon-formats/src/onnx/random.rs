@@ -61,7 +61,7 @@ impl Builder {
         self.random_word(shape, seed, salt, 0)
     }
 
-    /// Like [`Builder::random_bits`], for word `word` of the draw.
+    /// Like [`Builder::random_bits`], for word number `word` of each element of the draw.
     fn random_word(&mut self, shape: &Shape, seed: u64, salt: u32, word: u32) -> Result<Value> {
         let known = shape.iter().try_fold(1u64, |n, d| n.checked_mul(d.known().unwrap_or(1) as u64));
         if known.is_none_or(|n| n > 1 << 32) {
@@ -77,7 +77,8 @@ impl Builder {
         self.reshape(&bits, shape)
     }
 
-    /// Uniform in `[0, 1)`, in f32 (24 random bits) or f64 (53 random bits); `pair` is 0 or 1.
+    /// Uniform in `[0, 1)`, in f32 (24 random bits) or f64 (53 random bits). Draws with the same seed and
+    /// salt are independent if one has `pair` 0 and the other 1.
     fn random_unit(&mut self, wide: DType, shape: &Shape, seed: u64, salt: u32, pair: u32) -> Result<Value> {
         let top = self.random_word(shape, seed, salt, 2 * pair)?;
         let drop = |b: &mut Builder, v: &Value, n: u64| -> Result<Value> {
@@ -119,7 +120,11 @@ impl Builder {
         let wide = self.float_of(dtype)?;
         let span = Scalar::F(hi - lo).cast(wide).as_f64();
         if !span.is_finite() {
-            return Err(Error::argument("random_uniform", format!("from {lo} to {hi}")).at(&self.g.span));
+            return Err(Error::argument(
+                "random_uniform",
+                format!("the range from {lo} to {hi} is too large"),
+            )
+            .at(&self.g.span));
         }
         let mut v = self.random_unit(wide, shape, seed, salt, 0)?;
         if (lo, hi) != (0.0, 1.0) {
@@ -145,7 +150,8 @@ impl Builder {
         salt: u32,
     ) -> Result<Value> {
         let wide = self.float_of(dtype)?;
-        // In (0, 1]: the logarithm needs fine resolution near zero, which f32 has.
+        // u is in (0, 1]. The logarithm needs fine resolution near zero, so in f32 u is made from all 32
+        // bits.
         let u = if wide == DType::F64 {
             let u = self.random_unit(wide, shape, seed, salt, 0)?;
             let one = self.lit(&u, 1.0);

@@ -18,8 +18,8 @@ fn threefry(key: [u32; 2], counter: [u32; 2]) -> [u32; 2] {
     [a, b]
 }
 
-/// Checks the known answers of the authors' library (Random123, `kat_vectors`), and the scalar op against the
-/// same function.
+/// Checks `threefry` against the known answers of its authors' library (Random123, `kat_vectors`), and the
+/// scalar op against `threefry`.
 #[test]
 fn known_answers_of_the_generator() {
     assert_eq!(threefry([0; 2], [0; 2]), [0x6b20_0159, 0x99ba_4efe]);
@@ -53,7 +53,8 @@ fn shape() -> Shape {
 }
 
 /// The Kolmogorov-Smirnov statistic: the largest distance between the samples' distribution and `cdf`, times
-/// the square root of the number of samples. A value above 1.95 has a probability of one in a thousand.
+/// the square root of the number of samples. If the samples follow `cdf`, a value above 1.95 has a
+/// probability of one in a thousand.
 fn distance(mut v: Vec<f64>, cdf: impl Fn(f64) -> f64) -> f64 {
     v.sort_by(f64::total_cmp);
     let n = v.len() as f64;
@@ -75,7 +76,8 @@ fn uniform_numbers() {
     for (d, seed) in [(DType::F32, 1), (DType::F64, 2), (DType::F16, 3), (DType::BF16, 4)] {
         let v = run(|b| b.random_uniform(d, &shape(), (-2.0, 6.0), seed, 0)).to_vec::<f64>();
         let (m, var) = moments(&v);
-        // Within four standard errors: 8 / sqrt(12 n), and 64 / sqrt(180 n).
+        // The bounds are four standard errors: 8 / sqrt(12 n) for the mean, 64 / sqrt(180 n) for the
+        // variance.
         assert!((m - 2.0).abs() < 0.066 && (var - 64.0 / 12.0).abs() < 0.135, "{d}: {m} {var}");
         assert!(v.iter().all(|x| (-2.0..=6.0).contains(x)));
         if d.bits() >= 32 {
@@ -94,7 +96,7 @@ fn normal_numbers() {
     for (d, seed) in [(DType::F32, 1), (DType::F64, 2), (DType::F16, 3), (DType::BF16, 4)] {
         let v = run(|b| b.random_normal(d, &shape(), (1.0, 3.0), seed, 0)).to_vec::<f64>();
         let (m, var) = moments(&v);
-        // Within four standard errors: 3 / sqrt(n), and 9 sqrt(2 / n).
+        // The bounds are four standard errors: 3 / sqrt(n) for the mean, 9 sqrt(2 / n) for the variance.
         assert!((m - 1.0).abs() < 0.085 && (var - 9.0).abs() < 0.36, "{d}: {m} {var}");
         if d.bits() >= 32 {
             let phi = |x: f64| 0.5 * (1.0 + halcyon_ir::scalar_op::erf((x - 1.0) / 3.0 / 2f64.sqrt()));
@@ -112,7 +114,7 @@ fn bits_are_balanced_and_draws_differ() {
     let v = run(|b| b.random_bits(&shape(), 7, 0)).to_vec::<u32>();
     for k in 0..32 {
         let ones = v.iter().filter(|x| *x >> k & 1 == 1).count() as f64;
-        // Within four and a half standard errors of sqrt(n) / 2.
+        // The bound is four and a half standard errors. A standard error is sqrt(n) / 2.
         assert!((ones - N as f64 / 2.0).abs() < 320.0, "bit {k}: {ones}");
     }
     let same = |seed, salt| run(|b| b.random_bits(&shape(), seed, salt)).to_vec::<u32>() == v;

@@ -1,6 +1,6 @@
-//! A simple graph evaluator for the importer's tests: every op by its definition, one element at a time.
-//! Floats are computed in f64 and rounded to the node's type after each op; sums are not rounded between
-//! terms.
+//! A simple graph evaluator for the importer's tests. It computes each op directly from its definition, one
+//! element at a time. Floats are computed in f64 and rounded to the node's type after each op; sums are not
+//! rounded between terms.
 
 use halcyon_ir::graph::Node;
 use halcyon_ir::layout::View;
@@ -68,7 +68,7 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
     g.outputs().iter().map(|o| val[o.node.index()].clone()).collect()
 }
 
-/// Inputs, constants, element-wise ops, and composites by their bodies.
+/// Evaluates inputs, constants, element-wise ops, and composites, by evaluating their bodies.
 fn element_wise(n: &Node, x: &[&Tensor], inputs: &[Tensor]) -> Tensor {
     let (d, dims) = (n.ty.dtype, n.ty.shape.dims().unwrap().to_vec());
     let make = |f: &mut dyn FnMut(&[usize]) -> Scalar| Tensor::make(d, &dims, f);
@@ -108,7 +108,7 @@ fn element_wise(n: &Node, x: &[&Tensor], inputs: &[Tensor]) -> Tensor {
     }
 }
 
-/// Views and concatenations.
+/// Evaluates views, paddings and concatenations; None for other ops.
 fn moved(n: &Node, x: &[&Tensor]) -> Option<Tensor> {
     let (d, dims) = (n.ty.dtype, n.ty.shape.dims().unwrap().to_vec());
     let make = |f: &mut dyn FnMut(&[usize]) -> Scalar| Tensor::make(d, &dims, f);
@@ -157,7 +157,7 @@ fn moved(n: &Node, x: &[&Tensor]) -> Option<Tensor> {
     })
 }
 
-/// Gathers and scatters.
+/// Evaluates gathers and scatters; None for other ops.
 fn indexed(n: &Node, x: &[&Tensor]) -> Option<Tensor> {
     let (d, dims) = (n.ty.dtype, n.ty.shape.dims().unwrap().to_vec());
     let make = |f: &mut dyn FnMut(&[usize]) -> Scalar| Tensor::make(d, &dims, f);
@@ -195,7 +195,7 @@ fn indexed(n: &Node, x: &[&Tensor]) -> Option<Tensor> {
     })
 }
 
-/// Reductions, sorts and scans.
+/// Evaluates reductions, sorts and scans; None for other ops.
 fn reduced_or_sorted(n: &Node, x: &[&Tensor]) -> Option<Tensor> {
     let (d, dims) = (n.ty.dtype, n.ty.shape.dims().unwrap().to_vec());
     let make = |f: &mut dyn FnMut(&[usize]) -> Scalar| Tensor::make(d, &dims, f);
@@ -261,7 +261,7 @@ fn reduced_or_sorted(n: &Node, x: &[&Tensor]) -> Option<Tensor> {
     })
 }
 
-/// Products, convolutions and pools.
+/// Evaluates products, convolutions and pools; None for other ops.
 fn summed(n: &Node, x: &[&Tensor]) -> Option<Tensor> {
     let (d, dims) = (n.ty.dtype, n.ty.shape.dims().unwrap().to_vec());
     let make = |f: &mut dyn FnMut(&[usize]) -> Scalar| Tensor::make(d, &dims, f);
@@ -328,7 +328,8 @@ fn reduced(dims: &[usize], axes: &[usize]) -> Vec<usize> {
     dims.iter().enumerate().map(|(k, &n)| if axes.contains(&k) { 1 } else { n }).collect()
 }
 
-/// Does not round floats, so that a long sum has only f64's rounding error.
+/// Combines two values of a reduction. Floats are combined in f64, so that a long sum has only f64's rounding
+/// error.
 fn combine(kind: ReduceKind, d: DType, a: Scalar, b: Scalar) -> Scalar {
     let wide = if d.is_float() { DType::F64 } else { d };
     kind.op(d).eval(wide, &[a, b])

@@ -11,9 +11,10 @@ use halcyon_ir::ops::ScatterKind;
 use halcyon_ir::{ConstData, DType, Result, Scalar, Shape, TensorType};
 use std::sync::Arc;
 
-/// Limit in bytes for a dense tensor made on the host. [`GROWTH`] times the stored bytes are allowed too.
+/// A dense tensor is made on the host if it has at most this many bytes plus [`GROWTH`] times the stored
+/// bytes.
 const ALWAYS_ALLOWED: usize = 64 << 10;
-/// A dense tensor made on the host may have this many times the stored bytes.
+/// See [`ALWAYS_ALLOWED`].
 const GROWTH: usize = 4;
 
 /// A sparse tensor in coordinate form.
@@ -23,7 +24,7 @@ pub struct Sparse {
     pub dims: Vec<usize>,
     /// Row-major offsets of the elements, ascending.
     pub places: Vec<i64>,
-    /// The elements at these offsets, one axis.
+    /// The elements at these offsets, as a tensor with one axis.
     pub values: ConstData,
 }
 
@@ -54,7 +55,9 @@ pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<
         [m, r] if m == n && r == dims.len() => false,
         _ => {
             let have = indices.dims.as_slice();
-            return Err(fail(format!("indices {have:?} for {n} values in {} axes", dims.len())));
+            let what =
+                format!("the shape of the indices is {have:?}, expected [{n}] or [{n}, {}]", dims.len());
+            return Err(fail(what));
         }
     };
     // Cannot overflow: the sizes have been checked.
@@ -187,8 +190,8 @@ mod tests {
             (proto(&[2, 0], ints(&[0]), &[7f32]), "outside"),
             (proto(&[2, 3], ints(&[5, 1]), &[7f32, 8.0]), "is not above"),
             (proto(&[2, 3], ints(&[5, 5]), &[7f32, 8.0]), "is not above"),
-            (proto(&[2, 3], ints(&[1]), &[7f32, 8.0]), "indices [1] for 2"),
-            (proto(&[2, 3], t(&[2, 1], &[0i64, 1]), &[7f32, 8.0]), "for 2 values"),
+            (proto(&[2, 3], ints(&[1]), &[7f32, 8.0]), "indices is [1], expected [2]"),
+            (proto(&[2, 3], t(&[2, 1], &[0i64, 1]), &[7f32, 8.0]), "indices is [2, 1], expected"),
             (proto(&[2, 3], i32s(&[1, 2]), &[7f32, 8.0]), "not i64"),
             (proto(&[-2, 3], ints(&[1, 2]), &[7f32, 8.0]), "negative"),
             (proto(&[i64::MAX, i64::MAX], ints(&[1, 2]), &[7f32, 8.0]), "too large"),

@@ -434,7 +434,7 @@ impl Builder {
 
     /// Called between two iterations of an unrolled loop. Runs the pending nodes and drops unneeded ones, if
     /// there are many. `state` holds the values that the loop carries from one iteration to the next; `start`
-    /// the number of nodes made before it began.
+    /// is the number of nodes made before the loop began.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the model exceeds the limit on nodes, or the lower limit of a graph built
@@ -518,7 +518,7 @@ impl Builder {
         if self.stage.is_some() {
             return Err(Error::unsupported(
                 format!("{what} of type {}", v.ty),
-                "Values that determine a graph have at most 4096 elements",
+                "Values that determine a graph must have at most 4096 elements",
             ));
         }
         self.note_missing(v);
@@ -540,7 +540,7 @@ impl Builder {
         match self.known(v, what)?.vals[..] {
             [Num::Is(s)] => Ok(s),
             [Num::Size(d)] => Err(super::host::symbolic(d)),
-            _ => Err(Error::shape(what, format!("one element expected, not {}", v.ty)).at(&self.g.span)),
+            _ => Err(Error::shape(what, format!("expected one element, found {}", v.ty)).at(&self.g.span)),
         }
     }
 }

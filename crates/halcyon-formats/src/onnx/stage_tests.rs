@@ -48,7 +48,7 @@ pub(super) fn values(d: &Datum) -> Vec<f64> {
     d.tensor().unwrap().to_vec()
 }
 
-/// Doubles x until its sum exceeds a limit.
+/// Doubles x until its sum reaches 20.
 fn doubling() -> ModelProto {
     let body = graph(
         vec![

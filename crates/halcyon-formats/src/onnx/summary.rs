@@ -42,7 +42,7 @@ pub struct Weight {
     pub dims: Vec<i64>,
     pub elements: u64,
     pub bytes: u64,
-    /// Stored as external data.
+    /// Whether it is stored as external data.
     pub external: bool,
 }
 

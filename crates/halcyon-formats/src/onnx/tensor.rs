@@ -1,4 +1,4 @@
-//! ONNX tensors: converts `TensorProto` to [`ConstData`] and back, reads external data and `.pb` files.
+//! ONNX tensors: converts `TensorProto` to [`ConstData`] and back, and reads external data and `.pb` files.
 
 use super::proto::{EXTERNAL, TensorProto};
 use crate::foreign::{self, Foreign};
@@ -66,9 +66,12 @@ impl External {
                 v.parse::<usize>().map(Some).map_err(|_| fail(format!("external {key} '{v}' is not a size")))
             }
         };
-        let location = entry("location").ok_or_else(|| fail("external data without a location".into()))?;
-        let dir =
-            self.dir.as_ref().ok_or_else(|| fail("external data, but the model is not a file".into()))?;
+        let location =
+            entry("location").ok_or_else(|| fail("the tensor is external, but has no location".into()))?;
+        let dir = self
+            .dir
+            .as_ref()
+            .ok_or_else(|| fail("the tensor is external, but the model does not come from a file".into()))?;
         // Backslashes and drive letters mean different things on different systems, so they are rejected on
         // all.
         let plain = !location.is_empty()
@@ -95,7 +98,7 @@ impl External {
                     let file = path.display().to_string();
                     return Err(bad(
                         &file,
-                        format!("this should be weights of the model and is {k}. {}", k.advice()),
+                        format!("this should be weights of the model, but is {k}. {}", k.advice()),
                     ));
                 }
                 maps.entry(path.clone()).or_insert(m)
@@ -242,7 +245,10 @@ pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<ConstD
         typed(t, dtype, &what)?
     };
     if bytes.len() != want {
-        return Err(bad(&what, format!("{dtype}{dims:?} takes {want} bytes, {} stored", bytes.len())));
+        return Err(bad(
+            &what,
+            format!("{dtype}{dims:?} takes {want} bytes, but {} are stored", bytes.len()),
+        ));
     }
     crate::data::from_bytes(dtype, &dims, bytes)
 }

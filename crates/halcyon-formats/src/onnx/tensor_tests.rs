@@ -37,7 +37,7 @@ fn typed_fields_of_every_type() {
             DType::U32 | DType::U64 => t.uint64_data = vec![0, 1],
             DType::F16 => t.int32_data = vec![0, 0x3c00],
             DType::BF16 => t.int32_data = vec![0, 0x3f80],
-            // Packed; bits past the second element are ignored.
+            // Both elements are packed into one number. Bits after the second element are ignored.
             DType::U2 | DType::I2 => t.int32_data = vec![0b0100],
             DType::U4 | DType::I4 => t.int32_data = vec![0x10],
             DType::F4E2M1 => t.int32_data = vec![0x20],

@@ -2,9 +2,9 @@
 //! graph inputs of the operands' types in place of values.
 //!
 //! Values captured from outside the body become inputs of the compiled body, unless they are constants. If
-//! the import of the body needs such a value (the axes of a reduction), the value is fetched and built in as
-//! a constant. If the import of the body needs the value of part of the body's own state, the body cannot be
-//! compiled: the tracer returns the reason, and the caller builds the iterations one by one.
+//! the import of the body needs such a value (for example the axes of a reduction), the value is fetched and
+//! built in as a constant. If the import of the body needs the value of a part of the body's state, the body
+//! cannot be compiled: the tracer returns the reason, and the caller builds the iterations one by one.
 
 use super::body::{CompiledBody, Control, ControlKind, Repeat};
 use super::build::{Builder, Value};
@@ -108,7 +108,8 @@ fn trace_body(
         for v in missing {
             let data = match b.known(v, &needs) {
                 Ok(h) => h.data()?,
-                // The enclosing bodies must be traced again to fetch it, so the error is passed to them.
+                // To fetch the value, the enclosing bodies must be traced again, so the error is passed to
+                // them.
                 Err(e) if b.controls.is_some() => return Err(e),
                 Err(_) => return Ok(Err(reason)),
             };
@@ -158,7 +159,8 @@ fn trace_branch(
     Ok(Ok((t.body(&outputs)?, captured, types)))
 }
 
-/// An If inside a body with a run-time condition: both branches are compiled, and each run takes one.
+/// Compiles an If with a run-time condition inside a body. Both branches are compiled, and each run takes one
+/// of them.
 pub(super) fn branch(b: &mut Builder, c: &Call<'_>) -> Result<std::result::Result<Vec<Item>, Reason>> {
     let cond = b.id(c.arg(0)?)?;
     let mut sides = vec![];
@@ -173,7 +175,11 @@ pub(super) fn branch(b: &mut Builder, c: &Call<'_>) -> Result<std::result::Resul
     };
     if then.2 != other.2 {
         let show = |t: &[TensorType]| t.iter().map(|t| t.to_string()).collect::<Vec<_>>().join(", ");
-        return Ok(Err(format!("one branch gives {}, the other {}", show(&then.2), show(&other.2))));
+        return Ok(Err(format!(
+            "the branches have results of different types, {} and {}",
+            show(&then.2),
+            show(&other.2)
+        )));
     }
     let types = then.2;
     let mut ids = |v: Vec<Value>| v.iter().map(|v| b.id(v)).collect::<Result<Vec<_>>>();
@@ -203,7 +209,7 @@ pub(super) struct Sequences {
     pub(super) values: Vec<Value>,
     pub(super) axes: Vec<usize>,
     pub(super) reverse: Vec<bool>,
-    /// Iterations.
+    /// Number of iterations.
     pub(super) n: usize,
 }
 
@@ -273,7 +279,9 @@ pub(super) fn repeat(
         Some(v) => match v.host() {
             Some(_) => Some(t.b.known_scalar(v, "the condition of the body")?.as_bool()),
             None if v.ty.shape.known().is_some_and(|d| d.iter().product::<usize>() == 1) => None,
-            None => return Err(c.invalid(format!("the condition of the body is {}", v.ty))),
+            None => {
+                return Err(c.invalid(format!("the condition of the body is {}, expected one element", v.ty)));
+            }
         },
     };
     let i = t.b.g.inputs()[inputs.len() - 1].node;

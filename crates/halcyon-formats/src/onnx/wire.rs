@@ -12,10 +12,10 @@ use halcyon_ir::Result;
 
 /// Limit on the nesting of messages, equal to the decoder's own.
 const MAX_DEPTH: usize = 100;
-/// Memory that any file may use.
+/// Bytes of memory that a file of any size may use.
 const BASE: usize = 16 << 20;
-/// Memory allowed in addition per byte of structure. Sizeable models use 10 to 27, models of one node up to
-/// 48.
+/// Bytes of memory allowed in addition per encoded byte of structure. Sizeable models need 10 to 27, models
+/// of one node up to 48.
 const RATIO: usize = 32;
 
 /// The message types whose structure is counted.
@@ -223,7 +223,8 @@ pub fn cost(data: &[u8], kind: Kind) -> Result<Cost, String> {
     Ok(c)
 }
 
-/// `at` is the offset of `data` in the file, for messages.
+/// Adds the cost of the fields of an encoded message to `c`. `at` is the offset of `data` in the file, for
+/// error messages.
 fn walk(data: &[u8], at: usize, kind: Kind, depth: usize, c: &mut Cost) -> Result<(), String> {
     if depth >= MAX_DEPTH {
         return Err(format!("messages are nested deeper than {MAX_DEPTH} at byte {at}"));

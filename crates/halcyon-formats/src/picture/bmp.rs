@@ -13,13 +13,13 @@ const FILE_HEADER: usize = 14;
 struct Info {
     width: usize,
     height: usize,
-    /// Whether the first row of the file is the top one.
+    /// Whether the first row of the file is the top row of the image.
     top_down: bool,
     bits: usize,
     compression: u32,
-    /// Red, green and blue in a pixel of 16 or 32 bits.
+    /// Masks of the red, green and blue bits in a pixel of 16 or 32 bits.
     masks: [u32; 3],
-    /// Red, green and blue of the indices of pixels of 1, 4 and 8 bits.
+    /// Colours (red, green, blue) to which pixels of 1, 4 and 8 bits refer by index.
     palette: Vec<[u8; 3]>,
     /// Offset of the pixels in the file.
     pixels: usize,
@@ -35,7 +35,7 @@ fn unsupported<T>(what: impl Into<String>) -> Result<T> {
 
 fn bytes<const N: usize>(data: &[u8], at: usize) -> Result<[u8; N]> {
     let part = data.get(at..).and_then(|d| d.first_chunk::<N>());
-    part.copied().map_or_else(|| corrupt("it ends in its headers"), Ok)
+    part.copied().map_or_else(|| corrupt("the file ends within its headers"), Ok)
 }
 
 fn u16_at(data: &[u8], at: usize) -> Result<u16> {
@@ -74,21 +74,22 @@ fn info(data: &[u8]) -> Result<Info> {
     };
     let compression = if core { 0 } else { u32_at(data, at + 16)? };
     if width <= 0 || height == 0 || height == i32::MIN {
-        return corrupt(format!("a size of {width}x{height}"));
+        return corrupt(format!("the size {width}x{height} is not valid"));
     }
     let bits = usize::from(bits);
     match (compression, bits) {
         (0, 1 | 4 | 8 | 16 | 24 | 32) | (1, 8) | (2, 4) => {}
         (3 | 6, 16 | 32) if size != 64 => {}
         (0..=3 | 6, _) => {
-            return corrupt(format!("{bits} bits per pixel with compression {compression}"));
+            return corrupt(format!("compression {compression} does not allow {bits} bits per pixel"));
         }
         _ => return unsupported(format!("compression {compression}")),
     }
     let mut end = at + size;
     let masks = match compression {
         3 | 6 => {
-            // The masks are the next fields of longer headers, and follow a header of 40 bytes.
+            // The masks come after the first 40 bytes of the header. Longer headers include them; a header of
+            // 40 bytes does not.
             let m = [u32_at(data, at + 40)?, u32_at(data, at + 44)?, u32_at(data, at + 48)?];
             if size == 40 {
                 end += if compression == 6 { 16 } else { 12 };
@@ -110,13 +111,18 @@ fn info(data: &[u8]) -> Result<Info> {
         pixels: u32_at(data, 10)? as usize,
     };
     if info.top_down && matches!(compression, 1 | 2) {
-        return corrupt("rows from the top in a compressed image");
+        return corrupt(
+            "a compressed image has its rows from top to bottom, which the format does not allow",
+        );
     }
     if !matches!(compression, 1 | 2) {
         let need = info.stride().checked_mul(info.height);
         let there = data.len().saturating_sub(info.pixels);
         if need.is_none_or(|n| n > there) {
-            return corrupt(format!("{}x{} pixels are larger than its data", info.width, info.height));
+            return corrupt(format!(
+                "{}x{} pixels need more bytes than the file has",
+                info.width, info.height
+            ));
         }
     }
     Ok(info)
@@ -159,7 +165,7 @@ fn indices(data: &[u8], info: &Info) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// Palette indices of a run-length encoded image. Pixels that it skips have index 0.
+/// Palette indices of a run-length encoded image. Pixels that the encoding skips have index 0.
 fn run_lengths(data: &[u8], info: &Info) -> Result<Vec<u8>> {
     let (w, h) = (info.width, info.height);
     let mut out = vec![0u8; w * h];
@@ -167,7 +173,7 @@ fn run_lengths(data: &[u8], info: &Info) -> Result<Vec<u8>> {
     let four = info.compression == 2;
     loop {
         let Some(&[count, value]) = data.get(at..at + 2).and_then(|d| d.first_chunk::<2>()) else {
-            return corrupt("it ends in its pixels");
+            return corrupt("the file ends within its pixels");
         };
         at += 2;
         let nibble = |byte: u8, k: usize| if k.is_multiple_of(2) { byte >> 4 } else { byte & 15 };
@@ -188,7 +194,9 @@ fn run_lengths(data: &[u8], info: &Info) -> Result<Vec<u8>> {
             (0, n) => {
                 let n = usize::from(n);
                 let length = if four { n.div_ceil(2) } else { n };
-                let Some(part) = data.get(at..at + length) else { return corrupt("it ends in its pixels") };
+                let Some(part) = data.get(at..at + length) else {
+                    return corrupt("the file ends within its pixels");
+                };
                 for k in 0..n {
                     put(x + k, if four { nibble(part[k / 2], k) } else { part[k] });
                 }
@@ -203,7 +211,7 @@ fn run_lengths(data: &[u8], info: &Info) -> Result<Vec<u8>> {
             }
         }
         if y > h {
-            return corrupt(format!("more than {h} rows"));
+            return corrupt(format!("the pixels have more than {h} rows"));
         }
     }
 }
@@ -215,7 +223,7 @@ fn colours(info: &Info, indices: &[u8]) -> Result<Vec<u8>> {
             Some(rgb) => out.extend(rgb),
             None => {
                 let all = info.palette.len();
-                return corrupt(format!("index {i} of a palette of {all} colours"));
+                return corrupt(format!("a pixel has index {i}, but the palette has {all} colours"));
             }
         }
     }
@@ -242,7 +250,7 @@ fn direct(data: &[u8], info: &Info) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// The bits of a mask, scaled to 8 bits.
+/// The bits of `pixel` that `mask` selects, scaled to 8 bits.
 fn channel(pixel: u32, mask: u32) -> u8 {
     if mask == 0 {
         return 0;
@@ -269,7 +277,7 @@ mod tests {
         d.extend(bits.to_le_bytes());
         d.extend(compression.to_le_bytes());
         d.extend([0; 12]);
-        // Two colours of a palette, where there is one.
+        // Number of colours of the palette; 0 without a palette.
         d.extend((if bits <= 8 { extra.len() as u32 / 4 } else { 0 }).to_le_bytes());
         d.extend([0; 4]);
         d.extend(extra);
@@ -292,7 +300,7 @@ mod tests {
         let d = bmp(2, -2, 24, 0, &[], &[1, 2, 3, 4, 5, 6, 0, 0, 7, 8, 9, 10, 11, 12, 0, 0]);
         assert_eq!(rgb(&d), [3, 2, 1, 6, 5, 4, 9, 8, 7, 12, 11, 10]);
         assert_eq!(rgb(&bmp(1, 1, 32, 0, &[], &[1, 2, 3, 0])), [3, 2, 1]);
-        // 5 bits each: 31 is 255, 16 is 132.
+        // 5 bits per colour: 31 becomes 255, and 16 becomes 132.
         let pixel = (31u16 << 10 | 16 << 5).to_le_bytes();
         assert_eq!(rgb(&bmp(1, 1, 16, 0, &[], &[pixel[0], pixel[1], 0, 0])), [255, 132, 0]);
         // Masks of 5, 6 and 5 bits.
@@ -311,7 +319,7 @@ mod tests {
         let of = |v: &[u8]| -> Vec<u8> {
             v.iter().flat_map(|i| if *i == 0 { [1, 2, 3] } else { [4, 5, 6] }).collect()
         };
-        // Three ones, the next row: skip one, two literal pixels, padded.
+        // Three pixels of index 1, end of the row, skip one pixel, one pixel of index 1, one of index 0, end.
         let d = bmp(3, 2, 8, 1, &two, &[3, 1, 0, 0, 0, 2, 1, 0, 1, 1, 1, 0, 0, 1]);
         assert_eq!(rgb(&d), of(&[0, 1, 0, 1, 1, 1]));
         let d = bmp(5, 1, 4, 2, &two, &[2, 0x10, 0, 3, 0x11, 0x00, 0, 1]);
@@ -331,7 +339,7 @@ mod tests {
             for v in [0, 1, 0x7f, 0x80, 0xff] {
                 let mut d = good.clone();
                 d[i] = v;
-                // An image that is larger needs more data than the file has, so no accepted image is large.
+                // The changed byte can be part of the size, so refuse large images.
                 if let Ok(p) =
                     decode_samples(&d, &mut |h| if h.bytes() < 1 << 20 { Ok(()) } else { corrupt("large") })
                 {

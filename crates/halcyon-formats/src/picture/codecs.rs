@@ -1,4 +1,4 @@
-//! PNG, TIFF, WebP and JPEG 2000, by the crates that decode them.
+//! Decodes PNG, TIFF, WebP and JPEG 2000, with crates for these formats.
 
 use super::{Check, Failure, Header, Image, MAX_BYTES, Samples};
 use std::io::Cursor;
@@ -100,7 +100,7 @@ pub(super) fn tiff(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
     };
     check(Header { width: size.0, height: size.1, channels, sample_bytes: usize::from(bits).div_ceil(8) })?;
     if decoder.image_buffer_layout().map_err(failure)?.planes > 1 {
-        return Err(unsupported("TIFF", "channels in planes of their own"));
+        return Err(unsupported("TIFF", "channels in separate planes"));
     }
     let samples = match decoder.read_image().map_err(failure)? {
         DecodingResult::U8(v) if bits == 1 => Samples::U8(expand_bits(&v, size)),
@@ -115,7 +115,7 @@ pub(super) fn tiff(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
         Samples::F32(v) => v.len(),
     };
     if count != size.0 * size.1 * channels {
-        return Err(corrupt("TIFF", format!("{count} samples of {width}x{height} pixels")));
+        return Err(corrupt("TIFF", format!("{count} samples for {width}x{height} pixels")));
     }
     let samples = match (kind, samples) {
         (ColorType::CMYK(_), Samples::U8(v)) => return Ok(image(size, 3, Samples::U8(ink(&v, u8::MAX)))),
@@ -125,7 +125,7 @@ pub(super) fn tiff(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
     Ok(image(size, channels, samples))
 }
 
-/// One bit for each pixel, rows padded to bytes; 1 is white.
+/// Expands one bit per pixel to one byte. Rows are padded to whole bytes, and 1 is white.
 fn expand_bits(packed: &[u8], (width, height): (usize, usize)) -> Vec<u8> {
     let rows = packed.chunks_exact(width.div_ceil(8)).take(height);
     rows.flat_map(|r| (0..width).map(|x| if r[x / 8] >> (7 - x % 8) & 1 == 1 { 255 } else { 0 })).collect()
@@ -136,7 +136,7 @@ fn ink<T: Copy + Into<u32> + TryFrom<u32>>(pixels: &[T], most: T) -> Vec<T> {
     let most: u32 = most.into();
     let of = |c: T, k: T| {
         let product = u64::from(most - c.into()) * u64::from(most - k.into());
-        // At most `most`, which a `T` holds.
+        // `v` is at most `most`, so it fits in a `T`.
         let v = ((product + u64::from(most) / 2) / u64::from(most)) as u32;
         T::try_from(v).unwrap_or(c)
     };
@@ -151,7 +151,7 @@ pub(super) fn jpeg_2000(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
     let (width, height) = (decoder.width() as usize, decoder.height() as usize);
     let channels = usize::from(decoder.color_space().num_channels());
     let all = channels + usize::from(decoder.has_alpha());
-    // The decoder works in floats.
+    // The decoder needs 4 bytes for each sample, because it works in floats.
     check(Header { width, height, channels: all, sample_bytes: 4 })?;
     match (decoder.color_space(), channels) {
         (ColorSpace::Gray, _) | (_, 1) => {}
@@ -221,7 +221,8 @@ mod tests {
         });
         assert_eq!(refused, Err(Failure::Unsupported("too large".into())));
         assert_eq!(seen, Some(Header { width: 2, height: 1, channels: 3, sample_bytes: 2 }));
-        // A blank page of 400 million pixels packs to little; `decode` refuses it, and takes a smaller one.
+        // A blank page of 400 million pixels is a small file, but `decode` rejects it. It accepts a smaller
+        // page.
         let blank = |side: u32| {
             let data = vec![255; (side * side) as usize];
             png_of(side, side, png::ColorType::Grayscale, png::BitDepth::Eight, &data)

@@ -1,7 +1,7 @@
 //! Decodes images: JPEG, JPEG 2000, PNG, BMP, TIFF, WebP and the PBM family.
 //!
-//! JPEG is decoded here; the others need the feature `images` and are [`Failure::Unsupported`] without it. No
-//! colour management: samples keep the values of the file, whatever profile it names.
+//! JPEG is decoded here; the others need the feature `images` and are [`Failure::Unsupported`] without it.
+//! Colour profiles are ignored: samples keep the values that are in the file.
 //!
 //! A caller learns an image's size before memory is allocated for it, and can refuse the image. [`decode`]
 //! refuses images of more than [`MAX_BYTES`], and images that are implausibly large for the length of their
@@ -18,7 +18,7 @@ use crate::jpeg;
 
 /// The largest decoded image in bytes.
 pub const MAX_BYTES: usize = 1 << 28;
-/// The largest ratio of decoded bytes to the file's length. Small files may always have [`SMALL_BYTES`].
+/// The largest ratio of decoded bytes to the file's length. A file of any length may have [`SMALL_BYTES`].
 const MAX_RATIO: usize = 4096;
 const SMALL_BYTES: usize = 1 << 26;
 
@@ -42,7 +42,7 @@ pub struct Image {
     pub samples: Samples,
 }
 
-/// Samples of an image. White is the largest integer, or 1.
+/// Samples of an image. White is the largest value of an integer type, and 1 for floats.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Samples {
     U8(Vec<u8>),
@@ -69,7 +69,7 @@ pub type Check<'a> = dyn FnMut(Header) -> Result<(), Failure> + 'a;
 pub enum Failure {
     /// Not an image, or a damaged one.
     Corrupt(String),
-    /// A valid image of a kind that no decoder here takes, or one that is too large.
+    /// A valid image of a kind that no decoder here supports, or one that is too large.
     Unsupported(String),
 }
 
@@ -90,7 +90,7 @@ impl Samples {
         }
     }
 
-    /// In 0 to 1; floats as they are in the file.
+    /// Converts integers to the range 0 to 1. Floats stay as they are in the file.
     pub fn into_f32(self) -> Vec<f32> {
         match self {
             Samples::U8(v) => v.iter().map(|&s| f32::from(s) / 255.0).collect(),
@@ -100,7 +100,7 @@ impl Samples {
     }
 }
 
-/// Decodes an image of any format that is known by its first bytes to 8 bits. Alpha is left out.
+/// Decodes an image to 8 bits per sample. The first bytes determine the format. Alpha is left out.
 ///
 /// # Errors
 /// [`Failure`]: not an image, a broken one, or one that is too large.
@@ -122,15 +122,15 @@ pub fn decode(data: &[u8]) -> Result<Picture, Failure> {
     Ok(Picture { width, height, channels, pixels: samples.into_u8() })
 }
 
-/// Decodes an image of any format that is known by its first bytes, with the precision of the file. `check`
-/// is called with the size before anything is decoded. Alpha is left out.
+/// Decodes an image with the precision of the file. The first bytes determine the format. `check` is called
+/// with the size before anything is decoded. Alpha is left out.
 ///
 /// # Errors
 /// [`Failure`]: not an image, a broken one, or what `check` returns.
 pub fn decode_samples(data: &[u8], check: &mut Check<'_>) -> Result<Image, Failure> {
     match format(data) {
         Some("JPEG") => {
-            // A file without a frame header fails in the decoder, with its reason.
+            // A file without a frame header fails in the decoder, which gives the reason.
             if let Some(h) = jpeg_header(data) {
                 check(h)?;
             }
@@ -273,7 +273,7 @@ mod tests {
         assert!(matches!(decode(&d), Err(Failure::Corrupt(w)) if w.contains("larger than its data")));
         d[at + 5..at + 9].fill(0xff);
         assert!(matches!(decode(&d), Err(Failure::Unsupported(w)) if w.contains("65535x65535")));
-        // Tens of gigabytes asked for by a header.
+        // A header that requests tens of gigabytes.
         assert!(matches!(
             decode(b"P6 99999 99999 255\nx"),
             Err(Failure::Unsupported(_) | Failure::Corrupt(_))

@@ -47,7 +47,7 @@ impl<'a> Text<'a> {
         n.map_or_else(|| corrupt(format!("\"{}\" is not a number", word.escape_ascii())), Ok)
     }
 
-    /// A digit of a PBM file as text, where no white space is needed between digits.
+    /// Reads a pixel of a PBM file in text form, where no white space is needed between pixels.
     fn bit(&mut self) -> Result<u16> {
         self.skip();
         self.at += 1;
@@ -81,7 +81,10 @@ pub(super) fn decode(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
         _ => pam(&mut text)?,
     };
     if form.width == 0 || form.height == 0 || form.most == 0 || form.most > 65_535 {
-        return corrupt(format!("{}x{} pixels of values to {}", form.width, form.height, form.most));
+        return corrupt(format!(
+            "the size {}x{} or the largest value {} is not in the allowed range",
+            form.width, form.height, form.most
+        ));
     }
     // One white-space character precedes the pixels; in PAM it is the end of the line.
     let rest = data.get(text.at + 1..).unwrap_or_default();
@@ -96,7 +99,7 @@ pub(super) fn decode(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
     };
     let need = row_bytes.and_then(|n| n.checked_mul(form.height));
     if need.is_none_or(|n| n > rest.len()) {
-        return corrupt(format!("{}x{} pixels are larger than its data", form.width, form.height));
+        return corrupt(format!("{}x{} pixels need more bytes than the file has", form.width, form.height));
     }
     let channels = if form.depth < 3 { 1 } else { 3 };
     let wide = form.most > 255;
@@ -108,7 +111,7 @@ pub(super) fn decode(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
     })?;
     let values = values(kind, &form, rest, &mut text)?;
     if let Some(v) = values.iter().find(|v| usize::from(**v) > form.most) {
-        return corrupt(format!("a value of {v} where {} is the largest", form.most));
+        return corrupt(format!("a sample is {v}, above the header's largest value {}", form.most));
     }
     let keep = values.chunks_exact(form.depth).flat_map(|p| &p[..channels]);
     let most = form.most as u32;
@@ -144,7 +147,7 @@ fn header(text: &mut Text<'_>, depth: usize) -> Result<PnmHeader> {
     Ok(PnmHeader { width: text.number()?, height: text.number()?, depth, most: text.number()? })
 }
 
-/// The header of a PAM file: lines of a word and its value, to `ENDHDR`.
+/// The header of a PAM file. Each line has a name and a value; the line `ENDHDR` ends the header.
 fn pam(text: &mut Text<'_>) -> Result<PnmHeader> {
     let mut f = PnmHeader { width: 0, height: 0, depth: 0, most: 0 };
     loop {
@@ -153,10 +156,10 @@ fn pam(text: &mut Text<'_>) -> Result<PnmHeader> {
             b"HEIGHT" => f.height = text.number()?,
             b"DEPTH" => f.depth = text.number()?,
             b"MAXVAL" => f.most = text.number()?,
-            // The depth is the number of channels.
+            // Skip the kind of tuple: `DEPTH` gives the number of channels.
             b"TUPLTYPE" => _ = text.word(),
             b"ENDHDR" => break,
-            w => return corrupt(format!("\"{}\" in the header", w.escape_ascii())),
+            w => return corrupt(format!("the header has the unknown word \"{}\"", w.escape_ascii())),
         }
     }
     match f.depth {

@@ -33,7 +33,10 @@ pub fn info_and_caps_are_sane(l: &DeviceUnderTest) {
     assert!(known.is_none_or(|(free, total)| free <= total), "{known:?}");
     let mut exact = halcyon_ir::target::Caps::storage_of(c.f64, c.i64);
     exact.retain(|t| !c.storage.contains(t));
-    assert!(exact.is_empty() || !l.computes, "{exact:?} run by the device's abilities");
+    assert!(
+        exact.is_empty() || !l.computes,
+        "the device's abilities include {exact:?}, but its storage types do not"
+    );
     for t in [DType::F32, DType::F16, DType::BF16, DType::I8, DType::U8, DType::I32, DType::U32, DType::Bool]
     {
         assert!(c.storage.contains(&t), "{t}");
@@ -45,7 +48,10 @@ pub fn info_and_caps_are_sane(l: &DeviceUnderTest) {
     if !l.computes {
         assert!(i.name.contains("computes nothing") && i.software);
     }
-    assert!(l.driver.open(10_000, &l.options).is_err_and(|e| e.exit_code() == 4), "no such device");
+    assert!(
+        l.driver.open(10_000, &l.options).is_err_and(|e| e.exit_code() == 4),
+        "opening device 10000 must fail"
+    );
     // The device's info survives serialisation.
     let text = serde_json::to_string(i).unwrap();
     assert_eq!(&serde_json::from_str::<crate::DeviceInfo>(&text).unwrap(), i);
@@ -124,7 +130,7 @@ pub fn copies_move_the_range_and_nothing_else(l: &DeviceUnderTest) {
     assert_eq!(download(&*d, &b), want);
     assert_eq!(download(&*d, &a), x);
     assert_eq!(d.counters().device_copies, 2);
-    // Overlapping ranges of one buffer are rejected: drivers would differ in their results.
+    // Overlapping ranges of one buffer are rejected, because drivers would differ in their results.
     let c = Command::Copy { src: &a, src_offset: 0, dst: &a, dst_offset: 99, bytes: 100 };
     assert!(d.submit(&[c]).is_err());
     let c = Command::Copy { src: &a, src_offset: 0, dst: &a, dst_offset: 100, bytes: 100 };
@@ -138,7 +144,7 @@ pub fn a_part_of_a_buffer_is_a_buffer_over_its_bytes(l: &DeviceUnderTest) {
         assert_eq!(d.part(&whole, 0, 1).unwrap_err().exit_code(), 3);
         return;
     };
-    assert!(align <= 128, "the test has room for one step");
+    assert!(align <= 128, "the buffer of this test is too small for alignment {align}");
     let allocated = d.memory().allocated;
     let part = d.part(&whole, align, 100).unwrap();
     assert_eq!((part.bytes(), d.memory().allocated), (100, allocated));
@@ -153,7 +159,10 @@ pub fn a_part_of_a_buffer_is_a_buffer_over_its_bytes(l: &DeviceUnderTest) {
     );
     assert!(d.part(&whole, align, 256).is_err() && d.part(&whole, usize::MAX, 2).is_err());
     assert_eq!(d.part(&whole, 256, 0).unwrap().bytes(), 0);
-    assert!(align == 1 || d.part(&whole, 1, 1).is_err_and(|e| e.exit_code() == 2), "elements not aligned");
+    assert!(
+        align == 1 || d.part(&whole, 1, 1).is_err_and(|e| e.exit_code() == 2),
+        "an unaligned offset must be an error"
+    );
     // The part keeps the whole buffer alive.
     drop(whole);
     assert_eq!(d.memory().allocated, allocated);
@@ -187,7 +196,7 @@ pub fn freed_memory_is_used_again_and_given_back_on_request(l: &DeviceUnderTest)
     drop(d.alloc(100_000, Tag::Weights).unwrap());
     assert_eq!(d.counters().allocations, first + 1);
     let again = d.alloc(100_000, Tag::Activations).unwrap();
-    assert_eq!(d.counters().allocations, first + 1, "the pool had one");
+    assert_eq!(d.counters().allocations, first + 1, "the pool must reuse the freed buffer");
     let m = d.memory();
     assert!(m.allocated >= before + 100_000 && m.peak >= m.allocated);
     assert!(m.by_tag[&Tag::Activations] >= 100_000 && m.by_tag[&Tag::Weights] == 0);
@@ -197,7 +206,7 @@ pub fn freed_memory_is_used_again_and_given_back_on_request(l: &DeviceUnderTest)
     assert!(d.empty_cache() >= 100_000);
     assert_eq!(d.memory().cached, 0);
     let _b = d.alloc(100_000, Tag::Io).unwrap();
-    assert_eq!(d.counters().allocations, first + 2, "the cache was empty");
+    assert_eq!(d.counters().allocations, first + 2, "there is no cached buffer to reuse");
 }
 
 pub fn over_the_limit_is_out_of_memory(l: &DeviceUnderTest) {
@@ -210,7 +219,7 @@ pub fn over_the_limit_is_out_of_memory(l: &DeviceUnderTest) {
     assert!(requested == 600_000 && total == 1 << 20 && free < 600_000);
     drop(keep);
     d.alloc(600_000, Tag::Weights).unwrap();
-    // More than any machine has, without a limit.
+    // Without a limit, request more than any machine has.
     let e = l.open().alloc(1 << 60, Tag::Io).unwrap_err();
     assert_eq!(e.exit_code(), 5, "{e}");
 }
@@ -233,10 +242,13 @@ pub fn a_kernel_computes_in_every_type(l: &DeviceUnderTest) {
         if l.computes {
             let want: Vec<Scalar> = x.iter().map(|v| Scalar::I(v.as_i64() * a + c)).collect();
             assert_eq!(got[..n * dtype.size()], pack(dtype, &want), "{dtype} {a} {c}");
-            assert!(got[n * dtype.size()..].iter().all(|b| *b == marker), "{dtype}: bytes past the end");
+            assert!(
+                got[n * dtype.size()..].iter().all(|b| *b == marker),
+                "{dtype}: bytes past the end of the result must not change"
+            );
         } else {
-            assert!(got.iter().all(|b| *b == crate::noop::POISON), "{dtype}: nothing but poison");
-            assert_eq!(download(&*d, &src), pack(dtype, &x), "inputs stay");
+            assert!(got.iter().all(|b| *b == crate::noop::POISON), "{dtype}: the result must be poison");
+            assert_eq!(download(&*d, &src), pack(dtype, &x), "inputs must not change");
         }
     }
 }
@@ -269,9 +281,9 @@ pub fn parameters_of_every_type_arrive(l: &DeviceUnderTest) {
         }
     }
     let few = launch(&*d, &p, [1, 1, 1], &out.iter().collect::<Vec<_>>(), &values[1..]);
-    assert!(few.is_err(), "one parameter too few");
+    assert!(few.is_err(), "a missing parameter must be an error");
     let few = launch(&*d, &p, [1, 1, 1], &out[1..].iter().collect::<Vec<_>>(), &values);
-    assert!(few.is_err(), "one buffer too few");
+    assert!(few.is_err(), "a missing buffer must be an error");
 }
 
 pub fn grids_have_three_dimensions_and_every_item_runs_once(l: &DeviceUnderTest) {
@@ -366,9 +378,13 @@ pub fn a_bad_index_is_reported_once(l: &DeviceUnderTest) {
     assert_eq!(unpack(DType::F32, &download(&*d, &good)), [13.5, 0.0, 4.5].map(Scalar::F));
     let bad = run(&[1, 10, -3], 41);
     run(&[0, 99], 42);
-    assert_eq!(d.take_fault().unwrap(), Some(41), "the first one");
-    assert_eq!(unpack(DType::F32, &download(&*d, &bad)), [1.5, 13.5, 0.0].map(Scalar::F), "clamped");
-    assert_eq!(d.take_fault().unwrap(), None, "cleared");
+    assert_eq!(d.take_fault().unwrap(), Some(41), "the first fault must be reported");
+    assert_eq!(
+        unpack(DType::F32, &download(&*d, &bad)),
+        [1.5, 13.5, 0.0].map(Scalar::F),
+        "indices must be clamped"
+    );
+    assert_eq!(d.take_fault().unwrap(), None, "the fault must be cleared");
     run(&[1, 2], 43);
     assert_eq!(d.take_fault().unwrap(), None);
     run(&[-1], 44);
@@ -444,7 +460,11 @@ pub fn library_kernels_take_no_smaller_buffers(l: &DeviceUnderTest) {
         let own = d.submit(&[command()]);
         if let Some(s) = &stream {
             let other = s.submit(&[command()]).and_then(|()| s.synchronize().map(drop));
-            assert_eq!(own.is_ok(), other.is_ok(), "{own:?}, but in a stream {other:?}");
+            assert_eq!(
+                own.is_ok(),
+                other.is_ok(),
+                "on the device's own queue: {own:?}; in a stream: {other:?}"
+            );
         }
         own
     };
@@ -453,7 +473,7 @@ pub fn library_kernels_take_no_smaller_buffers(l: &DeviceUnderTest) {
         assert!(matches!(e, Error::Argument { .. }), "buffer {short}: {e}");
     }
     let whole = buffers(usize::MAX);
-    assert!(run(&whole[..2]).is_err(), "a buffer is missing");
+    assert!(run(&whole[..2]).is_err(), "a missing buffer must be an error");
     run(&whole).unwrap();
     assert!(download(&*d, &whole[2]).iter().all(|b| *b == 0));
 }
@@ -467,7 +487,7 @@ pub fn launches_take_the_kernels_buffers_and_parameters(l: &DeviceUnderTest) {
     assert!(launch(&*d, &p, [1, 1, 1], &[&x, &y, &y], &params).is_err());
     assert!(launch(&*d, &p, [1, 1, 1], &[&x, &y], &params[..2]).is_err());
     d.synchronize().unwrap();
-    assert_eq!(download(&*d, &y), [7; 128], "nothing ran");
+    assert_eq!(download(&*d, &y), [7; 128], "no command may have run");
 }
 
 pub fn two_openings_live_side_by_side(l: &DeviceUnderTest) {
@@ -482,7 +502,7 @@ pub fn two_openings_live_side_by_side(l: &DeviceUnderTest) {
     };
     let ((r, p, a), (s, ..)) = (run(&*d), run(&*e));
     assert_eq!(r, s);
-    assert_eq!(d.counters().launches, 1, "each counts its own");
+    assert_eq!(d.counters().launches, 1, "each device instance must count its own launches");
     // Buffers and programs of one device instance are rejected by another, unless both share host memory.
     if d.import(Arc::new(x.clone())).is_none() {
         assert!(e.read(&a, 0, &mut [0; 4]).is_err());
@@ -549,11 +569,11 @@ pub fn profiling_times_every_command_in_order(l: &DeviceUnderTest) {
         .unwrap();
     d.submit(&[go(0), go(3125)]).unwrap();
     let t = d.take_timings().unwrap();
-    assert_eq!(t.len(), 4, "one per command, empty grids too");
+    assert_eq!(t.len(), 4, "there must be one timing per command, also for an empty grid");
     assert!(d.take_timings().unwrap().is_empty());
     let copy = || Command::Copy { src: &b, src_offset: 0, dst: &a, dst_offset: 0, bytes: 400_000 };
     for command in [&|| go(3125), &copy as &dyn Fn() -> _] {
-        // One command can be shorter than a tick of the device's clock.
+        // Repeat, because one command can be shorter than a tick of the device's clock.
         let start = Instant::now();
         loop {
             d.submit(&[command()]).unwrap();
@@ -562,7 +582,7 @@ pub fn profiling_times_every_command_in_order(l: &DeviceUnderTest) {
             if t[0].nanoseconds > 0 {
                 break;
             }
-            assert!(start.elapsed() < HANGS, "no command takes time");
+            assert!(start.elapsed() < HANGS, "every timing is 0");
         }
     }
     let plain = l.open();
@@ -578,12 +598,13 @@ pub fn a_program_serves_again_from_memory_or_disk(l: &DeviceUnderTest) {
     d.compile(&affine(DType::F32)).unwrap();
     d.compile(&affine(DType::I32)).unwrap();
     let c = d.counters();
-    // Two kernels. A device need not keep programs itself, so the repeated one may be compiled twice.
+    // There are two different kernels. A device need not keep programs itself, so the repeated kernel may be
+    // compiled twice.
     assert!((2..=3).contains(&c.compiles) && c.compile_cache_hits == 0, "{c:?}");
     let warm = l.open();
     let p = warm.compile(&affine(DType::F32)).unwrap();
     let c = warm.counters();
-    assert_eq!(c.compiles + c.compile_cache_hits, 1, "built, or found on disk");
+    assert_eq!(c.compiles + c.compile_cache_hits, 1, "the program must be compiled or read from the cache");
     assert!(p.source().is_none_or(|s| !s.trim().is_empty()));
     let (a, b) = (upload(&*warm, &pack(DType::F32, &[Scalar::F(5.0)])), upload(&*warm, &[0; 4]));
     launch(&*warm, &p, [1, 1, 1], &[&a, &b], &[Scalar::I(1), Scalar::F(2.0), Scalar::F(1.0)]).unwrap();

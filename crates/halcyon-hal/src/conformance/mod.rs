@@ -23,13 +23,13 @@ use std::time::Duration;
 /// How long a case waits for an event that a broken driver may never deliver.
 const HANGS: Duration = Duration::from_secs(600);
 
-/// One driver under test: a test device.
+/// A driver under test, and the options with which its first device is opened.
 #[derive(Debug)]
 pub struct DeviceUnderTest {
     pub driver: Arc<dyn Driver>,
     /// Two threads, and a directory for compiled programs that is deleted with this value.
     pub options: Options,
-    /// False for the noop device, whose outputs are `noop::POISON`.
+    /// Whether the device computes. False only for the noop device, whose outputs are `noop::POISON`.
     pub computes: bool,
     scratch: PathBuf,
 }
@@ -77,7 +77,7 @@ impl Drop for DeviceUnderTest {
     }
 }
 
-/// Expands to a `#[test]` of every case. Each runs on every [`DeviceUnderTest`] of the given expression.
+/// Expands to a `#[test]` for every case. Each runs on every [`DeviceUnderTest`] in the given expression.
 #[macro_export]
 macro_rules! conformance_tests {
     // The only list of the cases.

@@ -49,8 +49,8 @@ pub fn buffers_of_one_chunk_keep_to_themselves(l: &DeviceUnderTest) {
         let mut live: Vec<(BufferRef, Vec<u8>)> = vec![];
         for step in 0..150 {
             match r.below(8) {
-                // Even rounded up they fill less than half of the limit; running out of memory is not tested
-                // here.
+                // Even after rounding up, the live buffers fill less than half of the limit. Running out of
+                // memory is not tested here.
                 0..3 if live.len() < 14 => {
                     let n = 1 + r.below(50_000) as usize;
                     let before = d.memory().allocated;
@@ -269,7 +269,7 @@ pub fn host_buffers_are_counted_and_copied_from_and_to(l: &DeviceUnderTest) {
     let Error::OutOfMemory { requested, free, total, .. } = e else { panic!("{e}") };
     assert_eq!((requested, free, total), (1 << 20, (1 << 20) - 100_001, 1 << 20));
     assert_eq!(d.alloc_host(0).unwrap().len(), 0);
-    // On devices with unified memory it can be imported as a buffer.
+    // Of the built-in devices, only the CPU device can import host memory as a buffer.
     let shared = d.import(Arc::new(h));
     let own = !matches!(l.driver.kind(), BackendType::Other(_));
     assert!(!own || shared.is_some() == (l.driver.kind() == BackendType::Cpu));

@@ -62,7 +62,7 @@ fn of(bytes: &[u8]) -> Vec<i32> {
     bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
-/// A queue of a device: its own or a stream's.
+/// A queue of a device: the device's own queue or a stream.
 enum Queue {
     Own(Arc<dyn Device>),
     Other(Arc<dyn Stream>),
@@ -242,7 +242,7 @@ pub fn events_tell_faults_once_and_errors_are_values(l: &DeviceUnderTest) {
         assert_eq!(unpack(DType::F32, &download(&*d, &other)), [Scalar::F(9.0)]);
     }
     assert_eq!((f.wait().unwrap(), g.wait().unwrap()), (None, None));
-    assert_eq!(d.take_fault().unwrap(), None, "the device's own queue met none");
+    assert_eq!(d.take_fault().unwrap(), None, "the device's own queue has no fault");
     // Invalid calls.
     let small = d.alloc(8, Tag::Io).unwrap();
     assert!(s.write(&small, 4, Arc::new(vec![0u8; 5])).is_err() && s.read(&small, usize::MAX, 2).is_err());
@@ -253,7 +253,7 @@ pub fn events_tell_faults_once_and_errors_are_values(l: &DeviceUnderTest) {
     assert!(s.submit(&[c]).and_then(|()| s.synchronize()).is_err());
     let e = d.create_stream(&StreamOptions { threads: Some(0), ..Default::default() });
     assert!(e.is_ok() || matches!(e, Err(Error::Argument { .. })));
-    assert_eq!(s.synchronize().unwrap(), None, "a mistake ends nothing");
+    assert_eq!(s.synchronize().unwrap(), None, "an invalid call does not end the stream");
 }
 
 pub fn callbacks_and_futures_come_without_anyone_waiting(l: &DeviceUnderTest) {
@@ -316,7 +316,7 @@ pub fn what_is_dropped_early_lives_as_long_as_the_work(l: &DeviceUnderTest) {
     d.synchronize().unwrap();
     let start = Instant::now();
     while d.memory().allocated != before {
-        assert!(start.elapsed() < HANGS, "memory stays: {:?}", d.memory());
+        assert!(start.elapsed() < HANGS, "memory is not freed: {:?}", d.memory());
         std::thread::yield_now();
     }
     // The device is dropped before its stream.
@@ -332,8 +332,8 @@ fn overlap(a: Elapsed, b: Elapsed) -> f64 {
     both / (a.end - a.begin).min(b.end - b.begin).max(1) as f64
 }
 
-/// Measured by the device's own times: most of the shorter work runs concurrently with the longer one. If one
-/// writes memory that the other uses, they do not overlap at all.
+/// Checks, by the device's own times, that most of the shorter work runs concurrently with the longer work.
+/// If one writes memory that the other uses, they must not overlap at all.
 pub fn two_streams_overlap_where_the_device_can(l: &DeviceUnderTest) {
     let d = l.open();
     if !has_streams(&*d) {
@@ -397,9 +397,9 @@ pub fn two_streams_overlap_where_the_device_can(l: &DeviceUnderTest) {
         best.1
     );
     assert!(best.0 > 0.5, "{}: {best:?}", l.name());
-    // One reads what the other writes.
+    // The second work reads what the first writes.
     let (e, f) = (go(&s, &p, &x, &y, n), go(&t, &p, &y, &z, n));
-    // The second waits for the first one's work, not for its event.
+    // The second work waits for the first work, not for an event.
     assert_eq!((f.wait().unwrap(), e.wait().unwrap()), (None, None));
     assert_eq!(overlap(e.elapsed().unwrap(), f.elapsed().unwrap()), 0.0, "{}", l.name());
 }
@@ -424,7 +424,7 @@ pub fn an_event_of_one_device_orders_another(l: &DeviceUnderTest) {
     an_event_orders(l, l);
 }
 
-/// An event of the first device, for which a stream of the second one waits.
+/// Checks that a stream of the second device waits for an event of the first device.
 pub fn an_event_orders(l: &DeviceUnderTest, m: &DeviceUnderTest) {
     let (d, e) = (l.open(), m.open());
     if !has_streams(&*d) || !has_streams(&*e) {

@@ -1,10 +1,11 @@
 //! The tile registers of AMX (Intel's Advanced Matrix Extensions): whether this process may use them, a guard
 //! for their configuration, and their instructions.
 //!
-//! Eight registers `tmm0` to `tmm7` hold up to 16 rows of 64 bytes. In a product `C += A B`, a row of A has
-//! `4 K` bytes (K groups of two bf16 or four bytes), B has K rows of which row `l` holds group `l` of each
-//! column, and C holds 4-byte sums. Source: Intel 64 and IA-32 Architectures Software Developer's Manual,
-//! volume 1 chapter "Programming with Intel AMX", volume 2 for the instructions.
+//! Each of the eight registers `tmm0` to `tmm7` holds up to 16 rows of up to 64 bytes. Take a product
+//! `C += A B` over `n` K groups (of two bf16 or four bytes each). A row of A has `4 n` bytes. B has `n` rows,
+//! of which row `l` holds K group `l` of every column. C holds 4-byte sums. Source: Intel 64 and IA-32
+//! Architectures Software Developer's Manual, volume 1 chapter "Programming with Intel AMX", volume 2 for the
+//! instructions.
 //!
 //! `tdpbf16ps` rounds every step to nearest even and treats denormal operands and results as zero, regardless
 //! of MXCSR. The byte products are exact in 32 bits, and their sums wrap.
@@ -63,7 +64,8 @@ fn detect() -> Amx {
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn xcr0() -> u64 {
     let (lo, hi): (u32, u32);
-    // SAFETY: `xgetbv` only reads a control register. The caller has checked OSXSAVE, so it is enabled.
+    // SAFETY: `xgetbv` only reads a control register. `detect`, which calls this function, has checked
+    // OSXSAVE, so the instruction is enabled.
     unsafe {
         std::arch::asm!("xgetbv", in("ecx") 0, out("eax") lo, out("edx") hi,
             options(nomem, nostack, preserves_flags));
@@ -127,8 +129,8 @@ impl TileConfig {
     }
 }
 
-/// Configures the calling thread's tile registers while it lives. Dropping it releases them, so that the
-/// system need not save them on context switches.
+/// Keeps the calling thread's tile registers configured while this value lives. Dropping it releases the
+/// registers, so that the system need not save them on context switches.
 #[cfg(target_arch = "x86_64")]
 #[derive(Debug)]
 pub struct Tiles {
@@ -260,23 +262,23 @@ pub mod tile {
         };
     }
     product! {
-        /// `C += A B`, pairs of bf16 summed in f32.
+        /// `C += A B` of pairs of bf16, summed in f32.
         bf16, "tdpbf16ps"
     }
     product! {
-        /// `C += A B`, four signed times signed bytes per sum, in i32.
+        /// `C += A B` of groups of four bytes, signed in A and in B, summed in i32.
         i8_i8, "tdpbssd"
     }
     product! {
-        /// `C += A B`, four signed times unsigned bytes per sum, in i32.
+        /// `C += A B` of groups of four bytes, signed in A and unsigned in B, summed in i32.
         i8_u8, "tdpbsud"
     }
     product! {
-        /// `C += A B`, four unsigned times signed bytes per sum, in i32.
+        /// `C += A B` of groups of four bytes, unsigned in A and signed in B, summed in i32.
         u8_i8, "tdpbusd"
     }
     product! {
-        /// `C += A B`, four unsigned times unsigned bytes per sum, in i32.
+        /// `C += A B` of groups of four bytes, unsigned in A and in B, summed in i32.
         u8_u8, "tdpbuud"
     }
 }

@@ -104,8 +104,8 @@ pub struct CpuDevice {
     /// Id of the command that met the first bad index; 0 if there is none.
     fault: AtomicU32,
     profile: bool,
-    /// Locked while commands or copies run, which keeps them in order. Holds the timings of profiled
-    /// commands.
+    /// The device lock. It is held while commands or copies of the device's own queue run, which keeps them
+    /// in order. It contains the timings of profiled commands.
     queue: Mutex<Vec<Timing>>,
     /// Orders the device's own queue against its streams.
     tracker: Arc<Tracker>,
@@ -125,8 +125,8 @@ impl Execution<'_> {
     /// Runs a generated kernel.
     ///
     /// # Safety
-    /// The buffers are live memory and registered with the tracker as `tracker::of_program` describes, or the
-    /// device lock is held and there are no streams.
+    /// The buffers are live memory. In addition, either the accesses that `tracker::of_program` returns are
+    /// registered with the tracker, or the device lock is held and there are no streams.
     pub(super) unsafe fn launch(
         &self,
         p: &CpuProgram,
@@ -145,8 +145,8 @@ impl Execution<'_> {
     /// Runs a library kernel.
     ///
     /// # Safety
-    /// The buffers are live memory and registered with the tracker as `tracker::of_kernel` describes, or the
-    /// device lock is held and there are no streams.
+    /// The buffers are live memory. In addition, either the accesses that `tracker::of_kernel` returns are
+    /// registered with the tracker, or the device lock is held and there are no streams.
     pub(super) unsafe fn library(
         &self,
         k: &CpuKernel,
@@ -165,33 +165,35 @@ impl Execution<'_> {
     /// Copies `d.bytes` bytes from `s` to `d`.
     ///
     /// # Safety
-    /// Both ranges lie in live buffers and are equally long; `d` is writable; both are registered with the
-    /// tracker, or the device lock is held and there are no streams.
+    /// Both ranges lie in live buffers and are equally long, and `d` is writable. In addition, either both
+    /// are registered with the tracker, or the device lock is held and there are no streams.
     pub(super) unsafe fn copy(&self, s: &Ptr, d: &Ptr) {
         Counts::add(&self.counts.device_copies, 1);
-        // SAFETY: this function's contract gives `d.bytes` readable bytes at `s` and writable ones at `d`,
-        // which no other command uses.
+        // SAFETY: this function's contract gives `d.bytes` readable bytes at `s`, which no other command
+        // writes, and as many writable bytes at `d`, which no other command uses. `copy_bytes` permits
+        // overlap.
         unsafe { copy_bytes(self.team, s.ptr, d.ptr, d.bytes) };
     }
 
     /// Copies `bytes` bytes of host memory at `from` to `d`.
     ///
     /// # Safety
-    /// `bytes` bytes are readable at `from`; `bytes <= d.bytes`; `d` is writable and registered with the
-    /// tracker, or the device lock is held and there are no streams.
+    /// `bytes` bytes are readable at `from`, and nothing writes them during the call. `bytes <= d.bytes`, and
+    /// `d` lies in a live buffer and is writable. In addition, either `d` is registered with the tracker, or
+    /// the device lock is held and there are no streams.
     pub(super) unsafe fn write(&self, from: *const u8, d: &Ptr, bytes: usize) {
         Counts::add(&self.counts.uploads, 1);
         Counts::add(&self.counts.uploaded_bytes, bytes as u64);
-        // SAFETY: this function's contract gives `bytes` readable bytes at `from` and `bytes` writable ones
-        // at `d`. Host memory cannot overlap device memory, whose addresses are not handed out.
+        // SAFETY: this function's contract gives `bytes` readable bytes at `from`, which nothing writes, and
+        // `bytes` writable bytes at `d`, which no other command uses. `copy_bytes` permits overlap.
         unsafe { copy_bytes(self.team, from, d.ptr, bytes) };
     }
 
     /// Copies `s` to host memory.
     ///
     /// # Safety
-    /// `to.len()` bytes at `s` lie in a live buffer; they are registered with the tracker, or the device lock
-    /// is held and there are no streams.
+    /// `to.len()` bytes at `s` lie in a live buffer. In addition, either they are registered with the
+    /// tracker, or the device lock is held and there are no streams.
     pub(super) unsafe fn read(&self, s: &Ptr, to: &mut [u8]) {
         Counts::add(&self.counts.downloads, 1);
         Counts::add(&self.counts.downloaded_bytes, to.len() as u64);
@@ -275,14 +277,15 @@ impl CpuDevice {
     }
 
     fn turn(&self) -> MutexGuard<'_, Vec<Timing>> {
-        // A panicking kernel leaves a partly written buffer but an intact queue, so poisoning is ignored.
+        // A kernel that panics leaves a partly written buffer, but the list of timings is intact. So ignore
+        // that the mutex is poisoned.
         self.queue.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     fn none_left(&self, bytes: usize, why: String) -> Error {
         Error::OutOfMemory {
             device: self.info.id.clone(),
-            what: format!("a constant that is packed: {why}"),
+            what: format!("memory for packing a constant: {why}"),
             requested: bytes as u64,
             free: self.available().unwrap_or(0),
             total: self.info.total_memory.unwrap_or(0),
@@ -338,8 +341,9 @@ impl CpuDevice {
         }
     }
 
-    /// Runs work of the device's own queue. `each` calls its argument with the memory that each of its
-    /// commands uses. The caller holds the device lock, so no stream is created meanwhile.
+    /// Runs work of the device's own queue, after the work of streams that it conflicts with. `each(f)` calls
+    /// `f` once per command of the work, with the memory that the command uses. The caller holds the device
+    /// lock, so no stream is created meanwhile.
     fn pass<R>(&self, each: tracker::Each<'_>, f: impl FnOnce() -> Result<R>) -> Result<R> {
         // Without streams, the device lock alone keeps the work in order.
         if self.tracker.is_quiet() { f() } else { self.tracker.pass(each, f) }
@@ -358,8 +362,8 @@ impl CpuDevice {
     }
 }
 
-/// Whether the data is not aligned to `ELEMENT` bytes. Kernels read whole elements, but the data of a file
-/// may lie at any address.
+/// Whether the data is not aligned to `ELEMENT` bytes. Kernels need aligned elements, but data in a mapped
+/// file may start at any address.
 fn askew(b: &[u8]) -> bool {
     !(b.as_ptr() as usize).is_multiple_of(ELEMENT)
 }
@@ -439,9 +443,9 @@ impl Device for CpuDevice {
         let _turn = self.turn();
         self.pool.defragment(&mut |m| {
             let (from, to) = (m.from.0.start(), m.to.0.start());
-            // SAFETY: the pool chose both ranges inside their chunks: the block's own range and a free one.
-            // The device lock keeps the device's own commands out, and blocks that streams use are pinned.
-            // `copy` allows overlap.
+            // SAFETY: the pool chose both ranges inside their chunks: the range that a buffer has now, and a
+            // free one. The device lock excludes the device's own commands, and the pool does not move
+            // buffers that a stream uses. `copy` permits overlap.
             unsafe { std::ptr::copy(from.add(m.from.1), to.add(m.to.1), m.bytes) };
             Ok(())
         })
@@ -458,7 +462,7 @@ impl Device for CpuDevice {
         Ok(Arc::new(CpuBuffer::part(of, offset, bytes, self.number)?))
     }
 
-    /// Imports data whose address is a multiple of 8, the size of the largest element.
+    /// Imports data whose address is a multiple of `ELEMENT`. Returns `None` for other data.
     fn import(&self, data: Arc<dyn Bytes>) -> Option<BufferRef> {
         CpuBuffer::lent(data, self.number).map(|b| Arc::new(b) as BufferRef)
     }
@@ -484,8 +488,8 @@ impl Device for CpuDevice {
         check_range("read", &s, offset, dst.len())?;
         let s = s.part(offset, dst.len());
         self.pass(&|each| each(&tracker::reading(&s)), || {
-            // SAFETY: the range was checked above. `pass` has registered the read, unless there are no
-            // streams, and this function holds the device lock.
+            // SAFETY: `check_range` accepted `dst.len()` bytes of `s`. `pass` has registered the read, unless
+            // there are no streams, and this function holds the device lock.
             unsafe { self.execution().read(&s, dst) };
             Ok(())
         })
@@ -501,8 +505,9 @@ impl Device for CpuDevice {
             CpuBuffer::of(&**from, self.number, "pack")?.at(),
             CpuBuffer::of(&**to, self.number, "pack")?.at(),
         );
-        // SAFETY: the caller holds both buffers, and the device lock keeps them in place; `pass` keeps out
-        // streams that use them.
+        // SAFETY: the caller holds both buffers, and the device lock keeps them in place. `pass` has ended
+        // conflicting work of streams and lets none begin. `pack` checks the sizes, that `to` is writable,
+        // and that the buffers do not overlap.
         self.pass(&|each| each(&tracker::of_copy(&from, &to)), || unsafe { k.pack(&self.team, &from, &to) })
     }
 
@@ -526,8 +531,9 @@ impl Device for CpuDevice {
                 from.ptr = r.start();
             }
             let to = CpuBuffer::of(&***to, self.number, "pack")?.at();
-            // SAFETY: `from` is a borrowed slice or its copy in `room`. The caller holds the buffer `to`, the
-            // device lock keeps it in place, and `pass` keeps out streams that use it.
+            // SAFETY: `from` is a borrowed slice or its copy in `room`. The caller holds the buffer `to`, and
+            // the device lock keeps it in place. `pass` has ended conflicting work of streams and lets none
+            // begin. `pack` checks the sizes, that `to` is writable, and that the buffers do not overlap.
             self.pass(&|each| each(&tracker::writing(&to)), || unsafe { k.pack(&self.team, &from, &to) })?;
         }
         Ok(())
@@ -569,8 +575,9 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    /// Starts a thread with a team of its own. Kernels still see the device's number of threads, even if the
-    /// stream has fewer.
+    /// Starts a thread that runs the stream's commands, with further threads for its kernels. Kernels still
+    /// split their work for the device's number of threads, even if the stream has fewer, so that kernels
+    /// made for the device run on the stream unchanged.
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
         let _turn = self.turn();
         let (id, width) = (&self.info.id, self.team.threads());

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 pub(crate) const LINE: usize = 64;
 /// Allocations of at least this size are aligned to it, so that the system can back them with huge pages.
 const HUGE: usize = 2 << 20;
-/// Alignment of smaller host allocations: a page.
+/// Alignment of smaller host buffers: a page.
 const PAGE: usize = 4096;
 
 /// Zeroed memory of the process. It is zeroed because reading uninitialised bytes is undefined behaviour in
@@ -85,7 +85,7 @@ impl fmt::Debug for HostMemory {
 #[derive(Debug)]
 pub(crate) struct HostSource;
 
-/// Start address of a block.
+/// Start address of a block of the pool.
 #[derive(Debug)]
 pub(crate) struct HostPlace(AtomicPtr<u8>);
 
@@ -128,8 +128,8 @@ enum Storage {
     Pooled(Block<HostSource>),
     /// A range of a pool block. The block may be moved.
     Part { block: Block<HostSource>, offset: usize, bytes: usize },
-    /// Imported data or a range of it, which it keeps alive; read only. The address is taken once: another
-    /// call of `Bytes::bytes` could return other data than the one that was checked.
+    /// Imported data, or a range of it, which is read-only and kept alive by `of`. The address is taken once,
+    /// because a second call of `Bytes::bytes` could return other data than those that were checked.
     Lent { at: Ptr, of: Arc<dyn Bytes> },
 }
 
@@ -140,8 +140,8 @@ pub(crate) struct CpuBuffer {
     owner: u64,
 }
 
-/// Keeps a buffer's memory alive and in place without holding the buffer itself. Streams hold one until their
-/// work has run; it does not count as a reference to the buffer.
+/// Keeps a buffer's memory alive and in place without holding the buffer itself. A stream holds one `Keep`
+/// per buffer until its work has run. A `Keep` does not count as a reference to the buffer.
 pub(crate) enum Keep {
     Pooled(Pinned<HostSource>),
     Lent { data: Arc<dyn Bytes> },
@@ -250,7 +250,10 @@ impl CpuBuffer {
     pub(crate) fn of<'a>(b: &'a dyn Buffer, owner: u64, what: &str) -> Result<&'a CpuBuffer> {
         let own = b.as_any().downcast_ref().filter(|b: &&CpuBuffer| b.owner == owner);
         own.ok_or_else(|| {
-            Error::argument(what, "the buffer belongs to another device, or another opening of it")
+            Error::argument(
+                what,
+                "the buffer belongs to another device, or to another opening of this device",
+            )
         })
     }
 }
@@ -274,7 +277,7 @@ impl fmt::Debug for CpuBuffer {
     }
 }
 
-/// The fewest bytes of a copy worth giving to another thread.
+/// The fewest bytes of a copy that are worth another thread.
 const GRAIN: usize = 256 << 10;
 
 /// Copies `bytes` bytes from `src` to `dst`. The ranges may overlap.

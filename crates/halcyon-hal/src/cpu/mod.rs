@@ -1,7 +1,7 @@
-//! The CPU backend: native kernels, a block executor for fused kernels, and the kernel IR's interpreter for
-//! the rest.
+//! The CPU backend: native kernels, an executor that runs fused kernels block by block, and the kernel IR's
+//! interpreter for the rest.
 
-// Hidden modules are public for benchmarks and tests; they are no part of the driver contract.
+// Hidden modules are public for benchmarks and tests; they are not part of the driver contract.
 #[doc(hidden)]
 pub mod amx;
 #[doc(hidden)]

@@ -14,8 +14,8 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Least number of bursts of a measurement, and its least duration: other work on the machine disturbs some
-/// bursts, often several in a row.
+/// Least number of bursts and least duration of a measurement, because other work on the machine disturbs
+/// some bursts, often several in a row.
 const BURSTS: usize = 12;
 const TIME: Duration = Duration::from_millis(50);
 /// Least length of a bandwidth burst, in seconds: long compared with starting a job, short compared with a
@@ -245,7 +245,8 @@ fn narrow_loop(isa: Isa, kind: MulAdd) -> std::result::Result<Loop, String> {
             // SAFETY: `has_vnni` found AVX-512 and AVX512_VNNI.
             run: Box::new(|n| unsafe { narrow::int8_512(n) }),
         }),
-        // AVX-VNNI extends AVX2, but no `IsaLevel` names it, so it is used only without a limit.
+        // AVX-VNNI extends AVX2, but no `IsaLevel` names it, so it is used only if the instruction set is not
+        // limited.
         MulAdd::Int8
             if isa >= Isa::Avx2
                 && is_x86_feature_detected!("avxvnni")
@@ -266,7 +267,7 @@ fn narrow_loop(isa: Isa, kind: MulAdd) -> std::result::Result<Loop, String> {
 fn narrow_loop(isa: Isa, kind: MulAdd) -> std::result::Result<Loop, String> {
     match kind {
         MulAdd::F32 => Ok(fma(isa)),
-        _ => Err(format!("no loop of {} products is written for {}", kind.name(), std::env::consts::ARCH)),
+        _ => Err(format!("{} products cannot be measured on {}", kind.name(), std::env::consts::ARCH)),
     }
 }
 
@@ -274,7 +275,7 @@ fn pick(isa: Isa, kind: MulAdd) -> Result<Loop> {
     narrow_loop(isa, kind).map_err(|why| {
         Error::unsupported(
             format!("measuring the {} multiply-add rate: {why}", kind.name()),
-            "f32 is measured everywhere",
+            "The rate of f32 is measured on every machine",
         )
     })
 }
@@ -282,13 +283,14 @@ fn pick(isa: Isa, kind: MulAdd) -> Result<Loop> {
 /// The name of the instruction that [`multiply_add`] measures.
 ///
 /// # Errors
-/// [`Error::Unsupported`] if the processor or `isa` has none.
+/// [`Error::Unsupported`] if the processor or `isa` has no such instruction.
 pub fn instruction(isa: Isa, kind: MulAdd) -> Result<&'static str> {
     pick(isa, kind).map(|l| l.instruction)
 }
 
-/// Runs `f(thread)` once on every thread of the team. All threads start together. Inside a part of a job,
-/// which has only one thread, the calls run one after another, with a pause of up to `LONGEST` before each.
+/// Runs `f(thread)` once on every thread of the team. All threads start together. If this is called inside a
+/// part of a job, only one thread is available. Then the calls run one after another, with a pause of up to
+/// `LONGEST` before each.
 fn together(team: &Team, f: &(dyn Fn(usize) + Sync)) {
     const LONGEST: Duration = Duration::from_millis(100);
     let (threads, here) = (team.threads(), AtomicUsize::new(0));
@@ -493,9 +495,9 @@ pub fn triad_bandwidth(team: &Team, isa: Isa, bytes: usize) -> f64 {
     bandwidth(team, isa, Stream::Triad, bytes).map_or(0.0, |r| best(&r))
 }
 
-/// Time in seconds from the start of an empty job until every thread has joined it and the caller continues,
-/// for each of `jobs` jobs. The caller sleeps `rest` before each; a rest longer than the workers' spin time
-/// makes them park.
+/// For each of `jobs` empty jobs, the time in seconds from its start until every thread has joined it and the
+/// caller continues. The caller sleeps for `rest` before each job. If `rest` is longer than the time for
+/// which workers spin, they sleep too.
 pub fn hand_off(team: &Team, rest: Duration, jobs: usize) -> Vec<f64> {
     together(team, &|_| {});
     (0..jobs)
@@ -559,7 +561,7 @@ mod tests {
         let t = hand_off(&team, Duration::ZERO, 50);
         assert!(t.len() == 50 && t.iter().all(|t| *t > 0.0 && t.is_finite()));
         assert_eq!(hand_off(&team, Duration::from_millis(1), 3).len(), 3);
-        // Inside a job it is slow, but it ends.
+        // Inside a job, `hand_off` is slow, but it ends.
         team.run(2, &|_| {
             assert_eq!(hand_off(&team, Duration::ZERO, 1).len(), 1);
         });

@@ -1,4 +1,5 @@
-//! Kernel IR on the CPU device: interpreted. Used for ops without a native kernel (mostly custom ops).
+//! Interprets kernel IR on the CPU device. This is used for ops for which the device has no native kernel,
+//! mostly custom ops.
 
 use super::memory::Ptr;
 use crate::{Error, Program, Result};
@@ -13,9 +14,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub(crate) struct CpuProgram {
     name: String,
     interp: Interp,
-    /// Whether each buffer is written. Excludes the fault word.
+    /// For each buffer except the fault word, whether the kernel writes it.
     pub(crate) writes: Vec<bool>,
-    /// Position of the parameter `fault`, in kernels that can meet a bad index.
+    /// Position of the parameter `fault`. Only kernels that may find an index out of range have it.
     fault: Option<usize>,
 }
 
@@ -27,7 +28,7 @@ struct Buffers<'a> {
 
 impl<'a> Buffers<'a> {
     /// # Safety
-    /// While the value lives, every entry of `at` names live memory that no other command writes.
+    /// While the value lives, every entry of `at` points to live memory that no other command writes.
     /// Entries that are not `read_only` and that the kernel writes are used by no other command at all.
     unsafe fn new(at: &'a [Ptr], fault: &'a AtomicU32) -> Buffers<'a> {
         Buffers { at, fault }
@@ -96,7 +97,7 @@ impl CpuProgram {
     /// (such accesses are not carried out).
     ///
     /// # Safety
-    /// Every entry of `at` names live memory. During the call, no other command writes it, and no other
+    /// Every entry of `at` points to live memory. During the call, no other command writes it, and no other
     /// command uses the buffers that the kernel writes.
     pub(crate) unsafe fn run(
         &self,
@@ -108,7 +109,7 @@ impl CpuProgram {
     ) -> Result<()> {
         let bad = |w: String| Err(Error::argument(format!("kernel {}", self.name), w));
         if at.len() != self.writes.len() {
-            return bad(format!("{} buffers were bound, it has {}", at.len(), self.writes.len()));
+            return bad(format!("{} buffers were bound, but the kernel has {}", at.len(), self.writes.len()));
         }
         for (p, _) in at.iter().zip(&self.writes).filter(|(_, w)| **w) {
             super::device::check_writable(&self.name, p)?;
@@ -117,7 +118,8 @@ impl CpuProgram {
         if let Some(p) = self.fault.and_then(|i| params.get_mut(i)) {
             *p = Scalar::U(id as u64);
         }
-        // SAFETY: `run` has the contract of `Buffers::new`.
+        // SAFETY: `run` requires that the buffers are live, that no other command writes them, and that no
+        // other command uses the ones that the kernel writes. `memory` lives only in this call.
         let mut memory = unsafe { Buffers::new(at, fault) };
         let found = self.interp.run(&Launch { groups, params }, &mut memory, &Options::default())?;
         match found.reports.first() {

@@ -1,5 +1,5 @@
-//! Streams of the CPU device. Each stream has a thread and a team of its own; the tracker orders conflicting
-//! work.
+//! Streams of the CPU device. Each stream has its own thread, and its own team for kernels; the tracker
+//! orders conflicting work.
 
 use super::device::{Execution, check_range, check_writable, kernel_of, program_of};
 use super::memory::{CpuBuffer, Keep, Ptr};
@@ -20,7 +20,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Work items that may wait in one stream. A caller that submits more blocks until there is room.
+/// Maximum number of items that wait in one stream. While there are as many, a caller that submits work is
+/// blocked.
 const MANY: usize = 1024;
 
 /// A command that owns its data, with the addresses of its buffers looked up.
@@ -70,8 +71,8 @@ impl Step {
     /// Runs the command.
     ///
     /// # Safety
-    /// `CpuStream::submit`, `write` or `read` made the step, which checks ranges. The job that holds the step
-    /// keeps its buffers alive and in place and has been admitted by the tracker.
+    /// The step was made by `CpuStream::submit`, `write` or `read`, which check its ranges. The job that
+    /// holds the step keeps its buffers alive and in place, and the tracker has admitted the job.
     unsafe fn run(&self, on: &Execution<'_>) -> Result<()> {
         match self {
             // SAFETY: `run` requires live buffers and that the tracker has admitted this step, which it
@@ -153,7 +154,7 @@ struct Shared {
 /// A stream of the CPU device.
 pub(crate) struct CpuStream {
     shared: Arc<Shared>,
-    /// Only if no thread could be started: locked while the caller runs the work itself.
+    /// Present only if no thread could be started. It is locked while a caller runs the work itself.
     inline: Option<Mutex<()>>,
 }
 
@@ -182,7 +183,8 @@ impl Shared {
             let begin = stream::now();
             let on =
                 Execution { team: &self.team, isa: self.isa, counts: &self.counts, fault: report.fault() };
-            // SAFETY: `job` made the steps, `keep` holds their buffers, and `admit` has just admitted them.
+            // SAFETY: `submit`, `write` or `read` made the steps and checked their ranges, `keep` holds their
+            // buffers, and `admit` has just admitted the job.
             let run = |s: &Step| unsafe { s.run(&on) };
             let r = catch_unwind(AssertUnwindSafe(|| steps.iter().try_for_each(run)));
             report.ran(begin, stream::now());
@@ -204,7 +206,7 @@ impl Shared {
     fn item(&self, i: Item) {
         match i {
             Item::Job(j) => self.perform(j),
-            // A failure of that event is reported by its own queue.
+            // The queue that recorded the event reports its failure.
             Item::Wait(e) => drop(e.wait()),
             Item::Done(e) => e.complete(),
         }
@@ -232,9 +234,9 @@ impl Shared {
 }
 
 impl CpuStream {
-    /// A stream with the number of threads that `options` requests (default: half of `width`, the threads of
-    /// the device, for which kernels are made). The caller holds the device lock, so that no unregistered
-    /// work of the device's own queue is running.
+    /// A stream with the number of threads that `options` requests; the default is half of `width`. `width`
+    /// is the device's number of threads, for which kernels are made. The caller holds the device lock, so
+    /// that no unregistered work of the device's own queue is running.
     pub(super) fn new(
         id: &str,
         owner: u64,
@@ -278,8 +280,8 @@ impl CpuStream {
         Places { owner: self.shared.owner, keep: vec![] }
     }
 
-    /// Appends the item that `make` creates to the queue, and blocks while the queue is full. Without a
-    /// thread, runs it at once.
+    /// Appends the item that `make` creates to the queue, and blocks while the queue is full. If the stream
+    /// has no thread, runs the item at once.
     fn push<R>(&self, make: impl FnOnce(&mut Queue) -> (Item, R)) -> R {
         let s = &*self.shared;
         if let Some(turn) = &self.inline {
@@ -321,7 +323,7 @@ struct Places {
 impl Places {
     fn of(&mut self, b: &BufferRef, what: &str) -> Result<Ptr> {
         let b = CpuBuffer::of(&**b, self.owner, what)?;
-        // Pin the memory first; from then on it is not moved.
+        // Keep the memory in place before reading its address, because the pool may move it until then.
         self.keep.push(b.keep());
         Ok(b.at())
     }
@@ -335,7 +337,7 @@ fn bound(what: &str, got: usize, want: usize) -> Result<()> {
     if got == want {
         return Ok(());
     }
-    Err(Error::argument(what, format!("{got} buffers were bound, it has {want}")))
+    Err(Error::argument(what, format!("{got} buffers were bound, but it has {want}")))
 }
 
 impl Stream for CpuStream {
@@ -449,8 +451,8 @@ mod tests {
         let call = CallForm::plain(&LibraryCall::new(Work::Op(&op), &inputs, &outputs));
         let body = move |r: &super::super::library::Run<'_>| {
             f();
-            // SAFETY: both operands have 64 bytes, which `CpuKernel::run` checks; the tracker keeps other
-            // work out.
+            // SAFETY: both operands have 64 bytes, which `CpuKernel::run` checks; the tracker admits no
+            // conflicting work at the same time.
             unsafe { std::ptr::copy(r.bufs[0].ptr, r.bufs[1].ptr, 64) };
         };
         Arc::new(CpuKernel::new(name, &call, body).unwrap())
@@ -489,15 +491,14 @@ mod tests {
             assert!(d.read(x, 0, &mut got).unwrap_err().to_string().contains("wrong moment"));
         }
         d.read(&a, 0, &mut got).unwrap();
-        // Later events report nothing. Memory that is rewritten whole is valid; a partial write is not
-        // enough.
+        // Later events report nothing. Memory is valid again only after all of it has been overwritten.
         assert_eq!((s.synchronize().unwrap(), t.synchronize().unwrap()), (None, None));
         d.write(&b, 0, &[7; 8]).unwrap();
         assert!(d.read(&b, 0, &mut got).is_err());
         d.submit(&[go(&good, &[a.clone(), b.clone()]), go(&good, &[b.clone(), c.clone()])]).unwrap();
         d.read(&c, 0, &mut got).unwrap();
         assert_eq!(got, [1; 64]);
-        // Only the parts of a block that were not rewritten stay poisoned.
+        // Of a larger buffer, only the parts that were not overwritten stay poisoned.
         let block = d.alloc(192, Tag::Activations).unwrap();
         let [p, q, r] = [0, 64, 128].map(|at| d.part(&block, at, 64).unwrap());
         s.submit(&[

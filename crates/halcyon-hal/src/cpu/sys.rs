@@ -63,7 +63,7 @@ impl Isa {
         self
     }
 
-    /// Whether this set comes with products of bf16 pairs in vectors (AVX512_BF16, `vdpbf16ps`).
+    /// Whether kernels of this set may use products of bf16 pairs in vectors (AVX512_BF16, `vdpbf16ps`).
     #[inline]
     pub fn has_bf16(self) -> bool {
         #[cfg(target_arch = "x86_64")]
@@ -75,22 +75,24 @@ impl Isa {
         false
     }
 
-    /// Whether this set comes with bf16 products on tile registers (AMX-BF16, together with AVX512_BF16).
+    /// Whether kernels of this set may use bf16 products on tile registers (AMX-BF16, together with
+    /// AVX512_BF16).
     #[inline]
     pub fn has_bf16_tiles(self) -> bool {
         self.has_bf16() && super::amx::available().bf16
     }
 
-    /// Whether this set comes with products of 8-bit integers on tile registers (AMX-INT8).
+    /// Whether kernels of this set may use products of 8-bit integers on tile registers (AMX-INT8).
     #[inline]
     pub fn has_int8_tiles(self) -> bool {
         self.has_vnni() && super::amx::available().int8
     }
 
-    /// Whether bf16 products are faster than f32 multiply-adds. On tile registers they are, 15 times as fast
-    /// on the processor measured. Products in vectors ([`Isa::has_bf16`]) are judged by vendor: on an Intel
-    /// processor, register-only loops ran at 107 GFLOP/s per core against 204 in f32; other vendors are
-    /// assumed to reach twice the f32 rate.
+    /// Whether bf16 products are faster than f32 multiply-adds. On tile registers they are: they were 15
+    /// times as fast on the measured processor. For products in vectors ([`Isa::has_bf16`]), the answer
+    /// depends on the vendor. On an Intel processor, loops without memory accesses reached 107 GFLOP/s per
+    /// core in bf16 and 204 in f32, so bf16 is slower. Processors of other vendors are assumed to reach twice
+    /// the f32 rate.
     #[inline]
     pub fn bf16_is_faster(self) -> bool {
         #[cfg(target_arch = "x86_64")]
@@ -102,7 +104,8 @@ impl Isa {
         false
     }
 
-    /// Whether this set comes with products of four 8-bit integers in vectors (AVX512_VNNI, `vpdpbusd`).
+    /// Whether kernels of this set may use products of four 8-bit integers in vectors (AVX512_VNNI,
+    /// `vpdpbusd`).
     #[inline]
     pub fn has_vnni(self) -> bool {
         #[cfg(target_arch = "x86_64")]
@@ -316,7 +319,8 @@ macro_rules! dispatch_raw {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
             unsafe fn avx512<$($g)*>($($arg: $ty),*) {
-                // SAFETY: the contract of `$name` holds, and this function is compiled for AVX-512.
+                // SAFETY: this function has the contract of `$name`, which is that of the body, and is
+                // compiled for AVX-512.
                 unsafe { $body::<true, $($u)*>($($arg),*) }
             }
             /// # Safety
@@ -324,7 +328,8 @@ macro_rules! dispatch_raw {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             unsafe fn avx2<$($g)*>($($arg: $ty),*) {
-                // SAFETY: the contract of `$name` holds, and this function is compiled for AVX2.
+                // SAFETY: this function has the contract of `$name`, which is that of the body, and is
+                // compiled for AVX2.
                 unsafe { $body::<true, $($u)*>($($arg),*) }
             }
             // SAFETY: `check` verified the features; `$name` has the contract of the body.

@@ -2,7 +2,7 @@
 //!
 //! A job is a number of parts and a function of the part number. Threads take parts one by one, and the
 //! caller takes parts too, so a worker that wakes late delays nothing: once all parts are taken, the job
-//! closes and no worker joins it. A job started inside a part runs on that thread alone.
+//! closes and no worker joins it. A job that is started inside a part runs only on the part's thread.
 
 use std::any::Any;
 use std::cell::{Cell, UnsafeCell};
@@ -21,7 +21,8 @@ const SPINS_PER_YIELD: u32 = 256;
 /// inside.
 type Job = *const (dyn Fn(usize, usize) + Sync);
 
-// The gate word: number of workers inside (16 bits), open flag (1 bit), generation (the rest).
+// Workers enter a job through a gate, which is one word: the number of workers inside (16 bits), whether it
+// is open (1 bit), and the job's number, the generation (the other bits).
 const INSIDE: u64 = 0xffff;
 const OPEN: u64 = 1 << 16;
 const GENERATION: u64 = 1 << 17;
@@ -33,7 +34,7 @@ struct Shared {
     parts: UnsafeCell<usize>,
     job: UnsafeCell<Option<Job>>,
     stop: AtomicBool,
-    /// One flag per worker: it is parked or about to park.
+    /// For each worker, whether it is parked or about to park.
     asleep: Vec<AtomicBool>,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
@@ -136,7 +137,7 @@ impl Shared {
 /// A team of `threads() - 1` workers and the calling thread, and the scratch memory that its kernels reuse.
 pub struct Team {
     shared: Arc<Shared>,
-    /// The number of threads that kernels see; at least the actual number.
+    /// The number of threads for which kernels split their work; at least the actual number.
     width: usize,
     workers: Vec<JoinHandle<()>>,
     wake: Vec<Thread>,
@@ -274,7 +275,8 @@ impl Team {
         self.run(parts, &|p| f(n * p / parts, n * (p + 1) / parts));
     }
 
-    /// How many times scratch memory was allocated. Constant over warm calls.
+    /// How many times scratch memory was allocated. The number does not grow while the same calls are
+    /// repeated.
     pub fn scratch_made(&self) -> usize {
         self.made.load(Ordering::Relaxed)
     }
@@ -384,7 +386,7 @@ unsafe impl<T: Send> Send for SharedMut<T> {}
 unsafe impl<T: Send> Sync for SharedMut<T> {}
 
 impl<T> SharedMut<T> {
-    /// The raw pointer. A method, so that closures capture the wrapper.
+    /// The raw pointer. It is a method, so that closures capture the wrapper and not the pointer.
     #[inline(always)]
     pub fn get(self) -> *mut T {
         self.0
@@ -523,8 +525,8 @@ mod tests {
         });
     }
 
-    /// The caller waits inside its part for the other one, which the second thread must take. How soon it
-    /// does is measured by `halcyon bench peak`.
+    /// The caller's part waits for the other part, which the second thread must take. `halcyon bench peak`
+    /// measures how soon it takes the part.
     #[test]
     fn another_thread_takes_a_part_while_the_caller_is_busy() {
         let team = Team::new(2);

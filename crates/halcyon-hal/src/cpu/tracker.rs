@@ -15,8 +15,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 /// Number of the device's own queue in the ledger; streams have larger numbers.
 pub(super) const OWN: u64 = 0;
 
-/// A poisoned range: failed work should have written it. Stored as a range of a block, because the block may
-/// be moved.
+/// A poisoned range: failed work should have written it. It is stored as a range of a block of the pool,
+/// because the pool may move the block.
 #[derive(Debug)]
 struct Poisoned {
     of: WeakBlock<HostSource>,
@@ -39,19 +39,19 @@ struct Traffic {
     poisoned: Vec<Poisoned>,
 }
 
-/// Orders the work of a device's queues. While there are no streams, the device lock alone does that.
+/// Orders the work of a device's queues. While there are no streams, the device lock alone orders it.
 #[derive(Debug, Default)]
 pub(crate) struct Tracker {
     state: Mutex<Traffic>,
     changed: Condvar,
-    /// `streams`: the number of streams now. `queues`: the number of queues ever made, without the device's
-    /// own.
+    /// The number of streams now.
     pub(super) streams: AtomicUsize,
+    /// The number of queues ever made, without the device's own.
     pub(super) queues: AtomicU64,
 }
 
-/// Calls its argument with the memory that each of several commands uses, in order. Every `Access` is
-/// settled.
+/// `each(f)` calls `f` once for each command of the work, in order, with the memory that the command uses.
+/// Every `Access` is normalised.
 pub(super) type Each<'a> = &'a dyn Fn(&mut dyn FnMut(&Access));
 
 impl Tracker {
@@ -219,21 +219,21 @@ pub(super) fn of_program(p: &CpuProgram, at: &[Ptr]) -> Access {
     a
 }
 
-/// Reads one range and writes another.
+/// The memory that a copy accesses: it reads one range and writes another.
 pub(crate) fn of_copy(src: &Ptr, dst: &Ptr) -> Access {
     let mut a = reading(src);
     a.writes.add(dst.ptr as usize, dst.bytes);
     a
 }
 
-/// Reads a range.
+/// The access of work that reads a range.
 pub(crate) fn reading(p: &Ptr) -> Access {
     let mut a = Access::default();
     a.reads.add(p.ptr as usize, p.bytes);
     a
 }
 
-/// Writes a range.
+/// The access of work that writes a range.
 pub(crate) fn writing(p: &Ptr) -> Access {
     let mut a = Access::default();
     a.writes.add(p.ptr as usize, p.bytes);

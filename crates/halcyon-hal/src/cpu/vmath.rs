@@ -25,7 +25,7 @@ fn fma64<const FMA: bool>(a: f64, b: f64, c: f64) -> f64 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
-/// Evaluates a polynomial by Horner's rule, lowest coefficient first.
+/// Evaluates a polynomial by Horner's rule. `c` begins with the constant term.
 #[inline(always)]
 fn poly<const FMA: bool, const N: usize>(x: f32, c: [f32; N]) -> f32 {
     let mut r = c[N - 1];
@@ -100,7 +100,7 @@ pub fn exp2<const FMA: bool>(x: f32) -> f32 {
 pub fn expm1<const FMA: bool>(x: f32) -> f32 {
     let c = clamp_keep_nan(x, -30.0, 90.0);
     let (k, e) = exp_parts::<FMA>(c);
-    // 2^k as a float. Clamped; for k = 128 and above, `big` is used.
+    // 2^k as a float. `k` is clamped to avoid overflow; for k = 128 and above, `big` is used.
     let s = f32::from_bits((k.clamp(-126, 127).wrapping_add(127) as u32) << 23);
     let small = fma::<FMA>(s, e, s - 1.0);
     let big = scale(e + 1.0, k);
@@ -138,7 +138,7 @@ fn lift(x: f32) -> (f32, f32) {
 fn log_edges(x: f32, r: f32) -> f32 {
     let r = if x == 0.0 { f32::NEG_INFINITY } else { r };
     let r = if x < 0.0 { f32::NAN } else { r };
-    // The comparison is false for NaN too, which is returned.
+    // For NaN the comparison is false too, so NaN is returned.
     if x < f32::INFINITY { r } else { x }
 }
 
@@ -160,7 +160,7 @@ pub fn log2<const FMA: bool>(x: f32) -> f32 {
     let (e, f) = log_parts(y);
     let e = e + e0;
     let t = log_tail::<FMA>(f);
-    // log2(e) - 1: the product with the remaining 1 is exact.
+    // log2(e) - 1. The factor 1 that is left out contributes `t` and `f`, without rounding.
     const C: f32 = 0.442_695_04;
     let r = fma::<FMA>(f, C, fma::<FMA>(t, C, t)) + f + e;
     log_edges(x, r)
@@ -287,7 +287,7 @@ pub fn acos<const FMA: bool>(x: f32) -> f32 {
     let r = asin_half::<FMA>(t);
     let neg = x < 0.0;
     let f = if neg { PI - 2.0 * r } else { 2.0 * r };
-    // Add the tail of pi/2, which matters where the result is small.
+    // In f32, pi/2 is too large by 4.371139e-8.
     let n = FRAC_PI_2 - (r.copysign(x) + 4.371_139e-8);
     if far { f } else { n }
 }
@@ -357,7 +357,7 @@ fn erfc_pos<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     let a = clamp_keep_nan(a, 0.0, 16.0);
     let t = (a - 2.0) / (a + 2.0);
     let p = poly::<FMA, 12>(t, polynomials::ERFC);
-    // exp(-c b^2) from a 12-bit head of `b`, whose square is exact: -b^2 = -h^2 - (b - h)(b + h).
+    // exp(-c b^2) from a 12-bit head `h` of `b`, whose square is exact: -b^2 = -h^2 - (b - h)(b + h).
     let h = f32::from_bits(b.to_bits() & 0xffff_f000);
     let e = exp::<FMA>(-c * h * h);
     let d = c * ((h - b) * (b + h));

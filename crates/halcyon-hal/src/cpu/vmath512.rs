@@ -1,5 +1,5 @@
-//! Elementary functions with AVX-512's scaling instruction, for ops where it halves the work of the forms in
-//! [`super::vmath`].
+//! Elementary functions with AVX-512's scaling instruction (`scalef`), for ops where it halves the work of
+//! the forms in [`super::vmath`].
 
 use halcyon_ir::{ScalarOp, polynomials};
 use std::arch::x86_64::*;
@@ -24,15 +24,16 @@ pub(super) unsafe fn apply(op: ScalarOp, d: &mut [f32], a: &[f32]) -> bool {
     true
 }
 
-/// `x / (1 + e^-x)`, or `1 / (1 + e^-x)`. Computed as `x / (2^k + e^-r) 2^k` with `x = k ln 2 + r`, so that
-/// nothing overflows and results just above the denormal range keep their precision. Error below 3 ulp.
+/// `x / (1 + e^-x)`, or `1 / (1 + e^-x)`. Computed as `x 2^k / (2^k + e^-r)` with `x = k ln 2 + r`, so that
+/// nothing overflows and results just above the denormal range keep their precision. The error is below 3
+/// ulp.
 ///
 /// # Safety
 /// The processor has AVX-512F; `a` and `d` are valid for `n` floats.
 #[target_feature(enable = "avx512f")]
 unsafe fn logistic<const TIMES_X: bool>(n: usize, a: *const f32, d: *mut f32) {
-    // Unmasked stores for whole vectors: the results are soon read again, and masked stores do not forward to
-    // loads.
+    // Whole vectors are stored without a mask, because the results are soon read again and the processor does
+    // not forward masked stores to loads.
     let whole = n / 16 * 16;
     let mut i = 0;
     while i < whole {
@@ -56,11 +57,11 @@ unsafe fn logistic<const TIMES_X: bool>(n: usize, a: *const f32, d: *mut f32) {
 #[target_feature(enable = "avx512f")]
 fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
     let v = |f: f32| _mm512_set1_ps(f);
-    // Above 20.8, e^-x is less than half an ulp of 1; below -150 every result is 0. The operand order
-    // propagates NaN.
+    // Above 20.8, e^-x is less than half an ulp of 1; below -150 every result is 0. In this operand order,
+    // min and max return NaN if x is NaN.
     let c = _mm512_max_ps(v(-150.0), _mm512_min_ps(v(20.8), x));
     let k = _mm512_roundscale_ps::<0x08>(_mm512_mul_ps(c, v(std::f32::consts::LOG2_E)));
-    // ln 2 in two parts; the first is short enough for an exact product (Cody and Waite).
+    // ln 2 in two parts. The first has so few bits that its product with k is exact (Cody and Waite).
     let r = _mm512_fnmadd_ps(k, v(0.693_359_4), c);
     let r = _mm512_fnmadd_ps(k, v(-2.121_944_4e-4), r);
     // e^-r for |r| <= ln 2 / 2: its series up to the seventh power.
@@ -75,7 +76,7 @@ fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
     let y = _mm512_fmadd_ps(y, _mm512_fnmadd_ps(den, y, one), y);
     if TIMES_X {
         let y = _mm512_scalef_ps(_mm512_mul_ps(x, y), k);
-        // sigmoid(-inf) = 0, and -inf times 0 is NaN.
+        // For x = -inf the result is NaN, because it is -inf times sigmoid(-inf), which is 0.
         let low = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(x, v(f32::NEG_INFINITY));
         _mm512_mask_mov_ps(y, low, v(f32::NAN))
     } else {
@@ -83,10 +84,10 @@ fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
     }
 }
 
-/// ln 2 in two parts; the first is short enough for an exact product (Cody and Waite).
+/// ln 2 in two parts. The first has so few bits that its product with k is exact (Cody and Waite).
 const LN2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
 
-/// Evaluates a polynomial by Horner's rule, lowest coefficient first.
+/// Evaluates the polynomial with coefficients `c`, lowest first, by Horner's rule.
 ///
 /// # Safety
 /// The processor has AVX-512F.
@@ -115,20 +116,20 @@ fn exp_parts(x: __m512, d: __m512) -> (__m512, __m512) {
     (k, _mm512_add_ps(e, v(1.0)))
 }
 
-/// e^x. Error below 1.5 ulp.
+/// e^x. The error is below 1.5 ulp.
 ///
 /// # Safety
 /// The processor has AVX-512F.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) fn exp_16(x: __m512) -> __m512 {
-    // The operand order propagates NaN.
+    // In this operand order, min and max return NaN if x is NaN.
     let x = _mm512_max_ps(_mm512_set1_ps(-150.0), _mm512_min_ps(_mm512_set1_ps(150.0), x));
     let (k, m) = exp_parts(x, _mm512_setzero_ps());
     _mm512_scalef_ps(m, k)
 }
 
-/// `d = e^(a - m)`. Error below 1.5 ulp for the rounded difference.
+/// `d = e^(a - m)`. The error is below 1.5 ulp, relative to e to the power of the rounded difference.
 ///
 /// # Safety
 /// The processor has AVX-512F; `a` and `d` are valid for `n` floats.
@@ -152,7 +153,8 @@ pub(super) unsafe fn exp_minus(n: usize, a: *const f32, m: f32, d: *mut f32) {
     }
 }
 
-/// `x Phi(x)` over a slice. Error below 12 ulp for normal results.
+/// `x Phi(x)` over a slice, where Phi is the distribution function of the normal distribution. The error is
+/// below 12 ulp for normal results.
 ///
 /// # Safety
 /// The processor has AVX-512F; `a` and `d` are valid for `n` floats.
@@ -172,8 +174,8 @@ unsafe fn gelu(n: usize, a: *const f32, d: *mut f32) {
     }
 }
 
-/// The form of [`super::vmath::gelu`]: `erfc(a) = exp(-a²) / (1 + 2 a)` times a polynomial in
-/// `(a - 2) / (a + 2)`.
+/// The formula of [`super::vmath::gelu`]: `erfc(a)` is `exp(-a²) / (1 + 2 a)` times a polynomial in `(a - 2)
+/// / (a + 2)`.
 ///
 /// # Safety
 /// The processor has AVX-512F.
@@ -182,7 +184,7 @@ unsafe fn gelu(n: usize, a: *const f32, d: *mut f32) {
 fn gelu_16(x: __m512) -> __m512 {
     let v = |f: f32| _mm512_set1_ps(f);
     let one = v(1.0);
-    // Above 16 the tail is zero. The operand order propagates NaN.
+    // For |x| above 16 the tail Phi(-|x|) is zero. In this operand order, min returns NaN if x is NaN.
     let b = _mm512_min_ps(v(16.0), _mm512_abs_ps(x));
     let a = _mm512_mul_ps(b, v(std::f32::consts::FRAC_1_SQRT_2));
     // Reciprocal of a normal number: an estimate and one Newton step.
@@ -200,14 +202,14 @@ fn gelu_16(x: __m512) -> __m512 {
     let s = _mm512_mul_ps(c, b);
     let (k, m) = exp_parts(s, _mm512_fmsub_ps(c, b, s));
     let half = _mm512_mul_ps(_mm512_mul_ps(v(0.5), p), _mm512_mul_ps(far, r));
-    // x| times the tail, multiplied before the scaling that may make it denormal.
+    // |x| times the tail. The scaling by 2^k is last, because it may make the product denormal.
     let y = beyond(x, _mm512_scalef_ps(_mm512_mul_ps(b, _mm512_mul_ps(half, m)), k));
-    // Phi(-inf) = 0, and -inf times 0 is NaN.
+    // For x = -inf the result is NaN, because it is -inf times Phi(-inf), which is 0.
     let low = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(x, v(f32::NEG_INFINITY));
     _mm512_mask_mov_ps(y, low, v(f32::NAN))
 }
 
-/// `max(x, 0) - |x| Phi(-|x|)`, which equals `x Phi(x)`. Keeps -0.
+/// `max(x, 0) - tail`, which equals `x Phi(x)` if `tail` is `|x| Phi(-|x|)`. The result for -0 is -0.
 ///
 /// # Safety
 /// The processor has AVX-512F.
@@ -217,7 +219,7 @@ fn beyond(x: __m512, tail: __m512) -> __m512 {
     _mm512_sub_ps(_mm512_max_ps(_mm512_setzero_ps(), x), tail)
 }
 
-/// [`gelu`] to about 12 bits, for results that are rounded to bf16. Relative error below 2e-4; results
+/// [`gelu`] to about 12 bits, for results that are rounded to bf16. The relative error is below 2e-4; results
 /// smaller than 1e-37 may become -0.
 ///
 /// # Safety
@@ -274,7 +276,7 @@ mod tests {
         worst_of(op, xs, |x| op.row().float.unwrap()(x, 0.0, 0.0))
     }
 
-    /// [`apply`], in tests that have found AVX-512F.
+    /// [`apply`], for tests that have detected AVX-512F.
     fn applied(op: ScalarOp, d: &mut [f32], a: &[f32]) -> bool {
         assert!(is_x86_feature_detected!("avx512f"));
         // SAFETY: AVX-512F was detected above.

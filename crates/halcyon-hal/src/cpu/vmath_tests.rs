@@ -1,4 +1,4 @@
-//! The elementary functions against f64, over the whole range of inputs.
+//! Compares the elementary functions with f64, over the whole range of inputs.
 
 use super::*;
 use crate::cpu::sys::Isa;
@@ -48,7 +48,7 @@ fn inputs(lo: f32, hi: f32) -> Vec<f32> {
 #[test]
 fn unary_functions_follow_f64() {
     use ScalarOp as S;
-    // Op, sweep range, allowed error in ulp.
+    // Op, range of the dense sweep, allowed error in ulp.
     let rows: &[(S, f32, f32, f64)] = &[
         (S::Exp, -104.0, 89.0, 1.5),
         (S::Exp2, -150.0, 128.0, 1.5),
@@ -85,7 +85,7 @@ fn unary_functions_follow_f64() {
             let f = op.row().float.unwrap();
             let mut worst = (0.0, 0.0, 0.0);
             for (&x, &y) in x.iter().zip(&y) {
-                // The table's gelu is inaccurate where 1 + erf cancels.
+                // The definition of gelu in the table of scalar ops is inaccurate where 1 + erf cancels.
                 let want = match op {
                     S::Gelu => gelu_ref(x as f64),
                     S::GeluTanh if x < -3.0 => continue,
@@ -102,7 +102,8 @@ fn unary_functions_follow_f64() {
     }
 }
 
-/// x * Phi(x). In the left tail, Phi comes from the continued fraction of erfc.
+/// `x * Phi(x)`, where Phi is the normal distribution function. In the left tail, Phi comes from the
+/// continued fraction of erfc.
 pub(crate) fn gelu_ref(x: f64) -> f64 {
     let t = x * std::f64::consts::FRAC_1_SQRT_2;
     if x.is_infinite() && x < 0.0 {

@@ -98,7 +98,8 @@ pub static CUDA: Family = Family {
 pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Cuda,
     list: || {
-        // SAFETY: the candidates are the vendor's names, or the library that the user named instead.
+        // SAFETY: the candidates are the vendor's library, or the library that the user named instead, so its
+        // functions have the vendor's signatures.
         let api = unsafe { CUDA.load(&CUDA.candidates()) }?;
         Ok(Adapter::all(api)?.iter().map(Adapter::info).collect())
     },
@@ -117,7 +118,7 @@ pub static PROBE: ProbeSpec = ProbeSpec {
             "HALCYON_CUDNN_",
         ],
     },
-    fix: "Install the driver that matches the kernel's module again, or name a working libcuda in HALCYON_CUDA_LIBRARY",
+    fix: "Reinstall the driver that matches the kernel module, or name a working libcuda in HALCYON_CUDA_LIBRARY",
     state: Mutex::new(State::new()),
 };
 
@@ -136,7 +137,7 @@ fn halves(capability: Option<(u32, u32)>, _: Option<&str>) -> Halves {
     Halves { f16: capability.is_some_and(|c| c >= (5, 3)), f8: capability.map(|c| c >= (8, 9)) }
 }
 
-/// No flag that relaxes arithmetic: kernels mark each multiply-add that is rounded once.
+/// No flag relaxes the arithmetic: only multiply-adds that the kernel marks are rounded once.
 fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     let architecture = format!("--gpu-architecture={}", architecture?);
     Some([architecture.as_str(), "--std=c++17", "--fmad=false"].map(String::from).into())

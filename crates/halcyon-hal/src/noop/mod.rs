@@ -1,6 +1,6 @@
-//! A device that computes nothing: it allocates memory, verifies kernels, validates every command and counts.
-//! Outputs of launches are filled with [`POISON`], so that they cannot be mistaken for results. Used only
-//! when named.
+//! A device that computes nothing: it allocates memory, verifies kernels, and validates and counts every
+//! command. Outputs of launches are filled with [`POISON`], so that they cannot be mistaken for results. It
+//! is used only when named.
 
 use crate::commands::{self, Actions, Compiled, DeviceInstance, HasOwner};
 use crate::pool::{Block, Pool, Source};
@@ -185,8 +185,8 @@ struct NoopDevice {
     number: u64,
 }
 
-/// Validates and counts commands for the device and its streams. Both execute immediately, so they are in
-/// order.
+/// Validates and counts commands for the device and its streams. Both run commands at once, so the commands
+/// run in order.
 #[derive(Debug)]
 struct Checker {
     id: String,
@@ -227,7 +227,7 @@ impl Stream for NoopStream {
     }
 
     fn wait(&self, event: &Event) -> Result<()> {
-        // Events of this device are always done. Errors of other devices' work are reported there.
+        // An event of this device is always complete. Another device reports the errors of its own work.
         let _ = event.wait();
         Ok(())
     }
@@ -246,7 +246,7 @@ impl DeviceInstance for Checker {
     }
 }
 
-/// What commands do: launches fill their outputs.
+/// What commands do: a launch fills its outputs with [`POISON`], and a copy copies.
 struct Fill;
 
 impl Actions<Checker> for Fill {
@@ -292,7 +292,8 @@ impl Checker {
 
     /// Runs commands. The caller holds the device's `turn`.
     fn run(&self, commands: &[Command<'_>]) -> Result<()> {
-        // SAFETY: the actions below have no conditions: they fill and copy vectors.
+        // SAFETY: the actions of `Fill` have no conditions, because they access vectors only through checked
+        // slices.
         unsafe { commands::run(self, &mut Fill, &self.counts, commands) }
     }
 

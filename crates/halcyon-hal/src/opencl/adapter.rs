@@ -11,7 +11,7 @@ pub(super) struct Adapter {
     pub(super) api: &'static Api,
     pub(super) platform: Handle,
     pub(super) device: Handle,
-    /// The backend that lists it; `index`: its number there.
+    /// The backend that lists the device. `index` is the device's number in that backend.
     pub backend: BackendType,
     pub index: usize,
 }
@@ -60,17 +60,21 @@ impl Adapter {
     /// Every device of every platform of the library. Platforms without devices are skipped.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] if there is none, with each platform's answer.
+    /// [`Error::Unavailable`] if there is no usable device, with the reason for each platform or device.
     pub(super) fn all(api: &'static Api) -> Result<Vec<Adapter>> {
         // Drivers initialise at the first query. PoCL 3.1 does not synchronise that: a concurrent thread
         // finds no device or a partly initialised one.
         static FIRST: Mutex<()> = Mutex::new(());
         let _one_at_a_time = FIRST.lock().unwrap_or_else(|e| e.into_inner());
         let mut n = 0u32;
-        // SAFETY: a query of the count, with no entries and no list.
+        // SAFETY: the list is null and has no entries, so the call writes only the count, to `n`.
         let code = unsafe { (api.clGetPlatformIDs)(0, std::ptr::null_mut(), &mut n) };
         if code != sys::SUCCESS && code != sys::PLATFORM_NOT_FOUND_KHR {
-            return Err(unavailable(api, vec![], format!("clGetPlatformIDs gave {}", sys::code_name(code))));
+            return Err(unavailable(
+                api,
+                vec![],
+                format!("clGetPlatformIDs returned {}", sys::code_name(code)),
+            ));
         }
         if code == sys::PLATFORM_NOT_FOUND_KHR || n == 0 {
             return Err(unavailable(
@@ -83,14 +87,19 @@ impl Adapter {
         // SAFETY: `platforms` has room for `n` entries.
         let code = unsafe { (api.clGetPlatformIDs)(n, platforms.as_mut_ptr(), &mut n) };
         if code != sys::SUCCESS {
-            return Err(unavailable(api, vec![], format!("clGetPlatformIDs gave {}", sys::code_name(code))));
+            return Err(unavailable(
+                api,
+                vec![],
+                format!("clGetPlatformIDs returned {}", sys::code_name(code)),
+            ));
         }
         platforms.truncate(n as usize);
         let mut out = vec![];
         let mut said = vec![];
         for platform in platforms {
             let mut n = 0u32;
-            // SAFETY: `platform` comes from the library; a query of the count.
+            // SAFETY: `platform` comes from the library. The list is null and has no entries, so the call
+            // writes only the count, to `n`.
             let code = unsafe {
                 (api.clGetDeviceIDs)(platform, sys::DEVICE_TYPE_ALL, 0, std::ptr::null_mut(), &mut n)
             };
@@ -171,7 +180,7 @@ impl Adapter {
             return crate::host_memory(total);
         }
         let amd = self.string(sys::DEVICE_EXTENSIONS).is_some_and(|e| e.contains(sys::AMD_ATTRIBUTES));
-        // In KiB: the free memory, then the largest free block.
+        // The attribute has two numbers, in KiB: the free memory and the largest free block.
         let free = amd.then(|| self.number(sys::DEVICE_GLOBAL_FREE_MEMORY_AMD)).flatten()?;
         Some((free << 10).min(total.unwrap_or(u64::MAX)))
     }
@@ -225,8 +234,8 @@ impl Adapter {
         }
     }
 
-    /// Compiler options: nothing that relaxes arithmetic, and IEEE division and square root if the device
-    /// supports them.
+    /// Compiler options. None of them relaxes arithmetic. Division and square root are those of IEEE if the
+    /// device supports this.
     pub(super) fn build_options(&self) -> &'static str {
         let config = self.number(sys::DEVICE_SINGLE_FP_CONFIG).unwrap_or(0);
         if config & sys::FP_CORRECTLY_ROUNDED_DIVIDE_SQRT != 0 {
@@ -248,7 +257,7 @@ impl Adapter {
         let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();
         let i64 = full || extensions.split_whitespace().any(|e| e == "cles_khr_int64");
         let f64 = self.number(sys::DEVICE_DOUBLE_FP_CONFIG).unwrap_or(0) != 0;
-        // Arguments share at least 1024 bytes; half of it is reserved for scalars.
+        // The size of all arguments together, at least 1024 bytes. Half of it is reserved for scalars.
         let arguments = u32_of(sys::DEVICE_MAX_PARAMETER_SIZE, 1024);
         Caps {
             storage: Caps::storage_of(f64, i64),
@@ -263,7 +272,7 @@ impl Adapter {
             workgroup_memory: u32_of(sys::DEVICE_LOCAL_MEM_SIZE, 32 << 10),
             max_bindings: arguments / 2 / size_of::<Handle>() as u32,
             max_binding_bytes: self.number(sys::DEVICE_MAX_MEM_ALLOC_SIZE).unwrap_or(128 << 20),
-            // Workgroup indices are i32 in kernels; OpenCL itself has no lower limit.
+            // Workgroup indices are i32 in kernels. OpenCL itself has no smaller limit.
             max_groups: 65_535,
             offset_alignment: 1,
             compute_units: self.number(sys::DEVICE_MAX_COMPUTE_UNITS).map(|n| n as u32),

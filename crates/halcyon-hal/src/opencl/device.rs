@@ -24,7 +24,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Programs kept in memory. Beyond this number, those without other users are dropped.
+/// Number of programs kept in memory. Beyond this number, programs that nothing else uses are dropped.
 const MAX_PROGRAMS: usize = 2048;
 
 /// An open device: one context, queue and pool.
@@ -272,7 +272,7 @@ impl Device for OpenClDevice {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
-        // SAFETY: `Queues` calls this, below.
+        // SAFETY: `unordered` or `ordered_own` of `Queues` calls this, as `enqueue` requires.
         let enqueue = || unsafe { self.shared.enqueue(&self.queue, commands) };
         let s = &self.shared;
         match s.queues.unordered(enqueue) {

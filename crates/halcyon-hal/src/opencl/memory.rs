@@ -88,7 +88,7 @@ impl Source for ClSource {
     }
 }
 
-/// A buffer outside the pool.
+/// Creates a buffer that the device can read and write. The pool does not count it.
 pub(super) fn buffer(
     api: &'static Api,
     context: &Owned<Context>,
@@ -170,7 +170,8 @@ impl ClPages {
 
 impl Drop for ClPages {
     fn drop(&mut self) {
-        // SAFETY: mapped once, by this queue. The runtime releases the buffer only after this command.
+        // SAFETY: `new` mapped the address once, with this queue. The runtime releases the buffer only after
+        // this command.
         let code = unsafe {
             (self.api.clEnqueueUnmapMemObject)(
                 self.queue.raw(),
@@ -182,7 +183,7 @@ impl Drop for ClPages {
             )
         };
         if code != sys::SUCCESS {
-            tracing::warn!(code = %sys::code_name(code), "a mapping could not be undone");
+            tracing::warn!(code = %sys::code_name(code), "host memory could not be unmapped");
         }
     }
 }

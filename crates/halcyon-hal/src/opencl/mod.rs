@@ -1,7 +1,7 @@
 //! OpenCL 1.2 and later, loaded at run time. All kernels come from the kernel IR; no vendor library is used.
 //!
-//! A broken driver (ICD) can crash a process that lists devices, so [`crate::probe`] does it in a child
-//! first.
+//! A broken driver (ICD) can crash a process that lists devices, so [`crate::probe`] first lists them in a
+//! child process.
 
 mod adapter;
 mod device;
@@ -17,7 +17,7 @@ pub use probe::PROBE;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, driver_output, no_device};
 use std::sync::Arc;
 
-/// The OpenCL driver, listed as one backend.
+/// The OpenCL driver, as one of the two backends that use it.
 #[derive(Debug)]
 pub struct OpenClDriver {
     kind: BackendType,
@@ -30,11 +30,11 @@ impl OpenClDriver {
     pub const INTEL: OpenClDriver = OpenClDriver { kind: BackendType::Intel };
 
     fn lists(&self, d: &DeviceInfo) -> bool {
-        // Intel's driver for CPUs has the same vendor name.
+        // Intel's driver for CPUs has the same vendor name, but is a software device.
         self.kind == BackendType::OpenCl || (!d.software && d.vendor.to_ascii_lowercase().contains("intel"))
     }
 
-    /// The devices that belong to this backend, renumbered.
+    /// The devices that belong to this backend, with this backend's name and their indices in it.
     fn devices_of_backend(&self, all: Vec<DeviceInfo>) -> Result<Vec<DeviceInfo>> {
         let others: Vec<String> = all.iter().map(|d| format!("{} {}", d.id, d.name)).collect();
         let mut own: Vec<DeviceInfo> = all.into_iter().filter(|d| self.lists(d)).collect();
@@ -72,7 +72,8 @@ impl Driver for OpenClDriver {
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
         let mut all = PROBE.devices().map_err(|e| self.with_backend_name(e))?;
-        // A stored probe has outdated free memory. The library is loaded only for devices that can report it.
+        // The free memory in a remembered probe is outdated, so it is queried again. The library is loaded
+        // for it only if a device has AMD's extension that reports it.
         let mut now = None;
         for d in &mut all {
             let amd = d.properties.get("extensions").is_some_and(|e| e.contains(sys::AMD_ATTRIBUTES));
@@ -92,7 +93,8 @@ impl Driver for OpenClDriver {
         PROBE.may_open(self.kind, index).map_err(|e| self.with_backend_name(e))?;
         let _driver = driver_output::capture(PROBE.backend.id());
         let all = sys::load().and_then(adapter::Adapter::all).map_err(|e| self.with_backend_name(e))?;
-        // Querying a device's info takes a dozen calls.
+        // Querying a device's info takes a dozen calls, so it is not queried for the backend that lists all
+        // devices.
         let all_of_them = self.kind == BackendType::OpenCl;
         let own: Vec<adapter::Adapter> =
             all.into_iter().filter(|a| all_of_them || self.lists(&a.info())).collect();

@@ -1,4 +1,4 @@
-//! The probe of the OpenCL library, run by [`crate::probe`].
+//! The probe for OpenCL devices, which [`crate::probe`] runs.
 
 use super::{adapter::Adapter, sys};
 use crate::probe::{ProbeDependencies, ProbeSpec, State, entries};
@@ -6,13 +6,13 @@ use crate::{BackendType, DeviceInfo, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// The devices of the OpenCL library.
+/// The probe for the devices of the OpenCL library.
 pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::OpenCl,
     list: list_devices,
     repeat: true,
     depends,
-    fix: "Remove the broken driver (on Linux: the files in /etc/OpenCL/vendors), or set OCL_ICD_VENDORS to a working one",
+    fix: "Remove the broken driver (on Linux: the files in /etc/OpenCL/vendors), or set OCL_ICD_VENDORS to a working driver",
     state: Mutex::new(State::new()),
 };
 

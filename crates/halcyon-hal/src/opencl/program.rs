@@ -1,4 +1,4 @@
-//! Programs: rendered, then compiled or loaded from the disk cache.
+//! Builds programs: renders kernels, then compiles them or loads them from the disk cache.
 
 use super::adapter::{self, Adapter};
 use super::sys::{self, Context, Handle, Kernel, Owned, Program as Object};
@@ -204,7 +204,7 @@ impl Builder<'_> {
         if limit < items as usize {
             return Err(Error::unsupported(
                 format!(
-                    "kernel {entry} on {}: its groups have {items} work-items, it can have {limit}",
+                    "kernel {entry} on {}: its workgroups have {items} work-items, but the driver allows {limit}",
                     self.id
                 ),
                 "Choose another device",

@@ -15,7 +15,7 @@ use std::ffi::c_void;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
-/// Number of pending events at which their times are collected.
+/// Once this many events are pending, their times are collected.
 const MAX_PENDING_EVENTS: usize = 4096;
 
 #[derive(Debug, Default)]
@@ -75,7 +75,7 @@ impl Queue {
             .map_err(|c| sys::driver_error(id, "clCreateCommandQueue", c))?;
         let (raw, moves, state) = (Arc::new(raw), RwLock::default(), Mutex::default());
         let q = Queue { api, raw, fault, id: id.into(), pool, profile, spans, moves, state };
-        // SAFETY: the fault word has four bytes.
+        // SAFETY: `new` allocated the fault word with four bytes.
         unsafe { q.write_raw(q.fault.raw(), 0, &0u32.to_ne_bytes())? };
         Ok(q)
     }
@@ -256,11 +256,11 @@ impl Queue {
             return Ok(None);
         }
         let mut word = [0; 4];
-        // SAFETY: the fault word has four bytes.
+        // SAFETY: `new` allocated the fault word with four bytes.
         unsafe { self.read_raw(self.fault.raw(), 0, &mut word)? };
         let id = u32::from_ne_bytes(word);
         if id != 0 {
-            // SAFETY: the fault word has four bytes.
+            // SAFETY: `new` allocated the fault word with four bytes.
             unsafe { self.write_raw(self.fault.raw(), 0, &0u32.to_ne_bytes())? };
         }
         s.may_have_faulted = false;
@@ -431,9 +431,9 @@ impl Queue {
         if !self.lock().may_have_faulted {
             return Ok(false);
         }
-        // SAFETY: the fault word has four bytes; `read_fault` requires that `to` lives and is not written
-        // until the copy is done. Others read it as an atomic, and it is aligned, so they see the old word or
-        // the new one.
+        // SAFETY: `new` allocated the fault word with four bytes; `read_fault` requires that `to` lives and
+        // is not written until the copy is done. Other threads read `to` as an atomic, and it is aligned, so
+        // they get the old word or the new one.
         unsafe { self.read_raw_later(self.fault.raw(), 0, to.as_ptr().cast(), 4)? };
         Ok(true)
     }
@@ -444,7 +444,7 @@ impl Queue {
         if !std::mem::take(&mut self.lock().may_have_faulted) {
             return Ok(());
         }
-        // SAFETY: the source is a static, and the fault word has four bytes.
+        // SAFETY: the source is a static, and `new` allocated the fault word with four bytes.
         let code = unsafe {
             (self.api.clEnqueueWriteBuffer)(
                 self.raw.raw(),

@@ -16,7 +16,7 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// An event of a queue that others wait for.
+/// An event of a queue, for which other queues can wait.
 #[derive(Debug)]
 pub(crate) struct Point {
     api: &'static Api,
@@ -142,9 +142,9 @@ impl Shared {
     /// Must be called through [`Queues`], which holds the lock of all queues unless there is no stream.
     pub(super) unsafe fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin();
-        // SAFETY: `submit` requires from its caller buffers that are large enough, see the driver contract.
-        // Nothing else launches a program meanwhile: `Queues` locks all queues, or there is only this one,
-        // which `s` locks.
+        // SAFETY: the driver contract requires that the submitted commands have buffers as large as the
+        // kernels need. Nothing else launches a program meanwhile: `Queues` locks all queues, or there is
+        // only this one, which `s` locks.
         unsafe { commands::run(self, &mut s, &self.counts, commands)? };
         s.flush()
     }
@@ -229,7 +229,7 @@ impl Progress for MarkerHandle {
 pub(crate) struct ClStream {
     shared: Arc<Shared>,
     queue: Queue,
-    /// The id of its queue among those of the device.
+    /// The number of its queue among the queues of the device.
     number: u64,
     /// The report of the work since the last event. Held during every call, so that it matches the queue's
     /// content.
@@ -384,7 +384,7 @@ impl Stream for ClStream {
                 // fails the queue waits forever, so it is logged.
                 let code = unsafe { (api.clSetUserEventStatus)(own.raw(), sys::COMPLETE) };
                 if code != sys::SUCCESS {
-                    tracing::error!(code = %sys::code_name(code), "an event of another device could not be passed on");
+                    tracing::error!(code = %sys::code_name(code), "could not signal an event of another device");
                 }
             });
         }

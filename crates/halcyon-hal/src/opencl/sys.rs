@@ -362,8 +362,8 @@ pub(super) fn load_from(names: &[String]) -> Result<&'static Api> {
         if let Some(api) = loaded.get(name) {
             return Ok(api);
         }
-        // SAFETY: loading runs the library's initialisers. By its name, or because the user named it, it is
-        // an OpenCL library.
+        // SAFETY: loading runs the library's initialisers. It is an OpenCL library: it has the standard name,
+        // or the user named it.
         let lib = match unsafe { libloading::Library::new(name) } {
             Ok(l) => l,
             Err(e) => {

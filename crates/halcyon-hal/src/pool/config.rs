@@ -36,7 +36,7 @@ impl fmt::Display for AllocationStrategy {
 
 impl FromStr for AllocationStrategy {
     type Err = Error;
-    /// Case-insensitive; `-`, `_` or nothing between the words.
+    /// Case does not matter, and the words of a name may be joined by `-`, `_` or nothing.
     fn from_str(s: &str) -> Result<Self> {
         let plain = |s: &str| s.trim().to_ascii_lowercase().replace(['-', '_'], "");
         STRATEGIES.iter().find(|(_, n)| plain(n) == plain(s)).map(|(s, _)| *s).ok_or_else(|| {
@@ -113,7 +113,7 @@ impl FromStr for MemoryPoolConfig {
         let (rest, defragment) = match s.split_once(',') {
             Some((rest, "defragment" | "defrag")) => (rest, true),
             Some((_, other)) => {
-                let what = format!("\"{other}\" in \"{s}\" is not a setting; there is defragment");
+                let what = format!("\"{other}\" in \"{s}\" is not a setting; the only one is defragment");
                 return Err(Error::argument("memory pool", what));
             }
             None => (s, false),
@@ -159,7 +159,7 @@ impl fmt::Display for MemoryPoolConfig {
 }
 
 impl<'de> Deserialize<'de> for MemoryPoolConfig {
-    /// A table of the fields, or the text form.
+    /// Accepts a table of the fields, or the text form.
     fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged)]

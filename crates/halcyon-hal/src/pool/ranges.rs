@@ -1,4 +1,4 @@
-//! Chooses the range of a chunk that serves a request. Works on offsets only, without access to memory.
+//! Chooses the range of a chunk that serves a request. This only computes offsets; it does not access memory.
 
 use super::AllocationStrategy;
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,7 +10,7 @@ pub(super) struct Ranges {
     strategy: AllocationStrategy,
     bytes: usize,
     free_bytes: usize,
-    /// Offset to bytes.
+    /// Maps the offset of each free range to its size in bytes.
     free: BTreeMap<usize, usize>,
     /// The same ranges as (bytes, offset).
     sizes: BTreeSet<(usize, usize)>,
@@ -42,7 +42,7 @@ impl Ranges {
         r
     }
 
-    /// All bytes free except `taken` (offset, bytes), which must not overlap.
+    /// A chunk whose bytes are all free except the ranges `taken` (offset, bytes), which must not overlap.
     pub(super) fn with(strategy: AllocationStrategy, bytes: usize, taken: &[(usize, usize)]) -> Ranges {
         let mut r = Ranges::new(strategy, bytes);
         for (at, n) in taken {
@@ -169,12 +169,12 @@ pub(super) struct AllocatedRange {
     pub chunk: usize,
     pub offset: usize,
     pub bytes: usize,
-    /// Must not be moved.
+    /// Whether the range must not be moved.
     pub pinned: bool,
 }
 
-/// Moves an allocated range, given by its index. `from` and `to` are (chunk, offset). Within one chunk the
-/// two may overlap; `to` is then lower.
+/// Moves the allocated range with index `block`. `from` and `to` are (chunk, offset). Within one chunk, the
+/// old and the new range may overlap; the new one is then at a lower offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Move {
     pub block: usize,
@@ -183,7 +183,7 @@ pub(super) struct Move {
 }
 
 /// A sequence of moves that merges free ranges within chunks and empties chunks where possible. `chunks`
-/// holds their sizes in bytes.
+/// holds the sizes of the chunks in bytes.
 pub(super) fn compact(
     strategy: AllocationStrategy,
     chunks: &[usize],
@@ -242,8 +242,8 @@ impl Compaction<'_> {
         }
     }
 
-    /// Moves the contents of the least filled chunk to the others if all of it fits, then continues with the
-    /// next.
+    /// Moves the ranges of the least filled chunk to fuller chunks, if all of them fit, then continues with
+    /// the next chunk.
     fn evacuate(&mut self) {
         let load = |c: &Self, chunk: usize| c.inside(chunk).iter().map(|b| c.at[*b].bytes).sum::<usize>();
         let mut order: Vec<usize> = (0..self.chunks.len()).filter(|k| load(self, *k) > 0).collect();
@@ -267,7 +267,7 @@ impl Compaction<'_> {
     }
 
     /// For two free ranges of the same size, moves the contents of the first range's buddy into the second
-    /// range. The first range then merges with its buddy. Proceeds from small to large; unless ranges are
+    /// range. Then the first range merges with its buddy. Proceeds from small to large sizes. If no range is
     /// pinned, at most one free range of each size remains.
     fn merge(&mut self) {
         let mut rooms: Vec<Ranges> = (0..self.chunks.len()).map(|k| self.ranges(k)).collect();

@@ -231,7 +231,7 @@ fn move_in<S: Memory>(p: &Pool<Counted<S>>, turn: &Mutex<()>) -> Result<Defragme
     })
 }
 
-/// Whether all bytes are `v`. Miri takes a microsecond for each, so it compares a few hundred of them.
+/// Whether all bytes are `v`. Under Miri only a few hundred are compared, because each takes a microsecond.
 fn holds(m: &[u8], v: u8) -> bool {
     m.iter().step_by(if cfg!(miri) { 1021 } else { 1 }).all(|x| *x == v)
 }
@@ -320,7 +320,7 @@ const POOLS: [&str; 7] = [
     "buddy:512K..,defragment",
 ];
 
-/// The pools to test. Miri takes a minute for each, so it takes every third.
+/// The pools to test. Under Miri only every third, because each takes a minute.
 fn pools() -> impl Iterator<Item = &'static str> {
     POOLS.into_iter().step_by(if cfg!(miri) { 3 } else { 1 })
 }
@@ -378,7 +378,7 @@ fn a_scattered_pool_takes_a_large_block_after_it_moved_and_a_pinned_one_stays() 
         intact(&all);
         drop((b, all));
         assert_eq!(p.stats().largest_free, 1 << 20);
-        // While one of each pair of blocks is pinned, no half of the pool becomes free.
+        // The pinned blocks lie so that neither half of the pool can become free.
         let all = fill(&p);
         let pins: Vec<Pinned<Source>> = all.iter().skip(7).step_by(2).map(|(b, _)| b.pin()).collect();
         let e = p.alloc(512 << 10, Tag::Kv, &|| move_in(&p, &turn)).unwrap_err();

@@ -1,8 +1,8 @@
 //! The files and places that a list of devices depends on, and the files that a probe loaded.
 //!
-//! A successful probe is valid only for the files that it loaded. A record of it therefore holds only while
-//! each of these files is unchanged ([`Seen`]) and while nothing changed in the places where the loader
-//! searches ([`Key`]): a new file there could be loaded instead.
+//! A successful probe is valid only for the files that it loaded. The record of a probe is therefore valid
+//! only while each of these files is unchanged ([`Seen`]) and while nothing changed in the places where the
+//! loader searches ([`Key`]): a new file there could be loaded instead.
 
 use super::{ProbeDependencies, entries};
 use crate::cache;
@@ -132,7 +132,7 @@ pub fn device_nodes(root: &Path) -> Vec<String> {
 }
 
 /// Collects the variables that affect the libraries, and the state of the files and directories they name.
-/// Returns whether that is complete.
+/// Returns whether the collection is complete.
 fn variables(depends: &ProbeDependencies, parts: &mut Vec<String>) -> bool {
     let steers = |name: &str| depends.variables.iter().chain(&["LD_", "DYLD_"]).any(|f| name.starts_with(f));
     let mut all: Vec<(String, String)> = std::env::vars_os()
@@ -142,13 +142,13 @@ fn variables(depends: &ProbeDependencies, parts: &mut Vec<String>) -> bool {
     all.sort();
     let mut whole = true;
     for (name, value) in all {
-        // These name directories that many programs change.
+        // `HOME` and `XDG_*` name directories that many programs change, so their state is left out.
         if name != "HOME" && !name.starts_with("XDG_") {
             let named = value.split([':', ';', ',', ' ']).filter(|p| p.contains('/'));
             parts.extend(named.map(|p| state(Path::new(p))));
         }
-        // The loader expands `$` in these depending on the processor and the library, so the key would be
-        // incomplete.
+        // The loader expands `$` in `LD_*` variables depending on the processor and the library, so the key
+        // would be incomplete.
         whole &= !(name.starts_with("LD_") && value.contains('$'));
         parts.push(format!("{name}={value}"));
     }
@@ -164,7 +164,7 @@ struct Places<'a> {
 }
 
 impl Places<'_> {
-    /// Returns whether everything was examined.
+    /// Collects the state of all places. Returns whether everything was examined.
     fn all(&mut self, root: &Path) -> bool {
         // As in glibc and musl: an empty entry is the working directory, an empty variable is ignored.
         let listed = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default().to_string_lossy().into_owned();
@@ -177,7 +177,8 @@ impl Places<'_> {
                     Err(_) => whole = false,
                 }
             }
-            // The user named this directory: any library in it may be a dependency of another one.
+            // The user named this directory, so each library in it may be one that another library depends
+            // on.
             self.folder(&folder, true, 0);
         }
         let cache = root.join("etc/ld.so.cache");
@@ -201,7 +202,7 @@ impl Places<'_> {
         self.parts.push(format!("{} {}", path.display(), state(path)));
     }
 
-    /// Adds a directory and its libraries: all (`every`), or only those searched by name.
+    /// Adds a directory and its libraries: all of them if `every` is set, otherwise only those in `names`.
     fn folder(&mut self, folder: &Path, every: bool, depth: usize) {
         if self.left == 0 {
             return;
@@ -228,7 +229,8 @@ impl Places<'_> {
                 self.folder(&below, every, depth + 1);
             }
         }
-        // Its subdirectories are named after versions of the architecture: x86-64-v3.
+        // The subdirectories of `glibc-hwcaps` are named after versions of the architecture, such as
+        // x86-64-v3.
         if folder.ends_with("glibc-hwcaps") {
             for below in entries(folder).into_iter().filter(|p| p.is_dir()) {
                 self.folder(&below, every, depth + 1);
@@ -237,8 +239,8 @@ impl Places<'_> {
     }
 }
 
-/// The shared libraries mapped into this process; `None` if the system does not report them or one has been
-/// deleted.
+/// The shared libraries mapped into this process; `None` if the system does not report them or a mapped
+/// library has been deleted.
 pub fn mapped() -> Option<BTreeSet<PathBuf>> {
     let text = std::fs::read_to_string("/proc/self/maps").ok()?;
     let mut all = BTreeSet::new();

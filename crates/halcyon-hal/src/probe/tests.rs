@@ -23,7 +23,7 @@ fn noop() -> ProbeSpec {
     }
 }
 
-/// An executable that runs a script, ignoring its arguments.
+/// An executable that runs a script and ignores its arguments.
 fn script(dir: &Path, text: &str) -> PathBuf {
     use std::os::unix::fs::PermissionsExt;
     let path = dir.join(format!("script{}", entries(dir).len()));
@@ -67,7 +67,7 @@ fn a_child_that_dies_hangs_or_says_nothing_is_an_unavailable_backend() {
     assert!(matches!(e, Error::Unavailable { ref tried, .. } if tried == &["x".to_string()]), "{e}");
 }
 
-/// A machine below a directory, with a probe cache.
+/// A simulated machine whose files are in a temporary directory, and a cache of its probes.
 struct World {
     dir: tempfile::TempDir,
     memory: DiskCache,
@@ -115,10 +115,10 @@ fn a_probe_is_remembered_and_only_software_devices_are_listed_from_the_record() 
     let (found, known) = w.find(&w.saying(Answer::Devices(software.clone()), &[&lib]));
     assert!(found.unwrap() == software && matches!(known, CachedProbe::Safe));
     let (found, known) = w.find(&w.dies);
-    assert!(found.unwrap() == software && matches!(known, CachedProbe::Nothing), "from memory");
+    assert!(found.unwrap() == software && matches!(known, CachedProbe::Nothing), "from the record");
     // A loaded library was replaced: the record is invalid.
     std::fs::write(&lib, "b").unwrap();
-    assert!(matches!(w.find(&w.dies), (Err(_), CachedProbe::Answer(_))), "a child looked");
+    assert!(matches!(w.find(&w.dies), (Err(_), CachedProbe::Answer(_))), "a child was started");
 
     // With a hardware device the probe is repeated in this process.
     let w = World::new();
@@ -127,15 +127,15 @@ fn a_probe_is_remembered_and_only_software_devices_are_listed_from_the_record() 
     assert!(matches!(w.find(&w.saying(Answer::Devices(hardware), &[&lib])).1, CachedProbe::Safe));
     let (found, known) = w.find(&w.dies);
     assert!(found.unwrap() == software && matches!(known, CachedProbe::Safe));
-    // If no device was found, no driver is loaded to confirm it.
+    // If a child found no device, no driver is loaded in this process to confirm that.
     let nothing = || Answer::Unavailable { tried: vec![], reason: "none".into(), fix: "none".into() };
     for loaded in [&[][..], &[&*lib]] {
         let w = World::new();
         assert!(w.find(&w.saying(nothing(), loaded)).0.is_err());
         let (found, known) = w.find(&w.dies);
         assert!(found.unwrap_err().to_string().contains("none") && matches!(known, CachedProbe::Nothing));
-        // A driver that was loaded on a machine with device nodes may find a device later: a child is
-        // started.
+        // On a machine with a device node, a driver that was loaded may find a device later. So the record is
+        // not used, and another child is started.
         make(&w.root(), "dev/nvidia0", "");
         assert!(w.find(&w.saying(nothing(), loaded)).0.is_err());
         let (found, _) = w.find(&w.dies);
@@ -156,7 +156,7 @@ fn a_crash_is_remembered_until_a_dependency_changes() {
     let well = w.saying(Answer::Devices(software.clone()), &[]);
     let said = |exe: &Path| w.find(exe).0.unwrap_err().to_string();
     assert!(said(&w.dies).contains("signal"));
-    // The child that would succeed is not started.
+    // No child is started, not even one that would succeed.
     let e = said(&well);
     assert!(e.contains("signal") && e.contains("halcyon devices --refresh"), "{e}");
     make(&w.root(), "usr/lib/libnoop.so", "another one");
@@ -167,7 +167,7 @@ fn a_crash_is_remembered_until_a_dependency_changes() {
     old.at -= FAILURE_LIFETIME.as_secs() + 1;
     assert!(!old.holds());
     old.at += 2 * FAILURE_LIFETIME.as_secs() + 100;
-    assert!(!old.holds(), "from the future");
+    assert!(!old.holds(), "the record is from the future");
 }
 
 #[test]
@@ -177,7 +177,7 @@ fn a_child_opens_a_device_first_and_the_result_is_remembered() {
     let open =
         |spec: &ProbeSpec, exe: &Path| spec.try_open(BackendType::Noop, 0, Some(&w.memory), &w.root(), exe);
     let well = saying(&w.dir.path().join("scripts"), None, &[]);
-    // Without a stored probe, openings are remembered only in this process.
+    // Without a stored probe, the results of openings are remembered only in this process.
     let spec = noop();
     open(&spec, &well).unwrap();
     open(&spec, &w.dies).unwrap();
@@ -199,7 +199,7 @@ fn a_child_opens_a_device_first_and_the_result_is_remembered() {
 fn the_key_changes_with_drivers_libraries_and_device_nodes() {
     let dir = tempfile::tempdir().unwrap();
     let (root, spec) = (dir.path(), noop());
-    assert!(!spec.key(root).whole, "nothing known about this system");
+    assert!(!spec.key(root).whole, "nothing is known about this system");
     make(root, "proc/sys/kernel/random/boot_id", "a");
     let mut seen = vec![spec.key(root)];
     assert!(spec.key(root) == seen[0] && seen[0].whole);

@@ -43,7 +43,7 @@ pub static ROCM: Family = Family {
     toolkits: &["/opt/rocm"],
     packages: &[],
     // hipDeviceAttribute_t, stable since HIP 5. The structure of device properties is not used because its
-    // layout changed.
+    // layout changed between versions.
     attributes: Attributes {
         max_workgroup: 56,
         workgroup_memory: 74,
@@ -90,11 +90,13 @@ pub static ROCM: Family = Family {
     probe: &PROBE,
 };
 
-/// Probed in a child first: an old library can crash the process.
+/// The probe of ROCm's devices. It runs in a child process first, because an old library can crash the
+/// process.
 pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Rocm,
     list: || {
-        // SAFETY: the candidates are the vendor's names, or the library that the user named instead.
+        // SAFETY: the candidates are the names of the vendor's library, whose functions have the types that
+        // the vendor declares, or the library that the user named in its place.
         let api = unsafe { ROCM.load(&ROCM.candidates()) }?;
         Ok(Adapter::all(api)?.iter().map(Adapter::info).collect())
     },
@@ -120,9 +122,10 @@ pub static PROBE: ProbeSpec = ProbeSpec {
 };
 
 /// The compiler's name of the device at a PCI address (`0000:65:00.0`), from the kernel driver's files below
-/// a root directory: `gfx_target_version` 90010 is gfx90a (major, minor and stepping in two decimal digits
-/// each; the last two are written in hexadecimal). Environment variables override it for all devices or for
-/// one node, as in the runtime.
+/// a root directory. The file has it as the number `gfx_target_version`: its last four decimal digits are two
+/// for the minor version and two for the stepping, which the name has in hexadecimal, so 90010 is gfx90a. As
+/// in the runtime, the environment variable `HSA_OVERRIDE_GFX_VERSION` overrides the version for all devices,
+/// and `HSA_OVERRIDE_GFX_VERSION_N` for node N.
 fn architecture(bus: &str, root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
     let mut numbers = bus.split([':', '.']).map(|n| u32::from_str_radix(n, 16));
     let mut next = || numbers.next()?.ok();
@@ -155,15 +158,16 @@ fn three(text: &str) -> Option<[u32; 3]> {
     all?.try_into().ok()
 }
 
-/// No flag that relaxes arithmetic: kernels mark each multiply-add that is rounded once. Without an
-/// architecture hipRTC compiles for the thread's current device.
+/// The compiler's flags. No flag relaxes arithmetic, and contraction is off, because kernels mark each
+/// multiply-add that is rounded once. Without an architecture hipRTC compiles for the thread's current
+/// device.
 fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     let architecture = architecture.map(|a| format!("--offload-arch={a}"));
     Some(architecture.into_iter().chain(["-std=c++17", "-ffp-contract=off"].map(String::from)).collect())
 }
 
-/// Architectures with matrix units and their wave sizes: MFMA with the later bf16 instructions (CDNA 2 and
-/// 3), WMMA (RDNA 3).
+/// Architectures with a supported matrix unit, and their subgroup sizes. The unit is MFMA with the later bf16
+/// instructions (CDNA 2 and 3) or WMMA (RDNA 3).
 const MATRIX: [(&str, u8); 8] = [
     ("gfx90a", 64),
     ("gfx940", 64),
@@ -175,7 +179,8 @@ const MATRIX: [(&str, u8); 8] = [
     ("gfx1103", 32),
 ];
 
-/// f16 arithmetic: all architectures from gfx8 on. Products of 8-bit floats: CDNA 3 and 4, RDNA 4.
+/// All architectures from gfx8 on have f16 arithmetic. CDNA 3, CDNA 4 and RDNA 4 have products of 8-bit
+/// floats.
 fn halves(_: Option<(u32, u32)>, architecture: Option<&str>) -> Halves {
     let Some(name) = architecture.and_then(|a| a.split(':').next()) else { return Halves::default() };
     let f8 = ["gfx940", "gfx941", "gfx942", "gfx950"].contains(&name) || name.starts_with("gfx12");

@@ -1,23 +1,23 @@
-//! The devices of a runtime and their properties.
+//! The devices that CUDA's or HIP's driver library reports, and their properties.
 
 use super::sys::{self, Api, Code, Context};
 use crate::{Caps, DeviceInfo, Error, Result};
 use std::ffi::{c_char, c_int};
 
-/// One device of a runtime.
+/// One device of a driver library.
 #[derive(Clone, Copy, Debug)]
 pub struct Adapter {
     pub(super) api: &'static Api,
-    /// The runtime's device number.
+    /// The driver library's number of the device.
     pub(super) device: c_int,
     pub index: usize,
 }
 
 impl Adapter {
-    /// Every device of the runtime.
+    /// Every device of the driver library.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] if there is none, with the runtime's answer.
+    /// [`Error::Unavailable`] if there is none, with the error code if a call failed.
     pub fn all(api: &'static Api) -> Result<Vec<Adapter>> {
         let family = api.family;
         let none = |reason: String| Error::Unavailable {
@@ -30,7 +30,7 @@ impl Adapter {
         let code = unsafe { (api.f.init)(0) };
         let mut n = 0;
         let (call, code) = match code {
-            // SAFETY: the runtime writes one number to `n`.
+            // SAFETY: the driver library writes one number, to `n`.
             sys::SUCCESS => ("counting the devices", unsafe { (api.f.device_count)(&mut n) }),
             c => ("initialising", c),
         };
@@ -43,15 +43,16 @@ impl Adapter {
             });
         }
         if code != sys::SUCCESS {
-            return Err(none(format!("{call} gave {}", sys::code_name(family, code))));
+            return Err(none(format!("{call} failed: {}", sys::code_name(family, code))));
         }
         let mut all = vec![];
         for index in 0..n {
             let mut device = 0;
-            // SAFETY: the runtime writes one number to `device`; `index` is below the count.
+            // SAFETY: the driver library writes one number, to `device`. `index` is below the number of
+            // devices.
             let code = unsafe { (api.f.device)(&mut device, index) };
             if code != sys::SUCCESS {
-                return Err(none(format!("device {index} gave {}", sys::code_name(family, code))));
+                return Err(none(format!("getting device {index} failed: {}", sys::code_name(family, code))));
             }
             all.push(Adapter { api, device, index: index as usize });
         }
@@ -62,10 +63,10 @@ impl Adapter {
         format!("{}:{}", self.api.family.kind, self.index)
     }
 
-    /// A numeric attribute of the device; `None` if the runtime does not report it.
+    /// A numeric attribute of the device; `None` if the driver library does not report it.
     pub fn number(&self, attribute: c_int) -> Option<i32> {
         let mut v = 0;
-        // SAFETY: the runtime writes one number to `v`; `self.device` is a number from its list.
+        // SAFETY: the driver library writes one number, to `v`. It returned the number `self.device` itself.
         let code = unsafe { (self.api.f.device_attribute)(&mut v, attribute, self.device) };
         (code == sys::SUCCESS).then_some(v)
     }
@@ -76,15 +77,15 @@ impl Adapter {
 
     fn text(&self, f: unsafe extern "system" fn(*mut c_char, c_int, c_int) -> Code) -> Option<String> {
         let mut text = [0u8; 256];
-        // SAFETY: at most `text.len()` bytes are written to `text`; `self.device` is a number from the
-        // runtime's list.
+        // SAFETY: `f` writes at most `text.len()` bytes to `text`. The driver library returned the number
+        // `self.device` itself.
         let code = unsafe { f(text.as_mut_ptr().cast(), text.len() as c_int, self.device) };
         let end = text.iter().position(|c| *c == 0).unwrap_or(text.len());
         let text = String::from_utf8_lossy(&text[..end]).trim().to_string();
         (code == sys::SUCCESS && !text.is_empty()).then_some(text)
     }
 
-    /// The PCI address: `0000:65:00.0`.
+    /// The PCI address, such as `0000:65:00.0`.
     pub fn bus(&self) -> Option<String> {
         self.text(self.api.f.device_bus)
     }
@@ -105,10 +106,10 @@ impl Adapter {
         (self.api.family.architecture)(self)
     }
 
-    /// Version of the driver's API: `12.4`.
+    /// Version of the driver's API, such as `12.4`.
     fn driver_version(&self) -> Option<String> {
         let mut v = 0;
-        // SAFETY: the runtime writes one number to `v`.
+        // SAFETY: the driver library writes one number, to `v`.
         let code = unsafe { (self.api.f.driver_version)(&mut v) };
         if code != sys::SUCCESS || v <= 0 {
             return None;
@@ -119,8 +120,8 @@ impl Adapter {
         })
     }
 
-    /// `Context::free_memory` of a device that is not open. It creates a context on a separate thread, so
-    /// that the calling thread's current device does not change.
+    /// Free memory of a device that is not open, as from `Context::free_memory`. The context is created on a
+    /// separate thread, so that the current device of the calling thread does not change.
     pub fn free_memory(&self) -> Option<u64> {
         let unified = self.positive(self.api.family.attributes.integrated).is_some();
         let ask = || Context::new(self.api, self.device, self.id()).ok()?.free_memory(unified);
@@ -132,7 +133,8 @@ impl Adapter {
     pub fn info(&self) -> DeviceInfo {
         let (family, a) = (self.api.family, self.api.family.attributes);
         let mut total = 0usize;
-        // SAFETY: the runtime writes one number to `total`; `self.device` is a number from its list.
+        // SAFETY: the driver library writes one number, to `total`. It returned the number `self.device`
+        // itself.
         let code = unsafe { (self.api.f.device_memory)(&mut total, self.device) };
         let number = |attribute| self.positive(attribute).map(|n| n.to_string());
         let texts = [
@@ -164,8 +166,8 @@ impl Adapter {
         }
     }
 
-    /// Limits and features; a value that the driver does not report is set to the minimum of the family's
-    /// devices.
+    /// Limits and features. A limit that the driver does not report is set to a value that every device of
+    /// the family supports.
     pub fn caps(&self) -> Caps {
         let a = self.api.family.attributes;
         let halves = (self.api.family.halves)(self.capability(), self.architecture().as_deref());
@@ -179,10 +181,10 @@ impl Adapter {
             subgroup: self.positive(a.subgroup).filter(|n| [32, 64].contains(n)),
             max_workgroup: self.positive(a.max_workgroup).unwrap_or(256),
             workgroup_memory: self.positive(a.workgroup_memory).unwrap_or(32 << 10),
-            // Arguments share 4 KiB; half of it is reserved for scalars.
+            // The arguments of a kernel share 4 KiB. Half of it is for pointers of 8 bytes, half for scalars.
             max_bindings: 2048 / 8,
             max_binding_bytes: u64::MAX,
-            // Limit of the second and third dimension; the first one's is higher.
+            // The limit of the second and third dimension. The limit of the first is higher.
             max_groups: 65_535,
             offset_alignment: 1,
             compute_units: self.positive(a.compute_units),

@@ -1,7 +1,7 @@
-//! Captures as graphs of the runtime.
+//! Captures as CUDA or HIP graphs.
 //!
-//! Commands are recorded by stream capture on a dedicated stream, not by building graph nodes: this also
-//! records the work that vendor libraries enqueue, and both runtimes have supported it for long. The capture
+//! Commands are recorded by stream capture on a dedicated stream, not by building graph nodes: stream capture
+//! also records the work that vendor libraries enqueue, and CUDA and HIP have long supported it. The capture
 //! mode restricts only calls of the recording thread.
 //!
 //! The values that change between launches are in one buffer of 64-bit words: the values of variables, and
@@ -32,7 +32,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// Entries of the ring: the number of launches that can be pending.
 const RING_ENTRIES: usize = 16;
 
-/// An uninstantiated graph of the runtime.
+/// A CUDA or HIP graph that is not instantiated.
 struct Template<'a> {
     graphs: &'a GraphFunctions,
     raw: Handle,
@@ -41,7 +41,8 @@ struct Template<'a> {
 impl Drop for Template<'_> {
     fn drop(&mut self) {
         if !self.raw.is_null() {
-            // SAFETY: the runtime created `raw` once; graphs instantiated from it are independent.
+            // SAFETY: `end` created `raw`, and only this call destroys it. Graphs instantiated from it are
+            // independent of it.
             unsafe { (self.graphs.destroy)(self.raw) };
         }
     }
@@ -54,7 +55,7 @@ struct Exec {
     raw: Handle,
 }
 
-// SAFETY: `raw` is an opaque handle of the runtime, whose functions may be called from any thread.
+// SAFETY: `raw` is an opaque handle of CUDA or HIP, whose functions may be called from any thread.
 unsafe impl Send for Exec {}
 // SAFETY: `raw` is never modified; launches are serialised by the lock of [`Ring`].
 unsafe impl Sync for Exec {}
@@ -62,8 +63,8 @@ unsafe impl Sync for Exec {}
 impl Drop for Exec {
     fn drop(&mut self) {
         if let (Ok(_visit), Ok(g)) = (self.context.visit(), &self.context.api.graphs) {
-            // SAFETY: `raw` was created once, and no launch is pending: dropping `SimtCapture` waits for all
-            // of them first.
+            // SAFETY: `instantiate` created `raw`, and only this call destroys it. No launch is pending:
+            // dropping `SimtCapture` waits for all launches first.
             let code = unsafe { (g.exec_destroy)(self.raw) };
             if code != sys::SUCCESS {
                 let code = sys::code_name(self.context.api.family, code);
@@ -85,12 +86,14 @@ struct CapturedBuffer {
 /// The mutable state shared by launches.
 #[derive(Debug)]
 struct Ring {
-    /// Locked pages with room for all words of the argument buffer, once for each entry of the ring.
+    /// Page-locked memory with room for all words of the argument buffer, once for each entry of the ring.
     pages: Option<SimtPages>,
     /// For each entry, the event after the last launch that used it.
     entries: Vec<Option<Point>>,
+    /// The entry that was used last.
     now: usize,
-    /// The content of the argument buffer and the queue that copied it there; `by` is `None` if unknown.
+    /// The content of the argument buffer. `by` identifies the queue that copied it there; if `by` is `None`,
+    /// the content is unknown.
     sent: Vec<u64>,
     by: Option<u64>,
     /// The words of the current launch.
@@ -153,7 +156,7 @@ struct IndirectLaunch {
 impl SimtDevice {
     /// The entry point of a program that reads these arguments from a buffer.
     fn indirect(&self, p: &SimtProgram, indirect: &Indirect) -> Result<Arc<Function>> {
-        // Held while compiling, so that two threads do not build the same entry point.
+        // The lock is held while compiling, so that two threads do not build the same entry point.
         let mut all = lock(&p.indirect);
         if let Some((_, f)) = all.iter().find(|(i, _)| i == indirect) {
             return Ok(f.clone());
@@ -249,7 +252,7 @@ impl SimtCapture {
         if layout.words > 0 {
             let (one, all) = (8 * layout.words, 8 * layout.words * RING_ENTRIES);
             arguments = Some(Memory::new(context, one).map_err(|why| full(one, "memory", why))?);
-            pages = Some(SimtPages::new(context, all).map_err(|why| full(all, "locked memory", why))?);
+            pages = Some(SimtPages::new(context, all).map_err(|why| full(all, "page-locked memory", why))?);
         }
         let mut recorder = lock(&d.recorder);
         // The queue of a failed capture is not put back, because it may be unusable.
@@ -268,7 +271,7 @@ impl SimtCapture {
                 unsafe { k.prepare(queue.raw()) }?;
             }
         }
-        // Buffers are not moved while their addresses are read.
+        // While this guard is held, no buffer is moved, so the addresses that are read stay valid.
         let still = d.queue.begin()?;
         let buffers = captured_buffers(shared, r)?;
         let before = queue.counts().snapshot();
@@ -371,7 +374,7 @@ impl SimtCapture {
         for ((w, ty), v) in self.variables.iter().zip(values) {
             ring.words[*w] = const_bits(*ty, *v);
         }
-        // If a later step fails, the buffer's content is unknown.
+        // If a call below fails, the content of the argument buffer is unknown.
         let by = ring.by.take();
         let sent = by == Some(queue.fault_at()) && ring.sent == ring.words;
         if !sent {
@@ -384,7 +387,8 @@ impl SimtCapture {
         // uses until it has run.
         let launched = unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) };
         if let Err(e) = launched.and_then(|()| ring.mark(queue)) {
-            // If the mark failed, nothing else waits for the copy to read the entry.
+            // Without a mark, no later launch would wait until the copy has read this entry of the ring, so
+            // wait for the queue now.
             queue.finish()?;
             return Err(e);
         }
@@ -401,7 +405,8 @@ impl SimtCapture {
         Ok(true)
     }
 
-    /// Copies the words through the next entry. Waits if a pending launch still uses it.
+    /// Copies the words to the argument buffer, through the next entry of the ring. Waits if a pending launch
+    /// still uses that entry.
     fn send(&self, ring: &mut Ring, queue: &Queue) -> Result<()> {
         ring.now = (ring.now + 1) % RING_ENTRIES;
         if let Some(p) = &ring.entries[ring.now] {
@@ -493,7 +498,7 @@ fn record(
 impl Drop for SimtCapture {
     fn drop(&mut self) {
         let _visit = self.shared.context.visit();
-        // Not every runtime keeps a graph alive until its launches have run.
+        // CUDA or HIP may not keep a graph alive until its launches have run, so wait for them.
         let entries = &self.ring.get_mut().unwrap_or_else(|e| e.into_inner()).entries;
         for p in entries.iter().flatten() {
             if let Err(e) = p.wait() {

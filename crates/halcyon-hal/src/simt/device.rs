@@ -59,7 +59,7 @@ pub(super) struct SimtDevice {
     toolchain: Toolchain,
     pub(super) queue: Queue,
     pub(super) pool: Arc<Pool<SimtSource>>,
-    /// The queue that records captures, created by the first one.
+    /// The queue that records captures, created for the first capture.
     pub(super) recorder: Mutex<Option<Queue>>,
     host: Account,
     programs: Mutex<HashMap<u128, Arc<SimtProgram>>>,
@@ -78,13 +78,14 @@ impl Shared {
 
     /// The time stamp from which the times of streams are measured.
     pub(super) fn origin(&self) -> Result<&Stamp> {
-        self.origin.get().ok_or_else(|| Error::internal("a stream without a beginning"))
+        self.origin.get().ok_or_else(|| Error::internal("a stream has no time stamp of its beginning"))
     }
 
     /// Enqueues commands up to the first invalid one.
     pub(super) fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin()?;
-        // SAFETY: `submit` requires from its caller buffers that are large enough, see the driver contract.
+        // SAFETY: the driver contract requires that the submitted commands have buffers as large as the
+        // kernels need.
         unsafe { commands::run(self, &mut s, queue.counts(), commands) }
     }
 }
@@ -131,7 +132,7 @@ impl SimtDevice {
         info.free_memory = context.free_memory(info.unified_memory);
         let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join(api.family.kind.id()));
         let disk = dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT));
-        // SAFETY: `open` requires names of compilers.
+        // SAFETY: `open` requires names that meet the contract of `Family::compiler`.
         let toolchain = unsafe { Toolchain::choose(adapter, &context, compilers, disk.as_ref()) }?;
         info.properties.insert("compiler".into(), toolchain.describe());
         if !toolchain.passed.is_empty() {
@@ -147,7 +148,8 @@ impl SimtDevice {
         let libraries = Libraries::new(&context, number, kernels, options);
         if options.cudnn == Some(true) {
             let found = libraries.dnn().map_err(|absent| {
-                let next = "Leave it out, and see `halcyon doctor` for where it is looked for";
+                let next =
+                    "Do not enable cuDNN, or install it where `halcyon doctor` says that it is searched for";
                 Error::unsupported(format!("cuDNN on {}: {absent}", info.id), next)
             })?;
             info.properties.insert("cudnn".into(), found);
@@ -177,7 +179,7 @@ impl SimtDevice {
         })
     }
 
-    /// Enqueues work of the device's own queue, ordered with streams.
+    /// Enqueues work in the device's own queue, in order with the work of streams that uses the same memory.
     pub(super) fn ordered_own<R>(
         &self,
         access: impl FnOnce() -> Access,
@@ -388,7 +390,8 @@ impl Device for SimtDevice {
         Ok(())
     }
 
-    /// A stream has its own queue of the runtime. Whether it overlaps with others depends on the hardware.
+    /// A stream has its own queue of the runtime. Whether work of several streams runs at the same time
+    /// depends on the hardware.
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
         let counts = self.shared.counts.clone();
         let queue = Queue::new(&self.shared.context, self.pool.clone(), counts, options.profile, true)?;

@@ -189,12 +189,12 @@ impl Drop for SimtPages {
             Ok(_visit) => unsafe { (self.context.api.f.free_host)(self.at) },
             Err(e) => {
                 let id = &self.context.id;
-                return tracing::warn!(device = id, "pages of the host could not be freed: {e}");
+                return tracing::warn!(device = id, "page-locked host memory could not be freed: {e}");
             }
         };
         if code != sys::SUCCESS {
             let code = sys::code_name(self.context.api.family, code);
-            tracing::warn!(device = self.context.id, %code, "pages of the host could not be freed");
+            tracing::warn!(device = self.context.id, %code, "page-locked host memory could not be freed");
         }
     }
 }

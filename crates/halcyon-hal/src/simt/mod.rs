@@ -55,7 +55,7 @@ pub struct VendorLibrary {
     pub variable: &'static str,
     /// Directories below Python's package directories.
     pub packages: &'static [&'static str],
-    /// Whether the number in its file name is the driver's major version.
+    /// Whether the number in the library's file name is the driver's major version.
     pub with_driver: bool,
     pub fix: &'static str,
 }
@@ -80,13 +80,14 @@ pub struct Family {
     pub compilers: &'static [&'static str],
     pub compiler_variable: &'static str,
     pub compiler_fix: &'static str,
-    /// Environment variables that name the toolkit's directory, its default directories, and those in Python
-    /// packages.
+    /// Where the toolkit may be: environment variables that name its directory, its default directories, and
+    /// its directories in Python packages.
     pub toolkit_variables: &'static [&'static str],
     pub toolkits: &'static [&'static str],
     pub packages: &'static [&'static str],
     pub attributes: Attributes,
-    /// Vendor libraries with kernels: products with a choice of algorithms, plain products, convolutions.
+    /// Vendor libraries with kernels: for products with a choice of algorithms and epilogues, for products
+    /// without these, and for convolutions.
     pub products: VendorLibrary,
     pub plain_products: Option<VendorLibrary>,
     pub convolutions: Option<VendorLibrary>,
@@ -96,7 +97,8 @@ pub struct Family {
     pub flags: fn(Option<&str>) -> Option<Vec<String>>,
     /// The operations of an architecture's matrix units.
     pub matrix: fn(Option<&str>) -> Vec<MatrixOp>,
-    /// The small float types that a device of this capability and architecture computes in.
+    /// The 16-bit and 8-bit float types that a device of this compute capability and architecture computes
+    /// in.
     pub halves: fn(Option<(u32, u32)>, Option<&str>) -> Halves,
     pub probe: &'static ProbeSpec,
 }
@@ -175,11 +177,12 @@ impl Driver for SimtDriver {
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
         let mut all = self.list()?;
-        // A stored probe has no current free memory. The library is known to load here.
+        // A stored probe does not contain the current free memory. It does show that the library can be
+        // loaded.
         let _driver = driver_output::capture(self.family.kind.id());
         for a in self.adapters().unwrap_or_default() {
-            // Querying free memory creates a context, as opening the device does, so a child tries that
-            // first.
+            // Querying free memory creates a context, as opening the device does. `may_open` tries this in a
+            // child process first.
             let may =
                 self.libraries.is_some() || self.family.probe.may_open(self.family.kind, a.index).is_ok();
             if let Some(d) = all.iter_mut().find(|d| may && d.index == a.index) {

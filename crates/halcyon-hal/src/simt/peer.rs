@@ -1,4 +1,4 @@
-//! Copies between two devices of one runtime.
+//! Copies between two devices of one driver: two CUDA devices, or two ROCm devices.
 
 use super::device::SimtDevice;
 use super::sys::Peers;
@@ -21,7 +21,7 @@ impl SimtDevice {
         let next = "Copy through the host";
         let other = from.as_peer().and_then(|p| p.downcast_ref::<SimtDevice>());
         let Some(other) = other.filter(|o| std::ptr::eq(o.shared.context.api, api)) else {
-            return refused("they have different runtimes".into(), next);
+            return refused("they belong to different drivers".into(), next);
         };
         if other.shared.context.device == here.device {
             return Ok((other, None));
@@ -46,7 +46,7 @@ impl SimtDevice {
                 reaches
             }
         };
-        // The runtime would silently copy through the host.
+        // Without direct access, CUDA and HIP would silently copy through the host, so refuse.
         match reaches {
             true => Ok((other, Some(peers))),
             false => refused("one device cannot access the other's memory".into(), next),
@@ -94,11 +94,12 @@ impl SimtDevice {
             }
         };
         let both = || {
-            // Work submitted to the other device meanwhile runs later.
+            // While this guard is held, nothing else can be submitted to the other device's queue, so such
+            // work runs after the copy.
             let _still = other.queue.begin()?;
             let before = other.queue.mark()?;
             let copied = self.ordered_own(|| d.writing(), || copy(before));
-            // The other device's queue continues after its memory was read.
+            // The other device's queue waits until its memory has been read.
             there.enter()?;
             other.queue.wait_for_marks(&[copied?.0])
         };

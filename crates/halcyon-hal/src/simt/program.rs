@@ -1,4 +1,4 @@
-//! Programs: rendered, then compiled at run time or loaded from the disk cache.
+//! Programs. Kernels are rendered to source text, then compiled at run time or loaded from the disk cache.
 
 use super::sys::{self, Code, Compiler, Context, Handle};
 use super::toolchain::BuildError;
@@ -23,7 +23,7 @@ pub(crate) struct SimtProgram {
     pub source: String,
     /// The kernel IR that it was compiled from.
     pub kernel: Kernel,
-    /// Entry points that read arguments from a buffer.
+    /// The entry points made so far that read arguments from a buffer.
     pub indirect: Mutex<Vec<(Indirect, Arc<Function>)>>,
     /// Id of the device that it belongs to.
     pub owner: u64,
@@ -63,9 +63,9 @@ pub(crate) struct Function {
     raw: Handle,
 }
 
-// SAFETY: the fields are opaque handles of the runtime, whose functions may be called from any thread.
+// SAFETY: the fields are opaque handles of CUDA or HIP, whose functions may be called from any thread.
 unsafe impl Send for Function {}
-// SAFETY: the handles are never modified after loading, and the runtime's functions are thread-safe.
+// SAFETY: the handles are never modified after loading, and the functions of CUDA and HIP are thread-safe.
 unsafe impl Sync for Function {}
 
 impl Function {
@@ -73,12 +73,12 @@ impl Function {
         self.raw
     }
 
-    /// Loads the entry point of a binary, or of NUL-terminated PTX. Fails unless it supports workgroups of
-    /// `items` work-items.
+    /// Loads the entry point of a binary, or of NUL-terminated PTX. Fails if the entry point does not support
+    /// workgroups of `items` work-items.
     ///
     /// # Safety
-    /// `binary` must be a whole image: unchanged code of a compiler, which contains its size, or text that
-    /// ends in NUL. The runtime takes no length.
+    /// `binary` must be a whole image, because CUDA and HIP take no length: either the unchanged output of a
+    /// compiler, which contains its own size, or text that ends in NUL.
     pub(crate) unsafe fn load(
         context: &Arc<Context>,
         binary: &[u8],
@@ -88,7 +88,8 @@ impl Function {
         context.enter()?;
         let f = &context.api.f;
         let mut module: Handle = std::ptr::null_mut();
-        // SAFETY: `load` requires a whole image, of which the runtime finds the end; it copies the image.
+        // SAFETY: `binary` is a whole image, as `load` requires, so CUDA or HIP finds its end. The module is
+        // a copy of the image.
         let code = unsafe { (f.module_load)(&mut module, binary.as_ptr().cast()) };
         let loaded = context.check(&format!("loading the module of {entry}"), code);
         loaded.map_err(|e| BuildError::of(code, e))?;
@@ -98,13 +99,13 @@ impl Function {
         let code = unsafe { (f.module_function)(&mut function.raw, module, name.as_ptr()) };
         context.check(&format!("looking for {entry} in its module"), code)?;
         let mut limit = 0;
-        // SAFETY: the runtime writes one number to `limit`.
+        // SAFETY: the function is loaded, and the call writes one number to `limit`.
         let code = unsafe { (f.function_attribute)(&mut limit, MAX_THREADS, function.raw) };
         context.check(&format!("querying the limits of {entry}"), code)?;
         if (limit as i64) < items as i64 {
             return Err(BuildError::Other(Error::unsupported(
                 format!(
-                    "kernel {entry} on {}: its groups have {items} work-items, it can have {limit}",
+                    "kernel {entry} on {}: its groups have {items} work-items, its limit is {limit}",
                     context.id
                 ),
                 "Choose another device",
@@ -117,7 +118,8 @@ impl Function {
 impl Drop for Function {
     fn drop(&mut self) {
         let code = match self.context.visit() {
-            // SAFETY: the module was loaded once. The runtime waits for pending launches.
+            // SAFETY: `load` loaded the module, and only this call unloads it. Unloading waits for pending
+            // launches.
             Ok(_visit) => unsafe { (self.context.api.f.module_unload)(self.module) },
             Err(_) => return,
         };
@@ -138,7 +140,7 @@ pub enum Output {
 }
 
 impl Output {
-    /// Whether the runtime can find the end of it.
+    /// Whether CUDA or HIP can find the end of the image: a binary contains its size, PTX must end in NUL.
     pub fn is_whole(self, made: &[u8]) -> bool {
         self == Output::Binary || made.last() == Some(&0)
     }
@@ -152,7 +154,7 @@ struct CompileUnit<'a> {
 
 impl Drop for CompileUnit<'_> {
     fn drop(&mut self) {
-        // SAFETY: the compiler created `raw` once.
+        // SAFETY: the compiler created `raw`, and only this call destroys it.
         unsafe { (self.compiler.f.destroy)(&mut self.raw) };
     }
 }
@@ -173,7 +175,7 @@ impl Compiler {
         let failed = |call: &str, code: Code| Error::Compile {
             device: device.into(),
             kernel: name.into(),
-            log: format!("{call} of {} gave {code}", self.library),
+            log: format!("{call} with {} failed with code {code}", self.library),
         };
         let c_text = |s: &str| CString::new(s).map_err(|e| Error::internal(e.to_string()));
         let (text, file) = (c_text(text)?, c_text(name)?);
@@ -192,7 +194,7 @@ impl Compiler {
             )
         };
         if code != sys::SUCCESS {
-            // The compiler created nothing that could be destroyed.
+            // The compiler created no program, so there is nothing to destroy.
             std::mem::forget(unit);
             return Err(failed("creating a program", code));
         }
@@ -201,7 +203,7 @@ impl Compiler {
         let code = unsafe { (self.f.compile)(unit.raw, flags.len() as i32, flags.as_ptr()) };
         if code != sys::SUCCESS {
             let log = self.log(&unit).filter(|l| !l.trim().is_empty());
-            let log = log.unwrap_or_else(|| format!("{} gave {code} and no log", self.library));
+            let log = log.unwrap_or_else(|| format!("{} failed with code {code} and no log", self.library));
             return Err(Error::Compile { device: device.into(), kernel: name.into(), log });
         }
         let (size_of, take) = match (output, &self.ptx) {

@@ -223,7 +223,7 @@ impl Queue {
         &self.counts
     }
 
-    /// Whether its commands are timed.
+    /// Whether the queue's commands are timed.
     pub(super) fn profiles(&self) -> bool {
         self.profile
     }
@@ -297,7 +297,7 @@ impl Queue {
         copied
     }
 
-    /// Waits, then moves the pool's buffers together.
+    /// Waits for all commands, then moves the pool's buffers together.
     ///
     /// # Safety
     /// No other queue may have pending work that uses buffers of the pool, and none may enqueue any during
@@ -333,7 +333,7 @@ impl Queue {
                 })?)
             }
         };
-        // Moves go to lower addresses, so each piece is read before it is overwritten.
+        // Moves go to lower addresses, so each part is read before it is overwritten.
         for at in (0..m.bytes).step_by(STAGING_BYTES) {
             let n = STAGING_BYTES.min(m.bytes - at);
             copy(from + at as u64, room.at(), n)?;
@@ -477,7 +477,7 @@ impl Drop for Queue {
             }
         };
         if let Err(e) = self.finish() {
-            tracing::warn!(device = self.context.id, "a queue ends with {e}");
+            tracing::warn!(device = self.context.id, "the last commands of a queue failed: {e}");
         }
         // SAFETY: `self` created the stream and destroys it once; `finish` above waited for its work.
         let code = unsafe { (self.context.api.f.stream_destroy)(self.raw) };
@@ -658,8 +658,8 @@ impl Actions<Shared> for Submission<'_> {
         let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 6]>>>()?;
         k.check(&buffers)?;
         // SAFETY: `q` owns the stream. `kernel` and `buffer` checked the owners, and the buffers passed
-        // `check` while this value holds the queue's lock, so they are not moved. They stay allocated as in
-        // `launch_words`.
+        // `check` while this value holds the queue's lock, so they are not moved. They stay allocated,
+        // because the pool reuses a freed buffer only for later commands of this stream.
         self.timed(|q| unsafe { k.enqueue(q.raw, &buffers) })
     }
 }

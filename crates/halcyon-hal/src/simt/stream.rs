@@ -50,8 +50,9 @@ impl Watcher {
         match thread {
             Ok(_) => w.runs = true,
             Err(e) => {
-                // Without a thread, waiters complete the events; events with callbacks are completed here.
-                tracing::warn!("no thread for events: {e}");
+                // Without a thread, complete the events here. A caller may only have registered a callback
+                // and not wait for its event.
+                tracing::warn!("no thread could be started that completes events: {e}");
                 let open = std::mem::take(&mut w.open);
                 drop(w);
                 open.iter().filter_map(Event::progress).for_each(Progress::wait);
@@ -94,7 +95,7 @@ fn watch(both: &(Mutex<Watched>, Condvar)) {
     }
 }
 
-/// Free page-locked host buffers, with their sizes.
+/// Page-locked host buffers that are not in use, with their sizes.
 #[derive(Debug, Default)]
 pub(crate) struct Staging(Mutex<Vec<(usize, SimtPages)>>);
 
@@ -113,7 +114,7 @@ impl Staging {
         let made = SimtPages::new(&shared.context, size);
         made.map(|p| (size, p)).map_err(|why| crate::Error::OutOfMemory {
             device: shared.context.id.clone(),
-            what: format!("locked memory of the host for a copy: {why}"),
+            what: format!("page-locked host memory for a copy: {why}"),
             requested: size as u64,
             free: 0,
             total: 0,
@@ -310,7 +311,7 @@ impl Stream for SimtStream {
             return Ok(());
         }
         let pages = self.shared.staging.take(&self.shared, bytes.len())?;
-        // SAFETY: free pages are used by nothing else.
+        // SAFETY: `take` returned pages that nothing else uses.
         unsafe { pages.1.copy_from(bytes)? };
         // SAFETY: the range was validated. `pages` has `bytes.len()` bytes and lives until the stream's next
         // event is done; dropping the stream waits too.
@@ -363,7 +364,8 @@ impl Stream for SimtStream {
             Some(m) => self
                 .ordered(Access::default, || self.queue.wait_for_marks(std::slice::from_ref(&m.0.point)))
                 .map(drop),
-            // Events of other libraries are unknown to the runtime. Their own waiters see the error.
+            // The runtime does not know events of other devices, so this thread waits. The event reports an
+            // error to its own waiters.
             None => {
                 if let Err(e) = event.wait() {
                     tracing::debug!("an event of another device failed: {e}");
@@ -377,9 +379,9 @@ impl Stream for SimtStream {
 impl Drop for SimtStream {
     fn drop(&mut self) {
         let _visit = self.shared.context.visit();
-        // Pages that the device reads or writes are in use until then.
+        // Until the queue has finished, the device may read and write the pages.
         if let Err(e) = self.queue.finish() {
-            tracing::warn!(device = self.shared.context.id, "a stream ends with {e}");
+            tracing::warn!(device = self.shared.context.id, "the work of a dropped stream failed: {e}");
         }
         self.shared.queues.close();
     }

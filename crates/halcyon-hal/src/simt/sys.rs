@@ -1,5 +1,5 @@
-//! Functions of the two runtimes, loaded at run time. HIP has CUDA's driver API under its own names, so one
-//! table lists both names of each function. (CUDA: "CUDA Driver API" and "NVRTC" of the toolkit's
+//! Functions of the runtimes CUDA and HIP, loaded at run time. HIP has CUDA's driver API under its own names,
+//! so one table lists both names of each function. (CUDA: "CUDA Driver API" and "NVRTC" of the toolkit's
 //! documentation; HIP: `hip_runtime_api.h` and `hiprtc.h`.)
 
 use super::{Family, VendorLibrary, python};
@@ -18,9 +18,10 @@ pub(super) type Handle = *mut c_void;
 pub(super) type Address = u64;
 
 pub(super) const SUCCESS: Code = 0;
-/// The name in errors of the library loaded by [`Family::load`].
+/// The argument `what` of [`Family::first`] for the library that [`Family::load`] loads.
 const RUNTIME: &str = "runtime";
-/// Results of initialisation if there is no device: "no device", in HIP also "invalid device".
+/// Results of the initialisation that mean that there is no device: "no device", and in HIP also "invalid
+/// device".
 pub(super) const NONE: [Code; 2] = [100, 101];
 pub(super) const NOT_READY: Code = 600;
 pub(super) const PEER_ENABLED: Code = 704;
@@ -150,7 +151,8 @@ functions! {
     }
 }
 
-/// Resolves one function of a library; the error is its name. The type must be the one that the API declares.
+/// Resolves one function of a library. If it is missing, the error is the function's name. The type must be
+/// the one that the API declares.
 macro_rules! get {
     ($lib:ident, $name:literal, ($($argument:ty),*)) => {{
         // SAFETY: the uses below pass the type that the API declares for the function.
@@ -440,7 +442,7 @@ impl Context {
 #[derive(Debug)]
 pub(crate) struct Visit<'a> {
     context: &'a Context,
-    /// The device that was current in HIP, if it was another one.
+    /// In HIP, the device that was current before, if it was not this one.
     before: Option<c_int>,
 }
 
@@ -459,7 +461,7 @@ impl Drop for Visit<'_> {
         };
         if code != SUCCESS {
             let code = code_name(self.context.api.family, code);
-            tracing::warn!(device = self.context.id, %code, "a thread could not go back to its device");
+            tracing::warn!(device = self.context.id, %code, "the thread could not switch back to the device that it used before");
         }
     }
 }
@@ -467,8 +469,8 @@ impl Drop for Visit<'_> {
 impl Drop for Context {
     fn drop(&mut self) {
         if let Current::Context { release, .. } = self.api.current {
-            // SAFETY: `new` retained the context once. Everything created in it holds a reference to this
-            // value, so it has been destroyed before.
+            // SAFETY: `new` retained the context once. Everything that was created in the context holds a
+            // reference to this value, so it has already been destroyed.
             let code = unsafe { release(self.device) };
             if code != SUCCESS {
                 tracing::warn!(device = self.id, code = %code_name(self.api.family, code), "the context could not be released");
@@ -477,8 +479,8 @@ impl Drop for Context {
     }
 }
 
-/// An error's name and number. HIP's error names differ only in spelling, so both runtimes share one text,
-/// which is given with the number.
+/// An error's name and number. HIP's error names differ from CUDA's only in spelling, so both runtimes share
+/// these descriptions.
 pub(super) fn code_name(family: &Family, code: Code) -> String {
     let s = match code {
         1 => "invalid value",
@@ -495,9 +497,9 @@ pub(super) fn code_name(family: &Family, code: Code) -> String {
         214 => "memory error that could not be corrected",
         218 => "invalid source or binary",
         217 => "peer access is not supported",
-        221 => "the driver's compiler of PTX was not found",
+        221 => "the driver's PTX compiler was not found",
         222 => "made by a newer compiler than the driver supports",
-        223 => "the driver's compiler of PTX is switched off",
+        223 => "the driver's PTX compiler is disabled",
         303 => "a shared object could not be initialised",
         304 => "the operating system refused a call",
         400 => "invalid handle",
@@ -517,9 +519,9 @@ pub(super) fn code_name(family: &Family, code: Code) -> String {
         802 => "the system is not ready",
         803 => "driver and library do not match",
         804 => "the device does not support compatibility mode",
-        900 => "a call that a capture does not permit",
+        900 => "the call is not permitted during a capture",
         901 => "the capture was ended by an earlier error",
-        902..=907 => "a capture that is not whole",
+        902..=907 => "a capture with invalid dependencies between streams",
         _ => "unknown error",
     };
     format!("{} error {code} ({s})", family.title)
@@ -534,10 +536,12 @@ fn next_step(code: Code) -> &'static str {
             "Use a run-time compiler that is no newer than the driver, or update the driver"
         }
         214 | 700 | 702 | 715..=719 => {
-            "The device is lost for this process; start again, and look at the system's log"
+            "This process can no longer use the device; start the program again, and look for the cause in the system's log"
         }
         801 => "Choose another device",
-        _ => "Please report this with `halcyon devices --json`; --backend cpu does not need this driver",
+        _ => {
+            "Please report this with the output of `halcyon devices --json`; --backend cpu works without this driver"
+        }
     }
 }
 
@@ -630,7 +634,8 @@ impl Family {
             let peers = Peers::resolve(lib, self.side);
             Ok(Api { f, graphs, peers, current, library: name.into(), family: self })
         };
-        // SAFETY: `load` requires such names.
+        // SAFETY: `load` requires names of libraries that can be loaded, and functions with the types that
+        // the vendor declares, which are the types that `resolve` gives them.
         unsafe { self.first(&LOADED, names, RUNTIME, self.fix, &resolve) }
     }
 
@@ -655,11 +660,13 @@ impl Family {
             let generations = ptx.as_ref().map_or_else(Vec::new, PtxFunctions::architectures);
             Ok(Compiler { f, ptx, library: name.into(), family: self, version, generations })
         };
-        // SAFETY: `compiler` requires such names.
+        // SAFETY: `compiler` requires names of libraries that can be loaded, and functions with the types
+        // that the vendor declares, which are the types that `resolve` gives them.
         unsafe { self.first(&LOADED, names, "run-time compiler", self.compiler_fix, &resolve) }
     }
 
-    /// Loads the first of `names` whose functions `resolve` finds. It is never unloaded.
+    /// Loads the first library of `names` in which `resolve` finds every function. The library is never
+    /// unloaded.
     ///
     /// # Safety
     /// Each of `names` must be a library that can be loaded and never unloaded. Every function that `resolve`
@@ -676,7 +683,7 @@ impl Family {
         let _driver = crate::driver_output::capture(self.kind.id());
         let mut tried = vec![];
         for name in names {
-            // One library name may be given for both families.
+            // One library name may be given for both families, so the family is part of the key.
             let key = format!("{} {name}", self.kind);
             if let Some(t) = loaded.get(&key) {
                 return Ok(t);
@@ -708,9 +715,9 @@ impl Family {
     }
 }
 
-/// Sorts names by how likely they work with a driver of this major version: its own and older versions,
-/// newest first; names without a version; newer versions. For libraries with the version of CUDA or HIP in
-/// their file names.
+/// Sorts the names of libraries that have the version of CUDA or HIP in their file names, so that those most
+/// likely to work with a driver of this major version come first: the driver's version and older ones, newest
+/// first; then names without a version; then newer versions, oldest first.
 pub(super) fn by_major(mut names: Vec<String>, driver: u32) -> Vec<String> {
     names.sort_by_cached_key(|n| match major_of(n) {
         Some(m) if m <= driver => (0, driver - m),
@@ -720,8 +727,8 @@ pub(super) fn by_major(mut names: Vec<String>, driver: u32) -> Vec<String> {
     names
 }
 
-/// The major version in a file name: `libnvrtc.so.12`, `nvrtc64_120_0.dll`. Follows links until a name
-/// contains it.
+/// The major version in a file name: `libnvrtc.so.12`, `nvrtc64_120_0.dll`. If an absolute path has no
+/// version in its file name, the file that the path links to is used.
 fn major_of(name: &str) -> Option<u32> {
     let of = |file: &str| -> Option<u32> {
         match (file.split_once(".so."), file.strip_suffix(".dll")) {
@@ -729,7 +736,7 @@ fn major_of(name: &str) -> Option<u32> {
             (None, Some(stem)) => {
                 let v = stem.split_once("64_")?.1.split('_').next()?;
                 let v: u32 = v.parse().ok()?;
-                // With the minor version's digit (`120`) or without (`12`).
+                // The number may end with the digit of the minor version: `120` or `12`.
                 Some(if v >= 100 { v / 10 } else { v })
             }
             _ => None,

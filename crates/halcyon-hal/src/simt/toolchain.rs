@@ -38,14 +38,14 @@ struct Service {
 /// The result of trying a compiler.
 enum Verdict {
     Loads,
-    /// Another compiler may work better; the reason.
+    /// The device does not load the compiler's kernels, for this reason. Another compiler may work.
     No(String),
 }
 
 impl Toolchain {
-    /// The first of these compilers whose kernels the device loads, in the order of `family` and the driver's
-    /// version. Compilers that can only make PTX because they do not know the device yet, and those of a
-    /// newer major version than the driver, come last.
+    /// Chooses the first of the compilers `names` whose kernels the device loads. They are tried in the order
+    /// of [`sys::by_major`] for the driver's version. Compilers that can only make PTX because they do not
+    /// know the device yet, and those of a newer major version than the driver, come last.
     ///
     /// # Errors
     /// [`Error::Unavailable`] if there is none, with a reason for each; errors of a device that fails
@@ -79,7 +79,7 @@ impl Toolchain {
             Toolchain { compiler, flags, output, device: device.clone(), passed: vec![] }
         };
         for name in &names {
-            // SAFETY: `choose` requires names of compilers.
+            // SAFETY: `name` is one of `names`, for which the contract of `choose` is that of `compiler`.
             let compiler = match unsafe { family.compiler(std::slice::from_ref(name)) } {
                 Ok(c) => c,
                 Err(Error::Unavailable { tried, reason: why, .. }) => {
@@ -164,7 +164,7 @@ impl Toolchain {
         }
     }
 
-    /// An entry point of source text, and whether its binary came from the disk cache.
+    /// Builds an entry point of source text. Also returns whether its binary came from the disk cache.
     pub(super) fn build(
         &self,
         context: &Arc<Context>,
@@ -174,8 +174,8 @@ impl Toolchain {
         entry: &str,
         items: u32,
     ) -> Result<(Function, bool), BuildError> {
-        // The text serves as the kernel's key because it also changes when a renderer does. The flags
-        // determine what is compiled from it.
+        // The text serves as the kernel's key because it also changes when a renderer does. The flags are
+        // part of the key because they change what is compiled from the text.
         let version = format!("{:?}", self.compiler.version);
         let mut parts = vec![text.as_bytes(), version.as_bytes(), env!("CARGO_PKG_VERSION").as_bytes()];
         parts.extend(self.device.iter().map(|d| d.as_bytes()));
@@ -188,20 +188,20 @@ impl Toolchain {
                 // SAFETY: `get` compared the digest, so these are the bytes that `put` stored below: a
                 // compiler's whole output. PTX was found to end in NUL.
                 true => unsafe { Function::load(context, &binary, entry, items) }.map_err(|f| f.error()),
-                false => Err(Error::internal("its end is missing")),
+                false => Err(Error::internal("the cached program is incomplete")),
             };
             match loaded {
                 Ok(f) => return Ok((f, true)),
                 Err(e) => {
                     tracing::warn!(
                         kernel = name,
-                        "the driver refuses a cached program, it is built again: {e}"
+                        "the driver refuses a cached program; it is built again: {e}"
                     );
                     disk.remove(key);
                 }
             }
         }
-        // hipRTC may query the current device.
+        // hipRTC may query the current device, so make the context's device the current one.
         context.enter().map_err(BuildError::Other)?;
         let binary = self
             .compiler

@@ -1,8 +1,8 @@
 //! Tensor processing units, through a PJRT plugin (`libtpu.so`). The plugin is searched for, loaded and
-//! queried for its version. Execution is not supported yet, so no devices are listed; the reason names the
+//! queried for its version. Execution is not supported yet, so no devices are listed; the error names the
 //! plugin that was found.
 
-// Public for tests; no part of the driver contract.
+// Public for tests; not part of the driver contract.
 #[doc(hidden)]
 pub mod sys;
 
@@ -28,7 +28,8 @@ impl Driver for TpuDriver {
     }
 }
 
-/// The plugin is loaded only in a child: it can crash the process, and this process has no use for it.
+/// The plugin is loaded only in a child process: it can crash its process, and this process has no use for
+/// it.
 pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Tpu,
     list: || Err(search()),
@@ -66,7 +67,7 @@ fn unavailable(mut tried: Vec<String>, found: Option<(String, sys::Version)>) ->
             Error::Unavailable {
                 backend,
                 tried,
-                reason: "a PJRT plugin is there, but running on TPUs is not supported yet".into(),
+                reason: "a PJRT plugin was found, but running on TPUs is not supported yet".into(),
                 fix: "Use another backend".into(),
             }
         }

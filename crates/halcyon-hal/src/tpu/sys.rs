@@ -33,8 +33,8 @@ pub struct Version {
     pub minor: i32,
 }
 
-/// Possible locations of a plugin: the environment variables of libtpu and JAX, the Python package of the
-/// active environment, the loader's path.
+/// Possible locations of a plugin: those that the environment variables of libtpu and JAX name, the Python
+/// package of the active environment, and the loader's path.
 pub fn candidates() -> Vec<String> {
     let var = |n: &str| std::env::var(n).ok().filter(|v| !v.trim().is_empty());
     if let Some(one) = var(VARIABLE) {
@@ -79,18 +79,22 @@ pub unsafe fn version(name: &str) -> Result<Version, String> {
     // SAFETY: `GetPjrtApi` takes no arguments and returns null or a table that lives as long as the library.
     let api = unsafe { get() };
     if api.is_null() {
-        return Err("GetPjrtApi gave no table".into());
+        return Err("GetPjrtApi returned no table".into());
     }
     // SAFETY: `api` is not null, and a PJRT table begins with its size. Later members are read only if the
     // size covers them.
     let size = unsafe { std::ptr::addr_of!((*api).struct_size).read_unaligned() };
     if size < size_of::<Api>() {
-        return Err(format!("its table has {size} bytes, a version needs {}", size_of::<Api>()));
+        return Err(format!("its table has {size} bytes, expected at least {}", size_of::<Api>()));
     }
     // SAFETY: `size` covers `Api`, checked above.
     let head = unsafe { std::ptr::addr_of!((*api).version).read_unaligned() };
     if head.struct_size < size_of::<ApiVersion>() {
-        return Err(format!("its version has {} bytes, not {}", head.struct_size, size_of::<ApiVersion>()));
+        return Err(format!(
+            "its version has {} bytes, expected at least {}",
+            head.struct_size,
+            size_of::<ApiVersion>()
+        ));
     }
     let v = Version { major: head.major, minor: head.minor };
     seen.insert(name.into(), v);

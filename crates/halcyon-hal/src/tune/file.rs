@@ -29,11 +29,11 @@ pub(super) enum FileState {
 /// Reads and classifies the file at a path. Changes nothing.
 ///
 /// # Errors
-/// [`Error::Io`]
+/// [`Error::Io`] if the file cannot be read.
 pub(super) fn classify(path: &Path) -> Result<FileState> {
     let not = |what: &str| {
         let what = format!(
-            "{what}, not a tuning cache; it is left as it is. Name another file, or off in HALCYON_TUNING_CACHE"
+            "{what}, not a tuning cache of this version; it is left as it is. Name another file in HALCYON_TUNING_CACHE, or off"
         );
         Ok(FileState::NotOurs(Error::Format { file: path.display().to_string(), what }))
     };
@@ -73,7 +73,7 @@ fn sort(bytes: &[u8]) -> std::result::Result<Option<Table>, (bool, String)> {
         let text = std::str::from_utf8(bytes);
         let why = match text.map(serde_json::from_str::<Value>) {
             Ok(Err(e)) => e.to_string(),
-            _ => "no text".into(),
+            _ => "not text".into(),
         };
         return Err(match (has_cache_header(bytes), text) {
             (true, _) => (true, why),
@@ -101,7 +101,7 @@ fn has_cache_header(bytes: &[u8]) -> bool {
     start.bytes().all(|want| have.next().is_none_or(|b| *b == want))
 }
 
-/// Resolves a path to a file that is ours or does not exist yet.
+/// Resolves a path to a tuning cache of this version, or to a file that does not exist yet.
 ///
 /// # Errors
 /// [`Error::Format`] for anything else; [`Error::Io`].
@@ -111,7 +111,7 @@ pub(super) fn resolve(path: &Path) -> Result<PathBuf> {
     }
     match place(path).map_err(|e| io(path, e))? {
         Place::File(p) | Place::New(p) => Ok(p),
-        _ => Err(io(path, "it changed while it was looked at")),
+        _ => Err(io(path, "another program changed it meanwhile")),
     }
 }
 
@@ -120,7 +120,10 @@ pub(super) fn rename_corrupt(path: &Path) -> Result<PathBuf> {
     let names = (0..MAX_KEPT).map(|n| if n == 0 { ".bad".into() } else { format!(".bad.{n}") });
     let free = names.map(|n| with_suffix(path, &n)).find(|to| fs::symlink_metadata(to).is_err());
     let Some(to) = free else {
-        return Err(io(path, format!("damaged, and {MAX_KEPT} damaged ones lie beside it; remove those")));
+        return Err(io(
+            path,
+            format!("damaged, and {MAX_KEPT} damaged ones are kept beside it; remove those"),
+        ));
     };
     fs::rename(path, &to).map_err(|e| io(path, format!("damaged, and it cannot be renamed: {e}")))?;
     Ok(to)
@@ -152,7 +155,7 @@ impl FileLock {
                 Err(TryLockError::WouldBlock) => {
                     return Err(io(
                         &lock,
-                        format!("another process holds it for longer than {LOCK_TIMEOUT:?}"),
+                        format!("another process has held the lock for more than {LOCK_TIMEOUT:?}"),
                     ));
                 }
                 Err(TryLockError::Error(e)) => return Err(io(&lock, e)),

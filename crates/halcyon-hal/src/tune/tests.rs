@@ -131,7 +131,7 @@ fn damaged_files_are_renamed_and_kept() {
     let damaged = [
         (whole.as_bytes()[..whole.len() / 2].to_vec(), "EOF"),
         (whole.as_bytes()[..12].to_vec(), "EOF"),
-        (flipped, "no text"),
+        (flipped, "not text"),
         (vec![0; 100], "zeros"),
         (b"{\"format\": 1, \"entries\": [{\"device\": 3}]}".to_vec(), "invalid type"),
     ];
@@ -189,7 +189,7 @@ fn files_of_other_kinds_are_not_modified() {
         fs::write(&path, what).unwrap();
         let c = TuningCache::at(&path);
         c.add(&filled());
-        assert!(c.warnings()[0].contains("nothing of it is used"));
+        assert!(c.warnings()[0].contains("its content is not used"));
         for e in [
             check(&path).unwrap_err(),
             c.save().unwrap_err(),

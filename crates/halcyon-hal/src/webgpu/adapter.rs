@@ -115,8 +115,8 @@ impl Adapter {
         self.raw.get_info().device_type == wgpu::DeviceType::Cpu
     }
 
-    /// Free memory of the adapter in bytes: the host's for adapters that share its memory, else from the API
-    /// below.
+    /// Free memory of the adapter in bytes: the host's free memory for adapters that share the host's memory,
+    /// else the value of the API under WebGPU.
     pub fn free_memory(&self) -> Option<u64> {
         let info = self.raw.get_info();
         let unified = matches!(info.device_type, wgpu::DeviceType::Cpu | wgpu::DeviceType::IntegratedGpu);
@@ -126,7 +126,7 @@ impl Adapter {
         }
     }
 
-    /// The properties that `wgpu` reports, and memory from the API below.
+    /// The properties that `wgpu` reports, and the memory that the API under WebGPU reports.
     pub fn info(&self) -> DeviceInfo {
         let i = self.raw.get_info();
         let l = self.raw.limits();
@@ -190,18 +190,18 @@ impl Adapter {
             f64,
             i64,
             f16_arithmetic: f.contains(wgpu::Features::SHADER_F16),
-            // WGSL has no such types.
+            // WGSL has no 8-bit floats.
             f8_products: Some(false),
             subgroup: None,
             max_workgroup: l.max_compute_invocations_per_workgroup.min(l.max_compute_workgroup_size_x),
             workgroup_memory: l.max_compute_workgroup_storage_size,
-            // One is reserved for the word of aborted loops.
+            // One binding is reserved for the word that reports aborted loops.
             max_bindings: l.max_storage_buffers_per_shader_stage.saturating_sub(self.is_cpu() as u32),
             max_binding_bytes: l.max_storage_buffer_binding_size.min(l.max_buffer_size),
             max_groups: l.max_compute_workgroups_per_dimension,
             // Whole buffers are bound; offsets are arguments.
             offset_alignment: 1,
-            // WebGPU does not report it; a software adapter uses the machine's cores.
+            // WebGPU does not report this number. A software adapter uses the machine's cores.
             compute_units: self.is_cpu().then(cores),
             is_cpu: self.is_cpu(),
             matrix: vec![],

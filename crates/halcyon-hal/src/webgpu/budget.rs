@@ -1,6 +1,6 @@
-//! Total and free memory of an adapter. WebGPU has no such query, but the APIs below it do: Vulkan's
-//! VK_EXT_memory_budget, which includes other processes, and DXGI's per-process budget. Metal has none that
-//! includes other processes.
+//! Total and free memory of an adapter. WebGPU has no such query, but the APIs under it have: Vulkan's
+//! VK_EXT_memory_budget, which includes other processes, and DXGI's per-process budget. Metal has no query
+//! that includes other processes.
 
 /// An adapter's own memory in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -9,7 +9,7 @@ pub(super) struct Memory {
     pub free: Option<u64>,
 }
 
-/// The current values, queried from the API below.
+/// The current values, queried from the API under WebGPU.
 pub(super) fn of(adapter: &wgpu::Adapter) -> Memory {
     #[cfg(not(target_vendor = "apple"))]
     if let Some(m) = vulkan(adapter) {
@@ -23,7 +23,8 @@ pub(super) fn of(adapter: &wgpu::Adapter) -> Memory {
     Memory::default()
 }
 
-/// Uses the largest device-local heap: a host-visible part of it may be listed as another heap.
+/// Uses the largest device-local heap, because a host-visible part of the same memory may be listed as
+/// another heap.
 #[cfg(not(target_vendor = "apple"))]
 fn vulkan(adapter: &wgpu::Adapter) -> Option<Memory> {
     use ash::vk;

@@ -19,7 +19,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Programs kept in memory. Beyond this number, those without other users are dropped.
+/// Largest number of programs kept in memory. Once it is reached, programs without other users are dropped.
 const MAX_PROGRAMS: usize = 2048;
 
 /// An open device, its queue and its pool.
@@ -134,7 +134,7 @@ impl Device for WebGpuDevice {
                     "{bytes} bytes in one buffer ({tag:?}) on {}, which binds at most {most}",
                     self.info.id
                 ),
-                "Use a smaller batch, or a backend that binds more: cpu and opencl have no such limit, `halcyon devices --json` \
+                "Use a smaller batch, or a backend that binds more: cpu and opencl have no such limit; `halcyon devices --json` \
                  lists each adapter's limit (max_binding_bytes)",
             ));
         }
@@ -185,7 +185,8 @@ impl Device for WebGpuDevice {
         self.core.queue.run(|s| self.core.enqueue(s, commands))
     }
 
-    /// Streams share `wgpu`'s only queue, so they are in order among each other.
+    /// All streams share the only queue of `wgpu`, so their commands run in the order in which they are
+    /// submitted.
     fn create_stream(&self, _: &StreamOptions) -> Result<Arc<dyn Stream>> {
         Ok(Arc::new(WgStream::new(&self.core)?))
     }

@@ -12,14 +12,14 @@ use std::sync::RwLock;
 #[derive(Debug)]
 pub struct WgSource {
     pub device: wgpu::Device,
-    /// Maximum bytes of one buffer: a kernel binds it whole.
+    /// Maximum bytes of one buffer. This is the largest binding, because a kernel binds a whole buffer.
     pub max: u64,
     /// Alignment of bindings in bytes.
     pub alignment: usize,
 }
 
 /// A buffer or a range of one. All storage is bound for reading and writing, so several ranges of one buffer
-/// in a dispatch do not conflict.
+/// may be bound in one dispatch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Slice {
     pub buffer: wgpu::Buffer,
@@ -86,7 +86,7 @@ pub fn buffer(
 /// Device memory borrowed from the pool.
 pub struct WgBuffer {
     pub block: Block<WgSource>,
-    /// Id of the device that it belongs to.
+    /// Id of the device that the buffer belongs to.
     pub owner: u64,
 }
 

@@ -2,10 +2,10 @@
 //! vendor library is used.
 //!
 //! `wgpu` loads the system's libraries at run time, so a build needs none. It reports errors through error
-//! scopes; one is open around every call made here ([`sys::scoped`]). Errors outside of a scope (a lost
-//! device) are kept and returned by the next call.
+//! scopes. This driver opens a scope around each of its calls ([`sys::scoped`]). Errors outside of a scope (a
+//! lost device) are kept, and the next call returns them.
 
-// Hidden modules hold the types of public traits; they are not part of the driver contract.
+// The hidden modules define types that public traits use. They are not part of the driver contract.
 #[doc(hidden)]
 pub mod adapter;
 mod budget;
@@ -35,9 +35,9 @@ pub struct WebGpuDriver {
 }
 
 impl WebGpuDriver {
-    /// All adapters.
+    /// The driver of all adapters.
     pub const ANY: WebGpuDriver = WebGpuDriver { kind: BackendType::WebGpu };
-    /// Apple's devices as a separate backend.
+    /// The driver of Apple's devices as a separate backend.
     pub const METAL: WebGpuDriver = WebGpuDriver { kind: BackendType::Metal };
 }
 
@@ -48,7 +48,7 @@ impl Driver for WebGpuDriver {
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
         let mut all = self.list()?;
-        // A stored probe has outdated free memory.
+        // The free memory in a stored probe is outdated.
         if all.iter().any(|d| !d.software && !d.unified_memory) {
             let _driver = driver_output::capture(self.kind.id());
             for a in adapter::Adapter::all(self.kind)? {

@@ -1,5 +1,5 @@
-//! The probe of the adapters, run by [`crate::probe`], and the files that register Vulkan drivers. They
-//! explain a missing adapter, for which `wgpu` gives no reason.
+//! The probe for adapters, which [`crate::probe`] runs. If no adapter is found, `wgpu` gives no reason, so
+//! this module looks for the reason in the files that register Vulkan drivers.
 
 use super::adapter::Adapter;
 use crate::probe::{ProbeDependencies, ProbeSpec, State, entries};
@@ -7,18 +7,19 @@ use crate::{BackendType, DeviceInfo, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// The adapters of every API.
+/// The probe for the adapters of all APIs that `wgpu` uses.
 pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::WebGpu,
     list: list_devices,
     repeat: true,
     depends,
-    fix: "Remove the broken driver (on Linux: its file in /usr/share/vulkan/icd.d or /etc/vulkan/icd.d), or name working ones in \
-          VK_DRIVER_FILES",
+    fix: "Remove the broken driver (on Linux: its file in /usr/share/vulkan/icd.d or /etc/vulkan/icd.d), or list the files of \
+          working drivers in VK_DRIVER_FILES",
     state: Mutex::new(State::new()),
 };
 
-/// Whether Vulkan is the only API of this system, with a loader library and files that register drivers.
+/// Whether `wgpu` uses only Vulkan on this system. If so, there is a loader library, and files register
+/// drivers.
 pub const VULKAN: bool = cfg!(all(unix, not(target_vendor = "apple")));
 
 /// The name by which `wgpu` loads Vulkan's loader if [`VULKAN`] is set.
@@ -51,7 +52,8 @@ fn depends(root: &Path) -> ProbeDependencies {
     }
 }
 
-/// Directories that Vulkan's loader searches for such files, in its order.
+/// The directories in which Vulkan's loader searches for files, in the order of its search. Each ends with
+/// the relative path `kind`.
 fn folders(root: &Path, kind: &str) -> Vec<PathBuf> {
     let one = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
     let home = |rest: &str| one("HOME").map(|h| h.join(rest));
@@ -69,8 +71,8 @@ fn folders(root: &Path, kind: &str) -> Vec<PathBuf> {
     all.iter().map(|d| d.join(kind)).collect()
 }
 
-/// The files that register drivers, each with the library that it names. A variable may list them; otherwise
-/// they are in the loader's directories.
+/// The files that register drivers, each with the library that it names. An environment variable may list the
+/// files; otherwise they are in the directories that Vulkan's loader searches.
 pub fn drivers(root: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
     if !VULKAN {
         return vec![];
@@ -95,8 +97,8 @@ pub fn drivers(root: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
         .collect()
 }
 
-/// The library named by a driver's file. A path with directories is relative to the file; a bare name is left
-/// to the dynamic loader.
+/// The library named by a driver's file. A path with directories is relative to the file. A bare name is for
+/// the dynamic loader to find.
 fn library_of(file: &Path) -> Option<PathBuf> {
     let manifest: serde_json::Value = serde_json::from_slice(&std::fs::read(file).ok()?).ok()?;
     let named = ["ICD", "layer"].iter().find_map(|of| manifest[of]["library_path"].as_str());
@@ -115,17 +117,18 @@ fn library_of(file: &Path) -> Option<PathBuf> {
 /// # Safety
 /// `name` must be a library that can be loaded and never unloaded.
 pub unsafe fn library(name: &str) -> std::result::Result<(), String> {
-    // SAFETY: loading runs the library's initialisers; `library` requires one that can be loaded.
+    // SAFETY: loading runs the library's initialisers. The contract of `library` allows only a library that
+    // may be loaded and stays loaded.
     let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader::loader_text(name, &e))?;
-    // Its drivers leave threads and exit handlers behind, so it is never unloaded.
+    // Drivers that the loader library loads leave threads and exit handlers behind, so it is never unloaded.
     let lib = std::mem::ManuallyDrop::new(lib);
     // SAFETY: the function is looked up but not called, so its type does not matter.
     let entry = unsafe { lib.get::<unsafe extern "system" fn()>(b"vkGetInstanceProcAddr\0") };
     entry.map(drop).map_err(|_| "it has no function vkGetInstanceProcAddr".into())
 }
 
-/// For each registered driver, why it gave no adapter: its file, its library, and the dynamic loader's
-/// message or the missing function or device.
+/// For each registered driver, a text that says why it has no adapter: its file, its library, and the dynamic
+/// loader's message or what is missing (a function or a device).
 pub fn driver_reasons() -> Vec<String> {
     let one = |(file, library): (PathBuf, Option<PathBuf>)| {
         let file = file.display();
@@ -133,7 +136,8 @@ pub fn driver_reasons() -> Vec<String> {
             return format!("{file}: it cannot be read, or names no library");
         };
         let name = library.display().to_string();
-        // SAFETY: loading runs the library's initialisers. Vulkan's loader has loaded the same library.
+        // SAFETY: loading runs the library's initialisers, which is what Vulkan's loader does with the same
+        // library.
         let lib = match unsafe { libloading::Library::new(&library) } {
             Ok(l) => std::mem::ManuallyDrop::new(l),
             Err(e) => return format!("{file}: {name}: {}", crate::loader::loader_text(&name, &e)),
@@ -141,7 +145,7 @@ pub fn driver_reasons() -> Vec<String> {
         // SAFETY: the function is looked up but not called, so its type does not matter.
         let entry = unsafe { lib.get::<unsafe extern "system" fn()>(b"vk_icdGetInstanceProcAddr\0") };
         match entry {
-            Ok(_) => format!("{file}: {name}: it has no device with compute shaders here"),
+            Ok(_) => format!("{file}: {name}: it has no device with compute shaders on this machine"),
             Err(_) => format!("{file}: {name}: it has no function vk_icdGetInstanceProcAddr"),
         }
     };
@@ -157,7 +161,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let text = dir.path().join("libvulkan.so.1");
         std::fs::write(&text, "no library").unwrap();
-        // SAFETY: no such file, a text, and the C library that this process uses.
+        // SAFETY: of the three names, one is of no file and one of a text file, so nothing is loaded; the
+        // third is the C library, which this process has loaded already.
         let of = |name: &str| unsafe { library(name) }.unwrap_err();
         assert!(of("libnothing-here.so.7").contains("No such file"), "{}", of("libnothing-here.so.7"));
         assert!(of(text.to_str().unwrap()).contains("too short"), "{}", of(text.to_str().unwrap()));

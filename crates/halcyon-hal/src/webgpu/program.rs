@@ -1,4 +1,4 @@
-//! Programs: rendered to WGSL and compiled to pipelines.
+//! Programs: kernels that are rendered to WGSL and compiled to pipelines.
 
 use super::sys;
 use crate::cache::{self, DiskCache};
@@ -12,11 +12,11 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// The binding index of each buffer of a launch. Buffers with the same memory share one, because a dispatch
-/// may bind memory only once.
+/// The binding index of each buffer of a launch. Buffers with the same memory share an index, because a
+/// dispatch may bind memory only once.
 pub type Bindings = SmallVec<[usize; 16]>;
 
-/// Unroll factor of loops on devices that abort long ones, if a size is large.
+/// Unroll factor of loops that may be long, on devices that abort long loops.
 const UNROLL: u32 = 8;
 
 /// A pipeline for one pattern of bindings.
@@ -35,8 +35,8 @@ pub struct WgProgram {
     kernel: Kernel,
     source: String,
     builder: Arc<Builder>,
-    /// Keyed by the bindings, and by whether loops may be long. The variant with distinct bindings is
-    /// compiled at once.
+    /// Pipelines by their bindings and by whether loops may be long. The pipeline with distinct bindings is
+    /// compiled with the program, the others at their first use.
     variants: Mutex<HashMap<(Bindings, bool), Arc<Variant>>>,
     /// Id of the device that it belongs to.
     pub owner: u64,
@@ -88,14 +88,15 @@ pub struct PipelineCache {
     disk: DiskCache,
     /// Identifies the adapter and its driver.
     adapter: String,
-    /// Bytes of a cache without pipelines. A driver whose caches are never larger stores nothing (llvmpipe).
+    /// Size in bytes of a cache without pipelines. Caches of this size are not written to disk, because the
+    /// driver stores nothing in them (llvmpipe).
     empty: usize,
 }
 
 impl PipelineCache {
     /// `None` if the device does not support pipeline caches (only Vulkan does).
     pub fn new(device: &wgpu::Device, disk: DiskCache, adapter: String) -> Option<PipelineCache> {
-        // SAFETY: there is no data.
+        // SAFETY: the condition is about the data, and there is none.
         let cache = unsafe { pipeline_cache(device, None) }?;
         Some(PipelineCache { disk, adapter, empty: cache.get_data()?.len() })
     }
@@ -115,11 +116,11 @@ unsafe fn pipeline_cache(device: &wgpu::Device, data: Option<&[u8]>) -> Option<w
         return None;
     }
     let d = wgpu::PipelineCacheDescriptor { label: None, data, fallback: false };
-    // SAFETY: `pipeline_cache` requires data of such a cache.
+    // SAFETY: `pipeline_cache` requires that the data comes from a cache of the same adapter and driver.
     sys::scoped(device, || unsafe { device.create_pipeline_cache(&d) }).ok()
 }
 
-/// Maximum bytes of a kernel's parameters: the size of the bound part of the ring.
+/// Maximum bytes of a kernel's parameters: a launch binds this much of the buffer of parameters.
 pub const PARAM_BYTES: u32 = 4096;
 
 impl Builder {
@@ -133,7 +134,10 @@ impl Builder {
         let params = wgsl::param_layout(kernel.params.iter().map(|p| p.ty));
         if params.1 > PARAM_BYTES {
             return Err(Error::unsupported(
-                format!("kernel {}: {} bytes of parameters, {PARAM_BYTES} are bound", kernel.name, params.1),
+                format!(
+                    "kernel {}: {} bytes of parameters, at most {PARAM_BYTES} are supported",
+                    kernel.name, params.1
+                ),
                 "Use a graph with fewer arguments per op",
             ));
         }
@@ -177,7 +181,7 @@ impl Builder {
         });
         let hit = before.is_some();
         let cache = before.or_else(|| {
-            // SAFETY: there is no data.
+            // SAFETY: the condition is about the data, and there is none.
             key.and_then(|_| unsafe { pipeline_cache(d, None) })
         });
         let built = sys::scoped(d, || {
@@ -235,8 +239,8 @@ impl Builder {
 }
 
 impl WgProgram {
-    /// The pipeline for a pattern of bindings, compiled on first use. `long`: a loop may exceed the device's
-    /// iteration limit.
+    /// The pipeline for a pattern of bindings, compiled on first use. `long` says whether a loop may exceed
+    /// the device's iteration limit.
     pub fn bound(&self, bindings: &Bindings, long: bool) -> Result<Arc<Variant>> {
         let key = (bindings.clone(), long && self.builder.options.short_loops);
         let mut v = self.variants.lock().unwrap_or_else(|e| e.into_inner());
@@ -249,8 +253,8 @@ impl WgProgram {
     }
 }
 
-/// A storage buffer layout. All are read-write, even if the kernel only reads: a single usage cannot
-/// conflict.
+/// The layout entry of a storage buffer. All buffers are bound read-write, even if the kernel only reads
+/// them, because two kinds of use of one buffer in a dispatch would conflict.
 pub fn storage(binding: u32) -> wgpu::BindGroupLayoutEntry {
     wgpu::BindGroupLayoutEntry {
         binding,

@@ -16,12 +16,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// Bytes of kernel parameters per submission.
 const RING: u64 = 128 << 10;
-/// A loop over one or two sizes of at least this may exceed the iteration limit of devices that abort long
-/// loops.
+/// A loop over a size of at least this, or nested loops over two such sizes, may exceed the iteration limit
+/// of devices that abort long loops.
 const LONG_LOOP: u64 = 1 << 12;
 /// Maximum number of commands timed together.
 const MAX_TIMED: u32 = 512;
-/// Maximum bytes read by one mapping, and written between submissions.
+/// Maximum number of bytes that one mapping reads, and that are written before the next submission.
 const CHUNK: usize = 32 << 20;
 /// Size in bytes of the staging buffer for moves within one buffer.
 const STAGING_BYTES: u64 = 1 << 20;
@@ -58,7 +58,7 @@ pub struct Queue {
     ring_group: wgpu::BindGroup,
     ring_align: u32,
     max_groups: u32,
-    /// For the figures of out-of-memory errors.
+    /// Gives the figures in out-of-memory errors.
     pool: Arc<Pool<WgSource>>,
     clock: Option<Clock>,
     stray: Arc<UnscopedError>,
@@ -88,7 +88,7 @@ pub struct Fetch {
 pub struct Submission<'a> {
     queue: &'a Queue,
     state: MutexGuard<'a, State>,
-    /// The submitter's fault word; `faulted`: whether a kernel used it.
+    /// The submitter's fault word, and whether a kernel used it.
     fault: &'a wgpu::Buffer,
     faulted: bool,
     encoder: Option<wgpu::CommandEncoder>,
@@ -99,7 +99,7 @@ pub struct Submission<'a> {
 }
 
 impl Queue {
-    /// `profile`: times every command, which not every adapter supports.
+    /// With `profile`, every command is timed, which not every adapter supports.
     pub fn new(
         device: wgpu::Device,
         raw: wgpu::Queue,
@@ -196,7 +196,7 @@ impl Queue {
         let total = m.limit.unwrap_or(0);
         Error::OutOfMemory {
             device: self.id.clone(),
-            what: format!("what {call} needs besides live buffers"),
+            what: format!("memory of the driver for {call}, besides the live buffers"),
             requested: m.allocated,
             free: total.saturating_sub(m.allocated),
             total,
@@ -206,9 +206,9 @@ impl Queue {
 
     /// Runs calls inside error scopes of every kind.
     fn call<T>(&self, name: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        // An earlier error names the cause better than an error of this call.
         self.stray.check(&self.id)?;
         match sys::scoped(&self.device, f) {
-            // An earlier error names the cause better than one of this call.
             Ok(r) => r,
             Err(e) => Err(self.error(name, &e)),
         }
@@ -636,7 +636,7 @@ impl Submission<'_> {
         if groups.iter().any(|g| *g > q.max_groups) {
             return Err(Error::unsupported(
                 format!(
-                    "a grid of {groups:?} groups on {}, which takes {} per dimension",
+                    "a grid of {groups:?} groups on {}, which allows {} per dimension",
                     q.id, q.max_groups
                 ),
                 "Use a smaller batch",

@@ -1,5 +1,5 @@
-//! Streams over `wgpu`'s only queue. They are in order among each other, so they add no overlap, only
-//! asynchronous calls: copies to the host, events and futures.
+//! Streams over `wgpu`'s only queue. All streams of a device share this queue, so their work never runs
+//! concurrently. They only add asynchronous calls: copies to the host, events and futures.
 
 use super::memory::WgBuffer;
 use super::program::WgProgram;
@@ -74,7 +74,8 @@ impl Progress for Marker {
         self.core.queue.await_fetch(&self.fetch);
     }
 
-    /// Starts one thread per device that polls its events while there are any.
+    /// Adds the event to those that a thread polls. If the device has no such thread, starts one, which ends
+    /// when no events are left.
     fn watch(&self, event: &Event) {
         let mut w = lock(&self.core.watched);
         w.0.push_back(event.clone());
@@ -92,12 +93,12 @@ impl Progress for Marker {
                     return;
                 };
                 drop(w);
-                // The event reports its outcome to its waiters.
+                // The outcome is ignored here: the event reports it to its waiters.
                 let _ = e.wait();
             }
         };
         if let Err(e) = std::thread::Builder::new().name("halcyon-webgpu".into()).spawn(serve.clone()) {
-            tracing::debug!("no thread to look after events, so the caller waits: {e}");
+            tracing::debug!("no thread to poll events could be started, so the caller polls them: {e}");
             serve();
         }
     }
@@ -177,7 +178,7 @@ impl Stream for WgStream {
     fn wait(&self, event: &Event) -> Result<()> {
         let marker = event.progress().and_then(|p| p.as_any().downcast_ref::<Marker>());
         if !marker.is_some_and(|m| Arc::ptr_eq(&m.core, &self.core)) {
-            // Errors of another device's work are reported there.
+            // An error of the other device's work is ignored here: that device reports it.
             let _ = event.wait();
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! `wgpu` instances, blocking on its futures, and errors as values.
+//! Creates `wgpu` instances, waits for the futures of `wgpu`, and returns its errors as values.
 
 use crate::{BackendType, Error, Result};
 use std::future::Future;
@@ -6,7 +6,8 @@ use std::pin::pin;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::task::{Context, Poll, Waker};
 
-/// The APIs below that a backend uses. OpenGL is left out because it lacks too many features.
+/// The graphics APIs on which `wgpu` runs for a backend. OpenGL is left out because it lacks too many
+/// features.
 pub fn backends(kind: BackendType) -> wgpu::Backends {
     match kind {
         BackendType::Metal => wgpu::Backends::METAL,
@@ -28,7 +29,7 @@ pub fn instance(kind: BackendType) -> &'static wgpu::Instance {
     })
 }
 
-/// Polls a `wgpu` future to completion. Outside of browsers they are ready at once.
+/// Polls a `wgpu` future to completion. Outside of browsers, these futures are ready at once.
 pub fn ready<F: Future>(f: F) -> F::Output {
     let mut f = pin!(f);
     loop {
@@ -39,7 +40,7 @@ pub fn ready<F: Future>(f: F) -> F::Output {
     }
 }
 
-/// The first error outside of a scope.
+/// The first error that occurred outside of an error scope, and the call it is attributed to.
 #[derive(Debug, Default)]
 pub struct UnscopedError(Mutex<Option<(String, String)>>);
 
@@ -50,7 +51,7 @@ impl UnscopedError {
         s.get_or_insert((call.into(), text));
     }
 
-    /// Returns and clears an error since the last call. A lost device stays lost.
+    /// Returns the first error since the last call, and clears it. The error of a lost device is not cleared.
     pub fn check(&self, device: &str) -> Result<()> {
         let mut s = self.0.lock().unwrap_or_else(|e| e.into_inner());
         let Some((call, text)) = s.clone() else {
@@ -65,14 +66,14 @@ impl UnscopedError {
 
 const LOST: &str = "device lost";
 
-/// Records errors outside of scopes; `wgpu`'s default handler would panic.
+/// Records errors that occur outside of error scopes; `wgpu`'s default handler would panic.
 pub fn watch(device: &wgpu::Device) -> Arc<UnscopedError> {
     let stray = Arc::new(UnscopedError::default());
     let s = stray.clone();
     device.on_uncaptured_error(Arc::new(move |e: wgpu::Error| s.put("wgpu", e.to_string())));
     let s = stray.clone();
     device.set_device_lost_callback(move |reason, text| {
-        // A dropped device is not lost.
+        // A device that was dropped is not lost.
         if reason != wgpu::DeviceLostReason::Destroyed {
             s.put(LOST, format!("{reason:?}: {text}"));
         }
@@ -80,7 +81,7 @@ pub fn watch(device: &wgpu::Device) -> Arc<UnscopedError> {
     stray
 }
 
-/// Runs calls inside one scope per kind of error; returns the first error caught.
+/// Runs `f` inside one error scope for each kind of error. Returns the first error that a scope caught.
 pub fn scoped<T>(device: &wgpu::Device, f: impl FnOnce() -> T) -> std::result::Result<T, wgpu::Error> {
     let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
     let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);

@@ -8,7 +8,8 @@ use std::sync::{Arc, LazyLock};
 
 pub type StandIn = standin::StandIn<SimtDriver>;
 
-/// HIP with a fixed architecture: the system does not list a stand-in's device.
+/// The ROCm family with a fixed architecture. The driver would read it from the system's list of devices,
+/// which does not contain the device of a stand-in.
 fn amd(architecture: fn(&halcyon_hal::simt::adapter::Adapter) -> Option<String>) -> &'static Family {
     Box::leak(Box::new(Family { architecture, ..rocm::ROCM }))
 }
@@ -19,7 +20,8 @@ fn driver(kind: &Kind, path: &str) -> SimtDriver {
         Some("gfx90a") => amd(|_| Some("gfx90a".into())),
         Some(_) => amd(|_| Some("gfx1100".into())),
     };
-    // SAFETY: `path` is a stand-in, whose functions have the vendor's types. It stays loaded.
+    // SAFETY: `path` is a stand-in, whose functions have the vendor's signatures. `StandIn` has loaded it and
+    // never unloads it.
     unsafe { SimtDriver::over(family, path, path).with_kernels(path) }
 }
 
@@ -29,7 +31,7 @@ fn load(kind: &'static Kind, dir: &Path) -> StandIn {
     s
 }
 
-/// Both stand-ins, or none if they cannot be built.
+/// The stand-ins for CUDA and HIP, or none if they cannot be built.
 pub fn all() -> Vec<Arc<StandIn>> {
     static BUILT: LazyLock<Vec<Arc<StandIn>>> = LazyLock::new(|| {
         let Some(dir) = folder() else { return vec![] };
@@ -45,7 +47,7 @@ pub fn waves_of_32() -> Option<Arc<StandIn>> {
     BUILT.clone()
 }
 
-/// A libcuda without support for graphs. Only call this if [`all`] is not empty.
+/// A stand-in for a libcuda without support for graphs. Only call this if [`all`] is not empty.
 pub fn older() -> StandIn {
     load(&OLDER_CUDA, &standin::dir())
 }

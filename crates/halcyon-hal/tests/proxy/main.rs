@@ -1,5 +1,6 @@
-//! The OpenCL driver uses the library: a proxy counts its launches, and a read-back falsified by the proxy
-//! changes the result. A missing or misnamed library is reported, not skipped silently.
+//! Tests that the OpenCL driver calls the OpenCL library. A proxy library counts the launches, and can
+//! falsify a read-back, which changes the result. A missing or misnamed library is reported and not skipped
+//! silently.
 #![cfg(all(unix, feature = "opencl"))]
 
 #[path = "../common/mod.rs"]

@@ -1,12 +1,12 @@
-/* An OpenCL library that forwards to the real one, counts, and can falsify one read-back. For tests: an
-   answer that does not change when a read-back is falsified did not come from the device, and a run without
-   launches computed nothing there.
+/* An OpenCL library that forwards to the real one, counts launches and read-backs, and can falsify one
+   read-back. Tests use it: an answer that does not change when a read-back is falsified did not come from the
+   device, and a run without launches computed nothing there.
 
    HALCYON_PROXY_TARGET   library to forward to (default libOpenCL.so.1)
    HALCYON_PROXY_COUNT    file that gets "launches L reads R falsified F" after every launch and read
-   HALCYON_PROXY_CORRUPT  N: falsify the N-th read-back (from 1); N:K flips a bit of its byte K (default 3,
-                          the exponent of the first f32). Read-backs of up to 4 bytes (the fault word) are
-                          not counted. */
+   HALCYON_PROXY_CORRUPT  N: falsify read-back number N, counted from 1; N:K flips a bit of its byte K
+                          (default 3, the exponent of the first f32). Read-backs of up to 4 bytes (the fault
+                          word) are not counted. */
 #include <dlfcn.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -10,7 +10,7 @@ use halcyon_ir::ops::Op;
 use halcyon_ir::{DType, Graph, Scalar, TensorType};
 use std::sync::Arc;
 
-/// Large enough that omitting it changes results noticeably.
+/// The scale of the scores, large enough that results change noticeably without it.
 const SCALE: f64 = 0.4;
 
 /// The attention composite. Its sizes do not matter here.
@@ -21,7 +21,7 @@ fn attention(causal: bool, scale: f64) -> Op {
     g.node(y).op.clone()
 }
 
-/// The results by definition.
+/// The results according to the definition, in f64.
 fn expected(call: &Call<'_>, causal: bool, scale: f64) -> Vec<f64> {
     let values = call.values();
     let dense = |i: usize| -> Vec<f64> {
@@ -121,7 +121,7 @@ fn declined(s: &StandIn, d: &dyn Device) {
     no(&all, DType::F32, dense(SQUARE), "takes f16 and bf16");
     no(&all, DType::F16, dense([8, 32, 8, 8, 1024, 128]), "fewer than 16 queries");
     no(&all, DType::F16, dense([1, 4, 4, 64, 64, 64]), "multiply-adds");
-    no(&causal, DType::F16, dense([2, 8, 8, 256, 192, 64]), "sees no key");
+    no(&causal, DType::F16, dense([2, 8, 8, 256, 192, 64]), "attends to no key");
     no(&all, DType::F16, dense([2, 8, 8, 256, 256, 68]), "not 68");
     no(&all, DType::F16, dense([2, 8, 8, 256, 256, 264]), "not 264");
     for scale in [0.0, -1.0, f64::INFINITY, f64::NAN] {
@@ -143,7 +143,8 @@ fn declined(s: &StandIn, d: &dyn Device) {
     assert_eq!(s.get("graph calls"), asked, "the library was not asked");
 }
 
-/// Whichever call of the library fails, it is declined with a reason or an error, and nothing leaks.
+/// Lets each call of the library fail in turn. The kernel must be declined with a reason, or the run must
+/// return an error, and nothing may leak.
 fn faults(s: &StandIn) {
     let op = attention(true, SCALE);
     let c = call(&op, DType::F16, dense(SHARED));
@@ -161,11 +162,11 @@ fn faults(s: &StandIn) {
                 assert_eq!(s.get("descriptions"), none, "{n}: {e:?}");
                 reasons += 1;
             }
-            // Another engine was used.
+            // The call concerned one engine only, so another engine was used.
             Ok(k) => {
                 assert!(k.name() == "cudnn.attention.f16.causal" && s.get("descriptions") > none);
                 kernels += 1;
-                // The device keeps the plan.
+                // The device keeps the plan, so open a new one.
                 (d, _) = (s.driver.open(0, &Options::default()).unwrap(), (k, d));
                 assert_eq!(s.get("descriptions"), none, "{n}");
             }
@@ -177,7 +178,8 @@ fn faults(s: &StandIn) {
     assert!(reasons > 100 && kernels > 10, "{reasons} reasons, {kernels} kernels");
 
     let kernel = c.kernel(&*d).unwrap();
-    // The engines before it are not deterministic, exceed shared memory or need more workspace.
+    // The engines that the library lists first are not deterministic, exceed shared memory or need more
+    // workspace.
     assert_eq!(kernel.workspace(), 4096);
     let asked = s.get("graph calls");
     let again = c.kernel(&*d).unwrap();
@@ -204,7 +206,7 @@ fn faults(s: &StandIn) {
     captured(&*d, &c, &kernel, &buffers);
 }
 
-/// The plans of a limited number of sizes are kept; kernels keep their own.
+/// A device keeps the plans of a limited number of sizes. A kernel keeps its own plan alive.
 fn kept(s: &StandIn) {
     let (op, d) = (attention(false, SCALE), s.driver.open(0, &Options::default()).unwrap());
     let make =
@@ -217,7 +219,7 @@ fn kept(s: &StandIn) {
     let full = s.get("descriptions");
     assert_eq!(full - before, 63 * one);
     drop(make(64));
-    assert_eq!(s.get("descriptions"), full + one, "the oldest is not listed, but held");
+    assert_eq!(s.get("descriptions"), full + one, "the oldest plan left the list, but its kernel holds it");
     drop(first);
     assert_eq!(s.get("descriptions"), full);
 }

@@ -9,15 +9,15 @@ enum { LT_OK = 0, LT_NOT_INITIALISED = 1, LT_INVALID = HIP ? 3 : 7, LT_FAILED = 
 // Values of cudaDataType and hipDataType.
 enum { R32 = 0, R64 = 1, R16 = 2, I8 = 3, I32 = 10, RB16 = 14, E4M3 = HIP ? 1000 : 28, E5M2 = HIP ? 1001 : 29 };
 
-// Counters and controls of the tests.
+// Counters and controls for the tests.
 static int64_t handles_, descriptions_, library_calls_, epilogues_, fail_library_ = -1, hide_products_, winograds_;
-// Those of graph.cpp.
+// Counters and controls that graph.cpp uses.
 static int64_t graph_calls_, attentions_, fail_graph_ = -1, dnn_version_ = 91002;
 
-// Enqueues work of a library in its stream.
+// Enqueues work of a library in stream `s`.
 static int on_stream(Handle s, const std::function<int()>& work) { return enqueue(s, work); }
 
-// Counts a call; returns whether it is the one set to fail.
+// Counts a call. Returns whether the test has chosen this call to fail.
 static bool fails() {
     library_calls_++;
     return fail_library_ >= 0 && fail_library_-- == 0;
@@ -59,7 +59,8 @@ static float cut(double v, int digits) {
     double unit = ldexp(1, e - 1 - digits);
     return (float)(nearbyint(v / unit) * unit);
 }
-// 8-bit floats: the OCP specification's on CUDA, those without a negative zero on gfx940 and its relatives.
+// 8-bit floats. On CUDA they are those of the OCP specification. On HIP they have no negative zero, as on
+// gfx940.
 static double eight_value(uint8_t u, int mantissa) {
     int exponent = 7 - mantissa, bias = (1 << (exponent - 1)) - !HIP, e = u >> mantissa & ((1 << exponent) - 1);
     int m = u & ((1 << mantissa) - 1), top = (1 << exponent) - 1;
@@ -106,7 +107,7 @@ static void store_value(int t, Address at, int64_t i, double v) {
 struct Matrix {
     int type;
     int64_t rows, cols, ld, batch = 1, step = 0;
-    // Extent from the first element to the end of the last one.
+    // Number of bytes from the first element to the end of the last.
     size_t bytes() const {
         int64_t last = (batch - 1) * step + (cols - 1) * ld + rows;
         return (size_t)last * type_size(type);
@@ -123,7 +124,8 @@ struct Epilogue {
 };
 static double gelu_by_tanh(double x) { return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))); }
 
-// D = op(A) op(B), then the epilogue. If not 0, `digits` is the precision of the factors.
+// D = op(A) op(B), then the epilogue. If `digits` is not 0, the factors are first rounded to this many binary
+// digits after the leading one.
 static void multiply(const Matrix& a, Address pa, bool ta, const Matrix& b, Address pb, bool tb, const Matrix& d, Address pd,
                      int digits, const Epilogue& e) {
     int64_t k = ta ? a.rows : a.cols;
@@ -173,7 +175,7 @@ enum { LT_F32 = HIP ? 2 : 68, LT_TF32 = HIP ? 6 : 77, LT_F64 = HIP ? 7 : 70, LT_
 
 LT(cublasLtCreate, hipblasLtCreate)(Handle* h) {
     LOCK;
-    // A library for a newer CUDA than the driver's.
+    // The library is made for a newer version of CUDA than the driver.
     if (!HIP && compiler_ > DRIVER_MAJOR) return LT_NOT_INITIALISED;
     if (!initialised_ || current_ < 0 || lost_ || hide_products_) return LT_NOT_INITIALISED;
     *h = new LtHandle{current_};
@@ -292,7 +294,8 @@ LT(cublasLtMatmulPreferenceSetAttribute, hipblasLtMatmulPreferenceSetAttribute)(
     return LT_OK;
 }
 
-// What an algorithm was selected for. The real ones are opaque too, and valid for one problem only.
+// What an algorithm was selected for. Callers cannot read it, and it is valid for one problem only, as in the
+// real libraries.
 struct Algorithm {
     uint32_t problem;
     uint16_t workspace;
@@ -321,14 +324,14 @@ static int supported(const LtDesc& d, const Matrix& a, const Matrix& b, const Ma
         {LT_F32, R32, RB16, R32}, {LT_F32, R32, R16, R32}, {LT_I32, I32, I8, I32}};
     bool eight = type_size(a.type) == 1 && a.type != I8;
     if (eight || (type_size(b.type) == 1 && b.type != I8)) {
-        // FP8: both factors, the first one transposed, everything aligned to 16 bytes. On CUDA at least one
-        // factor has the longer significand.
+        // FP8 products: both factors must be FP8, the first one transposed, and everything aligned to 16
+        // bytes. On CUDA, at least one factor must be E4M3.
         if (!eight || type_size(b.type) != 1 || b.type == I8) return LT_NOT_SUPPORTED;
         if (!HIP && a.type == E5M2 && b.type == E5M2) return LT_NOT_SUPPORTED;
         if (d.compute != LT_F32 || d.scale != R32 || (c.type != R32 && c.type != R16 && c.type != RB16)) return LT_NOT_SUPPORTED;
         if (!d.ta || d.tb || m % 16 || k % 16 || a.ld % 16 || b.ld % 16 || a.step % 16 || b.step % 16) return LT_NOT_SUPPORTED;
         if (c.ld * (int64_t)type_size(c.type) % 16) return LT_NOT_SUPPORTED;
-        // With f32 results the bias has another type.
+        // If the result is f32, the real library takes a bias of another type.
         if ((d.epilogue & 4) && c.type == R32) return LT_NOT_SUPPORTED;
         return LT_OK;
     }
@@ -337,7 +340,8 @@ static int supported(const LtDesc& d, const Matrix& a, const Matrix& b, const Ma
     for (const Row& r : rows)
         found |= r.compute == d.compute && r.scale == d.scale && r.factor == a.type && r.result == c.type;
     if (!found || a.type != b.type) return LT_NOT_SUPPORTED;
-    // Bytes: the first factor transposed, the second not, and everything in multiples of four.
+    // Products of bytes: the first factor must be transposed and the second not, and sizes must be multiples
+    // of 4.
     if (!HIP && a.type == I8)
         if (!d.ta || d.tb || m % 4 || k % 4 || a.ld % 4 || b.ld % 4 || c.ld % 4) return LT_NOT_SUPPORTED;
     if (d.epilogue != 1 && c.type != R32 && c.type != R16 && c.type != RB16) return LT_NOT_SUPPORTED;
@@ -362,7 +366,8 @@ LT(cublasLtMatmulAlgoGetHeuristic, hipblasLtMatmulAlgoGetHeuristic)(Handle h, Ha
     uint64_t room = k >= 64 && preference.workspace >= 4096 && (preference.reductions & 2) ? 4096 : 0;
     if ((desc.epilogue & 4) && desc.bias % type_size(mc.type)) return LT_NOT_SUPPORTED;
     Algorithm algorithm = {problem(desc, ma, mb, mc), (uint16_t)room, {}};
-    // Wide loads if the caller states a sufficient alignment; 4 bits each.
+    // The alignments that the algorithm needs, as logarithms of 4 bits each. If the caller states a larger
+    // alignment, the algorithm uses wider loads and needs it.
     auto most = [](uint64_t v) { return log2_of(v) > 4 ? 4 : log2_of(v); };
     algorithm.alignment[0] = (uint8_t)(most(preference.alignment[0]) | most(preference.alignment[1]) << 4);
     algorithm.alignment[1] = (uint8_t)(most(preference.alignment[2]) | most(desc.epilogue & 4 ? desc.bias : 0) << 4);
@@ -372,7 +377,7 @@ LT(cublasLtMatmulAlgoGetHeuristic, hipblasLtMatmulAlgoGetHeuristic)(Handle h, Ha
             if (preference.alignment[i] < 16) return LT_NOT_SUPPORTED;
         algorithm.alignment[0] = 4 << 4 | 4;
     }
-    // hipBLASLt has no such preferences: its algorithms require any alignment.
+    // hipBLASLt has no preferences for the alignment, so its algorithms may need any: here, 16 bytes.
     if (HIP) algorithm.alignment[0] = algorithm.alignment[1] = 4 << 4 | 4;
     const size_t words = HIP ? 3 : 8;
     memset(results, 0, (words + 4) * 8);
@@ -447,7 +452,7 @@ static int64_t libraries_get(const std::string& n) {
     return -1;
 }
 static int libraries_set(const std::string& n, int64_t v) {
-    // The v-th call from now on fails, once.
+    // After `v` more calls, one call fails.
     if (n == "fail library") fail_library_ = v;
     // The library of products fails to initialise.
     else if (n == "hide products") hide_products_ = v;

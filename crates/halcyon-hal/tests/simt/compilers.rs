@@ -34,12 +34,13 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     let cache = tempfile::tempdir().unwrap();
     let open = |compilers: &[&StandIn]| -> Result<Arc<dyn Device>> {
         let paths: Vec<&str> = compilers.iter().map(|c| c.path.as_str()).collect();
-        // SAFETY: these are stand-ins.
+        // SAFETY: the paths are those of stand-ins, whose functions have the vendor's types.
         let driver = unsafe { SimtDriver::over(&cuda::CUDA, &s.path, "").with_compilers(&paths) };
         driver.open(0, &Options { cache_dir: Some(cache.path().into()), ..Options::default() })
     };
 
-    // The first one of the driver's major version is chosen. One trivial kernel proves it, once per process.
+    // The first one of the driver's major version is chosen. It is tested by compiling a trivial kernel, once
+    // per process.
     let d = open(&[&unnamed, &newer, &good]).unwrap();
     assert_eq!((good.get("compiles"), newer.get("compiles"), unnamed.get("compiles")), (1, 0, 0));
     assert_eq!(told(&*d), format!("{} 12.4", good.path));
@@ -65,7 +66,7 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
         // An empty cache, so that the kernel must be compiled.
         let dir = tempfile::tempdir().unwrap();
         let compilers = [other.path.as_str(), &good.path];
-        // SAFETY: these are stand-ins.
+        // SAFETY: the paths are those of stand-ins, whose functions have the vendor's types.
         let driver = unsafe { SimtDriver::over(&cuda::CUDA, &s.path, "").with_compilers(&compilers) };
         let d =
             driver.open(0, &Options { cache_dir: Some(dir.path().into()), ..Options::default() }).unwrap();
@@ -78,8 +79,8 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     let e = open(&[&other, &good]).unwrap_err();
     assert!(matches!(e, Error::Driver { .. }) && e.to_string().contains("719"), "{e}");
 
-    // A device newer than the compiler uses PTX, which the driver compiles. It has another key in the same
-    // cache.
+    // For a device newer than the compiler, the compiler makes PTX, which the driver compiles. In the disk
+    // cache, PTX and binary of a kernel have different keys.
     let own = d.compile(&affine(DType::F32)).unwrap();
     let ptx = s.get("ptx");
     let d = open(&[&before]).unwrap();
@@ -103,14 +104,14 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     assert!(fix.contains("nvidia-cuda-nvrtc"), "{fix}");
 
     // A cuBLASLt for a newer CUDA than the driver's does not hide one that works.
-    // SAFETY: these are stand-ins.
+    // SAFETY: the paths are those of stand-ins, whose functions have the vendor's types.
     let driver = unsafe { SimtDriver::over(&cuda::CUDA, &s.path, &s.path).with_kernels(&newer.path) };
     let found = driver.open(0, &Options::default()).unwrap().kernel_libraries();
     assert!(found[0].1.contains(&newer.path) && found[0].1.contains("not initialised"), "{found:?}");
 }
 
-/// The real NVRTC, if a Python package has it: the functions that the driver uses, and PTX that does not fuse
-/// multiplications and additions.
+/// Tests the real NVRTC, if a Python package has it: the functions that the driver uses, and that the PTX
+/// does not fuse multiplications and additions.
 #[test]
 fn nvrtc_makes_ptx_for_devices_that_it_does_not_know() {
     let named = std::env::var_os("HALCYON_PYTHON").is_some();

@@ -1,5 +1,5 @@
-// Part of standin.cpp: the stand-in for cuDNN's convolutions, as blas.cpp is for cuBLASLt. Numbers are those
-// of version 9.
+// Part of standin.cpp: the stand-in for cuDNN's convolutions, as blas.cpp is for cuBLASLt. Status codes and
+// other constants have the values of cuDNN 9.
 
 enum { DNN_OK = 0, DNN_NOT_INITIALISED = 1001, DNN_BAD = 2000, DNN_NOT_SUPPORTED = 3000, DNN_FAILED = 5000 };
 
@@ -141,8 +141,8 @@ static int check_conv(Handle h, Handle x, Handle w, Handle c, Handle y) {
     if (p.c.compute != (p.x.type == R64 ? (int)R64 : (int)R32)) return DNN_NOT_SUPPORTED;
     return DNN_OK;
 }
-// Algorithm 1 needs a workspace, algorithm 0 none. 4 (FFT) is not deterministic here, so that the driver must
-// check, and 6 (Winograd) loses precision.
+// Algorithms 1 and 4 need a workspace. Algorithm 4 (FFT) is not deterministic here, so the driver must not
+// use it. Algorithm 6 (Winograd) loses precision.
 static size_t room_of(int algorithm) { return algorithm == 1 ? 8192 : algorithm == 4 ? 1 << 20 : 0; }
 
 struct Performance_ {
@@ -194,7 +194,8 @@ static int forward(Handle h, const void* alpha, Handle hx, Address x, Handle hw,
         (bias && !inside(bias, (size_t)tw.dims[0] * type_size(ty.type))))
         return DNN_FAILED;
     if (!apart(y, ty.bytes(), x, tx.bytes()) || !apart(y, ty.bytes(), w, tw.bytes())) return DNN_BAD;
-    // The precision left by Winograd's transforms: few digits more than half precision has.
+    // Bits of the significand that factors keep: 8 for Winograd, whose transforms lose precision; 10 for
+    // TF32; 0 stands for all.
     int digits = algorithm == 6 ? 8 : tx.type == R32 && c.math != 3 ? 10 : 0;
     winograds_ += algorithm == 6;
     return on_stream(stream, [=]() {

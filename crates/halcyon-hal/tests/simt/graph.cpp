@@ -1,7 +1,7 @@
-// Part of standin.cpp: the stand-in for cuDNN's backend API, for one graph of operations: attention. It
-// rejects what the real library rejects according to the documentation of cudnn_graph.h and observations of
-// version 9.28. A graph is computed operation by operation in double, and each result is rounded to its
-// tensor's type.
+// Part of standin.cpp: the stand-in for cuDNN's backend API. It supports one graph of operations, attention.
+// It rejects what the real library rejects, according to the documentation of cudnn_graph.h and observations
+// of version 9.28. A graph is computed operation by operation in double. Each result is rounded to the type
+// of its tensor.
 
 #ifndef STANDIN_OLDER
 #include <memory>
@@ -28,7 +28,7 @@ struct Rule {
     int kind, name, type;
     int64_t least, most;
     bool required;
-    // For descriptors, their type.
+    // If the values are descriptors, their required type.
     int of = -1;
 };
 static const Rule RULES[] = {
@@ -68,7 +68,7 @@ struct GraphTensor {
         return (size_t)last * size();
     }
 };
-// An operation: ids of its tensors, 0 for none.
+// An operation. It refers to its tensors by id; 0 means no tensor.
 struct Operation {
     int kind, mode = -1, precision = -1;
     int64_t axis = -1, in[3] = {0, 0, 0}, out = 0;
@@ -103,7 +103,7 @@ static int refuse(int code, const char* why) {
     said_ = why;
     return code;
 }
-// Counts a call; returns whether it is the one set to fail.
+// Counts a call. Returns whether the test has chosen this call to fail.
 static bool graph_fails() {
     graph_calls_++;
     return fail_graph_ >= 0 && fail_graph_-- == 0;
@@ -120,7 +120,7 @@ extern "C" int cudnnBackendCreateDescriptor(int kind, Handle* to) {
     GRAPH_CALL(DNN_OUT_OF_MEMORY);
     static const std::set<int> known = {POINTWISE, ENGINE, CONFIG, HEURISTICS, PLAN, OP_POINTWISE, OP_GRAPH, PACK, TENSOR, MATMUL,
                                         OP_MATMUL, REDUCTION, OP_REDUCTION};
-    if (!known.count(kind)) return refuse(DNN_NOT_SUPPORTED, "a kind of description that is not known");
+    if (!known.count(kind)) return refuse(DNN_NOT_SUPPORTED, "a descriptor of an unknown type");
     Described* d = new Described{};
     d->kind = kind;
     *to = keep(described, d);
@@ -130,34 +130,34 @@ extern "C" int cudnnBackendDestroyDescriptor(Handle h) {
     LOCK;
     // A plan's compiled code is released with it, after pending launches are done.
     if (described.count(h) && ((Described*)h)->kind == PLAN) {
-        if (current_ < 0) return refuse(DNN_BAD, "a plan goes in a thread without a context");
+        if (current_ < 0) return refuse(DNN_BAD, "a plan is destroyed in a thread without a context");
         flush_all();
     }
-    return forget<Described>(described, h) ? refuse(DNN_BAD, "no description") : (int)DNN_OK;
+    return forget<Described>(described, h) ? refuse(DNN_BAD, "no descriptor") : (int)DNN_OK;
 }
 extern "C" int cudnnBackendSetAttribute(Handle h, int name, int type, int64_t n, const void* from) {
     GRAPH_CALL(DNN_OUT_OF_MEMORY);
-    if (!described.count(h) || !from) return refuse(DNN_NULL, "no description, or no values");
+    if (!described.count(h) || !from) return refuse(DNN_NULL, "no descriptor, or no values");
     Described& d = *(Described*)h;
-    if (d.done) return refuse(DNN_BAD, "the description is finished");
+    if (d.done) return refuse(DNN_BAD, "the descriptor is finished");
     for (const Rule& r : RULES) {
         if (r.kind != d.kind || r.name != name) continue;
         if (r.type != type) return refuse(DNN_ATTRIBUTE_TYPE, "an attribute of another type");
-        if (n < r.least || n > r.most) return refuse(DNN_OUT_OF_BOUND, "another number of values");
+        if (n < r.least || n > r.most) return refuse(DNN_OUT_OF_BOUND, "the wrong number of values");
         if (type == T_HANDLE && !dnn_handles.count(*(Handle*)from)) return refuse(DNN_BAD, "no handle");
         for (int64_t i = 0; type == T_DESC && i < n; i++) {
             Handle other = ((Handle*)from)[i];
-            if (!described.count(other)) return refuse(DNN_NULL, "no description among the values");
+            if (!described.count(other)) return refuse(DNN_NULL, "no descriptor among the values");
             const Described& o = *(Described*)other;
             bool op = o.kind == OP_POINTWISE || o.kind == OP_MATMUL || o.kind == OP_REDUCTION;
-            if (r.of == SOME_OP ? !op : o.kind != r.of) return refuse(DNN_KIND, "a description of another kind");
-            if (!o.done) return refuse(DNN_NOT_FINISHED, "a description that is not finished");
+            if (r.of == SOME_OP ? !op : o.kind != r.of) return refuse(DNN_KIND, "a descriptor of another kind");
+            if (!o.done) return refuse(DNN_NOT_FINISHED, "a descriptor that is not finished");
         }
         const unsigned char* bytes = (const unsigned char*)from;
         d.attributes[name].assign(bytes, bytes + (size_t)n * attribute_size(type));
         return DNN_OK;
     }
-    return refuse(DNN_BAD, "the description has no such attribute");
+    return refuse(DNN_BAD, "the descriptor has no such attribute");
 }
 
 static GraphTensor tensor_of(Handle h) {
@@ -174,7 +174,7 @@ static GraphTensor tensor_of(Handle h) {
 }
 static GraphTensor tensor_at(const Described& d, int name) { return tensor_of(d.one<Handle>(name, nullptr)); }
 
-// Number of operands of a function.
+// Number of operands of a pointwise function; 0 if the function is not supported.
 static int operands_of(int mode) {
     switch (mode) {
     case 13: case 15: case 501: return 1;
@@ -190,7 +190,7 @@ static int finish_pointwise(const Described& d) {
     int n = operands_of(how.one<int>(0, -1));
     GraphTensor y = tensor_at(d, 753);
     for (int i = 0; i < 3; i++) {
-        if ((i < n) != (d.attributes.count(SOURCES[i]) != 0)) return refuse(DNN_BAD, "operands are missing, or too many");
+        if ((i < n) != (d.attributes.count(SOURCES[i]) != 0)) return refuse(DNN_BAD, "operands are missing, or there are too many");
         if (i >= n) continue;
         GraphTensor x = tensor_at(d, SOURCES[i]);
         if (x.dims.size() != y.dims.size()) return refuse(DNN_SHAPES, "operands of different ranks");
@@ -201,15 +201,15 @@ static int finish_pointwise(const Described& d) {
 }
 static int finish_matmul(const Described& d) {
     GraphTensor a = tensor_at(d, 1520), b = tensor_at(d, 1521), c = tensor_at(d, 1522);
-    if (a.dims.size() != 4 || b.dims.size() != 4 || c.dims.size() != 4) return refuse(DNN_NOT_SUPPORTED, "another rank");
-    if (a.dims[3] != b.dims[2] || c.dims[2] != a.dims[2] || c.dims[3] != b.dims[3]) return refuse(DNN_SHAPES, "factors that do not fit");
+    if (a.dims.size() != 4 || b.dims.size() != 4 || c.dims.size() != 4) return refuse(DNN_NOT_SUPPORTED, "factors whose rank is not 4");
+    if (a.dims[3] != b.dims[2] || c.dims[2] != a.dims[2] || c.dims[3] != b.dims[3]) return refuse(DNN_SHAPES, "the shapes of the factors and the result do not match");
     for (int i = 0; i < 2; i++)
-        if (c.dims[i] != a.dims[i] || c.dims[i] % b.dims[i]) return refuse(DNN_SHAPES, "batches that do not fit");
+        if (c.dims[i] != a.dims[i] || c.dims[i] % b.dims[i]) return refuse(DNN_SHAPES, "the batch dimensions do not match");
     return DNN_OK;
 }
 static int finish_reduction(const Described& d) {
     GraphTensor x = tensor_at(d, 1610), y = tensor_at(d, 1611);
-    if (x.dims.size() != y.dims.size()) return refuse(DNN_SHAPES, "another rank");
+    if (x.dims.size() != y.dims.size()) return refuse(DNN_SHAPES, "a reduction changes the rank");
     for (size_t k = 0; k < x.dims.size(); k++)
         if (y.dims[k] != x.dims[k] && y.dims[k] != 1) return refuse(DNN_SHAPES, "a reduction to another shape");
     return DNN_OK;
@@ -218,11 +218,11 @@ static int finish_tensor(const Described& d, Handle h) {
     GraphTensor t = tensor_of(h);
     static const std::set<int> types = {0, 2, 4, 9, 11};
     if (!types.count(t.type)) return refuse(DNN_TYPES, "a type that is not known here");
-    if (t.dims.size() != t.strides.size()) return refuse(DNN_BAD, "dimensions without strides");
+    if (t.dims.size() != t.strides.size()) return refuse(DNN_BAD, "the numbers of dimensions and strides differ");
     for (size_t i = 0; i < t.dims.size(); i++)
         if (t.dims[i] <= 0 || t.strides[i] <= 0) return refuse(DNN_BAD, "a dimension or a stride that is not positive");
     if (t.alignment <= 0 || t.alignment % (int64_t)t.size()) return refuse(DNN_BAD, "an alignment that does not suit the type");
-    if (t.is_virtual && t.is_value) return refuse(DNN_BAD, "virtual, and a value");
+    if (t.is_virtual && t.is_value) return refuse(DNN_BAD, "a tensor that is both virtual and passed by value");
     (void)d;
     return DNN_OK;
 }
@@ -289,7 +289,7 @@ static int attention_of(const OperationGraph& g) {
     auto no = [] { return refuse(DNN_PATTERN, "non-flash composite MHA fprop is no longer supported"); };
     if (!last || last->kind != OP_MATMUL) return refuse(DNN_PATTERN, "a pattern of operations that no engine has");
     int half = the(last->out).type;
-    if (half != 2 && half != 9) return refuse(DNN_TYPES, "attention of another type");
+    if (half != 2 && half != 9) return refuse(DNN_TYPES, "attention of a type other than f16 and bf16");
     made(last->out, OP_MATMUL, 0, half, 0);
     const Operation* share = made(last->in[0], OP_POINTWISE, 6, half, 0);
     const Operation* weight = share ? made(share->in[0], OP_POINTWISE, 13, 0, 0) : nullptr;
@@ -323,7 +323,7 @@ static int attention_of(const OperationGraph& g) {
     if (!dots || !the(scaled->in[1]).is_value || used != g.operations.size()) return no();
     const GraphTensor &q = the(dots->in[0]), &k = the(dots->in[1]), &v = the(last->in[1]), &out = the(last->out);
     if (q.type != half || k.type != half || v.type != half) return refuse(DNN_TYPES, "operands of different types");
-    if (q.dims[3] % 8 || q.dims[3] > 256 || v.dims[3] != q.dims[3]) return refuse(DNN_SHAPE, "rows of another length");
+    if (q.dims[3] % 8 || q.dims[3] > 256 || v.dims[3] != q.dims[3]) return refuse(DNN_SHAPE, "the head dimensions differ, exceed 256 or are no multiple of 8");
     if (q.strides[3] != 1 || k.strides[2] != 1 || v.strides[3] != 1 || out.strides[3] != 1)
         return refuse(DNN_LAYOUT, "rows that are not contiguous");
     for (const GraphTensor* t : {&q, &k, &v, &out})
@@ -339,16 +339,16 @@ static int64_t room_of_engine(int engine) { return engine == 2 ? 64 << 20 : engi
 
 extern "C" int cudnnBackendFinalize(Handle h) {
     GRAPH_CALL(DNN_OUT_OF_MEMORY);
-    if (!described.count(h)) return refuse(DNN_NULL, "no description");
+    if (!described.count(h)) return refuse(DNN_NULL, "no descriptor");
     Described& d = *(Described*)h;
-    if (d.done) return refuse(DNN_BAD, "the description is finished");
+    if (d.done) return refuse(DNN_BAD, "the descriptor is finished");
     for (const Rule& r : RULES) {
         if (r.kind != d.kind) continue;
         if (r.required && !d.attributes.count(r.name)) return refuse(DNN_BAD, "an attribute is missing");
-        // The descriptors that it refers to must not have been destroyed.
+        // The descriptors among the values must not have been destroyed since they were set.
         if (r.type == T_DESC)
             for (Handle other : d.all<Handle>(r.name))
-                if (!described.count(other)) return refuse(DNN_BAD, "a description that was given back");
+                if (!described.count(other)) return refuse(DNN_BAD, "a descriptor that was destroyed");
     }
     int code = DNN_OK;
     switch (d.kind) {
@@ -356,18 +356,18 @@ extern "C" int cudnnBackendFinalize(Handle h) {
     case POINTWISE: {
         int mode = d.one<int>(0, -1);
         if (!operands_of(mode)) code = refuse(DNN_NOT_SUPPORTED, "a function that is not known here");
-        if ((mode == 501) != (d.attributes.count(9) != 0)) code = refuse(DNN_BAD, "an axis is missing, or too much");
+        if ((mode == 501) != (d.attributes.count(9) != 0)) code = refuse(DNN_BAD, "an index function without an axis, or another function with one");
         break;
     }
     case REDUCTION:
-        if (d.one<int>(1600, -1) != 0 && d.one<int>(1600, -1) != 3) code = refuse(DNN_NOT_SUPPORTED, "another reduction");
+        if (d.one<int>(1600, -1) != 0 && d.one<int>(1600, -1) != 3) code = refuse(DNN_NOT_SUPPORTED, "a reduction other than sum and maximum");
         break;
     case OP_POINTWISE: code = finish_pointwise(d); break;
     case OP_MATMUL: code = finish_matmul(d); break;
     case OP_REDUCTION: code = finish_reduction(d); break;
     case OP_GRAPH: code = finish_graph(d); break;
     case HEURISTICS:
-        if (d.one<int>(200, -1) != 3) code = refuse(DNN_NOT_SUPPORTED, "another mode");
+        if (d.one<int>(200, -1) != 3) code = refuse(DNN_NOT_SUPPORTED, "a mode of heuristics other than 3");
         d.graph = ((Described*)d.one<Handle>(201, nullptr))->graph;
         break;
     case PLAN: {
@@ -379,20 +379,20 @@ extern "C" int cudnnBackendFinalize(Handle h) {
         if (d.engine == 1) code = refuse(DNN_SHARED, "too much shared memory");
         break;
     }
-    case CONFIG: case ENGINE: code = refuse(DNN_BAD, "a configuration comes from the heuristics"); break;
+    case CONFIG: case ENGINE: code = refuse(DNN_BAD, "only the heuristics make configurations and engines"); break;
     }
     d.done = code == DNN_OK;
     return code;
 }
 extern "C" int cudnnBackendGetAttribute(Handle h, int name, int type, int64_t n, int64_t* found, void* to) {
     GRAPH_CALL(DNN_OUT_OF_MEMORY);
-    if (!described.count(h) || !found || (n && !to)) return refuse(DNN_NULL, "no description, or no room");
+    if (!described.count(h) || !found || (n && !to)) return refuse(DNN_NULL, "no descriptor, or no memory for the values");
     const Described& d = *(Described*)h;
-    if (!d.done) return refuse(DNN_NOT_FINISHED, "the description is not finished");
+    if (!d.done) return refuse(DNN_NOT_FINISHED, "the descriptor is not finished");
     if (d.kind == HEURISTICS && name == 202) {
         if (type != T_DESC) return refuse(DNN_ATTRIBUTE_TYPE, "an attribute of another type");
-        // As in the real library: an unsupported graph gives no error but no results, and fewer may be
-        // returned than were counted.
+        // As in the real library, an unsupported graph is not an error but has no results, and the call may
+        // return fewer results than it counted.
         int64_t engines = attention_of(*d.graph) == DNN_OK ? ENGINES : 0;
         if (n == 0) return *found = engines ? engines + 1 : 0, DNN_OK;
         *found = n < engines ? n : engines;
@@ -407,7 +407,7 @@ extern "C" int cudnnBackendGetAttribute(Handle h, int name, int type, int64_t n,
         }
         return DNN_OK;
     }
-    if (n < 1) return refuse(DNN_OUT_OF_BOUND, "no room");
+    if (n < 1) return refuse(DNN_OUT_OF_BOUND, "no memory for the value");
     if (d.kind == CONFIG && name == 300) {
         Handle other = *(Handle*)to;
         if (type != T_DESC) return refuse(DNN_ATTRIBUTE_TYPE, "an attribute of another type");
@@ -420,7 +420,7 @@ extern "C" int cudnnBackendGetAttribute(Handle h, int name, int type, int64_t n,
     }
     if (d.kind == ENGINE && name == 1303) {
         if (type != T_NOTE) return refuse(DNN_ATTRIBUTE_TYPE, "an attribute of another type");
-        // Numerical notes: matrix units; not deterministic.
+        // Numerical notes: 0 means matrix units, 4 means not deterministic.
         const int notes[2] = {0, 4};
         *found = d.engine == 0 ? 2 : 1;
         memcpy(to, notes, sizeof(int) * (size_t)(n < *found ? n : *found));
@@ -432,7 +432,7 @@ extern "C" int cudnnBackendGetAttribute(Handle h, int name, int type, int64_t n,
         *found = 1;
         return DNN_OK;
     }
-    return refuse(DNN_BAD, "the description has no such attribute");
+    return refuse(DNN_BAD, "the descriptor has no such attribute");
 }
 
 // Converts to the types of load_value and store_value.
@@ -445,7 +445,7 @@ static double rounded(int type, double v) {
     return load_value(value_type(type), (Address)&room, 0);
 }
 
-// Values of the computed tensors: dense, in each tensor's shape.
+// Computes the tensors of a graph. Their values are stored densely, in each tensor's shape.
 struct Computed {
     const OperationGraph& g;
     std::map<int64_t, Address> where;
@@ -453,7 +453,8 @@ struct Computed {
     std::map<int64_t, std::vector<double>> values;
 
     static int64_t place(const GraphTensor& t, int64_t i, const std::vector<int64_t>& shape, bool dense) {
-        // Index in a tensor of element i of `shape`, to which the tensor is broadcast.
+        // The index in `t` of element `i` of `shape`, to which `t` is broadcast. If `dense`, it is an index
+        // in the dense values of `t`; otherwise the strides of `t` apply.
         if (dense && t.dims == shape) return i;
         int64_t at = 0, step = 1;
         for (size_t k = shape.size(); k-- > 0;) {
@@ -489,7 +490,7 @@ struct Computed {
             size_t m = (size_t)a.dims[2], inner = (size_t)a.dims[3], n = (size_t)b.dims[3];
             for (int64_t i = 0; i < y.dims[0]; i++)
                 for (int64_t j = 0; j < y.dims[1]; j++) {
-                    // Heads that share keys are adjacent.
+                    // Consecutive heads of the first factor share one head of the second.
                     int64_t bi = i / (y.dims[0] / b.dims[0]), bj = j / (y.dims[1] / b.dims[1]);
                     const double *left = &x[(size_t)(i * a.dims[1] + j) * m * inner], *right = &w[(size_t)(bi * b.dims[1] + bj) * inner * n];
                     double* to = &r[(size_t)(i * y.dims[1] + j) * m * n];
@@ -543,23 +544,23 @@ extern "C" int cudnnBackendExecute(Handle hh, Handle hp, Handle hv) {
     if (!dnn_handles.count(hh) || !described.count(hp) || !described.count(hv)) return refuse(DNN_NULL, "no handle, plan or pack");
     const Described &plan = *(Described*)hp, &pack = *(Described*)hv;
     if (plan.kind != PLAN || pack.kind != PACK) return refuse(DNN_KIND, "no plan, or no pack");
-    if (!plan.done || !pack.done) return refuse(DNN_NOT_FINISHED, "a description that is not finished");
-    if (((DnnHandle*)hh)->device != plan.graph->device || current_ != plan.graph->device) return refuse(DNN_BAD, "another device");
+    if (!plan.done || !pack.done) return refuse(DNN_NOT_FINISHED, "a descriptor that is not finished");
+    if (((DnnHandle*)hh)->device != plan.graph->device || current_ != plan.graph->device) return refuse(DNN_BAD, "the plan, the handle and the context have different devices");
     Handle stream = ((DnnHandle*)hh)->stream;
     if (!live(stream)) return refuse(DNN_BAD, "no stream");
     if (fails()) return refuse(DNN_FAILED, "told to fail");
     auto ids = pack.all<int64_t>(1000);
     auto pointers = pack.all<Address>(1001);
-    if (ids.size() != pointers.size()) return refuse(DNN_BAD, "identifiers without addresses");
+    if (ids.size() != pointers.size()) return refuse(DNN_BAD, "the numbers of identifiers and addresses differ");
     const OperationGraph& g = *plan.graph;
     Computed c{g, {}, {}, {}};
     for (size_t i = 0; i < ids.size(); i++) {
         auto at = g.tensors.find(ids[i]);
-        if (at == g.tensors.end() || at->second.is_virtual) return refuse(DNN_BAD, "an address of no tensor");
+        if (at == g.tensors.end() || at->second.is_virtual) return refuse(DNN_BAD, "an address for an unknown or a virtual tensor");
         if (!pointers[i]) return refuse(DNN_NULL, "no address");
         if (at->second.is_value) {
             bool whole = at->second.type == 4;
-            // Host memory.
+            // The address is in host memory.
             c.scalars[ids[i]] = whole ? (double)*(int32_t*)pointers[i] : (double)*(float*)pointers[i];
             continue;
         }
@@ -573,7 +574,7 @@ extern "C" int cudnnBackendExecute(Handle hh, Handle hp, Handle hv) {
         for (auto& other : c.where)
             if (c.where.count(o.out) && other.first != o.out &&
                 !apart(c.where[o.out], g.tensors.at(o.out).bytes(), other.second, g.tensors.at(other.first).bytes()))
-                return refuse(DNN_BAD, "a result that lies in an operand");
+                return refuse(DNN_BAD, "a result that overlaps another tensor");
     Address room = pack.one<Address>(1003, 0);
     size_t bytes = (size_t)room_of_engine(plan.engine);
     if (bytes && !inside(room, bytes)) return refuse(DNN_FAILED, "a workspace outside of its allocation");
@@ -582,14 +583,14 @@ extern "C" int cudnnBackendExecute(Handle hh, Handle hp, Handle hv) {
     auto where = c.where;
     return on_stream(stream, [=]() {
         if (!described.count(hp)) {
-            fprintf(stderr, "stand-in: a plan runs that was given back\n");
+            fprintf(stderr, "stand-in: a plan runs after it was destroyed\n");
             abort();
         }
         if (bytes) memset((void*)room, 0xee, bytes);
         Computed now{*graph, where, scalars, {}};
         std::vector<const Operation*> left;
         for (auto& o : graph->operations) left.push_back(&o);
-        // In dependency order.
+        // Runs the operations in dependency order.
         for (bool moved = true; moved && !left.empty();) {
             moved = false;
             for (size_t i = 0; i < left.size();) {

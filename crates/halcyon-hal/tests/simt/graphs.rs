@@ -111,8 +111,8 @@ pub(crate) fn check(s: &StandIn) {
         );
     }
 
-    // Number of runtime calls: set the device, launch, record an event; new values add their copy and waiting
-    // for a slot.
+    // Number of runtime calls: set the device, launch, record an event. New values add their copy, and an
+    // event that records the last use of their entry in the ring.
     let calls = |v| {
         let n = s.get("calls");
         assert!(w.launch(&r, v));
@@ -208,7 +208,7 @@ fn refused(s: &StandIn, w: &Work) {
     argument(record(&w.buffers(), &[(1, 2)]), "cannot vary");
     argument(record(&w.buffers(), &[(0, 1), (0, 1)]), "cannot vary");
 
-    // A different buffer, and one whose memory has been reused.
+    // A different buffer is detected.
     let new = w.d.alloc(4 * N, Tag::Io).unwrap();
     let mut all = w.buffers();
     all[4] = &new;

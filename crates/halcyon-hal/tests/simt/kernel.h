@@ -8,7 +8,7 @@ struct h_uint3 {
     unsigned int x, y, z;
 };
 
-// What the stand-in tells the kernel about the running work-item.
+// The stand-in's data about the running work-item, and functions that a kernel calls.
 struct h_runtime {
     h_uint3 thread, block, block_size, grid;
     int warp;
@@ -30,7 +30,7 @@ extern "C" void h_bind(h_runtime* r) { h_now = r; }
 #define __forceinline__ inline
 #define __launch_bounds__(n)
 #define __restrict__ __restrict
-// Workgroups run one after another.
+// Workgroups run one after another, so static memory serves as workgroup memory.
 #define __shared__ static
 #define __syncthreads() h_now->sync(0)
 // Work-items of a subgroup wait for each other. A fence only restricts reordering by the compiler, and
@@ -62,7 +62,7 @@ struct float2 {
 struct float4 {
     float x, y, z, w;
 };
-// A vector load or store with another alignment would fault.
+// Aligned as on a device, where a vector load or store at another alignment would fault.
 struct alignas(16) uint4 {
     unsigned int x, y, z, w;
 };
@@ -114,7 +114,7 @@ static inline unsigned short h_float_to_half(float x) {
     if (u > 0x7f800000u) return sign | 0x7e00u;
     if (u >= 0x477ff000u) return sign | 0x7c00u;
     if (u < 0x38800000u) {
-        // The addition aligns the last bit with the smallest half-precision number.
+        // The addition rounds to a multiple of 2^-24, the smallest half-precision number.
         float t = h_bits<float>(u) + 0.5f;
         return sign | (h_bits<unsigned int>(t) - 0x3f000000u);
     }
@@ -221,7 +221,8 @@ static inline const char* h_shared(unsigned int p) {
 }
 
 // PTX ISA, "Warp-level matrix load instruction: ldmatrix": work-items 8 i to 8 i + 7 pass the row addresses
-// of matrix i; a work-item gets two adjacent elements of row lane / 4, with .trans of the transpose.
+// of matrix i. Each work-item gets two adjacent elements of row lane / 4 of the matrix, or of its transpose
+// with .trans.
 template <bool trans> static void h_ldmatrix(unsigned int& r0, unsigned int& r1, unsigned int& r2, unsigned int& r3, unsigned int p) {
     const h_registers* w = h_give(&p, 1);
     int lane = h_lane();

@@ -278,7 +278,7 @@ fn eight_bits(s: &StandIn, d: &dyn Device) {
                 let rank = a.rank();
                 let shape = [&a.shape[..rank - 1], &[n]].concat();
                 let mut inputs = vec![(DType::U8, a.clone()), (DType::U8, b.clone())];
-                // The second of two numbers.
+                // The scale is the second of two numbers in its buffer.
                 let one = View::dense(&[2]).slice(&[1], &[1], &[1]);
                 inputs.extend(scaled.then_some((DType::F32, one)));
                 let mut call = Call::new(&op, &inputs, (result, &shape));
@@ -309,7 +309,7 @@ fn eight_bits(s: &StandIn, d: &dyn Device) {
             let mut call = Call::new(&op, &inputs, (result, &[m, n]));
             (call.codes, call.on_top, call.precision) = (Some([long, long]), Some(&f), MatmulPrecision::High);
             if result == DType::F32 {
-                // A bias on top of 8-bit floats is added to f16 and bf16 alone.
+                // For products of 8-bit floats, the library adds a bias only to results in f16 and bf16.
                 assert!(!call.kernel(d).unwrap().applies_epilogue());
                 continue;
             }
@@ -404,7 +404,7 @@ fn epilogues(s: &StandIn, d: &dyn Device) {
         let k = call.kernel(d).unwrap();
         assert!(!k.applies_epilogue(), "{kind}: {}", k.name());
     };
-    // The library's gelu is the one by tanh.
+    // The library's gelu is the tanh approximation.
     declined(&epilogue(DType::F32, &shape, 1, false, Some(ScalarOp::Gelu)), None);
     declined(&epilogue(DType::F32, &shape, 1, false, Some(ScalarOp::Exp)), None);
     // A value per row is no bias, and a bias has a value for every column.
@@ -463,8 +463,8 @@ fn convolutions(s: &StandIn, d: &dyn Device) {
             let transformed = s.get("winograds");
             let (name, got) = call.run(d, i % 2 == 0);
             let want = convolution(&call);
-            // Transforms lose precision of the sums, which are f32 for 16-bit floats too. They are used only
-            // for f32 whose precision permits rounding.
+            // Winograd transforms lose precision of the sums, which are f32 for 16-bit floats too. They are
+            // used only for f32, at a precision that permits rounding.
             assert_eq!(s.get("winograds"), transformed, "{name}");
             let e = error(&got, &want);
             assert!(name.starts_with("cudnn.conv.") && e <= tolerance(dtype), "{name}, {w:?}: {e}");
@@ -482,7 +482,7 @@ fn convolutions(s: &StandIn, d: &dyn Device) {
                 let mut call = Call::new(op, &inputs, (dtype, y));
                 call.on_top = Some(&f);
                 if ![DType::F32, DType::F16].contains(&dtype) {
-                    // cuDNN puts chains on top of f32 and f16 alone.
+                    // cuDNN supports epilogues only for f32 and f16.
                     assert!(!call.kernel(d).unwrap().applies_epilogue());
                     continue;
                 }
@@ -517,8 +517,8 @@ fn some<'a>() -> Call<'a> {
     Call::new(&Op::Matmul, &inputs, (DType::F32, &[64, 64]))
 }
 
-/// A captured graph runs the library's kernels, even if other streams have used its handle since. Queries
-/// that a capture forbids are made before it.
+/// A captured graph runs the library's kernels, even if other streams have used the library's handle since
+/// the capture. Queries that are forbidden during a capture are made before it.
 fn captured(s: &StandIn, d: &dyn Device, library: &str) {
     let call = some();
     let kernel = call.kernel(d).unwrap();
@@ -636,7 +636,8 @@ fn libraries_that_are_missing_are_reasons() {
         assert!(reason.contains("/nowhere/lib.so: "), "{reason}");
         let of_kernels = &found[..found.len() - 1];
         assert!(of_kernels.iter().all(|(_, text)| text.contains("/nowhere/lib.so: ")), "{found:?}");
-        // AMD's libraries have no kernels in that directory: rocBLAS would terminate the process.
+        // AMD's libraries find no kernel files beside this copy. Without the driver's check, rocBLAS would
+        // terminate the process.
         if s.driver.kind() == BackendType::Rocm {
             let bare = standin::copy(&s, "librocblas.so.4");
             let (reason, found) = over(Some(&bare.path));
@@ -647,7 +648,7 @@ fn libraries_that_are_missing_are_reasons() {
             let unknown: &'static Family =
                 Box::leak(Box::new(Family { architecture: |_| None, ..rocm::ROCM }));
             let copy = standin::copy(&s, "libamdhip64.so.5");
-            // SAFETY: these are stand-ins.
+            // SAFETY: the paths are those of stand-ins, which have the vendor's functions.
             let driver = unsafe { SimtDriver::over(unknown, &copy.path, &copy.path).with_kernels(&s.path) };
             let d = driver.open(0, &Options::default()).unwrap();
             assert!(some().kernel(&*d).unwrap_err().reason.contains("architecture is not known"));

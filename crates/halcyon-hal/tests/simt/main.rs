@@ -1,5 +1,5 @@
-//! The CUDA and ROCm drivers on stand-ins for the vendor libraries: failures are typed errors, nothing leaks,
-//! and the results come from the library.
+//! Tests of the CUDA and ROCm drivers with stand-ins for the vendor libraries: failures are typed errors,
+//! nothing leaks, and the results are those of the library.
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
 mod attention;
@@ -21,12 +21,13 @@ use std::sync::{Arc, Mutex};
 /// A stand-in's state is global, so tests that read its counters run one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// The resources that the library's users hold.
+/// Numbers of the library's resources that are in use.
 fn held(s: &StandIn) -> [i64; 8] {
     ["memory", "pages", "streams", "events", "modules", "contexts", "graphs", "execs"].map(|n| s.get(n))
 }
 
-/// Opens a device and runs a kernel, copies and a stream; returns `x * 2 + 1` for 1, 2, 3, twice.
+/// Opens a device and runs a kernel and copies in its own queue and in a stream. Returns `x * 2 + 1` for x =
+/// 1, 2, 3, read through the stream and again without it.
 fn work(s: &StandIn) -> Result<Vec<f64>> {
     let dir = tempfile::tempdir().unwrap();
     let options = Options { cache_dir: Some(dir.path().into()), profile: true, ..Options::default() };
@@ -70,7 +71,10 @@ fn memory_that_another_process_took_is_not_free() {
         let before = held(&s);
         let free = || s.driver.probe().unwrap()[0].free_memory.unwrap();
         let all = free();
-        assert!(s.driver.list().unwrap()[0].free_memory.is_none(), "{kind}: a list takes no context");
+        assert!(
+            s.driver.list().unwrap()[0].free_memory.is_none(),
+            "{kind}: listing devices makes no context"
+        );
         let d = s.driver.open(0, &Options::default()).unwrap();
         let open = d.free_memory().unwrap();
         assert!(open <= all && d.available().unwrap() <= open && d.unknown_free().is_empty(), "{kind}");
@@ -84,7 +88,7 @@ fn memory_that_another_process_took_is_not_free() {
         drop(d.alloc(1 << 16, Tag::Io).unwrap());
         s.set("others", 0);
         drop(d);
-        assert_eq!(held(&s), before, "{kind}: the contexts of questions are given back");
+        assert_eq!(held(&s), before, "{kind}: the contexts of queries are released");
     }
 }
 
@@ -123,13 +127,13 @@ fn what_fails_is_an_error_and_nothing_is_left() {
             settled();
         }
 
-        // A falsified byte of a read-back is noticed.
+        // If the stand-in falsifies one byte of a copy to the host, exactly one result is wrong.
         s.set("falsify", 13);
         let v = work(&s).unwrap();
         assert!(v != ANSWER && v.iter().zip(ANSWER).filter(|(a, b)| **a != *b).count() == 1, "{kind}: {v:?}");
         s.set("falsify", -1);
 
-        // With many writes and no event, page-locked memory is reused.
+        // Many writes without an event reuse page-locked memory.
         let d = s.driver.open(0, &Options::default()).unwrap();
         let (b, t) =
             (d.alloc(8 << 20, Tag::Io).unwrap(), d.create_stream(&StreamOptions::default()).unwrap());
@@ -152,7 +156,7 @@ fn what_fails_is_an_error_and_nothing_is_left() {
         let e = t.record().unwrap();
         e.wait().unwrap();
         let ran = e.elapsed().unwrap();
-        // The stand-in advances by a microsecond per event; each command has two.
+        // The stand-in's clock advances by a microsecond per event, and each command has two events.
         assert!(ran.end - ran.begin >= 2 * 5000 * 1000 - 1000, "{kind}: {ran:?}");
         drop((e, t, a, b, d));
         settled();
@@ -175,7 +179,7 @@ fn what_fails_is_an_error_and_nothing_is_left() {
         s.set("devices", 0);
         let e = s.driver.probe().unwrap_err();
         assert!(e.exit_code() == 4 && e.to_string().contains("finds no device"), "{kind}: {e}");
-        assert!(!e.to_string().contains("nstall"), "what is there is not to be installed: {e}");
+        assert!(!e.to_string().contains("nstall"), "the advice is to install what is installed: {e}");
         s.set("devices", 2);
         let all = s.driver.probe().unwrap();
         assert_eq!((all.len(), all[1].id()), (2, format!("{kind}:1").as_str()));
@@ -210,7 +214,7 @@ fn libraries_that_are_missing_or_others_are_named() {
         let e = over(&s.path, "libc.so.6");
         assert!(e.contains(&format!("libc.so.6: it has no function {}", lacks[1])), "{e}");
 
-        // SAFETY: this is a stand-in.
+        // SAFETY: this is a stand-in, whose functions have the vendor's signatures.
         let compiler = unsafe { family.compiler(std::slice::from_ref(&s.path)) }.unwrap();
         let flags = (family.flags)(Some(own)).unwrap();
         let e = compiler

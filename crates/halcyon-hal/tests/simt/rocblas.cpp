@@ -1,10 +1,10 @@
-// Part of standin.cpp with STANDIN_HIP: the stand-in for rocBLAS, as blas.cpp is for hipBLASLt.
+// Included by standin.cpp if STANDIN_HIP is defined: the stand-in for rocBLAS, as blas.cpp is for hipBLASLt.
 
 enum { ROC_OK = 0, ROC_HANDLE = 1, ROC_NOT_IMPLEMENTED = 2, ROC_POINTER = 3, ROC_SIZE = 4, ROC_MEMORY = 5, ROC_INTERNAL = 6,
        ROC_MISMATCH = 8, ROC_INCREASED = 9, ROC_UNCHANGED = 10, ROC_INVALID = 11 };
 
 extern "C" int rocblas_get_version_string(char* to, size_t n);
-// The real library terminates the process if it has no kernels for the device in files beside it.
+// The real library terminates the process if no file beside it has kernels for the device.
 static void tensile() {
     Dl_info own;
     if (!dladdr((void*)&rocblas_get_version_string, &own)) return;
@@ -52,7 +52,7 @@ extern "C" int rocblas_set_stream(Handle h, Handle s) {
     ROC;
     if (s == r.stream) return ROC_OK;
     if (!live(s)) return ROC_INVALID;
-    // The library queries the stream's state, which no capture permits.
+    // The real library queries the stream's state, which is not permitted during a capture.
     if (((Stream*)s)->capture) {
         ((Stream*)s)->broken = true;
         return ROC_INTERNAL;
@@ -127,7 +127,8 @@ extern "C" int rocblas_gemm_strided_batched_ex(Handle h, int ta, int tb, int m, 
     bool one = sums == R64 ? *(const double*)alpha == 1 : sums == I32 ? *(const int32_t*)alpha == 1 : *(const float*)alpha == 1;
     bool zero = sums == R64 ? *(const double*)beta == 0 : sums == I32 ? *(const int32_t*)beta == 0 : *(const float*)beta == 0;
     if (!one || !zero || c != d) return ROC_INVALID;
-    // The library must not need to allocate memory itself.
+    // The caller must set a workspace that is large enough, so that the library does not allocate memory
+    // itself.
     if (r.bytes < need || !r.workspace || !inside(r.workspace, r.bytes)) return ROC_MEMORY;
     if (!inside(a, x.bytes()) || !inside(b, y.bytes()) || !inside(d, z.bytes())) return ROC_INTERNAL;
     if (!apart(d, z.bytes(), a, x.bytes()) || !apart(d, z.bytes(), b, y.bytes())) return ROC_POINTER;

@@ -1,13 +1,13 @@
-// A stand-in for the CUDA driver and NVRTC or, with STANDIN_HIP, for the HIP runtime and hipRTC: devices with
-// host memory; kernels are compiled as C++ (kernel.h) and run on this processor. For tests of the drivers
-// without a GPU; the product never loads it.
+// A stand-in for the CUDA driver and NVRTC or, with STANDIN_HIP, for the HIP runtime and hipRTC. Its devices
+// use host memory. Kernels are compiled as C++ (kernel.h) and run on this processor. It is for tests of the
+// drivers without a GPU; the product never loads it.
 //
 // It is as strict as the real libraries or stricter: a copy outside of an allocation loses the device
 // permanently; a call in a thread that has not set the right device is rejected (the real ones would tolerate
-// some of these); a call that a capture does not permit ends the capture. It counts live objects, and can be
-// set to fail and to delay all work of a stream until it is waited for ("defer"), like a slow device. Built
-// by halcyon_test_host::standin, with the path of kernel.h in H_KERNEL and a directory for modules in
-// H_FOLDER.
+// some of these); a call that a capture does not permit ends the capture. It counts live objects. Tests can
+// make it fail, and make it delay all work of a stream until something waits for the work ("defer"), as a
+// slow device would. It is built by halcyon_test_host::standin, with the path of kernel.h in H_KERNEL and a
+// directory for modules in H_FOLDER.
 
 #include <cstdint>
 #include <cstdio>
@@ -74,12 +74,13 @@ struct Module {
 struct Function {
     Module* module;
     void (*call)(void**);
-    // For each argument; the highest bit marks an address.
+    // The size of each argument in bytes. The highest bit marks an address.
     std::vector<unsigned char> sizes;
 };
 struct Event {
     uint64_t at;
-    // The queue of its last recording, how often it was recorded, and how many of these have run.
+    // The stream in which it was last recorded, how often it was recorded, and the number of the last
+    // recording that has run.
     Handle by;
     uint64_t recorded, done;
     int device;
@@ -91,7 +92,7 @@ struct Graph {
 };
 struct Stream {
     int device;
-    // The graph being captured, by which thread, and whether the capture failed.
+    // The graph of the capture, the thread that captures, and whether the capture has failed.
     Graph* capture;
     std::thread::id by;
     bool broken;
@@ -122,7 +123,7 @@ static int64_t used_, others_;
 static const size_t GUARD = 64;
 static const unsigned char POISON = 0xa5, FENCE = 0x5c;
 
-// Those of the vendor libraries (blas.cpp, dnn.cpp).
+// The counters and controls of the vendor libraries (blas.cpp, dnn.cpp).
 static int64_t libraries_get(const std::string& name);
 static int libraries_set(const std::string& name, int64_t v);
 
@@ -170,7 +171,7 @@ extern "C" int standin_set(const char* name, int64_t v) {
     else if (n == "defer") defer_ = v;
     // Whether devices reach each other's memory.
     else if (n == "peers") peers_ = v;
-    // This thread has not set a device.
+    // From now on, this thread counts as one that has not set a device.
     else if (n == "forget") current_ = -1;
     // The error of the next module load.
     else if (n == "refuse module") refuse_module_ = v;
@@ -210,7 +211,7 @@ static int break_captures() {
     return CAPTURE_UNSUPPORTED;
 }
 
-// Runs a stream's delayed work until `until` returns true.
+// Runs a stream's delayed work, all of it or until `until` returns true.
 static void flush(Stream* s, const std::function<bool()>& until = nullptr) {
     while (!s->waiting.empty() && !(until && until())) {
         Work w = std::move(s->waiting.front());
@@ -366,7 +367,7 @@ API(cuMemAlloc_v2, hipMalloc)(Address* at, size_t n) {
 API(cuMemFree_v2, hipFree)(Address at) {
     LEAVE;
     if (capturing_) return break_captures();
-    // A lost device returns its error; its memory is released with its context.
+    // The memory of a lost device is freed too, but the call returns the device's error.
     flush_all();
     auto m = memory.find(at);
     if (m == memory.end()) return INVALID;
@@ -406,15 +407,15 @@ static bool inside(Address at, size_t n) {
         --m;
         if (at >= m->first && at + n <= m->first + m->second) return true;
     }
-    fprintf(stderr, "stand-in: %zu bytes at %llx are no allocation's\n", n, (unsigned long long)at);
+    fprintf(stderr, "stand-in: %zu bytes at %llx are not in an allocation\n", n, (unsigned long long)at);
     lost_ = ILLEGAL_ADDRESS;
     return false;
 }
-// Whether it is a stream of the thread's device.
+// Whether the handle is a stream of this thread's device.
 static bool live(Handle stream) { return streams.count(stream) && ((Stream*)stream)->device == current_; }
 static bool live_event(Handle event) { return events.count(event) && ((Event*)event)->device == current_; }
 
-// Whether it is page-locked host memory, which the device may access later.
+// Whether the address is in page-locked host memory, which the device may access later.
 static bool locked(const void* at) {
     auto m = pages.upper_bound((void*)at);
     return m != pages.begin() && (--m, (char*)at < (char*)m->first + m->second);
@@ -506,11 +507,11 @@ API(cuEventDestroy_v2, hipEventDestroy)(Handle e) {
     LEAVE;
     if (!live_event(e)) return INVALID_HANDLE;
     events.erase(e);
-    // Delayed work may still refer to it, so it is leaked then.
+    // Delayed work may still refer to the event, so it is leaked if work is delayed.
     if (!defer_) delete (Event*)e;
     return OK;
 }
-// Runs the work before an event.
+// Runs the delayed work before a recording of an event.
 static void reach(Event* e, uint64_t round) {
     if (e->by && streams.count(e->by)) flush((Stream*)e->by, [=] { return e->done >= round; });
 }
@@ -554,7 +555,7 @@ API(cuStreamWaitEvent, hipStreamWaitEvent)(Handle s, Handle h, unsigned) {
 API(cuEventElapsedTime, hipEventElapsedTime)(float* ms, Handle a, Handle b) {
     ENTER;
     if (!live_event(a) || !live_event(b) || !((Event*)a)->at || !((Event*)b)->at) return INVALID_HANDLE;
-    // A microsecond per event recorded in between; no time is measured.
+    // No time is measured: the result is a microsecond for each event recorded in between.
     *ms = (float)(((Event*)b)->at - ((Event*)a)->at) * 1e-3f;
     return OK;
 }
@@ -578,7 +579,7 @@ static bool inside_of(int device, Address at, size_t n) {
     if (!inside(at, n)) return false;
     auto m = where.upper_bound(at);
     if ((--m)->second == device) return true;
-    fprintf(stderr, "stand-in: a copy takes %llx for memory of device %d\n", (unsigned long long)at, device);
+    fprintf(stderr, "stand-in: a copy treats %llx as memory of device %d, which it is not\n", (unsigned long long)at, device);
     lost_ = ILLEGAL_ADDRESS;
     return false;
 }
@@ -731,7 +732,8 @@ static bool instructions(std::string& text, std::string& log) {
         std::string line = text.substr(quote + 1, end - quote - 1);
         auto found = known.find(line);
         if (found == known.end()) {
-            // Without an architecture, bf16 conversion uses other code.
+            // This instruction stays: the stand-in has no architecture, and the source then uses other code
+            // for it.
             if (line != "cvt.rn.bf16.f32 %0, %1;") { log = "unknown instruction: " + line; return false; }
             at = end;
             continue;
@@ -809,7 +811,7 @@ extern "C" int NAME(nvrtcCompileProgram, hiprtcCompileProgram)(Handle h, int n, 
         return 7;
     }
     if (!arch) {
-        p.log = "no architecture of the stand-in's";
+        p.log = "the flags name no architecture of the stand-in";
         return 5;
     }
     std::string text = p.text;
@@ -894,7 +896,7 @@ API(cuModuleLoadData, hipModuleLoadData)(Handle* to, const void* image) {
     bool ptx = !HIP && strncmp(s, PTX_MARK, sizeof PTX_MARK - 1) == 0;
     if (!ptx && strncmp(s, MARK, sizeof MARK - 1) != 0) return INVALID_IMAGE;
     s += (ptx ? sizeof PTX_MARK : sizeof MARK) - 1;
-    // Compiled by a newer compiler than the driver.
+    // The module was compiled by a compiler that is newer than the driver.
     if (strtol(s, (char**)&s, 10) > DRIVER_MAJOR) return ptx ? UNSUPPORTED_PTX : INVALID_IMAGE;
     ptx_ += ptx;
     void* lib = dlopen(s + 1, RTLD_NOW | RTLD_LOCAL);
@@ -1029,7 +1031,7 @@ static bool run_group(uint3_ b, size_t n) {
 // Runs a kernel with copied arguments.
 static int run_kernel(Function* k, uint3_ g, uint3_ b, std::vector<uint64_t> values) {
     if (!modules.count(k->module)) {
-        fprintf(stderr, "stand-in: a kernel runs whose module was unloaded\n");
+        fprintf(stderr, "stand-in: a kernel runs, but its module was unloaded\n");
         abort();
     }
     if (lose_at_ >= 0 && lose_at_-- == 0) return (int)(lost_ = LAUNCH_FAILED);

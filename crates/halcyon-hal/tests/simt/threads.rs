@@ -1,6 +1,6 @@
-//! Every runtime call is made in a thread that has set the device. The stand-ins reject other calls, so this
-//! test enters the driver in every way from threads that have not set the device or have last used another
-//! one.
+//! The driver must set the device in a thread before it makes a runtime call there, and the stand-ins reject
+//! other calls. This test calls every function of the driver in threads that have not set the device, or that
+//! have last used another one.
 
 use crate::common::standin;
 use crate::common::*;

@@ -1,4 +1,4 @@
-//! Epilogues of one common form, which kernels apply while they store a result.
+//! Affine epilogues: epilogues of a common form, which kernels apply while they store a result.
 
 use super::{Fused, Instr, InstrKind, Load, Out, Param, Reg};
 use crate::dtype::DType;
@@ -11,8 +11,8 @@ use crate::scalar_op::ScalarOp;
 pub struct Affine {
     /// One factor per channel.
     pub scale: Option<usize>,
-    /// One value per channel. If every axis outside the channels has size 1, an operand has the shape of a
-    /// bias and of a residual. It is then the bias.
+    /// One value per channel. If every axis outside the channels has size 1, an operand has the shape of both
+    /// a bias and a residual. It is then the bias.
     pub bias: Option<usize>,
     /// A value per element of the result.
     pub residual: Option<usize>,
@@ -41,7 +41,7 @@ impl Affine {
     }
 }
 
-/// Why a chain has no affine form.
+/// The reason for a chain that has another form. Its subject is "the epilogue".
 const MORE: &str = "is more than a scale, a bias, a residual and an activation";
 
 /// The parts, in the order in which they may follow each other.
@@ -62,8 +62,9 @@ struct Reader<'a> {
     shape: &'a [usize],
     dense: Vec<isize>,
     channels: Vec<isize>,
-    /// The value so far, once the chain has read the result.
+    /// The register of the value so far; `None` before the chain has loaded the result.
     value: Option<Reg>,
+    /// The last part that was read.
     done: Part,
     /// The type of the arithmetic so far.
     compute: Option<DType>,
@@ -73,12 +74,12 @@ struct Reader<'a> {
 
 impl Fused {
     /// Reads the kernel as an affine epilogue of the result that input `product` holds. `shape` is the
-    /// result's shape as the kernel that stores it sees it; `channels` are the axes of `shape` that together
-    /// count the channels, in order.
+    /// result's shape in the kernel that stores it. `channels` are the axes of `shape` that together are the
+    /// axis of channels, outermost first.
     ///
     /// # Errors
-    /// The reason, which follows "the epilogue", if the kernel has another form: another order of the parts,
-    /// a part twice, operands with other strides, arithmetic in several types.
+    /// If the kernel has another form (another order of the parts, a part twice, operands with other strides,
+    /// arithmetic in several types), the reason. Its subject is "the epilogue".
     pub fn as_affine(
         &self,
         product: u32,
@@ -167,8 +168,8 @@ impl<'a> Reader<'a> {
             }
             self.rounded = !(self.done == Part::Nothing && widens);
         }
-        // (A cast from a half type to itself rounds a value that an executor keeps in f32. Kernels round the
-        // result once, at the end.)
+        // A cast from a half type to itself rounds a value that an executor keeps in f32. It is ignored here,
+        // because kernels round the result once, at the end.
         self.value = Some(i);
         Ok(())
     }
@@ -178,7 +179,7 @@ impl<'a> Reader<'a> {
             return Err("computes in several types");
         }
         self.compute = Some(instr.dtype);
-        // Every op must continue the chain.
+        // Every op must have the value so far as an operand.
         let at = instr.args.iter().position(|a| Some(*a) == self.value).ok_or(MORE)?;
         let other = instr.args.get(1 - at.min(1)).map(|r| self.source(*r, instr.dtype));
         let load = match other {
@@ -227,7 +228,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// The instruction that gives an operand, before a cast to the type of the arithmetic.
+    /// The instruction that computes an operand, without a cast to the type of the arithmetic.
     fn source(&self, r: Reg, compute: DType) -> &'a InstrKind {
         let i = &self.f.body[r as usize];
         match i.kind {
@@ -242,8 +243,8 @@ impl<'a> Reader<'a> {
         l.dtype == compute && self.like(&l.view, &self.channels)
     }
 
-    /// A literal bound of a clamp. A NaN bound would make every value NaN, which the clamps of kernels do
-    /// not.
+    /// A literal bound of a clamp. NaN is refused: with a NaN bound the result must be NaN, but the clamps of
+    /// kernels would keep the value.
     fn literal(&self, other: Option<&InstrKind>) -> Option<f64> {
         let Some(InstrKind::Param(k)) = other else { return None };
         match self.f.params[*k as usize] {
@@ -274,8 +275,8 @@ mod tests {
 
     const SHAPE: [usize; 2] = [6, 5];
 
-    /// A chain on a product of type `dtype`; loads 1, 2, … have the given strides. The body follows the
-    /// loads.
+    /// A chain on a product of type `dtype`, which is load 0; loads 1, 2, … have the given types and strides.
+    /// The body follows the loads.
     fn chain(dtype: DType, loads: &[(DType, [isize; 2])], body: &[(InstrKind, DType, &[Reg])]) -> Fused {
         let load = |(i, (dtype, strides)): (usize, &(DType, [isize; 2]))| Load {
             input: i as u32,
@@ -396,9 +397,9 @@ mod tests {
             &[(Cast, F32, &[0]), (Cast, F32, &[1]), (Op(Add), F32, &[2, 3]), (Cast, BF16, &[4])];
         let a = read(&chain(BF16, &[(BF16, [5, 1])], body)).unwrap();
         assert_eq!((a.residual, a.product, a.compute, a.out), (Some(1), BF16, F32, BF16));
-        // With one value per channel it is neither a bias nor a residual.
+        // A bf16 operand with one value per channel is neither a bias nor a residual of arithmetic in f32.
         assert!(read(&chain(BF16, &[(BF16, [0, 1])], body)).is_err());
-        // Arithmetic in bf16, as in a graph of halves.
+        // If the arithmetic is in bf16, as in a graph of half types, it is a bias.
         let a =
             read(&chain(BF16, &[(BF16, [0, 1])], &[(Op(Add), BF16, &[0, 1]), (Cast, BF16, &[2])])).unwrap();
         assert_eq!((a.bias, a.compute, a.out), (Some(1), BF16, BF16));

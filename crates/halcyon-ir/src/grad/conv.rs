@@ -1,12 +1,13 @@
 //! Gradients of a convolution, as convolutions.
 //!
 //! On one spatial axis with input size `i`, kernel `k`, output `o`, stride `s`, dilation `d`, input dilation
-//! `e` and low padding `l`, the convolution is `y[q] = Σ_j x̂[q·s + j·d - l]·w[j]`, where `x̂` is `x` with
-//! `e - 1` zeros between elements. Hence
-//! - `dx[p] = Σ_j ŷ[p·e + l - j·d]·w[j]`, where `ŷ` is the gradient dilated by `s`: a convolution of it with
-//!   the flipped weight, with stride `e`, dilation `d`, input dilation `s` and low padding `(k-1)·d - l`;
-//! - `dw[j] = Σ_q x̂[j·d + q·s - l]·dy[q]`: a convolution of `x` with the gradient as its weight, with stride
-//!   `d`, dilation `s`, input dilation `e` and low padding `l`.
+//! `e` and low padding `l`, the convolution is `y[q] = Σ_j x̂[q·s + j·d - l]·w[j]`, where `x̂` is `x` with `e
+//! - 1` zeros between elements. Hence, with `dx`, `dw` and `dy` for the gradients of `x`, `w` and `y`:
+//! - `dx[p] = Σ_j ŷ[p·e + l - j·d]·w[j]`, where `ŷ` is `dy` with `s - 1` zeros between elements: a
+//!   convolution of `dy` with the flipped weight, with stride `e`, dilation `d`, input dilation `s` and low
+//!   padding `(k-1)·d - l`;
+//! - `dw[j] = Σ_q x̂[j·d + q·s - l]·dy[q]`: a convolution of `x` with `dy` as its weight, with stride `d`,
+//!   dilation `s`, input dilation `e` and low padding `l`.
 //!
 //! High paddings are chosen to give the exact size of the result. Since both gradients are convolutions,
 //! gradients of any order follow.
@@ -61,7 +62,7 @@ fn merge(s: &Shape, at: usize) -> Shape {
 pub(crate) fn input(g: &mut Graph, node: &Node, c: &Conv, dy: NodeId) -> Result<NodeId> {
     let ax = axes(g, node, c)?;
     let n = ax.len();
-    // [G·O', C', k…] → [G·C', O', k…], flipped.
+    // [G·O', C', k…] → [G·C', O', k…], flipped, for G groups of C' input and O' output channels.
     let w = node.inputs[1];
     let s = split(g.shape(w), 0, c.groups)?;
     let w = g.reshape(w, s)?;

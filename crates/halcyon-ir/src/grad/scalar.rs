@@ -8,7 +8,7 @@ use std::f64::consts::{FRAC_1_SQRT_2, LN_2, PI};
 /// How the gradient of a scalar op is computed.
 #[derive(Clone, Copy, Debug)]
 pub enum ScalarGrad {
-    /// Zero wherever it is defined: no gradient is propagated.
+    /// The derivative is zero wherever it exists, so no gradient is propagated.
     Zero,
     /// For ops of one operand: the derivative, computed from operand `x` and result `y`. It multiplies the
     /// incoming gradient.
@@ -239,14 +239,14 @@ pub(crate) fn modulo(g: &mut Graph, x: &[NodeId], _: NodeId, dy: NodeId, k: usiz
 pub(crate) fn pow(g: &mut Graph, x: &[NodeId], y: NodeId, dy: NodeId, k: usize) -> Result<Option<NodeId>> {
     let z = g.lit(x[0], 0.0);
     let f = if k == 0 {
-        // b·a^(b-1), and 0 for b = 0 whatever a is.
+        // For y = a^b: b·a^(b-1), and 0 for b = 0 whatever a is.
         let e = plus(g, x[1], -1.0)?;
         let p = g.pow(x[0], e)?;
         let p = g.mul(x[1], p)?;
         let flat = g.eq(x[1], z)?;
         g.select(flat, z, p)?
     } else {
-        // y·ln a, and 0 if a is not positive (there is no derivative for negative a).
+        // For y = a^b: y·ln a, and 0 if a is not positive (there is no derivative for negative a).
         let ok = g.gt(x[0], z)?;
         let one = g.lit(x[0], 1.0);
         let a = g.select(ok, x[0], one)?;

@@ -1,5 +1,5 @@
-//! Checks every rule against central differences in f64, on inputs that differ from run to run. A failure
-//! prints the seed; set `HALCYON_SEED` to repeat the run.
+//! Checks the gradient of every op against central differences in f64, on inputs that differ from run to run.
+//! A failure prints the seed; set `HALCYON_SEED` to repeat the run.
 
 use super::*;
 use crate::custom::CustomOp;
@@ -58,7 +58,8 @@ fn weighted(g: &mut Graph, x: NodeId, r: &mut Rng) -> Result<NodeId> {
 type Build<'a> = &'a dyn Fn(&mut Graph, &[NodeId], &mut Rng) -> Result<NodeId>;
 const ANY: (f64, f64) = (-2.0, 2.0);
 
-/// Compares the gradients of `Σ r·build(x)` in f32 graphs, evaluated in f64, with central differences.
+/// Builds `Σ r·build(x)` (with random `r`) and its gradients in f32, evaluates both in f64, and compares the
+/// gradients with central differences.
 fn check_in(name: &str, shapes: &[&[usize]], domain: (f64, f64), build: Build) {
     let mut r = Rng::fresh();
     let seed = r.0;
@@ -310,7 +311,7 @@ fn reductions_and_scans() {
             });
         }
     }
-    // An exclusive maximum starts at -inf, which breaks differences, so it is clamped before the check.
+    // An exclusive maximum starts at -inf, where differences are NaN, so it is clamped before the check.
     check("exclusive scan max", &[&[5]], &|g, x, _| {
         let s = g.scan(ReduceKind::Max, x[0], 0, true, false)?;
         let lo = g.lit(s, -100.0);
@@ -397,7 +398,7 @@ fn pools() {
     let d = gradients(&mut g, s, &[x], None).unwrap()[0].unwrap();
     let q = g.mul(d, d).unwrap();
     let q = g.sum(q, &[0, 1, 2, 3], false).unwrap();
-    // The path through dy does not depend on x; only the path through y does.
+    // The gradient of a max pool depends on `x`, and a second gradient is not supported.
     let e = gradients(&mut g, q, &[x], None).unwrap_err().to_string();
     assert!(e.contains("max_pool") && e.contains("net.rs:3"), "{e}");
 }
@@ -415,7 +416,7 @@ fn gathers_and_scatters() {
         g.gather_elements(x[0], i, 1)
     });
     for kind in [ScatterKind::Set, ScatterKind::Add, ScatterKind::Max, ScatterKind::Min] {
-        // More updates than places, so every run has duplicates.
+        // More updates than places, so in every run some updates have the same index.
         check(&format!("scatter_rows {kind:?}"), &[&[2, 3, 2], &[2, 5, 2]], &|g, x, r| {
             let i = r.index(&[5], 3);
             let i = g.constant(i);
@@ -537,7 +538,8 @@ fn invalid_losses_are_errors() {
     assert!(matches!(gradients(&mut g, j, &[i], None), Err(Error::DType { .. })));
     let wrong = g.full(DType::F32, [3usize], 1.0);
     assert!(gradients(&mut g, y, &[x], Some(wrong)).is_err());
-    // No dependence, an integer, an intermediate node, the loss itself.
+    // Gradients with respect to a node that the loss does not depend on, an integer, an intermediate node,
+    // the loss itself, and an input.
     let s = g.sum(y, &[0, 1], false).unwrap();
     let other = g.input("z", TensorType::new(DType::F32, [1usize]));
     let f = g.cast(i, DType::F32).unwrap();
@@ -561,6 +563,6 @@ fn long_chains() {
     }
     let s = g.sum(y, &[0], false).unwrap();
     let d = gradients(&mut g, s, &[x], None).unwrap()[0].unwrap();
-    // y(k+2) = -y(k) + x with y(0) = x, which returns to x after every four steps.
+    // y(k+2) = -y(k) + x with y(0) = x, so y(2) = 0, y(4) = x, and y is x again after every four ops.
     assert_eq!(run(&mut g, &[floats(&[2], &[1.5, -2.0])], &[d])[0], [1.0, 1.0]);
 }

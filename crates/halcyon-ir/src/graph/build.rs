@@ -92,7 +92,7 @@ impl Graph {
     pub fn state(&mut self, input: u32, output: u32) -> Result<()> {
         let bad = |w: &str| Err(Error::argument("state", w));
         let (Some(i), Some(o)) = (self.inputs.get(input as usize), self.outputs.get(output as usize)) else {
-            return bad("no such input or output");
+            return bad("there is no such input or output");
         };
         if self.ty(i.node) != self.ty(o.node) {
             return bad("the new value's type differs from the state's");
@@ -106,7 +106,7 @@ impl Graph {
     /// Applies a scalar op with NumPy broadcasting.
     pub fn scalar(&mut self, op: ScalarOp, x: &[NodeId]) -> Result<NodeId> {
         let mut s =
-            self.shape(*x.first().ok_or_else(|| Error::argument(op.name(), "needs operands"))?).clone();
+            self.shape(*x.first().ok_or_else(|| Error::argument(op.name(), "it has no operands"))?).clone();
         for i in &x[1..] {
             s = s.broadcast(self.shape(*i)).map_err(|e| match e {
                 Error::Shape { what, .. } => {
@@ -157,9 +157,11 @@ impl Graph {
     pub fn transpose(&mut self, x: NodeId, a: usize, b: usize) -> Result<NodeId> {
         let mut p: Axes = (0..self.shape(x).rank()).collect();
         if a >= p.len() || b >= p.len() {
-            return Err(
-                Error::shape("transpose", format!("axes {a} and {b} of {}", self.shape(x))).at(&self.span)
-            );
+            return Err(Error::shape(
+                "transpose",
+                format!("axis {a} or {b} is outside shape {}", self.shape(x)),
+            )
+            .at(&self.span));
         }
         p.swap(a, b);
         self.permute(x, &p)
@@ -181,7 +183,7 @@ impl Graph {
             return Ok(x);
         }
         if start.len() != step.len() {
-            return Err(Error::argument("slice", "one start and one step per axis").at(&self.span));
+            return Err(Error::argument("slice", "expected one start and one step per axis").at(&self.span));
         }
         let axes = start.iter().zip(step).map(|(s, t)| SliceAxis { start: *s, step: *t }).collect();
         let want = TensorType { dtype: self.dtype(x), shape: len.iter().copied().collect() };
@@ -288,7 +290,7 @@ impl Graph {
         let (la, lb) = (sa.rank() - 2, sb.rank() - 2);
         let batch = Shape::from(&sa[..la]).broadcast(&Shape::from(&sb[..lb])).map_err(|e| match e {
             Error::Shape { .. } => {
-                Error::shape("matmul", format!("batch dimensions of {sa} × {sb} do not go together"))
+                Error::shape("matmul", format!("the batch dimensions of {sa} and {sb} do not broadcast"))
                     .at(&self.span)
             }
             e => e,

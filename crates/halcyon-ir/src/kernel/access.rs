@@ -1,7 +1,8 @@
-//! Shared by the templates: parameters declared together with their values, strided operands, output points.
+//! What the templates share: parameters that are declared together with their values, operands with strides,
+//! and loops over the points of an output.
 //!
-//! The values are passed by the launch and are not part of the text, so a kernel serves every shape of its
-//! class. The text depends on types and ranks and, for each operand, on which strides are 0 and whether the
+//! The values are passed by the launch and are not part of the kernel, so that a kernel serves many shapes. A
+//! kernel depends only on types and ranks and, for each operand, on which strides are 0 and whether the
 //! innermost stride is 1.
 
 use super::{Buf, Builder, E, Kernel, Launch, Reduce, Ty};
@@ -157,7 +158,7 @@ impl<'a> Access<'a> {
     }
 }
 
-/// A scalar op with the wrapping that the element types guarantee. Signed overflow is undefined in C, so
+/// A scalar op whose integer results wrap, as element types require. Signed overflow is undefined in C, so
 /// signed sums and products use the unsigned type. Types below 32 bits wrap after every op.
 pub(crate) fn typed<'a>(b: &'a Builder, op: ScalarOp, d: DType, x: &[E<'a>]) -> E<'a> {
     let unsigned = match Ty::of(d) {

@@ -1,4 +1,4 @@
-//! Fused chains: element-wise code over strided views, with an optional reduction at the end.
+//! The kernels of fused chains: element-wise code over strided views, with an optional reduction at the end.
 
 use super::access::{Template, index_type, reduction, typed};
 use super::tune::{Choices, Tolerance, Variant, class, digest_chain};
@@ -49,8 +49,10 @@ impl Form {
         }
     }
 
-    /// One work-item per result if there are many results or little to reduce; otherwise one workgroup per
-    /// result. If the input is read in runs, many results also get one workgroup each.
+    /// The form that is used without tuning. Without a reduction, a work-item computes several neighbours if
+    /// possible. With a reduction, there is one work-item per result if there are many results or little to
+    /// reduce, and one workgroup per result otherwise. If the input can be read in runs (several contiguous
+    /// elements at a time), many results also get one workgroup each.
     fn default(f: &Fused, caps: &Caps) -> Form {
         let each = neighbours(f, caps);
         if let Some(each) = each.filter(|_| f.reduced == 0) {
@@ -75,7 +77,7 @@ impl Form {
 /// How a work-item that processes several neighbours along the last axis loads them.
 #[derive(Clone, Copy, PartialEq)]
 enum Reach {
-    /// With loads of words and vectors.
+    /// With loads of words or vectors, because the neighbours are contiguous.
     Run,
     /// With one load, because all neighbours are the same element.
     Same,
@@ -100,9 +102,9 @@ fn reach(v: &View, dtype: DType, each: u32) -> Reach {
 }
 
 /// How many neighbours along the last axis a work-item processes on a GPU, or `None` for one. They cover 16
-/// bytes of the narrowest type that is read or written in runs, or fewer if sizes do not divide or the code
-/// would be long. For a reduction these are the elements it adds at a time, and some load must have them in
-/// runs.
+/// bytes of the narrowest type that is read or written in runs, or fewer if the last axis is not divisible by
+/// this number or the code would be too long. In a reduction, they are the elements that a work-item adds at
+/// a time, and at least one load must read them in runs.
 fn neighbours(f: &Fused, caps: &Caps) -> Option<u32> {
     if caps.is_cpu {
         return None;
@@ -126,7 +128,7 @@ fn index(f: &Fused) -> Ty {
     index_type(views.chain([&View::dense(&f.space)]))
 }
 
-/// The kernels that the device can run for a fused chain.
+/// The variants of a fused chain's kernel that the device can run.
 pub fn fused_choices(f: &Fused, caps: &Caps) -> Choices {
     let (outer, inner) = (f.outer().iter().product(), f.inner().iter().product());
     let each = neighbours(f, caps);
@@ -160,7 +162,10 @@ pub fn fused_choices(f: &Fused, caps: &Caps) -> Choices {
 pub fn lower_fused_as(f: &Fused, caps: &Caps, v: &Variant) -> Result<(Kernel, Launch)> {
     let form = Form::of(v).ok().filter(|_| fused_choices(f, caps).has(v));
     let form = form.ok_or_else(|| {
-        Error::unsupported(format!("a chain as \"{v}\""), "Take one of the variants that are listed")
+        Error::unsupported(
+            format!("a fused chain as \"{v}\""),
+            "Choose one of the variants that `fused_choices` lists",
+        )
     })?;
     build(f, caps, form)
 }
@@ -170,7 +175,7 @@ pub fn lower_fused_as(f: &Fused, caps: &Caps, v: &Variant) -> Result<(Kernel, La
 ///
 /// The kernel's text depends on the ranks, the types, the body, which strides are 0, whether the innermost
 /// stride is 1, and which axes are masked. Sizes, strides, offsets, mask bounds and literals are parameters.
-/// Programs are shared by [`Kernel::key`].
+/// Kernels with the same [`Kernel::key`] share a program.
 ///
 /// # Errors
 /// The errors of the verifier.
@@ -196,7 +201,7 @@ fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
     };
     let t = Template::with_index(name, group, ix);
     if group > caps.max_workgroup {
-        return Err(Error::unsupported("a group reduction", "The device's groups are too small"));
+        return Err(Error::unsupported("a workgroup of this size", "Choose another variant or device"));
     }
     if f.reduced == 0 {
         t.b.may_alias();
@@ -298,8 +303,8 @@ struct Chain<'a> {
 type Neighbours<'a> = (Vec<E<'a>>, Vec<Vec<E<'a>>>);
 
 impl<'a> Chain<'a> {
-    /// If `each` is over one, a work-item processes that many neighbours along the last axis at a time, and
-    /// the parameters count such groups.
+    /// Declares the kernel's buffers and parameters. If `each` is above 1, a work-item processes that many
+    /// neighbours along the last axis at a time, and the parameters count groups of `each` neighbours.
     fn declare(t: &'a Template, f: &'a Fused, each: u32) -> Result<Chain<'a>> {
         let b = &t.b;
         let inputs = f.loads.iter().map(|l| l.input + 1).max().unwrap_or(0);
@@ -317,7 +322,8 @@ impl<'a> Chain<'a> {
         let count = t.size("n", f.outer().iter().product::<usize>() / by_count);
         let reduced = t.size("r", f.inner().iter().product::<usize>() / by_reduced);
         let border = f.space.len() - f.reduced;
-        // The outermost dimension of each part needs no division, so the number of points stands in for it.
+        // Splitting an index does not divide by the first size of the outer or of the inner axes, so the
+        // number of points takes the place of this size.
         let dims: Vec<E<'a>> = (0..f.space.len())
             .map(|k| {
                 if k == 0 {
@@ -364,7 +370,7 @@ impl<'a> Chain<'a> {
     /// groups of neighbours along the last axis. Loads use runs where possible.
     fn vector(&self, b: &'a Builder, mut idx: Vec<E<'a>>, each: u32) -> Result<Neighbours<'a>> {
         let Some(last) = idx.len().checked_sub(1) else {
-            return Err(Error::internal("neighbours of a scalar"));
+            return Err(Error::internal("a scalar has no neighbours"));
         };
         idx[last] = b.let_(idx[last] * each);
         let first = idx.clone();
@@ -558,7 +564,7 @@ fn bitcast(from: DType, to: DType, v: E<'_>) -> Result<E<'_>> {
         (a, b) if a.class() == Class::Float || b.class() == Class::Float => {
             return Err(Error::internal(format!("bit cast from {a} to {b}")));
         }
-        // Integers of the same width below 32 bits: changing the sign wraps.
+        // Both are integers of the same width below 32 bits. A cast between them wraps, which keeps the bits.
         (_, b) => v.cast(b),
     })
 }

@@ -128,7 +128,7 @@ ids! {
     FragmentId
 }
 
-/// An index or size of the launch, as seen by the work-item. All have type i32.
+/// An index of the work-item, or a size of the launch. All have type i32.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum Id {
     /// Index in the workgroup along a dimension.
@@ -467,8 +467,8 @@ pub enum Stmt {
     Barrier {
         global: bool,
     },
-    /// Sets word `index` of a u32 buffer to `code` unless it is already set. Reports an index that was out of
-    /// range and clamped.
+    /// Sets word `index` of a u32 buffer to `code` unless the word is already set. Kernels use it to report
+    /// an index that was out of range and clamped.
     SetError {
         buf: BufId,
         index: ExprId,
@@ -521,7 +521,7 @@ pub enum Stmt {
         op: Reduce,
     },
     /// Converts a column range of a sum fragment, starting at `column`, to a left operand, rounding to the
-    /// operand type. Devices whose register layouts of sums and operands differ go through `scratch`:
+    /// operand type. Devices whose register layouts of sums and operands differ convert by way of `scratch`:
     /// row-major workgroup memory for all of the sums in the operand type, private to the subgroup. Its
     /// contents are overwritten.
     FragmentConvert {

@@ -11,11 +11,12 @@ use crate::target::{Caps, Declined, Operand};
 /// The kernels that together compute one op.
 #[derive(Debug, Default)]
 pub struct Lowered {
-    /// Kernel, launch, and the number of each of its buffers: inputs first, then the output, then
-    /// temporaries. Read buffers are declared before written ones. The fault word is not included; the device
-    /// binds it.
+    /// The kernels in order, each with its launch and its binding: the numbers of the buffers that the kernel
+    /// declares. The inputs have the first numbers, then the output, then the temporaries. A kernel declares
+    /// the buffers that it reads before those that it writes. The binding does not contain the fault word,
+    /// which the device binds.
     pub steps: Vec<(Kernel, Launch, Vec<usize>)>,
-    /// Bytes of each temporary.
+    /// Size of each temporary in bytes.
     pub temps: Vec<usize>,
 }
 
@@ -23,22 +24,22 @@ pub struct Lowered {
 #[derive(Debug)]
 pub struct KernelCall<'a> {
     pub op: &'a Op,
-    /// May be strided, but not masked.
+    /// The operands. They may be strided, but not masked.
     pub inputs: &'a [Operand],
     /// The result, which is dense.
     pub out: &'a Operand,
-    /// The result's buffer is that of input 0 ([`Op::UpdateSlice`]).
+    /// Whether the result is written to the buffer of input 0 ([`Op::UpdateSlice`]).
     pub in_place: bool,
     pub caps: &'a Caps,
 }
 
 impl KernelCall<'_> {
-    /// The kernel alone, with the inputs in order and then the output.
+    /// A result with only this kernel, whose buffers are the inputs in order, then the output.
     pub(crate) fn single_kernel(&self, k: Result<(Kernel, Launch)>) -> Result<Lowered, Declined> {
         self.kernel_with_binding(k, (0..=self.inputs.len()).collect())
     }
 
-    /// The kernel with its `binding`: the number of each of its buffers.
+    /// A result with only this kernel, whose buffers have the numbers `binding`.
     pub(crate) fn kernel_with_binding(
         &self,
         k: Result<(Kernel, Launch)>,
@@ -54,9 +55,9 @@ impl KernelCall<'_> {
     }
 }
 
-/// Kernels for a structured op or a composite. `inputs` may be strided; a template that needs dense operands
-/// declines with [`Declined::needs_dense`]. The output is dense. `in_place`: the output's buffer is that of
-/// input 0 ([`Op::UpdateSlice`]).
+/// Kernels for a structured op or a composite. `inputs` may be strided. A template that needs dense operands
+/// declines others with [`Declined::needs_dense`]. The output is dense. `in_place` says that the output is
+/// written to the buffer of input 0 ([`Op::UpdateSlice`]).
 ///
 /// # Errors
 /// [`Declined`] with the reason if there is no template for the op or its types, or if an operand is masked.
@@ -72,7 +73,7 @@ pub fn lower_op(
         return Err(Declined::needs_dense(masked));
     }
     let Some(out) = outputs.first() else {
-        return Err(Declined::because(format!("{} without a result", op.name())));
+        return Err(Declined::because(format!("{} has no result", op.name())));
     };
     if let Some(t) = op.facts().template {
         let low = (t.lower)(op, inputs, outputs, caps)?;

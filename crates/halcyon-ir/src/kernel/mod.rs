@@ -41,7 +41,7 @@ impl Launch {
             .map(|p| {
                 let v = match values.iter().find(|(n, _)| *n == p.name) {
                     Some((_, v)) => *v,
-                    // The device replaces the 0 of `fault` by the node's number.
+                    // The device replaces the 0 of `fault` by the command's fault id.
                     None if p.name == "fault" || is_offset(&p.name) => Scalar::U(0),
                     None => {
                         return Err(Error::internal(format!(

@@ -1,5 +1,5 @@
-//! Long reductions with few results. One workgroup per result would leave most of a GPU idle, so each is
-//! reduced in parts, and a second kernel reduces the parts' results.
+//! Long reductions with few results. One workgroup per result would leave most of a GPU idle, so one kernel
+//! reduces parts of the input, and a second kernel reduces the results of the parts.
 
 use crate::dtype::Class;
 use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out};
@@ -9,9 +9,9 @@ use crate::target::Caps;
 /// Minimum number of points per part.
 const MIN_POINTS: usize = 4096;
 
-/// Splits a reduction in two: over the parts of one axis, then over their results. The results in between are
-/// stored in the reduction's compute type. `None` if one kernel has enough workgroups or no part count
-/// divides the axis evenly.
+/// Splits a reduction into two kernels: the first reduces each part of one axis, the second the results of
+/// the parts. These results are stored in the reduction's compute type. `None` if a single kernel has enough
+/// workgroups, if no number of parts divides the axis evenly, or if the kernel cannot be split.
 pub fn reduction_in_parts(f: &Fused, caps: &Caps) -> Option<[Fused; 2]> {
     let [out] = &f.outs[..] else { return None };
     if caps.is_cpu || f.reduced == 0 || f.space.len() >= MAX_RANK {
@@ -33,7 +33,7 @@ pub fn reduction_in_parts(f: &Fused, caps: &Caps) -> Option<[Fused; 2]> {
     let unit = if n.is_multiple_of(16) { 16 } else { 1 };
     let most = (4 * units).div_ceil(outer).min(inner / MIN_POINTS);
     let parts = (2..=most).rev().find(|p| (n / unit).is_multiple_of(*p))?;
-    // An `Iota` along the axis would need the index of its part.
+    // The value of an `Iota` along the axis would also depend on the index of the part.
     if f.body.iter().any(|i| i.kind == InstrKind::Iota(axis as u32)) {
         return None;
     }

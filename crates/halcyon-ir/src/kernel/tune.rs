@@ -1,4 +1,4 @@
-//! Tuning: the kernels that a template can build for a call, besides the one its heuristic chooses.
+//! Tuning: the kernels that a template can build for a call, besides the kernel that its heuristic chooses.
 //!
 //! A template's heuristic needs only [`Caps`], so a kernel is available without measuring. [`Choices`] lists
 //! the other variants that are legal on the device; the caller measures them. Variants differ in tiles,
@@ -113,7 +113,7 @@ impl Choices {
             _ => eps,
         };
         match self.tolerance {
-            // Both sides round the terms of the sum, and the result.
+            // Both variants round the terms of the sum, and the result.
             Tolerance::Products(k) => {
                 let root = (k.max(1) as f64).sqrt();
                 2.0 * eps * (4.0 + 2.0 * root) + 2.0 * stored + 8.0 * self.rounding / root
@@ -308,7 +308,7 @@ mod tests {
         assert!(known.find(&c, build).is_none());
         known.insert(c.key.clone(), best.clone(), d);
         assert_eq!(known.find(&c, build).map(|(v, _)| v), Some(best.clone()));
-        // A kernel other than the measured one, and a variant that is in no list.
+        // A record of another kernel than the template builds, and a record of a variant that is not listed.
         known.insert(c.key.clone(), best, d ^ 1);
         assert!(known.find(&c, build).is_none());
         known.insert(c.key.clone(), Variant::new("tiled", &[("side", 3)]), d);

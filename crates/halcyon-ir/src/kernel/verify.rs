@@ -18,7 +18,11 @@ pub fn verify_for(k: &Kernel, caps: &crate::target::Caps) -> Result<()> {
         ))
     };
     if k.items() > caps.max_workgroup {
-        return over(format!("{} work-items in a group, the device takes {}", k.items(), caps.max_workgroup));
+        return over(format!(
+            "{} work-items in a workgroup, the device allows {}",
+            k.items(),
+            caps.max_workgroup
+        ));
     }
     if k.local_bytes() > caps.workgroup_memory as usize {
         return over(format!(
@@ -71,7 +75,7 @@ pub fn verify(k: &Kernel) -> Result<()> {
         return fail("the name is not a C identifier".into());
     }
     if k.uses_subgroups() && !k.items().is_multiple_of(64) {
-        return fail("subgroup operations need whole subgroups of up to 64 work-items in a group".into());
+        return fail("subgroup operations need whole subgroups: a multiple of 64 work-items".into());
     }
     for (i, a) in k.locals.iter().chain(&k.privates).enumerate() {
         if a.len == 0 {
@@ -80,7 +84,7 @@ pub fn verify(k: &Kernel) -> Result<()> {
     }
     if let Some(f) = k.fragments.first() {
         if k.fragments.iter().any(|g| g.op.width != f.op.width) {
-            return fail("matrices of subgroups of two widths".into());
+            return fail("its matrices belong to subgroups of two widths".into());
         }
         if !matches!(f.op.width, 32 | 64) || k.fragments.iter().any(|f| f.shape().contains(&0)) {
             return fail("a matrix is empty, or its subgroup has neither 32 nor 64 work-items".into());
@@ -88,15 +92,15 @@ pub fn verify(k: &Kernel) -> Result<()> {
     }
     let casts = k.exprs.iter().filter_map(|e| if let Expr::Cast(d, _) = e { Some(*d) } else { None });
     if let Some(d) = k.buffers.iter().map(|b| b.dtype).chain(casts).find(|d| !d.is_native()) {
-        return fail(format!("{d} is a storage type, which the passes rewrite"));
+        return fail(format!("{d} is not a native dtype; the passes must replace it"));
     }
     if k.params.iter().any(|p| p.ty == Ty::Bool || p.ty.lanes() > 1) {
-        return fail("a parameter is a scalar number".into());
+        return fail("a parameter must be a scalar number".into());
     }
     let mut types: Vec<Ty> = Vec::with_capacity(k.exprs.len());
     for (i, e) in k.exprs.iter().enumerate() {
         if let Some(bad) = e.operands().iter().find(|o| o.ix() >= i) {
-            return fail(format!("expression {i} uses {} before it exists", bad.0));
+            return fail(format!("expression {i} uses expression {}, which does not precede it", bad.0));
         }
         if let Err(what) = check_expr(e, &types, k) {
             return fail(format!("expression {i} ({e:?}): {what}"));
@@ -118,8 +122,10 @@ pub fn verify(k: &Kernel) -> Result<()> {
         div_memo: vec![None; k.exprs.len()],
         map: None,
     };
-    // Divergence of a variable can flow backwards through a loop, so the analysis is repeated until nothing
-    // changes; then barriers are checked. Each round marks at least one more variable, so it terminates.
+    // A variable is divergent if its value may differ between the work-items of a workgroup. A variable that
+    // is set at the end of a loop's body can make an earlier statement divergent in the next iteration. So
+    // the analysis is repeated until nothing changes; then barriers are checked. Each repetition marks at
+    // least one more variable, so the loop terminates.
     loop {
         v.reset();
         v.block(&k.body, false).or_else(&fail)?;
@@ -135,7 +141,7 @@ pub fn verify(k: &Kernel) -> Result<()> {
 fn check_expr(e: &Expr, t: &[Ty], k: &Kernel) -> std::result::Result<(), String> {
     let ty = |x: ExprId| t[x.ix()];
     match *e {
-        Expr::Const { ty, .. } if ty.lanes() > 1 => Err("a constant is a scalar".into()),
+        Expr::Const { ty, .. } if ty.lanes() > 1 => Err("a constant must be a scalar".into()),
         Expr::Param(p) if p.ix() >= k.params.len() => Err("no such parameter".into()),
         Expr::Value(v) if v.ix() >= k.values.len() => Err("no such value".into()),
         Expr::Id(Id::Local(d) | Id::Group(d) | Id::Groups(d)) if d > 2 => Err("no such dimension".into()),
@@ -169,33 +175,33 @@ fn check_expr(e: &Expr, t: &[Ty], k: &Kernel) -> std::result::Result<(), String>
         Expr::IDiv(a, b) | Expr::IRem(a, b) if ty(a) != ty(b) || !ty(a).is_int() => {
             Err("index division needs two integers of one type".into())
         }
-        Expr::Cast(_, a) if ty(a).lanes() > 1 => Err("a vector is not cast".into()),
+        Expr::Cast(_, a) if ty(a).lanes() > 1 => Err("a vector cannot be cast".into()),
         Expr::Bitcast(to, a) => {
             let from = ty(a);
             let ok = to != Ty::Bool && from != Ty::Bool && to.lanes() == 1 && from.lanes() == 1;
             if ok && to.size() == from.size() {
                 Ok(())
             } else {
-                Err("bitcast between different widths".into())
+                Err("a bitcast needs two scalar number types of the same width".into())
             }
         }
         Expr::Dot4I8 { a, b, acc } if ty(a) != Ty::U32 || ty(b) != Ty::U32 || ty(acc) != Ty::I32 => {
-            Err("dot4 takes u32, u32 and i32".into())
+            Err("dot4 needs operands of types u32, u32 and i32".into())
         }
         Expr::Splat(t, a) if t.lanes() == 1 || t.dtype() != DType::F32 || ty(a) != Ty::F32 => {
-            Err("splat of a non-f32".into())
+            Err("a splat needs an f32 and a vector type of f32".into())
         }
         Expr::Lane(a, i) if i as usize >= ty(a).lanes() || ty(a).lanes() == 1 => Err("no such lane".into()),
         Expr::Vector(t, x)
             if t.lanes() == 1 || x[..t.lanes()].iter().any(|&x| ty(x) != Ty::of(t.dtype())) =>
         {
-            Err("a vector has lanes of its type".into())
+            Err("the lanes of a vector must have its element type".into())
         }
         Expr::Unpack(d, a, i) if per_word(d) == 1 || i as usize >= per_word(d) || ty(a) != Ty::U32 => {
-            Err(format!("element {i} of a word of {d}"))
+            Err(format!("cannot unpack element {i} of a word of {d}"))
         }
         Expr::Pack(d, x) if per_word(d) == 1 || x[..per_word(d)].iter().any(|&x| ty(x) != Ty::of(d)) => {
-            Err(format!("a word of {d} out of other values"))
+            Err(format!("a word of {d} cannot be packed from values of other types"))
         }
         _ => Ok(()),
     }
@@ -215,8 +221,8 @@ struct Verifier<'a> {
     judge: bool,
     /// Expressions known to be in scope until the current block ends.
     in_scope: Vec<bool>,
-    /// Divergence of the expressions seen so far. Values are assigned once, so an entry stays valid for a
-    /// round.
+    /// Whether each expression visited so far is divergent. Values are assigned once, so an entry stays valid
+    /// for a round.
     div_memo: Vec<Option<bool>>,
     /// The fragment over which the enclosing map iterates.
     map: Option<FragmentId>,
@@ -224,7 +230,7 @@ struct Verifier<'a> {
 
 type Check = std::result::Result<(), String>;
 
-/// Whether a statement may appear in a fragment map, whose only effect may be on elements.
+/// Whether a statement may appear in a fragment map, which may change nothing but elements of fragments.
 fn local_effect(s: &Stmt) -> bool {
     match s {
         Stmt::Let { .. } | Stmt::Read { .. } | Stmt::SetElement { .. } => true,
@@ -407,7 +413,7 @@ impl Verifier<'_> {
             Stmt::Barrier { .. } => self.uniform(div, "a barrier"),
             Stmt::SetError { buf, index, code } => {
                 if self.buffer(buf, true)? != DType::U32 {
-                    return Err("the error word is u32".into());
+                    return Err("the error word must be in a buffer of u32".into());
                 }
                 self.integer(index)?;
                 self.want(code, Ty::U32, "the error code")
@@ -442,7 +448,7 @@ impl Verifier<'_> {
     fn product(&mut self, sum: FragmentId, [a, b]: [FragmentId; 2], div: bool) -> Check {
         let op = self.fragment(sum, Part::Sum)?;
         if self.fragment(a, Part::A)? != op || self.fragment(b, Part::B)? != op {
-            return Err("a product of matrices of another shape or type".into());
+            return Err("the matrices of a product differ in shape or type".into());
         }
         self.uniform(div, "a product of matrices")
     }
@@ -450,7 +456,7 @@ impl Verifier<'_> {
     fn store_matrix(&mut self, src: FragmentId, tile: Tile, div: bool) -> Check {
         self.fragment(src, Part::Sum)?;
         if tile.column_major {
-            return Err("sums are stored row-major".into());
+            return Err("sums must be stored row-major".into());
         }
         self.tile(tile)?;
         self.uniform(div, "a store of a matrix")
@@ -502,13 +508,13 @@ impl Verifier<'_> {
     fn convert(&mut self, dst: FragmentId, src: FragmentId, column: u8, scratch: Tile, div: bool) -> Check {
         let op = self.fragment(dst, Part::A)?;
         if self.fragment(src, Part::Sum)? != op {
-            return Err("an operand out of sums of another shape or type".into());
+            return Err("an operand cannot be made from sums of another shape or type".into());
         }
         if !column.is_multiple_of(op.k) || column as u16 + op.k as u16 > op.n as u16 {
-            return Err(format!("an operand out of column {column} of sums"));
+            return Err(format!("an operand cannot be made from column {column} of sums"));
         }
         if scratch.column_major {
-            return Err("sums are stored row-major".into());
+            return Err("sums must be stored row-major".into());
         }
         self.tile(scratch)?;
         self.uniform(div, "a conversion of a matrix")
@@ -516,10 +522,10 @@ impl Verifier<'_> {
 
     fn reduce_rows(&mut self, dst: FragmentId, src: FragmentId, op: Reduce, div: bool) -> Check {
         if self.fragment(dst, Part::Rows)? != self.fragment(src, Part::Sum)? {
-            return Err("rows of a matrix of another shape or type".into());
+            return Err("the rows belong to a matrix of another shape or type".into());
         }
         if !matches!(op, Reduce::Add | Reduce::Max) {
-            return Err("rows of a matrix are added, or the largest is taken".into());
+            return Err("rows of a matrix can only be added, or reduced to their maximum".into());
         }
         self.uniform(div, "a reduction of a matrix")
     }
@@ -535,7 +541,7 @@ impl Verifier<'_> {
     fn fragment(&self, f: FragmentId, part: Part) -> std::result::Result<MatrixOp, String> {
         match self.k.fragments.get(f.ix()) {
             Some(d) if d.part == part => Ok(d.op),
-            Some(_) => Err(format!("matrix {} is another part of a product", f.0)),
+            Some(_) => Err(format!("matrix {} is not the expected part of a product", f.0)),
             None => Err(format!("no matrix {}", f.0)),
         }
     }
@@ -550,13 +556,13 @@ impl Verifier<'_> {
         if d.op == like.op && (d.part == like.part || row) {
             return Ok(());
         }
-        Err(format!("matrix {} has no element at the places of the map", f.0))
+        Err(format!("matrix {} has no element at the row and column of the map", f.0))
     }
 
     fn tile(&self, t: Tile) -> Check {
         let a = self.k.locals.get(t.arr.ix()).ok_or_else(|| format!("no array {}", t.arr.0))?;
         if a.ty != Ty::U32x4 {
-            return Err(format!("a tile in an array of {}", a.ty.name()));
+            return Err(format!("a tile must be in an array of u32x4, found {}", a.ty.name()));
         }
         self.integer(t.offset)?;
         self.integer(t.stride)

@@ -3,9 +3,11 @@
 
 use super::*;
 
-/// Maximum number of nodes in one fused kernel. Bounds recursion, compile time and registers.
+/// Maximum number of nodes in one fused kernel. It bounds the depth of recursion, the compile time and the
+/// number of registers.
 pub(super) const MAX_MEMBERS: usize = 64;
-/// Maximum number of views between a fused value and the member that reads it. Bounds recursion.
+/// Maximum number of views between a fused value and the member that reads it. It bounds the depth of
+/// recursion.
 const MAX_VIEWS: u32 = 16;
 /// Maximum number of uses tracked through views. A view with more uses gets a buffer.
 const MAX_USES: usize = 64;
@@ -17,9 +19,11 @@ pub(super) struct Use {
     pub(super) group: Option<u32>,
     /// Number of views between the value and the reader.
     pub(super) views: u32,
-    /// A reshape lies between the value and the reader. Expressions cannot be computed through a reshape.
+    /// Whether a reshape lies between the value and the reader. Expressions cannot be computed through a
+    /// reshape.
     pub(super) reshaped: bool,
-    /// A pad lies between the value and the reader. Its fill value is not the value of the expression.
+    /// Whether a pad lies between the value and the reader. The elements of the padding have the pad's fill
+    /// value, which is not a value of the expression.
     pub(super) padded: bool,
     pub(super) expands: bool,
 }
@@ -30,8 +34,8 @@ pub(super) struct Group {
     pub(super) loads: usize,
 }
 
-/// A value in a buffer: the node that owns the buffer, the view that reads it, and the value of masked
-/// elements.
+/// A value in a buffer: the node whose value the buffer holds, the view that reads the buffer, and the value
+/// of masked elements.
 #[derive(Clone)]
 pub(super) struct BufferView {
     pub(super) base: NodeId,
@@ -160,7 +164,7 @@ impl Lowerer<'_> {
     fn cuts(&self) -> Vec<bool> {
         let n = self.g.nodes().len();
         let mut cut = vec![false; n];
-        // The query may make the device load a library, so it is made only if the graph has products.
+        // `has_epilogues` may make the device load a library, so it is called only if the graph has products.
         let products = || self.g.ids().any(|i| self.live[i.index()] && self.facts(i).packs);
         if !self.options.passes.does(EPILOGUES) || !products() || !self.target.has_epilogues() {
             return cut;

@@ -7,16 +7,16 @@ use crate::scalar_op::ScalarOp;
 /// The space that a fused kernel iterates over, and the place of its result.
 pub(super) struct Store {
     pub(super) space: Dims,
-    /// Number of reduced axes, the last of `space`.
+    /// Number of reduced axes. They are the last axes of `space`.
     pub(super) reduced: usize,
     pub(super) reduce: Option<ReduceKind>,
-    /// The result's elements in `buffer`, over the axes that are not reduced.
+    /// The view of the result in `buffer`, over the axes that are not reduced.
     pub(super) view: View,
     pub(super) buffer: BufId,
 }
 
 impl Store {
-    /// Every point of `space` into a dense buffer.
+    /// Stores an element for every point of `space` in a dense buffer, without a reduction.
     pub(super) fn dense(space: Dims, buffer: BufId) -> Store {
         let view = View::dense(&space);
         Store { space, reduced: 0, reduce: None, view, buffer }
@@ -30,6 +30,7 @@ pub(super) struct Body {
     pub(super) params: Vec<(DType, Param)>,
     pub(super) instrs: Vec<Instr>,
     pub(super) memo: HashMap<(NodeId, usize), Reg>,
+    /// Lists of view ops between a node and the result. A list begins with the op that reads the node.
     pub(super) paths: Vec<Vec<Restride>>,
     pub(super) nodes: usize,
 }
@@ -49,7 +50,8 @@ impl Lowerer<'_> {
         Ok(b)
     }
 
-    /// A step that computes `value`, seen through `path`, as the result of `root`.
+    /// Adds a step that computes `value`, applies the view op `path` if there is one, and stores the result
+    /// of `root`.
     pub(super) fn fused(
         &mut self,
         root: NodeId,
@@ -61,8 +63,7 @@ impl Lowerer<'_> {
         body.paths.push(path.into_iter().collect());
         let mut r = self.emit(&mut body, value, 0, value == root)?;
         let name = self.g.node(root).op.name();
-        // The store converts to the output type anyway, unless a reduction comes first, so a final cast is
-        // dropped.
+        // Without a reduction, the store itself converts to the output type, so drop a final cast.
         if let (None, Some(Instr { kind: InstrKind::Cast, dtype, args })) = (store.reduce, body.instrs.last())
             && r as usize + 1 == body.instrs.len()
             && body.instrs[args[0] as usize].dtype == *dtype
@@ -73,8 +74,8 @@ impl Lowerer<'_> {
         self.finish(root, body, r, store, name)
     }
 
-    /// Adds the instructions that compute `id` as seen through path number `path`, or load it if it has a
-    /// buffer. With `own`, computes it even if it has a buffer.
+    /// Adds the instructions that compute `id`, with the view ops `body.paths[path]` applied. If `id` has a
+    /// buffer and `own` is false, the instructions load it instead.
     pub(super) fn emit(&self, body: &mut Body, id: NodeId, path: usize, own: bool) -> Result<Reg> {
         if let Some(r) = body.memo.get(&(id, path)) {
             return Ok(*r);
@@ -168,8 +169,10 @@ impl Lowerer<'_> {
         }
     }
 
-    /// An index is an affine function of the point. The strides of a view over a virtual tensor give its
-    /// coefficients.
+    /// Adds the instructions that compute an iota: the index along `axis`, with the view ops `through`
+    /// applied. It is an affine function of the position in the kernel's space. Its coefficients are the
+    /// strides of a view that starts with stride 1 along `axis` and 0 elsewhere, and to which `through` is
+    /// applied.
     pub(super) fn iota(
         &self,
         body: &mut Body,
@@ -182,7 +185,7 @@ impl Lowerer<'_> {
         let mut v = View { shape: dims.clone(), strides: smallvec![0; dims.len()], offset: 0, mask: None };
         v.strides[axis] = 1;
         for p in through {
-            v = p.apply(&v).ok_or_else(|| Error::internal("an index was seen through a reshape"))?;
+            v = p.apply(&v).ok_or_else(|| Error::internal("strides cannot express a reshape of an iota"))?;
         }
         let mut sum = None;
         for (k, s) in v.strides.iter().enumerate().filter(|(_, s)| **s != 0) {
@@ -208,7 +211,7 @@ impl Lowerer<'_> {
         sum.ok_or_else(|| Error::internal("an index without terms"))
     }
 
-    /// Adds the step of a fused kernel that stores `value`: as the epilogue of a product, as the target's own
+    /// Adds the step of a fused kernel that stores `value`: as the epilogue of a product, as a library
     /// kernel, or as generated kernels.
     pub(super) fn finish(
         &mut self,
@@ -296,13 +299,13 @@ impl Lowerer<'_> {
     }
 }
 
-/// A reduction that runs as two steps.
+/// What the two steps of a reduction share (`in_parts`).
 struct Parts {
     sources: Vec<NodeId>,
     inputs: Vec<Operand>,
     /// The buffers of the inputs, then that of the result.
     buffers: Vec<BufId>,
-    /// Number of the graph's nodes that the steps compute.
+    /// Number of graph nodes that the steps compute.
     nodes: usize,
     name: String,
 }
@@ -352,7 +355,7 @@ impl Lowerer<'_> {
         Ok(())
     }
 
-    /// The kernel of a chain: the tuned variant if tuning has one.
+    /// The kernel of `f`: the tuned variant if tuning has chosen one, else the default.
     fn chain(
         &self,
         f: &Arc<Fused>,
@@ -386,24 +389,26 @@ impl Lowerer<'_> {
     }
 }
 
-/// A fused kernel without a step yet.
+/// A fused kernel that has no step in the plan yet.
 struct Chain {
     fused: Arc<Fused>,
     sources: Vec<NodeId>,
-    /// The sources as operands, and the result.
+    /// The sources as operands.
     inputs: Vec<Operand>,
+    /// The result as an operand.
     output: Operand,
     /// The buffer of the result.
     buffer: BufId,
-    /// Number of the graph's nodes that the chain computes.
+    /// Number of graph nodes that the chain computes.
     nodes: usize,
     name: String,
 }
 
 impl Lowerer<'_> {
-    /// Computes the products that waited for this chain, at their own places. If the kernel of one of them
-    /// applies the chain, that product is computed here, with the chain as its epilogue. The latest product
-    /// is tried first, because the others have been computed before it.
+    /// Computes the products in `waiting`, which were postponed until the chain that reads them was known. If
+    /// the kernel of one of them applies the chain, one step at the chain's place in the plan computes both.
+    /// The steps of the other products get the places of these products. The products are tried from the last
+    /// in the graph to the first.
     fn as_epilogue(&mut self, root: NodeId, chain: &Chain) -> Result<bool> {
         let mut waiting: Vec<usize> =
             (0..chain.sources.len()).filter(|k| self.waiting.remove(&chain.sources[*k])).collect();
@@ -471,7 +476,7 @@ impl Body {
     }
 
     pub(super) fn param(&mut self, dtype: DType, p: Param) -> u32 {
-        // Equal arguments share a parameter. Literals do not: otherwise the program would depend on which
+        // Equal arguments share a parameter. Literals do not, because the program would then depend on which
         // literals happen to be equal.
         if let (Param::Arg(_), Some(k)) = (p, self.params.iter().position(|q| *q == (dtype, p))) {
             return k as u32;
@@ -497,7 +502,7 @@ pub(super) fn kernel_work(kernel: Kernel, launch: Launch, fused: Option<&Fused>)
     StepWork::Kernel { kernel: Arc::new(kernel), groups: launch.groups, params }
 }
 
-/// Merges axes that all views of the kernel allow to merge.
+/// Merges adjacent axes wherever every view of the kernel permits it.
 pub(super) fn collapse_fused(f: &mut Fused) {
     let outer = f.space.len() - f.reduced;
     let axis_view = |k: usize, f: &Fused| {
@@ -536,7 +541,8 @@ pub(super) fn collapse_fused(f: &mut Fused) {
             mask: None,
         };
     }
-    // A reduction over axes of size 1 only must remain a reduction, so keep one reduced axis.
+    // If all reduced axes have size 1, merging removes them. The kernel must remain a reduction, so add one
+    // reduced axis of size 1.
     if f.reduced == 0 && f.outs.iter().any(|o| o.reduce.is_some()) {
         f.loads.iter_mut().for_each(|l| {
             l.view.shape.push(1);

@@ -12,7 +12,7 @@ struct CallKey {
     precision: MatmulPrecision,
     in_place: bool,
     constants: Vec<usize>,
-    /// The chain, the input that is the op's result, the other inputs, and the output.
+    /// The chain, the index of its input that is the op's result, its other inputs, and its output.
     epilogue: Option<(Fused, u32, Vec<Operand>, Operand)>,
 }
 
@@ -37,8 +37,8 @@ impl CallKey {
 
 type FoundKernel = Result<Arc<dyn LibraryKernel>, Declined>;
 
-/// Queries the target once for each call. If a pass claims a composite because the target has a kernel for
-/// it, the composite's step runs that kernel.
+/// Queries the target once for each distinct call. So if a composite is claimed because the target returned a
+/// kernel for it, the composite's step runs that same kernel.
 pub(super) struct KernelCache<'a> {
     pub(super) target: &'a dyn Target,
     known: RefCell<HashMap<CallKey, FoundKernel>>,
@@ -49,7 +49,7 @@ impl<'a> KernelCache<'a> {
         KernelCache { target, known: RefCell::default() }
     }
 
-    /// [`Target::library`].
+    /// Like [`Target::library`], with the kernel of an equal earlier call if there is one.
     pub(super) fn library(&self, call: &LibraryCall<'_>) -> FoundKernel {
         let mut known = self.known.borrow_mut();
         known.entry(CallKey::of(call)).or_insert_with(|| self.target.library(call)).clone()

@@ -66,8 +66,8 @@ pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Resu
     Ok(traced(graph, target, options)?.0)
 }
 
-/// Like [`lower`], but also returns which part of the graph each step computes, for callers that run steps
-/// singly.
+/// Like [`lower`], but also returns which part of the graph each step computes, for callers that run the
+/// steps one by one.
 ///
 /// # Errors
 /// The errors of [`lower`].
@@ -83,15 +83,16 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
     let (before, mut receipts) = passes::optimize(graph, &options.passes, &claims)?;
     let mut declined: HashSet<Composite> = HashSet::new();
     let (changed, divided, mut plan, values) = loop {
-        // Only lowering knows the epilogues of convolutions, so only lowering queries the target for them. If
-        // the target declines a convolution in blocks, the graph is made again without these blocks.
+        // Only lowering knows the epilogues of convolutions, so only lowering queries the target for
+        // convolutions in blocks. If the target declines a convolution in blocks, the graph is made again
+        // without these blocks.
         let in_blocks = |c: &Composite| match c.kind {
             CompositeKind::BlockedConv => !declined.contains(c),
             _ => claims(c),
         };
         let blocks = |d| target.channel_block(d);
         let (g, blocked) = passes::block_layouts(&before, &options.passes, &blocks, &in_blocks)?;
-        // This is not an optimisation: the device rejects larger bindings.
+        // This pass is not an optimisation. It is needed, because the device rejects larger bindings.
         let (g, divided) = match target.caps().max_binding_bytes {
             u64::MAX => (g, 0),
             most => passes::divide::run(g, most)?,
@@ -110,7 +111,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
     };
     if divided > 0 {
         plan.warnings.push(format!(
-            "{divided} products read constants that are larger than the {} bytes the device binds at once: they are computed in parts",
+            "{divided} products read constants that are larger than the {} bytes the device binds at once, so they are computed in parts",
             target.caps().max_binding_bytes
         ));
     }
@@ -121,7 +122,8 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
     plan.receipts.splice(0..0, receipts);
     let (amp, passes) = (options.passes.amp, &options.passes);
     if amp != AmpPolicy::None && passes.level < Level::O2 {
-        plan.warnings.push(format!("{MIXED}: comes with level O2; at {} nothing is in {amp}", passes.level));
+        plan.warnings
+            .push(format!("{MIXED}: needs level O2; at {} nothing is computed in {amp}", passes.level));
     }
     if let Some(low) = amp.dtype().filter(|_| passes.does(MIXED)) {
         plan.warnings.extend(passes.kept.warnings(graph, low));
@@ -146,7 +148,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
     Ok((plan, Trace { graph: changed.unwrap_or(before), values }))
 }
 
-/// Whether the device runs the composite whole, on dense operands.
+/// Whether the device runs the composite as a whole, on dense operands.
 fn claims(cache: &KernelCache<'_>, options: &LowerOptions, c: &Composite) -> bool {
     let dense = |n: NodeId| -> Option<Operand> {
         Some(Operand { dtype: c.body.dtype(n), view: View::dense(&c.body.shape(n).known()?) })
@@ -209,7 +211,7 @@ fn permitted<'c>(caps: &'c Caps, options: &LowerOptions, precision: MatmulPrecis
 /// How a device runs one op.
 enum KernelChoice {
     Library(Arc<dyn LibraryKernel>),
-    /// Generated kernels. Bindings number the operands: inputs, then outputs, then temporaries.
+    /// Generated kernels. Their bindings number the operands: first inputs, then outputs, then temporaries.
     Kernels(kernel_lower::Lowered, Option<Arc<Tunable>>),
 }
 
@@ -378,7 +380,7 @@ impl<'a> Lowerer<'a> {
         let (steps, values): (_, Vec<Values>) =
             std::mem::take(&mut self.steps).into_iter().map(|s| (s.step, s.values)).unzip();
         self.plan.steps = steps;
-        // Often every buffer is an input, an output or a constant, and nothing needs a place.
+        // Often every buffer is an input, an output or a constant, and nothing needs scratch memory.
         let scratch = self.plan.buffers.iter().any(|b| matches!(b.storage, Storage::Slot(_)));
         if scratch || self.plan.steps.iter().any(|s| s.work.workspace() > 0) {
             self.assign_slots();

@@ -1,22 +1,23 @@
 //! Scratch memory layout. Buffers whose lifetimes do not overlap share memory.
 //!
-//! If the target supports parts of a buffer, scratch is one block and every buffer gets an offset in it, by
-//! the greedy offset calculation of Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net
-//! Inference" (2020). The calculation runs in three orders: by size and by breadth, as in the paper, and in
-//! the order of the steps. Each order is retried with the topmost buffers moved to its front. The smallest
-//! layout is used. On other targets, buffers take turns in separate allocations.
+//! If the target can use a part of an allocation as a buffer, scratch memory is one allocation, and every
+//! buffer gets an offset in it, by the greedy offset calculation of Pisarchyk and Lee, "Efficient Memory
+//! Management for Deep Neural Net Inference" (2020). The calculation runs in three orders: by size and by
+//! breadth, as in the paper, and in the order of the steps. Each order is retried with the topmost buffers
+//! moved to the front of the order. The smallest layout is used. On other targets there are several
+//! allocations, and each is used by one buffer after another.
 
 use super::*;
 use crate::plan::Slot;
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-/// Maximum number of buffers for the offset search, whose cost grows with the square. Larger plans use
-/// allocations.
+/// Maximum number of buffers for the calculation of offsets, whose cost grows with the square of this number.
+/// In larger plans, buffers share memory only by taking turns ([`turns`]).
 const MAX_PLACED: usize = 4096;
 
-/// Maximum number of retries per order, each with the topmost buffers moved to the front. `MAX_WORK` bounds
-/// them further, in pairs of buffers.
+/// Maximum number of attempts per order. `MAX_WORK` limits them further: it is the maximum of the number of
+/// attempts times the number of pairs of buffers.
 const ROUNDS: usize = 64;
 const MAX_WORK: usize = 1 << 23;
 
@@ -42,8 +43,8 @@ impl Lowerer<'_> {
         let life = plan.lifetimes();
         let scratch: Vec<usize> =
             (0..life.len()).filter(|&k| matches!(plan.buffers[k].storage, Storage::Slot(_))).collect();
-        // A workspace is a slot that lives for one step, so it can share memory with buffers that are not
-        // live then.
+        // A workspace is in use during one step, so it can share memory with buffers that are not live during
+        // that step.
         let mut wanted: Vec<(u32, usize)> = vec![];
         if self.target.part_alignment().is_some() {
             let all = plan.steps.iter().enumerate().map(|(t, s)| (t as u32, s.work.workspace()));
@@ -53,7 +54,7 @@ impl Lowerer<'_> {
         if scratch.is_empty() && wanted.is_empty() {
             return;
         }
-        // Buffers that no step uses are empty tensors.
+        // Only empty tensors have no lifetime, because no step uses them.
         let item = |k: &usize| {
             let (first, last) = life[*k].unwrap_or((0, 0));
             Item { bytes: plan.buffers[*k].bytes, first, last }
@@ -106,7 +107,7 @@ impl Lowerer<'_> {
     }
 }
 
-/// Whether no two buffers that are live at the same time overlap, and all lie inside their blocks.
+/// Whether no two buffers that are live at the same time overlap, and all lie inside their allocations.
 fn apart(plan: &Plan) -> bool {
     let life = plan.lifetimes();
     let mut all: Vec<(Slot, Item)> = plan
@@ -136,8 +137,8 @@ fn aligned(bytes: usize, align: usize) -> usize {
     bytes.div_ceil(align).saturating_mul(align)
 }
 
-/// Returns the size of the block and the offset of every buffer, a multiple of `align`. `least` is a lower
-/// bound for any layout.
+/// Returns the size of the allocation, and the offset of every buffer, which is a multiple of `align`.
+/// `least` is a lower bound of the size.
 fn offsets(items: &[Item], align: usize, least: usize) -> (usize, Vec<usize>) {
     let items: Vec<Item> = items.iter().map(|i| Item { bytes: aligned(i.bytes, align), ..*i }).collect();
     let mut order: Vec<usize> = (0..items.len()).collect();
@@ -167,8 +168,8 @@ fn offsets(items: &[Item], align: usize, least: usize) -> (usize, Vec<usize>) {
     best
 }
 
-/// Order by breadth: the buffers of the step with the most live bytes first, the largest first; then those of
-/// the next fullest step. `by_size` lists the items by size.
+/// The order by breadth: first the buffers of the step with the most live bytes, from the largest on; then
+/// those of the step with the second most; and so on. `by_size` lists the items by size.
 fn breadth(items: &[Item], by_size: &[usize]) -> Vec<usize> {
     let steps = items.iter().map(|i| i.last + 1).max().unwrap_or(0);
     let mut at: Vec<Vec<usize>> = vec![vec![]; steps];
@@ -190,7 +191,7 @@ fn breadth(items: &[Item], by_size: &[usize]) -> Vec<usize> {
 }
 
 /// Places buffers one by one, each in the smallest sufficient gap between the placed buffers that are live at
-/// the same time, else after them.
+/// the same time. If there is no such gap, places it after all of them.
 fn place(items: &[Item], order: &[usize]) -> (usize, Vec<usize>) {
     let mut offsets = vec![0usize; items.len()];
     // Sorted by offset.
@@ -215,8 +216,8 @@ fn place(items: &[Item], order: &[usize]) -> (usize, Vec<usize>) {
 }
 
 /// Returns the bytes of each allocation and the allocation of every buffer. In the order of the steps, each
-/// buffer gets the smallest sufficient free allocation, else the largest free one, which grows, else a new
-/// one.
+/// buffer gets the smallest sufficient free allocation. If none suffices, the largest free one grows. If none
+/// is free, the buffer gets a new one.
 fn turns(items: &[Item]) -> (Vec<usize>, Vec<u32>) {
     let mut starts: Vec<usize> = (0..items.len()).collect();
     starts.sort_by_key(|&k| items[k].first);
@@ -299,7 +300,7 @@ mod tests {
         // A chain in which two neighbours are live at a time.
         let chain: Vec<Item> = (0..20).map(|t| item(1000 * (20 - t), t, t + 1)).collect();
         assert_eq!(offsets(&chain, 1, least(&chain, 1)).0, least(&chain, 1));
-        // Two buffers fit where one was; with allocations one would have to grow.
+        // Two buffers fit where one was. With separate allocations, one of them would have to grow.
         let branch = [item(1000, 0, 1), item(10, 1, 2), item(10, 1, 2), item(500, 3, 4), item(500, 3, 4)];
         let (total, at) = offsets(&branch, 1, least(&branch, 1));
         assert_eq!(total, least(&branch, 1), "{at:?}");

@@ -1,4 +1,4 @@
-//! Structured ops: puts their operands into buffers, then chooses a library kernel or a template.
+//! Lowers structured ops: finds buffers for their operands, then chooses a library kernel or a template.
 
 use super::*;
 use crate::composite::CompositeKind;
@@ -11,7 +11,7 @@ use crate::ops::Cost;
 struct Operands {
     nodes: SmallVec<[NodeId; 3]>,
     placed: Vec<BufferView>,
-    /// Dense copies of operands.
+    /// The dense copy of each operand that is copied.
     copies: Vec<Option<BufId>>,
     /// The operands as the kernel reads them.
     seen: Vec<Operand>,
@@ -34,7 +34,7 @@ pub(super) struct Product {
     pub(super) buffers: Vec<BufId>,
     pub(super) values: Values,
     pub(super) cost: Cost,
-    /// Size of the op's result in bytes, which is neither stored nor loaded.
+    /// Size of the op's result in bytes. The step neither stores nor loads this result.
     pub(super) bytes: u64,
 }
 
@@ -74,8 +74,8 @@ impl Lowerer<'_> {
         self.compute(id, None).map(|_| ())
     }
 
-    /// Whether an op is computed together with the chain that is its only reader, because the op's kernel may
-    /// apply the chain.
+    /// Whether computing an op is postponed until the chain that is its only reader is known, because the
+    /// op's kernel may apply this chain.
     fn waits(&self, id: NodeId) -> bool {
         let i = id.index();
         let root = NodeId(self.last_read[i]);
@@ -90,14 +90,13 @@ impl Lowerer<'_> {
         let reads = |x: &&NodeId| self.placement(**x).is_some_and(|p| p.base == id);
         match (&self.g.node(root).op, self.facts(root).lowering) {
             (_, Lowering::ElementWise | Lowering::View) => true,
-            // Every part of a concatenation is a chain.
+            // Each operand of a concatenation is stored by a chain of its own.
             (Op::Concat { .. }, _) => self.g.node(root).inputs.iter().filter(reads).count() == 1,
             _ => false,
         }
     }
 
-    /// Computes the products that wait for their chain and read this buffer, which is about to be
-    /// overwritten.
+    /// Computes the postponed products that read this buffer, because it is about to be overwritten.
     fn compute_readers(&mut self, buffer: BufId) -> Result<()> {
         let in_buffer = |p: BufferView| self.buffer[p.base.index()] == Some(buffer);
         let reads =
@@ -110,8 +109,9 @@ impl Lowerer<'_> {
         Ok(())
     }
 
-    /// Adds the steps of a structured op at its own place. If the op's kernel applies the epilogue, the chain
-    /// adds the last step, and the [`Product`] that this step needs is returned.
+    /// Adds the steps of a structured op at the op's position in the graph's order. If the op's kernel
+    /// applies the epilogue, the caller adds the last step, and the [`Product`] that this step needs is
+    /// returned.
     pub(super) fn compute(&mut self, id: NodeId, epilogue: Option<Epilogue<'_>>) -> Result<Option<Product>> {
         let place = std::mem::replace(&mut self.place, id);
         let made = self.compute_here(id, epilogue);
@@ -137,7 +137,7 @@ impl Lowerer<'_> {
                 ..LibraryCall::new(Work::Op(&node.op), &x.seen, std::slice::from_ref(&output))
             };
             match select(self.cache, self.options, &node.op, &call) {
-                // A target may report one operand after another that must be dense.
+                // Repeat, because a target may report one operand at a time that must be dense.
                 Err(d) if self.make_dense(&mut x, &d.dense)? => {}
                 chosen => break chosen,
             }
@@ -153,7 +153,7 @@ impl Lowerer<'_> {
                     x.seen.iter().map(|o| format!("{}{:?}", o.dtype, o.view.shape.as_slice())).collect();
                 let what =
                     format!("{} on {} (at {}): {}", node.op.name(), types.join(" × "), node.span, d.reason);
-                let next = "Run it on another backend (cpu has most), or write it as other ops";
+                let next = "Run it on another backend (cpu supports most ops), or write it as other ops";
                 return Err(Error::unsupported(what, next));
             }
         };
@@ -314,8 +314,9 @@ impl Lowerer<'_> {
         Ok((bufs, values))
     }
 
-    /// Whether the graph can be made again without this op: the passes put convolutions into the blocked
-    /// layout before the target is queried for them.
+    /// If `op` is a blocked convolution, records that the target declined it, and returns true unless this
+    /// was known before. The passes choose the blocked layout before the target is queried, so the graph is
+    /// then made again with this convolution in the plain layout.
     fn set_aside(&mut self, op: &Op) -> bool {
         match op {
             Op::Composite(c)
@@ -389,8 +390,8 @@ impl Lowerer<'_> {
         Ok(())
     }
 
-    /// Whether an update may write into its base: the base must be whole, scratch of this plan or donated,
-    /// and not read later.
+    /// Whether an update may write into its base. The base must be dense, it must be scratch of this plan or
+    /// donated, and nothing may read it later.
     pub(super) fn may_overwrite(&mut self, id: NodeId, op: &Op, inputs: &[NodeId], ops: &[Operand]) -> bool {
         let wanted = self.options.passes.does(IN_PLACE);
         if !wanted || !op.facts().in_place || !ops[0].view.is_dense() {

@@ -14,8 +14,8 @@ use std::ops::Range;
 pub struct Trace {
     /// The graph after the passes, which the plan's steps compute.
     pub graph: Graph,
-    /// For each buffer of each step: the node whose value it holds, if it holds the whole value, densely.
-    /// `None` for temporaries.
+    /// For each buffer of each step: the node whose value the buffer holds, if it holds the whole value,
+    /// densely. `None` for temporaries.
     pub(super) values: Vec<Values>,
 }
 
@@ -27,9 +27,9 @@ pub struct Piece {
     /// it has one output.
     pub graph: Graph,
     /// Where each input is stored before the first step, in the order of the graph's inputs: (step, position
-    /// among its buffers).
+    /// among the step's buffers).
     pub inputs: Vec<(usize, usize)>,
-    /// Where the value is stored after the last step: (step, position among its buffers).
+    /// Where the value is stored after the last step: (step, position among the step's buffers).
     pub output: (usize, usize),
 }
 
@@ -55,7 +55,7 @@ impl Trace {
         let mut start = 0;
         for t in 0..plan.steps.len() {
             // A step that writes only temporaries belongs to the piece of the next step that writes a value.
-            // Several steps may each write a part of the same buffer.
+            // Steps that each write a part of the same buffer belong to one piece.
             let Some(mine) = written(t) else { continue };
             let next = (t + 1..plan.steps.len()).find_map(written);
             if next == Some(mine) {
@@ -115,8 +115,8 @@ impl Trace {
                     part.full(node.ty.dtype, node.ty.shape.clone(), Scalar::I(0).cast(node.ty.dtype))
                 }
                 // No step reads this input, so the result must not depend on it (attention without keys). A
-                // literal takes its place. If the result depends on the input after all, the literal makes it
-                // differ.
+                // literal takes the input's place. If the result depends on the input after all, the literal
+                // changes the result.
                 None if matches!(node.op, Op::Input(_)) => {
                     let poison = if node.ty.dtype.is_float() { Scalar::F(f64::NAN) } else { Scalar::I(0x55) };
                     part.full(node.ty.dtype, node.ty.shape.clone(), poison.cast(node.ty.dtype))

@@ -29,7 +29,7 @@ pub(super) static ATTENTION: CompositeRow = CompositeRow {
     gradient: CompositeGradient::Body,
 };
 
-/// Two products of `[sq, sk]` by `d`, plus the softmax.
+/// Two products with `d` multiply-adds per score, and the softmax, which counts 12 FLOPs per score.
 fn flops(c: &Composite, inputs: &[Operand], _: &Operand) -> u64 {
     let [q, k, ..] = inputs else { return 0 };
     let (q, k) = (&q.view.shape, &k.view.shape);
@@ -71,9 +71,8 @@ impl Graph {
             );
         };
         if hk == 0 || h % hk != 0 {
-            return Err(
-                Error::shape(NAME, format!("{h} query heads do not share {hk} key heads")).at(&self.span)
-            );
+            return Err(Error::shape(NAME, format!("{h} query heads are not a multiple of {hk} key heads"))
+                .at(&self.span));
         }
         let mut ins = vec![q, k, v];
         ins.extend(mask);

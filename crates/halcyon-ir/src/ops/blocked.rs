@@ -1,4 +1,5 @@
-//! Convolutions and pools over blocked images. `crate::passes::blocked` makes them.
+//! The composites for convolutions and pools over images in a blocked layout. `crate::passes::blocked`
+//! inserts them.
 
 use super::composite::{CompositeGradient, CompositeRow, some_per_element};
 use super::conv;

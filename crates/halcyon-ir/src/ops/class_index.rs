@@ -61,8 +61,8 @@ impl Rules for ClassIndex {
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         let end = self.classes.known()? as i64;
-        // Labels are small, and often a slice of a larger tensor computed in the same plan, so they are kept
-        // for error reports.
+        // Labels are often computed in the same plan, as a slice of a larger tensor, so another value could
+        // reuse their memory before an error is reported. They are small, so keep them.
         Some(IndexRange { operand: 0, low: 0, end, ignore: self.ignore, kept: true })
     }
     fn rounding(&self, _: &[&TensorType], _: &TensorType) -> Rounding {

@@ -42,18 +42,18 @@ pub struct CompositeRow {
 /// How a composite is differentiated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CompositeGradient {
-    /// Through a copy of its body.
+    /// Through a copy of the composite's body.
     Body,
-    /// In closed form; the rule gives [`Gradient::Body`] for a body that is not the built-in one.
+    /// In closed form. The rule returns [`Gradient::Body`] if the body is not the built-in one.
     Closed(fn(&Composite, &mut Backward<'_>) -> Result<Gradient>),
 }
 
-/// The operations of a composite with a few for each element of its result.
+/// The number of operations of a composite that needs a few for each element of its result.
 pub(super) fn some_per_element(_: &Composite, _: &[Operand], output: &Operand) -> u64 {
     8 * output.view.numel() as u64
 }
 
-/// A row of a composite of which only the body is known.
+/// The row of a composite of which only the body is known.
 const fn unknown(name: &'static str) -> CompositeRow {
     CompositeRow {
         name,
@@ -214,8 +214,8 @@ impl Rules for Composite {
         Cost::reading_all((self.kind.row().flops)(self, inputs, output), inputs, output)
     }
     fn terms(&self, x: &[&[usize]]) -> Option<usize> {
-        // The work of the body is not visible here. Assumes the work of attention, the most expensive of the
-        // common composites.
+        // The work of the body is not visible here. Assume the work of attention, which is the most expensive
+        // of the common composites.
         x.iter().filter_map(|d| checked_count(d)).max()
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {

@@ -17,8 +17,9 @@ use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
 /// Convolution of input `[n, c, i…]` with weight `[o, c/groups, k…]`. The result is `[n, o, y…]` with `y =
-/// (((i-1)*input_dilation+1) + lo + hi - ((k-1)*dilation+1)) / stride + 1`. Padding is with zeros; negative
-/// padding crops. It is a cross-correlation, as in ONNX `Conv`. Each vector has one entry per spatial axis.
+/// (((i-1)*input_dilation+1) + lo + hi - ((k-1)*dilation+1)) / stride + 1`. The padding before and after each
+/// axis is `lo` and `hi` zeros; negative padding crops. The operation is a cross-correlation, as in ONNX
+/// `Conv`. Each vector has one entry per spatial axis.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Conv {
     pub stride: SmallVec<[usize; 3]>,
@@ -119,7 +120,7 @@ impl Window {
 
 const TEMPLATE: Template = tuned_template!(conv);
 
-/// The multiply-adds of a convolution with weights `[o, c / groups, k…]`.
+/// The FLOPs of a convolution with weights `[o, c / groups, k…]`: two for each multiply-add.
 pub(super) fn flops(inputs: &[Operand], output: &Operand) -> u64 {
     let k = inputs.get(1).map_or(0, |w| count(w.view.shape.get(1..).unwrap_or(&[])));
     (output.view.numel() as u64).saturating_mul(k).saturating_mul(2)

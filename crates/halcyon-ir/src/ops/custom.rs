@@ -42,7 +42,7 @@ impl Rules for Custom {
         let y = self.op().reference(&ins)?;
         if y.dtype != e.dtype() || y.dims != e.dims {
             let got = TensorType::new(y.dtype, &y.dims);
-            let what = format!("the reference returned {got}, the type rule says {}", e.ty);
+            let what = format!("the reference returned {got}, but the type rule says {}", e.ty);
             return Err(Error::shape(self.name(), what));
         }
         Ok(Tensor::read(&y))

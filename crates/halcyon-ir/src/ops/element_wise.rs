@@ -41,7 +41,8 @@ impl Rules for Scalar {
         let d = x[first].dtype;
         if !s.takes(d) {
             let classes = s.row().on;
-            let want = format!("it takes the classes \"{classes}\" (f float, i signed, u unsigned, b bool)");
+            let want =
+                format!("it takes types of class \"{classes}\" (f float, i signed, u unsigned, b bool)");
             return Err(t.dtype(d, want));
         }
         if first == 1 && x[0].dtype != DType::Bool {

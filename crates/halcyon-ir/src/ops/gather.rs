@@ -30,7 +30,7 @@ pub(super) fn gathered(x: &Shape, index: &Shape, axis: usize) -> Shape {
     x[..axis].iter().chain(index.iter()).chain(&x[axis + 1..]).copied().collect()
 }
 
-/// The type rule of a gather of elements: the type of `x` in the shape of the index.
+/// The type rule of a gather of elements: the dtype of `x` and the shape of the index.
 pub(super) fn elements(t: &Types<'_>, axis: usize) -> Result<TensorType> {
     let (s, i) = (&t.x[0].shape, &t.x[1].shape);
     t.axis(axis, s)?;
@@ -39,7 +39,9 @@ pub(super) fn elements(t: &Types<'_>, axis: usize) -> Result<TensorType> {
         k == axis || s[k] == i[k] || matches!((s[k].known(), i[k].known()), (Some(a), Some(b)) if b <= a)
     };
     if s.rank() != i.rank() || !(0..s.rank()).all(fits) {
-        return Err(t.shape(format!("index {i} does not fit into {s} outside axis {axis}")));
+        return Err(
+            t.shape(format!("index {i} must have the rank of {s} and be no larger outside of axis {axis}"))
+        );
     }
     Ok(TensorType { dtype: t.x[0].dtype, shape: i.clone() })
 }

@@ -61,7 +61,7 @@ impl Rules for Input {
         "input".into()
     }
     fn attributes(&self) -> String {
-        // A printed graph shows the input's name, which the graph has.
+        // A printed graph shows the input's name instead, which is stored in the graph.
         String::new()
     }
     fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
@@ -90,7 +90,7 @@ impl Rules for Arg {
         let w = t.requested()?;
         match w.shape.rank() {
             0 => Ok(w),
-            _ => Err(t.shape(format!("an argument is a scalar, not {}", w.shape))),
+            _ => Err(t.shape(format!("an argument must be a scalar, found {}", w.shape))),
         }
     }
     fn rewrite(&self, _: &Rewrite<'_>) -> Result<Op> {

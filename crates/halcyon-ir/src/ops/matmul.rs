@@ -18,7 +18,8 @@ const TEMPLATE: Template = tuned_template!(matmul);
 
 pub(super) struct Matmul;
 
-/// The multiply-adds of a product: two operations for each element of the result and of the summed axis.
+/// Number of operations of a product: two (a multiplication and an addition) for each element of the result
+/// and each position along the summed axis.
 pub(super) fn flops(inputs: &[Operand], output: &Operand) -> u64 {
     let k = inputs.first().and_then(|a| a.view.shape.last()).map_or(0, |k| *k as u64);
     (output.view.numel() as u64).saturating_mul(k).saturating_mul(2)

@@ -3,8 +3,8 @@
 //!
 //! [`Op`] is the op that a node computes, with its attributes. `Rules` are the things that an op must define:
 //! its type rule, its reference, its gradient, its cost, its rounding, its kernels and its role in the
-//! passes. A new op is a variant of [`Op`], one arm of `Op::rules` and a file with its rules; the compiler
-//! names every rule that is missing.
+//! passes. A new op is a variant of [`Op`], a row of `kinds!` and a file with its rules; the compiler names
+//! every rule that is missing.
 //!
 //! Every op has one output. Operands of [`Op::Scalar`] have equal shapes; the graph's builder inserts
 //! [`Op::Expand`] to broadcast. Norms, softmax, attention and similar functions are composites
@@ -187,11 +187,11 @@ pub enum Op {
 pub enum Lowering {
     /// The value is in memory before the plan runs.
     Stored,
-    /// Readers compute the value themselves: a literal, an argument, an index.
+    /// The kernels that read the value compute it themselves: a literal, a run-time argument, an iota.
     Literal,
     /// Only strides change.
     View,
-    /// Joins a fused kernel.
+    /// Becomes part of a fused kernel.
     ElementWise,
     /// Ends a fused kernel, by reducing it or by writing it into a part of the result.
     Fused,
@@ -206,7 +206,7 @@ pub enum Moves {
     Nothing,
     Operands(&'static [usize]),
     All,
-    /// A comparison of elements of these operands keeps the largest or the smallest.
+    /// Elements of these operands are compared, and the largest or the smallest appears in the result.
     Compared(&'static [usize]),
 }
 
@@ -238,8 +238,8 @@ pub enum MixedRole {
     Exact,
     /// A product or convolution: its operands and its result have the half type.
     Product(RatedWork),
-    /// Passes on the half type of the operands that it moves ([`Facts::moves`]), or of all of them. With
-    /// `tables`, a constant operand stays in f32, because only few of its rows are read.
+    /// Passes on the half type of the operands that it moves ([`Facts::moves`]), or of all operands if it
+    /// moves none. With `tables`, a constant operand stays in f32, because only few of its rows are read.
     Moves { tables: bool },
     /// A composite that the target may run with operands of the half type.
     Whole(HalfForm),
@@ -251,7 +251,7 @@ pub struct HalfForm {
     /// The number of operands, counted from the first, that are rounded. The others stay in f32.
     pub rounded: usize,
     pub when: HalfWhen,
-    /// The measured rate that decides whether the half type is used; `None`: no measurement.
+    /// The measured rate that decides whether the half type is used; `None` if no measurement decides.
     pub rate: Option<RatedWork>,
 }
 
@@ -270,8 +270,8 @@ pub enum HalfWhen {
 pub struct Facts {
     pub lowering: Lowering,
     pub moves: Moves,
-    /// Set if an element of the result may reduce nothing (an empty axis, a window of padding only): the
-    /// reduction whose identity the element then is.
+    /// The reduction whose identity is the value of an element that reduces nothing (an empty axis, a window
+    /// of padding only). `None` if the op has no such elements.
     pub identity: Option<ReduceKind>,
     /// Whether kernels of the op may read a packed constant and have an epilogue. The target decides for each
     /// call.
@@ -281,7 +281,7 @@ pub struct Facts {
     /// Operand and axis (counted from the end, 0 is the last) over which the op sums products: if that axis
     /// is empty the result is zero.
     pub summed: Option<(usize, usize)>,
-    /// The template for the whole op, if it is more than what `Rules::kernels` builds.
+    /// The template that builds the op's kernels, if `Rules::kernels` does not.
     pub template: Option<&'static Template>,
 }
 
@@ -315,8 +315,8 @@ pub enum Rounding {
     Given,
     /// The result is exact. Errors of operands cannot be followed through the op.
     Exact,
-    /// Elements move. The errors of the operands that [`Facts::moves`] names are those of `with` applied to
-    /// them; `clamp`: negative results count as zero.
+    /// The op only moves elements. The result's errors are those of the operands that [`Facts::moves`] names,
+    /// moved by the op `with`. If `clamp` is set, negative ones count as zero.
     Moves { with: Op, clamp: bool },
     /// Linear in each operand, with sums of this many products.
     Linear { terms: usize },
@@ -341,7 +341,7 @@ pub enum Rounding {
 pub(crate) trait Rules {
     /// The op's name in messages, traces and receipts.
     fn name(&self) -> String;
-    /// The attributes that a printed graph shows after the name; empty without any.
+    /// The attributes that a printed graph shows after the name; empty if there are none.
     fn attributes(&self) -> String;
     fn facts(&self) -> Facts;
     /// The result type for the operand types.
@@ -413,7 +413,7 @@ impl Types<'_> {
     }
 
     fn amount(&self, n: usize) -> Result<i64> {
-        i64::try_from(n).map_err(|_| self.shape(format!("padding of {n} elements")))
+        i64::try_from(n).map_err(|_| self.shape(format!("padding of {n} elements is too large")))
     }
 }
 
@@ -441,7 +441,8 @@ impl Cost {
     }
 }
 
-/// The number of elements; counts of operations saturate, because they can far exceed counts of elements.
+/// The number of elements. It saturates, because it is used for counts of operations, which can be very
+/// large.
 fn count(d: &[usize]) -> u64 {
     d.iter().fold(1u64, |a, n| a.saturating_mul(*n as u64))
 }
@@ -532,7 +533,7 @@ impl Op {
         self.rules(|r| r.name())
     }
 
-    /// The attributes that a printed graph shows after the name; empty without any.
+    /// The attributes that a printed graph shows after the name; empty if there are none.
     pub fn attributes(&self) -> String {
         self.rules(|r| r.attributes())
     }

@@ -1,4 +1,4 @@
-//! Norms: over trailing axes, over channels.
+//! Norms over trailing axes, and over channels.
 
 use super::composite::{CompositeGradient, CompositeKind, CompositeRow, some_per_element};
 use super::{HalfForm, HalfWhen};
@@ -11,7 +11,7 @@ use crate::shape::Dim;
 
 const TEMPLATE: Template = tuned_template!(norm);
 
-/// Only the values are rounded; scales and biases stay in f32.
+/// Under mixed precision, only the first operand is rounded; scales and biases stay in f32.
 const HALF: HalfForm = HalfForm { rounded: 1, when: HalfWhen::Read, rate: None };
 
 pub(super) static LAYER_NORM: CompositeRow = CompositeRow {

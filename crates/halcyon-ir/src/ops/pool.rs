@@ -21,14 +21,16 @@ use std::cmp::Ordering;
 /// The kind of a pool.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum PoolKind {
-    /// Padding never wins. A window wholly in the padding gives -inf (or the type's lowest value).
+    /// The maximum. Padding is never the maximum. A window that lies completely in the padding gives -inf (or
+    /// the type's lowest value).
     Max,
     /// Mean over the window's elements inside the input, or, with `count_include_pad`, over the whole padded
     /// window.
     Avg { count_include_pad: bool },
 }
 
-/// Pooling over the trailing axes of `[n, c, i…]`; `y = (i + lo + hi - ((k-1)*dilation+1)) / stride + 1`.
+/// Pooling over the trailing axes of `[n, c, i…]`. An axis of size `i` with the padding `(lo, hi)` and the
+/// kernel size `k` gives an axis of size `(i + lo + hi - ((k-1)*dilation+1)) / stride + 1`.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Pool {
     pub kind: PoolKind,
@@ -114,7 +116,9 @@ impl Rules for Pool {
         t.arity(1)?;
         let (i, d, n) = (&t.x[0].shape, t.x[0].dtype, self.kernel.len());
         if i.rank() != n + 2 || [self.stride.len(), self.pad.len(), self.dilation.len()] != [n; 3] {
-            return Err(t.shape(format!("input {i}: expected {n} spatial axes after two others")));
+            return Err(t.shape(format!(
+                "input {i}: expected 2 + {n} axes, and {n} strides, paddings and dilations"
+            )));
         }
         if d == DType::Bool || (!d.is_float() && self.kind != PoolKind::Max) {
             return Err(t.dtype(d, "a float type is needed"));
@@ -189,7 +193,7 @@ impl Rules for PoolGrad<'_> {
         t.arity(3)?;
         let y = Op::Pool(self.0.clone()).infer(&t.x[..1], None)?;
         if *t.x[1] != y || *t.x[2] != y {
-            return Err(t.shape(format!("y {} and dy {} must be {y}", t.x[1], t.x[2])));
+            return Err(t.shape(format!("y {} and dy {} must have the type {y}", t.x[1], t.x[2])));
         }
         Ok(t.x[0].clone())
     }
@@ -206,7 +210,7 @@ impl Rules for PoolGrad<'_> {
                 "Write the pool as slices and max where it is differentiated twice",
             ));
         }
-        // Linear in dy, and its derivative by x and y is zero.
+        // The gradient is linear in dy, and its derivatives with respect to x and y are zero.
         let mut out = b.no_grads();
         out[2] = Some(b.g.pool(b.dy, self.0.clone())?);
         Ok(Gradient::Of(out))

@@ -29,7 +29,7 @@ pub enum ReduceKind {
 }
 
 impl ReduceKind {
-    /// The elements of a reduction's operand that appear in its result: a maximum and a minimum are elements.
+    /// Whether the results of a reduction are elements of its operand. Only maxima and minima are.
     pub(super) fn moves(self) -> Moves {
         match self {
             ReduceKind::Max | ReduceKind::Min => Moves::Compared(&[0]),
@@ -190,8 +190,8 @@ pub(super) fn backward(
             keep(g, hit, share)
         }
         ReduceKind::Prod => {
-            // The product of the other elements, without dividing, because elements may be zero: the product
-            // of those before times the product of those after.
+            // The product of the other elements is the product of those before times the product of those
+            // after. The product of all is not divided by the element, because the element may be zero.
             let rest: Vec<usize> = (0..s.rank()).filter(|k| !axes.contains(k)).collect();
             let perm: Vec<usize> = rest.iter().chain(axes).copied().collect();
             let n = axes.iter().fold(Dim::from(1), |a, k| a.mul(s[*k]));

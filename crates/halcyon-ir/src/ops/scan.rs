@@ -1,4 +1,4 @@
-//! Running reductions.
+//! Running reductions along an axis, such as the cumulative sum.
 
 use super::reduce::backward;
 use super::{
@@ -41,12 +41,13 @@ impl Scan {
         out
     }
 
-    /// Gradient of a running product, maximum or minimum: for each of the `n` results, a reduction over the
-    /// elements it includes. Memory is quadratic in the axis.
+    /// The gradient of a running product, maximum or minimum. Each result along the axis is computed again,
+    /// as a separate reduction over the elements that it includes, and the gradients of these reductions are
+    /// added. The memory needed is quadratic in the length of the axis.
     fn backward(&self, b: &mut Backward<'_>) -> Result<NodeId> {
         let (x, dy, axis, g) = (b.x(0), b.dy, self.axis, &mut *b.g);
         let s = g.shape(x).clone();
-        // Axis `axis` is the result, axis `axis + 1` the elements it includes.
+        // Axis `axis` numbers the results, axis `axis + 1` the elements.
         let mut wide = s.clone();
         wide.0.insert(axis + 1, s[axis]);
         let i = g.iota(DType::I32, &wide, axis)?;
@@ -125,7 +126,8 @@ impl Rules for Scan {
     }
     fn rounding(&self, x: &[&TensorType], y: &TensorType) -> Rounding {
         match self.kind {
-            // The identity of a maximum is negative, and an error is not.
+            // The error of a result is at most the maximum of its elements' errors. An exclusive scan starts
+            // with the identity of a maximum, which is negative, but an error is not.
             ReduceKind::Max | ReduceKind::Min => {
                 Rounding::Moves { with: self.op(ReduceKind::Max), clamp: true }
             }

@@ -20,7 +20,8 @@ use serde::{Deserialize, Serialize};
 /// How a scatter combines an update with the base element. Variants other than `Set` are reductions.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum ScatterKind {
-    /// The last update in index order wins.
+    /// The update replaces the base element. Of several updates of one element, the last in index order
+    /// counts.
     Set,
     Add,
     Mul,
@@ -67,11 +68,11 @@ impl Scatter {
         g.push(self.op(kind), &[x, index, u], None)
     }
 
-    /// A bool for each update: whether it counts if several updates are set at one place. The result has a
-    /// shape that can select updates.
+    /// A bool for each update: whether it is the last update of its element. The result broadcasts to the
+    /// shape of the updates.
     fn last(&self, g: &mut Graph, [base, index, updates]: [NodeId; 3]) -> Result<NodeId> {
-        // Of several updates to one place only the last counts. Scatter the indices of the updates in the
-        // same way; an update whose own index is found at its place was the last one.
+        // Scatters the numbers of the updates in place of the updates. An update is the last one if its own
+        // number is then found in its element.
         let (places, numbers) = match self.rows {
             true => (Shape::from([g.shape(base)[self.axis]]), g.shape(index).clone()),
             false => (g.shape(base).clone(), g.shape(updates).clone()),
@@ -135,8 +136,10 @@ impl Rules for Scatter {
         }
         match updates.shape == want {
             true => Ok(base.clone()),
-            false if self.rows => Err(t.shape(format!("updates {} must be {want}", updates.shape))),
-            false => Err(t.shape(format!("updates {} must be shaped like the index {want}", updates.shape))),
+            false if self.rows => Err(t.shape(format!("updates are {}, expected {want}", updates.shape))),
+            false => {
+                Err(t.shape(format!("updates are {}, expected the index's shape {want}", updates.shape)))
+            }
         }
     }
     fn rewrite(&self, _: &Rewrite<'_>) -> Result<Op> {
@@ -261,7 +264,7 @@ impl Rules for UpdateSlice {
         t.axis(axis, b)?;
         t.need_int(t.x[2].dtype)?;
         if t.x[2].shape.rank() != 0 {
-            return Err(t.shape(format!("the position is a scalar, not {}", t.x[2].shape)));
+            return Err(t.shape(format!("the position must be a scalar, not {}", t.x[2].shape)));
         }
         if t.x[1].dtype != t.x[0].dtype {
             return Err(t.dtype(t.x[1].dtype, format!("the base is {}", t.x[0].dtype)));
@@ -296,7 +299,7 @@ impl Rules for UpdateSlice {
         Ok(Gradient::Of(out))
     }
     fn cost(&self, inputs: &[Operand], _: &Operand) -> Cost {
-        // Only the elements that are replaced count.
+        // Counts only the elements of the update, which are read and written.
         Cost { flops: 0, bytes: 2 * inputs.get(1).map_or(0, size) }
     }
     fn terms(&self, _: &[&[usize]]) -> Option<usize> {

@@ -20,7 +20,7 @@ pub(super) static SLICE_AT: CompositeRow = CompositeRow {
     gradient: CompositeGradient::Closed(gradient),
 };
 
-/// `dy` written at the position into zeros.
+/// The gradient of the operand is `dy`, written at the position into zeros.
 fn gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     let attr = |name| c.int(name).and_then(|n| usize::try_from(n).ok());
     let (Some(axis), Some(len), [x, position]) = (attr("axis"), attr("len"), &b.node.inputs[..]) else {
@@ -31,7 +31,7 @@ fn gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     let v = own.input("x0", b.g.ty(x).clone());
     let p = own.input("x1", b.g.ty(position).clone());
     let y = own.slice_at(v, p, axis, len)?;
-    // A composite of the same name with another body.
+    // Another composite of the same name is differentiated through its body.
     if own.node(y).op != b.node.op {
         return Ok(Gradient::Body);
     }
@@ -46,11 +46,11 @@ impl Graph {
     pub fn slice_at(&mut self, x: NodeId, position: NodeId, axis: usize, len: usize) -> Result<NodeId> {
         let s = self.shape(x).clone();
         if axis >= s.rank() || s[axis].known().is_some_and(|n| n < len) {
-            let what = format!("{len} elements along axis {axis} of {s}");
+            let what = format!("there are no {len} elements along axis {axis} of {s}");
             return Err(Error::shape(NAME, what).at(&self.span));
         }
         if !self.dtype(position).is_int() || self.shape(position).rank() != 0 {
-            let what = format!("the position is an integer of rank 0, not {}", self.ty(position));
+            let what = format!("the position must be an integer of rank 0, not {}", self.ty(position));
             return Err(Error::argument(NAME, what).at(&self.span));
         }
         let a = attrs([("axis", Attr::Int(axis as i64)), ("len", Attr::Int(len as i64))]);

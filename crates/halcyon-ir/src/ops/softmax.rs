@@ -17,7 +17,7 @@ pub(super) static SOFTMAX: CompositeRow = CompositeRow {
     has_kernels: true,
     packs: false,
     summed: None,
-    // Scores that are f32 sums are not rounded just for the softmax.
+    // The softmax follows its operand: scores that are f32 sums are not rounded only for the softmax.
     half: Some(HalfForm { rounded: 1, when: HalfWhen::Follows, rate: None }),
     template: Some(&TEMPLATE),
     flops: some_per_element,

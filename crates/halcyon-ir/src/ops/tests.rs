@@ -1,6 +1,6 @@
 use super::*;
 
-/// Facts that depend on each other.
+/// Checks facts that depend on each other.
 #[test]
 fn facts_agree() {
     let ops = [
@@ -20,7 +20,8 @@ fn facts_agree() {
     ];
     for op in ops {
         let f = op.facts();
-        // Only a step of its own has a template, packs, sums products or runs in place.
+        // Only an op that is lowered to its own step may have a template, pack constants, sum products or run
+        // in place.
         let step = f.packs || f.in_place || f.summed.is_some() || f.template.is_some();
         assert!(!step || f.lowering == Lowering::Step, "{}", op.name());
         assert_eq!(op.is_view(), op.restride(&[2]).is_some(), "{}", op.name());

@@ -24,7 +24,7 @@ pub struct SliceAxis {
     pub step: i64,
 }
 
-/// The rules that all views share: elements move, no kernel of their own.
+/// The rules that all views share: elements only move, and a view has no kernel.
 macro_rules! view_rules {
     () => {
         fn facts(&self) -> Facts {
@@ -241,7 +241,7 @@ impl Rules for Slice<'_> {
         }
         for (k, a) in axes.iter().enumerate() {
             if a.step == 0 {
-                return Err(t.argument("step 0"));
+                return Err(t.argument("the step of a slice must not be 0"));
             }
             if let (Some(n), Some(st), Some(l)) = (s[k].known(), a.start.known(), w.shape[k].known())
                 && l > 0
@@ -249,7 +249,7 @@ impl Rules for Slice<'_> {
                 let last = st as i128 + (l as i128 - 1) * i128::from(a.step);
                 if st >= n || last < 0 || last >= n as i128 {
                     let step = a.step;
-                    return Err(t.shape(format!("{l} elements from {st} by {step} leave axis {k} of {s}")));
+                    return Err(t.shape(format!("{l} elements from {st} by {step} exceed axis {k} of {s}")));
                 }
             }
         }
@@ -272,7 +272,7 @@ impl Rules for Slice<'_> {
         let mut st = vec![];
         for (k, a) in self.0.iter().enumerate() {
             let start = a.start.known();
-            let start = start.ok_or_else(|| Error::shape("slice", "a symbolic start; bind it first"))?;
+            let start = start.ok_or_else(|| Error::shape("slice", "the start is symbolic; bind it first"))?;
             // An empty slice may have any start, and a slice of one element any step.
             base = i64::saturating_add(base, (start as i64).saturating_mul(s[k]));
             st.push(if e.dims[k] > 1 { a.step * s[k] } else { 0 });
@@ -341,7 +341,7 @@ impl Rules for Pad<'_> {
         Ok(b.only(d))
     }
     fn rounding(&self, _: &[&TensorType], _: &TensorType) -> Rounding {
-        // The fill is exact.
+        // The padding is exact, so its error is 0.
         Rounding::Moves { with: self.filled(Scalar::F(0.0)), clamp: false }
     }
     fn mixed(&self, low: DType, _: &[DType], _: DType) -> MixedRole {

@@ -17,7 +17,7 @@ struct Affine {
     base: NodeId,
     scale: Option<NodeId>,
     shift: Option<NodeId>,
-    /// Number of ops that it replaces.
+    /// Number of ops that the function replaces.
     ops: usize,
 }
 
@@ -92,8 +92,8 @@ fn constant(g: &Graph, id: NodeId) -> Option<NodeId> {
     Some(if n.op == Op::Expand { n.inputs[0] } else { id })
 }
 
-/// Extends the affine function `x` by one more op with the constant `c`. `first`: `x` is the op's first
-/// operand.
+/// Extends the affine function `x` by one more op with the constant `c`. `first` says whether `x` is the op's
+/// first operand.
 fn step(g: &mut Graph, x: Affine, op: ScalarOp, c: NodeId, first: bool) -> Result<Option<Affine>> {
     let parts = [x.scale, x.shift, Some(c)];
     // Do not merge constants whose broadcast shape is larger than each of them.

@@ -140,7 +140,7 @@ fn kept_text(what: &str, low: DType, r: Rates) -> String {
     let gflops = |mflops: u64| format!("{:.1}", mflops as f64 / 1e3);
     format!(
         "{MIXED}: {what} were kept as f32: measured {} GFLOP/s in {low} and {} in f32 on one core of this processor; --force-precision \
-         (BackendBuilder::force_amp) overrides",
+         (BackendBuilder::force_amp) overrides this",
         gflops(r.half),
         gflops(r.full)
     )
@@ -222,7 +222,7 @@ struct Pass<'a> {
     low_type: DType,
     keep: KeptInF32,
     whole: Vec<Option<Whole>>,
-    /// Values that are stored in the half type because an op reads them in it.
+    /// Values that are stored in the half type because an op reads them in that type.
     asked: Vec<bool>,
     /// Products that stay in f32.
     kept: Vec<bool>,
@@ -289,8 +289,8 @@ impl Pass<'_> {
                 (MixedRole::Product(work), _) => {
                     let slow = self.keep.rates(work).is_some();
                     self.kept[id.index()] = exact[id.index()] || !self.is_f32(id) || slow;
-                    // A need for exact values ends here: it concerns the rounding of the product, not its
-                    // operands.
+                    // The need for exact values is not passed on to the operands, because it concerns the
+                    // rounding of the product, not that of its operands.
                     continue;
                 }
                 _ => {}
@@ -583,7 +583,7 @@ pub fn check(amp: AmpPolicy, caps: &crate::target::Caps, device: &str) -> Result
     match amp {
         AmpPolicy::F16 => Err(Error::unsupported(
             what,
-            "The range of the activations is not checked yet, which f16 needs; use bf16",
+            "f16 needs a check of the range of activations, which does not exist yet; use bf16",
         )),
         _ if !caps.storage.contains(&d) => {
             Err(Error::unsupported(what, "The device does not store the type; use f32"))

@@ -242,7 +242,7 @@ fn a_value_is_stored_in_one_form_and_widened_for_each_other_reader() {
     let (h, ops, saved) = n.low();
     assert_eq!((ops, saved), (2, 2 * 16 * 2));
     let tanh = h.ids().find(|i| h.node(*i).op == Op::Scalar(ScalarOp::Tanh)).unwrap();
-    // The output is not rounded. The other readers see the rounded value stored for the product.
+    // The output is not rounded. The other readers read the rounded value that is stored for the product.
     let users: Vec<&Node> = h.nodes().iter().filter(|n| n.inputs.contains(&tanh)).collect();
     assert_eq!(h.outputs()[2].node, tanh);
     assert!(users.iter().any(|n| n.op == Op::Cast && n.ty.dtype == DType::BF16));
@@ -265,7 +265,7 @@ fn a_value_is_stored_in_one_form_and_widened_for_each_other_reader() {
 
 #[test]
 fn ops_that_need_f32_digits_stay_in_f32() {
-    // Positions times frequencies under a cosine, and sums that become integers.
+    // A cosine of positions times frequencies, and sums that are cast to integers.
     let mut n = Net::new();
     let (x, w) = (n.input(&[3, 4]), n.weight(&[4, 3], 4));
     let y = n.g.matmul(x, w).unwrap();

@@ -3,13 +3,14 @@
 //!
 //! The graph keeps its meaning. A blocked image is a tensor of five axes. A convolution over blocked images
 //! is a composite whose body defines it by the plain convolution. Ops without a blocked form get the plain
-//! image as views of the blocked one. Element-wise ops, pooling, reductions over the image and concatenation
-//! also work on blocked images, so a convolutional network changes layout only at its inputs and outputs.
+//! image `[N, C, H, W]` as views of the blocked one. Element-wise ops, pooling, reductions over the image and
+//! concatenation also work on blocked images, so a convolutional network changes layout only at its inputs
+//! and outputs.
 //!
 //! The device chooses the number of channels per block for each dtype, so images with different block sizes
 //! can occur in one graph. An element-wise op uses the block size of its first blocked operand and rearranges
-//! operands with another one. A bf16 convolution that the target does not run in blocks of bf16 is computed
-//! in f32 and rounded, which gives the same result; the f32 kernels support all geometries.
+//! operands that have another block size. A bf16 convolution that the target does not run in blocks of bf16
+//! is computed in f32 and rounded, which gives the same result; the f32 kernels support all geometries.
 
 use super::rebuild::{DROPPED, Rebuild};
 use crate::composite::{Attrs, Composite, CompositeKind};
@@ -144,8 +145,8 @@ impl Pass<'_> {
         let shape = shape_of(&[d[0], d[1] / block, d[2], d[3], block]);
         let n = self.g.node(id);
         let x = match &n.op {
-            // From blocks of another size, if one size is a multiple of the other: only channels move, pixels
-            // do not.
+            // Rearranges blocks of another size, if one size is a multiple of the other. Only channels move,
+            // pixels do not.
             _ if let Some((x, from)) = self.blocked.get(&id).copied()
                 && from.max(block).is_multiple_of(from.min(block)) =>
             {
@@ -190,8 +191,8 @@ impl Pass<'_> {
         Ok(x)
     }
 
-    /// A composite of this kind over blocked images, if the target runs it whole. `body` gets the first
-    /// operand in plain form.
+    /// A composite of this kind over blocked images, if the target claims it. `body` gets the first operand
+    /// in plain form.
     fn composite(
         &mut self,
         kind: CompositeKind,
@@ -213,7 +214,7 @@ impl Pass<'_> {
         })?;
         debug_assert_eq!(self.r.new.nodes().len(), before + 1);
         let taken = matches!(&self.r.new.node(y).op, Op::Composite(c) if (self.claims)(c));
-        // If the target does not run it, the node is dead and will be pruned.
+        // If the target does not claim it, the node is dead and will be pruned.
         Ok(taken.then_some(y))
     }
 
@@ -247,7 +248,7 @@ impl Pass<'_> {
         Ok(None)
     }
 
-    /// The convolution on blocked operands of `dtype`, if the target runs it.
+    /// The convolution on blocked operands of `dtype`, if the target claims it.
     fn conv_in(
         &mut self,
         id: NodeId,
@@ -288,7 +289,7 @@ impl Pass<'_> {
         Ok(y.map(|y| (y, block)))
     }
 
-    /// Blocked if an operand is blocked.
+    /// The op on blocked images, if one of its operands is blocked.
     fn element_wise(&mut self, id: NodeId, n: &Node) -> Result<Option<Made>> {
         let Some(block) = self.block_of(n) else { return Ok(None) };
         let Some(d) = self.image(id, block) else { return Ok(None) };

@@ -4,8 +4,9 @@
 //! In a graph such a product has widened operands, `matmul(cast(a), cast(b))`, possibly with zero points and
 //! scales. This is the form of a quantised model (ONNX's `DequantizeLinear`, `MatMulInteger`,
 //! `QLinearMatMul`) and of `torch._scaled_mm`. The product becomes the composite
-//! [`CompositeKind::ByteMatmul`]; zero points and scales move after the sum: `Σ s (a - z) t (b - w) = s t (Σ
-//! a b - z Σ b - w Σ a + k z w)`.
+//! [`CompositeKind::ByteMatmul`]. The zero points `z` and `w` of the bytes `a` and `b` and their scales `s`
+//! and `t` move after the sum, which has `k` terms:
+//! `Σ s (a - z) t (b - w) = s t (Σ a b - z Σ b - w Σ a + k z w)`.
 //!
 //! - **8-bit floats.** Without this pass [`super::small_types`] would rewrite them to native types. Widening
 //!   is exact, so the products are the same. A scale that is a single number is an operand of the composite.
@@ -35,8 +36,8 @@ use std::sync::Arc;
 
 /// `a bᵀ` with `a` `[batch…, m, k]` and `b` `[batch…, n, k]`, both with the summed axis last, as matrix units
 /// read them. The attributes `left` and `right` are the dtypes of the bytes. Integers (i8 and u8) give
-/// `[batch…, m, n]` in i32, which wraps. 8-bit floats (stored as u8) give f32, f16 or bf16, multiplied by the
-/// third operand if there is one, a scale `[1]` in f32.
+/// `[batch…, m, n]` in i32, which wraps. 8-bit floats (stored as u8) give f32, f16 or bf16. The optional
+/// third operand, a scale `[1]` in f32, multiplies their result.
 const KIND: CompositeKind = CompositeKind::ByteMatmul;
 
 /// Maximum number of nodes through which an operand is traced, and of products in a sum.
@@ -95,7 +96,7 @@ pub fn operation(
     if !types.iter().all(|d| is_f8(*d)) && !types.iter().all(|d| is_int8(*d)) {
         return Err(Error::argument(
             KIND.name(),
-            format!("{} and {} are not multiplied", types[0], types[1]),
+            format!("expected two 8-bit floats or two 8-bit integers, found {} and {}", types[0], types[1]),
         ));
     }
     let mut g = Graph::new();
@@ -128,7 +129,7 @@ fn stored(d: DType) -> DType {
 #[derive(Clone, Copy, Debug)]
 struct Term {
     node: NodeId,
-    /// Number of the factor's views applied after it. `None`: the node has a single element.
+    /// Number of the factor's views that are applied after the term. `None`: the node has a single element.
     behind: Option<usize>,
 }
 
@@ -138,7 +139,7 @@ struct Factor {
     codes: NodeId,
     /// Views between the bytes and the product, the last one first.
     views: SmallVec<[NodeId; 4]>,
-    /// Scales in f32: `scales` are single numbers, `rows` differs along the other axis.
+    /// Scales in f32. Those in `scales` are single numbers; `rows` varies along the axis that is not summed.
     scales: SmallVec<[NodeId; 2]>,
     rows: Option<Term>,
     /// The zero point subtracted from the integers.
@@ -180,7 +181,7 @@ impl<'a> Finder<'a> {
         self.g.node(id).inputs.first().copied()
     }
 
-    /// The only reader of a node.
+    /// The reader of a node that has exactly one.
     fn reader(&self, id: NodeId) -> Option<NodeId> {
         match self.readers.get(&id).map(|r| &r[..]) {
             Some([Some(r)]) => Some(*r),
@@ -233,7 +234,8 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// Traces a value to a leaf through ops that do not change its numbers, and evaluates `ask` there.
+    /// Follows a value through ops that do not change its numbers, to the first node for which `ask` has an
+    /// answer.
     fn leaf(&self, mut id: NodeId, ask: impl Fn(NodeId) -> Option<bool>) -> bool {
         for _ in 0..MAX_DEPTH {
             if let Some(answer) = ask(id) {
@@ -247,7 +249,7 @@ impl<'a> Finder<'a> {
         false
     }
 
-    /// Whether `is` holds for every element of a constant.
+    /// Whether `is` holds for every element of a constant (false for a large one). `None` for other nodes.
     fn all_elements(&self, id: NodeId, is: impl Fn(f64) -> bool) -> Option<bool> {
         match &self.g.node(id).op {
             Op::Full(v) => Some(is(v.as_f64())),
@@ -367,7 +369,7 @@ impl<'a> Finder<'a> {
                     (DType::I8, None) => 128,
                     (_, None) => 255,
                     (d, Some(z)) if self.of_type(z.node, d) => 255,
-                    // 255 - (-128), and -128 - 255 in magnitude.
+                    // The magnitude of 255 - (-128) and of -128 - 255.
                     _ => 383,
                 };
                 // f32 sums do not wrap, so i32 sums must not either.
@@ -395,8 +397,8 @@ impl<'a> Finder<'a> {
         let (mut todo, mut inside, mut products) = (vec![id], vec![], vec![]);
         while let Some(x) = todo.pop() {
             let n = g.node(x);
-            // Bounds the search. A search starts at every addition, so a long chain would take quadratic
-            // time.
+            // This bounds the search. Because a search starts at every addition, a long chain would take
+            // quadratic time otherwise.
             let enough = products.len() > PARTS || inside.len() > 3 * PARTS;
             if n.ty.dtype != DType::I32 || x != id && self.reader(x).is_none() || enough {
                 return None;
@@ -450,7 +452,8 @@ impl<'a> Finder<'a> {
         if !k(g.shape(a), 1) || !k(g.shape(b), 2) {
             return None;
         }
-        // Not for 8-bit floats: the graph truncates their sums to integers part by part.
+        // Parts of 8-bit floats are not merged, because the graph truncates the sum of each part to an
+        // integer.
         let found = self.product([a, b], batch(products[0]), DType::F32)?;
         (found.result == DType::I32).then_some((found, inside))
     }
@@ -505,7 +508,7 @@ fn transposed_constant(c: &ConstData) -> Result<ConstData> {
         Some(to)
     };
     let bytes = derived_bytes(c, Derived::Transposed([rows, cols]), turn)
-        .ok_or_else(|| Error::internal("a constant could not be turned"))?;
+        .ok_or_else(|| Error::internal("a constant could not be transposed"))?;
     ConstData::new(stored(c.dtype), &[cols, rows], bytes)
 }
 
@@ -586,7 +589,7 @@ fn bytes(r: &mut Rebuild<'_>, old: &Graph, found: &ProductMatch, i: usize) -> Re
     r.new.expand(x, &all)
 }
 
-/// A term as one number, or with one number per row `[…, m, 1]` or column `[…, 1, n]`.
+/// The values of a term: one number, or one number per row `[…, m, 1]` or column `[…, 1, n]`.
 fn lines(r: &mut Rebuild<'_>, old: &Graph, found: &ProductMatch, i: usize, t: Term) -> Result<NodeId> {
     let x = r.get(t.node)?;
     match t.behind {

@@ -1,4 +1,4 @@
-//! Byte products in every supported form, compared with the original graph, and forms that must not be
+//! Tests byte products in every supported form against the original graph, and forms that must not be
 //! rewritten.
 
 use super::*;
@@ -73,7 +73,8 @@ impl Case {
         let got =
             if is_f8(d) { ConstData::new(d, &got[0].dims, got[0].owner()).unwrap() } else { got[0].clone() };
         assert_eq!(want[0].dims, got.dims);
-        // Bound on the sum of all terms: 24 terms of at most 9, or of integers, times two scales.
+        // An estimate of the sum of the terms' magnitudes, because the terms may cancel. The terms of
+        // integers have magnitudes up to 255^2, times two scales of up to 3.
         let terms = match self.inputs.iter().any(|c| is_int8(c.dtype)) {
             true => 24.0 * 65025.0 * 9.0 / 10.0,
             false if d == DType::F32 => 20.0,

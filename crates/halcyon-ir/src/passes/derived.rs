@@ -1,5 +1,5 @@
 //! Constants that passes derive from other constants. Plans share the bytes of a derived constant for as long
-//! as one of them holds it.
+//! as one of the plans holds it.
 
 use crate::data::{Bytes, ConstData};
 use crate::dtype::DType;
@@ -12,15 +12,15 @@ pub(super) enum Derived {
     Rounded(DType),
     /// A matrix of bytes, transposed.
     Transposed([usize; 2]),
-    /// The i32 sums over an axis of a matrix of bytes, with its dtype and shape.
+    /// The i32 sums of a matrix of bytes: the matrix's dtype and shape, and the axis that is summed.
     Sums(DType, [usize; 2], usize),
 }
 
 type DerivedCache = HashMap<(usize, usize, Derived), (Weak<dyn Bytes>, Weak<dyn Bytes>)>;
 static CACHE: Mutex<Option<DerivedCache>> = Mutex::new(None);
 
-/// The bytes of the derived constant: shared if they exist, else from `make`. `None` if `make` returns
-/// `None`.
+/// The bytes of the derived constant. If a plan holds them already, they are shared; otherwise `make`
+/// computes them. `None` if `make` returns `None`.
 pub(super) fn derived_bytes(
     c: &ConstData,
     how: Derived,

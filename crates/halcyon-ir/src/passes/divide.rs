@@ -1,7 +1,7 @@
-//! Splits products whose constant operand is larger than the device can bind at once into products with parts
-//! of the constant, side by side. An example is the weights of a classifier on a WebGPU adapter that binds
-//! 128 MiB. Every element of the result is computed as before; only the operand is spread over several
-//! buffers.
+//! Splits a product whose constant operand is larger than the largest buffer that the device can bind. Each
+//! of the new products uses some of the constant's columns, and their results are concatenated. An example is
+//! the weights of a classifier on a WebGPU adapter that binds at most 128 MiB. Every element of the result is
+//! computed as before; only the operand is spread over several buffers.
 
 use super::rebuild::{Rebuild, prune};
 use crate::data::ConstData;
@@ -25,7 +25,7 @@ impl AsRef<[u8]> for Part {
     }
 }
 
-/// The second operand of a product: a leaf with two axes, possibly transposed.
+/// The second operand of a product: a leaf (a constant or a literal) with two axes, possibly transposed.
 #[derive(Clone, Copy)]
 struct Operand {
     leaf: NodeId,
@@ -35,7 +35,7 @@ struct Operand {
 }
 
 fn operand(g: &Graph, id: NodeId) -> Option<Operand> {
-    // One matrix for a batch of products is broadcast.
+    // A matrix that is used by a whole batch of products is the operand of an `Expand`.
     let id = if g.node(id).op == Op::Expand { g.node(id).inputs[0] } else { id };
     let n = g.node(id);
     let (leaf, transposed) = match &n.op {
@@ -99,7 +99,7 @@ pub fn run(graph: Cow<'_, Graph>, most: u64) -> Result<(Cow<'_, Graph>, usize)> 
     Ok((Cow::Owned(prune(&r.finish()?.0)?), products))
 }
 
-/// A leaf with some columns of an operand.
+/// A leaf with these columns of an operand, transposed as the operand is.
 fn part(new: &mut Graph, g: &Graph, o: &Operand, columns: Range<usize>) -> Result<NodeId> {
     let (dtype, n) = (g.dtype(o.leaf), columns.len());
     let dims = if o.transposed { [n, o.depth] } else { [o.depth, n] };
@@ -119,7 +119,7 @@ fn part(new: &mut Graph, g: &Graph, o: &Operand, columns: Range<usize>) -> Resul
             };
             new.constant(data)
         }
-        _ => return Err(crate::Error::internal("an operand to be divided is not a leaf")),
+        _ => return Err(crate::Error::internal("an operand to be divided is not a constant or literal")),
     };
     if o.transposed { new.permute(leaf, &[1, 0]) } else { Ok(leaf) }
 }

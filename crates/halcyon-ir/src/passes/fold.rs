@@ -78,8 +78,8 @@ fn folded(g: &Graph, lean: bool) -> Result<(Graph, usize)> {
             changes += replace(&mut r, id, n, Op::Full(v));
             continue;
         }
-        // A view that would enlarge a constant is kept, and its value is not computed if no constant node
-        // reads it.
+        // A view that would enlarge a constant is kept. Its value is not computed if no node that depends
+        // only on constants reads it.
         if !useful[id.index()] && n.op.is_view() && growing(&r, n)? {
             continue;
         }
@@ -215,7 +215,7 @@ fn count(d: &[usize]) -> Option<usize> {
     d.iter().try_fold(1usize, |a, b| a.checked_mul(*b))
 }
 
-/// Whether folding would turn a view into more memory than its operand takes.
+/// Whether a view has more elements than its operand, so that folding it would take more memory.
 fn growing(r: &Rebuild, n: &Node) -> Result<bool> {
     let numel = |s: &Shape| s.known().and_then(|d| count(&d));
     let before = r.operands(n)?.first().and_then(|i| numel(r.new.shape(*i))).unwrap_or(0);

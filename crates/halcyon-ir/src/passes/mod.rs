@@ -131,8 +131,8 @@ impl PassOptions {
     }
 }
 
-/// Runs the passes of the level, except [`block_layouts`]. `claims` returns whether the target runs a
-/// composite whole.
+/// Runs the passes of the level, except [`block_layouts`]. `claims` returns whether the target claims a
+/// composite.
 pub fn optimize(
     g: &Graph,
     options: &PassOptions,
@@ -187,8 +187,8 @@ pub fn optimize(
         g = if n > 0 { cse::run(&fold::run(&h)?.0)?.0 } else { h };
         note(AFFINE, n);
     }
-    // Runs after the passes that match f32 patterns. It rounds constants itself, so no folding is needed
-    // after it.
+    // Mixed precision comes after the passes that match f32 patterns. It rounds constants itself, so no
+    // folding is needed after it.
     if let Some(low) = options.amp.dtype().filter(|_| options.does(MIXED)) {
         let claims = |c: &Composite| whole && claims(c);
         let (h, n, bytes) = autocast::run(&g, low, options.kept, &claims)?;

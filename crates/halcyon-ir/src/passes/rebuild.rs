@@ -6,8 +6,8 @@ use crate::graph::{Graph, Node, NodeId, Operands};
 use crate::ops::Op;
 use crate::shape::{Shape, TensorType};
 
-/// A graph under reconstruction. The new graph starts with all inputs and then all arguments, in order, with
-/// one node each. [`Rebuild::finish`] adds outputs and states.
+/// A graph under reconstruction. The new graph starts with one node for each input and then one node for each
+/// argument, in order. [`Rebuild::finish`] adds outputs and states.
 #[derive(Debug)]
 pub struct Rebuild<'a> {
     old: &'a Graph,
@@ -21,7 +21,7 @@ pub struct Rebuild<'a> {
 pub const DROPPED: NodeId = NodeId(u32::MAX);
 
 fn missing() -> Error {
-    Error::internal("a node names an input or argument that is not declared")
+    Error::internal("a node refers to an input or argument that the graph does not have")
 }
 
 impl<'a> Rebuild<'a> {
@@ -30,7 +30,7 @@ impl<'a> Rebuild<'a> {
         Rebuild::retyped(old, types, old.args().to_vec())
     }
 
-    /// Starts with other types of inputs and arguments, one entry for each.
+    /// Gives the inputs the types `types` and the arguments the dtypes `arg_types`.
     pub fn retyped(old: &'a Graph, types: Vec<TensorType>, arg_types: Vec<DType>) -> Rebuild<'a> {
         let mut new = Graph::new();
         let mut inputs = vec![];
@@ -60,7 +60,7 @@ impl<'a> Rebuild<'a> {
         old.live(&old.outputs().iter().map(|o| o.node).collect::<Vec<_>>())
     }
 
-    /// The new node of node `old`; an error if it was not copied.
+    /// The new node of node `old`. It is an error if `old` was not copied.
     pub fn get(&self, old: NodeId) -> Result<NodeId> {
         match self.map.get(old.index()) {
             Some(n) if *n != DROPPED => Ok(*n),
@@ -92,8 +92,8 @@ impl<'a> Rebuild<'a> {
         self.map[old.index()] = new;
     }
 
-    /// Copies node `old`, whose operands must have been mapped, and maps it. Sets the new graph's span to the
-    /// node's.
+    /// Copies node `old` and records its new node. The operands must have been copied. Sets the span of the
+    /// new graph to the node's span.
     pub fn copy(&mut self, old: NodeId) -> Result<NodeId> {
         let n = self.old.node(old);
         self.new.span = n.span.clone();
@@ -109,7 +109,7 @@ impl<'a> Rebuild<'a> {
         Ok(id)
     }
 
-    /// Returns the new graph, and for every old node the new node ([`DROPPED`] if there is none).
+    /// Returns the new graph, and a list with the new node of every old node ([`DROPPED`] if it has none).
     pub fn finish(mut self) -> Result<(Graph, Vec<NodeId>)> {
         for o in self.old.outputs() {
             let n = self.get(o.node)?;

@@ -42,7 +42,7 @@ enum Match {
 
 /// Maximum number of multiplications through which a product is traced.
 const MAX_FACTORS: usize = 8;
-/// Maximum number of nodes through which a mask is traced to its small form.
+/// Maximum number of nodes through which [`shrink`] traces a mask.
 const MASK_DEPTH: usize = 8;
 
 struct Finder<'a> {
@@ -222,7 +222,8 @@ impl<'a> Finder<'a> {
         let (mut q, mut kt, mut scale, mask) = masked(s, None).or_else(|| {
             self.commuted_operands(s, ScalarOp::Add).into_iter().find_map(|(x, mask)| masked(x, Some(mask)))
         })?;
-        // A scale that was applied to the factors `q` and `kt`. Nothing else may read the scaled factor.
+        // The scale may also have been applied to the factors `q` and `kt`. Nothing else may read such a
+        // factor.
         for x in [&mut q, &mut kt] {
             if let Some((y, c)) = self.times(*x)
                 && self.users[x.index()].len() == 1
@@ -257,7 +258,7 @@ impl<'a> Finder<'a> {
             inside.extend(y.map(|_| x));
             y
         };
-        // One over the root, as a factor.
+        // Matches 1 / root, which is then a factor.
         let over = |x: NodeId, inside: &mut PatternNodes| {
             let y = match (self.unary(x, ScalarOp::Recip), self.binary(x, ScalarOp::Div)) {
                 (Some(y), _) => root(self.peel(y, inside), inside),
@@ -492,7 +493,7 @@ pub fn run(g: &Graph, claims: Option<&dyn Fn(&Composite) -> bool>) -> Result<(Gr
     let live = Rebuild::live(g);
     let finder = Finder::new(g, &live);
     let (mut found, mut taken) = (HashMap::new(), HashSet::new());
-    // Readers first, so that the longest pattern is found.
+    // Visit readers before the nodes that they read, so that the longest pattern is found.
     for id in g.ids().rev().filter(|i| live[i.index()]) {
         if !taken.contains(&id)
             && let Some((f, inside)) = finder.find(id, claims.is_some())

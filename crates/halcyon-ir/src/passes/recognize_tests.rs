@@ -1,4 +1,5 @@
-//! Every written-out form becomes its composite with the same values; other graphs are unchanged.
+//! Tests that every written-out form becomes its composite and keeps its values, and that other graphs are
+//! unchanged.
 
 use super::*;
 use crate::composite::CompositeKind;
@@ -276,7 +277,7 @@ fn norms_are_found_in_every_form() {
         let mut c = Case::new();
         let y = norm(&mut c, form, 1, false, Some(&[6]), None);
         assert_eq!(c.whole(y), one("rms_norm"), "{form}");
-        // A bias after the norm is an addition.
+        // RMS norm has no bias, so a bias after it stays an addition.
         let mut c = Case::new();
         let y = norm(&mut c, form, 1, false, Some(&[6]), Some(&[6]));
         assert_eq!(c.whole(y), one("rms_norm"), "{form}");

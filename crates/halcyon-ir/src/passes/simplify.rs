@@ -8,8 +8,9 @@ use crate::ops::{Op, ReduceKind, SliceAxis};
 use crate::scalar_op::ScalarOp;
 use crate::shape::Dim;
 
-/// Applies the identities once in node order (operands first, so chains collapse in one run), and drops dead
-/// nodes. Returns the graph and the number of nodes rewritten or dropped.
+/// Applies the identities once in node order, and drops dead nodes. Operands come before the nodes that use
+/// them, so several identities in a row are applied in one run. Returns the graph and the number of nodes
+/// rewritten or dropped.
 pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let mut r = Rebuild::new(g);
@@ -142,8 +143,9 @@ fn holds(b: DType, a: DType) -> bool {
     }
 }
 
-/// Whether casting `a` to `b` to `c` equals casting `a` to `c`. `b` must lose nothing, and the second cast
-/// must treat the value as the direct one does (floats saturate, integers wrap).
+/// Whether casting `a` to `b` to `c` equals casting `a` to `c`. `b` must represent every value of `a`, and
+/// the second cast must treat the value as a direct cast does: casts from floats to integers saturate, casts
+/// between integers wrap.
 fn casts_merge(a: DType, b: DType, c: DType) -> bool {
     let wraps = a.is_int() && b.is_float() && c.is_int();
     holds(b, a) && (!wraps || c == a)

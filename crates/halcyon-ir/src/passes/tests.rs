@@ -42,7 +42,7 @@ const TYPES: [DType; 7] = [DType::F32, DType::F16, DType::F64, DType::I32, DType
 /// Adds one random node over the existing ones. Returns the builder's errors.
 fn grow(g: &mut Graph, r: &mut Rng) -> Result<NodeId> {
     let n = g.nodes().len();
-    // Mostly recent nodes, so that chains form.
+    // Mostly recent nodes, so that ops build on each other.
     let any =
         |r: &mut Rng| NodeId((if r.below(3) == 0 { r.below(n) } else { n - 1 - r.below(n.min(6)) }) as u32);
     let x = any(r);
@@ -371,7 +371,7 @@ fn identities() {
         }),
         2
     );
-    // 200 saturates to 127 by way of a float, but wraps to -56 directly.
+    // By way of a float, 200 saturates to 127; a direct cast wraps it to -56.
     assert_eq!(
         left(U8, |g, x| {
             let y = g.cast(x, F32)?;
@@ -436,7 +436,8 @@ fn literals_fold_without_elements_and_constants_do_not_grow() {
     let out: Vec<&Op> = h.outputs().iter().map(|o| &h.node(o.node).op).collect();
     assert_eq!(out[0], &Op::Expand);
     assert!(matches!(out[1], Op::Const(c) if c.to_vec::<f64>() == [1000.0, 8000.0, 36000.0]));
-    // For a stored graph: a result larger than its operands is not folded, but results computed from it are.
+    // `run_lean`, for a stored graph, does not fold a result that is larger than its operands. It folds
+    // results that are computed from such a result.
     let mut g = Graph::new();
     let bytes: Vec<i8> = (0..100).collect();
     let w = g.constant(ConstData::from_slice(&[100], &bytes).unwrap());
@@ -455,7 +456,7 @@ fn literals_fold_without_elements_and_constants_do_not_grow() {
         g.outputs().iter().map(|o| matches!(g.node(o.node).op, Op::Const(_) | Op::Full(_))).collect()
     };
     assert_eq!((constant(&whole), constant(&lean)), (vec![true; 4], vec![false, true, true, true]));
-    // An index out of range is reported when it runs; folding neither hides nor raises the error.
+    // An index out of range is reported when the graph runs; folding neither hides nor raises the error.
     let mut g = Graph::new();
     let c = g.constant(ConstData::from_slice(&[2], &[1.0f32, 2.0]).unwrap());
     let i = g.constant(ConstData::from_slice(&[2], &[0i64, 7]).unwrap());

@@ -1,4 +1,4 @@
-//! Element positions.
+//! Positions of elements, for the ops that move elements or read them by index.
 
 use super::Tensor;
 use crate::error::{Error, Result};
@@ -66,7 +66,7 @@ fn place(op: &Op, at: usize, index: i64, n: usize) -> Result<usize> {
     })
 }
 
-/// Labels as class indices in `0..classes`.
+/// Checks that labels are class indices in `0..classes`. Labels equal to `ignore` become 0.
 pub(crate) fn classes(op: &Op, labels: &Tensor, classes: usize, ignore: Option<i64>) -> Result<Vec<i64>> {
     let one = |(at, l): (usize, &i64)| match *l {
         l if Some(l) == ignore => Ok(0),
@@ -82,7 +82,7 @@ pub(crate) fn classes(op: &Op, labels: &Tensor, classes: usize, ignore: Option<i
     labels.ints()?.iter().enumerate().map(one).collect()
 }
 
-/// For every element of a [`Op::Gather`], the element of `x` it is read from.
+/// For every element of the result of an [`Op::Gather`], the position in `x` from which it is read.
 pub(crate) fn rows(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let inner: usize = x[axis + 1..].iter().product();
     let outer: usize = x[..axis].iter().product();
@@ -98,7 +98,7 @@ pub(crate) fn rows(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<
     Ok(out)
 }
 
-/// For every element of a [`Op::GatherElements`], the element of `x` it is read from.
+/// For every element of the result of an [`Op::GatherElements`], the position in `x` from which it is read.
 pub(crate) fn elements(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let mut st = strides(x);
     let along = st[axis] as usize;
@@ -110,7 +110,7 @@ pub(crate) fn elements(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Res
     Ok(at)
 }
 
-/// For every element of an [`Op::UpdateSlice`]'s update, the element of the base it is written to.
+/// For every element of an [`Op::UpdateSlice`]'s update, the position in the base to which it is written.
 pub(crate) fn update(op: &Op, base: &[usize], upd: &Tensor, pos: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let at = pos.ints()?.first().copied().unwrap_or(0);
     let room = (base[axis] - upd.dims[axis]) as i64;

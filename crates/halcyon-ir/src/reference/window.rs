@@ -1,6 +1,7 @@
 //! The elements that the windows of a convolution or pool read.
 
-/// For every kernel element (row) and output element: the input element it reads, or `None` in the padding.
+/// The input elements that the windows read: for every kernel element a row with an entry for each output
+/// element, `None` in the padding.
 pub(crate) struct Taps {
     pub(crate) out: usize,
     at: Vec<Option<usize>>,

@@ -125,7 +125,7 @@ struct Writer<'a> {
     temps: usize,
     out: String,
     depth: usize,
-    /// Counter of the enclosing fragment map, and whether it is over a row fragment.
+    /// Name of the counter of the enclosing fragment map, and whether the map is over a row fragment.
     map: Option<(String, bool)>,
 }
 
@@ -164,7 +164,7 @@ impl<'a> Writer<'a> {
             .replace("$z", &w[2].to_string())
             .replace("$n", &k.items().to_string());
         let mut args = vec![];
-        // The position of a word is fixed, whatever the launch passes.
+        // A word's position depends only on the kernel and `indirect`, not on the values of a launch.
         let mut words = 0;
         let mut word = |t: &str, n: &str| {
             words += 1;
@@ -241,7 +241,6 @@ impl<'a> Writer<'a> {
         for o in x.operands() {
             self.share(o);
         }
-        // A splat spells its operand once per lane, so its operand counts as used several times.
         let many = self.uses[e.ix()] > 1;
         if many {
             let text = self.spell(e);
@@ -528,9 +527,9 @@ impl<'a> Writer<'a> {
         r
     }
 
-    /// In OpenCL, appends a barrier to a conditional block that contains a barrier. Without it PoCL 3.1
-    /// decides a branch after the block's last barrier for all work-items as for the first one, so that
-    /// work-items past the end of an array would write too.
+    /// In OpenCL, appends a barrier to a conditional block that contains a barrier. Without it, PoCL 3.1
+    /// evaluates a branch after the block's last barrier once, for the first work-item, and uses the result
+    /// for all work-items, so that work-items past the end of an array would write too.
     fn append_barrier(&mut self, block: &[Stmt]) {
         fn has_barrier(s: &Stmt) -> bool {
             match s {

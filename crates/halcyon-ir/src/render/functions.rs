@@ -1,6 +1,6 @@
 //! The functions that scalar ops call (`h_name` in the C spelling of `crate::scalar_op`), each in C and in
-//! WGSL side by side. Functions of C's math library need no row: C has them, and `wgsl/math.rs` writes them
-//! out.
+//! WGSL side by side. Functions of C's math library need no row: C has them, and `wgsl/math.rs` defines them
+//! in WGSL.
 //!
 //! Both texts are templates: `$T` is the type, `$U` the unsigned type of the same width, `$s` the type's
 //! name, `@` the function's own name. In C, `%name(` is a math function on the type, and `$W` the type's
@@ -97,7 +97,7 @@ const FUNCTIONS: &[Function] = &[
         name: "h_sign",
         on: FLOATS,
         c: |_| c1("return x != x ? x : ($T)((x > 0) - (x < 0));"),
-        // Computed in integers, because the sign of zero must be +0.
+        // Computed in integers, because the result for a zero must be +0, also for -0.
         wgsl: |_| {
             w1("if (h_isnan_$s(x)) {\n        return x;\n    }\n    \
                 return $T(select(0i, 1i, x > 0.0) - select(0i, 1i, x < 0.0));")
@@ -120,8 +120,8 @@ const FUNCTIONS: &[Function] = &[
         name: "h_silu",
         on: FLOATS,
         c: |_| c1("return x / (1 + %exp(-x));"),
-        // Multiplies twice by the exponential of half the argument, so that a small product does not pass
-        // through a denormal factor.
+        // Multiplies twice by the exponential of half the argument. The exponential of the whole argument
+        // could be a denormal number, which has fewer digits.
         wgsl: |_| {
             w1("let h = h_exp_$s(-0.5 * abs(x));\n    if (x < 0.0) {\n        \
                 return x * h / (h * h + 1.0) * h;\n    }\n    return x / (h * h + 1.0);")
@@ -213,7 +213,7 @@ const FUNCTIONS: &[Function] = &[
         name: "h_iabs",
         on: SIGNED,
         c: |_| c1("return x < 0 ? ($T)(($U)0 - ($U)x) : x;"),
-        // The magnitude of the smallest integer wraps to itself.
+        // For the smallest integer, whose magnitude is not representable, the result is the integer itself.
         wgsl: |_| w1("return select(x, $T(~$U(x) + 1), x < 0);"),
     },
     Function {
@@ -234,7 +234,8 @@ const FUNCTIONS: &[Function] = &[
         c: |_| c1("return x > 0 ? x : 0;"),
         wgsl: |_| w1("return max(x, $T(0));"),
     },
-    // Division by zero gives 0. The only quotient that overflows would trap in C, so it wraps.
+    // Division by zero gives 0. The only quotient that overflows, that of the smallest integer and -1, could
+    // trap in C, so it is computed as a negation that wraps.
     Function {
         name: "h_idiv",
         on: UNSIGNED,
@@ -326,9 +327,9 @@ fn wgsl_extreme(order: &str) -> String {
     ))
 }
 
-/// The product alone may overflow although its sum with z does not. Then everything is scaled by 1/16; with a
-/// larger product z cannot bring the sum back into range. The rounding error of the product is added, because
-/// the sum may cancel.
+/// `x * y` may overflow although `x * y + z` does not. In this case the sum is computed with both terms
+/// scaled by 1/16. If the scaled product overflows too, z is too small to bring the sum back into range. The
+/// rounding error of the product is added, because the sum may cancel.
 fn wgsl_fma(ty: Ty) -> String {
     let f = if ty == Ty::F64 { "x * y + z" } else { "fma(x, y, z)" };
     let inf = wgsl_infinity(ty);
@@ -379,8 +380,8 @@ fn wgsl_threefry() -> String {
 mod tests {
     use super::*;
 
-    /// The functions that the rows of `crate::scalar_op` call have a row on every type of the op. The writers
-    /// spell negations, and the larger and the smaller integer, by themselves.
+    /// The functions that the rows of `crate::scalar_op` call have a row here for every type of the op. The
+    /// exceptions are `h_not`, `h_imin` and `h_imax`, which the renderers write in another way.
     #[test]
     fn scalar_ops_call_functions_of_the_table() {
         let own = ["h_not", "h_imin", "h_imax"];

@@ -1,6 +1,6 @@
-//! Functions that the C writer emits if they are used. The helpers that scalar ops call are in
-//! `functions.rs`. `$T` is the type, `$U` the unsigned type of the same width, `@` the function's own name,
-//! and `%name(` a math function on the type.
+//! Functions that the C renderer emits if they are used. The helpers that scalar ops call are in
+//! `functions.rs`. In the texts, `$T` is the type, `$U` the unsigned type of the same width, `@` the
+//! function's own name, and `%name(` a math function on the type.
 
 use super::dialect::Dialect;
 use super::functions;
@@ -163,7 +163,7 @@ fn subgroup(op: &str, ty: Ty, d: &Dialect) -> Option<String> {
     ))
 }
 
-/// Functions that only C calls by name: the WGSL writer spells them itself.
+/// Functions that exist in C only: the WGSL renderer writes these operations without a function.
 fn only_c(base: &str, ty: Ty) -> Option<String> {
     let one = |body: &str| format!("$T @($T x) {{\n    {body}\n}}\n");
     let two = |body: &str| format!("$T @($T x, $T y) {{\n    {body}\n}}\n");

@@ -1,5 +1,5 @@
-//! Replaces subgroup operations, for languages without them, by equivalent ones over workgroup memory with
-//! subgroups of 32.
+//! Replaces subgroup operations for languages without them: work-items exchange values through workgroup
+//! memory, in emulated subgroups of 32.
 
 use crate::dtype::Scalar;
 use crate::kernel::ir::*;
@@ -192,7 +192,7 @@ impl Pass {
         out
     }
 
-    /// Stores each work-item's value in an array and waits. Returns the array.
+    /// Stores each work-item's value in an array of workgroup memory and adds a barrier. Returns the array.
     fn publish(&mut self, out: &mut Vec<Stmt>, value: ExprId) -> LocalId {
         let ty = self.types[value.ix()];
         let arr = match self.scratch.get(&ty) {

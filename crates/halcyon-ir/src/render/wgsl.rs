@@ -5,8 +5,8 @@
 //!   operations, so an invocation never overwrites bytes that belong to another one. With [`Options::f16`]
 //!   and [`Options::int16`], 16-bit elements are storage types.
 //! - WGSL compilers may assume that NaN and infinities do not occur. Comparisons therefore test for NaN by
-//!   its bits, and such constants are made from bits at run time. Mathematical functions are written out
-//!   (`wgsl/math.rs`), because the language's own may be off by thousands of ulps.
+//!   its bits, and constants that are NaN or infinite are made from bits at run time. Mathematical functions
+//!   are written out (`wgsl/math.rs`), because the language's own may be off by thousands of ulps.
 //! - 64-bit types are `i64`, `u64` and `f64`. A device may lack them; the caller must check.
 //! - Memory may be bound only once: buffers to which a launch gives the same memory share a binding
 //!   ([`Options::bindings`]).
@@ -74,8 +74,8 @@ pub fn render(k: &Kernel, options: &Options) -> Result<Source> {
     batch(&[(k, k.name.clone())], options)
 }
 
-/// Renders many kernels into one module. If there is more than one, a kernel's names begin with the name of
-/// its entry point.
+/// Renders many kernels into one module. If there is more than one, each kernel's names at module scope begin
+/// with the kernel's name.
 pub(super) fn batch(kernels: &[(&Kernel, String)], options: &Options) -> Result<Source> {
     let mut helpers = Helpers { names: HashSet::new(), text: String::new() };
     let mut body = String::new();
@@ -113,7 +113,8 @@ struct Helpers {
 }
 
 impl Helpers {
-    /// Emits the helpers called in `text` that are not yet emitted, each after those it calls.
+    /// Emits the helpers called in `text` that are not emitted yet, each after the helpers that it calls
+    /// itself.
     fn scan(&mut self, text: &str, k: &Kernel) -> Result<()> {
         for name in super::calls(text) {
             if self.names.contains(name) {
@@ -547,7 +548,7 @@ impl<'a> Writer<'a> {
         // Larger bodies would cost more to compile than unrolling saves.
         let size = straight(body);
         let short = size.is_some_and(|n| n <= 16);
-        // A loop that is written out counts no iterations.
+        // The device does not count the iterations of a loop that is written out.
         let whole = match (known, size) {
             (Some(1), _) => Some(1),
             (Some(n @ 2..=32), Some(size)) if n as usize * size <= 256 => Some(n),

@@ -92,7 +92,7 @@ pub fn subgroup(ty: DType) -> Kernel {
     b.finish().unwrap()
 }
 
-/// Vectors, words, bytes, private arrays, atomics, the fault word and every other node.
+/// A kernel with vectors, words, bytes, private arrays, atomics, the fault word and every other node.
 pub fn everything() -> Kernel {
     let b = Builder::new("everything", [16, 2, 2]);
     let (v, w) = (b.raw_buffer(DType::F32, false), b.raw_buffer(DType::F32, true));
@@ -132,8 +132,8 @@ pub fn everything() -> Kernel {
     b.finish().unwrap()
 }
 
-/// One product for every unit in `ops`, with both operand orders in workgroup memory; row fragments; and sums
-/// converted to an operand.
+/// For every matrix op in `ops`: products with both operand orders in workgroup memory, a row fragment, and a
+/// sum that is converted to an operand.
 pub fn matrices(ops: &[MatrixOp]) -> Kernel {
     let b = Builder::new("matrices", [64, 1, 1]);
     let (x, y) = (b.raw_buffer(DType::F16, false), b.raw_buffer(DType::F32, true));
@@ -312,8 +312,8 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
     out
 }
 
-/// Attention for few queries: one row and a full workgroup of rows, keys split and not split, reads of 16
-/// bytes and of single elements.
+/// Attention for few queries: with one row and with a full workgroup of rows, with and without a split of the
+/// keys, and with reads of 16 bytes and of single elements.
 pub fn few_queries(f64: bool) -> Vec<Kernel> {
     let mut out = vec![];
     let caps = Caps { f64, compute_units: Some(64), ..Caps::generous() };
@@ -333,8 +333,8 @@ pub fn few_queries(f64: bool) -> Vec<Kernel> {
     out
 }
 
-/// Products on matrix units: every tile, and per type operands that are contiguous along K and across it,
-/// with and without 16-byte reads.
+/// Products on matrix units. For each type, each operand is contiguous along K or across it, and is read with
+/// and without 16-byte reads. One of these layouts is built with every tile.
 pub fn matrix_products(caps: &Caps) -> Vec<Kernel> {
     let mut out: Vec<Kernel> = vec![];
     let types: BTreeSet<MatrixType> = caps.matrix.iter().map(|o| o.operand).collect();
@@ -361,15 +361,15 @@ pub fn matrix_products(caps: &Caps) -> Vec<Kernel> {
     out
 }
 
-/// Attention on matrix units: per type, every tile with a causal limit and shared heads; and the heuristic's
-/// choice for other row lengths, masks, odd sizes and large offsets.
+/// Attention on matrix units. For each type: calls with a causal limit and shared heads, with every tile for
+/// f16. For f16 also the heuristic's choice for other row lengths, masks, odd sizes and large offsets.
 pub fn matrix_attention(caps: &Caps) -> Vec<Kernel> {
     let mut out: Vec<Kernel> = vec![];
     let types: BTreeSet<MatrixType> = caps.matrix.iter().map(|o| o.operand).collect();
     for t in types {
         let d = t.storage();
-        // Batch, query heads, key heads, queries, keys and row length; whether causal, masked, and for every
-        // tile.
+        // Batch, query heads, key heads, queries, keys and row length; whether the call is causal, has a
+        // mask, and is built with every tile.
         let calls = [
             ([2, 8, 4, 512, 512, 64], true, false, true),
             ([1, 8, 2, 512, 512, 128], true, false, true),
@@ -377,14 +377,16 @@ pub fn matrix_attention(caps: &Caps) -> Vec<Kernel> {
             ([1, 4, 4, 90, 90, 64], false, true, false),
             ([1 << 12, 32, 32, 256, 256, 64], false, false, false),
         ];
-        // The types differ in one instruction only.
+        // The kernels of the types differ in one instruction only, so the other types run only the calls with
+        // every tile.
         for ([b, h, hk, sq, sk, w], causal, masked, every) in
             calls.into_iter().filter(|c| t == MatrixType::F16 || c.3)
         {
             let mut g = Graph::new();
             let shapes = [vec![b, h, sq, w], vec![b, hk, sk, w], vec![b, hk, sk, w], vec![sq, sk]];
             let shapes = &shapes[..if masked { 4 } else { 3 }];
-            // A mask without a causal limit is as in mixed precision: f32, the composite's compute type.
+            // The call with a mask but without a causal limit is as under mixed precision: its mask is f32,
+            // the compute type of the composite.
             let mixed = masked && !causal;
             let wide = |d| if mixed { DType::F32 } else { d };
             let x: Vec<NodeId> =

@@ -1,5 +1,5 @@
-//! Fused chains in the interpreter: all subgroup sizes, random order, poisoned outputs, compared with a
-//! point-by-point evaluation of the instructions.
+//! Runs fused kernels in the interpreter, with several subgroup sizes, work-items in random order and
+//! poisoned outputs, and compares the results with an evaluation of the instructions at every point.
 
 use crate::tensor::*;
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
@@ -51,7 +51,7 @@ fn point(f: &Fused, x: &[Tensor], args: &[Scalar], idx: &[usize]) -> Vec<Scalar>
 fn check_fused(f: &Fused, x: &[Tensor], caps: &Caps, tolerance: f64) -> Kernel {
     let (k, l) = lower_fused(f, caps).unwrap();
     check_kernel(&k, l, f, x, &[1, 4, 32, 64], tolerance);
-    // All variants that tuning may choose compute the same.
+    // All variants that tuning may choose give the same results.
     for (i, v) in fused_choices(f, caps).others.iter().enumerate() {
         let (k, l) = lower_fused_as(f, caps, v).unwrap();
         check_kernel(&k, l, f, x, &[[1, 4, 32, 64][i % 4]], tolerance);
@@ -167,8 +167,8 @@ fn fused_chains() {
     }
 }
 
-/// Neighbours are read and written with vectors and words if all of them are aligned and contiguous, and one
-/// by one otherwise.
+/// Neighbouring elements are read and written as vectors and words if they are all aligned and contiguous,
+/// and one by one otherwise.
 #[test]
 fn neighbours_in_runs() {
     let mut g = Rng(21);
@@ -185,7 +185,7 @@ fn neighbours_in_runs() {
     ];
     for (n, d) in all.into_iter().enumerate() {
         for (shape, vector) in [([6, 32], true), ([5, 24], true), ([3, 4], true), ([4, 6], false)] {
-            // Dense, part of a larger tensor, transposed; then a row and a column.
+            // The operands: one dense, one part of a larger tensor, one transposed; then a row and a column.
             let x: Vec<Tensor> = [0, 2, 1].iter().map(|l| Tensor::random(d, &shape, *l, &mut g)).collect();
             let row = Tensor::random(DType::F32, &[shape[1]], 0, &mut g);
             let column = Tensor::random(DType::F32, &[shape[0], 1], 0, &mut g);

@@ -1,5 +1,5 @@
-//! The interpreter: values against the scalar ops' definitions, every subgroup size and order, and the faults
-//! that the sanitizer reports.
+//! Tests of the interpreter. Its values must be those of the scalar ops' definitions, they must not depend on
+//! the subgroup size or the order of work-items, and the sanitizer must report planted faults.
 
 use crate::common;
 use halcyon_ir::kernel::interp::{Fault, Options, Outcome, Space, run};
@@ -130,7 +130,7 @@ fn subgroup_operations_and_their_stand_in() {
             assert_eq!(y[i * 6 + 5], x[i / width * width + width - 1 - i % width]);
         }
     }
-    // Without subgroups, kernels behave as with subgroups of 32 on every device.
+    // On devices without subgroups, the rewritten kernel behaves as with subgroups of 32.
     let plain = halcyon_ir::render::without_subgroups(&k);
     verify(&plain).unwrap();
     assert!(!plain.uses_subgroups());
@@ -276,7 +276,8 @@ fn the_verifier_refuses() {
     has(refused(|b, x, y| b.store(y, 0, b.load(x, 0) + b.index(1))), "operand types differ");
     has(refused(|b, _, _| b.if_(b.local_id(0).lt(3), || b.barrier())), "differs between work-items");
     has(refused(|b, _, _| b.for_(0, b.local_id(0), 1, |_| b.barrier())), "differs between work-items");
-    // Divergence that reaches the condition through a variable, backwards through the loop.
+    // In the second iteration, the condition differs between work-items, because the first one has set the
+    // variable.
     let e = refused(|b, x, _| {
         let v = b.var_of(Ty::F32, 0.0);
         b.for_(0, 4, 1, |_| {

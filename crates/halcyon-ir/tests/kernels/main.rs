@@ -1,4 +1,4 @@
-//! The tests of kernels. They are one binary, so that a change of the crate links once for all of them.
+//! The tests of kernels. They are one binary, so that only one binary is linked after a change of the crate.
 
 #[path = "../common/mod.rs"]
 mod common;

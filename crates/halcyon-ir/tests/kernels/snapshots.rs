@@ -1,5 +1,5 @@
-//! Rendered text, reviewed as a diff. `UPDATE_SNAPSHOTS=1 cargo test -p halcyon-ir --test kernels snapshots`
-//! rewrites the snapshots.
+//! Compares rendered kernels with snapshots, whose changes are reviewed as diffs. `UPDATE_SNAPSHOTS=1 cargo
+//! test -p halcyon-ir --test kernels snapshots` rewrites the snapshots.
 
 use crate::common;
 use halcyon_ir::kernel::Kernel;

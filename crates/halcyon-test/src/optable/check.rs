@@ -1,4 +1,4 @@
-//! Runs the table and collects failures.
+//! Runs rows of the op table and collects failures.
 
 use crate::{Rng, one_in};
 use halcyon::optable::Errors;
@@ -37,12 +37,15 @@ impl Tally {
 
     /// Panics with the failures, if there are any.
     pub fn finish(self, what: &str) {
-        println!("{what}: {} cases, at most {:.2} of the tolerance", self.cases, self.worst.of_tolerance);
+        println!(
+            "{what}: {} cases with errors of at most {:.2} of the tolerance",
+            self.cases, self.worst.of_tolerance
+        );
         if self.failures.is_empty() {
             assert!(self.cases > 0, "{what}: nothing ran");
             return;
         }
-        // A few of every row, so that one broken op does not hide the others.
+        // Print only a few failures of every row, so that one broken op does not hide the others.
         let mut of_row: std::collections::BTreeMap<&str, usize> = Default::default();
         let few: usize = std::env::var("HALCYON_FAILURES").ok().and_then(|v| v.parse().ok()).unwrap_or(3);
         let list: Vec<&str> = self
@@ -64,17 +67,17 @@ impl Tally {
     }
 }
 
-/// On devices where every case is a program to build, one case in this many is run, drawn anew each
-/// time, and at least one of each row.
+/// On devices that build a program for every case, one case in this many is run, and at least one case of
+/// each row. The cases are drawn anew each time.
 const SAMPLE: usize = 8;
-/// Samples of at least one in this many cases contain a case of every dtype of a row; smaller samples contain
-/// one of every row.
+/// A sample of at least one in this many cases contains a case of every dtype of each row. A smaller sample
+/// contains at least one case of each row.
 const EVERY_DTYPE: usize = 3;
 
 /// Whether `HALCYON_ROW` selects one of these rows of the table.
 ///
 /// # Panics
-/// If it selects no row of the whole table.
+/// If `HALCYON_ROW` selects no row of the whole table.
 pub fn selects(what: &str, rows: &[Row]) -> bool {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
     let among = |rows: &[Row]| rows.iter().any(|r| r.name.contains(&pick));
@@ -87,15 +90,15 @@ pub fn selects(what: &str, rows: &[Row]) -> bool {
 }
 
 /// Runs the cases of rows; `HALCYON_ROW` selects the rows whose name contains it. On a device that builds a
-/// program for each case, runs a sample of each row. `HALCYON_CASES` overrides this: `all`, or one
-/// case in how many, on every device.
+/// program for each case, runs a sample of each row. `HALCYON_CASES` overrides this on every device. It is
+/// `all`, or the number N to run one case in N.
 pub fn check_rows(what: &str, rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
     let cpu = backends.iter().any(|b| b.device().info().backend == BackendType::Cpu);
     check_some(what, rows, backends, if cpu { 1 } else { SAMPLE }, rng)
 }
 
-/// Like [`check_rows`], with one case in `usual` unless `HALCYON_CASES` is set: at least one per row and
-/// dtype, or at least one per row if that would be most of the sample.
+/// Like [`check_rows`], with one case in `usual` unless `HALCYON_CASES` is set: at least one case per row and
+/// dtype, or only per row if a case per dtype would be most of the sample.
 pub fn check_some(what: &str, rows: &[Row], backends: &[Backend], usual: usize, rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
     let every = if pick.is_empty() { one_in(usual) } else { 1 };

@@ -110,8 +110,9 @@ fn check(
 /// On devices that build programs for each case, one gradient in this many is checked.
 const SAMPLE: usize = 4;
 
-/// Checks every case marked for it, in f32 and f64: all on the CPU, on other devices a sample, or all with
-/// `HALCYON_CASES=all` or `HALCYON_ROW`. `HALCYON_CASES=N` checks one in N on every device.
+/// Checks the gradients of every case with `Case::grad`, in f32 and f64: all on the CPU, on other devices a
+/// sample, or all with `HALCYON_CASES=all` or `HALCYON_ROW`. `HALCYON_CASES=N` checks one in N on every
+/// device.
 pub fn check_rows(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
     let mut t = Tally::default();

@@ -1,4 +1,4 @@
-//! Random graphs of element-wise ops, views, reductions and products: fused chains compared with the
+//! Random graphs of element-wise ops, views, reductions and products, which compare fused chains with the
 //! reference.
 
 use super::check::run;
@@ -117,7 +117,7 @@ impl Maker<'_> {
             4..=6 => {
                 let (y, op) = (self.partner(x), BINARY[self.rng.below(BINARY.len())]);
                 let z = self.g.scalar(op, &[x, y])?;
-                // `tanh` of a product keeps powers from building up.
+                // `tanh` of a product keeps values small, so that repeated products do not grow.
                 if op == ScalarOp::Mul { self.g.tanh(z) } else { Ok(z) }
             }
             7 => {
@@ -248,9 +248,12 @@ pub fn check(seed: u64, backends: &[Backend]) -> std::result::Result<(), String>
             let live = one.live(&[n]);
             let text = one.to_string();
             let lines = text.lines().enumerate().filter(|(i, _)| live.get(*i).is_none_or(|l| *l));
-            Some(format!("{what} already with\n{}", lines.map(|l| l.1).collect::<Vec<_>>().join("\n")))
+            Some(format!(
+                "{what} with only this part:\n{}",
+                lines.map(|l| l.1).collect::<Vec<_>>().join("\n")
+            ))
         });
-        let part = part.unwrap_or_else(|| format!("only whole:\n{g}"));
+        let part = part.unwrap_or_else(|| format!("only the whole graph fails:\n{g}"));
         return Err(format!("graph {seed} on {} {}: {what}; {part}", b.id(), b.level()));
     }
     Ok(())

@@ -129,7 +129,7 @@ impl Sanitizer {
         lock(&self.kernels).values().cloned().collect()
     }
 
-    /// Takes the interpreter's reports about them.
+    /// Takes the interpreter's reports about the launches so far.
     pub fn take_reports(&self) -> Vec<String> {
         std::mem::take(&mut *lock(&self.reports))
     }
@@ -157,7 +157,7 @@ impl Sanitizer {
         });
         if twice && p.kernel.noalias {
             lock(&self.reports)
-                .push(format!("{} says its buffers are distinct, but one is bound twice", p.kernel.name));
+                .push(format!("{} requires distinct buffers, but one is bound twice", p.kernel.name));
         }
         let poisoned = (0..hosts.len())
             .filter(|i| !hosts[*i].written.load(Ordering::Relaxed))
@@ -215,7 +215,7 @@ impl Target for Sanitizer {
         &self.caps
     }
     fn library(&self, _: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined> {
-        Err(Declined::because("the sanitizer has no kernels of its own"))
+        Err(Declined::because("the sanitizer has no library kernels"))
     }
 }
 
@@ -279,7 +279,9 @@ impl Device for Sanitizer {
                     self.read(src, *src_offset, &mut b)?;
                     self.write(dst, *dst_offset, &b)?;
                 }
-                Command::Library { .. } => return Err(Error::internal("the sanitizer has no library")),
+                Command::Library { .. } => {
+                    return Err(Error::internal("the sanitizer has no library kernels"));
+                }
             }
         }
         Ok(())
@@ -295,7 +297,7 @@ impl Device for Sanitizer {
     }
 }
 
-/// A backend over the sanitizer.
+/// A backend whose device is a sanitizer, and this device.
 pub fn backend(subgroup: u32, is_cpu: bool, seed: u64, level: Level) -> (Backend, Arc<Sanitizer>) {
     let s = Arc::new(Sanitizer::new(subgroup, is_cpu, seed));
     let selection = Selection::given(s.info().clone());

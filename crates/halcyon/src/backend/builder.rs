@@ -126,7 +126,8 @@ impl BackendBuilder {
         self
     }
 
-    /// Hard cap, in bytes, on the memory taken from the driver, for live buffers and for what the pool holds.
+    /// Hard cap, in bytes, on the memory taken from the driver: live buffers, and free memory that the pool
+    /// keeps.
     pub fn memory_limit(mut self, bytes: u64) -> Self {
         self.0.options.memory_limit = Some(bytes);
         self
@@ -301,7 +302,7 @@ impl BackendBuilder {
             autocast::check(amp, d.as_target().caps(), &d.info().id)?;
             if self.0.options.cudnn == Some(true) && !d.info().properties.contains_key("cudnn") {
                 let what = format!("cuDNN on {}", d.info().id);
-                return Err(Error::unsupported(what, "Leave it out, or choose the backend cuda"));
+                return Err(Error::unsupported(what, "Do not require cuDNN, or choose the backend cuda"));
             }
             admit(&self.over(d.clone(), Selection::given(d.info().clone()), amp, &tuning))
         })?;

@@ -1,4 +1,4 @@
-//! The effect of a backend's options on the device that was opened. No option is ignored silently: it takes
+//! The effect of a backend's options on the device that was opened. No option is ignored silently: each takes
 //! effect, is rejected with an error, or causes a warning here
 //! ([`Backend::warnings`](super::Backend::warnings)).
 
@@ -24,7 +24,7 @@ pub(super) fn check(b: &Settings, amp: AmpPolicy) -> Result<()> {
         let all = passes::ALL.join(", ");
         return Err(Error::argument(
             "without",
-            format!("\"{name}\" is not a transformation; there are {all}"),
+            format!("\"{name}\" is not a transformation; the transformations are {all}"),
         ));
     }
     if b.tensor_cores == Some(false) && b.precision.is_some_and(|p| p != MatmulPrecision::Highest) {
@@ -95,19 +95,19 @@ pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &Kept
     if precision != MatmulPrecision::Highest {
         let halves = match d.as_target().caps().matrix.is_empty() {
             true => "",
-            false => "; matrix units multiply f16 and bf16 always",
+            false => "; f16 and bf16 products use matrix units at every precision",
         };
         match (o2, gains(d, precision)) {
-            (false, _) => warn(&name, format!("it comes with level O2, and the level is {}", b.level)),
+            (false, _) => warn(&name, format!("it needs level O2, and the level is {}", b.level)),
             (true, false) => {
-                warn(&name, format!("no product of f32 is faster there at less precision{halves}"))
+                warn(&name, format!("f32 products are not faster there at lower precision{halves}"))
             }
             _ => {}
         }
     }
     let tiles = d.info().properties.get("bf16_products").is_some_and(|c| c.starts_with("amx"));
     if b.tensor_cores == Some(false) && tiles {
-        warn("enable_tensor_cores(false)", "products of bf16 stay on the processor's tile registers".into());
+        warn("enable_tensor_cores(false)", "bf16 products always use the processor's tile registers".into());
     }
     if b.keep_packed == Some(true) && !cpu {
         warn("keep_packed", "only the CPU device packs constants".into());
@@ -121,7 +121,7 @@ pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &Kept
         warn("keep_packed", "there is no cache directory (HALCYON_CACHE is off, or no home is known)".into());
     }
     if !o2 && matches!(b.tuning, Some(TuningMode::Background | TuningMode::Budget(_))) {
-        warn("tuning", format!("tuned kernels come with level O2, and the level is {}", b.level));
+        warn("tuning", format!("tuned kernels need level O2, and the level is {}", b.level));
     }
     if b.tuning == Some(TuningMode::Off) && b.tuning_file.is_some() {
         warn(
@@ -130,7 +130,7 @@ pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &Kept
         );
     }
     if b.options.host_limit.is_some() && matches!(d.alloc_host(0), Err(Error::Unsupported { .. })) {
-        warn("host_limit", "it has no memory of the host for copies".into());
+        warn("host_limit", "it uses no host memory for copies".into());
     }
     if b.memory > 0 && d.available().is_none() {
         warn("memory_needed", "its driver does not report its memory, and no limit is set".into());
@@ -138,7 +138,7 @@ pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &Kept
     if amp != AmpPolicy::None && !o2 {
         warn(
             &format!("mixed precision in {amp}"),
-            format!("it comes with level O2, and the level is {}", b.level),
+            format!("it needs level O2, and the level is {}", b.level),
         );
     }
     if let Some(low) = amp.dtype() {

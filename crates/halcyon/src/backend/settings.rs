@@ -8,7 +8,7 @@ use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::target::MatmulPrecision;
 use std::path::PathBuf;
 
-/// The requested settings. `None`: not requested; an environment variable, the configuration file or a
+/// The requested settings. If a setting is `None`, an environment variable, the configuration file or a
 /// default decides.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Settings {

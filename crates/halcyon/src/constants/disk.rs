@@ -1,8 +1,8 @@
 //! Disk cache of packed constants.
 //!
-//! Packing is one pass over the constants. Loading a cached file also costs a pass: the digest of the
-//! constants that it was made from, and the check of the file's own bytes. Which is faster depends on the
-//! packing and on the machine. So it is measured when constants are packed, and a file is written only if
+//! Packing reads all constants once. Loading a cached file also reads them once, for the digest of the
+//! constants from which the file was made, and it reads the file to check it. Which is faster depends on the
+//! packing and on the machine. So both are measured when constants are packed, and a file is written only if
 //! loading is faster.
 
 use halcyon_hal::cache::{self, DiskCache};
@@ -12,7 +12,7 @@ use halcyon_ir::plan::PackedConst;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Maximum bytes of packed constants on disk, of all models; beyond it the oldest files are deleted.
+/// Maximum bytes of packed constants on disk, of all models. If there are more, the oldest files are deleted.
 const LIMIT: u64 = 2 << 30;
 /// Constants that are packed in less time are not cached.
 const MIN_PACKING_TIME: Duration = Duration::from_millis(20);
@@ -26,7 +26,7 @@ const MIN_RATIO: f64 = 1.5;
 #[derive(Debug)]
 pub(crate) struct PackedCache {
     disk: DiskCache,
-    /// Cache even if packing again is faster.
+    /// Whether to cache constants even if packing them again is faster.
     always: bool,
 }
 
@@ -72,8 +72,8 @@ impl<'a> Block<'a> {
         );
         let mut text: Vec<u8> = parts.join("\n").into_bytes();
         for c in constants {
-            // The key covers only the ends of each constant, which differ between most models. The whole
-            // content is compared when an entry is found.
+            // The key covers only the ends of each constant, which differ between most models. When an entry
+            // is found, a digest of the whole content is compared.
             let b = c.data.bytes();
             let ends = [&b[..b.len().min(64)], &b[b.len() - b.len().min(64)..]].concat();
             text.extend(format!("{:?} {:?} {} ", c.kernel.packing(), c.data.dtype, b.len()).into_bytes());

@@ -19,11 +19,11 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Captures kept per set of bindings, and earlier runs whose addresses are remembered.
+/// Number of captures kept per set of bindings, and number of earlier runs whose addresses are remembered.
 const MAX_CAPTURES: usize = 4;
 const REMEMBERED_RUNS: usize = 4;
-/// A capture that is dropped before it was launched `MIN_LAUNCHES` more times counts as wasted; after
-/// `MAX_WASTED` of those no more are made.
+/// A capture that is dropped before it was launched `MIN_LAUNCHES` more times counts as wasted. After
+/// `MAX_WASTED` wasted captures no more are made.
 const MIN_LAUNCHES: u64 = 2;
 const MAX_WASTED: u32 = 8;
 
@@ -36,7 +36,7 @@ pub struct Captures {
     pub launched: u64,
     /// Runs whose commands were submitted individually.
     pub submitted: u64,
-    /// Why commands are not captured, or no longer; `None` while they are.
+    /// Why commands are not captured, or are no longer captured; `None` while they are captured.
     pub reason: Option<String>,
 }
 
@@ -46,12 +46,13 @@ pub(super) struct CaptureState {
     made: AtomicU64,
     launched: AtomicU64,
     pub(super) submitted: AtomicU64,
-    /// No more captures are made; the reason says why.
+    /// Whether no more captures are made; `reason` says why.
     pub(super) off: AtomicBool,
     reason: Mutex<Option<String>>,
     /// Whether the values of run-time arguments are part of a capture, because library kernels take them.
     fixed: bool,
-    /// For each buffer of the plan, one position where it is bound: step, and number in the step.
+    /// For each buffer of the plan, one position where it is bound: the step, and the position among the
+    /// step's buffers.
     places: Vec<(u32, u32)>,
 }
 
@@ -60,7 +61,7 @@ impl CaptureState {
         let mut w = CaptureState::default();
         let host = plan.steps.iter().find(|s| matches!(s.work, StepWork::Host(_)));
         if level < Level::O2 {
-            w.stop(format!("level {level} submits each command; capture comes with {}", Level::O2));
+            w.stop(format!("at level {level} commands are not captured; use level {}", Level::O2));
         } else if let Some(s) = host {
             w.stop(format!("{} runs on the host between the commands", s.op));
         } else if plan.steps.is_empty() {
@@ -111,7 +112,7 @@ impl CaptureState {
 struct Capture {
     key: Vec<u64>,
     commands: Arc<dyn halcyon_hal::Capture>,
-    /// Launches after the first.
+    /// Number of launches after the first.
     again: u64,
 }
 
@@ -193,7 +194,8 @@ impl Executable {
         }
         let values: SmallVec<[Scalar; 16]> = self.arguments(lease).map(|(_, v)| v).collect();
         let launch = |r: &dyn halcyon_hal::Capture| launch(d, on, r, &buffers, &values);
-        // Vendor libraries may initialise themselves in a first run, which must not be captured.
+        // If the plan has library kernels (`fixed`), the first run is not captured, because a vendor's
+        // library may initialise itself in that run.
         let first = c.at_once && c.kept.is_empty() && c.wasted == 0;
         let found = c.kept.iter().position(|k| k.key == c.now);
         match found {
@@ -251,7 +253,8 @@ impl Executable {
         let mut commands: Vec<Command<'_>> = Vec::with_capacity(self.plan().steps.len());
         for i in 0..self.plan().steps.len() {
             let c = self.command(lease, i, args)?;
-            commands.push(c.ok_or_else(|| Error::internal("a step on the host was to be captured"))?);
+            commands
+                .push(c.ok_or_else(|| Error::internal("a step that runs on the host cannot be captured"))?);
         }
         let variables: Vec<(usize, usize)> = self.arguments(lease).map(|(at, _)| at).collect();
         self.runtime.device.capture(&Recording { commands: &commands, buffers, variables: &variables })
@@ -264,7 +267,8 @@ impl Executable {
             c.over = true;
             (c.kept, c.recent) = (vec![], VecDeque::new());
             self.captures.note(format!(
-                "{MAX_WASTED} captures met other buffers before they were launched {MIN_LAUNCHES} times"
+                "{MAX_WASTED} captures were dropped before they were launched {MIN_LAUNCHES} times, because \
+                 the runs used other buffers"
             ));
         }
     }

@@ -13,7 +13,8 @@ use std::sync::{Arc, Mutex};
 /// Number of conditions read between two checks of the device for faults.
 const FAULTS: u32 = 64;
 
-/// Results of earlier runs that a plan keeps per output for reuse. A loop's state alternates between two.
+/// Maximum number of results of earlier runs that a plan keeps per output for reuse. (A loop's state
+/// alternates between two buffers.)
 const RESULTS: usize = 4;
 
 /// A tensor on the device. Its buffer may be larger than its value.
@@ -46,8 +47,7 @@ struct PreparedGraph {
 #[derive(Debug)]
 struct Bound {
     lease: Option<Lease>,
-    /// Results of earlier runs, per output. Those that have no other owner are overwritten, so the state of a
-    /// loop alternates between two buffers.
+    /// Results of earlier runs, per output. A result that nothing else holds is overwritten by a later run.
     results: Vec<Vec<Handle>>,
 }
 

@@ -151,8 +151,7 @@ impl Outputs {
         self.tensors.into_iter().collect()
     }
 
-    /// The reason that the model ran in stages, so that values passed through the host; `None` if it ran as
-    /// one graph.
+    /// Why the model ran in stages, so that values passed through the host; `None` if it ran as one graph.
     pub fn staged(&self) -> Option<&str> {
         self.staged.as_deref()
     }
@@ -187,7 +186,7 @@ impl Index<usize> for Outputs {
     fn index(&self, i: usize) -> &Tensor {
         match self.tensors.get(i) {
             Some((_, t)) => t,
-            None => panic!("output {i} of a model with {} ({})", self.len(), self.listed()),
+            None => panic!("there is no output {i}; the model has {} ({})", self.len(), self.listed()),
         }
     }
 }
@@ -216,7 +215,7 @@ impl OnnxSession {
     /// let image = Tensor::zeros(&backend, [1, 1, 8, 8], DType::F32);
     /// let outputs = session.run([("image", &image)])?;
     /// assert_eq!(outputs["probabilities"].dims()?.as_slice(), [1, 10]);
-    /// // Data of the host: a shape and values.
+    /// // Host data: a shape and values.
     /// let outputs = session.run([("image", ([1, 1, 8, 8], vec![0.5f32; 64]))])?;
     /// assert_eq!(outputs[0].argmax(-1).to_vec::<i64>()?.len(), 1);
     /// # Ok(())
@@ -252,7 +251,7 @@ impl OnnxSession {
                 Value::Device(t) => TensorType::new(t.dtype()?, t.shape()?),
                 Value::Host(d) => TensorType::new(d.dtype, &d.dims),
                 Value::Other(_) | Value::Wrong(_) => {
-                    return Err(Error::internal("an input was not looked at"));
+                    return Err(Error::internal("an input is neither a tensor nor host data"));
                 }
             });
         }

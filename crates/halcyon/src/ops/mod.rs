@@ -21,8 +21,8 @@ use std::panic::Location;
 /// A graph builder with two operands.
 type Binary = fn(&mut Graph, NodeId, NodeId) -> Result<NodeId>;
 
-/// A number combined with a tensor. It takes the tensor's dtype: it is rounded to a float dtype. If an
-/// integer dtype cannot represent it (`ints + 1.5`, `bytes * 300`), the result carries an error.
+/// A number combined with a tensor. The number is converted to the tensor's dtype. A float dtype rounds it.
+/// If an integer dtype cannot represent it (`ints + 1.5`, `bytes * 300`), the result carries an error.
 pub trait Number: Copy + Into<Scalar> {}
 
 macro_rules! numbers {
@@ -62,14 +62,14 @@ impl<N: Number> Operand for N {
     }
 }
 
-/// A scalar of `like`'s dtype, as a run-time argument.
+/// A literal with the dtype of `like`.
 fn number(g: &mut Graph, like: NodeId, v: Scalar) -> Result<NodeId> {
     let d = g.dtype(like);
     if d == DType::Bool || !d.is_float() && v.cast(d).as_f64() != v.as_f64() {
         return Err(Error::DType {
             op: "operator".into(),
             dtype: d,
-            want: format!("it does not hold {}: cast the tensor to combine it with that number", v.as_f64()),
+            want: format!("it does not hold {}; cast the tensor to combine it with that number", v.as_f64()),
             at: Default::default(),
         });
     }
@@ -82,8 +82,8 @@ macro_rules! tensor_methods {
         binary { $($(#[$bdoc:meta])+ $b:ident $bmethod:ident $btensor:ident $brow:tt;)* }
         ternary { $($(#[$tdoc:meta])+ $t:ident $tmethod:ident $ttensor:ident $trow:tt;)* }
     ) => {
-        /// Element-wise operations with one operand. The result has the operand's shape and, except for
-        /// tests, its dtype.
+        /// Element-wise operations with one operand. The result has the operand's shape. It also has the
+        /// operand's dtype, except for tests such as `isnan`, which give bool.
         impl Tensor {
             $($(#[$udoc])+
             #[track_caller]

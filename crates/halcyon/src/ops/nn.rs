@@ -26,7 +26,7 @@ pub struct Attention<'a> {
     pub mask: Option<&'a Tensor>,
     /// The last query attends to all keys, and each query before it to one key fewer.
     pub causal: bool,
-    /// Factor of the scores. `None`: `1 / sqrt(size)`, with the size of a head.
+    /// Factor of the scores. `None` means `1 / sqrt(size)`, where `size` is the size of a head.
     pub scale: Option<f64>,
 }
 

@@ -208,8 +208,8 @@ impl Tensor {
         })
     }
 
-    /// Variance over axes, estimated from a sample as with [`Variance::default`]: the sum of squares is
-    /// divided by the number of elements minus one. NaN for one element.
+    /// Variance over axes, estimated from a sample as with [`Variance::default`]: the sum of the squared
+    /// distances from the mean is divided by the number of elements minus one. NaN for one element.
     #[track_caller]
     pub fn var(&self, axes: impl Axes) -> Tensor {
         self.var_with(axes, Variance::default())

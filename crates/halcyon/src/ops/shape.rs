@@ -10,7 +10,7 @@ use halcyon_ir::ops::ScatterKind;
 use halcyon_ir::shape::{Dim, Dims, Shape};
 use std::borrow::Borrow;
 
-/// A size in [`Tensor::reshape`]: a number, a symbol, or -1 for the size that the others leave.
+/// A size in [`Tensor::reshape`]: a number, a symbol, or -1 for the size that follows from the others.
 pub trait Extent: Clone {
     /// The size; `None` stands for -1.
     fn extent(self) -> Result<Option<Dim>>;
@@ -27,7 +27,7 @@ impl Extent for i64 {
             Ok(n) => Ok(Some(Dim::from(n))),
             Err(_) if self == -1 => Ok(None),
             Err(_) => {
-                Err(Error::argument("reshape", format!("{self} is not a size; -1 stands for what is left")))
+                Err(Error::argument("reshape", format!("{self} is not a size; only -1 may be negative")))
             }
         }
     }
@@ -93,7 +93,8 @@ impl Extents for &Dims {
     }
 }
 
-/// The shape for `want` given a tensor of shape `from`: replaces -1 by the size that the others leave.
+/// The new shape of a tensor of shape `from`: `want`, with -1 replaced by the size that follows from the
+/// others.
 fn resolve_shape(from: &Shape, want: Vec<Option<Dim>>) -> Result<Shape> {
     let holes = want.iter().filter(|d| d.is_none()).count();
     if holes == 0 {
@@ -272,7 +273,7 @@ impl Tensor {
             let a = new_axis(g, "stack", x[0], axis)?;
             for y in x {
                 if g.shape(*y) != g.shape(x[0]) {
-                    let what = format!("{} and {} are not of one shape", g.shape(x[0]), g.shape(*y));
+                    let what = format!("the shapes {} and {} differ", g.shape(x[0]), g.shape(*y));
                     return Err(Error::shape("stack", what));
                 }
             }

@@ -13,7 +13,8 @@ pub type Build = Arc<dyn Fn(&mut Graph, &[NodeId]) -> Result<NodeId> + Send + Sy
 /// How operand values are drawn.
 #[derive(Clone, Debug)]
 pub enum Fill {
-    /// Floats uniformly from the interval. Integers: ends of the dtype's range, small numbers, and any bits.
+    /// Floats are drawn uniformly from the interval. Integers are the ends of the dtype's range, small
+    /// numbers or random bits.
     Range(f64, f64),
     /// Like `Range`, plus NaN, infinities, both zeros, the smallest normal and the largest number of the
     /// dtype.
@@ -63,7 +64,7 @@ impl OperandSpec {
         self
     }
 
-    /// Fixes the dtype, independent of the row's.
+    /// Fixes the operand's dtype, so that it does not depend on the row.
     pub fn of(mut self, d: DType) -> OperandSpec {
         self.dtype = Some(d);
         self
@@ -149,9 +150,10 @@ pub enum Tol {
     /// Like `Ulps`, for `a * b + c` on devices that round once. On devices whose language permits a separate
     /// product and sum, one unit of the terms' magnitudes is added for the rounding of the product.
     Fused(f64),
-    /// Sums (or products) of this many terms: relative to the same op on the operands' magnitudes.
+    /// For sums (or products) of this many terms. It is relative to the result of the same op on the
+    /// operands' magnitudes.
     Sum(usize),
-    /// Like `Sum`, if the result's dtype holds every partial sum.
+    /// Like `Sum`, for ops that round every partial sum to the result's dtype.
     Each(usize),
     /// Units of the dtype's epsilon, relative to the tensor's largest magnitude.
     Norm(f64),
@@ -184,9 +186,9 @@ pub struct Case {
     pub tol: Option<Tol>,
     /// Runs only for these dtypes, if not empty.
     pub only: Vec<DType>,
-    /// Its gradient is checked too.
+    /// Whether the case's gradient is checked too.
     pub grad: bool,
-    /// It is slow in the interpreter, which therefore runs it for few dtypes only.
+    /// Whether the case is slow in the interpreter, which then runs it for few dtypes only.
     pub slow: bool,
 }
 
@@ -209,31 +211,31 @@ pub fn case(
 }
 
 impl Case {
-    /// Sets its own tolerance.
+    /// Sets the case's own tolerance.
     pub fn tol(mut self, t: Tol) -> Case {
         self.tol = Some(t);
         self
     }
 
-    /// Restricts it to these dtypes.
+    /// Restricts the case to these dtypes.
     pub fn only(mut self, d: &[DType]) -> Case {
         self.only = d.to_vec();
         self
     }
 
-    /// Checks its gradient too.
+    /// Marks the case so that its gradient is checked too.
     pub fn grad(mut self) -> Case {
         self.grad = true;
         self
     }
 
-    /// Marks it as slow in the interpreter.
+    /// Marks the case as slow in the interpreter.
     pub fn slow(mut self) -> Case {
         self.slow = true;
         self
     }
 
-    /// Whether it is run for a dtype.
+    /// Whether the case is run for a dtype.
     pub fn takes(&self, d: DType) -> bool {
         self.only.is_empty() || self.only.contains(&d)
     }
@@ -276,12 +278,12 @@ pub struct Row {
     pub tol: Tol,
     /// The cases.
     pub cases: Vec<Case>,
-    /// A larger case on which its speed is measured.
+    /// A larger case, on which the speed of the op is measured.
     pub bench: Option<Case>,
 }
 
 impl Row {
-    /// Sets the case on which its speed is measured.
+    /// Sets the case on which the speed of the op is measured.
     pub fn bench(mut self, c: Case) -> Row {
         self.bench = Some(c);
         self

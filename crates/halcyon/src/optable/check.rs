@@ -23,10 +23,10 @@ pub struct Expected {
     value: ConstData,
     /// Absolute tolerance per element.
     slack: Vec<f64>,
-    /// Added on a device that may round the product of `a * b + c` separately.
+    /// Additional tolerance on a device that may round the product of `a * b + c` separately.
     unfused: Option<Vec<f64>>,
     exact: bool,
-    /// Whether the two zeros are different.
+    /// Whether 0 and -0 count as different.
     zeros: bool,
 }
 
@@ -121,8 +121,8 @@ fn magnitudes(c: &ConstData) -> Result<ConstData> {
     ConstData::from_scalars(c.dtype, &c.dims, c.scalars().map(|s| Scalar::F(s.as_f64().abs())))
 }
 
-/// The expected result of a graph of one op, from the reference: computed in the op's own dtypes if the
-/// tolerance is exact, else in f64.
+/// The expected result of a graph of one op, from the reference. It is computed in the op's own dtypes if the
+/// tolerance is exact, otherwise in f64.
 pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Result<Expected> {
     let out = g.dtype(g.outputs()[0].node);
     let typed = matches!(tol, Tol::Exact | Tol::Equal) || !out.is_float();
@@ -132,7 +132,7 @@ pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Res
         let zeros = matches!(tol, Tol::Exact);
         return Ok(Expected { slack: vec![], unfused: None, value, exact: true, zeros });
     }
-    // 16-bit floats compute in f32 and round once.
+    // Half types are computed in f32 and rounded once.
     let (e, ec) = (eps(out), eps(out.compute()));
     let once = if e > ec { e } else { 0.0 };
     let tiny = extremes(out).1;
@@ -172,18 +172,18 @@ pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Res
 }
 
 impl Expected {
-    /// Each element may be off by its `slack`, absolutely.
+    /// Each element may differ by its `slack`, which is an absolute difference.
     pub fn within(value: ConstData, slack: Vec<f64>) -> Expected {
         Expected { value, slack, unfused: None, exact: false, zeros: false }
     }
 
-    /// Every element must be equal; the two zeros are equal, and all NaNs are equal.
+    /// Every element must be equal. 0 and -0 are equal, and all NaNs are equal.
     pub fn equal(value: ConstData) -> Expected {
         Expected { value, slack: vec![], unfused: None, exact: true, zeros: false }
     }
 
-    /// Adapts the tolerance to a device: if its language guarantees no more for `a * b + c` than for a
-    /// product and a sum, adds the product's own rounding.
+    /// Adapts the tolerance to a device. If the device's kernel language does not guarantee that `a * b + c`
+    /// is rounded only once, adds the rounding of the product.
     pub fn on(mut self, b: &Backend) -> Expected {
         if let Some(more) = self.unfused.take().filter(|_| !fused(b)) {
             self.slack.iter_mut().zip(more).for_each(|(s, m)| *s += m);
@@ -212,7 +212,7 @@ impl Expected {
         self.judge(got).map(drop).map_err(|w| w.what)
     }
 
-    /// How far off a result is; an error if that exceeds the tolerance.
+    /// The differences of a result. Returns an error if they exceed the tolerance.
     pub fn judge(&self, got: &ConstData) -> std::result::Result<Errors, Wrong> {
         if got.dims != self.value.dims {
             let what = format!("shape {:?} instead of {:?}", got.dims, self.value.dims);
@@ -307,7 +307,7 @@ pub fn run(b: &Backend, g: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Res
     s.download(&exe, &out)
 }
 
-/// Whether a device rounds `a * b + c` once.
+/// Whether a device rounds `a * b + c` only once.
 fn fused(b: &Backend) -> bool {
     b.info().backend.built_in().is_none_or(|row| row.exact_fma)
 }

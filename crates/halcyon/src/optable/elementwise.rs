@@ -1,4 +1,4 @@
-//! Rows of scalar ops, casts and leaves.
+//! Rows of scalar ops, casts and leaves (ops without operands).
 
 use super::case::*;
 use crate::ir::graph::{Graph, NodeId};

@@ -1,9 +1,9 @@
 //! The op table: the required results of every op on every device.
 //!
 //! A [`Row`] is one op with its dtypes, its tolerance and its cases (operand shapes and a graph of that op).
-//! The table is used by `halcyon conformance ops`, which runs it on the user's machine, and by the library's
-//! tests: forward against the reference, gradients against finite differences, under the sanitizer, and to
-//! check that no op is missing.
+//! `halcyon conformance ops` runs the table on the user's machine. The library's tests compare the results
+//! with the reference and the gradients with finite differences, run the table under the sanitizer, and check
+//! that no op is missing.
 //!
 //! ```
 //! use halcyon::optable::{self, Rng, check};

@@ -13,7 +13,8 @@ impl Rng {
 
     /// Returns a seed that differs from run to run.
     pub fn fresh_seed() -> u64 {
-        // The standard library's hash keys come from the system's randomness; shortened to be easy to type.
+        // The keys of the standard library's hasher come from the system's random numbers. The shift makes
+        // the seed short enough to type.
         RandomState::new().build_hasher().finish() >> 24
     }
 

@@ -1,6 +1,6 @@
 //! Rows of the small types (packed integers and small floats), which passes store in carriers. `halcyon-ir`
-//! tests the conversions on every bit pattern; these rows test the ways through a device, with few enough
-//! cases not to build a program for every pair of dtypes.
+//! tests the conversions on every bit pattern. These rows test that the conversions work on a device, with so
+//! few cases that not every pair of dtypes needs a program.
 
 use super::case::*;
 use crate::ir::Rounding;

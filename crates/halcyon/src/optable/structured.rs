@@ -361,7 +361,7 @@ fn scan(kind: ReduceKind) -> Row {
     };
     let y = |i: OperandSpec| if product { i.range(0.8, 1.25) } else { i };
     let long = if product { 33 } else { 257 };
-    // It is unspecified which of two zeros results.
+    // For zeros of both signs, it is unspecified which sign the extreme has.
     let sum = |n: usize| if exact { Tol::Equal } else { Tol::Sum(n) };
     let mut cases = vec![
         case("long", [y(x([long]))], of(0, false, false)).tol(sum(long)),
@@ -672,7 +672,7 @@ fn class_index() -> Row {
 fn custom() -> Row {
     // `tests/shared/custom.rs` has more tests of custom ops.
     let (_, look) = VIEWS[0];
-    // With this attribute nothing is rounded twice, with or without fusion.
+    // With a shift of 0 the result is rounded once, with or without a fused multiply-add.
     let swirl = || Arc::new(SquareShift { shift: 0.0 });
     row(
         "custom",

@@ -15,9 +15,9 @@ fn expand<const N: usize>(g: &mut Graph, x: NodeId, to: [usize; N]) -> Result<No
     g.expand(x, &Shape::from(to))
 }
 
-/// Named views of a `[6, 8]` operand as `[4, 6]`.
+/// A name, and a function that builds a `[4, 6]` view of a `[6, 8]` operand.
 type ProbeSpec = (&'static str, fn(&mut Graph, NodeId) -> Result<NodeId>);
-/// The views, each a function that builds it.
+/// Views of every kind.
 pub const VIEWS: &[ProbeSpec] = &[
     ("permuted", |g, x| {
         let s = slice(g, x, &[0, 0], &[1, 1], &[6, 4])?;

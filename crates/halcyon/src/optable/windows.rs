@@ -119,7 +119,7 @@ fn pool(name: &str, kind: PoolKind) -> Row {
     for (label, dims, p) in shapes {
         let operand = OperandSpec { dims, dtype: None, fill: Fill::Range(-3.0, 3.0) };
         let n: usize = p.kernel.iter().product();
-        // It is unspecified which of two zeros is the maximum.
+        // It is unspecified whether 0 or -0 is the maximum, so the results are compared as numbers.
         let tol = if max { Tol::Equal } else { Tol::Sum(n) };
         let q = p.clone();
         cases.push(case(label, [operand.clone()], move |g, x| g.pool(x[0], q.clone())).tol(tol).grad());

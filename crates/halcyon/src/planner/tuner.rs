@@ -1,4 +1,4 @@
-//! When the kernels of a planner's plans are tuned: on request, before a plan's first run, or in the
+//! Decides when the kernels of a planner's plans are tuned: on request, before a plan's first run, or in the
 //! background.
 
 use super::Planner;
@@ -20,8 +20,8 @@ impl Planner {
         if lowering.tuned.is_none() || !lowering.passes.does(TUNED) {
             let why = match self.tuning.mode {
                 TuningMode::Off => "tuning is off for this backend".into(),
-                _ if level < Level::O2 => format!("level {level} takes no tuned kernels; use O2"),
-                _ => format!("\"{TUNED}\" is switched off"),
+                _ if level < Level::O2 => format!("plans of level {level} do not use tuned kernels; use O2"),
+                _ => format!("the transformation \"{TUNED}\" is switched off"),
             };
             return Err(Error::argument("tune", why));
         }
@@ -36,7 +36,7 @@ impl Planner {
         Ok(report)
     }
 
-    /// Tunes keys. Drops the cached plans if they would now use other kernels.
+    /// Tunes the kernels of `jobs`. Drops the cached plans if they would now use other kernels.
     fn tune_jobs(&self, jobs: &[Job], options: &TuneOptions<'_>) -> Result<TuningReport> {
         self.forgetting_plans(|| self.tuning.run(&self.runtime, jobs, options))
     }
@@ -51,8 +51,8 @@ impl Planner {
         out
     }
 
-    /// Tunes, or queues, the kernels of a new plan as the mode says. Returns whether plans would now use
-    /// other kernels.
+    /// Tunes the kernels of a new plan, or queues them for tuning, as the mode says. Returns whether plans
+    /// would now use other kernels.
     pub(super) fn tune_new(self: &Arc<Planner>, plan: &Plan) -> bool {
         if !self.tuning.touch(plan) {
             return false;
@@ -78,7 +78,7 @@ impl Planner {
     }
 }
 
-/// Tunes the keys that wait until none is left or the last handle on the backend is dropped.
+/// Tunes the queued kernels. Ends when no kernel is left, or when the last handle on the backend is dropped.
 fn tune_waiting(weak: &Weak<Planner>) {
     while let Some(planner) = weak.upgrade() {
         let Some(job) = planner.tuning.next_job() else { return };

@@ -1,4 +1,4 @@
-//! The choice of a device for every node.
+//! Chooses a device for every node.
 
 use super::cut::constant;
 use crate::backend::Backend;
@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 /// [`Error::Argument`] for shares that are not positive numbers; errors for a graph with symbols.
 pub fn by_layers(g: &Graph, shares: &[f64]) -> Result<Vec<usize>> {
     if shares.is_empty() || shares.iter().any(|s| !s.is_finite() || *s <= 0.0) {
-        return Err(Error::argument("split", format!("shares are positive numbers, not {shares:?}")));
+        return Err(Error::argument("split", format!("shares must be positive numbers, not {shares:?}")));
     }
     let n = g.nodes().len();
     let constants = constant(g);
@@ -94,7 +94,12 @@ fn takes(b: &Backend, g: &Graph, id: NodeId) -> Result<()> {
     let caps = target.caps();
     if let Some(big) = plan.buffers.iter().find(|x| x.bytes as u64 > caps.max_binding_bytes) {
         return Err(Error::unsupported(
-            format!("{} bytes in one buffer, where {} binds {}", big.bytes, b.id(), caps.max_binding_bytes),
+            format!(
+                "{} bytes in one buffer, but {} binds at most {}",
+                big.bytes,
+                b.id(),
+                caps.max_binding_bytes
+            ),
             "Use another device, or smaller inputs",
         ));
     }
@@ -104,8 +109,8 @@ fn takes(b: &Backend, g: &Graph, id: NodeId) -> Result<()> {
     })
 }
 
-/// Assigns a device to every node: the first device runs all ops it can, the second the others. Also returns,
-/// by node, why the others are on the second device.
+/// Assigns a device to every node: the first device runs all ops that it can run, and the second device runs
+/// the others. Also returns, for each node on the second device, why the first device cannot run it.
 ///
 /// # Errors
 /// [`Error::Unsupported`], with the ops, if more than the fraction `limit` of the FLOPs would run on the

@@ -1,4 +1,4 @@
-//! The copies of a run and their estimated times, from measured copies.
+//! The copies in a run of a split graph, and their times, which are estimated from measured copies.
 
 use super::cut::SegmentGraph;
 use crate::backend::Backend;
@@ -15,7 +15,7 @@ use std::time::Instant;
 /// A value that is copied in every run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PlacedCopy {
-    /// The op that computes it, or the name of the input or output.
+    /// The op that computes the value, or the name of the input or output.
     pub value: String,
     /// Index in [`Placement::devices`](super::Placement::devices); `None` for the host.
     pub from: Option<usize>,
@@ -49,8 +49,8 @@ pub(super) fn direct(from: &Backend, to: &Backend) -> bool {
     to.device().can_copy_from(&**from.device()).is_ok()
 }
 
-/// Measures writing to and reading from a device, with copies of 4 bytes and of 1 MiB (less if memory is
-/// short), best of three.
+/// Measures writing to and reading from a device, each with copies of 4 bytes and of 1 MiB (less if memory is
+/// short). Each time is the shortest of three.
 fn rates(b: &Backend) -> Result<(CopyCost, CopyCost)> {
     const SMALL: usize = 4;
     let d = b.device();

@@ -1,4 +1,4 @@
-//! Cutting a graph into segments.
+//! Cuts a graph into segments.
 
 use halcyon_ir::Op;
 use halcyon_ir::error::{Error, Result};
@@ -22,17 +22,18 @@ pub(super) fn constant(g: &Graph) -> Vec<bool> {
 #[derive(Debug)]
 pub(super) struct SegmentGraph {
     pub(super) device: usize,
-    /// Its nodes in the whole graph, without the duplicated nodes computed from constants.
+    /// The segment's nodes, as numbered in the whole graph, without the duplicated nodes that are computed
+    /// from constants.
     pub(super) nodes: Vec<NodeId>,
     pub(super) graph: Graph,
     pub(super) inputs: Vec<NodeId>,
     pub(super) outputs: Vec<NodeId>,
 }
 
-/// Cuts a graph into parts, in an order in which they can run.
+/// Cuts a graph into segments, in an order in which they can run.
 pub(super) fn parts(devices: usize, g: &Graph, assign: &[usize]) -> Result<Vec<SegmentGraph>> {
     if assign.len() != g.nodes().len() || assign.iter().any(|d| *d >= devices) {
-        let what = format!("{} nodes need a device each, of {}", g.nodes().len(), devices);
+        let what = format!("each of the {} nodes needs a device below {}", g.nodes().len(), devices);
         return Err(Error::argument("split", what));
     }
     if !g.states().is_empty() {
@@ -63,8 +64,8 @@ impl Cuts {
         let live = g.live(&g.outputs().iter().map(|o| o.node).collect::<Vec<_>>());
         let constants = constant(g);
         let output: BTreeSet<usize> = g.outputs().iter().map(|o| o.node.index()).collect();
-        // A node's depth is the largest number of device changes on a path to it. Nodes of one depth and
-        // device never wait for each other's segments, so they can form one segment.
+        // A node's depth is the largest number of device changes on a path to it. Between two nodes of one
+        // depth and device there is no path through another device, so these nodes can form one segment.
         let mut keys: Vec<Option<(usize, usize)>> = vec![None; g.nodes().len()];
         for (i, n) in g.nodes().iter().enumerate() {
             // A constant that is an output must be computed in some segment.

@@ -48,7 +48,7 @@ pub struct Share {
 /// The device of every op, and the copies of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Placement {
-    /// One share per backend, in their order.
+    /// One share per backend, in the order of the backends.
     pub devices: Vec<Share>,
     /// In the graph's order, without inputs, constants and ops computed from constants alone.
     pub ops: Vec<PlacedOp>,

@@ -1,5 +1,4 @@
-//! From calls to nodes, from nodes to a graph, and from a graph to values: builds tensors that are computed
-//! later, and evaluates them.
+//! Makes the nodes of tensors that are computed later, collects nodes in a graph, and evaluates the graph.
 
 use super::{Inner, Node, Tensor, Value, mixed, release};
 use crate::backend::Backend;
@@ -23,7 +22,8 @@ impl Tensor {
         let at = Location::caller();
         match inputs.first() {
             Some(t) => Tensor::build_on(&t.0.backend.clone(), inputs, at, f),
-            // Without an operand there is no backend. The noop backend, which always exists, holds the error.
+            // Without an operand there is no backend for the tensor that carries the error. The noop backend
+            // always exists.
             None => match Backend::new(halcyon_hal::BackendType::Noop) {
                 Ok(b) => Tensor::failed(&b, Error::argument("operation", "needs at least one operand"), at),
                 Err(e) => unreachable!("the noop driver is part of every build: {e}"),
@@ -228,7 +228,7 @@ impl Collector {
             Op::Input(_) => {
                 return Err(Error::argument(
                     "eval",
-                    "a placeholder has no value: Tensor::trace and compiled functions use it, but cannot read it",
+                    "a placeholder has no value; it is only for Tensor::trace and compiled functions, which do not read it",
                 )
                 .at(&n.span));
             }
@@ -277,8 +277,8 @@ impl Tensor {
     /// Computes the value.
     ///
     /// # Errors
-    /// The error that the tensor carries, with the line of the operation that caused it; errors of planning
-    /// and of the device.
+    /// The error that the tensor carries, with the line of the operation that caused it. Also errors of
+    /// planning and of the device.
     #[track_caller]
     pub fn eval(&self) -> Result<&Tensor> {
         eval(std::slice::from_ref(self))?;
@@ -361,7 +361,7 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     let take = || leaves.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
     let on = backend.runtime().queues.current();
     let (made, event) = exe.run_on(&inputs, &args, on.as_deref()).map_err(|f| {
-        // A run that failed part-way leaves donated memory in an unknown state.
+        // A run that failed part-way leaves donated memory in an unknown state, so the tensors lose it.
         if f.started {
             take();
         }
@@ -393,8 +393,8 @@ impl Collector {
             }
         };
         asked.iter().for_each(|t| add(t));
-        // The references to each node from the inside: from operands of this plan's nodes, and from this
-        // collector.
+        // Counts the references to each node from inside: from nodes of this plan that have it as an operand
+        // (`readers`), and from this collector (`own`).
         let mut readers: HashMap<*const Node, usize> = HashMap::new();
         let mut own: HashMap<*const Node, usize> = HashMap::new();
         for t in self.order.iter().chain(&self.leaves) {
@@ -450,8 +450,8 @@ impl Collector {
                 stale[id.index()] = true;
             }
         }
-        // Compute now the nodes of this plan that depend on a value about to be overwritten, if a handle
-        // outside of this plan could still read them.
+        // If the plan overwrites a value, it also computes the nodes that depend on the value and to which
+        // there are handles outside of the plan, because they could not be computed later.
         if donated.contains(&true) {
             for (i, n) in self.graph.nodes().iter().enumerate() {
                 if !stale[i] && n.inputs.iter().any(|x| stale[x.index()]) {

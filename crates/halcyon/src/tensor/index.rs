@@ -14,11 +14,11 @@ pub enum IndexItem {
     /// count from the end. Takes every `step`-th element; a negative `step` walks down from the last element
     /// of the range.
     Range { start: Option<i64>, end: Option<i64>, step: i64 },
-    /// Selects the elements that an integer tensor names; its axes replace this axis.
+    /// Selects the elements at the indices in an integer tensor, whose axes replace this axis.
     Take(Tensor),
     /// Inserts a new axis of size 1; consumes no axis of the tensor.
     New,
-    /// Takes all axes that the other items leave, whole.
+    /// Takes the whole of every axis that has no other item.
     Rest,
 }
 
@@ -26,8 +26,8 @@ pub enum IndexItem {
 #[derive(Clone, Copy, Debug)]
 pub struct NewAxis;
 
-/// All axes that the other items leave, taken whole, for [`Tensor::index`]: `x.index((Ellipsis, 0))` selects
-/// the first element along the last axis.
+/// Takes the whole of every axis that has no other item, for [`Tensor::index`]: `x.index((Ellipsis, 0))`
+/// selects the first element along the last axis.
 #[derive(Clone, Copy, Debug)]
 pub struct Ellipsis;
 
@@ -82,7 +82,8 @@ fn range<T: TryInto<i64>>(start: Bound<T>, end: Bound<T>) -> IndexItem {
     };
     let end = match end {
         Bound::Excluded(i) => Some(wide(i)),
-        // -1 is the last element; the end after it has no negative number, so the bound is open.
+        // -1 is the last element. The end after it cannot be given as a negative number, so the range has no
+        // end.
         Bound::Included(i) => match wide(i) {
             -1 => None,
             i => Some(i.saturating_add(1)),
@@ -151,7 +152,7 @@ fn resolve(start: Option<i64>, end: Option<i64>, by: i64, n: usize, axis: usize)
         usize::try_from(p).ok().filter(|p| *p <= n).ok_or_else(|| {
             Error::shape(
                 "index",
-                format!("the range's {what}, {i}, is outside of axis {axis}, which has {n}"),
+                format!("the range's {what}, {i}, is outside of axis {axis}, which has {n} elements"),
             )
         })
     };
@@ -169,10 +170,9 @@ fn resolve(start: Option<i64>, end: Option<i64>, by: i64, n: usize, axis: usize)
 
 impl Tensor {
     /// A part of the tensor, as in NumPy. An integer takes one element of an axis and removes the axis; a
-    /// range takes a part of it; `..` takes all of it; an integer tensor takes the elements it names.
-    /// Integers and range bounds may be negative (counted from the end). Axes without an item are taken
-    /// whole. The start of a part is a run-time argument where [`Tensor::narrow`] makes it one.
-    ///
+    /// range takes a part of the axis; `..` takes the whole axis; an integer tensor takes the elements at its
+    /// indices. Integers and range bounds may be negative (counted from the end). Axes without an item are
+    /// taken whole. The start of a part is a run-time argument where [`Tensor::narrow`] makes it one.
     /// ```
     /// use halcyon::prelude::*;
     /// # fn main() -> halcyon::Result<()> {
@@ -233,7 +233,7 @@ impl Tensor {
                     let n = x.dims()?[axis];
                     let p = if i < 0 { i.saturating_add(n as i64) } else { i };
                     let p = usize::try_from(p).ok().filter(|p| *p < n).ok_or_else(|| {
-                        Error::shape("index", format!("{i} is outside of axis {own}, which has {n}"))
+                        Error::shape("index", format!("{i} is outside of axis {own}, which has {n} elements"))
                     })?;
                     x = x.narrow(axis as i64, p, 1).squeeze(axis as i64);
                     own += 1;

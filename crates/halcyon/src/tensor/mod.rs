@@ -1,9 +1,10 @@
 //! Lazy tensors.
 //!
 //! A [`Tensor`] is a handle on a node: an operation with its operands, or a value on a device. [`eval`]
-//! collects everything that its outputs depend on into one graph, in which every leaf and literal is an
-//! argument. So a computation that is repeated with other values, or continued from evaluated results, finds
-//! its plan in the cache.
+//! collects everything that the given tensors depend on into one graph. In it, every value on the device is
+//! an input and every literal a run-time argument. The graph does not depend on these values, so a
+//! computation that is repeated with other values, or continued from evaluated results, finds its plan in the
+//! cache.
 
 mod collect;
 mod display;
@@ -44,15 +45,16 @@ pub(crate) struct Node {
     pub(crate) op: Op,
     pub(crate) ty: TensorType,
     pub(crate) span: Span,
-    /// Gradients are taken through this node: its operands are kept after evaluation.
+    /// Whether gradients can be taken through this node. If so, its operands are kept after evaluation.
     pub(crate) tracked: bool,
-    /// Made by the gradient pass: evaluating it keeps no residuals.
+    /// Whether the gradient pass made this node. If so, evaluating it keeps no residuals.
     of_gradient: bool,
     inner: Mutex<Inner>,
-    /// Pending nodes that have this one as an operand.
+    /// Number of pending nodes that have this one as an operand.
     readers: AtomicUsize,
     donate: AtomicBool,
-    /// The newest version of a state: evaluated together with any graph it is part of.
+    /// Whether this is the newest version of a state. If so, it is evaluated together with any graph that
+    /// contains it.
     state: AtomicBool,
 }
 
@@ -76,7 +78,8 @@ impl Node {
 }
 
 impl Drop for Node {
-    /// Iterative, because recursion would overflow the stack on a chain of 100,000 nodes.
+    /// Drops the operands iteratively, because recursion would overflow the stack for a chain of 100,000
+    /// nodes.
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
         let mut stack: Vec<Tensor> = release(&mut inner.inputs);
@@ -130,8 +133,8 @@ impl Tensor {
         Ok(Tensor::from_buffer(backend, TensorType::new(data.dtype, &data.dims), b))
     }
 
-    /// Like [`Tensor::from_data`], for data that does not change (weights): a device that shares the host's
-    /// memory uses it in place, without a copy.
+    /// Like [`Tensor::from_data`], for data that does not change (weights). A device that shares the host's
+    /// memory uses the data in place, without a copy.
     #[track_caller]
     pub fn from_weights(backend: &Backend, data: &ConstData) -> Result<Tensor> {
         let b = backend.runtime().constant(data)?;
@@ -143,7 +146,7 @@ impl Tensor {
         Tensor::leaf(backend, ty, Value::Ready(b), Span::caller())
     }
 
-    /// A tensor filled with `value`, cast to `dtype`. The value is a run-time argument of kernels: another
+    /// A tensor filled with `value`, cast to `dtype`. The value is a run-time argument of kernels, so another
     /// value does not recompile them.
     #[track_caller]
     pub fn full(
@@ -217,8 +220,8 @@ impl Tensor {
         &self.0.backend
     }
 
-    /// The tensor, or a tensor that carries the error that it is on another backend. For `halcyon-compat`,
-    /// whose operations are methods of a backend.
+    /// Returns the tensor if it is on `backend`, otherwise a tensor that carries an error. `halcyon-compat`
+    /// needs this, because its operations are methods of a backend.
     #[doc(hidden)]
     #[track_caller]
     pub fn must_be_on(&self, backend: &Backend) -> Tensor {
@@ -246,8 +249,8 @@ impl Tensor {
         self.0.lock().completion = event;
     }
 
-    /// Whether the value is on the device or being computed by a stream; users of the value wait for it on
-    /// the device.
+    /// Whether the value is on the device, or a stream is computing it. In the second case, work that uses
+    /// the value waits for it on the device.
     pub fn is_ready(&self) -> bool {
         matches!(self.0.lock().value, Value::Ready(_))
     }
@@ -255,7 +258,7 @@ impl Tensor {
     /// The value of a tensor with exactly one element.
     ///
     /// # Errors
-    /// [`Error::Shape`], before anything runs, if the number of elements is not 1; the errors of
+    /// [`Error::Shape`] if the number of elements is not 1, before anything runs. Otherwise the errors of
     /// [`Tensor::to_data`].
     #[track_caller]
     pub fn item<T: Element>(&self) -> Result<T> {
@@ -269,8 +272,8 @@ impl Tensor {
         v.first().copied().ok_or_else(|| Error::internal("a tensor of one element has no data"))
     }
 
-    /// A copy on another backend, through host memory; on the same backend, the same tensor. No other call
-    /// moves data between devices.
+    /// The tensor on another backend: a copy, through host memory. For the backend that the tensor is on,
+    /// returns the same tensor. No other call moves data between devices.
     #[track_caller]
     pub fn to(&self, backend: &Backend) -> Result<Tensor> {
         if self.0.backend.is_same(backend) {
@@ -323,7 +326,7 @@ impl Tensor {
         Tensor::leaf(backend, ty, Value::Ready(b), span)
     }
 
-    /// A placeholder, the argument that a traced function gets for an input.
+    /// A placeholder that a traced function gets as an argument, in place of an input.
     pub(crate) fn stand_in(backend: &Backend, ty: TensorType) -> Tensor {
         Tensor::leaf(backend, ty, Value::Pending, Span::default())
     }

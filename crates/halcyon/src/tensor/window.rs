@@ -84,10 +84,11 @@ impl Tensor {
         })
     }
 
-    /// The narrow moved to the data that this is computed from; `None` if it cannot be moved to data.
+    /// Moves the narrow to the data that this tensor is computed from. `None` if it cannot be moved to data.
     fn move_narrow(&self, c: Narrow, left: &mut usize, at: &'static Location<'static>) -> Option<Tensor> {
         let n: &Node = &self.0;
-        // A state is read in place: a run-time slice would copy a growing cache.
+        // A state is read in place, because a run-time slice would copy it, and a state may be a growing
+        // cache.
         if n.state.load(Ordering::Relaxed) {
             return None;
         }
@@ -165,7 +166,7 @@ impl Tensor {
         Tensor::build_on(self.backend(), &[self, &start], at, |g, x| g.slice_at(x[0], x[1], c.axis, c.len))
     }
 
-    /// Consecutive parts along an axis; `sizes` must sum to the axis.
+    /// Consecutive parts along an axis. `sizes` must add up to the size of the axis.
     fn parts(&self, op: &str, sizes: &[usize], axis: i64, at: &Span) -> Result<Vec<Tensor>> {
         let dims = self.dims()?;
         let k = self.shape()?.axis(axis).map_err(|e| e.at(at))?;
@@ -202,16 +203,18 @@ impl Tensor {
     }
 
     /// Splits along an axis: into parts of one size, the last possibly smaller (`x.split(2, 0)`), or into
-    /// parts of the given sizes, which must sum to the axis (`x.split([1, 3], 0)`).
+    /// parts of the given sizes, which must add up to the size of the axis (`x.split([1, 3], 0)`).
     ///
     /// # Errors
-    /// [`Error::Argument`] for a size of 0, [`Error::Shape`] if the sizes do not sum to the axis or the axis
-    /// does not exist; the error that the tensor carries.
+    /// [`Error::Argument`] for a size of 0, [`Error::Shape`] if the sizes do not add up to the size of the
+    /// axis or the axis does not exist; the error that the tensor carries.
     #[track_caller]
     pub fn split(&self, sizes: impl Into<Parts>, axis: i64) -> Result<Vec<Tensor>> {
         let at = Span::caller();
         let sizes = match sizes.into() {
-            Parts::Of(0) => return Err(Error::argument("split", "into parts of size 0").at(&at)),
+            Parts::Of(0) => {
+                return Err(Error::argument("split", "the size of the parts is 0; give 1 or more").at(&at));
+            }
             Parts::Of(size) => {
                 let k = self.shape()?.axis(axis).map_err(|e| e.at(&at))?;
                 equal_parts(self.dims()?[k], size)

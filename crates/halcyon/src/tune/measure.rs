@@ -1,5 +1,5 @@
-//! Tunes one key: builds its candidates, compares their results with the default's, and times them against
-//! it.
+//! Tunes one key (`Choices::key`): builds its candidate kernels, compares their results with those of the
+//! default kernel, and compares their times with its time.
 
 use super::options::TuneOptions;
 use super::report::{Event, Progress};
@@ -20,13 +20,14 @@ use std::time::{Duration, Instant, SystemTime};
 /// Byte that fills outputs before a candidate runs: a large finite number in every dtype, which no kernel is
 /// likely to compute.
 const POISON: u8 = 0x7A;
-/// Pairs of bursts with which every candidate is screened.
+/// Number of pairs of bursts (one of the default, one of the candidate) that screen a candidate.
 const SCREENING_PAIRS: usize = 3;
-/// Number of candidates, the best by screening, that are measured in full.
+/// Number of candidates that are measured in full after the screening: the fastest ones.
 const FINALISTS: usize = 2;
 /// A candidate that takes more than this multiple of the default's time is quarantined.
 const TOO_SLOW: f64 = 20.0;
-/// Number of runs that must all be that slow.
+/// A candidate is quarantined only if this many runs are all too slow. The default's time is the shortest of
+/// as many runs.
 const SLOW_RUNS: usize = 5;
 /// If one run of the default takes longer than this many seconds, the key is not tuned.
 const TOO_LONG: f64 = 5.0;
@@ -37,7 +38,7 @@ const MAX_LAUNCHES: f64 = 256.0;
 
 /// Why a key was not tuned.
 pub(super) enum NotTuned {
-    /// The budget is used up.
+    /// The time for tuning is used up.
     Time,
     /// A problem of this key.
     Kernel(String),
@@ -89,7 +90,7 @@ struct Expected {
 }
 
 impl Measured<'_> {
-    /// The fastest kernel. Failing candidates are quarantined on the way.
+    /// Returns the fastest kernel. Candidates that fail are quarantined.
     pub(super) fn best(&self, guard: &mut Option<Guard>) -> Result<Best, NotTuned> {
         let t = self.tunable;
         let base = self.baseline()?;
@@ -113,7 +114,7 @@ impl Measured<'_> {
             }
         }
         let tried = 1 + variants.len();
-        // The best candidates by screening are measured in full.
+        // The fastest candidates of the screening are measured in full.
         good.sort_by(|a, b| median(&b.ratios).total_cmp(&median(&a.ratios)));
         let mut best = keep_default(default, &base, tried);
         for c in good.iter_mut().take(FINALISTS).filter(|c| median(&c.ratios) > 1.0) {
@@ -176,7 +177,7 @@ impl Measured<'_> {
         Progress { done, of, key: self.tunable.choices.key.clone(), candidate, candidates }
     }
 
-    /// Runs `work`, which may end the process, with a note on disk that names the candidate.
+    /// Runs `work`. Because it may end the process, a note on disk names the candidate until it returns.
     fn guarded<T>(
         &self,
         guard: &mut Option<Guard>,
@@ -215,7 +216,7 @@ impl Measured<'_> {
         let error = expected.compare(&got).map_err(|what| (RejectReason::Wrong, what))?;
         let limit = TOO_SLOW * alone;
         let mut once = bench.time(&runner).map_err(of)?;
-        // Repeat, because other work on the machine must not put a candidate into quarantine.
+        // Repeat, so that a candidate is not quarantined because other work slowed down the machine.
         let mut again = 1;
         while once > limit && again < SLOW_RUNS {
             once = once.min(bench.time(&runner).map_err(of)?);
@@ -233,8 +234,8 @@ impl Measured<'_> {
         Ok(c)
     }
 
-    /// Times the candidate and the default alternately. Which is first alternates too, so that drift in the
-    /// machine's speed cancels.
+    /// Times the candidate and the default alternately. Which of the two is first alternates too, so that
+    /// gradual changes of the machine's speed cancel.
     fn pairs(&self, base: &Baseline<'_>, c: &mut Candidate, n: usize, at: &Progress) -> Result<()> {
         let bench = &base.bench;
         let burst = self.options.effort.burst;
@@ -320,7 +321,7 @@ impl<'a> Bench<'a> {
         let total = bytes.fold(out, usize::saturating_add) as u64;
         if d.available().is_some_and(|free| free / 2 < total) {
             return Err(NotTuned::Kernel(format!(
-                "its operands take {total} bytes, which would leave the program too little memory"
+                "its operands need {total} bytes, more than half of the free device memory"
             )));
         }
         let alloc = |n: usize| d.alloc(n, Tag::Workspace).map_err(of_default);
@@ -378,8 +379,8 @@ impl<'a> Bench<'a> {
         Ok(start.elapsed().as_secs_f64() / f64::from(n))
     }
 
-    /// Mean time of a run in seconds, over as many runs as fit in `time`. A first run refills the caches that
-    /// the other side evicted.
+    /// Mean time of a run in seconds, over as many runs as fit in `time`. The run before them, which measures
+    /// how many fit, also brings the operands back into the caches.
     fn burst(&self, r: &Runner, time: Duration) -> Result<f64> {
         let one = self.time(r)?.max(1e-7);
         self.times(r, (time.as_secs_f64() / one).clamp(1.0, MAX_LAUNCHES) as u32)

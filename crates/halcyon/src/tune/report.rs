@@ -4,7 +4,7 @@ use halcyon_hal::tune::{Best, Rejection};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Progress events of tuning. At least one is sent for every pair of bursts.
+/// Progress events of tuning. At least one is sent for every pair of bursts (series of timed runs).
 #[derive(Clone, Copy, Debug)]
 pub enum Event<'a> {
     Candidate(&'a Progress),
@@ -14,13 +14,13 @@ pub enum Event<'a> {
 /// The progress of tuning.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Number of kernels done; `of` is their total.
+    /// Number of kernels that are done, out of `of`.
     pub done: usize,
     /// Number of kernels to tune.
     pub of: usize,
     /// The key of the kernel being tuned.
     pub key: String,
-    /// Number, from 1, of the candidate being tried; `candidates` is their total.
+    /// The candidate that is being tried, counted from 1, out of `candidates`.
     pub candidate: usize,
     /// Number of candidates of that kernel.
     pub candidates: usize,
@@ -67,7 +67,8 @@ pub struct TuningReport {
     pub left: usize,
     /// Kernels that could not be tuned.
     pub failed: Vec<Untuned>,
-    /// Candidates during which an earlier process ended, quarantined now: key and rejection.
+    /// Candidates that were being tried when an earlier process ended, and that are quarantined now. Each
+    /// entry is the kernel's key and the rejection.
     pub recovered: Vec<(String, Rejection)>,
     /// Time taken, in seconds.
     pub seconds: f64,

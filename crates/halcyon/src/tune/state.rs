@@ -1,4 +1,4 @@
-//! The tuning state of a backend: what is tuned, what waits, and the results.
+//! The tuning state of a backend: which kernels are tuned, which wait to be tuned, and the results.
 
 use super::measure::{Measured, NotTuned};
 use super::options::TuneOptions;
@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-/// A key to tune.
+/// A key to tune. Steps whose kernels have the same variants share a key.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
     tunable: Arc<Tunable>,
@@ -23,7 +23,7 @@ pub(crate) struct Job {
     cost: f64,
 }
 
-/// The keys of plans that are not tuned yet, the most expensive first, and the number of tuned ones.
+/// The keys of plans that are not tuned yet, the most expensive first, and the number of tuned keys.
 pub(crate) fn jobs(plans: &[Plan]) -> (Vec<Job>, usize) {
     let mut by_key: BTreeMap<&str, Job> = BTreeMap::new();
     let mut known = HashSet::new();
@@ -69,7 +69,7 @@ struct TuneQueue {
     jobs: VecDeque<Job>,
     /// Keys that were requested so far.
     seen: HashSet<String>,
-    /// A thread tunes them.
+    /// Whether a thread tunes keys.
     working: bool,
 }
 
@@ -128,7 +128,7 @@ impl Tuning {
             ..TuningReport::default()
         };
         if !self.recovered.swap(true, Ordering::Relaxed) {
-            let detail = "an earlier process ended while it ran (it crashed or was stopped)";
+            let detail = "an earlier process ended while it ran this variant (it crashed or was stopped)";
             report.recovered = self.cache.recover(RejectReason::Crashed, detail)?;
         }
         let mut guard = self.cache.guard()?;
@@ -204,8 +204,8 @@ impl Tuning {
         !keys(false).is_empty()
     }
 
-    /// Adds keys that were not requested before to those that wait. `start` starts a thread that tunes them;
-    /// it is called if none is at work.
+    /// Adds keys that were not requested before to those that wait. If keys wait and no thread tunes them,
+    /// calls `start`, which starts such a thread.
     pub(crate) fn enqueue(&self, jobs: Vec<Job>, start: impl FnOnce() -> std::io::Result<()>) {
         let mut w = lock(&self.waiting);
         for j in jobs {
@@ -225,7 +225,7 @@ impl Tuning {
         }
     }
 
-    /// The next waiting key. If no key waits, the calling thread ends.
+    /// The next waiting key. If no key waits, the calling thread must end.
     pub(crate) fn next_job(&self) -> Option<Job> {
         let mut w = lock(&self.waiting);
         let job = w.jobs.pop_front();
@@ -237,7 +237,7 @@ impl Tuning {
         job
     }
 
-    /// Drops the keys that wait; the thread that tunes them ends.
+    /// Drops the keys that wait. The thread that tunes them calls this before it ends.
     pub(crate) fn abandon(&self) {
         let mut w = lock(&self.waiting);
         w.jobs.clear();

@@ -3,8 +3,8 @@
 //! Each op has its own tolerance, from its row in the op table. The bound for a chain of ops is derived from
 //! these: the part is computed again in f64, together with, for each value, the error that rounding in all
 //! ops before it can have caused. Each op adds its own rounding error and propagates the errors of its
-//! operands: by the product rule for products and sums, and by evaluating the ends of the error interval for
-//! all other ops. Both results are rounded, so twice the error is allowed.
+//! operands: by the product rule for sums of products, and for most other ops by evaluating the op at the
+//! ends of the error intervals. Both results are rounded, so twice the error is allowed.
 
 use crate::backend::Backend;
 use crate::ir::composite::Composite;
@@ -18,7 +18,7 @@ use crate::optable::check::{Expected, eps};
 use crate::{ConstData, DType, Error, Result, Session};
 
 /// Allowed error of a composite's kernel, in units in the last place of the largest value. It is the largest
-/// such tolerance in the op table.
+/// tolerance of a composite in the op table.
 const COMPOSITE: f64 = 32.0;
 /// Allowed error in the same units, per op of the part, if the error of an op cannot be propagated (a custom
 /// op, the bits of a float).
@@ -75,7 +75,7 @@ fn coarse(want: ConstData, units: f64) -> Expected {
     Expected::within(want, slack)
 }
 
-/// Whether every op of a graph is exact or rounds to a value that the op table fixes bit by bit.
+/// Whether every op of a graph is exact or has a result that the op table defines bit by bit.
 fn exact(g: &Graph) -> bool {
     let ints = |n: &Node| !n.ty.dtype.is_float() && n.inputs.iter().all(|i| !g.dtype(*i).is_float());
     g.nodes().iter().all(|n| {
@@ -147,7 +147,8 @@ fn to_f64(c: &ConstData) -> Result<ConstData> {
     Ok(c.clone())
 }
 
-/// A value in f64 (integers and bools keep their dtype) and its possible error in f64; `None` if it is exact.
+/// A value in f64 (integers and bools keep their dtype) and its possible error in f64. The error is `None` if
+/// the value is exact.
 #[derive(Clone, Copy, Debug)]
 struct Value {
     v: NodeId,
@@ -198,7 +199,7 @@ impl Analysis {
         let exact = |v: NodeId| Ok(Value { v, e: None });
         let types: Vec<TensorType> = from.iter().zip(x).map(|(d, x)| self.ty(*d, x.v)).collect();
         let rounding = n.op.rounding(&types.iter().collect::<Vec<_>>(), &n.ty);
-        // First the ops that cannot be built unchanged on the widened operands.
+        // First handle the ops that cannot be built unchanged on the widened operands.
         match (&n.op, &rounding) {
             (Op::Input(k), _) => return ins.get(*k as usize).copied().ok_or(BoundError::Unbounded),
             (Op::Const(c), _) => return exact(self.g.constant(to_f64(c)?)),
@@ -232,13 +233,13 @@ impl Analysis {
         Ok(Value { v, e })
     }
 
-    /// The type of an operand before it was widened from `dtype`.
+    /// The type of operand `x` before it was widened from `dtype` to f64.
     fn ty(&self, dtype: DType, x: NodeId) -> TensorType {
         TensorType { dtype, shape: self.g.shape(x).clone() }
     }
 
-    /// The errors of elements that move: `with` applied to the errors of the operands whose elements appear
-    /// in the result of `op`. The other operands are indices and positions, which must be exact.
+    /// The errors of an op that moves elements. Applies `with` to the errors of the operands whose elements
+    /// appear in the result of `op`. The other operands are indices and positions, which must be exact.
     fn moved_errors(
         &mut self,
         op: &Op,
@@ -261,7 +262,7 @@ impl Analysis {
         if clamp { self.not_negative(e) } else { Ok(e) }
     }
 
-    /// The error as a tensor, of zeros if the value is exact.
+    /// The error of a value as a tensor, which is zero everywhere if the value is exact.
     fn error_of(&mut self, x: Value) -> BoundResult<NodeId> {
         Ok(match x.e {
             Some(e) => e,
@@ -288,7 +289,7 @@ impl Analysis {
         Ok(self.g.add(m, t)?)
     }
 
-    /// `units * max|v| + tiny` everywhere.
+    /// `units * max|v| + tiny` for every element.
     fn of_largest(&mut self, v: NodeId, units: f64, tiny: f64) -> BoundResult<NodeId> {
         let shape = self.g.shape(v).clone();
         let a = self.g.abs(v)?;
@@ -316,8 +317,9 @@ impl Analysis {
         })
     }
 
-    /// Sums of products: with operand errors `e`, the op applied to `|v| + e` bounds both the propagated
-    /// error and the rounding.
+    /// The error of an op whose result is a sum of products, with operands `v` and their errors `e`. The
+    /// rounding error is relative to the op applied to `|v| + e`. The propagated error is this result minus
+    /// the op applied to `|v|`.
     fn linear(
         &mut self,
         op: &Op,
@@ -431,8 +433,8 @@ impl Analysis {
                 let stored = self.of_value(v, once, 0.0)?;
                 self.g.add(e, stored)?
             }
-            // Arithmetic rounds relative to its result, however small; functions near a zero round relative
-            // to their operand.
+            // The error of arithmetic is relative to its result, however small the result is. The error of
+            // functions near a zero is relative to their operand.
             _ if row.ulps <= 4.0 => self.of_value(v, once + row.ulps * ec, tiny)?,
             _ => {
                 let a = self.g.abs(v)?;
@@ -468,7 +470,7 @@ impl Analysis {
             }
             _ => {}
         }
-        // All combinations of the interval ends of the operands that have an error.
+        // Evaluate the op at all combinations of the interval ends of the operands that have an error.
         let mut ends: Vec<Vec<NodeId>> = vec![vec![]];
         for (k, x) in x.iter().enumerate() {
             let choices = match x.e {
@@ -489,7 +491,8 @@ impl Analysis {
     }
 }
 
-/// 16-bit floats compute in f32 and round once more when stored: the relative error of that rounding.
+/// 16-bit floats are computed in f32 and rounded once more when they are stored. Returns the relative error
+/// of that rounding, which is 0 for other types.
 fn once_rounded(d: DType) -> f64 {
     let (e, c) = (eps(d), eps(d.compute()));
     if e > c { e } else { 0.0 }

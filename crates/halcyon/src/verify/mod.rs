@@ -33,7 +33,7 @@ use std::sync::Arc;
 pub struct Spec {
     /// The reference backend.
     pub backend: BackendType,
-    /// Between 0 (exclusive) and 1.
+    /// The fraction of the pieces to check: above 0 and at most 1.
     pub share: f64,
 }
 
@@ -107,7 +107,7 @@ impl VerifyOptions {
         Ok(())
     }
 
-    /// Picks the pieces to check, of `of` pieces.
+    /// Picks the pieces to check, out of `of` pieces. The result says for each piece whether it was picked.
     fn draw(&self, of: usize) -> Vec<bool> {
         let wanted = ((self.share * of as f64).ceil() as usize).clamp(1.min(of), of);
         let mut order: Vec<usize> = (0..of).collect();
@@ -295,7 +295,7 @@ impl Session {
             let read = run.inputs(u)?;
             run.run(u)?;
             let got = run.output(u)?;
-            // The fault is of this piece or an earlier one; the error names its op.
+            // A fault comes from this piece or an earlier one; the error names its op.
             self.backend().check_faults()?;
             let part = &run.pieces[u].graph;
             let want = bound::once(&options.reference, part, &read)?;

@@ -60,7 +60,7 @@ pub struct ReplayOrigin {
     pub span: String,
     /// The backend that computed the expected results.
     pub reference: Option<String>,
-    /// Seed of the sample that found it.
+    /// Seed of the random sample that found the problem.
     pub seed: Option<u64>,
     /// Description of the difference.
     pub wrong: Option<String>,
@@ -213,7 +213,7 @@ impl Replay {
         let length = u64::from_le_bytes(size);
         if length > MAX_HEADER || length > rest.len() as u64 {
             return Err(bad(format!(
-                "it has a header of {length} bytes, {} bytes follow, and {MAX_HEADER} are allowed",
+                "its header should have {length} bytes; {} bytes follow, and at most {MAX_HEADER} are allowed",
                 rest.len()
             )));
         }
@@ -221,7 +221,7 @@ impl Replay {
         let header: Header = serde_json::from_slice(header).map_err(|e| bad(format!("header: {e}")))?;
         if header.tensors.len() > MAX_TENSORS {
             return Err(bad(format!(
-                "it has {} tensors, and {MAX_TENSORS} are allowed",
+                "it has {} tensors, but at most {MAX_TENSORS} are allowed",
                 header.tensors.len()
             )));
         }
@@ -234,7 +234,7 @@ impl Replay {
             total = total.checked_add(n).ok_or_else(|| bad("the sum of its sizes overflows".into()))?;
         }
         if total != data.len() as u64 {
-            return Err(bad(format!("it has {} bytes of data, and its header says {total}", data.len())));
+            return Err(bad(format!("it has {} bytes of data, but its header says {total}", data.len())));
         }
         let (graph, mut data) = data.split_at(header.graph_bytes as usize);
         let graph = Graph::from_bytes(graph).map_err(|e| bad(format!("its graph: {e}")))?;
@@ -264,7 +264,7 @@ impl Replay {
         let fits = |what: &str, nodes: Vec<&TensorType>, data: &[ConstData]| {
             let same = nodes.len() == data.len()
                 && nodes.iter().zip(data).all(|(t, c)| **t == TensorType::new(c.dtype, &c.dims));
-            if same { Ok(()) } else { Err(format!("its {what} do not have the types of the graph's")) }
+            if same { Ok(()) } else { Err(format!("the types of its {what} are not those of the graph")) }
         };
         let outputs = || g.outputs().iter().map(|o| g.ty(o.node)).collect::<Vec<_>>();
         fits("inputs", g.inputs().iter().map(|i| g.ty(i.node)).collect(), &self.inputs)?;

@@ -14,5 +14,5 @@ fn readmes_lines_run() {
 fn readme_shows_these_lines() {
     let readme = include_str!("../../../../README.md").replace("\r\n", "\n");
     let block = format!("```rust\n{}```\n", include_str!("snippet.rs").replace("\r\n", "\n"));
-    assert!(readme.contains(&block), "README.md has another snippet than tests/readme/snippet.rs");
+    assert!(readme.contains(&block), "the snippet in README.md differs from tests/readme/snippet.rs");
 }

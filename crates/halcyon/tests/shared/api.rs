@@ -92,7 +92,7 @@ fn numbers_of_every_kind_stand_beside_tensors() {
     fails(&(x.abs().cast(DType::U8) * 300), &["u8", "300"]);
     fails(&(x.abs().cast(DType::U8) - -1), &["u8", "-1"]);
     fails(&(x.gt(0) + 1), &["bool"]);
-    // Another number compiles nothing.
+    // The same op with another number needs no new plan.
     let _ = v(&(&x * 3.5));
     let plans = b.cache_stats().plans_built;
     for k in 0..5 {

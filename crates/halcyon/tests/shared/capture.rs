@@ -1,4 +1,5 @@
-//! Compiled functions and captured graphs: the same values as an evaluation, and checked bindings.
+//! Tests of compiled functions and captured graphs: they give the same values as an evaluation, and their
+//! bindings are checked.
 
 mod pools;
 
@@ -111,7 +112,7 @@ fn donated_inputs_are_taken_where_nothing_else_reads_them() {
         }
         assert_eq!(cache.to_vec::<f32>().unwrap(), [0.0, 1.0, 1.0, 1.0, 2.0, 1.0, 3.0, 1.0]);
         assert_eq!((b.cache_stats().copies, write.plans()), (0, 1));
-        // If something still reads the old value, or another handle shares its memory, it is copied.
+        // If something still reads the old value, or another handle shares its memory, the memory is copied.
         let row = Tensor::from_slice(&b, [1, 2], &[9f32, 9.0]).unwrap();
         let at = Tensor::from_slice(&b, Shape::scalar(), &[0i64]).unwrap();
         let later = &cache * 2.0;
@@ -154,7 +155,7 @@ fn what_a_compiled_function_cannot_do_is_an_error() {
     assert!(matches!(f.call(&[&y]), Err(Error::MixedDevices { .. })));
     let bad = b.compile(|x: &[Tensor]| x[0].reshape([3]));
     assert!(matches!(bad.call(&[&x]), Err(Error::Shape { .. })));
-    // A captured tensor whose memory is donated elsewhere.
+    // A tensor that the function has captured is donated elsewhere.
     let w = Tensor::from_slice(&b, [2], &[5f32, 6.0]).unwrap();
     let g = b.compile(|x: &[Tensor]| &x[0] * &w);
     assert_eq!(g.call(&[&x]).unwrap()[0].to_vec::<f32>().unwrap(), [5.0, 12.0]);
@@ -191,7 +192,7 @@ fn captured_graphs_replay_with_other_inputs_and_arguments() {
                 g.read(0, &mut bytes).unwrap();
                 assert_eq!(bytes, got[0].to_data().unwrap().bytes());
             }
-            // Evaluations of the same graph use one plan, which the capture shares.
+            // The evaluations in the loop build no plan. They use the plan of the capture.
             assert_eq!(b.cache_stats().plans_built, plans, "{} {level}", b.id());
         }
     }
@@ -211,7 +212,7 @@ fn results_of_a_launch_stay_while_they_are_held() {
         b.launch_graph(&g, &[&at(5.0)]).unwrap();
         assert_eq!(pending.to_vec::<f32>().unwrap(), [4.0, -2.0]);
         assert_eq!(second[0].to_vec::<f32>().unwrap(), [6.0, -6.0]);
-        // With nothing held, launches write to the same memory.
+        // When no result is held, launches write to the same memory.
         drop((pending, second));
         let before = b.counters().allocations;
         (0..10).for_each(|_| g.launch().unwrap());
@@ -238,7 +239,7 @@ fn bindings_of_captured_graphs_are_guarded() {
     let y = Tensor::from_slice(&other, [2], &[1f32, 2.0]).unwrap();
     assert!(matches!(err(&[&y]), Error::MixedDevices { .. }));
     assert!(matches!(other.launch_graph(&g, &[]), Err(Error::MixedDevices { .. })));
-    // After all these errors its bindings are unchanged.
+    // After all these errors, the bindings of the graph are unchanged.
     assert_eq!(b.launch_graph(&g, &[]).unwrap()[0].to_vec::<f32>().unwrap(), [2.0, 3.0]);
     // A donation elsewhere does not take memory that the graph reads.
     let row = Tensor::from_slice(&b, [1], &[9f32]).unwrap();
@@ -259,7 +260,7 @@ fn a_captured_graph_takes_what_was_donated_to_it() {
             let at = Tensor::from_slice(&b, Shape::scalar(), &[i]).unwrap();
             let new = b.launch_graph(&g, &[&cache, &row, &at]).unwrap().remove(0);
             assert!(matches!(cache.to_vec::<f32>(), Err(Error::Donated { .. })));
-            // The memory it was bound to was donated.
+            // The graph is still bound to `cache`, whose memory was donated.
             assert!(matches!(b.launch_graph(&g, &[]), Err(Error::Donated { .. })));
             assert!(matches!(g.bind(&[&cache, &row, &at]), Err(Error::Donated { .. })));
             cache = new;

@@ -1,5 +1,5 @@
-//! Compiles the kernels that the op table's cases lower to, as for a GPU, with NVRTC, hipRTC and clang: a
-//! quarter of them, drawn by `HALCYON_SEED`, or all with `HALCYON_CASES=all`.
+//! Lowers the op table's cases as for a GPU and compiles the kernels with NVRTC, hipRTC and clang: a quarter
+//! of the kernels, chosen at random by `HALCYON_SEED`, or all with `HALCYON_CASES=all`.
 
 use halcyon::Level;
 use halcyon::ir::kernel::Kernel;
@@ -8,7 +8,7 @@ use halcyon_test::optable::{rows, sanitizer};
 use halcyon_test::{Rng, one_in, vendors};
 use std::sync::LazyLock;
 
-/// Kernels are lowered, not run; shape-generic kernels give far fewer programs than cases.
+/// The kernels to compile. There are far fewer kernels than cases, because most kernels serve every shape.
 static KERNELS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {
     let mut cases = 0;
     let mut all = std::collections::BTreeMap::new();
@@ -49,7 +49,7 @@ fn op_table_kernels_compile_for_hip() {
     compile("op_table_kernels_compile_for_hip", Language::Hip, "hiprtc_compile.py", "gfx90a");
 }
 
-/// Architectures on which the hipRTC of Debian 12 crashes.
+/// Compiles with clang for the architectures on which the hipRTC of Debian 12 crashes.
 #[test]
 fn op_table_kernels_compile_for_newer_amd() {
     let test = "op_table_kernels_compile_for_newer_amd";

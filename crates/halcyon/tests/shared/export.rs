@@ -1,8 +1,8 @@
-//! Every case of the op table as an ONNX model: exported, imported again and evaluated by the reference.
+//! Exports every case of the op table as an ONNX model, imports it again and evaluates it with the reference.
 //!
-//! With `HALCYON_EXPORTED` set, the models are written there with their inputs and the reference's results,
-//! in the layout of the ONNX backend tests, for other engines to run (`xtask/scripts/check_export.py`).
-//! `HALCYON_ROW` selects rows by a part of their name.
+//! If `HALCYON_EXPORTED` names a folder, the models are written there, with their inputs and the reference's
+//! results, in the layout of the ONNX backend tests. `xtask/scripts/check_export.py` runs them in other
+//! engines. `HALCYON_ROW` selects rows by a part of their name.
 
 use halcyon::ir::{Graph, reference};
 use halcyon::{ConstData, DType, Error, Result, Scalar};
@@ -15,7 +15,7 @@ use halcyon_test::optable::check::{Expected, Tally, expect};
 use halcyon_test::optable::rows;
 use std::path::Path;
 
-/// Maximum operand elements of the cases checked here; larger cases exist for the kernels.
+/// Maximum number of operand elements of a case. Larger cases of the op table are there to test kernels.
 const LARGEST: usize = 3000;
 
 /// The graph, its inputs (then its run-time arguments) and its expected result.

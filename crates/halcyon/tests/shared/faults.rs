@@ -35,7 +35,7 @@ fn at_every_call(inner: BackendType, level: Level, call: Call, after: After, nam
             // Out of memory may be handled by a smaller plan, which is counted and may round differently.
             Ok(got) if faults.disarm() => {
                 let smaller = b.cache_stats().smaller_plans;
-                assert!(call == Call::Alloc && smaller > 0, "{}: an error was passed over", what(n));
+                assert!(call == Call::Alloc && smaller > 0, "{}: the error was ignored", what(n));
                 let close = |a: f32, b: f32| a == b || (a - b).abs() <= 1e-5 * b.abs().max(1.0);
                 let same = got
                     .iter()
@@ -61,7 +61,7 @@ fn at_every_call(inner: BackendType, level: Level, call: Call, after: After, nam
             let e = b.synchronize().unwrap_err();
             assert!(is_typed(&e, call, after), "{}, then: {e}", what(n));
         }
-        assert!(faults.disarm(), "{}: an error of its own", what(n));
+        assert!(faults.disarm(), "{}: not the injected error", what(n));
         b.empty_cache();
         assert_eq!(b.memory().allocated, 0, "{}: memory is left", what(n));
         assert_eq!(work(&b).unwrap(), want, "{}: the run after it", what(n));
@@ -69,8 +69,8 @@ fn at_every_call(inner: BackendType, level: Level, call: Call, after: After, nam
     unreachable!("the work ends")
 }
 
-/// On the CPU, which has library kernels, and on the noop device, where everything is compiled; at both ends
-/// of the levels.
+/// Runs every workload on the CPU at O2, where most kernels are library kernels, and on the noop device at
+/// O1, where every kernel is compiled. Each must make at least `least` calls.
 fn everywhere(call: Call, after: After, least: u64) {
     for (name, work) in WORK {
         for (inner, level) in [(BackendType::Cpu, Level::O2), (BackendType::Noop, Level::O1)] {
@@ -194,7 +194,7 @@ fn memory_that_a_broken_run_may_have_overwritten_is_not_read_again() {
     assert!(matches!(f.call(&[&x]), Err(Error::Driver { .. })));
     assert!(faults.disarm() && gone(&x));
 
-    // A captured graph does so too. After a failed launch it does not return results of earlier launches.
+    // The same holds for a captured graph. After a failed launch it does not return results of earlier ones.
     let x = three();
     x.donate();
     let g = b.capture_graph(|| [twice(std::slice::from_ref(&x)), x.sum(..)]).unwrap();
@@ -319,8 +319,8 @@ fn caches_that_cannot_be_written_cost_nothing_but_time() {
     }
 }
 
-/// A nearly full disk: the size of a file that a process may write is limited, and the signal is ignored, so
-/// that writing fails.
+/// A nearly full disk is imitated by a limit on the size of files that the process may write. The signal that
+/// reports such a write is ignored, so that writing fails.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_costs_nothing_but_time() {
@@ -363,8 +363,8 @@ fn child_computes_on_a_full_disk() {
 
 #[test]
 fn a_device_that_fails_counts_as_any_other() {
-    // The tests above rely on this: the wrapper counts calls, forwards them, and is a backend of its own
-    // name.
+    // The tests above rely on this: the wrapper counts calls, forwards them, and is a backend with a name of
+    // its own.
     let (b, faults) = faulty::open(BackendType::Cpu, |b| b);
     assert!(b.id().starts_with("faulty-cpu-"), "{}", b.id());
     assert!(b.selection().rule.contains("was requested"));
@@ -374,7 +374,7 @@ fn a_device_that_fails_counts_as_any_other() {
     let shared: Arc<Faults> = faults.clone();
     shared.arm(Call::Read, 0, After::Lost);
     let x = Tensor::from_slice(&b, [1], &[1.0f32]).unwrap();
-    assert!(x.to_vec::<f32>().is_err() && x.to_vec::<f32>().is_err(), "lost is lost");
+    assert!(x.to_vec::<f32>().is_err() && x.to_vec::<f32>().is_err(), "a lost device stays lost");
     assert!(shared.disarm());
     assert_eq!(x.to_vec::<f32>().unwrap(), [1.0]);
 }

@@ -175,7 +175,7 @@ impl Net {
             n.g.output("image", y);
         }
         if n.rng.below(2) == 0 {
-            // Back to the plain layout: a number of channels that fills no block.
+            // A number of channels that does not fill a block requires the plain layout.
             y = n.conv(y, 7, 1, 1, 1);
         }
         let y = n.mean(y, false);
@@ -213,7 +213,7 @@ fn blocked_networks_follow_o0() {
         convs += n.g.nodes().iter().filter(|n| matches!(n.op, Op::Conv(_))).count();
         assert_eq!(n.run(&o2), got, "round {round}: again");
     }
-    // (Only convolutions whose channels fill no block stay plain.)
+    // (Only convolutions whose channels do not fill a block keep the plain layout.)
     assert!(blocked * 2 > convs, "{blocked} of {convs}");
 }
 
@@ -295,15 +295,15 @@ fn weights_of_two_shapes_share_no_packed_form() {
     }
 }
 
-/// Images of bf16 in blocked layout, beside plain f32 images whose channels fill no block.
+/// Images of bf16 in blocked layout, beside plain f32 images whose channels do not fill a block.
 #[test]
 fn networks_in_bf16_follow_f32() {
     let (each, amp, plain) = (cpu(Level::O0, &[]), mixed(&[]), mixed(&[BLOCKED, EPILOGUES]));
     for round in 0..30 {
         let n = Net::random("networks in bf16");
         let (want, got) = (n.run(&each), n.run(&amp));
-        // bf16 has eight bits of precision, over about ten layers; the plain bf16 kernels differ from f32 by
-        // as much.
+        // bf16 has eight bits of precision, and errors add up over about ten layers. The bf16 kernels in
+        // plain layout differ from f32 by as much.
         let (d, p) =
             (halcyon::session::difference(&got, &want), halcyon::session::difference(&n.run(&plain), &want));
         assert!(d < 0.03 && d < 3.0 * p + 0.004, "round {round}: {d}, plain {p}\n{}\n{}", n.g, n.plan(&amp));
@@ -339,7 +339,7 @@ fn a_residual_block_in_bf16_is_one_step_per_convolution() {
     let d = halcyon::session::difference(&n.run(&b), &n.run(&cpu(Level::O0, &[])));
     assert!(d < 0.03, "{d}\n{plan}");
     if !halcyon::hal::cpu::library::conv::blocked_bf16::available(halcyon::hal::cpu::sys::Isa::best()) {
-        eprintln!("not looked at: no tile registers for bf16 here");
+        eprintln!("the plan is not checked, because there are no tile registers for bf16 here");
         return;
     }
     // The input's rounding, five convolutions, the pool, the sum and its division.

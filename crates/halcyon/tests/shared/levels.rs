@@ -144,7 +144,7 @@ fn o2_follows_o0() {
         };
         packed += count(PACKED);
         epilogues += count(EPILOGUES);
-        // Again, with the same plan.
+        // A second run with the same plan gives the same result.
         assert_eq!(session.run(&c.inputs).unwrap(), got);
     }
     assert!(packed > 50 && epilogues > 50, "{packed} packed, {epilogues} epilogues");
@@ -186,7 +186,7 @@ fn layer(rng: &mut Rng, seq: usize) -> Case {
     let s = g.matmul(split[0], kt).unwrap();
     let r = g.lit(s, (size as f64).sqrt());
     let s = g.div(s, r).unwrap();
-    // Some keys are masked, by a large number or by infinity.
+    // Some keys are masked by a large negative number or by negative infinity.
     let (hide, some) = (g.lit(mask, [-1e30, f64::NEG_INFINITY][rng.below(2)]), g.lit(mask, 0.8));
     let hidden = g.scalar(ScalarOp::Gt, &[mask, some]).unwrap();
     let mask = g.select(hidden, hide, mask).unwrap();
@@ -304,14 +304,15 @@ fn each_can_be_switched_off_and_packed_weights_are_shared() {
     assert!(b.memory().allocated < before + 60 * 80 * 4, "{} {before}", b.memory().allocated);
 }
 
-/// `(a - z)(b - w)` of bytes in f32, as in quantised models: O0 computes it in f32, O2 multiplies bytes.
+/// `(a - z)(b - w)`, where all four are bytes that are converted to f32, as in quantised models. O0 computes
+/// it in f32, O2 multiplies bytes.
 #[test]
 fn integers_are_multiplied_as_bytes_and_exactly() {
     let mut rng = Rng::fresh("integers");
     for round in 0..24 {
         let mut c = Case::new();
         let types = [rng.below(2), rng.below(2)].map(|i| [DType::I8, DType::U8][i]);
-        // Short enough that f32 sums are exact.
+        // K is small enough that sums in f32 are exact.
         let (m, k, n) = (1 + rng.below(40), 1 + rng.below(200), 1 + rng.below(40));
         let batch = [vec![], vec![3]][rng.below(2)].clone();
         let turned = rng.below(2) == 1;

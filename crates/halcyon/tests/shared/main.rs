@@ -1,7 +1,7 @@
-//! Tests that can share a process, in one binary: a change of the library links once for all of them. Tests
-//! with a binary of their own replace drivers (`verify`, `standins`), measure times (`tuning`), count the
-//! process's allocations (`warm`), change its folder (`readme`), or run alone under each instruction set
-//! (`ops`, `mixed`).
+//! Tests that can share a process are in this one binary, so that a change of the library takes one link for
+//! all of them. Tests with a binary of their own replace drivers (`verify`, `standins`), measure times
+//! (`tuning`), count the process's allocations (`warm`), change its folder (`readme`), or run alone under
+//! each instruction set (`ops`, `mixed`).
 
 mod api;
 mod capture;

@@ -60,7 +60,7 @@ fn tensors_stay_on_the_device() {
         let a = ndarray::Array4::from_shape_vec((60, 1, 8, 8), pixels.clone()).unwrap();
         same(session.run([("image", &a)]).unwrap());
     }
-    // The positional form gives the same.
+    // `run_data`, which takes inputs by position, gives the same result.
     let data = Datum::Tensor(ConstData::from_slice(&[60, 1, 8, 8], &pixels).unwrap());
     assert_eq!(session.run_data(&[data]).unwrap().outputs[0].tensor().unwrap().to_vec::<f32>(), want);
 
@@ -136,7 +136,7 @@ fn models_in_stages_and_values_that_decide_shapes() {
     let out = staged.run([("x", &x)]).unwrap();
     assert_eq!(out["y"].to_vec::<i64>().unwrap(), [1, 3]);
     assert!(out.staged().is_some());
-    // A device tensor whose values are a shape.
+    // `shape` is a device tensor whose values are the new shape.
     let reshape = model(
         node("Reshape", &["x", "shape"]),
         vec![port("x", DType::F32, &["n"]), port("shape", DType::I64, &["2"])],

@@ -1,4 +1,4 @@
-//! The disk cache of packed constants.
+//! Tests of the disk cache of packed constants.
 
 use halcyon::prelude::*;
 use halcyon::{ConstData, Session};
@@ -16,7 +16,7 @@ fn backend(dir: &Path, keep: Option<bool>) -> Backend {
     .unwrap()
 }
 
-/// Products with constants that level O2 packs.
+/// A chain of products whose right factors are constants. Level O2 packs them.
 fn graph(w: &[Vec<f32>]) -> Graph {
     let mut g = Graph::new();
     let mut x = g.input("x", halcyon_ir::shape::TensorType::new(DType::F32, [64, 256]));
@@ -38,20 +38,20 @@ fn a_second_start_reads_what_the_first_packed() {
     let dir = tempfile::tempdir().unwrap();
     let w: Vec<Vec<f32>> = (0..3).map(|_| rng.f32s(256 * 256)).collect();
     let x = ConstData::from_slice(&[64, 256], &rng.f32s(64 * 256)).unwrap();
-    // Separate backends stand in for processes: they share only the directory.
+    // Each backend plays the role of a new process: it shares only the directory with the others.
     let run = |b: &Backend, w: &[Vec<f32>]| {
         let y = Session::new(b, graph(w)).run(std::slice::from_ref(&x)).unwrap();
         (y, b.cache_stats().packed_loads)
     };
     let first = run(&backend(dir.path(), Some(true)), &w);
-    assert_eq!((first.1, entries(dir.path()).len()), (0, 1), "three constants, one file");
+    assert_eq!((first.1, entries(dir.path()).len()), (0, 1), "one file has all three constants");
     let second = run(&backend(dir.path(), Some(true)), &w);
     assert_eq!((second.1, &second.0), (3, &first.0));
-    // Cached files are also found without the option to write them.
+    // Cached files are also read if `keep_packed` is not called, but not after `keep_packed(false)`.
     assert_eq!(run(&backend(dir.path(), None), &w).1, 3);
     assert_eq!(run(&backend(dir.path(), Some(false)), &w).1, 0);
 
-    // Values that differ where the key does not cover them: the entry is stale, and replaced.
+    // The key of an entry does not depend on this value. The entry is found to be stale, and is replaced.
     let mut other = w.clone();
     other[1][5000] += 1.0;
     let plain = run(&backend(dir.path(), Some(false)), &other);
@@ -69,7 +69,7 @@ fn a_second_start_reads_what_the_first_packed() {
         std::fs::write(&file, &bad).unwrap();
         let got = run(&backend(dir.path(), Some(true)), &other);
         assert_eq!((got.1, &got.0), (0, &plain.0), "byte {at}");
-        assert_eq!(std::fs::read(&file).unwrap(), whole, "it is written again");
+        assert_eq!(std::fs::read(&file).unwrap(), whole, "the file is written again");
     }
     // A truncated file is detected, too. A directory that cannot be written is not an error.
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();

@@ -160,7 +160,7 @@ fn a_residual_block_makes_one_query_per_convolution() {
     let (plan, all) = asked(&n.g, &[]);
     assert_eq!((steps(&plan, "conv_blocked"), plan.packed.len()), ((4, 4), 4), "{plan}");
     assert_eq!((count(&all, "blocked_conv"), count(&all, "conv")), (4, 0), "{all:?}\n{plan}");
-    // Not in blocks.
+    // Without blocked layouts.
     let (plan, all) = asked(&n.g, &[BLOCKED]);
     assert_eq!(steps(&plan, "cpu.conv."), (4, 4), "{plan}");
     assert_eq!(count(&all, "conv"), 4, "{all:?}\n{plan}");
@@ -180,13 +180,14 @@ fn products_of_one_chain_are_queried_once_each() {
     let y = n.g.relu(y).unwrap();
     n.g.output("y", y);
     let (plan, all) = asked(&n.g, &[]);
-    // The later one has the epilogue.
+    // The later product has the epilogue.
     assert_eq!(steps(&plan, "gemm"), (2, 1), "{plan}");
     assert!(plan.steps[0].fused.is_none() && plan.steps[1].fused.is_some(), "{plan}");
     assert_eq!((count(&all, "matmul"), plan.packed.len()), (2, 2), "{all:?}\n{plan}");
     n.check();
 
-    // The later product is read transposed, which its kernel cannot do: the earlier one has the epilogue.
+    // The later product is read transposed, which an epilogue of its kernel cannot do. So the earlier product
+    // has the epilogue.
     let mut n = Net::new("products_of_one_chain_are_queried_once_each");
     let (x, z) = (n.input(&[48, 64]), n.input(&[96, 64]));
     let w = [n.weight(&[64, 96]), n.weight(&[64, 48])];
@@ -206,7 +207,7 @@ fn a_declined_epilogue_is_a_step_of_its_own_without_another_query() {
     let x = n.input(&[48, 64]);
     let w = n.weight(&[64, 96]);
     let y = n.g.matmul(x, w).unwrap();
-    // Indices are not for epilogues.
+    // An epilogue cannot contain an iota.
     let i = n.g.iota(DType::F32, [48usize, 96], 1).unwrap();
     let y = n.g.add(y, i).unwrap();
     n.g.output("y", y);
@@ -251,7 +252,7 @@ fn a_product_is_computed_before_its_operand_is_overwritten() {
     let at = n.g.constant(ConstData::from_slice(&[], &[3i32]).unwrap());
     let base = n.g.scalar(ScalarOp::Sin, &[x]).unwrap();
     let p = n.g.matmul(base, w).unwrap();
-    // Takes the memory of `base`, which the product reads.
+    // Overwrites the memory of `base`, which the product reads.
     let updated = n.g.update_slice(base, rows, at, 0).unwrap();
     let y = n.g.relu(p).unwrap();
     n.g.output("updated", updated);

@@ -1,4 +1,4 @@
-//! Random numbers of imported models, on every device, compared with the host's.
+//! Tests that the random numbers of imported models are the same on every device.
 
 use halcyon::prelude::*;
 use halcyon::{ConstData, Session};
@@ -38,7 +38,7 @@ fn every_device_draws_the_same_numbers() {
         assert_eq!(v[1].to_vec::<f32>(), unit, "{id}");
         for k in [2, 3] {
             for (a, b) in v[k].to_vec::<f64>().iter().zip(first[k].to_vec::<f64>()) {
-                // Some devices round multiply-adds once.
+                // Some devices round a multiply-add once, others twice.
                 let eps = if k == 2 { 2e-3 } else { 2e-6 };
                 assert!((a - b).abs() <= eps * b.abs().max(1.0), "{id}: {a} {b}");
             }

@@ -1,6 +1,6 @@
-//! Every transformation has a gain on some graph, and without it the gain is gone, measured by the static
-//! costs of the plan, which are compared exactly. `cargo xtask test --only receipts` measures times, with an
-//! optimised build.
+//! Tests that every transformation reduces a cost of some graph's plan, and that the cost is higher if the
+//! transformation is switched off. The costs are static, so they are compared exactly.
+//! `cargo xtask test --only receipts` measures times, with an optimised build.
 
 use halcyon::ir::graph::NodeId;
 use halcyon::ir::ops::Conv;
@@ -145,8 +145,8 @@ fn case(name: &str) -> Result<(Case, &'static [Shown])> {
             }
             (y, &[Shown::Flops])
         }
-        // Convolutions from layer to layer. The plans differ only in the order of bytes: the gain is time,
-        // measured by `cargo xtask test --only receipts`.
+        // Consecutive convolutions. The plans differ only in the order of bytes: the gain is time, which
+        // `cargo xtask test --only receipts` measures.
         passes::BLOCKED => {
             let x = c.input(&[1, 3, 56, 56]);
             let mut y = c.conv(x, 3, 80, 3)?;
@@ -173,12 +173,13 @@ fn case(name: &str) -> Result<(Case, &'static [Shown])> {
             let n = c.g.mul(n, scale)?;
             (c.g.add(n, bias)?, &[Shown::Steps, Shown::Moved])
         }
-        // Weights take half the bytes, which saves more than casts add on processors without bf16 products.
+        // Weights take half the bytes. Even on processors without bf16 products, this saves more than the
+        // casts add.
         passes::MIXED => {
             let (x, w) = (c.input(&[16, 256]), c.weight(&[256, 256]));
             (c.g.matmul(x, w)?, &[Shown::Moved])
         }
-        other => panic!("no case shows what \"{other}\" gains"),
+        other => panic!("the transformation \"{other}\" has no case here"),
     };
     c.g.output("y", y);
     Ok((c, shown))

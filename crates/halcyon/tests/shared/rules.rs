@@ -1,4 +1,5 @@
-//! Semantics: versions of values, states, donation, laziness, bounded caches, warm runs.
+//! Tests of semantics: versions of values, states, donated inputs, lazy evaluation, bounded caches, warm
+//! runs.
 
 use halcyon::prelude::*;
 use halcyon_test::Rng;
@@ -110,7 +111,7 @@ fn a_chain_of_100_000_nodes_is_built_run_and_dropped() {
     }
     drop(t.clone() + 1.0);
     assert_eq!(t.to_vec::<f32>().unwrap()[1], 100_001.0);
-    // Dropped without ever running.
+    // This chain is dropped before it was ever run.
     let mut t = x(&b, 8);
     for _ in 0..100_000 {
         t = t + 1.0;
@@ -137,7 +138,8 @@ fn ten_thousand_calls_of_varying_length_keep_caches_bounded() {
         let s = b.cache_stats();
         assert!(s.plans <= 256 && s.programs <= 1024, "{s:?}");
         assert!(s.plans_built > 256, "lengths did not vary: {s:?}");
-        // Sizes are arguments of kernels: new lengths compile nothing. (A few size classes may come late.)
+        // Sizes are arguments of kernels, so new lengths compile nothing. (A few kernels are for a range of
+        // sizes that may not have occurred in the first 200 calls.)
         let c = b.counters().compiles + b.counters().compile_cache_hits;
         assert!(c - kernels <= 2, "{c} {kernels}");
         assert!(b.memory().allocated < 64 << 20, "{:?}", b.memory());
@@ -286,21 +288,21 @@ fn symbolic_dimensions_bind_per_run_and_graphs_serialise() {
     }
 }
 
-/// Random graphs over shared values, evaluated on the device's own queue and alternately on two or three
-/// streams, from several threads or one.
+/// Random graphs over shared values have the same results on the device's own queue as when their parts are
+/// evaluated on two or three streams.
 #[test]
 fn streams_give_what_one_queue_gives() {
     for b in devices("streams", Level::O2) {
         let mut rng = Rng::fresh("streams");
-        // On other devices each new plan must compile programs.
+        // Other devices run less, because each new plan must compile programs.
         let (rounds, steps) = if b.id() == "cpu:0" { (6, 24) } else { (2, 8) };
         for round in 0..rounds {
             let n = 8 + rng.below(40);
             let base: Vec<Tensor> =
                 (0..3).map(|_| Tensor::from_slice(&b, [n, n], &rng.f32s(n * n)).unwrap()).collect();
             let seed = rng.next();
-            // Each step computes a value from two earlier ones and evaluates it somewhere, or leaves it
-            // pending.
+            // Each round of the loop computes a value from two earlier ones. `place` evaluates it on a queue,
+            // or leaves it pending.
             let build = |place: &mut dyn FnMut(&Tensor, usize)| -> Vec<Vec<f32>> {
                 let mut r = Rng::new(seed);
                 let mut all = base.clone();
@@ -330,7 +332,7 @@ fn streams_give_what_one_queue_gives() {
                 None => {}
             });
             for (i, (g, w)) in got.iter().zip(&want).enumerate() {
-                // The same values are computed together in both cases, so they agree closely.
+                // Both cases evaluate the same values together, so the results agree closely.
                 let close = g.iter().zip(w).all(|(a, b)| (a - b).abs() <= 1e-4 * b.abs().max(1.0));
                 assert!(close, "{} round {round} value {i}", b.id());
             }
@@ -356,7 +358,7 @@ fn states_keep_their_order_and_their_memory_across_streams() {
             on.eval(std::slice::from_ref(&sum)).unwrap();
             reads.push(sum);
         }
-        // Each read saw its own version.
+        // Each sum is the sum of its own version of the state.
         let mut want: f32 = (0..64).sum::<i32>() as f32;
         for (i, r) in reads.iter().enumerate() {
             want += 100.0;
@@ -366,7 +368,7 @@ fn states_keep_their_order_and_their_memory_across_streams() {
         t.synchronize().unwrap();
         assert!(
             b.cache_stats().copies <= 1,
-            "versions take the memory of those before: {:?}",
+            "a version reuses the memory of the version before: {:?}",
             b.cache_stats()
         );
     }

@@ -20,7 +20,8 @@ fn data(rng: &mut Rng, dims: &[usize]) -> ConstData {
     ConstData::from_slice(dims, &rng.f32s(dims.iter().product())).unwrap()
 }
 
-/// Layers with a residual around each, two inputs, and two outputs, one from the middle.
+/// A network of layers with a residual connection around each. It has two inputs and two outputs, of which
+/// one comes from the middle.
 fn network(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
     let mut g = Graph::new();
     let ty = |d: &[usize]| TensorType::new(DType::F32, d);
@@ -93,8 +94,8 @@ fn a_model_over_two_devices_is_the_model_on_one() {
                     let p = s.placement();
                     assert_eq!(p.segments, 2);
                     assert!(p.devices.iter().all(|d| d.flops > 0 && d.ops > 0 && d.constants > 0), "{p:?}");
-                    // Either the output of one layer crosses, 8 by 32 numbers, or a layer's inner value and
-                    // its residual.
+                    // The copy between the devices is either the output of one layer, 8 by 32 numbers, or a
+                    // layer's inner value and its residual.
                     assert!([1024, 2048].contains(&p.between()), "{p:?}");
                 }
             }
@@ -114,7 +115,7 @@ fn three_parts_and_empty_ones_run_too() {
     let s = Split::layers(&three, g.clone()).unwrap();
     assert_eq!(s.placement().segments, 3);
     close(&s.run(&inputs, &[]).unwrap(), &whole, 1e-5);
-    // Alternating devices node by node: a segment for each change.
+    // The device alternates from node to node, so there is a segment for each change.
     let assign: Vec<usize> = (0..g.nodes().len()).map(|i| i % 2).collect();
     let both = [devices[0].clone(), last.clone()];
     let s = Split::new(&both, g.clone(), &assign, &BTreeMap::new()).unwrap();
@@ -135,8 +136,8 @@ fn three_parts_and_empty_ones_run_too() {
     assert_eq!(out[2].to_vec::<f32>(), [-1.0, -2.0, -3.0]);
 }
 
-/// An output computed from constants alone is computed on one device, and readers on another device duplicate
-/// it, so neither waits for the other.
+/// An output computed from constants alone is computed on one device, and readers on another device compute
+/// it again, so no device waits for another.
 #[test]
 fn outputs_that_are_constant_are_not_waited_for() {
     let b = || Backend::builder().backend_type(BackendType::Cpu).level(Level::O1).build().unwrap();
@@ -211,7 +212,7 @@ impl Target for Picky {
         &self.caps
     }
     fn library(&self, _: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined> {
-        Err(Declined::because("it has none"))
+        Err(Declined::because("this device has no library kernels"))
     }
 }
 

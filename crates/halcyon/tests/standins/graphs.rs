@@ -214,7 +214,7 @@ fn given_up(s: &StandIn, kind: BackendType, rng: &mut Rng) {
         assert!(s.get("execs") <= execs + 4, "{kind}: captures are bounded");
     }
     let r = g.executable().captures();
-    assert!(r.made <= 12 && r.reason.is_some_and(|w| w.contains("captures met other buffers")), "{g:?}");
+    assert!(r.made <= 12 && r.reason.is_some_and(|w| w.contains("captures were dropped")), "{g:?}");
     assert_eq!(s.get("execs"), execs, "{kind}: none is kept");
 }
 

@@ -1,7 +1,7 @@
-//! CUDA and ROCm drivers over stand-ins for the vendors' libraries: kernels are rendered as for a GPU, with
-//! subgroups of 32 and 64, and compiled as C++. Checks that the op table, the end-to-end tests, models and
-//! captured graphs give the right answers, that nothing leaks, and that failures are typed errors after which
-//! the same work succeeds.
+//! Tests the CUDA and ROCm drivers over stand-ins for the vendors' libraries. Kernels are rendered as for a
+//! GPU, with subgroups of 32 and 64, and compiled as C++. The tests check that the op table, the end-to-end
+//! tests, models and captured graphs give the right answers, that nothing leaks, and that failures are typed
+//! errors after which the same work succeeds.
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
 mod graphs;
@@ -174,7 +174,7 @@ fn minilm(kind: BackendType) {
     });
 }
 
-/// A light model with its stored output: convolutions, pools and concatenations of realistic sizes.
+/// SqueezeNet, compared with its stored output: convolutions, pools and concatenations of realistic sizes.
 fn light(kind: BackendType) {
     let Some(dir) = testdata("light_over_the_stand_ins", "squeezenet") else { return };
     on(kind, "SqueezeNet", |h| {
@@ -198,8 +198,7 @@ fn capture(kind: BackendType) {
             let got = captured(&b).unwrap();
             let far = got.iter().zip(&want).map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs());
             assert!(got.len() == want.len() && far.fold(0.0, f32::max) <= 1e-3, "{kind} {level}");
-            // A launch of a captured graph compiles, plans, uploads and allocates nothing, and reads its
-            // current inputs.
+            // A launch of a captured graph compiles, plans and uploads nothing, and reads its current inputs.
             let x = Tensor::from_slice(&b, [4, 4], &[0.5f32; 16]).unwrap();
             let g = b.capture_graph(|| [x.matmul(&x).relu().sum([1])]).unwrap();
             for k in 1..=3 {
@@ -383,7 +382,7 @@ fn vendors_libraries(kind: BackendType) {
             has(&names, "cudnn.conv.f32.relu");
         }
         assert!(exact.iter().all(|e| *e < 1e-4), "{kind}: {exact:?}");
-        // cuDNN disabled, and enabled, which requires it to be installed.
+        // First disable cuDNN, then require it, which fails if it is not installed.
         let cudnn = |on| Backend::builder().backend_type(kind).level(Level::O2).enable_cudnn(on).build();
         let (names, e) = kernels_and_errors(&cudnn(false).unwrap(), &want);
         assert!(!names.iter().any(|n| n.starts_with("cudnn")) && e[1] < 1e-4, "{kind}: {names:?}, {e:?}");
@@ -489,16 +488,16 @@ fn eight_bits(kind: BackendType) {
         let integers = if cuda { "cublaslt.i8" } else { "hipblaslt.i8" };
         let ended = format!("{name}.relu");
         assert_eq!(of(Level::O2, MatmulPrecision::High), [name, &*ended, integers]);
-        // Sums in f32 must have the accuracy of f32; in sums rounded to bf16, the bits that the units drop do
-        // not show.
+        // At the highest precision a result in f32 must have the accuracy of f32, so the library does not
+        // compute it. A result in bf16 is rounded, so the bits that the matrix units drop do not matter.
         assert_eq!(of(Level::O2, MatmulPrecision::Highest), [&*ended, integers]);
         assert!(of(Level::O1, MatmulPrecision::High).is_empty());
         assert!(h.s.get("library calls") > 0);
     });
 }
 
-/// Operands that the library declines are copied one by one until it accepts: every other element, and a
-/// right factor by rows.
+/// Operands that the library declines are copied one by one until it accepts the product. Here these are
+/// views of every second element, and right factors that are stored by rows.
 fn scattered_bytes(kind: BackendType) {
     let mut rng = Rng::fresh("scattered bytes");
     let mut data = |d: DType, dims: &[usize]| {
@@ -568,7 +567,7 @@ fn prompts(kind: BackendType) {
         }
         assert_eq!(names, ["cudnn.attention.f16.causal"]);
         let calls = b.counters().library_calls;
-        // Submitted individually at first, then launched as a graph of the runtime.
+        // The commands are submitted individually at first, and launched as a captured graph later.
         for _ in 0..4 {
             let got = session.run(&inputs).unwrap();
             let pairs = got[0].scalars().zip(want[0].scalars());
@@ -654,7 +653,7 @@ fn chains_on_top(kind: BackendType) {
             let e = pairs.map(|(g, w)| (g.as_f64() - w.as_f64()).abs()).fold(0.0, f64::max);
             assert!(e < 1e-4, "{kind}, round {round}: {e}\n{}", plan.plan());
         }
-        assert!(calls > 0, "{kind}: no library was asked");
+        assert!(calls > 0, "{kind}: no library was called");
         println!("{kind}: {calls} calls, {chains} with chains on top");
     });
 }

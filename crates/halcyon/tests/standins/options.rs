@@ -1,5 +1,5 @@
-//! Every option of a backend, on every kind of device, takes effect, is rejected with a typed error, or
-//! causes a warning.
+//! Tests that every option of a backend, on every kind of device, takes effect, is rejected with a typed
+//! error, or causes a warning.
 
 use super::Held;
 use halcyon::ir::plan::StepWork;
@@ -149,7 +149,7 @@ const OPTIONS: &[(&str, Set, Case)] = &[
 ];
 
 fn check(kind: BackendType) {
-    // Without settings from environment variables and configuration files.
+    // No environment variable or configuration file may change a setting here.
     let open = |set: Set| set(Backend::builder().backend_type(kind).level(Level::O2)).build();
     let plain = open(|b| b.amp(AmpPolicy::None)).unwrap();
     assert!(plain.warnings().is_empty(), "{kind}: {:?}", plain.warnings());
@@ -158,7 +158,7 @@ fn check(kind: BackendType) {
         match (case(kind, &plain), got) {
             (Acts(seen), Ok(b)) => {
                 assert!(b.warnings().is_empty(), "{at}: {:?}", b.warnings());
-                assert!(seen(&b), "{at}: nothing is seen of it");
+                assert!(seen(&b), "{at}: the option has no effect");
             }
             (Holds, Ok(b)) => assert!(b.warnings().is_empty(), "{at}: {:?}", b.warnings()),
             (Warns(text), Ok(b)) => {
@@ -168,7 +168,7 @@ fn check(kind: BackendType) {
             (Refuses(text), Err(e)) => {
                 assert!(e.to_string().contains(text) && e.exit_code() >= 2, "{at}: {e}")
             }
-            (_, Ok(b)) => panic!("{at}: it opens, with {:?}", b.warnings()),
+            (_, Ok(b)) => panic!("{at}: the device opens, with the warnings {:?}", b.warnings()),
             (_, Err(e)) => panic!("{at}: {e}"),
         }
     }
@@ -193,7 +193,7 @@ fn every_option_acts_is_refused_or_warns_on_rocm() {
     check(BackendType::Rocm);
 }
 
-/// Kernels of a product in a 16-bit type, and whether any of them uses matrix units.
+/// Kernels of a product in `dtype`, and whether any of them uses matrix units.
 fn product(b: &Backend, dtype: DType) -> (Vec<String>, bool) {
     let mut g = Graph::new();
     let [x, y] = ["x", "y"].map(|n| g.input(n, TensorType::new(dtype, [128usize, 128])));
@@ -236,7 +236,8 @@ fn without_tensor_cores_halves_are_multiplied_by_plain_kernels() {
     }
 }
 
-/// A device whose memory another process has filled: every check of a plan must query the driver.
+/// Another process fills the device's memory. Only the driver knows this, so every check whether a plan fits
+/// must query it.
 #[test]
 fn a_card_that_another_process_has_filled_is_refused() {
     for kind in [BackendType::Cuda, BackendType::Rocm] {

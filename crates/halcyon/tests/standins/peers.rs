@@ -1,4 +1,4 @@
-//! One graph over two devices of a runtime, with values copied directly between them.
+//! Tests of one graph over two devices of CUDA or ROCm, with values copied directly between the devices.
 
 use crate::alone;
 use halcyon::hal::{Counters, Device, Error, Options, StreamOptions, Tag};
@@ -83,8 +83,8 @@ fn values_between_two_devices_of_a_runtime_do_not_meet_the_host() {
     }
 }
 
-/// Copies wait for work submitted before them, in streams too, and later work waits for the copies. The
-/// devices defer all work.
+/// Checks that a copy waits for work that was submitted before it, also in streams, and that later work waits
+/// for the copy. The devices defer all work.
 fn ordered(s: &StandIn) {
     use halcyon::hal::Driver;
     let open = |i| -> Arc<dyn Device> { s.driver.open(i, &Options::default()).unwrap() };

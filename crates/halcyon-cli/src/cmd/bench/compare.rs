@@ -28,7 +28,7 @@ pub(super) struct Ratio {
     pub before: f64,
     /// The improvement: earlier time over current time, or current rate over earlier rate.
     pub ratio: f64,
-    /// Whether the interquartile ranges of both are disjoint.
+    /// Whether the interquartile ranges of the two reports are disjoint.
     pub beyond: bool,
 }
 
@@ -41,7 +41,7 @@ impl EarlierReport {
     /// Reads a report printed by `halcyon bench COMMAND --json`.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Format`] for files with other content, which the message names.
+    /// [`Error::Io`]; [`Error::Format`] for a file with other content. The message says what is wrong.
     pub(super) fn read(file: &Path, command: &str) -> Result<EarlierReport> {
         let at = || file.display().to_string();
         let bad = |what: String| Error::Format { file: at(), what };
@@ -74,7 +74,7 @@ impl EarlierReport {
         self.report["rows"].as_array()?.iter().find(|r| r["name"] == name)
     }
 
-    /// The ratio of a row to its current value; `None` if the earlier report lacks it.
+    /// Compares the current value of a row with that of the earlier report; `None` if that lacks the row.
     pub(super) fn ratio(&self, name: &str, now: &Sample) -> Option<Ratio> {
         let (s, more) = self.rows.get(name)?;
         let ratio = if *more { now.median / s.median } else { s.median / now.median };
@@ -99,7 +99,8 @@ impl EarlierReport {
         (changed, gone)
     }
 
-    /// Adds the comparison to a report and to the rows that both have.
+    /// Adds the comparison to the current report `v`, and to each of its rows that the earlier report has
+    /// too.
     pub(super) fn add_to(&self, v: &mut Value) {
         let mut names = vec![];
         for r in v["rows"].as_array_mut().into_iter().flatten() {

@@ -13,7 +13,7 @@ pub(crate) struct Item {
     pub name: String,
     /// Operands and result, as text.
     pub what: String,
-    /// Arithmetic of its products.
+    /// The type in which its products are computed.
     pub arithmetic: &'static str,
     make: Box<dyn Fn(&mut Graph) -> Result<Vec<NodeId>>>,
 }
@@ -71,7 +71,7 @@ fn conv(name: &str, [ci, co, groups, hw, k, stride, pad]: [usize; 7]) -> Item {
     })
 }
 
-/// A function of a matrix with `rows` rows, and of vectors as long as a row.
+/// An operation `f` on a matrix `[rows, n]` and on `vectors` vectors of length `n`.
 fn rows(
     name: impl Into<String>,
     [rows, n]: [usize; 2],
@@ -86,7 +86,7 @@ fn rows(
     })
 }
 
-/// The name of a composite's work: words are joined by dashes.
+/// The name of a composite in the table, where dashes separate the words.
 fn named(kind: &CompositeKind) -> String {
     kind.name().replace('_', "-")
 }
@@ -152,7 +152,8 @@ pub(crate) fn all() -> Vec<Item> {
     v
 }
 
-/// The operations named by `--only`: the one of that name, or all whose names begin with it and a dash.
+/// The operations that `--only` names. Each argument names the operation with this name, and all operations
+/// whose names begin with the argument and a dash.
 ///
 /// # Errors
 /// [`Error::Argument`] for an unknown name, with a list of all names.

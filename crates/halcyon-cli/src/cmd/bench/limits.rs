@@ -12,7 +12,7 @@ use std::time::Duration;
 const MIN_WORKING_SET: u64 = 256 << 10;
 /// Largest working set; no cache holds a significant part of it.
 const MAX_WORKING_SET: u64 = 1 << 30;
-/// Delay in which the threads of another team go to sleep.
+/// Time after which the threads of another team are asleep, so that they do not disturb a measurement.
 const SLEEP_DELAY: Duration = Duration::from_millis(5);
 
 /// The operations and memory traffic of some work.
@@ -51,7 +51,7 @@ pub(crate) struct Limit {
     pub bandwidth: f64,
 }
 
-/// Measures peaks next to the work that they limit.
+/// Measures peaks shortly before or after the work that they limit.
 #[derive(Debug)]
 pub(crate) struct Limits {
     team: Team,
@@ -153,8 +153,8 @@ fn round_up(n: u64) -> u64 {
     if n <= p / 4 * 3 { p / 4 * 3 } else { p }
 }
 
-/// Repeats bursts until the best three agree within 5 %, at most four times the usual number: other load on
-/// the machine can spoil a few bursts.
+/// Repeats bursts until the best three agree within 5 %, because other load on the machine can spoil a few
+/// bursts. Measures at most four times the usual number.
 pub(crate) fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec<f64>> {
     let mut all = measure()?;
     for _ in 0..3 {
@@ -167,8 +167,8 @@ pub(crate) fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec
     Ok(all)
 }
 
-/// Sizes of working sets for all threads together that fit the second-level cache, the last-level cache, and
-/// memory; or why there is none.
+/// Sizes in bytes of working sets, of all threads together, that fit the second-level caches, the third-level
+/// cache, and memory. The error is the reason why there is none.
 pub(crate) fn working_sets(threads: usize) -> [(&'static str, std::result::Result<usize, String>); 3] {
     let c = Caches::get();
     let l2 = c.l2 * threads;

@@ -1,5 +1,5 @@
-//! `halcyon bench`: measures the machine's peaks, single operations, models and the gain of transformations,
-//! and compares with an earlier report.
+//! `halcyon bench`: measures the machine's ceilings (peak rates), single operations, models and the gain of
+//! transformations, and compares them with an earlier report.
 
 mod compare;
 pub(crate) mod items;
@@ -101,7 +101,7 @@ fn settings(b: &Backend) -> Value {
         "name": b.info().name,
         "threads": threads(b),
         "level": b.level().to_string(),
-        // Omitted for f32, so that reports from before there was a choice stay comparable.
+        // Omitted for f32, so that reports that were made before there was a choice stay comparable.
         "precision": Some(b.amp()).filter(|p| *p != halcyon::AmpPolicy::None),
         "matmul_precision":
             Some(b.precision()).filter(|p| *p != halcyon::MatmulPrecision::Highest).map(|p| p.to_string()),
@@ -133,7 +133,8 @@ fn giga(work: u64, seconds: f64) -> String {
     if work == 0 { String::new() } else { three(work as f64 / seconds.max(1e-12) / 1e9) }
 }
 
-/// The least time at the peaks in seconds, and whether compute or memory limits it.
+/// The least time of some work at the machine's ceilings, in seconds, and whether compute or memory limits
+/// it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bound {
     seconds: f64,
@@ -156,8 +157,8 @@ fn share_text(bound: Option<Bound>, seconds: f64) -> String {
     bound.map_or(String::new(), one)
 }
 
-/// Shares above this are marked: the machine was slower while its peak was measured than during
-/// the work (other load, a lower clock), or the kernel needs fewer operations than are counted.
+/// Shares above this are marked. They occur if the machine was slower while its ceiling was measured than
+/// during the work (other load, a lower clock), or if the kernel needs fewer operations than are counted.
 pub(in crate::cmd) const ABOVE: f64 = 1.02;
 
 fn work_json(flops: u64, bytes: u64, seconds: f64, bound: Option<Bound>) -> Value {

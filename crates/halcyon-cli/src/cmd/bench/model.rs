@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// Runs before the first that is measured.
+/// Number of runs before the first one that is measured.
 const WARM_UP: usize = 2;
 /// Without `--repeat`: at least this many runs, and as many as fit in this time.
 const MIN_RUNS: usize = 10;
@@ -108,7 +108,7 @@ fn work(plan: &Plan, s: &Step) -> Work {
     Work { flops: s.flops, read: s.bytes - written, written, arithmetic: arithmetic(&s.work.kernel_name()) }
 }
 
-/// The least time of each step at the peaks.
+/// For each step, the least time that the measured peaks of the machine allow.
 fn bounds(loaded: &Loaded, exe: &Executable) -> Result<Vec<Bound>> {
     let mut limits = Limits::new(&loaded.backend)?;
     report::note("measuring peaks");
@@ -137,7 +137,7 @@ struct TimeBreakdown {
     kinds: Vec<StepTime>,
 }
 
-/// The least time of all of these together.
+/// The sum of these least times; `None` if one of them is unknown.
 fn together(bounds: &[Option<Bound>]) -> Option<Bound> {
     let all: Vec<Bound> = bounds.iter().copied().collect::<Option<_>>()?;
     let of = |by: &str| all.iter().filter(|b| b.by == by).map(|b| b.seconds).sum::<f64>();
@@ -146,7 +146,7 @@ fn together(bounds: &[Option<Bound>]) -> Option<Bound> {
 }
 
 impl TimeBreakdown {
-    /// `times[run][step]`
+    /// `times[run][step]` is the time of a step in one run.
     fn new(exe: &Executable, times: &[Vec<Duration>], bounds: &[Option<Bound>]) -> TimeBreakdown {
         let plan = exe.plan();
         let seconds = |run: &[Duration], of: &[usize]| of.iter().map(|i| run[*i].as_secs_f64()).sum::<f64>();
@@ -200,7 +200,7 @@ struct Report<'a> {
     /// Seconds of whole runs.
     total: Sample,
     split: Option<TimeBreakdown>,
-    /// Why there is no split.
+    /// Why `split` is `None`.
     no_split: Option<String>,
     /// Why there are no shares of a peak.
     no_shares: Option<String>,
@@ -235,7 +235,7 @@ impl StepTime {
 }
 
 impl Report<'_> {
-    /// All steps as one row.
+    /// FLOPs, bytes and least time of all steps together.
     fn whole(&self) -> Option<(u64, u64, Option<Bound>)> {
         let s = self.split.as_ref()?;
         let sum = |f: fn(&StepTime) -> u64| s.steps.iter().map(f).fold(0, u64::saturating_add);
@@ -274,7 +274,7 @@ impl Report<'_> {
             let _ = match bound {
                 Some(b) => writeln!(
                     out,
-                    "; at the peaks its steps would take {}: {}",
+                    "; at the measured peaks the steps would take {}: {}",
                     clock(b.seconds),
                     share_text(bound, t.median)
                 ),
@@ -324,7 +324,7 @@ impl Report<'_> {
         }
         for (what, why) in [("times of steps", &self.no_split), ("shares of a peak", &self.no_shares)] {
             if let Some(why) = why {
-                let _ = writeln!(out, "  no {what}: {why}");
+                let _ = writeln!(out, "  there are no {what}: {why}");
             }
         }
         if let Some(p) = &self.a.picture {

@@ -1,4 +1,5 @@
-//! Replacement for `limits.rs` without the CPU backend, where no peak can be measured.
+//! Replaces `limits.rs` in builds without the CPU backend, which cannot measure the highest rates of a
+//! machine.
 
 use halcyon::{Backend, Error, Result};
 
@@ -8,7 +9,7 @@ pub(crate) struct Work {
     pub flops: u64,
     pub read: u64,
     pub written: u64,
-    // Only used where limits are measured.
+    // Only used in builds that can measure limits.
     #[allow(dead_code)]
     pub arithmetic: &'static str,
 }
@@ -19,7 +20,7 @@ impl Work {
     }
 }
 
-/// The least time for some work at the machine's peaks.
+/// The least time for some work at the machine's highest rates.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit {
     pub seconds: f64,

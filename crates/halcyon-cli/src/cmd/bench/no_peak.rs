@@ -1,4 +1,4 @@
-//! Replacement for `peak.rs` without the CPU backend, where no peak can be measured.
+//! Takes the place of `peak.rs` in builds without the CPU backend, which cannot measure peaks.
 
 use super::limits::Limits;
 use crate::args::BenchPeakArgs;

@@ -52,7 +52,7 @@ pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// Number of times a peak is measured again if the work exceeded it.
+/// How often a peak is measured again if the work was faster than the peak permits.
 const MAX_REMEASURED: usize = 3;
 
 struct Measured {
@@ -87,12 +87,12 @@ fn measure(b: &Backend, item: &Item, runs: Option<u32>, limits: Option<&mut Limi
         if keep {
             times.push(start.elapsed().as_secs_f64());
         }
-        // After the time is taken: freeing memory is not part of the work.
+        // The time has been taken before: freeing memory is not part of the work.
         drop(out);
         Ok(())
     };
-    // Peaks are measured before and after, because other load on the machine affects both; the higher one
-    // counts.
+    // Peaks are measured before and after the work, because other load on the machine may lower either
+    // result; the higher one counts.
     let mut limits = limits;
     if let Some(l) = &mut limits {
         l.clear();
@@ -103,7 +103,7 @@ fn measure(b: &Backend, item: &Item, runs: Option<u32>, limits: Option<&mut Limi
     }
     repeat(runs, MIN_RUNS, TIME, || run(true))?;
     let time = Sample::of(&times);
-    // A work above its peak means that the peak was measured under load.
+    // If the work was faster than the peak permits, the peak was measured under load.
     let above = |l: &Limit| l.seconds > ABOVE * time.median;
     let limit = match limits {
         None => None,
@@ -129,7 +129,7 @@ struct Report {
     backend: Backend,
     settings: Value,
     rows: Vec<Row>,
-    /// Why there are no shares.
+    /// Why no share of a peak can be given.
     no_limits: Option<String>,
     before: Option<EarlierReport>,
 }
@@ -176,7 +176,7 @@ impl Report {
         }
         out += &figures(table, &[2, 3, 4, 5, 6, 7, 8]);
         for (name, why) in absent {
-            let _ = writeln!(out, "  no {name}: {why}");
+            let _ = writeln!(out, "  not measured: {name} ({why})");
         }
         if let Some(why) = &self.no_limits {
             let _ = writeln!(out, "  no shares of a peak: {why}");

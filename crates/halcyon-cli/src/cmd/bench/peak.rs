@@ -1,4 +1,4 @@
-//! `halcyon bench peak`: measures the machine's peaks.
+//! `halcyon bench peak`: measures the machine's ceilings (peak rates), and the time to start a job on a team.
 
 use super::compare::{self, EarlierReport, head};
 use super::limits::{rates, working_sets};
@@ -13,9 +13,10 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::Duration;
 
-/// Number of jobs for measuring hand-off without pauses.
+/// Number of jobs for measuring how long a team takes to run an empty job, with no pause between jobs.
 const JOBS: usize = 2000;
-/// Number of jobs for measuring hand-off to sleeping threads. Each job follows a pause of [`REST`].
+/// Number of jobs for the same measurement with a pause of [`REST`] before each job, in which the threads
+/// fall asleep.
 const RESTED_JOBS: usize = 50;
 const REST: Duration = Duration::from_millis(10);
 
@@ -96,15 +97,19 @@ fn measure(threads: usize) -> Result<Vec<Row>> {
                 progress.step();
             }
         }
-        for (name, rest, jobs) in
-            [("hand-off", Duration::ZERO, JOBS), ("hand-off after rest", REST, RESTED_JOBS)]
-        {
+        for (name, rest, jobs) in [
+            ("starting a job", Duration::ZERO, JOBS),
+            ("starting a job on sleeping threads", REST, RESTED_JOBS),
+        ] {
             let value = match n {
-                1 => Err("with one thread there is no hand-off".into()),
+                1 => Err("there is only one thread".into()),
                 _ => Ok(Sample::of(&peak::hand_off(&team, rest, jobs))),
             };
-            let what =
-                if rest.is_zero() { "jobs in a row".into() } else { format!("{} ms", rest.as_millis()) };
+            let what = if rest.is_zero() {
+                "no pauses".into()
+            } else {
+                format!("after pauses of {} ms", rest.as_millis())
+            };
             rows.push(Row { name: name.into(), what, threads: n, unit: Unit::Time, value });
             progress.step();
         }
@@ -121,8 +126,8 @@ struct Report {
 }
 
 impl Row {
-    /// The row's name in reports. The number of threads is written as "1 thread" or "all threads"; the
-    /// settings contain the number.
+    /// The row's name in reports. It ends with "1 thread" or "all threads"; the settings contain the number
+    /// of all threads.
     fn key(&self) -> String {
         format!("{}, {}", self.name, if self.threads == 1 { "1 thread" } else { "all threads" })
     }
@@ -198,7 +203,7 @@ impl Report {
         }
         out += &figures(table, &[1, 2, 3, 4, 5, 6]);
         for (name, why) in absent {
-            let _ = writeln!(out, "  no {name}: {why}");
+            let _ = writeln!(out, "  not measured: {name} ({why})");
         }
         out
     }

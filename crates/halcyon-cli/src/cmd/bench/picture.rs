@@ -18,8 +18,9 @@ pub(super) struct Part {
 }
 
 const WIDTH: f64 = 1000.0;
-/// Left edge of the bars, and length of the longest.
+/// Left edge of the bars.
 const BARS_LEFT: f64 = 330.0;
+/// Length of the longest bar of a part.
 const BARS_WIDTH: f64 = 400.0;
 const ROW: f64 = 22.0;
 /// Characters of a label that fit to the left of the bars.

@@ -19,7 +19,7 @@ pub(super) fn main(a: &BenchReceiptsArgs) -> Result<u8> {
     let loaded = load(&a.model, &a.input, &a.backend, true, false)?;
     let graph = loaded.graph("receipts")?.graph.clone();
     let inputs: Vec<ConstData> = loaded.data().iter().filter_map(|d| d.tensor().cloned()).collect();
-    report::note("measuring receipts: every transformation with and without, and level O0");
+    report::note("measuring receipts: plans with and without every transformation, and level O0");
     let effort = Effort { pairs: a.repeat as usize, ..Effort::default() };
     let session = Session::new(&loaded.backend, graph);
     let measured = measure(&session, &inputs, effort, |without| match without {
@@ -60,15 +60,15 @@ struct Report<'a> {
 /// A receipt compared with that of the earlier report.
 struct ReceiptComparison {
     name: String,
-    /// Current gain over earlier gain; `None` if only one report has it.
+    /// The current gain divided by the earlier gain; `None` if only one report has the receipt.
     ratio: Option<f64>,
-    /// Time-independent figures that differ from the earlier report.
+    /// The figures, other than times, that differ from the earlier report.
     differs: Vec<String>,
-    /// Whether the ratio is outside of the requested bound.
+    /// Whether the ratio is outside of the requested bound, or anything differs.
     bad: bool,
 }
 
-/// `58` if both are equal, else `58 -> 107`.
+/// A text such as `58` if both are equal, otherwise such as `58 -> 107`.
 fn change(with: u64, without: u64, text: impl Fn(u64) -> String) -> String {
     if with == without { text(with) } else { format!("{} -> {}", text(with), text(without)) }
 }
@@ -196,7 +196,7 @@ impl Report<'_> {
         ];
         let mut table: Vec<Vec<String>> = vec![title.map(String::from).into()];
         if self.before.is_some() {
-            table[0].push("gain again".into());
+            table[0].push("against earlier".into());
         }
         for g in &m.gains {
             let mut cells = self.cells(g);

@@ -42,8 +42,8 @@ pub fn check_alive(d: &dyn Device) -> Result<()> {
     })
 }
 
-/// Prints what runs next and each result as soon as it is known, if `--json-lines` is given. After a crash,
-/// the reader has everything before it.
+/// If `--json-lines` is given, prints what runs next, and each result as soon as it is known. If the process
+/// crashes, the reader has all earlier results.
 struct Lines(bool);
 
 impl Lines {

@@ -205,13 +205,13 @@ fn run(backend: &Backend, dir: &Path, save: Option<&Path>) -> Result<Verdict> {
         .collect();
     sets.sort();
     if sets.is_empty() {
-        return Err(broken("there is no test_data_set_0".into()));
+        return Err(broken("the case has no folder test_data_set_0".into()));
     }
     let mut verdict = Verdict::Equal;
     for set in &sets {
         let inputs = read(set, "input", &ports)?;
         if inputs.len() < ports.len() {
-            return Err(broken(format!("{} inputs for the {} of the model", inputs.len(), ports.len())));
+            return Err(broken(format!("the case has {} inputs, the model {}", inputs.len(), ports.len())));
         }
         let expected = read(set, "output", &results)?;
         if expected.is_empty() && save.is_none() {
@@ -279,7 +279,8 @@ fn difference(got: &Datum, want: &Datum, t: Tolerance) -> Option<String> {
 }
 
 /// Smallest relative tolerance for bf16, two units in the last place, as in the ONNX project's own test
-/// runner. Its expected values come from NumPy, which rounds to bf16 after every addition of a sum.
+/// runner. The expected values of the ONNX suite come from NumPy, which rounds to bf16 after every addition
+/// of a sum.
 const RTOL_BF16: f64 = 1.0 / 64.0;
 
 /// How a result differs from the expected one, if it does. Floats must satisfy `|got - want| <= atol + rtol *

@@ -16,22 +16,22 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// Cases per op and dtype on devices that may have to compile each one.
+/// Cases per op and dtype on devices that may have to compile a kernel for each case.
 const DEVICE_CASES: usize = 3;
 /// The time of an operation is the median of at least this many runs, and of as many as fit in this time.
 const MIN_RUNS: usize = 3;
 const TIME: Duration = Duration::from_millis(25);
-/// If at most this many ops were run, the report has a line of figures for every cell, not for the nearest
-/// cells only.
+/// If at most this many ops were run, the report has a line of figures for every cell, not only for the cells
+/// nearest to their tolerance.
 const DETAILED: usize = 3;
-/// Number of cells listed below a matrix, those nearest to their tolerance.
+/// Number of cells listed below a matrix: those nearest to their tolerance.
 const NEAREST: usize = 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Status {
     Passed,
-    /// No case is supported here.
+    /// No case is supported on this device.
     Unsupported,
     /// A result is wrong, or a case failed for another reason than lack of support.
     Failed,
@@ -154,11 +154,11 @@ pub(super) fn main(a: &OpsArgs) -> Result<u8> {
 fn dtype(name: &str) -> Result<DType> {
     DType::all().find(|d| d.name() == name.trim()).ok_or_else(|| {
         let names: Vec<&str> = DType::all().map(|d| d.name()).collect();
-        Error::argument("--dtype", format!("\"{name}\" is not a type; there are {}", names.join(", ")))
+        Error::argument("--dtype", format!("\"{name}\" is not a type; the types are {}", names.join(", ")))
     })
 }
 
-/// The rows with these names.
+/// The rows with these names, or all rows if no name is given.
 fn select_rows(names: &[String]) -> Result<Vec<Row>> {
     let all = optable::rows();
     for n in names {
@@ -249,7 +249,7 @@ impl Run<'_> {
                 Err(CaseError::Error(Error::Unsupported { what, .. })) => {
                     cell.reason = format!("[{}] {what}", case.label)
                 }
-                // It computes small tensors but fails on this one.
+                // The op passed on small tensors but failed on this larger one.
                 Err(CaseError::Error(e)) => {
                     cell.status = Status::Failed;
                     cell.reason = format!("[{}] {}", case.label, report::message(&e));
@@ -310,7 +310,8 @@ impl Speed {
         let per_second = |n: u64| three(n as f64 / self.seconds.max(1e-12) / 1e9);
         let computes = match self.limit {
             Some(l) => l.bound == "compute",
-            // Compute-bound on any machine: no machine moves that few bytes in the time of that many FLOPs.
+            // Without a measured peak, an op with more than 16 FLOPs per byte is taken to be limited by
+            // compute.
             None => self.flops / 16 > self.bytes,
         };
         match computes {
@@ -541,7 +542,7 @@ fn details(cells: &[&Cell]) -> String {
     figures(rows, &[3, 4, 5, 6, 8, 9, 10])
 }
 
-/// The note behind a share that is above the measured peak.
+/// The note after a share that is above the measured peak.
 fn above(share: f64) -> &'static str {
     if share > ABOVE { " (above the measured peak)" } else { "" }
 }

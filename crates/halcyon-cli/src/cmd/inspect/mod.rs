@@ -315,7 +315,7 @@ fn costs(
         let bytes_out = cost::type_bytes(&n.ty)?;
         let (ty, node) = (n.ty.to_string(), n.span.text());
         match activations.last_mut().filter(|x| x.node == node) {
-            // An operator may become several nodes; its largest result stands for all.
+            // An operator may become several nodes, of which the largest result is listed.
             Some(x) if x.bytes >= bytes_out => {}
             Some(x) => (x.bytes, x.ty) = (bytes_out, ty),
             None => {
@@ -338,7 +338,7 @@ fn plan_on(b: &Backend, graphs: &[Graph], model: &Summary) -> BackendSupport {
     for g in graphs {
         match lower(g, target, &options) {
             Ok(plan) => p.add(&plan, model),
-            // The error has the first reason; this collects all.
+            // The error gives only the first reason, so collect all reasons.
             Err(e) => {
                 let before = refused.len();
                 refusals(g, target, &options, model, &mut refused);

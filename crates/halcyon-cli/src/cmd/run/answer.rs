@@ -213,7 +213,7 @@ pub(crate) fn placement_text(b: &Backend) -> String {
         return format!("{who}: this build has no GPU backend");
     }
     match others.iter().filter(built).filter(left_out).count() {
-        0 => format!("{who}: {} does not contain the others", s.policy_by),
+        0 => format!("{who}: the order ({}) has no other backend of this build", s.policy_by),
         _ => format!("{who}: no GPU was found (halcyon devices says why)"),
     }
 }

@@ -1,4 +1,4 @@
-//! Runs a model on many inputs: images of a folder, lines of text. Each gives a row of results.
+//! Runs a model on many inputs: the images of a folder, or lines of text. Each input gives a row of results.
 
 use super::answer::{self, Top};
 use super::leaf::{Leaf, LeafJson, leaves};
@@ -212,7 +212,7 @@ impl<'a> Runs<'a> {
             let start = Instant::now();
             let read = source::named_file(&single, file, &self.rest).and_then(|x| {
                 x.data.tensor().cloned().ok_or_else(|| {
-                    Error::unsupported("a value that is not a tensor, among several", "Run it by itself")
+                    Error::unsupported("one of several inputs that is not a tensor", "Run it by itself")
                 })
             });
             self.loaded.times.inputs += start.elapsed();
@@ -258,7 +258,7 @@ impl<'a> Runs<'a> {
         let inputs = source::resolve_with(&self.ports, &self.rest, given, false)?;
         match self.run(inputs, &rows, total) {
             Err(e) if about_inputs(&e) => {
-                // A single run of each row shows which one fails.
+                // Run each row by itself, to find which one fails.
                 match rows.len() {
                     1 => self.rows[rows[0]].outputs = Err(e),
                     _ if matches!(self.batch, Batch::Exactly(_)) => {
@@ -342,7 +342,7 @@ impl<'a> Runs<'a> {
     }
 }
 
-/// Whether an error is caused by the contents of a row, so that other rows may run.
+/// Whether an error is caused by the contents of a row, so that other rows may succeed.
 fn about_inputs(e: &Error) -> bool {
     matches!(
         e,
@@ -354,7 +354,8 @@ fn about_inputs(e: &Error) -> bool {
     )
 }
 
-/// How many rows an input takes at once, if the first of its `rank` dimensions is the batch.
+/// How many rows the input `p` takes at once. If it has `rank` dimensions, the first one is the batch.
+/// `asked` is the value of --batch, and `without` the number of rows without it.
 fn batch(p: &Port, asked: Option<u32>, without: usize, rank: usize) -> Batch {
     let asked_most = asked.map(|n| n as usize);
     let first = p.shape().filter(|s| s.rank() == rank).map(|s| s[0]);

@@ -35,7 +35,7 @@ const RECEIPT_RUNS: usize = 7;
 /// Number of classes printed if class names are given: for a single input, and for each of several.
 const CLASSES_PRINTED: (usize, usize) = (5, 1);
 
-/// Everything a run needs besides its arguments.
+/// The arguments of a run, and what was read and opened for them.
 struct Job<'a> {
     a: &'a RunArgs,
     input: InputArgs,
@@ -174,7 +174,7 @@ fn receipts(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], plan: Option<&Plan>)
     if !a.receipts {
         return Ok(plan.map_or(vec![], |p| p.receipts.clone()));
     }
-    tell::note("measuring receipts: every transformation with and without, and level O0");
+    tell::note("measuring receipts: runs with and without every transformation, and at level O0");
     let graph = loaded.graph("receipts")?.graph.clone();
     let tensors: Vec<ConstData> = inputs.iter().filter_map(|d| d.tensor().cloned()).collect();
     let session = Session::new(&loaded.backend, graph);

@@ -13,7 +13,7 @@ use serde_json::{Map, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// File extensions that are never an output folder's.
+/// File extensions that the name of a new output folder must not have.
 const FILES: &[&str] =
     &["npy", "npz", "json", "csv", "txt", "pb", "onnx", "bin", "png", "jpg", "parquet", "pt"];
 
@@ -84,7 +84,7 @@ pub(super) fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
         };
         let path = PathBuf::from(path);
         let ending = path.extension().and_then(|e| Format::from_str(&e.to_string_lossy(), true).ok());
-        // Pipes and devices have no extension and get text.
+        // Pipes and devices have no extension. They get JSON.
         let stream = output::is_stdout(&path) || path.exists() && !path.is_file() && !path.is_dir();
         let format = a.format.or(ending).or(stream.then_some(Format::Json)).ok_or_else(|| {
             bad(format!(
@@ -98,7 +98,7 @@ pub(super) fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
         all.push(Target { name, path, format });
     }
     if a.json && all.iter().any(Target::is_stdout) {
-        return Err(bad("both --json and this write to standard output; leave one out".into()));
+        return Err(bad("--json writes to standard output too; leave one of the two options out".into()));
     }
     Ok(all)
 }
@@ -127,7 +127,7 @@ pub(super) struct OutputData<'a> {
     pub outputs: &'a [(String, Leaf<'a>)],
     /// The table for a .csv file of the named output, or of the only one; `None` to write its values.
     pub table: &'a dyn Fn(Option<&str>) -> Result<Option<Table>>,
-    /// The whole JSON document, if it is not just the outputs.
+    /// The document for a .json file of all outputs; `None` to write `outputs`.
     pub rows: Option<&'a dyn ErasedJson>,
 }
 
@@ -217,7 +217,7 @@ fn single<'a>(outputs: &[&'a (String, Leaf<'a>)], ending: &str) -> Result<(&'a s
         )),
         _ => Err(Error::unsupported(
             format!("{} values as one .{ending}", outputs.len()),
-            "Write them to .json, or to .npz where all are numbers",
+            "Write them to .json or, if all are numbers, to .npz",
         )),
     }
 }
@@ -232,7 +232,7 @@ fn tensor(name: &str, l: &Leaf<'_>) -> Result<ConstData> {
     }
 }
 
-/// Converts a tensor to a dtype that NumPy has. Prints a note if it is another dtype.
+/// Converts a tensor to a dtype that NumPy has. Prints a warning if this changes the dtype.
 fn numpy(name: &str, x: &ConstData, file: &str) -> Result<ConstData> {
     let to = npy::stand_in(x.dtype);
     if to != x.dtype {
@@ -316,7 +316,7 @@ pub(super) fn classes(top: &Top, labels: bool) -> Table {
     Table { head, rows: top.rows.iter().enumerate().map(row).collect() }
 }
 
-/// RFC 4180, but with LF line endings.
+/// Formats a table according to RFC 4180, but with LF line endings.
 fn csv(t: &Table) -> String {
     let cell = |c: &String| match c.contains([',', '"', '\n', '\r']) || c.starts_with(' ') || c.ends_with(' ')
     {

@@ -101,12 +101,11 @@ impl RunReport<'_> {
             }
         }
         let anonymous =
-            self.anonymous.map_or(String::new(), |p| format!("anonymous at most {}, ", size(p.bytes)));
+            self.anonymous.map_or(String::new(), |p| format!("anonymous memory at most {}, ", size(p.bytes)));
         let _ = writeln!(
             out,
             "memory   {anonymous}{}device buffers at most {} ({})",
-            report::peak_memory()
-                .map_or(String::new(), |b| format!("with the pages of files at most {}, ", size(b))),
+            report::peak_memory().map_or(String::new(), |b| format!("with file pages at most {}, ", size(b))),
             size(self.memory.peak),
             tags_text(&self.memory.peak_by_tag),
         );
@@ -260,7 +259,7 @@ pub(crate) fn receipts_text(receipts: &[Receipt]) -> String {
         vec![
             r.transformation.clone(),
             match r.bytes {
-                Some(b) => format!("{} ({} less of constants)", r.count, report::size(b)),
+                Some(b) => format!("{} ({} less for constants)", r.count, report::size(b)),
                 None => r.count.to_string(),
             },
             r.gain.map_or("not measured".into(), |g| format!("{g:.2}x")),

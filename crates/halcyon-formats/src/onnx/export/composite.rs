@@ -37,7 +37,7 @@ pub(super) fn direct(c: &Composite, opset: i64) -> bool {
     }
 }
 
-/// The operator of a composite that is [`direct`].
+/// Writes the operator for a composite for which [`direct`] is true.
 pub(super) fn node(e: &mut Emitter<'_>, c: &Composite, x: &[Val], ty: TensorType) -> Result<Val> {
     let lost = || Error::internal(format!("composite {} lacks an attribute", c.kind));
     let axis = || c.int("axis").map(|a| int("axis", a)).ok_or_else(lost);

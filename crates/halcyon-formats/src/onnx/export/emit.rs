@@ -62,7 +62,7 @@ pub(super) struct Emitter<'g> {
     sources: Vec<Vec<Source>>,
     /// Constants by content, so that equal ones are stored once.
     pool: HashMap<(DType, Dims, Vec<u8>), Val>,
-    /// Weights by the identity of their bytes.
+    /// Weights by the address of their bytes.
     weights: HashMap<(usize, usize, DType, Dims), Val>,
     /// Constant vectors of one i64, with their values.
     known: HashMap<Rc<str>, i64>,
@@ -137,7 +137,12 @@ impl<'g> Emitter<'g> {
                 self.span = node.span.clone();
                 let v = ops::node(&mut self, id).map_err(|e| located(e, node))?;
                 if v.ty != node.ty {
-                    let what = format!("{} was written as {}, but is {}", node.op.name(), v.ty, node.ty);
+                    let what = format!(
+                        "{} was exported with type {}, but has type {}",
+                        node.op.name(),
+                        v.ty,
+                        node.ty
+                    );
                     return Err(Error::internal(what));
                 }
                 self.values[id.index()] = Some(v);
@@ -195,7 +200,8 @@ impl<'g> Emitter<'g> {
         live
     }
 
-    /// Names the outputs.
+    /// Gives the outputs their names. The result of a node is renamed. A value that is not the result of a
+    /// node, or that has another output name already, is copied by an `Identity` node.
     fn outputs(&mut self) -> Result<()> {
         let made: HashMap<&str, usize> = (self.nodes.iter().enumerate())
             .flat_map(|(i, n)| n.output.iter().map(move |o| (o.as_str(), i)))

@@ -5,9 +5,9 @@
 //! the other primitives. A composite becomes the ONNX operator of the same definition (`composite`), or else
 //! its body.
 //!
-//! Where ONNX leaves a result undefined, it depends on the engine that runs the model: an index out of range,
-//! integer division by zero, a cast of a float to an integer that cannot hold it, the maximum of two zeros of
-//! different sign or of a NaN.
+//! Where ONNX leaves a result undefined, the result depends on the engine that runs the model: an index out
+//! of range, integer division by zero, a cast of a float to an integer that cannot hold it, the maximum of
+//! two zeros of different sign or of a NaN.
 
 mod composite;
 mod emit;
@@ -34,7 +34,7 @@ pub const OLDEST: i64 = 20;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportOptions {
     /// Version of the default operator set, from [`OLDEST`] to [`LATEST`]. Operators that it lacks are
-    /// expressed by older ones if possible; newer versions give shorter models.
+    /// expressed by others if possible; newer versions give shorter models.
     pub opset: i64,
     /// Stores weights in a second file even if the model would fit into one.
     pub external_data: bool,
@@ -47,8 +47,8 @@ impl Default for ExportOptions {
     }
 }
 
-/// Metadata key that pairs states: a JSON list of `[input, output]` names. Each output is the next value of
-/// its input.
+/// Metadata key of the states: a JSON list of pairs of names, `[input, output]`. The output is the next value
+/// of the input.
 pub const STATES: &str = "halcyon.states";
 
 /// Converts the graph to a model. Weights are included and share memory with the graph.

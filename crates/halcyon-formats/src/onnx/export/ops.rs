@@ -143,16 +143,17 @@ fn reduce(
     })
 }
 
-/// A cast by Halcyon's definition: floats saturate at the range of integers of 8 bits or more. For smaller
-/// integers the low bits are kept, as the operator does. (Floats cannot hold the limits of 32- and 64-bit
-/// integers; there the engine decides.)
+/// Casts as Halcyon defines it: a float that is cast to an integer of 8 bits or more saturates at the
+/// integer's range, and a cast to a smaller integer keeps the low bits, as ONNX `Cast` does. There is no
+/// clamp for 32- and 64-bit integers, because floats cannot represent all their limits. So the engine decides
+/// what becomes of floats outside their range.
 fn cast(e: &mut Emitter<'_>, x: &Val, to: DType) -> Result<Val> {
     let mut x = x.clone();
     if x.dtype() == to {
         return Ok(x);
     }
     if x.dtype().is_float() && to.is_int() && (8..=16).contains(&to.bits()) {
-        // Half floats cannot hold the limits of 16-bit integers.
+        // Half types cannot represent the limits of 16-bit integers.
         if x.dtype() != F64 {
             x = e.cast(&x, F32);
         }
@@ -173,12 +174,12 @@ fn reduction(k: ScatterKind) -> &'static str {
     }
 }
 
-/// Index operators accept i32 and i64.
+/// Casts an index to i64 if it is not i32 or i64, which are the types that index operators accept.
 fn index(e: &mut Emitter<'_>, x: &Val) -> Val {
     if matches!(x.dtype(), I32 | I64) { x.clone() } else { e.cast(x, I64) }
 }
 
-/// `0, 1, …` as i64.
+/// Returns the numbers from 0 to `n - 1` as i64.
 fn range(e: &mut Emitter<'_>, n: Dim) -> Result<Val> {
     let (zero, end, one) = (e.lit(I64, 0i64)?, e.dim_scalar(n)?, e.lit(I64, 1i64)?);
     Ok(e.node("Range", &[&zero, &end, &one], vec![], TensorType::new(I64, [n])))
@@ -228,8 +229,8 @@ fn scatter_rows(
     Ok(e.transpose(&y, &back))
 }
 
-/// All indices in sorted order, by TopK. It resolves ties as Halcyon does: the lower index first, in both
-/// directions.
+/// All indices in sorted order, by TopK. It orders equal values as Halcyon does: the lower index comes first,
+/// in both directions.
 fn argsort(e: &mut Emitter<'_>, x: &Val, axis: usize, descending: bool) -> Result<Val> {
     let index = TensorType { dtype: I64, shape: x.shape().clone() };
     if x.shape().iter().any(|d| d.is(0)) {
@@ -291,7 +292,7 @@ fn scan(
     Ok(e.cast(&y, d))
 }
 
-/// The end of a slice that walks down to the first element inclusive.
+/// The end of a slice that goes down to the first element and includes it.
 const TO_FIRST: i64 = i64::MIN;
 
 /// The bounds of one axis of a slice.
@@ -315,8 +316,8 @@ fn bounds(size: Dim, a: &SliceAxis, len: Dim) -> Result<Bounds> {
         });
     }
     if a.step < 0 {
-        // A full reversal is always expressible. Other downward slices may have bounds that would be read as
-        // counting from the end.
+        // A full reversal is always expressible. Other downward slices may have negative bounds, which ONNX
+        // would count from the end.
         if a.step == -1 && a.start == size.offset(-1) && len == size {
             return Ok(Bounds::Known(-1, TO_FIRST));
         }
@@ -356,7 +357,7 @@ fn slice(e: &mut Emitter<'_>, x: &Val, axes: &[SliceAxis], to: &Shape) -> Result
     Ok(e.node("Slice", &[x, &starts, &ends, &which, &steps], vec![], ty))
 }
 
-/// `x` with the axes reversed.
+/// Reverses the order of the elements along each of `axes`.
 pub(super) fn flip(e: &mut Emitter<'_>, x: &Val, axes: &[usize]) -> Result<Val> {
     let pick = |k: usize| axes.contains(&k) && !x.shape()[k].is(0) && !x.shape()[k].is(1);
     let all: Vec<SliceAxis> = (0..x.rank())

@@ -1,4 +1,4 @@
-//! Exports scalar ops as ONNX operators, by a table with one row each.
+//! Exports scalar ops as ONNX operators, according to a table.
 
 use super::emit::{Emitter, Val, int, text};
 use halcyon_ir::dtype::Class;
@@ -7,7 +7,7 @@ use halcyon_ir::{DType, Error, Result, Scalar, ScalarOp as S};
 
 use DType::{BF16, Bool, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64};
 
-/// Element types that an operator accepts, each list from a version of the operator set on.
+/// Element types that an operator accepts. Each list applies from its version of the operator set on.
 pub(super) type Types = &'static [(i64, &'static [DType])];
 
 pub(super) const FLOATS: Types = &[(1, &[F16, F32, F64, BF16])];
@@ -24,7 +24,7 @@ const ANY: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64, 
 type Build = fn(&mut Emitter<'_>, &[Val]) -> Result<Val>;
 
 enum Mapping {
-    /// One operator; other types are cast to a wider one that it accepts.
+    /// One operator. Operands of other types are cast to a wider type that it accepts.
     Op(&'static str, Types),
     /// An operator with an attribute.
     With(&'static str, Types, fn() -> super::super::proto::AttributeProto),
@@ -164,7 +164,7 @@ const TABLE: &[Row] = &[
     Row(S::Div, "fiu", Op("Div", NUMBERS)),
     Row(S::Rem, "fiu", With("Mod", NUMBERS, || int("fmod", 1))),
     Row(S::Mod, "iu", Op("Mod", INTS)),
-    // The operator takes the divisor's sign only for integers.
+    // The result of the operator Mod has the divisor's sign only for integers.
     Row(
         S::Mod,
         "f",
@@ -261,9 +261,10 @@ fn implied(e: &mut Emitter<'_>, a: &Val, b: &Val, op: &str) -> Result<Val> {
     e.test(op, &n, b)
 }
 
-/// Powers wrap equally in every type of the same width, but an exponent of 2^63 or more would be negative in
-/// i64. There an odd base is raised to the exponent's other bits (the odd residues have order 2^62), and an
-/// even base gives 0.
+/// Computes powers of unsigned integers in a signed type, because powers wrap equally in all types of one
+/// width. Only an exponent of 2^63 or more would be negative in i64. For such an exponent, the result is 0 if
+/// the base is even. If the base is odd, the exponent's top bit is left out, because the 2^62th power of
+/// every odd number is 1 modulo 2^64.
 fn power(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
     let (base, exponent) = (&x[0], &x[1]);
     let d = base.dtype();
@@ -314,7 +315,7 @@ fn threefry(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
             x1 = e.calc("Add", &[&x1, &s])?;
         }
     }
-    // The operands broadcast, and possibly only the last of them has the result's shape.
+    // Every operand has been added to `x0` by now, so it has the shape to which the operands broadcast.
     Ok(x0)
 }
 
@@ -346,7 +347,7 @@ pub(super) fn wider(d: DType) -> Option<DType> {
     })
 }
 
-/// The type to compute in if an operator accepts `types`.
+/// The type in which an operator that accepts `types` computes on operands of type `d`.
 fn via(types: Types, opset: i64, d: DType) -> Option<DType> {
     let mut v = d;
     while !takes(types, opset, v) {

@@ -1,4 +1,4 @@
-//! Computes sizes as values: a symbolic size is read from the shape of the input that declares it.
+//! Exports sizes as values of the model. A symbolic size is read from the shape of an input that has it.
 
 use super::emit::{Emitter, Val, int};
 use halcyon_ir::shape::{Atom, Poly};
@@ -50,7 +50,7 @@ impl Emitter<'_> {
 
     fn poly(&mut self, p: &Poly) -> Result<Val> {
         let mut sum: Option<Val> = None;
-        // Constants last, for readability.
+        // Add constants last, so that the model is easier to read.
         for (atoms, c) in p.iter().rev() {
             let mut term: Option<Val> = None;
             for a in atoms {
@@ -140,7 +140,7 @@ impl Emitter<'_> {
                     }
                 })
                 .collect();
-            // -1 is ambiguous if another size is zero at run time.
+            // A size that is copied (0) may be zero at run time; -1 would then be ambiguous.
             if open == 0 || open == 1 && !v.contains(&0) {
                 return Ok((self.constant("const", ConstData::from_slice(&[v.len()], &v)?), false));
             }

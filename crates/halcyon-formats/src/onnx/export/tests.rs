@@ -140,7 +140,7 @@ fn symbolic_sizes_are_computed_from_the_inputs() {
         g.reshape(y, [b.mul(2.into()), s.mul(3.into())])
     });
     assert_eq!(names(&m), ["Reshape", "Transpose", "Shape", "Mul", "Shape", "Mul", "Concat", "Reshape"]);
-    // Half of a size, rounded down; the rest; the second to last.
+    // Sizes that are computed by division and subtraction.
     symbolic(&[s, 2.into()], &[7, 2], |g, x| {
         let half = s.div(2.into())?;
         let a = g.narrow(x, 0, 0usize, half)?;
@@ -164,7 +164,7 @@ fn symbolic_sizes_are_computed_from_the_inputs() {
         let r = g.reduce(ReduceKind::Sum, f, &[1], true)?;
         g.add(x, r)
     });
-    // A downward slice from a symbolic start, and a size that no input has.
+    // Errors: a downward slice from a symbolic start, and a size that no input has.
     let mut g = Graph::new();
     let x = g.input("x", ty(&[s]));
     let y = g.slice(x, &[s.offset(-2)], &[-1], &[s.offset(-1)]).unwrap();
@@ -201,8 +201,9 @@ fn composites_are_exported_as_operators_if_the_set_has_them() {
         reference::eval(&g, &data, &[]).unwrap().remove(0).to_vec::<f64>(),
     );
     assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-6));
-    // With more queries than keys the causal masks differ, so the body is written; in f64 too, because the
-    // operator's statistics would lose precision.
+    // If the numbers of queries and keys differ, the operator's causal mask is not Halcyon's, so the body is
+    // written. The body of a norm in f64 is written too, because the operator's statistics would lose
+    // precision.
     let mut g = Graph::new();
     let q = g.input("q", ty(&[1.into(), 1.into(), 2.into(), 4.into()]));
     let k = g.input("k", ty(&[1.into(), 1.into(), 5.into(), 4.into()]));
@@ -310,7 +311,7 @@ fn m_offsets(path: &std::path::Path) -> Vec<u64> {
 
 #[test]
 fn scatters_and_gradients_keep_their_meaning() {
-    // Gathers rows of the second axis by an index of two axes, and other ops that are not a single operator.
+    // Adds rows to the second axis at an index of two axes, for which ONNX needs several operators.
     let mut g = Graph::new();
     let x = g.input("x", ty(&[2.into(), 3.into(), 2.into()]));
     let i = g.constant(ConstData::from_slice(&[1, 2], &[2i64, 0]).unwrap());

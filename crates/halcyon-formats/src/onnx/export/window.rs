@@ -78,8 +78,9 @@ fn insert_zeros(e: &mut Emitter<'_>, x: &Val, axis: usize, d: usize) -> Result<V
     narrow(e, &y, axis, 0, 1, long[axis].offset(1 - d as i64))
 }
 
-/// Exports a ConvTranspose. Its kernel is the reversed one with swapped channel axes, and its padding is cut
-/// off from the full result.
+/// Exports a ConvTranspose, or returns `None` if ConvTranspose cannot express the convolution. Its kernel is
+/// `w`, reversed along the spatial axes and with swapped channel axes. Its padding is cut off from the full
+/// result.
 fn transposed(
     e: &mut Emitter<'_>,
     c: &Conv,
@@ -227,8 +228,8 @@ pub(super) fn pool_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val) -> Res
     }
 }
 
-/// Adds each gradient at the position of its window's maximum, which is MaxPool's second result. Of equal
-/// maxima it is the first.
+/// Adds each gradient at the position of its window's maximum, or of the first of several equal maxima. The
+/// positions are MaxPool's second result.
 fn max_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val) -> Result<Val> {
     if wide(p) {
         return Err(Error::unsupported(

@@ -71,7 +71,7 @@ fn gelu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let op = match c.string("approximate", "none")? {
         "none" => S::Gelu,
         "tanh" => S::GeluTanh,
-        other => return Err(c.invalid(format!("approximation '{other}'; 'none' and 'tanh' are defined"))),
+        other => return Err(c.invalid(format!("approximate is '{other}', expected 'none' or 'tanh'"))),
     };
     one(b.scalar(op, &[c.arg(0)?])?)
 }
@@ -83,7 +83,7 @@ fn leaky_relu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     negative(b, x, &low)
 }
 
-/// The slope broadcasts to the input; before version 7 it is one number, or one per channel.
+/// The slope broadcasts to the input. Before opset 7, it is one number, or has one number per channel.
 fn prelu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, slope) = (c.arg(0)?, c.arg(1)?);
     let mut slope = slope.clone();
@@ -179,7 +179,7 @@ fn swish(b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<Value> {
 fn swiglu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (gate, value) = (c.arg(0)?, c.arg(1)?);
     if gate.ty != value.ty {
-        return Err(c.invalid(format!("operands {} and {} differ", gate.ty, value.ty)));
+        return Err(c.invalid(format!("the operands are {} and {}, expected equal types", gate.ty, value.ty)));
     }
     let g = swish(b, c, gate)?;
     one(b.scalar(S::Mul, &[&g, value])?)
@@ -201,8 +201,8 @@ fn whole(b: &mut Builder, x: &Value, axis: usize, f: Composite) -> Result<Value>
     Ok(b.value(n))
 }
 
-/// Applies a function to rows along `axis`. Before version 13 the operand is a matrix: the axes before `axis`
-/// are its rows, the others its columns.
+/// Applies a function to rows along `axis`. Before opset 13, the operand is treated as a matrix: the axes
+/// before `axis` are its rows, the other axes its columns.
 fn rows(
     b: &mut Builder,
     c: &Call<'_>,

@@ -52,7 +52,7 @@ fn heads(c: &Call<'_>, name: &str, hidden: Dim) -> Result<usize> {
     let n = n.ok_or_else(|| c.invalid(format!("attribute '{name}' must be positive")))?;
     let size = hidden.known().ok_or_else(|| symbolic(hidden))?;
     if size % n != 0 {
-        return Err(c.invalid(format!("{n} heads do not divide a last axis of {size}")));
+        return Err(c.invalid(format!("the last axis of size {size} cannot be divided into {n} heads")));
     }
     Ok(n)
 }
@@ -60,7 +60,7 @@ fn heads(c: &Call<'_>, name: &str, hidden: Dim) -> Result<usize> {
 /// `[b, s, n * d]` to `[b, n, s, d]`.
 pub(super) fn unpack(b: &mut Builder, c: &Call<'_>, x: &Value, attr: &str) -> Result<Value> {
     let [batch, s, hidden] = x.shape()[..] else {
-        return Err(c.invalid(format!("{}: [batch, sequence, heads * size] expected", x.ty)));
+        return Err(c.invalid(format!("an operand is {}, expected [batch, sequence, heads * size]", x.ty)));
     };
     let n = heads(c, attr, hidden)?;
     let x = b.reshape(x, [batch, s, n.into(), hidden.div(n.into())?])?;
@@ -101,7 +101,7 @@ fn check_heads(c: &Call<'_>, q: &Value, k: &Value, v: &Value) -> Result<()> {
     if fits {
         Ok(())
     } else {
-        Err(c.invalid(format!("q {}, k {} and v {} do not go together", q.ty, k.ty, v.ty)))
+        Err(c.invalid(format!("the types or shapes of q {}, k {} and v {} do not match", q.ty, k.ty, v.ty)))
     }
 }
 
@@ -213,8 +213,8 @@ fn mask(b: &mut Builder, c: &Call<'_>, m: &Value, dtype: DType, to: &Shape, see:
     Ok(())
 }
 
-/// Applies the window, causality and cache lengths, which depend on positions. `offset` is the absolute
-/// position of the first query.
+/// Applies the window, causality and cache lengths, which depend on positions. `past` is the number of tokens
+/// in the operator's own cache, and `valid` has the lengths of a cache outside the operator.
 fn structure(
     b: &mut Builder,
     c: &Call<'_>,
@@ -227,7 +227,7 @@ fn structure(
     let window = |name: &str| -> Result<Option<i32>> {
         match c.int(name, -1)? {
             -1 => Ok(None),
-            n if n < -1 => Err(c.invalid(format!("attribute '{name}' is {n}"))),
+            n if n < -1 => Err(c.invalid(format!("attribute '{name}' is {n}, expected at least -1"))),
             // No sequence is longer than this.
             n => Ok(Some(n.min(i64::from(i32::MAX / 2)) as i32)),
         }
@@ -242,7 +242,10 @@ fn structure(
     let valid = match valid {
         Some(v) => {
             if v.rank() != 1 || v.shape()[0] != to[0] || !v.dtype().is_int() {
-                return Err(c.invalid(format!("nonpad_kv_seqlen {}: one length per batch expected", v.ty)));
+                return Err(c.invalid(format!(
+                    "nonpad_kv_seqlen is {}, expected one integer for each batch entry",
+                    v.ty
+                )));
             }
             let v = b.reshape(v, [to[0], 1.into(), 1.into(), 1.into()])?;
             let zero = b.lit(&v, 0);
@@ -283,21 +286,21 @@ fn structure(
     Ok(())
 }
 
-/// Keys and values behind those of the cache, and the number of tokens in the cache.
+/// Appends keys and values to those of the cache. Also returns the number of tokens in the cache.
 fn behind_cache(b: &mut Builder, c: &Call<'_>, k: Value, v: Value) -> Result<(Value, Value, Dim)> {
     match (c.opt(4), c.opt(5)) {
         (Some(pk), Some(pv)) => {
             if c.opt(6).is_some() {
                 return Err(c.invalid(
-                    "nonpad_kv_seqlen goes with a cache outside the operator, past_key with one inside",
+                    "nonpad_kv_seqlen (a cache outside the operator) excludes past_key (a cache inside it)",
                 ));
             }
             let past = pk.shape().get(2).copied();
-            let past = past.ok_or_else(|| c.invalid(format!("past_key {}: four axes expected", pk.ty)))?;
+            let past = past.ok_or_else(|| c.invalid(format!("past_key is {}, expected four axes", pk.ty)))?;
             Ok((b.concat(&[pk, &k], 2)?, b.concat(&[pv, &v], 2)?, past))
         }
         (None, None) => Ok((k, v, Dim::from(0))),
-        _ => Err(c.invalid("past_key and past_value go together")),
+        _ => Err(c.invalid("of past_key and past_value only one is present")),
     }
 }
 
@@ -323,11 +326,13 @@ fn attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let inner = c.dtype("softmax_precision")?.unwrap_or(dtype);
     let mode = c.int("qk_matmul_output_mode", 0)?;
     if !inner.is_float() || !(0..=3).contains(&mode) {
-        return Err(c.invalid(format!("softmax_precision {inner}, qk_matmul_output_mode {mode}")));
+        return Err(c.invalid(format!(
+            "softmax_precision is {inner} (a float is required), qk_matmul_output_mode is {mode} (0 to 3)"
+        )));
     }
     let windowed = c.int("left_window_size", -1)? != -1 || c.int("right_window_size", -1)? != -1;
 
-    // With half types, the definition rounds after every step, which an attention kernel does not.
+    // With half types, the definition rounds after every op, which an attention kernel does not.
     let simple = cap <= 0.0
         && !c.is_result_used(3)
         && inner == dtype
@@ -405,7 +410,10 @@ fn flex(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let dtype = q.dtype();
     let inner = c.dtype("softmax_precision")?.unwrap_or(dtype.compute());
     if !inner.is_float() || v.dtype() != dtype {
-        return Err(c.invalid(format!("softmax_precision {inner} on {dtype} and {}", v.dtype())));
+        return Err(c.invalid(format!(
+            "softmax_precision is {inner} (a float is required), v is {} ({dtype} is required)",
+            v.dtype()
+        )));
     }
     let scale = scale_of(c, q.shape()[3])?;
     let plain = c.graph("score_mod")?.is_none() && c.graph("prob_mod")?.is_none();
@@ -432,7 +440,7 @@ fn rotary(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let y = match x.rank() {
         3 => unpack(b, c, x, "num_heads")?,
         4 => x.clone(),
-        _ => return Err(c.invalid(format!("input {}: three or four axes expected", x.ty))),
+        _ => return Err(c.invalid(format!("the input is {}, expected three or four axes", x.ty))),
     };
     let s = y.shape().clone();
     let size = s[3].known().ok_or_else(|| symbolic(s[3]))?;
@@ -441,10 +449,10 @@ fn rotary(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         n => usize::try_from(n)
             .ok()
             .filter(|n| *n <= size)
-            .ok_or_else(|| c.invalid(format!("rotary_embedding_dim {n} of {size} features")))?,
+            .ok_or_else(|| c.invalid(format!("rotary_embedding_dim is {n}, expected 0 to {size}")))?,
     };
     if turned % 2 != 0 {
-        return Err(c.invalid(format!("{turned} features are not pairs")));
+        return Err(c.invalid(format!("{turned} features cannot be divided into pairs")));
     }
     let half = turned / 2;
     let cache = |b: &mut Builder, i: usize| -> Result<Value> {
@@ -453,10 +461,14 @@ fn rotary(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             v = b.gather(&v, p, 0)?;
         }
         let [n, len, last] = v.shape()[..] else {
-            return Err(c.invalid(format!("operand {i} {}: an angle per position and pair expected", v.ty)));
+            return Err(c.invalid(format!("operand {i} is {}, expected a value per position and pair", v.ty)));
         };
         if !last.is(half) || v.dtype() != x.dtype() {
-            return Err(c.invalid(format!("operand {i} {} for {half} pairs of {}", v.ty, x.dtype())));
+            return Err(c.invalid(format!(
+                "operand {i} is {}, expected {half} values of {} for each position",
+                v.ty,
+                x.dtype()
+            )));
         }
         b.reshape(&v, [n, 1.into(), len, last])
     };
@@ -476,7 +488,7 @@ fn rotary(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let mut real = b.scalar(S::Sub, &[&c1, &s2])?;
     let mut imag = b.scalar(S::Add, &[&s1, &c2])?;
     if real.shape() != x1.shape() {
-        return Err(c.invalid(format!("caches {} do not fit {}", cos.ty, x.ty)));
+        return Err(c.invalid(format!("the cosines and sines {} do not fit the input {}", cos.ty, x.ty)));
     }
     let mut done = if interleaved {
         let pair = [s[0], s[1], s[2], half.into(), 1.into()];

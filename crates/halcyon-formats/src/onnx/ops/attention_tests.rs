@@ -197,8 +197,8 @@ fn a_graph_that_changes_scores_must_keep_their_type() {
     }
 }
 
-/// The recurrence as the operator's specification defines it: operands `[t, h, d]` of one batch, decay and
-/// beta as functions of token, head and feature.
+/// The recurrence as the operator's specification defines it: operands `[t, h, d]` of one batch. `decay` is a
+/// function of token, head and feature, and `beta` of token and head.
 fn recurrence(
     [q, k, v]: [&ConstData; 3],
     group: usize,
@@ -254,7 +254,7 @@ fn linear_attention_in_parts_equals_the_recurrence() {
         n.input.truncate(keep);
         n
     };
-    // Lengths below, between and above multiples of the chunk size.
+    // Lengths that take one part, and lengths that take several parts of which the last is shorter.
     for tokens in [1, 17, 70] {
         let (q, k, v) = (noise(&[1, tokens, 12], 1), noise(&[1, tokens, 6], 2), noise(&[1, tokens, 4], 3));
         let g = noise(&[1, tokens, 2], 4);

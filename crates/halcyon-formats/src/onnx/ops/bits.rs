@@ -42,7 +42,7 @@ fn bit_shift(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     integers(c)?;
     let (x, y) = (c.arg(0)?, c.arg(1)?);
     if x.dtype() != y.dtype() {
-        return Err(c.invalid(format!("{} is shifted by {}", x.ty, y.ty)));
+        return Err(c.invalid(format!("the operands {} and {} must have the same dtype", x.ty, y.ty)));
     }
     let left = match c.string("direction", "")? {
         "LEFT" => true,
@@ -57,7 +57,7 @@ fn bit_shift(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let v = b.scalar(if left { S::Shl } else { S::Shr }, &[&u, &by])?;
         return one(b.cast(&v, to)?);
     }
-    // For a negative number the complement is shifted.
+    // A negative number is complemented before and after the shift, which then shifts in ones.
     let zero = b.lit(x, 0i64);
     let below = b.scalar(S::Lt, &[x, &zero])?;
     let ones = b.lit(x, -1i64);

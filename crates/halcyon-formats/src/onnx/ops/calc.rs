@@ -1,4 +1,4 @@
-//! Short forms for arithmetic on values, for operators defined by formulas.
+//! Helpers for arithmetic on values, for operators that are defined by formulas.
 
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::host::symbolic;
@@ -47,7 +47,7 @@ pub(super) fn indices(dims: &[usize], v: &[i32]) -> Result<Value> {
     Ok(Value::table(ConstData::from_slice(dims, v)?))
 }
 
-/// Reshapes a vector to `rank` axes: its elements along `axis`, all other sizes 1.
+/// Reshapes a vector to `rank` axes, with its elements along `axis`. All other axes have size 1.
 pub(super) fn along(b: &mut Builder, v: &Value, axis: usize, rank: usize) -> Result<Value> {
     let n = v.shape().numel();
     let s: Shape = (0..rank).map(|k| if k == axis { n } else { Dim::from(1) }).collect();
@@ -72,7 +72,7 @@ pub(super) fn known(dims: &[Dim]) -> Result<Vec<usize>> {
     dims.iter().map(|d| d.known().ok_or_else(|| symbolic(*d))).collect()
 }
 
-/// An integer dtype that holds indices below `n`.
+/// An integer dtype for indices below `n`.
 pub(super) fn index_type(n: Dim) -> DType {
     match n.known() {
         Some(n) if n <= i32::MAX as usize => DType::I32,
@@ -80,11 +80,11 @@ pub(super) fn index_type(n: Dim) -> DType {
     }
 }
 
-/// The number of elements, if they can be addressed in any dtype.
+/// The number of elements. Fails if a tensor with this number of elements cannot be addressed in some dtype.
 pub(super) fn checked_numel(c: &Call<'_>, dims: &[usize]) -> Result<usize> {
     dims.iter()
         .try_fold(1usize, |n, &d| n.checked_mul(d.max(1)))
         .filter(|n| *n <= isize::MAX as usize / 16)
         .map(|n| if dims.contains(&0) { 0 } else { n })
-        .ok_or_else(|| c.invalid(format!("sizes {dims:?} are larger than memory")))
+        .ok_or_else(|| c.invalid(format!("a tensor of sizes {dims:?} is larger than memory")))
 }

@@ -7,9 +7,10 @@ use halcyon_ir::{DType, Result, Rounding};
 
 pub(super) const ROWS: &[Row] = &[row("BitCast", 26, &["to"], bit_cast)];
 
-/// Converts `x` as the tables of `Cast` specify. With `saturate`, the default, values beyond the range of an
-/// 8-bit float type, including infinity, become its largest number; without it, infinity or NaN. 2- and 4-bit
-/// integers keep the low bits; ONNX does not specify this for casts from floats.
+/// Converts `x` as the tables of ONNX's `Cast` specify. With `saturate`, the default, values beyond the range
+/// of an 8-bit float type, including infinity, become its largest number. Without `saturate` they become
+/// infinity or NaN. 2- and 4-bit integers keep the low bits; ONNX does not specify this for casts from
+/// floats.
 pub(super) fn convert(b: &mut Builder, c: &Call<'_>, x: &Value, to: DType) -> Result<Value> {
     let saturate = c.flag("saturate", true)?;
     match to {
@@ -31,7 +32,12 @@ fn bit_cast(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let to = c.dtype("to")?.ok_or_else(|| c.invalid("attribute 'to' is missing"))?;
     if to.bits() != x.dtype().bits() {
-        return Err(c.invalid(format!("{} has {} bits, {to} has {}", x.ty, x.dtype().bits(), to.bits())));
+        return Err(c.invalid(format!(
+            "{} has {} bits, {to} has {}; these must be equal",
+            x.ty,
+            x.dtype().bits(),
+            to.bits()
+        )));
     }
     one(b.bitcast(x, to)?)
 }

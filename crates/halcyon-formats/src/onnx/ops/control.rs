@@ -15,10 +15,12 @@ use crate::onnx::proto::GraphProto;
 use crate::onnx::trace::{self, Bounds, CompiledLoop, Loop, Reason, Sequences};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape, TensorType};
 
-/// A loop of constant length is unrolled into the surrounding graph if that walks at most this many nodes of
-/// the model. For longer loops, planning the unrolled graph costs more time than running it saves.
+/// A loop of constant length is unrolled into the surrounding graph if its iterations together visit at most
+/// this many nodes of the model. For longer loops, planning the unrolled graph costs more time than running
+/// it saves.
 const MAX_UNROLLED_NODES: usize = 512;
-/// After walking this many nodes of the model, a loop that adds few nodes to the graph is treated as long.
+/// After its iterations have visited this many nodes of the model, a loop that adds few nodes to the graph is
+/// treated as long.
 const LONG_AFTER_NODES: usize = 1 << 14;
 /// Number of sets of shapes for which a loop keeps compiled bodies.
 const MAX_BODIES: usize = 64;
@@ -67,7 +69,10 @@ fn stack(b: &mut Builder, c: &Call<'_>, parts: &[Value], axis: usize) -> Result<
     }
     let rank = first.rank();
     if axis >= rank {
-        return Err(c.invalid(format!("axis {axis} of a scanned result {}", row(first))));
+        return Err(c.invalid(format!(
+            "axis {axis} is out of range for a scanned result whose rows are {}",
+            row(first)
+        )));
     }
     let all = match parts {
         [one] => one.clone(),
@@ -80,7 +85,7 @@ fn stack(b: &mut Builder, c: &Call<'_>, parts: &[Value], axis: usize) -> Result<
     b.permute(&all, &perm)
 }
 
-/// One row of a scanned result.
+/// Returns `v` as one row of a scanned result.
 fn row(b: &mut Builder, v: &Value) -> Result<Value> {
     let mut shape = v.shape().clone();
     shape.0.insert(0, Dim::from(1));
@@ -101,7 +106,7 @@ fn empty(
     use crate::onnx::proto::{DimValue, TypeValue};
     let Some(TypeValue::Tensor(t)) = v.r#type.as_ref().and_then(|t| t.value.as_ref()) else {
         return Err(c.unsupported(
-            &format!("result '{}' of no iterations and no declared type", v.name),
+            &format!("result '{}' of a loop without iterations, which has no declared type", v.name),
             "Declare its type in the body",
         ));
     };
@@ -153,8 +158,8 @@ fn is_run(b: &Builder) -> bool {
     b.stage.is_none() && b.controls.is_none() && !b.limits.whole && !b.differentiates
 }
 
-/// The value of a trip count or condition. If it comes from an input, the model is staged instead of building
-/// one graph per value.
+/// The value of a trip count or condition. If the value comes from an input, the model runs in stages,
+/// because a single graph would be valid for this value only.
 fn control_value(b: &mut Builder, v: &Value, what: &str) -> Result<Scalar> {
     if is_run(b) && v.host().is_none() {
         return Err(b.no_engine(what));
@@ -238,8 +243,8 @@ fn tensors(state: &[Item]) -> std::result::Result<(Vec<Value>, Vec<TensorType>),
     Ok((state, types))
 }
 
-/// Runs a loop to its end. Inside a body that is being compiled, the loop may become part of that body;
-/// its results are then those of the body.
+/// Runs a loop to its end. Inside a body that is being compiled, the loop may become part of that body. In
+/// this case its results are returned; otherwise they are in `p`.
 fn run_loop(
     b: &mut Builder,
     c: &Call<'_>,
@@ -383,7 +388,7 @@ fn unroll(b: &mut Builder, c: &Call<'_>, l: &Loop<'_>, limit: i64, p: &mut Progr
         }
         let mut out = c.inline(b, l.g, args)?.into_iter();
         let next = match l.scan {
-            None => Some(out.next().ok_or_else(|| c.invalid("the body gives no condition"))?),
+            None => Some(out.next().ok_or_else(|| c.invalid("the body returns no condition"))?),
             Some(_) => None,
         };
         p.state = out.by_ref().take(l.carried).collect();
@@ -413,7 +418,7 @@ fn unroll(b: &mut Builder, c: &Call<'_>, l: &Loop<'_>, limit: i64, p: &mut Progr
 fn at(b: &mut Builder, c: &Call<'_>, v: &Value, axis: usize, i: usize) -> Result<Value> {
     let mut shape = v.shape().clone();
     if axis >= shape.rank() {
-        return Err(c.invalid(format!("axis {axis} of {}", v.ty)));
+        return Err(c.invalid(format!("axis {axis} is out of range for {}", v.ty)));
     }
     shape.0.remove(axis);
     let row = b.narrow(v, axis, Dim::from(i), Dim::from(1))?;
@@ -447,7 +452,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let first = usize::from(c.opset < 9);
     if c.inputs.len() != first + carried + n || g.output.len() < carried {
         return Err(c.invalid(format!(
-            "it has {} operands, and its body {} inputs and {} outputs",
+            "it has {} operands, but its body has {} inputs and {} outputs",
             c.inputs.len(),
             g.input.len(),
             g.output.len()
@@ -480,7 +485,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         .shape()
         .first()
         .and_then(|d| d.known())
-        .ok_or_else(|| c.unsupported("a batch of open size", "Give concrete input shapes"))?;
+        .ok_or_else(|| c.unsupported("a batch of unknown size", "Give concrete input shapes"))?;
     let lens = match c.opt(0) {
         None => None,
         Some(v) => Some(b.known_ints(v, "the lengths of Scan")?),
@@ -508,7 +513,8 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     all.iter().map(|rows| stack(b, c, rows, 0).map(Item::from)).collect()
 }
 
-/// Scans the slices of `args` after its carried values, or the first `len` of them.
+/// Scans all slices of the inputs, or the first `len` slices. `args` are the carried values, followed by the
+/// inputs.
 fn scan_slices(
     b: &mut Builder,
     c: &Call<'_>,
@@ -523,7 +529,7 @@ fn scan_slices(
     for (v, &a) in inputs.iter().zip(&axes) {
         let d = v.shape()[a]
             .known()
-            .ok_or_else(|| c.unsupported("a scan over an open size", "Give concrete input shapes"))?;
+            .ok_or_else(|| c.unsupported("a scan over an unknown size", "Give concrete input shapes"))?;
         if *n.get_or_insert(d) != d {
             return Err(c.invalid("the scanned inputs differ in length"));
         }
@@ -531,7 +537,7 @@ fn scan_slices(
     let total = n.unwrap_or(0);
     let n = len.unwrap_or(total);
     if n > total {
-        return Err(c.invalid(format!("a length of {n} in a sequence of {total}")));
+        return Err(c.invalid(format!("length {n} exceeds the length of the sequence, {total}")));
     }
     let sequences = Sequences { values: inputs.to_vec(), axes, reverse: s.reverse.clone(), n };
     let l = Loop { g: s.g, carried, scan: Some(sequences) };
@@ -555,7 +561,7 @@ fn scan_slices(
             y = reverse_axis(b, &y, axis)?;
         }
         if n < total {
-            // Pads with zeros.
+            // Pad the result with zeros.
             let mut shape = y.shape().clone();
             shape.0[axis] = Dim::from(total - n);
             let rest = b.full(y.dtype(), &shape, Scalar::I(0));

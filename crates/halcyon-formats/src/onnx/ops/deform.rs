@@ -41,11 +41,13 @@ const MAX_TABLE: usize = 1 << 25;
 /// Kernel sizes of a weight. The attribute must agree if present.
 fn kernel(c: &Call<'_>, x: &Value, w: &Value) -> Result<Vec<usize>> {
     if x.rank() < 3 || w.rank() != x.rank() {
-        return Err(c.invalid(format!("input {} and weight {}: [n, c, …] and [·, ·, k…]", x.ty, w.ty)));
+        return Err(
+            c.invalid(format!("input {} and weight {} must have the same rank, at least 3", x.ty, w.ty))
+        );
     }
     let k = known(&w.shape()[2..])?;
     if k.contains(&0) || (c.ints("kernel_shape")?.is_some() && c.sizes("kernel_shape", k.len(), 0)? != k) {
-        return Err(c.invalid(format!("kernel_shape differs from the weight {}", w.ty)));
+        return Err(c.invalid(format!("the kernel in weight {} is empty or not kernel_shape", w.ty)));
     }
     Ok(k)
 }
@@ -53,21 +55,21 @@ fn kernel(c: &Call<'_>, x: &Value, w: &Value) -> Result<Vec<usize>> {
 /// Group count from an attribute. It must divide all the numbers in `channels`.
 fn groups(c: &Call<'_>, name: &str, channels: &[usize]) -> Result<usize> {
     let g = usize::try_from(c.int(name, 1)?).ok().filter(|g| *g > 0 && channels.iter().all(|n| n % g == 0));
-    g.ok_or_else(|| c.invalid(format!("attribute '{name}' does not divide {channels:?} channels")))
+    g.ok_or_else(|| c.invalid(format!("attribute '{name}' does not divide the channels {channels:?}")))
 }
 
 fn add_bias(b: &mut Builder, c: &Call<'_>, y: Value, bias: Option<&Value>) -> Result<Value> {
     let Some(v) = bias else { return Ok(y) };
     if v.rank() != 1 || v.shape()[0] != y.shape()[1] {
-        return Err(c.invalid(format!("bias {}: one element per channel of {} expected", v.ty, y.ty)));
+        return Err(c.invalid(format!("the bias is {}, expected one element per channel of {}", v.ty, y.ty)));
     }
     let v = b.cast(v, y.dtype())?;
     let v = along(b, &v, 1, y.rank())?;
     bin(b, S::Add, &y, &v)
 }
 
-/// A convolution with the flipped weight over the input, with `stride - 1` zeros inserted between its
-/// elements.
+/// The transposed convolution. It is a convolution with the flipped weight over the input, where `stride - 1`
+/// zeros are inserted between the elements of the input.
 fn conv_transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, w) = (c.arg(0)?, c.arg(1)?);
     let k = kernel(c, x, w)?;
@@ -87,17 +89,22 @@ fn conv_transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         "NOTSET" | "" | "VALID" => false,
         other => return Err(c.invalid(format!("auto_pad '{other}' is not known"))),
     };
-    // Some models also list the batch and channel sizes.
+    // In some models, `output_shape` also contains the batch and channel sizes.
     let asked = match c.ints("output_shape")? {
         Some(v) => {
             let whole = v.len() == n + 2;
             let v = if whole { &v[2..] } else { v };
             let fits = v.len() == n && v.iter().all(|s| (1..=i32::MAX as i64).contains(s));
-            Some(if fits { v } else { return Err(c.invalid(format!("output_shape {v:?}"))) })
+            Some(if fits {
+                v
+            } else {
+                return Err(c.invalid(format!("output_shape is {v:?}, expected {n} positive sizes")));
+            })
         }
         None => None,
     };
-    // Which side gets the odd element of the padding; before version 11 the rule was the opposite.
+    // Whether the odd element of the padding is at the start. From opset version 11 on, it is at the end for
+    // SAME_UPPER and at the start otherwise. Before, the rule was the opposite.
     let at_start = (auto == "SAME_UPPER") == (c.opset < 11);
     let mut attrs = Conv::new(n);
     attrs.groups = g;
@@ -133,7 +140,7 @@ fn conv_transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             };
             let total = natural - want;
             let (small, large) = (total / 2, total - total / 2);
-            // Missing elements are added at the end.
+            // If `want` is larger than the natural size, elements are added at the end.
             (lo, hi) = if total < 0 {
                 (0, total)
             } else if at_start {
@@ -164,8 +171,8 @@ fn conv_transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(add_bias(b, c, y, c.opt(2))?)
 }
 
-/// The weight times columns of bilinear samples at offset positions. Dai et al., "Deformable Convolutional
-/// Networks" (2017), with the mask of Zhu et al. (2018).
+/// The product of the weight and a matrix whose columns are linear samples of the input at offset positions.
+/// See Dai et al., "Deformable Convolutional Networks" (2017); the mask is from Zhu et al. (2018).
 fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, w, offset) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
     let k = kernel(c, x, w)?;
@@ -177,7 +184,7 @@ fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let g = groups(c, "group", &[channels, outputs])?;
     let og = groups(c, "offset_group", &[channels])?;
     if per.checked_mul(g) != Some(channels) {
-        return Err(c.invalid(format!("weight {} with {g} groups for input {}", w.ty, x.ty)));
+        return Err(c.invalid(format!("weight {} with {g} groups does not match input {}", w.ty, x.ty)));
     }
     let taps = k.iter().try_fold(1usize, |n, &k| n.checked_mul(k)).filter(|n| *n <= MAX_TABLE);
     let taps = taps.ok_or_else(|| c.invalid("the kernel is too large"))?;
@@ -186,7 +193,9 @@ fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let have = sizes[i] as i64 + win.pad[i].0 + win.pad[i].1;
         let reach = (k[i] as i64 - 1).checked_mul(win.dilation[i] as i64).map(|v| v + 1);
         let room = reach.and_then(|r| have.checked_sub(r)).filter(|r| *r >= 0 && sizes[i] > 0);
-        let room = room.ok_or_else(|| c.invalid(format!("a kernel of {} does not fit into {have}", k[i])))?;
+        let room = room.ok_or_else(|| {
+            c.invalid(format!("a kernel of size {} is larger than the padded input, {have}", k[i]))
+        })?;
         out.push(Dim::from(room as usize / win.stride[i] + 1));
     }
     let batch = x.shape()[0];
@@ -194,7 +203,7 @@ fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         [batch, Dim::from(og).mul(Dim::from(per))].into_iter().chain(out.iter().copied()).collect()
     };
     if *offset.shape() != expected(taps.saturating_mul(n)) {
-        return Err(c.invalid(format!("offset {}: {} expected", offset.ty, expected(taps * n))));
+        return Err(c.invalid(format!("the offset is {}, expected shape {}", offset.ty, expected(taps * n))));
     }
     let to = x.dtype();
     let compute = to.compute();
@@ -237,14 +246,14 @@ fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let mut cols = sum(b, c, terms)?;
     if let Some(m) = c.opt(4) {
         if *m.shape() != expected(taps) {
-            return Err(c.invalid(format!("mask {}: {} expected", m.ty, expected(taps))));
+            return Err(c.invalid(format!("the mask is {}, expected shape {}", m.ty, expected(taps))));
         }
         let m = b.cast(m, compute)?;
         let s: Shape = [batch, d(og), d(taps)].into_iter().chain(out.iter().copied()).chain([d(1)]).collect();
         let m = b.reshape(&m, s)?;
         cols = bin(b, S::Mul, &cols, &m)?;
     }
-    // [n, og, taps, o…, c/og] to [n, g, c/g * taps, places]
+    // From [n, og, taps, o…, c/og] to [n, g, c/g * taps, places].
     let places = Shape::from(&out[..]).numel();
     let cols = b.reshape(&cols, [batch, d(og), d(taps), places, d(channels / og)])?;
     let cols = b.permute(&cols, &[0, 1, 4, 2, 3])?;
@@ -260,8 +269,8 @@ fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// Sums overlapping blocks into an image, one axis at a time: each position of the image adds the (block
-/// element, block) pairs that fall on it.
+/// Adds overlapping blocks to an image, one axis at a time. Each position of the image is the sum of the
+/// block elements that fall on it.
 fn col2im(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let image = b.known_ints(c.arg(1)?, "the image shape of Col2Im")?;
@@ -269,11 +278,18 @@ fn col2im(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let n = image.len();
     let sizes = |v: &[i64]| -> Result<Vec<usize>> {
         let one = |s: &i64| usize::try_from(*s).ok().filter(|s| (1..=MAX_TABLE).contains(s));
-        v.iter().map(one).collect::<Option<_>>().ok_or_else(|| c.invalid(format!("sizes {v:?}")))
+        v.iter()
+            .map(one)
+            .collect::<Option<_>>()
+            .ok_or_else(|| c.invalid(format!("sizes {v:?} are not all 1 to {MAX_TABLE}")))
     };
     let (image, block) = (sizes(&image)?, sizes(&block)?);
     if n == 0 || block.len() != n || x.rank() != 3 {
-        return Err(c.invalid(format!("input {}, image {image:?}, block {block:?}", x.ty)));
+        return Err(c.invalid(format!(
+            "input {}, image {image:?}, block {block:?}: expected an input of rank 3, and equal ranks of image \
+             and block",
+            x.ty
+        )));
     }
     let dims: Vec<Dim> = image.iter().map(|&n| Dim::from(n)).collect();
     let w = window(c, &dims, &block)?;
@@ -282,19 +298,23 @@ fn col2im(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let have = image[i] + (w.pad[i].0 + w.pad[i].1) as usize;
         let reach = (block[i] - 1).checked_mul(w.dilation[i]).and_then(|v| v.checked_add(1));
         let room = reach.and_then(|r| have.checked_sub(r));
-        let room =
-            room.ok_or_else(|| c.invalid(format!("a block of {} does not fit into {have}", block[i])))?;
+        let room = room.ok_or_else(|| {
+            c.invalid(format!("a block of size {} is larger than the padded image, {have}", block[i]))
+        })?;
         counts.push(room / w.stride[i] + 1);
     }
     let total = |v: &[usize]| v.iter().try_fold(1usize, |n, &k| n.checked_mul(k));
     let taps = total(&block).ok_or_else(|| c.invalid("the block is too large"))?;
     let channels = known(&x.shape()[1..2])?[0];
     if !total(&counts).is_some_and(|l| x.shape()[2].is(l)) || channels % taps != 0 {
-        return Err(c.invalid(format!("{} does not have {counts:?} blocks of {block:?}", x.ty)));
+        return Err(
+            c.invalid(format!("input {} does not consist of {counts:?} blocks of shape {block:?}", x.ty))
+        );
     }
     let lead = x.shape()[0].mul(Dim::from(channels / taps));
     let d = |v: usize| Dim::from(v);
-    // [n * c, k1, k2…, l1, l2…]; each step merges one k and one l into an image axis, appended at the end.
+    // The shape is [n * c, k1, k2…, l1, l2…], where k are the sizes of a block and l the numbers of blocks.
+    // Each iteration merges one k and one l to an axis of the image, which becomes the last axis.
     let split: Shape = [lead].into_iter().chain(block.iter().chain(&counts).map(|&n| d(n))).collect();
     let mut y = b.reshape(x, split)?;
     for i in 0..n {
@@ -320,8 +340,8 @@ fn col2im(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.reshape(&y, shape)?)
 }
 
-/// Merges the last axis, of `k * l` elements, into one of `n` positions. `how` holds stride, dilation and
-/// padding.
+/// Turns the last axis, of `k` block elements times `l` blocks, into an axis of `n` positions of the image.
+/// `how` has the stride, the dilation and the padding.
 fn merge(
     b: &mut Builder,
     c: &Call<'_>,
@@ -345,7 +365,7 @@ fn merge(
     if n.checked_mul(most).is_none_or(|n| n > MAX_TABLE) {
         return Err(c.unsupported("blocks that overlap this often", "Use larger strides"));
     }
-    // Unused entries point to a zero appended after the last pair.
+    // Unused entries point to a zero that is appended after the last pair.
     let mut table = vec![pairs as i32; n * most];
     for (i, v) in places.iter().enumerate() {
         table[i * most..i * most + v.len()].copy_from_slice(v);

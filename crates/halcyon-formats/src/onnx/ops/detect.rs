@@ -16,7 +16,7 @@ pub(super) const ROWS: &[Row] = &[
 fn image_decoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     if x.dtype() != DType::U8 || x.rank() != 1 {
-        return Err(c.invalid(format!("the encoded image is a vector of bytes, not {}", x.ty)));
+        return Err(c.invalid(format!("the encoded image must be a vector of u8, not {}", x.ty)));
     }
     let channels = match c.string("pixel_format", "RGB")? {
         "RGB" | "BGR" => 3,
@@ -87,14 +87,15 @@ fn non_max_suppression(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (boxes, scores) = (c.arg(0)?, c.arg(1)?);
     let fits = boxes.dtype() == DType::F32 && scores.dtype() == DType::F32;
     if !fits || boxes.rank() != 3 || scores.rank() != 3 {
-        return Err(
-            c.invalid(format!("boxes {} and scores {}: f32[b, n, 4], f32[b, c, n]", boxes.ty, scores.ty))
-        );
+        return Err(c.invalid(format!(
+            "boxes {} and scores {}: expected f32[b, n, 4] and f32[b, c, n]",
+            boxes.ty, scores.ty
+        )));
     }
     let center = match c.int("center_point_box", 0)? {
         0 => false,
         1 => true,
-        v => return Err(c.invalid(format!("center_point_box is {v}"))),
+        v => return Err(c.invalid(format!("center_point_box is {v}, expected 0 or 1"))),
     };
     let mut number = |i: usize, what: &str| match c.opt(i) {
         Some(v) if !v.shape().numel().is(0) => b.known_scalar(v, what).map(Some),
@@ -109,13 +110,14 @@ fn non_max_suppression(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         return Err(c.invalid("boxes and scores have three axes"));
     };
     if four != 4 || also != batches || m != n {
-        return Err(
-            c.invalid(format!("boxes {:?} and scores {:?} do not go together", boxes.dims, scores.dims))
-        );
+        return Err(c.invalid(format!(
+            "boxes {:?} and scores {:?} do not match [b, n, 4] and [b, c, n]",
+            boxes.dims, scores.dims
+        )));
     }
     let most = usize::try_from(most).unwrap_or(0).min(n);
     if most == 0 {
-        // Returned early, for any number of classes.
+        // Return early, for any number of batches and classes.
         return one(b.feed(ConstData::from_slice::<i64>(&[0, 3], &[])?));
     }
     let (boxes, scores) = (boxes.to_vec::<f32>(), scores.to_vec::<f32>());

@@ -13,7 +13,7 @@ pub(super) const ROWS: &[Row] =
 const MAX_MASK: usize = 1 << 24;
 
 /// In inference the result is the operand and the mask is all ones. In training an element is kept with
-/// probability `1 - ratio` and divided by that probability. Versions 7 to 11 only define inference.
+/// probability `1 - ratio` and divided by that probability. Opset versions 7 to 11 only define inference.
 fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let (mut training, mut ratio) = (false, f64::from(c.float("ratio", 0.5)?));
@@ -33,7 +33,7 @@ fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         return Ok([x.clone()].into_iter().chain(all).collect());
     }
     if !x.dtype().is_float() || !(0.0..1.0).contains(&ratio) {
-        return Err(c.invalid(format!("ratio {ratio} on {}", x.ty)));
+        return Err(c.invalid(format!("ratio {ratio} for {}: expected 0 <= ratio < 1 and floats", x.ty)));
     }
     let keep = mask(b, c, x.shape(), ratio)?;
     let (scale, zero) = (b.lit(x, 1.0 / (1.0 - ratio)), b.lit(x, 0.0));
@@ -42,9 +42,10 @@ fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(vec![y, b.cast(&keep, masks)?])
 }
 
-/// The keep mask. With a seed the mask equals the one of ONNX's reference implementation: during import, a
-/// [`Twister`] draws a double for each element, and the element is kept if the double is at least `ratio`.
-/// Without a seed, or if the shape is symbolic or large, the graph computes it.
+/// The mask of the elements that are kept. With a seed, it equals the mask of ONNX's reference
+/// implementation: during import, a [`Twister`] draws a double for each element, and the element is kept if
+/// the double is at least `ratio`. Without a seed, or if the shape is symbolic or large, the graph computes
+/// the mask.
 fn mask(b: &mut Builder, c: &Call<'_>, shape: &Shape, ratio: f64) -> Result<Value> {
     let seed = c.opt_int("seed")?;
     let n = shape.known().and_then(|d| d.iter().try_fold(1usize, |n, &k| n.checked_mul(k)));
@@ -128,7 +129,7 @@ mod tests {
         }
         assert_ne!(drop(node().int("seed", 7)), drop(node().int("seed", 8)));
         assert_eq!(drop(node().int("seed", 7)), drop(node().int("seed", 7)));
-        // The mode was an attribute, and training was the default.
+        // Before opset version 7, the mode was an attribute, and training was the default.
         let old = |test| crate::onnx::test_models::node("Dropout", &["x"], &["y"]).int("is_test", test);
         check(6, old(1), &x, &[], &[4000], &[1.0; 4000]);
         assert!(run_one(6, old(0), &x, &[]).to_vec::<f64>().contains(&2.0));

@@ -66,7 +66,10 @@ fn einsum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             let out = labels(c, word, rank)?;
             if let Some(l) = out.iter().enumerate().find(|(i, l)| out[..*i].contains(l) || !seen.contains(l))
             {
-                return Err(c.invalid(format!("the result's {:?} is not an axis, or comes twice", l.1)));
+                return Err(c.invalid(format!(
+                    "the result's {:?} is in no term, or occurs twice in the result",
+                    l.1
+                )));
             }
             out
         }
@@ -110,27 +113,33 @@ fn labels(c: &Call<'_>, word: &[u8], rank: usize) -> Result<Vec<Label>> {
             rest = tail;
         } else if let (Some(tail), false) = (rest.strip_prefix(b"..."), dots) {
             let hidden = rank.checked_sub(letters);
-            let hidden = hidden.ok_or_else(|| c.invalid(format!("term '{}' on {rank} axes", text())))?;
+            let hidden =
+                hidden.ok_or_else(|| c.invalid(format!("term '{}' does not match {rank} axes", text())))?;
             out.extend((0..hidden).rev().map(Label::Under));
             (rest, dots) = (tail, true);
         } else {
-            return Err(c.invalid(format!("term '{}' of the equation", text())));
+            return Err(
+                c.invalid(format!("term '{}' of the equation may have only letters and one '...'", text()))
+            );
         }
     }
     if out.len() != rank {
-        return Err(c.invalid(format!("term '{}' on {rank} axes", text())));
+        return Err(c.invalid(format!("term '{}' does not match {rank} axes", text())));
     }
     Ok(out)
 }
 
-/// Takes the diagonal of axes with the same label: merged into one axis, it is every (n + 1)-th element.
+/// Takes the diagonal of axes with the same label: two axes of size n are merged into one axis, of which the
+/// diagonal is every (n + 1)-th element.
 fn diagonal(b: &mut Builder, c: &Call<'_>, mut v: Value, mut labels: Vec<Label>) -> Result<Term> {
     while let Some((i, j)) =
         (0..labels.len()).find_map(|j| labels[..j].iter().position(|l| *l == labels[j]).map(|i| (i, j)))
     {
         let n = v.shape()[i];
         if v.shape()[j] != n {
-            return Err(c.invalid(format!("the diagonal of axes {i} and {j} of {}", v.ty)));
+            return Err(
+                c.invalid(format!("axes {i} and {j} of {} have the same label, but different sizes", v.ty))
+            );
         }
         let mut perm: Vec<usize> = (0..labels.len()).filter(|k| *k != i && *k != j).collect();
         let rest: Vec<Dim> = perm.iter().map(|&k| v.shape()[k]).collect();
@@ -148,8 +157,8 @@ fn diagonal(b: &mut Builder, c: &Call<'_>, mut v: Value, mut labels: Vec<Label>)
     Ok(Term { v, labels })
 }
 
-/// Removes axes of size 1 that are larger in another term, which is broadcasting. Otherwise sizes with the
-/// same label must be equal.
+/// Removes axes of size 1 whose label has a larger size in another term, so that they are broadcast. All
+/// other axes with the same label must have the same size.
 fn broadcast_terms(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<()> {
     let mut sizes: Vec<(Label, Dim)> = vec![];
     for (l, d) in terms.iter().flat_map(|t| t.labels.iter().copied().zip(t.v.shape().iter().copied())) {
@@ -157,7 +166,9 @@ fn broadcast_terms(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<
             None => sizes.push((l, d)),
             Some(s) if s.1 == d || d.is(1) => {}
             Some(s) if s.1.is(1) => s.1 = d,
-            Some(s) => return Err(c.invalid(format!("one label has the sizes {} and {d}", s.1))),
+            Some(s) => {
+                return Err(c.invalid(format!("axes with the same label have the sizes {} and {d}", s.1)));
+            }
         }
     }
     for t in terms {
@@ -173,7 +184,7 @@ fn broadcast_terms(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<
     Ok(())
 }
 
-/// Picks the next two terms to multiply, in order.
+/// Picks the next two terms to multiply, and returns their indices, the smaller one first.
 fn pick(terms: &[Term], output: &[Label]) -> (usize, usize) {
     if terms.len() > MAX_GREEDY_OPERANDS {
         return (0, 1);
@@ -205,8 +216,8 @@ fn sum_out(b: &mut Builder, t: Term, wanted: &dyn Fn(Label) -> bool) -> Result<T
     Ok(Term { v: b.reduce(R::Sum, &t.v, &gone, false)?, labels })
 }
 
-/// Multiplies two terms and sums over the labels that no other term or output needs. With such a label it is
-/// a matrix product.
+/// Multiplies two terms and sums over the labels that neither another term nor the output needs. This is a
+/// matrix product if both terms have such a label, and one of them has another label that the other lacks.
 fn pair(b: &mut Builder, x: Term, y: Term, wanted: &dyn Fn(Label) -> bool) -> Result<Term> {
     let (xl, yl) = (x.labels.clone(), y.labels.clone());
     let x = sum_out(b, x, &|l| wanted(l) || yl.contains(&l))?;
@@ -267,7 +278,8 @@ mod tests {
         node("Einsum", &names[..n], &["y"]).text("equation", equation)
     }
 
-    /// The definition: loops over every assignment of indices. For equations without an ellipsis.
+    /// Evaluates an equation without an ellipsis by its definition, in a loop over all combinations of
+    /// indices.
     fn plain(equation: &str, x: &[ConstData]) -> Vec<f64> {
         let (left, right) = equation.split_once("->").unwrap();
         let terms: Vec<&str> = left.split(',').collect();

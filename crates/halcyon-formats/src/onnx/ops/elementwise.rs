@@ -7,7 +7,7 @@ use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
-/// Attributes of binary operators before version 7.
+/// Attributes of binary operators before opset 7.
 const LEGACY: &[&str] = &["axis", "broadcast", "consumed_inputs"];
 
 pub(super) const ROWS: &[Row] = &[
@@ -82,25 +82,28 @@ pub(super) fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
     one(b.scalar(op, &args)?)
 }
 
-/// The second operand of a binary operator. Before version 7 it broadcasts only if `broadcast` is set; its
-/// axes are aligned with those of the first from `axis` on, or with its last axes.
+/// The second operand of a binary operator. Before opset 7 it broadcasts only if `broadcast` is set. Its axes
+/// are then aligned with those of the first operand from `axis` on, or with the last ones if `axis` is
+/// missing.
 fn second_operand(b: &mut Builder, c: &Call<'_>, x: &Value, y: &Value) -> Result<Value> {
     let (wide, axis) = (c.flag("broadcast", false)?, c.opt_int("axis")?);
     if c.opset >= 7 {
         return match wide || axis.is_some() {
-            true => Err(c.invalid("attributes 'broadcast' and 'axis' ended with version 7")),
+            true => Err(c.invalid("the attributes 'broadcast' and 'axis' do not exist in opset 7 and later")),
             false => Ok(y.clone()),
         };
     }
     if !wide && x.shape() != y.shape() {
-        return Err(c.invalid(format!("{} and {} differ, and 'broadcast' is not set", x.ty, y.ty)));
+        return Err(
+            c.invalid(format!("the shapes of {} and {} differ, and 'broadcast' is not set", x.ty, y.ty))
+        );
     }
     let y = match axis {
         Some(axis) if wide => {
             let at = c.axis(axis, x.rank())?;
-            let rest = (x.rank() - at)
-                .checked_sub(y.rank())
-                .ok_or_else(|| c.invalid(format!("{} has no axes of {} from {axis} on", x.ty, y.ty)))?;
+            let rest = (x.rank() - at).checked_sub(y.rank()).ok_or_else(|| {
+                c.invalid(format!("{} does not fit into {} from axis {axis} on", y.ty, x.ty))
+            })?;
             let ones = std::iter::repeat_n(Dim::from(1), rest);
             b.reshape(y, y.shape().iter().copied().chain(ones).collect::<Shape>())?
         }
@@ -120,7 +123,7 @@ fn is_inf(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         (false, true) => f64::INFINITY,
         (false, false) => return one(b.full(DType::Bool, x.shape(), Scalar::Bool(false))),
     };
-    // Some small float types have no infinity to compare with.
+    // Compare in the compute type, because some small float types have no infinity.
     let x = b.cast(x, x.dtype().compute())?;
     let far = b.lit(&x, far);
     one(b.scalar(S::Eq, &[&x, &far])?)
@@ -137,7 +140,7 @@ fn mean(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let mut sum = b.cast(c.arg(0)?, wide)?;
     for v in &c.args()?[1..] {
         if v.dtype() != to {
-            return Err(c.invalid(format!("operands of {to} and {}", v.dtype())));
+            return Err(c.invalid(format!("operands must have one type, but have {to} and {}", v.dtype())));
         }
         let v = b.cast(v, wide)?;
         sum = b.scalar(S::Add, &[&sum, &v])?;
@@ -147,7 +150,7 @@ fn mean(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&mean, to)?)
 }
 
-/// Integers, which version 9 accepts, are computed in f64 and truncated.
+/// Opset 9 and later also accept integers. They are converted to f64, and the result is truncated.
 fn erf(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     if x.dtype().is_float() {
@@ -167,7 +170,8 @@ fn cast_like(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(convert(b, c, c.arg(0)?, c.arg(1)?.dtype())?)
 }
 
-/// Bounds are attributes before version 11, then operands. If they cross, the upper bound wins.
+/// The bounds are attributes before opset 11, and operands from then on. If the lower bound is greater than
+/// the upper one, the result is the upper bound.
 fn clip(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let mut x = c.arg(0)?.clone();
     let (lo, hi) = if c.opset < 11 {
@@ -188,18 +192,19 @@ fn clip(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(x)
 }
 
-/// With `fmod` 1 the result has the sign of the dividend, with 0 that of the divisor.
+/// The result has the sign of the dividend if `fmod` is 1, and the sign of the divisor if it is 0.
 fn modulo(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     map(b, c, if c.flag("fmod", false)? { S::Rem } else { S::Mod })
 }
 
-/// The exponent may have another type; the result has the base's.
+/// The exponent may have another type than the base; the result has the base's type.
 fn pow(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let e = &second_operand(b, c, x, c.arg(1)?)?;
     let to = x.dtype();
-    // An integer base with a float exponent is computed in a float type that holds the base exactly. With a
-    // wider integer exponent it is computed in that type, whose low bits are those of the narrower result.
+    // An integer base with a float exponent is computed in a float type that holds the base exactly. With an
+    // integer exponent that is wider than the base, the power is computed in i64, whose low bits are those of
+    // the narrower result.
     let via = match (to.is_float(), e.dtype().is_float()) {
         (false, true) if to.bits() > 16 => DType::F64,
         (false, true) => DType::F32,

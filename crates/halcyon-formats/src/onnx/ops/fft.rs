@@ -3,10 +3,10 @@
 //! A transform of up to [`LEAF`] points is one product with a matrix of cosines and sines. A longer transform
 //! of composite length `n = n1 * n2` is `n2` transforms of length `n1`, a multiplication by twiddle factors,
 //! and `n1` transforms of length `n2` (Cooley and Tukey, "An algorithm for the machine calculation of complex
-//! Fourier series", 1965), so it costs `n * (n1 + n2)`. A long prime length is a convolution with a chirp
-//! (Bluestein, "A linear filtering approach to the computation of discrete Fourier transform", 1970),
-//! computed by transforms whose length is a power of two. Complex signals of even length are split into
-//! halves before a product, which halves the work. Tables are computed in f64 and rounded once.
+//! Fourier series", 1965), so it costs `n * (n1 + n2)`. A transform of long prime length is a convolution
+//! with a chirp (Bluestein, "A linear filtering approach to the computation of discrete Fourier transform",
+//! 1970), which is computed by transforms whose length is a power of two. Complex signals of even length are
+//! split into halves before a product, which halves the work. Tables are computed in f64 and rounded once.
 //!
 //! Signals have the shape `[m, n, c]`: `m` signals of `n` real (`c = 1`) or complex (`c = 2`) elements.
 
@@ -69,17 +69,17 @@ fn table(dtype: DType, dims: &[usize], v: impl IntoIterator<Item = f64>) -> Resu
 /// Rejects lengths whose tables would be too large. `what` names the operator.
 fn length(what: &str, n: usize) -> Result<()> {
     match n {
-        0 => Err(Error::argument(what, "a transform of no points")),
+        0 => Err(Error::argument(what, "a Fourier transform needs at least 1 point, found 0")),
         n if n > MAX_LENGTH => Err(Error::unsupported(
             format!("a Fourier transform of {n} points"),
-            format!("At most {MAX_LENGTH} points are transformed"),
+            format!("At most {MAX_LENGTH} points are supported"),
         )),
         _ => Ok(()),
     }
 }
 
-/// The first `keep` of the `n` points of the transform of `x`. `x` is `[m, n, 1 or 2]`, the result `[m, keep,
-/// 2]`.
+/// The first `keep` of the `n` points of the transform of `x`. `x` has the shape `[m, n, 1 or 2]`, the result
+/// `[m, keep, 2]`.
 ///
 /// # Errors
 /// [`Error::Argument`] if `n` is 0, [`Error::Unsupported`] if `n` exceeds [`MAX_LENGTH`].
@@ -99,8 +99,8 @@ pub(super) fn transform(b: &mut Builder, x: &Value, n: usize, keep: usize, sign:
     b.scalar(S::Mul, &[&y, &k])
 }
 
-/// The inverse transform to `n` real points, `[m, n, 1]`. `x`, `[m, n / 2 + 1, 1 or 2]`, is the first half of
-/// the spectrum, which is conjugate-symmetric.
+/// The inverse transform to `n` real points, `[m, n, 1]`. `x` has the shape `[m, n / 2 + 1, 1 or 2]`. It is
+/// the first half of the spectrum, which is conjugate-symmetric.
 ///
 /// # Errors
 /// The errors of [`transform`].
@@ -168,8 +168,8 @@ fn leaf(b: &mut Builder, x: &Value, n: usize, keep: usize, sign: f64, scale: f64
     b.reshape(&y, [m, Dim::from(keep), Dim::from(2)])
 }
 
-/// `n = 2 * half` complex points: the even points of the result come from `x[j] + x[j + half]`, the odd ones
-/// from the differences times twiddle factors.
+/// Transforms `2 * half` complex points. The even points of the result are the transform of `x[j] + x[j +
+/// half]`, the odd points are the transform of `x[j] - x[j + half]` times twiddle factors.
 fn halves(b: &mut Builder, x: &Value, half: usize, sign: f64) -> Result<Value> {
     let (m, h, two) = (x.shape()[0], Dim::from(half), Dim::from(2));
     let (lo, hi) = (b.narrow(x, 1, Dim::from(0), h)?, b.narrow(x, 1, h, h)?);
@@ -189,7 +189,7 @@ fn divisor(n: usize) -> usize {
     (1..=n.isqrt()).rev().find(|d| n.is_multiple_of(*d)).unwrap_or(1)
 }
 
-/// All `n` points, without the factor `1 / n` of the inverse.
+/// Computes all `n` points, without the factor `1 / n` of the inverse.
 fn any(b: &mut Builder, x: &Value, n: usize, sign: f64) -> Result<Value> {
     if n <= LEAF {
         return leaf(b, x, n, n, sign, 1.0);
@@ -200,8 +200,8 @@ fn any(b: &mut Builder, x: &Value, n: usize, sign: f64) -> Result<Value> {
     }
 }
 
-/// With `j = n2 * j1 + j2` and `k = k1 + n1 * k2`: `X[k] = Σ_j2 e(j2 k2 / n2) e(j2 k1 / n) Σ_j1 e(j1 k1 / n1)
-/// x[j]`.
+/// Transforms `n = n1 * n2` points. With `e(t) = exp(±2πi t)`, `j = n2 * j1 + j2` and `k = k1 + n1 * k2`:
+/// `X[k] = Σ_j2 e(j2 k2 / n2) e(j2 k1 / n) Σ_j1 e(j1 k1 / n1) x[j]`.
 fn split(b: &mut Builder, x: &Value, n1: usize, n2: usize, sign: f64) -> Result<Value> {
     let (m, c, n) = (x.shape()[0], channels(x), n1 * n2);
     let (d1, d2, two) = (Dim::from(n1), Dim::from(n2), Dim::from(2));
@@ -221,8 +221,9 @@ fn split(b: &mut Builder, x: &Value, n1: usize, n2: usize, sign: f64) -> Result<
     b.reshape(&z, [m, Dim::from(n), two])
 }
 
-/// Complex product `x * t`, with `t` of sizes `dims` over the axes before the last: `x * re(t)` plus x with
-/// its parts swapped times `∓im(t)`. Real `x` becomes complex.
+/// Complex product `x * t`. `dims` are the sizes of `t`, which is broadcast to `x` without its last axis. The
+/// product is `x * re(t)`, plus `x` with its two parts swapped times `(-im(t), im(t))`. A real `x` becomes
+/// complex.
 fn multiply(b: &mut Builder, x: &Value, dims: &[usize], t: &[Complex]) -> Result<Value> {
     let full = [dims, &[2]].concat();
     if channels(x) == 1 {
@@ -241,7 +242,8 @@ fn multiply(b: &mut Builder, x: &Value, dims: &[usize], t: &[Complex]) -> Result
     b.scalar(S::Add, &[&p, &q])
 }
 
-/// With `w[j] = e(j² / 2n)`: `X[k] = w[k] Σ_j (x[j] w[j]) / w[k - j]`.
+/// Transforms `n` points. With `e(t) = exp(±2πi t)` and `w[j] = e(j² / 2n)`: `X[k] = w[k] Σ_j (x[j] w[j]) /
+/// w[k - j]`.
 fn chirp(b: &mut Builder, x: &Value, n: usize, sign: f64) -> Result<Value> {
     let len = (2 * n - 1).next_power_of_two();
     let w: Vec<Complex> =

@@ -19,41 +19,41 @@ pub(crate) fn is(n: &NodeProto) -> bool {
     n.op_type == "Gradient" && n.domain == DOMAIN
 }
 
-/// Whether the model contains such a node.
+/// Whether the model contains a `Gradient` node.
 pub(crate) fn used(m: &Model) -> bool {
     fn any(nodes: &[NodeProto]) -> bool {
-        // The nesting depth of messages is limited.
+        // The recursion is bounded, because the nesting depth of messages is limited.
         nodes.iter().any(|n| is(n) || n.attribute.iter().filter_map(|a| a.g.as_deref()).any(|g| any(&g.node)))
     }
     m.proto.graph.iter().any(|g| any(&g.node)) || m.proto.functions.iter().any(|f| any(&f.node))
 }
 
 /// `d y / d x` for every x in `xs`, where y stands for the sum of its elements. The operands are the values
-/// of `xs` and then `zs` at which to take the gradient. If they differ from the tensors of these names, the
-/// path from those tensors to y is rebuilt on the operands.
+/// at which to take the gradient: first those for the names in `xs`, then those for the names in `zs`. If an
+/// operand is not the tensor with this name, the nodes between that tensor and y are rebuilt on the operand.
 fn gradient(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let xs = c.strings("xs")?.ok_or_else(|| c.invalid("attribute 'xs' is missing"))?;
     let names: Vec<String> = xs.iter().cloned().chain(c.strings("zs")?.unwrap_or_default()).collect();
     let args = c.args()?;
     if args.len() != names.len() {
-        return Err(c.invalid(format!("{} names for {} operands", names.len(), args.len())));
+        return Err(c.invalid(format!("xs and zs have {} names for {} operands", names.len(), args.len())));
     }
     let mut at: HashMap<NodeId, NodeId> = HashMap::new();
     let mut points = vec![];
     for (name, v) in names.iter().zip(args) {
         let named = c.named(name)?;
         if named.ty != v.ty {
-            return Err(c.invalid(format!("'{name}' is {}, its operand {}", named.ty, v.ty)));
+            return Err(c.invalid(format!("'{name}' is {}, but its operand is {}", named.ty, v.ty)));
         }
         let (from, to) = (b.id(named)?, b.id(v)?);
         if at.insert(from, to).is_some_and(|old| old != to) {
-            return Err(c.invalid(format!("'{name}' is given two values")));
+            return Err(c.invalid(format!("two different operands are given for '{name}'")));
         }
         points.push(to);
     }
     let y = c.named(c.string("y", "")?)?;
     if !y.dtype().is_float() {
-        return Err(c.invalid(format!("y is {}, which has no gradient", y.ty)));
+        return Err(c.invalid(format!("y is {}, but only floats have gradients", y.ty)));
     }
     let root = b.id(y)?;
     let root = rebuilt(b, root, at);
@@ -69,7 +69,8 @@ fn gradient(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(out)
 }
 
-/// Rebuilds `root` with some nodes replaced by others.
+/// Rebuilds the nodes from which `root` is computed, with each key of `at` replaced by its value. Returns the
+/// new root.
 fn rebuilt(b: &mut Builder, root: NodeId, mut at: HashMap<NodeId, NodeId>) -> NodeId {
     if at.iter().all(|(from, to)| from == to) {
         return root;
@@ -131,7 +132,7 @@ mod tests {
         assert_eq!(run(of(body(gradient(&["v", "w"], &["y"], &["x"], &["w"], "q")), &w)), [8.0, 50.0]);
         // q does not depend on v.
         assert_eq!(run(of(body(gradient(&["v"], &["y"], &["v"], &[], "q")), &w)), [0.0, 0.0]);
-        // Only weights on the path, and the node precedes the values it names.
+        // q depends only on weights, and the Gradient node precedes the node that computes q.
         let square = node("Mul", &["w", "w"], &["q"]);
         let nodes = vec![gradient(&["w"], &["y"], &["w"], &[], "q"), square, node("Neg", &["x"], &["z"])];
         assert_eq!(run(of(nodes, &w)), [4.0, 10.0]);

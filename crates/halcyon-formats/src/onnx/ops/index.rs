@@ -25,7 +25,7 @@ pub(super) fn size(d: Dim) -> Value {
     Host { dtype: DType::I64, dims: vec![], vals: vec![Num::size(d)] }.into()
 }
 
-/// The index along `axis` of a shape of `rank`, with size 1 along the other axes.
+/// The numbers 0 to `n - 1` along `axis` of a tensor of rank `rank`, whose other axes have size 1.
 pub(super) fn along(b: &mut Builder, n: Dim, axis: usize, rank: usize) -> Result<Value> {
     let i = b.iota(DType::I64, n)?;
     let mut s = vec![Dim::from(1); rank];
@@ -42,7 +42,7 @@ fn eye_like(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         return Err(c.invalid(format!("a matrix expected, not {}", x.ty)));
     }
     let to = c.dtype("dtype")?.unwrap_or(x.dtype());
-    // No matrix is that large, and sums with `k` stay within 64 bits.
+    // The limits keep sums with `k` within 64 bits. No matrix is that large.
     let k = c.int("k", 0)?.clamp(-(1 << 60), 1 << 60);
     let (rows, columns) = (along(b, x.shape()[0], 0, 2)?, along(b, x.shape()[1], 1, 2)?);
     let k = b.lit(&rows, k);
@@ -59,8 +59,9 @@ fn gather_elements(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.value(n))
 }
 
-/// Row-major offset of each tuple along the last axis of `index`, for axes of sizes `dims`. A tuple with a
-/// component out of range gives an offset past the end, so that the device reports it.
+/// The last axis of `index` holds tuples of indices into axes of sizes `dims`. Returns the row-major offset
+/// of each tuple. A tuple with a component out of range gives an offset past the end, so that the device
+/// reports it.
 fn places(b: &mut Builder, index: &Value, dims: &[Dim]) -> Result<Value> {
     let last = index.rank() - 1;
     let index = b.cast(index, DType::I64)?;
@@ -98,9 +99,10 @@ fn tuple(c: &Call<'_>, data: &Value, index: &Value, batch: usize) -> Result<usiz
     let k = index.shape().last().and_then(|d| d.known());
     match k {
         Some(k) if k >= 1 && k <= data.rank().saturating_sub(batch) => Ok(k),
-        Some(_) => {
-            Err(c.invalid(format!("tuples of {} do not index {} after {batch} axes", index.ty, data.ty)))
-        }
+        Some(_) => Err(c.invalid(format!(
+            "the last axis of {} must have 1 to as many elements as {} has axes after {batch} batch axes",
+            index.ty, data.ty
+        ))),
         None => Err(c.unsupported("tuples of unknown length", "Give concrete shapes")),
     }
 }
@@ -108,10 +110,14 @@ fn tuple(c: &Call<'_>, data: &Value, index: &Value, batch: usize) -> Result<usiz
 fn gather_nd(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, index) = (c.arg(0)?, c.arg(1)?);
     let batch = usize::try_from(c.int("batch_dims", 0)?).ok();
-    let batch =
-        batch
-            .filter(|n| *n < x.rank().min(index.rank()) && x.shape()[..*n] == index.shape()[..*n])
-            .ok_or_else(|| c.invalid(format!("{} and {} do not share such batch axes", x.ty, index.ty)))?;
+    let batch = batch
+        .filter(|n| *n < x.rank().min(index.rank()) && x.shape()[..*n] == index.shape()[..*n])
+        .ok_or_else(|| {
+        c.invalid(format!(
+            "batch_dims is out of range, or the batch axes of {} and {} differ",
+            x.ty, index.ty
+        ))
+    })?;
     let k = tuple(c, x, index, batch)?;
     let s = x.shape();
     let numel = |d: &[Dim]| Shape::from(d).numel();
@@ -139,7 +145,8 @@ fn gather_nd(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 fn one_hot(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, values) = (c.arg(0)?, c.arg(2)?);
     let depth = b.known_scalar(c.arg(1)?, "the depth of OneHot")?.as_i64();
-    let n = usize::try_from(depth).map_err(|_| c.invalid(format!("depth is {depth}")))?;
+    let n =
+        usize::try_from(depth).map_err(|_| c.invalid(format!("depth is {depth}, expected at least 0")))?;
     if values.rank() != 1 || !values.shape()[0].is(2) {
         return Err(c.invalid(format!("values are [off, on], not {}", values.ty)));
     }
@@ -147,8 +154,8 @@ fn one_hot(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let axis = c.axis(c.int("axis", -1)?, rank)?;
     let signed = !matches!(x.dtype().class(), halcyon_ir::dtype::Class::Uint);
     let mut i = b.cast(x, DType::I64)?;
-    // Negative indices count from the end once; values still negative, and those that do not fit i64, match
-    // nothing.
+    // Negative indices count from the end. Indices that are negative even then, and indices that do not fit
+    // i64, match nothing.
     if signed {
         let (zero, depth) = (b.lit(&i, 0), b.lit(&i, depth));
         let below = b.scalar(S::Lt, &[&i, &zero])?;
@@ -168,16 +175,20 @@ fn one_hot(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.scalar(S::Select, &[&hot, &on, &off])?)
 }
 
-/// Reverses the first `sequence_lens` steps of each sequence and keeps the others.
+/// Reverses the first `sequence_lens` time steps of each sequence and keeps the others.
 fn reverse_sequence(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, lens) = (c.arg(0)?, c.arg(1)?);
     let (batch, time) = match (c.int("batch_axis", 1)?, c.int("time_axis", 0)?) {
         (0, 1) => (0, 1),
         (1, 0) => (1, 0),
-        (a, t) => return Err(c.invalid(format!("batch axis {a} and time axis {t}: 0 and 1 expected"))),
+        (a, t) => {
+            return Err(c.invalid(format!("batch axis is {a}, time axis {t}; expected 0 and 1, or 1 and 0")));
+        }
     };
     if x.rank() < 2 || lens.rank() != 1 || lens.shape()[0] != x.shape()[batch] {
-        return Err(c.invalid(format!("{} sequences of {}", lens.ty, x.ty)));
+        return Err(
+            c.invalid(format!("sequence_lens is {}, expected one for each sequence of {}", lens.ty, x.ty))
+        );
     }
     let (n, steps) = (x.shape()[batch], x.shape()[time]);
     let mut s = [Dim::from(1); 2];
@@ -269,8 +280,8 @@ fn scatter_nd(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     })
 }
 
-/// Values and indices. They are always sorted, because the operator leaves the unsorted order open. The count
-/// is an attribute before version 10.
+/// Returns values and indices. They are always sorted, because `sorted = 0` permits any order. Before version
+/// 10, the count is an attribute.
 fn top_k(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let axis = c.axis(c.int("axis", -1)?, x.rank())?;
@@ -278,7 +289,7 @@ fn top_k(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         10.. => b.known_scalar(c.arg(1)?, "K of TopK")?.as_i64(),
         _ => c.opt_int("k")?.ok_or_else(|| c.invalid("attribute 'k' is missing"))?,
     };
-    let k = usize::try_from(k).map_err(|_| c.invalid(format!("K is {k}")))?;
+    let k = usize::try_from(k).map_err(|_| c.invalid(format!("K is {k}, expected at least 0")))?;
     if x.shape()[axis].known().is_some_and(|n| k > n) {
         return Err(c.invalid(format!("K is {k}, but axis {axis} of {} is shorter", x.ty)));
     }

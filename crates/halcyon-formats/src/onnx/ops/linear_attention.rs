@@ -18,13 +18,13 @@ pub(super) const ROWS: &[Row] = &[row(
 
 /// Number of tokens computed together as one matrix product.
 const CHUNK: usize = 64;
-/// Like [`CHUNK`], if every feature has its own decay. It is smaller because the intermediate then has three
-/// dimensions.
+/// Like [`CHUNK`], if every feature has its own decay. It is smaller because an intermediate result then has
+/// a value for every pair of tokens and every feature.
 const CHUNK_BY_FEATURE: usize = 16;
 /// Limit on the parts that a sequence is split into; each adds about twenty nodes to the graph.
 const MAX_PARTS: usize = 2048;
-/// Decays are clamped to this value, whose exponential is 0 in f32. Differences of sums of stronger decays
-/// would cancel or be NaN.
+/// Stronger decays are raised to this value. Its exponential is 0 in f32. Without the clamp, differences of
+/// sums of very strong decays would lose their digits or be NaN.
 const STRONGEST: f64 = -104.0;
 
 /// Operands by head, in the compute type: `q [b, hk, h / hk, t, dk]`, `k [b, hk, 1, t, dk]`, `v [b, hk, 1, t,
@@ -72,7 +72,10 @@ fn linear_attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (sq, sk) = (q.shape().clone(), k.shape().clone());
     let (h, hk) = (known(sq[1])?, known(sk[1])?);
     if h % hk != 0 || sq[0] != sk[0] || sq[2..] != sk[2..] || v.shape()[..3] != sk[..3] {
-        return Err(c.invalid(format!("q {}, k {} and v {} by head do not go together", q.ty, k.ty, v.ty)));
+        return Err(c.invalid(format!(
+            "the shapes per head do not match: q is {}, k is {} and v is {}",
+            q.ty, k.ty, v.ty
+        )));
     }
     let (t, dk, dv) = (known(sq[2])?, sq[3], v.shape()[3]);
     let scale = match c.float("scale", 0.0)? {
@@ -83,9 +86,10 @@ fn linear_attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (kept, state) = match c.opt(3) {
         Some(s) => {
             if s.shape()[..] != [sk[0], sk[1], dk, dv] || !s.dtype().is_float() {
-                return Err(
-                    c.invalid(format!("past_state {}: one {dk} by {dv} matrix per head expected", s.ty))
-                );
+                return Err(c.invalid(format!(
+                    "past_state is {}, expected one {dk} by {dv} matrix of floats per head",
+                    s.ty
+                )));
             }
             let w = b.cast(s, wide)?;
             (s.dtype(), b.reshape(&w, &state_shape)?)
@@ -102,7 +106,9 @@ fn linear_attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let gate = |b: &mut Builder, x: &Value, ok: &[Dim]| -> Result<Value> {
         let s = x.shape().clone();
         if s.rank() != 3 || s[..2] != [sk[0], sk[2]] || !ok.contains(&s[2]) {
-            return Err(c.invalid(format!("{} does not fit k {} by head", x.ty, k.ty)));
+            return Err(
+                c.invalid(format!("{} does not fit k, which is {} after the split into heads", x.ty, k.ty))
+            );
         }
         let x = b.cast(x, wide)?;
         let n = if s[2].is(1) { Dim::from(1) } else { sk[1] };
@@ -137,7 +143,7 @@ fn linear_attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     if t.div_ceil(part) > MAX_PARTS {
         return Err(c.unsupported(
             &format!("a sequence of {t} with update_rule '{rule}'"),
-            "Give the sequence in parts; past_state carries on",
+            "Run the sequence in parts, and pass the final state of each part as past_state of the next",
         ));
     }
     let (mut state, mut out) = (state, Vec::with_capacity(t.div_ceil(part)));
@@ -239,7 +245,7 @@ fn advance(b: &mut Builder, x: &Operands, state: &Value, start: usize, n: usize)
         }
     };
     let inner = matmul(b, &weights, &v)?;
-    // The contribution of the state before this part, and its remainder after the part.
+    // The contribution of the earlier state to the results, and what remains of that state after this part.
     let (outer, state, kt) = match &g {
         None => (matmul(b, &q, state)?, state.clone(), kt),
         Some(g) => {

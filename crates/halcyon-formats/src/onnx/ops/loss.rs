@@ -19,7 +19,7 @@ pub(super) const ROWS: &[Row] = &[
     row("SoftmaxCrossEntropyLoss", 12, ATTRS, |b, c| {
         let x = c.arg(0)?;
         if x.rank() < 2 {
-            return Err(c.invalid(format!("scores {}: [n, classes, …] expected", x.ty)));
+            return Err(c.invalid(format!("the scores are {}, expected [n, classes, …]", x.ty)));
         }
         let v = b.cast(x, x.dtype().compute())?;
         let id = b.id(&v)?;
@@ -31,21 +31,25 @@ pub(super) const ROWS: &[Row] = &[
 ];
 
 /// `-x[n, target[n, d…], d…] * weight[target[n, d…]]`, where `x [n, classes, d…]` are log-probabilities in
-/// the type used for sums. Ignored targets have loss and weight zero; the mean divides by the sum of the
-/// weights.
+/// the type used for sums. The loss and the weight of an ignored target are zero. The mean is the sum of the
+/// losses divided by the sum of the weights.
 fn negative_log_likelihood(b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<Value> {
     let target = c.arg(1)?;
     if !x.dtype().is_float() || !target.dtype().is_int() {
-        return Err(c.invalid(format!("floats and their classes expected, not {} and {}", x.ty, target.ty)));
+        return Err(
+            c.invalid(format!("expected floats and integer targets, found {} and {}", x.ty, target.ty))
+        );
     }
     let fits = x.rank() >= 2
         && target.rank() + 1 == x.rank()
         && target.shape()[0] == x.shape()[0]
         && target.shape()[1..] == x.shape()[2..];
     if !fits {
-        return Err(c.invalid(format!("targets {} for [n, classes, …] {}", target.ty, x.ty)));
+        return Err(
+            c.invalid(format!("targets {} do not match [n, classes, …], which is {}", target.ty, x.ty))
+        );
     }
-    // An ignored target may be out of range of the classes and of its own dtype.
+    // `ignore_index` may be out of range of the classes, and even of the targets' dtype.
     let ignore = c.opt_int("ignore_index")?;
     let ignored = match ignore {
         Some(i) => {
@@ -72,7 +76,9 @@ fn negative_log_likelihood(b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<V
     let mut weight = match c.opt(2) {
         Some(w) => {
             if w.rank() != 1 || w.shape()[0] != x.shape()[1] {
-                return Err(c.invalid(format!("weights {} for the classes of {}", w.ty, x.ty)));
+                return Err(
+                    c.invalid(format!("weights {} are not a vector with the classes of {}", w.ty, x.ty))
+                );
             }
             let w = b.cast(w, x.dtype())?;
             Some(b.gather(&w, &class, 0)?)

@@ -8,18 +8,19 @@ use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 pub(super) const ROWS: &[Row] = &[row("Det", 11, &[], det), row("Trilu", 14, &["upper"], trilu)];
 
-/// Elements with `column - row >= k` (or `<= k` for the lower part), zero elsewhere.
+/// Keeps the elements with `column - row >= k` (or `<= k` for the lower part) and replaces the others by
+/// zero.
 fn trilu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let [.., rows, columns] = x.shape()[..] else {
-        return Err(c.invalid(format!("{} is not a matrix", x.ty)));
+        return Err(c.invalid(format!("the input is {}, expected at least 2 axes", x.ty)));
     };
     let (i, j) = (b.iota(DType::I64, rows)?, b.iota(DType::I64, columns)?);
     let i = b.reshape(&i, [rows, Dim::from(1)])?;
     let d = b.scalar(S::Sub, &[&j, &i])?;
     let k = match c.opt(1) {
         Some(k) if k.dtype() == DType::I64 => b.reshape(k, Shape::scalar())?,
-        Some(k) => return Err(c.invalid(format!("k is an i64, not {}", k.ty))),
+        Some(k) => return Err(c.invalid(format!("k must be an i64, found {}", k.ty))),
         None => b.lit(&d, 0i64),
     };
     let kept = b.scalar(if c.flag("upper", true)? { S::Ge } else { S::Le }, &[&d, &k])?;
@@ -35,10 +36,10 @@ const MAX_UNROLLED: usize = 128;
 fn det(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let [lead @ .., rows, columns] = &x.shape()[..] else {
-        return Err(c.invalid(format!("{} is not a matrix", x.ty)));
+        return Err(c.invalid(format!("the input is {}, expected at least 2 axes", x.ty)));
     };
     if rows != columns || !x.dtype().is_float() {
-        return Err(c.invalid(format!("{}: square matrices of floats expected", x.ty)));
+        return Err(c.invalid(format!("the input is {}, expected square matrices of floats", x.ty)));
     }
     let size = rows.known();
     let size = size.ok_or_else(|| c.unsupported("a symbolic size", "Give concrete input shapes"))?;
@@ -131,7 +132,7 @@ mod tests {
         check(22, op(), &t(&[2, 2], &[0f64, 2.0, 3.0, 4.0]), &[], &[], &[-6.0]);
         let m = [2f64, 0.0, 1.0, 1.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 4.0, 5.0, 6.0];
         check(11, op(), &t(&[2, 1, 3, 3], &m), &[], &[2, 1], &[0.0, 0.0]);
-        // The sign of this permutation of four is that of three exchanges.
+        // This permutation of four rows needs three exchanges, so its sign is negative.
         let p = [0f32, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.0, 0.0, 0.0];
         check(11, op(), &t(&[4, 4], &p), &[], &[], &[-2.0]);
         check(11, op(), &t(&[2, 0, 0], &[0f32; 0]), &[], &[2], &[1.0, 1.0]);

@@ -80,7 +80,7 @@ pub fn latest(domain: &str) -> i64 {
     }
 }
 
-/// The default domain has two spellings.
+/// A domain as rows spell it. Models spell the default domain in two ways.
 fn plain(domain: &str) -> &str {
     if domain == "ai.onnx" { "" } else { domain }
 }
@@ -205,7 +205,7 @@ pub(super) fn on_strings(op: &str) -> bool {
     text::moves(op)
 }
 
-/// A single result.
+/// The results of a node that has one result.
 fn one(v: Value) -> Result<Vec<Value>> {
     Ok(vec![v])
 }

@@ -20,15 +20,16 @@ fn matmul(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.value(n))
 }
 
-/// `alpha * A' * B' + beta * C`. Before version 7 the attribute `broadcast` states whether C broadcasts.
+/// `alpha * A' * B' + beta * C`. A' and B' are A and B, transposed if `transA` or `transB` is set. Before
+/// opset 7, the attribute `broadcast` states whether C broadcasts.
 fn gemm(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     if c.opset >= 7 && c.opt_int("broadcast")?.is_some() {
-        return Err(c.invalid("attribute 'broadcast' ended with version 7"));
+        return Err(c.invalid("attribute 'broadcast' exists only before opset 7"));
     }
     let mut side = |i: usize, flag: &str| -> Result<NodeId> {
         let x = c.arg(i)?;
         if x.rank() != 2 {
-            return Err(c.invalid(format!("operand {i} is a matrix, not {}", x.ty)));
+            return Err(c.invalid(format!("operand {i} must be a matrix, found {}", x.ty)));
         }
         let t = if c.flag(flag, false)? { b.permute(x, &[1, 0])? } else { x.clone() };
         b.id(&t)
@@ -71,9 +72,10 @@ fn conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 /// The attributes of a convolution of `x` with the weight `w`. Checks the ranks.
 pub(super) fn conv_attrs(c: &Call<'_>, x: &Value, w: &Value) -> Result<Conv> {
     if x.rank() < 3 || w.rank() != x.rank() {
-        return Err(
-            c.invalid(format!("input {} and weight {}: [n, c, …] and [o, c/group, …] expected", x.ty, w.ty))
-        );
+        return Err(c.invalid(format!(
+            "the input is {}, the weight {}, expected [n, c, …] and [o, c/group, …]",
+            x.ty, w.ty
+        )));
     }
     let n = x.rank() - 2;
     let kernel = w.shape()[2..]
@@ -92,10 +94,10 @@ pub(super) fn conv_attrs(c: &Call<'_>, x: &Value, w: &Value) -> Result<Conv> {
     Ok(attrs)
 }
 
-/// Reshapes a vector to lie along axis 1 of a shape of `rank`, which is at least 2.
+/// Reshapes a vector so that it broadcasts along axis 1 of a value of rank `rank`, which is at least 2.
 pub(super) fn channels(b: &mut Builder, c: &Call<'_>, v: &Value, rank: usize) -> Result<Value> {
     if v.rank() != 1 {
-        return Err(c.invalid(format!("a vector with one element per channel expected, not {}", v.ty)));
+        return Err(c.invalid(format!("expected a vector with one element per channel, found {}", v.ty)));
     }
     let mut s = vec![Dim::from(1); rank - 1];
     s[0] = v.shape()[0];

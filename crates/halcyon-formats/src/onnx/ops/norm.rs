@@ -26,9 +26,10 @@ pub(super) const ROWS: &[Row] = &[
     row("RMSNormalization", 23, &["axis", "epsilon", "stash_type"], rms_normalization),
 ];
 
-/// Statistics per channel, or (before version 9, with `spatial` 0) per feature. In training mode they are
-/// computed from the batch, and the running statistics are results. The mode is an attribute before version 7
-/// and from version 14 on; in between it follows from the number of results.
+/// The statistics are per channel, or per feature if `spatial` is 0 (before opset 9). In training mode they
+/// are computed from the batch, and the updated running statistics are further results. The mode is an
+/// attribute before opset 7 and from opset 14 on. In between, the mode is training if any of these results is
+/// used.
 fn batch_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let asks = (1..5).any(|i| c.is_result_used(i));
     let training = match c.opset {
@@ -37,14 +38,14 @@ fn batch_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         _ => !c.flag("is_test", false)?,
     };
     if asks && !training {
-        return Err(c.invalid("statistics are results of training only"));
+        return Err(c.invalid("the statistics are results in training mode only"));
     }
     let (x, eps) = (c.arg(0)?, c.float("epsilon", 1e-5)?);
     if !x.dtype().is_float() || x.rank() == 0 {
         return Err(c.invalid(format!("input {}: [n, c, …] of floats expected", x.ty)));
     }
     let given = x.shape().clone();
-    // An operand with a single axis is a batch of one channel.
+    // An operand `[n]` with a single axis is a batch of `n` with one channel.
     let x = if x.rank() == 1 { b.reshape(x, [given[0], 1.into()])? } else { x.clone() };
     let spatial = c.opset >= 9 || c.flag("spatial", true)?;
     let per = if spatial { Shape::from([x.shape()[1]]) } else { Shape::from(&x.shape()[1..]) };
@@ -52,7 +53,10 @@ fn batch_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     for i in 1..5 {
         let v = c.arg(i)?;
         if v.shape() != &per || !v.dtype().is_float() {
-            return Err(c.invalid(format!("operand {i} is {}, but statistics of {} are {per}", v.ty, x.ty)));
+            return Err(c.invalid(format!(
+                "operand {i} is {}, expected floats of shape {per} for input {}",
+                v.ty, x.ty
+            )));
         }
         w.push(b.cast(v, x.dtype().compute())?);
     }
@@ -205,7 +209,7 @@ fn rms_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.scalar(S::Mul, &[&y, scale])?)
 }
 
-/// Statistics over all axes after the second.
+/// The statistics are per image and channel: over all axes after the second.
 fn instance_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, eps) = (c.arg(0)?, c.float("epsilon", 1e-5)?);
     float(c, x)?;
@@ -230,11 +234,14 @@ fn affine(b: &mut Builder, c: &Call<'_>, x: &Value, scale: &Value, bias: &Value)
     if y.shape() == x.shape() {
         return Ok(y);
     }
-    Err(c.invalid(format!("scale {} and bias {} are not one per channel of {}", scale.ty, bias.ty, x.ty)))
+    Err(c.invalid(format!(
+        "scale {} and bias {} must have one element per channel of {}",
+        scale.ty, bias.ty, x.ty
+    )))
 }
 
-/// Statistics per group of consecutive channels. Scale and bias are per group before version 21, then per
-/// channel.
+/// The statistics are per group of consecutive channels. Scale and bias have one element per group before
+/// opset 21, and one per channel from then on.
 fn group_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, eps) = (c.arg(0)?, c.float("epsilon", 1e-5)?);
     float(c, x)?;
@@ -244,10 +251,9 @@ fn group_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let s = x.shape().clone();
     let (n, channels) = (s[0], s[1].known().ok_or_else(|| symbolic(s[1]))?);
     let groups = c.opt_int("num_groups")?.ok_or_else(|| c.invalid("attribute 'num_groups' is missing"))?;
-    let groups = usize::try_from(groups)
-        .ok()
-        .filter(|g| *g > 0 && channels % g == 0)
-        .ok_or_else(|| c.invalid(format!("{groups} groups of {channels} channels")))?;
+    let groups = usize::try_from(groups).ok().filter(|g| *g > 0 && channels % g == 0).ok_or_else(|| {
+        c.invalid(format!("num_groups is {groups}, which does not divide {channels} channels"))
+    })?;
     let size = s[2..].iter().fold(Dim::from(channels / groups), |n, &d| n.mul(d));
     let w = b.cast(x, stash(c)?)?;
     let w = b.reshape(&w, [n, groups.into(), size])?;
@@ -275,7 +281,7 @@ fn lp_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             let sum = b.reduce(R::Sum, &sq, &[axis], true)?;
             b.scalar(S::Sqrt, &[&sum])?
         }
-        p => return Err(c.invalid(format!("a norm of order {p}; 1 and 2 are defined"))),
+        p => return Err(c.invalid(format!("p is {p}, expected 1 or 2"))),
     };
     let zero = b.lit(&norm, 0.0);
     let none = b.scalar(S::Eq, &[&norm, &zero])?;
@@ -284,8 +290,8 @@ fn lp_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// `(x - mean) / (sqrt(variance) + 1e-9)`. The term 1e-9 is in the operator's function body but not in its
-/// formula.
+/// `(x - mean) / (sqrt(variance) + 1e-9)`. ONNX's function body of the operator has the term 1e-9, but the
+/// formula in its description does not.
 fn mean_variance(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     float(c, x)?;
@@ -302,8 +308,8 @@ fn mean_variance(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// `x / (bias + alpha / size * Σ x²)^beta`. The sum covers `size` neighbouring channels, of which `(size - 1)
-/// / 2`, rounded down, come before (Krizhevsky et al. 2012).
+/// `x / (bias + alpha / size * Σ x²)^beta`. The sum covers `size` neighbouring channels. `(size - 1) / 2` of
+/// them, rounded down, come before the channel itself (Krizhevsky et al. 2012).
 fn lrn(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     float(c, x)?;
@@ -313,8 +319,10 @@ fn lrn(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let s = x.shape().clone();
     let channels = s[1].known().ok_or_else(|| symbolic(s[1]))?;
     let size = c.opt_int("size")?.ok_or_else(|| c.invalid("attribute 'size' is missing"))?;
-    let size =
-        usize::try_from(size).ok().filter(|n| *n > 0).ok_or_else(|| c.invalid(format!("{size} channels")))?;
+    let size = usize::try_from(size)
+        .ok()
+        .filter(|n| *n > 0)
+        .ok_or_else(|| c.invalid(format!("size is {size}, expected at least 1")))?;
     let (to, w) = (x.dtype(), b.cast(x, x.dtype().compute())?);
     let sq = b.scalar(S::Mul, &[&w, &w])?;
     // The mean over the window, padded with zeros. Zeros beyond the number of channels do not change the sum,

@@ -28,7 +28,10 @@ fn paddings(b: &mut Builder, c: &Call<'_>, rank: usize) -> Result<Vec<(i64, i64)
     };
     let n = axes.len();
     if pads.len() != 2 * n || pads.iter().any(|p| p.unsigned_abs() > i32::MAX as u64) {
-        return Err(c.invalid(format!("{} amounts for {n} axes, or one out of range", pads.len())));
+        return Err(c.invalid(format!(
+            "{} padding amounts for {n} axes, expected two per axis, of less than 2^31",
+            pads.len()
+        )));
     }
     let mut out = vec![(0, 0); rank];
     for (i, &a) in axes.iter().enumerate() {
@@ -75,7 +78,7 @@ pub(super) fn crop_and_pad(
         .collect();
     for (r, n) in crop.iter().zip(x.shape().iter()) {
         if r.len.known().is_none() && n.known().is_some() {
-            return Err(c.invalid(format!("more is cropped than {} has", x.ty)));
+            return Err(c.invalid(format!("the padding crops more elements than {} has", x.ty)));
         }
     }
     let x = b.slice(x, &crop)?;
@@ -92,7 +95,7 @@ fn mirrored(c: &Call<'_>, mode: &str, n: Dim, lo: i64, hi: i64) -> Result<Value>
         c.unsupported(&format!("mode '{mode}' over the symbolic size {n}"), "Give concrete input shapes")
     })? as i64;
     let total = size + lo + hi;
-    // Limited, because the indices are listed during import.
+    // The size is limited, because the indices are listed during import.
     if size == 0 || !(0..=1 << 24).contains(&total) {
         return Err(
             c.invalid(format!("an axis of {size} cannot be padded by {lo} and {hi} in mode '{mode}'"))
@@ -113,7 +116,8 @@ fn mirrored(c: &Call<'_>, mode: &str, n: Dim, lo: i64, hi: i64) -> Result<Value>
     Ok(Host { dtype: DType::I64, dims: vec![vals.len()], vals }.into())
 }
 
-/// Crops to the centre, or centres the operand in zeros. An odd element is cropped or added at the end.
+/// Crops to the centre, or centres the operand in zeros. If the difference is odd, the extra element is
+/// cropped or added at the end.
 fn center_crop_pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let to = shape_of(b, c, c.arg(1)?, "the shape of CenterCropPad")?;
@@ -122,7 +126,7 @@ fn center_crop_pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         None => (0..x.rank()).collect(),
     };
     if to.rank() != axes.len() {
-        return Err(c.invalid(format!("{} sizes for {} axes", to.rank(), axes.len())));
+        return Err(c.invalid(format!("the target shape has {} sizes for {} axes", to.rank(), axes.len())));
     }
     let mut pads = vec![(0, 0); x.rank()];
     for (&axis, &want) in axes.iter().zip(to.iter()) {
@@ -135,7 +139,7 @@ fn center_crop_pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         };
         let fits = |v: usize| i32::try_from(v).map(i64::from);
         let (Ok(n), Ok(m)) = (fits(n), fits(m)) else {
-            return Err(c.invalid(format!("an axis of {n} to {m}")));
+            return Err(c.invalid(format!("an axis of {n} cannot be cropped or padded to {m}: too large")));
         };
         // Division truncates, so the smaller part comes first for either sign.
         let first = (m - n) / 2;
@@ -148,7 +152,7 @@ fn center_crop_pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 fn block(c: &Call<'_>) -> Result<([Dim; 4], Dim, bool)> {
     let x = c.arg(0)?;
     let &[n, ch, h, w] = &x.shape()[..] else {
-        return Err(c.invalid(format!("input {}: [n, c, h, w] expected", x.ty)));
+        return Err(c.invalid(format!("the input is {}, expected rank 4: [n, c, h, w]", x.ty)));
     };
     let size = c.opt_int("blocksize")?.filter(|s| (1..=1 << 15).contains(s));
     let size = size.ok_or_else(|| c.invalid("attribute 'blocksize' is missing or out of range"))?;
@@ -160,7 +164,7 @@ fn block(c: &Call<'_>) -> Result<([Dim; 4], Dim, bool)> {
     Ok(([n, ch, h, w], Dim::from(size as usize), crd))
 }
 
-/// A size divided by the block size, which must divide it.
+/// `d / by`, or an error if the block size `by` does not divide `d`.
 fn whole(c: &Call<'_>, d: Dim, by: Dim) -> Result<Dim> {
     match (d.known(), by.known()) {
         (Some(n), Some(m)) if n % m != 0 => Err(c.invalid(format!("{n} does not divide into blocks of {m}"))),

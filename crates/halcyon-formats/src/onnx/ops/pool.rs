@@ -37,7 +37,7 @@ pub(super) const ROWS: &[Row] = &[
 pub(super) struct Window {
     pub stride: Vec<usize>,
     pub dilation: Vec<usize>,
-    /// Negative values crop: automatic padding with strides longer than the kernel.
+    /// Negative values crop. They result from automatic padding if the strides are longer than the kernel.
     pub pad: Vec<(i64, i64)>,
 }
 
@@ -83,8 +83,7 @@ fn known(c: &Call<'_>, d: Dim) -> Result<usize> {
     })
 }
 
-/// Number of elements that a dilated kernel spans. Kernel sizes and dilations fit 31 bits, so it cannot
-/// overflow.
+/// Number of elements that a dilated kernel spans. It is an error if this number does not fit 31 bits.
 fn reach(c: &Call<'_>, kernel: usize, dilation: usize) -> Result<usize> {
     (kernel - 1)
         .checked_mul(dilation)
@@ -93,7 +92,7 @@ fn reach(c: &Call<'_>, kernel: usize, dilation: usize) -> Result<usize> {
         .ok_or_else(|| c.invalid("the dilated kernel is too large"))
 }
 
-/// A pool in the form that the graph has.
+/// A pool and its operand, in the form that the graph uses.
 #[derive(Debug)]
 pub(super) struct Pooled {
     /// The operand, cropped by negative padding.
@@ -106,7 +105,7 @@ pub(super) struct Pooled {
 }
 
 /// Kernel and window of a pool. In ceiling mode the padding at the end is adjusted so that the last, partial
-/// window is included; a window that would start inside that padding is not.
+/// window is included; a window that would start inside that padding is not included.
 pub(super) fn pool(b: &mut Builder, c: &Call<'_>, kind: PoolKind) -> Result<Pooled> {
     spatial(c)?;
     let x = c.arg(0)?;

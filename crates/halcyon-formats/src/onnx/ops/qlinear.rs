@@ -1,10 +1,10 @@
 //! Products of 8-bit integers.
 //!
-//! Sums are exact: they run through the f32 kernels in parts short enough that no partial sum exceeds 2^24,
-//! up to which f32 represents every integer, and the parts are added in i32. The result therefore does not
-//! depend on the order of additions, and wraps at 32 bits as the operators allow. The length of the parts
-//! follows from known weights and zero points, else from the dtypes. If a single term could already be too
-//! large, products run in i32 and convolutions in f64.
+//! Sums are exact. They are split into parts, which the f32 kernels compute and which are added in i32. The
+//! parts are so short that no partial sum exceeds 2^24, up to which f32 represents every integer. The result
+//! therefore does not depend on the order of additions, and wraps at 32 bits as the operators allow. The
+//! length of the parts follows from known weights and zero points, else from the dtypes. If a single term
+//! could already be too large, products run in i32 and convolutions in f64.
 
 use super::nn::{channels, conv_attrs};
 use super::{Row, one, row};
@@ -34,7 +34,7 @@ fn bytes_only(c: &Call<'_>, x: &Value) -> Result<()> {
     }
 }
 
-/// The possible zero points: the known ones, or every value of the dtype.
+/// The zero points if they are known, else the ends of the dtype's range.
 fn zeros(x: &Value, zero: Option<&Value>) -> Vec<i64> {
     let known = |z: &Value| -> Option<Vec<i64>> {
         z.host()?.vals.iter().map(|n| Some(n.known()?.as_i64())).collect()
@@ -77,8 +77,8 @@ fn weights(w: &Value, zero: Option<&Value>, outputs: usize) -> Option<impl Fn(us
     })
 }
 
-/// Splits `0..n` into runs in which the sum of `cost(i, o)` is at most `limit` for each of `outs`. `None` if
-/// a single element exceeds the limit or there are too many runs.
+/// Splits `0..n` into runs in which the sum of `cost(i, o)` is at most `limit` for each of `outs` outputs.
+/// `None` if a single element exceeds the limit or there are too many runs.
 pub(super) fn runs(
     n: usize,
     outs: usize,
@@ -123,9 +123,10 @@ fn centered(b: &mut Builder, c: &Call<'_>, x: &Value, zero: Option<&Value>) -> R
 
 fn same_type(c: &Call<'_>, x: &Value, zero: Option<&Value>) -> Result<()> {
     match zero {
-        Some(z) if z.dtype() != x.dtype() => {
-            Err(c.invalid(format!("zero point {} of an operand {}", z.ty, x.ty)))
-        }
+        Some(z) if z.dtype() != x.dtype() => Err(c.invalid(format!(
+            "the zero point is {} and the operand is {}; their types must be equal",
+            z.ty, x.ty
+        ))),
         _ => Ok(()),
     }
 }
@@ -136,8 +137,8 @@ fn add_all(b: &mut Builder, c: &Call<'_>, parts: Vec<Value>) -> Result<Value> {
     parts.try_fold(first, |sum, p| b.scalar(S::Add, &[&sum, &p]))
 }
 
-/// Shapes a zero point or scale of a matrix for broadcasting: a single one, one per row (left operand) or
-/// column, or one of the matrix's rank.
+/// Shapes a zero point or scale of a matrix for broadcasting: a single value, one value per row (left
+/// operand) or per column, or a tensor of the matrix's rank.
 fn per_line(b: &mut Builder, v: &Value, rows: bool) -> Result<Value> {
     if v.shape().numel().is(1) {
         return b.reshape(v, Shape::scalar());
@@ -185,7 +186,7 @@ fn product(
     let (zx, zw) = (zx.as_ref(), zw.as_ref());
     let (last, axis) = (x.rank() - 1, w.rank().saturating_sub(2));
     if x.shape()[last] != w.shape()[axis] {
-        return Err(c.invalid(format!("{} × {} do not go together", x.ty, w.ty)));
+        return Err(c.invalid(format!("{} × {}: the summed sizes differ", x.ty, w.ty)));
     }
     let columns = if w.rank() == 1 { Some(1) } else { w.shape()[w.rank() - 1].known() };
     let limit = EXACT / magnitude(x, zx);
@@ -258,9 +259,10 @@ fn convolution(
         Some(parts) => {
             let (g, s) = (Dim::from(attrs.groups), x.shape().clone());
             if w.shape()[1].mul(g) != s[1] {
-                return Err(
-                    c.invalid(format!("{} in {} groups does not go with {}", w.ty, attrs.groups, x.ty))
-                );
+                return Err(c.invalid(format!(
+                    "the weight {} in {} groups does not fit the input {}",
+                    w.ty, attrs.groups, x.ty
+                )));
             }
             let split = |n: Dim| [s[0], g, n].iter().chain(&s[2..]).copied().collect::<Shape>();
             let merged = |n: Dim| [s[0], g.mul(n)].iter().chain(&s[2..]).copied().collect::<Shape>();
@@ -280,7 +282,7 @@ fn convolution(
 /// Checks that a value is a single element for the whole tensor.
 fn scalar(b: &mut Builder, c: &Call<'_>, v: &Value) -> Result<Value> {
     if !v.shape().numel().is(1) {
-        return Err(c.invalid(format!("one value expected, not {}", v.ty)));
+        return Err(c.invalid(format!("expected one value, not {}", v.ty)));
     }
     b.reshape(v, Shape::scalar())
 }
@@ -291,7 +293,7 @@ fn outputs(b: &mut Builder, c: &Call<'_>, v: &Value, w: &Value) -> Result<Value>
         return b.reshape(v, Shape::scalar());
     }
     if v.rank() != 1 || v.shape()[0] != w.shape()[0] {
-        return Err(c.invalid(format!("{} for the outputs of {}", v.ty, w.ty)));
+        return Err(c.invalid(format!("{} does not have one value per output channel of {}", v.ty, w.ty)));
     }
     let mut s = vec![Dim::from(1); w.rank()];
     s[0] = v.shape()[0];
@@ -306,8 +308,7 @@ fn matmul_integer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(product(b, c, c.arg(0)?, c.opt(2), c.arg(1)?, c.opt(3))?)
 }
 
-/// `saturate(round(sum * factor) + zero)`, with ties to even. For a float result dtype, without rounding to
-/// an integer.
+/// `saturate(round(sum * factor) + zero)`, with ties to even. A float result is not rounded to an integer.
 fn requantized(b: &mut Builder, c: &Call<'_>, sum: &Value, factor: &Value, zero: &Value) -> Result<Value> {
     let sum = b.cast(sum, DType::F32)?;
     let y = b.scalar(S::Mul, &[&sum, factor])?;
@@ -322,7 +323,7 @@ fn requantized(b: &mut Builder, c: &Call<'_>, sum: &Value, factor: &Value, zero:
     Ok(b.value(y))
 }
 
-/// The unit of the bias is the product of both scales.
+/// The bias is an i32 in units of the product of the input's and the weight's scale.
 fn qlinear_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, w, zero) = (c.arg(0)?, c.arg(3)?, c.arg(7)?);
     let mut sum = convolution(b, c, x, c.opt(2), w, c.opt(5))?;

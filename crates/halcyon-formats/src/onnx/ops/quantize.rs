@@ -19,28 +19,35 @@ fn dtype(c: &Call<'_>, name: &str) -> Result<Option<DType>> {
     if c.int(name, 0)? == 0 { Ok(None) } else { c.dtype(name) }
 }
 
-/// Shapes a scale or zero point to broadcast to `x`: a single one, one per index of an axis, or one per block
-/// of an axis.
+/// Reshapes a scale or zero point so that it broadcasts to `x`. It has one element, one per index of an axis,
+/// or one per block of an axis.
 fn broadcast_scale(b: &mut Builder, c: &Call<'_>, v: &Value, x: &Value) -> Result<Value> {
     if v.shape().numel().is(1) {
         return b.reshape(v, Shape::scalar());
     }
     let block = c.int("block_size", 0)?;
-    let block = usize::try_from(block).map_err(|_| c.invalid(format!("block_size is {block}")))?;
+    let block = usize::try_from(block)
+        .map_err(|_| c.invalid(format!("block_size is {block}, expected at least 0")))?;
     let axis = if x.rank() == 1 { 0 } else { c.axis(c.int("axis", 1)?, x.rank())? };
     let n = x.shape()[axis];
     if block == 0 {
         if v.rank() != 1 || v.shape()[0] != n {
-            return Err(
-                c.invalid(format!("{} scales axis {axis} of {}: a vector of {n} expected", v.ty, x.ty))
-            );
+            return Err(c.invalid(format!(
+                "scale is {} for axis {axis} of {}, expected a vector of {n}",
+                v.ty, x.ty
+            )));
         }
         let mut s = vec![Dim::from(1); x.rank()];
         s[axis] = n;
         return b.reshape(v, s);
     }
     let same = v.rank() == x.rank() && (0..x.rank()).all(|k| k == axis || v.shape()[k] == x.shape()[k]);
-    let bad = || c.invalid(format!("{} does not scale axis {axis} of {} in blocks of {block}", v.ty, x.ty));
+    let bad = || {
+        c.invalid(format!(
+            "scale {} must have one element per block of {block} on axis {axis} of {}",
+            v.ty, x.ty
+        ))
+    };
     if !same {
         return Err(bad());
     }
@@ -89,8 +96,8 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     check_zero(c, zero, scale, to)?;
     let via = match dtype(c, "precision")? {
         Some(d) if d.is_float() && d.is_native() => d,
-        Some(d) => return Err(c.invalid(format!("a division in {d}"))),
-        // Power-of-two scales have no arithmetic of their own.
+        Some(d) => return Err(c.invalid(format!("precision is {d}, expected f16, bf16, f32 or f64"))),
+        // There is no arithmetic in f8e8m0, the type of scales that are powers of two.
         None if scale.dtype() == DType::F8E8M0 => {
             if x.dtype().is_float() {
                 x.dtype()
@@ -114,7 +121,7 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         q = b.scalar(S::Round, &[&q])?;
     }
     if let Some(z) = zero {
-        // Exact: values beyond the range where floats hold all integers are far out of range of the result.
+        // The sum is exact, unless it is so large that the result saturates.
         let z = b.cast(z, q.dtype())?;
         let z = broadcast_scale(b, c, &z, x)?;
         q = b.scalar(S::Add, &[&q, &z])?;
@@ -132,7 +139,9 @@ fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, scale, zero) = (c.arg(0)?, c.arg(1)?, c.opt(2));
     let to = dtype(c, "output_dtype")?.unwrap_or(scale.dtype());
     if !to.is_float() || !to.is_native() || !scale.dtype().is_float() {
-        return Err(c.invalid(format!("dequantisation with scale {} to {to}", scale.dtype())));
+        return Err(
+            c.invalid(format!("dequantisation with a scale of {} to {to} is not defined", scale.dtype()))
+        );
     }
     check_zero(c, zero, scale, x.dtype())?;
     let via = to.compute();
@@ -155,7 +164,7 @@ fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 fn dynamic(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     if x.dtype() != DType::F32 {
-        return Err(c.invalid(format!("f32 expected, not {}", x.ty)));
+        return Err(c.invalid(format!("the input is {}, expected f32", x.ty)));
     }
     let axes: Vec<usize> = (0..x.rank()).collect();
     let lit =

@@ -44,12 +44,13 @@ fn products_are_exact_past_the_integers_of_f32() {
     let v = node("MatMulInteger", &["x", "w0"], &["y"]);
     check(10, v, &t(&[K], &[255u8; K]), &[t(&[K], &[255u8; K])], &[], &[want]);
 
-    // Signed weights against both zero points; two groups.
+    // Signed weights in two groups, with zero points of the operand and of each group's weights.
     let x = t(&[1, 2 * K, 1], &[255u8; 2 * K]);
     let w = [t(&[2, K, 1], &[127i8; 2 * K]), s(0u8), t(&[2], &[-128i8, 126])];
     let n = node("ConvInteger", &["x", "w0", "w1", "w2"], &["y"]).int("group", 2);
     check(10, n, &x, &w, &[1, 2, 1], &[want, (K * 255) as f64]);
-    // One tap is within the limit, all of them together are not, so this runs in f64.
+    // The product at one position of the window is within the limit, but the sum over all positions is not,
+    // so this runs in f64.
     let x = t(&[1, 1, K], &[255u8; K]);
     let n = node("ConvInteger", &["x", "w0"], &["y"]);
     check(10, n, &x, &[t(&[1, 1, K], &[255u8; K])], &[1, 1, 1], &[want]);
@@ -97,7 +98,7 @@ fn sizes_without_elements_cost_nothing() {
 #[test]
 fn requantised_results() {
     let x = t(&[1, 2], &[3u8, 5]);
-    // (1 * 2 + 3 * 4) * 0.25 * 1 / 1 = 3.5, ties to even.
+    // (1 * 2 + 3 * 4) * 0.25 * 1 / 1 = 3.5, which is rounded to 4 (ties to even). The zero point is -1.
     let w = [s(0.25f32), s(2u8), t(&[2, 1], &[2i8, 4]), s(1f32), s(0i8), s(1f32), s(-1i8)];
     let n = node("QLinearMatMul", &["x", "w0", "w1", "w2", "w3", "w4", "w5", "w6"], &["y"]);
     check(10, n.clone(), &x, &w, &[1, 1], &[3.0]);
@@ -132,7 +133,7 @@ fn quantisation_rounds_saturates_and_scales_by_part() {
     check(10, q(&["x", "w0"]), &x, &w[..1], &[6], &[0.0, 2.0, 2.0, 0.0, 255.0, 0.0]);
     let to = q(&["x", "w0"]).int("output_dtype", DType::U16.row().onnx.into());
     check(21, to, &x, &w[..1], &[6], &[0.0, 2.0, 2.0, 0.0, 65535.0, 0.0]);
-    // The quotient is first rounded to the precision: 2.4995 is 2.5 in f16.
+    // The quotient is first rounded to the type `precision`: in f16, 3.4995 is 3.5, which is rounded to 4.
     let x = t(&[1], &[2.4995f32]);
     check(23, q(&["x", "w0"]), &x, &w[..1], &[1], &[2.0]);
     let half = q(&["x", "w0"]).int("precision", DType::F16.row().onnx.into());

@@ -37,7 +37,7 @@ fn shape(c: &Call<'_>) -> Result<Shape> {
 }
 
 fn float(c: &Call<'_>, d: DType) -> Result<DType> {
-    if d.is_float() { Ok(d) } else { Err(c.invalid(format!("a float type is drawn, not {d}"))) }
+    if d.is_float() { Ok(d) } else { Err(c.invalid(format!("expected a float type, found {d}"))) }
 }
 
 fn dtype(c: &Call<'_>) -> Result<DType> {
@@ -82,14 +82,14 @@ fn multinomial(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let to = c.dtype("dtype")?.unwrap_or(DType::I32);
     if !matches!(to, DType::I32 | DType::I64) {
-        return Err(c.invalid(format!("classes are i32 or i64, not {to}")));
+        return Err(c.invalid(format!("the result's type must be i32 or i64, found {to}")));
     }
     if x.rank() != 2 || x.shape()[1].is(0) {
-        return Err(c.invalid(format!("input {}: [batch, classes] expected, with a class", x.ty)));
+        return Err(c.invalid(format!("expected an input [batch, classes] with classes, found {}", x.ty)));
     }
     let samples = c.int("sample_size", 1)?;
     let samples = usize::try_from(samples).ok().filter(|n| *n <= i32::MAX as usize);
-    let samples = Dim::from(samples.ok_or_else(|| c.invalid("sample_size is out of range"))?);
+    let samples = Dim::from(samples.ok_or_else(|| c.invalid("sample_size must be in 0..2^31"))?);
     let seed = b.float_seed(c)?;
     let (batch, classes) = (x.shape()[0], x.shape()[1]);
 

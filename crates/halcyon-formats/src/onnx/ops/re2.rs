@@ -18,12 +18,13 @@ pub(super) fn compile(re2: &str) -> Result<regex::Regex, PatternError> {
     let build = |p: &str| {
         regex::RegexBuilder::new(p).octal(true).size_limit(1 << 24).build().map_err(|e| match e {
             regex::Error::CompiledTooBig(n) => {
-                PatternError::Unsupported(format!("a program of more than {n} bytes"))
+                PatternError::Unsupported(format!("its compiled form takes more than {n} bytes"))
             }
             e => PatternError::Invalid(e.to_string().replace('\n', " ")),
         })
     };
-    // Built alone first, so that an unbalanced parenthesis cannot close the group added around the pattern.
+    // The pattern is first compiled alone, so that an unbalanced parenthesis cannot close the group that is
+    // added around it.
     build(&own)?;
     build(&format!(r"\A(?:{own})\z"))
 }
@@ -111,7 +112,7 @@ fn escape(out: &mut String, rest: &mut Peekable<Chars<'_>>, class: bool) -> Resu
             }
             out.push_str(&regex::escape(&literal));
         }
-        // Escaped, these would be word boundaries.
+        // In Rust's engine, `\<` and `\>` are word boundaries.
         '<' | '>' => out.push(c),
         c => {
             out.push('\\');

@@ -1,5 +1,6 @@
-//! Recurrent layers, unrolled: one product of the weights with all time steps, then a few nodes per step. The
-//! two directions of a bidirectional layer run as one batch if they have the same activations.
+//! Recurrent layers, unrolled: one product multiplies the inputs of all time steps by the input weights, then
+//! a few nodes compute each time step. The two directions of a bidirectional layer run as one batch if they
+//! have the same activations.
 
 use super::activation::hard;
 use super::{Row, row};
@@ -18,7 +19,8 @@ const ATTRS: &[&str] = &[
     "input_forget",
     "layout",
     "linear_before_reset",
-    // Before version 7. Ignored, because unused results are not computed anyway.
+    // An attribute of opset versions below 7 that says whether result 0 is wanted. It is ignored, because
+    // results that nothing uses are never computed.
     "output_sequence",
 ];
 
@@ -28,7 +30,7 @@ pub(super) const ROWS: &[Row] = &[
     row("RNN", 1, ATTRS, |b, c| layer(b, c, Kind::Rnn)),
 ];
 
-/// Limit on the unrolled steps, each of which adds nodes to the graph.
+/// Limit on the number of time steps, each of which adds nodes to the graph.
 const STEPS: usize = 8192;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -72,9 +74,9 @@ enum Activation {
 }
 
 impl Activation {
-    /// Takes the activation's parameters from the front of `alpha` and `beta`, or the operator's defaults
-    /// once these are used up. NaN marks the parameters of `ScaledTanh`, which have no default. `None` for an
-    /// unknown name.
+    /// Takes the activation's parameters from the front of `alpha` and `beta`. Once these are used up, the
+    /// activation's defaults apply. `ScaledTanh` has no defaults, so its missing parameters are NaN. `None`
+    /// for an unknown name.
     fn parse(
         name: &str,
         alpha: &mut impl Iterator<Item = f32>,
@@ -152,7 +154,7 @@ impl Activation {
     }
 }
 
-/// The operands that all steps share, in the compute type. `d` is the number of directions.
+/// The operands that all time steps share, in the compute type. `d` is the number of directions.
 struct Layer {
     kind: Kind,
     acts: Vec<Activation>,
@@ -160,18 +162,18 @@ struct Layer {
     input_forget: bool,
     linear_before_reset: bool,
     hidden: Dim,
-    /// Transposed recurrent weights, `[d, h, gates * h]`.
+    /// Transposed recurrent weights, `[d, h, gates * h]`, where `h` is the hidden size.
     r: Value,
-    /// Recurrence bias of the hidden gate, `[d, 1, h]`, if the reset gate multiplies it.
+    /// Recurrent bias of the hidden gate, `[d, 1, h]`, if the reset gate multiplies it.
     rb: Option<Value>,
     /// Peephole weights, `[d, 1, 3 * h]`.
     p: Option<Value>,
 }
 
-/// Hidden state and, for LSTM, cell state, `[d, b, h]`.
+/// The hidden state and, for LSTM, the cell state of a layer, `[d, b, h]`, with the batch size `b`.
 type State = (Value, Option<Value>);
 
-/// `n` gates from gate `at` on, along the last axis.
+/// Returns the part of `x` that belongs to `n` gates from gate `at` on, along the last axis.
 fn gates(b: &mut Builder, x: &Value, at: usize, n: usize, hidden: Dim) -> Result<Value> {
     b.narrow(x, x.rank() - 1, hidden.mul(Dim::from(at)), hidden.mul(Dim::from(n)))
 }
@@ -204,7 +206,7 @@ impl Layer {
         self.acts[i % self.acts.len()].apply(b, &x)
     }
 
-    /// `x + p * c` for peephole `i`.
+    /// Returns `x + p * c`, where `p` are the weights of peephole `i`.
     fn peep(&self, b: &mut Builder, x: &Value, i: usize, c: &Value) -> Result<Value> {
         let Some(p) = &self.p else { return Ok(x.clone()) };
         let p = gates(b, p, i, 1, self.hidden)?;
@@ -212,7 +214,7 @@ impl Layer {
         add(b, x, &pc)
     }
 
-    /// Computes one step from the projected input `x`, `[d, b, gates * h]`.
+    /// Computes one time step. `x` is the input times the input weights, `[d, b, gates * h]`.
     fn step(&self, b: &mut Builder, x: &Value, (h, cell): &State) -> Result<State> {
         match (self.kind, cell) {
             (Kind::Lstm, Some(cell)) => self.lstm(b, x, h, cell),
@@ -225,7 +227,8 @@ impl Layer {
         }
     }
 
-    /// `h' = (1 - z) g + z h`, with update gate z and reset gate r.
+    /// `h' = (1 - z) g + z h`, with the update gate z and the candidate g, which depends on h through the
+    /// reset gate r.
     fn gru(&self, b: &mut Builder, x: &Value, h: &Value) -> Result<State> {
         let n = self.hidden;
         let (xg, xh) = (gates(b, x, 0, 2, n)?, gates(b, x, 2, 1, n)?);
@@ -259,7 +262,8 @@ impl Layer {
         Ok((add(b, &new, &old)?, None))
     }
 
-    /// `c' = f c + i g`, `h' = o act(c')`, with input, output and forget gates.
+    /// `c' = f c + i g`, `h' = o act(c')`, with the input gate i, output gate o, forget gate f and candidate
+    /// g.
     fn lstm(&self, b: &mut Builder, x: &Value, h: &Value, cell: &Value) -> Result<State> {
         let n = self.hidden;
         let hr = matmul(b, h, &self.r)?;
@@ -285,7 +289,7 @@ impl Layer {
     }
 }
 
-/// The activations of one direction.
+/// The activations of each direction.
 fn activations(c: &Call<'_>, kind: Kind, dirs: usize) -> Result<Vec<Vec<Activation>>> {
     let each = kind.activations();
     let names = match c.strings("activations")? {
@@ -305,9 +309,10 @@ fn activations(c: &Call<'_>, kind: Kind, dirs: usize) -> Result<Vec<Vec<Activati
         })
         .collect::<Result<Vec<Activation>>>()?;
     if all.iter().any(|a| matches!(a, Activation::ScaledTanh(a, b) if a.is_nan() || b.is_nan())) {
-        return Err(
-            c.unsupported("ScaledTanh without its factors", "Give activation_alpha and activation_beta")
-        );
+        return Err(c.unsupported(
+            "the activation ScaledTanh without its factors alpha and beta",
+            "Give activation_alpha and activation_beta",
+        ));
     }
     Ok(all.chunks(each.len()).map(<[Activation]>::to_vec).collect())
 }
@@ -319,7 +324,7 @@ fn backwards(b: &mut Builder, x: &Value, axis: usize) -> Result<Value> {
     b.slice(x, &r)
 }
 
-/// `n` directions from `at` on, along axis 0.
+/// Returns the part of `x` for `n` directions from direction `at` on, along axis 0.
 fn directions(b: &mut Builder, x: &Value, at: usize, n: usize) -> Result<Value> {
     b.narrow(x, 0, Dim::from(at), Dim::from(n))
 }
@@ -333,7 +338,7 @@ struct Sizes {
     back: Vec<bool>,
 }
 
-/// The operand in the compute type. Checks its shape.
+/// Checks that operand `i` has the shape `want` and the dtype of `like`, and casts it to the compute type.
 fn operand(b: &mut Builder, c: &Call<'_>, i: usize, like: &Value, want: &[Dim]) -> Result<Option<Value>> {
     let Some(v) = c.opt(i) else { return Ok(None) };
     if v.shape() != &Shape::from(want) || v.dtype() != like.dtype() {
@@ -350,26 +355,30 @@ fn operand(b: &mut Builder, c: &Call<'_>, i: usize, like: &Value, want: &[Dim]) 
 fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
     let (x, r) = (c.arg(0)?, c.arg(2)?);
     if x.rank() != 3 || r.rank() != 3 || !x.dtype().is_float() {
-        return Err(c.invalid(format!("input {} and recurrence {}: tensors of rank 3 expected", x.ty, r.ty)));
+        return Err(c.invalid(format!("the input X is {} and the recurrent weights R are {}; both must have rank 3, and X must be a float", x.ty, r.ty)));
     }
     let batch_first = c.int("layout", 0)? != 0;
     let back = backward_directions(c)?;
     let dirs = Dim::from(back.len());
     let (time, batch) = if batch_first { (1, 0) } else { (0, 1) };
     let steps = x.shape()[time].known();
-    let steps =
-        steps.ok_or_else(|| c.unsupported("a symbolic number of steps", "Give concrete input shapes"))?;
+    let steps = steps
+        .ok_or_else(|| c.unsupported("a symbolic number of time steps", "Give concrete input shapes"))?;
     if steps > STEPS {
-        return Err(
-            c.unsupported(&format!("a sequence of {steps} steps"), "Split it; at most 8192 are unrolled")
-        );
+        return Err(c.unsupported(
+            &format!("a sequence of {steps} time steps"),
+            "Split it; at most 8192 are unrolled",
+        ));
     }
-    // Limits the total of many long layers, as for unrolled loops.
+    // Limits the number of nodes of the whole graph, which many long layers could exceed, as for unrolled
+    // loops.
     let nodes = b.node_count();
     b.pace(&[], nodes)?;
     let (hidden, wide) = (r.shape()[2], r.shape()[2].mul(Dim::from(kind.gates())));
     if c.opt_int("hidden_size")?.is_some_and(|h| hidden.known().is_some_and(|n| i64::try_from(n) != Ok(h))) {
-        return Err(c.invalid(format!("hidden_size differs from the recurrence {}", r.ty)));
+        return Err(
+            c.invalid(format!("hidden_size is not the last dimension of the recurrent weights R, {}", r.ty))
+        );
     }
     let s = Sizes { steps, batch: x.shape()[batch], hidden, back };
     let need = |v: Option<Value>, i: usize| v.ok_or_else(|| c.invalid(format!("operand {i} is missing")));
@@ -382,7 +391,9 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
     if let Some(v) = lens
         && (v.rank() != 1 || v.shape()[0] != s.batch || !v.dtype().is_int())
     {
-        return Err(c.invalid(format!("sequence lengths {} for a batch of {}", v.ty, s.batch)));
+        return Err(
+            c.invalid(format!("sequence_lens is {}, expected a vector of {} integers", v.ty, s.batch))
+        );
     }
     let state = if batch_first { [s.batch, dirs, hidden] } else { [dirs, s.batch, hidden] };
     let initial = |b: &mut Builder, i: usize| -> Result<Value> {
@@ -411,7 +422,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
     let rt = b.permute(&r, &[0, 2, 1])?;
     let clip = c.opt_float("clip")?;
     if clip.is_some_and(|t| t.is_nan() || t < 0.0) {
-        return Err(c.invalid("clip is negative"));
+        return Err(c.invalid("clip is negative or NaN"));
     }
 
     let acts = activations(c, kind, s.back.len())?;
@@ -455,7 +466,8 @@ fn backward_directions(c: &Call<'_>) -> Result<Vec<bool>> {
 }
 
 /// Returns the bias that is added to the projected input, and the recurrent bias that a reset gate
-/// multiplies. The first is the sum of both biases without the second.
+/// multiplies. The first result is the sum of the input bias and the recurrent bias. With
+/// `linear_before_reset`, it leaves out the part of the recurrent bias that is the second result.
 fn biases(
     b: &mut Builder,
     v: &Value,
@@ -475,8 +487,8 @@ fn biases(
     Ok((Some(b.concat(&[&sum, &w1], 1)?), Some(last)))
 }
 
-/// The results of the directions along axis 0, in the operand's dtype and layout. `unused` stands for a
-/// result that is not used.
+/// Joins the results of the directions, and converts them to the layout of the layer's input and to `dtype`.
+/// `unused` takes the place of a result that nothing uses.
 fn joined(
     b: &mut Builder,
     parts: &[[Option<Value>; 3]],
@@ -508,8 +520,8 @@ fn joined(
     Ok(out)
 }
 
-/// The input at all steps times the input weights, plus the bias: `[d, t, b, gates * h]`, with the steps of
-/// each direction in its processing order.
+/// Returns the inputs of all time steps times the input weights, plus the bias: `[d, t, b, gates * h]`. The
+/// time steps of each direction are in the order in which that direction processes them.
 fn project(
     b: &mut Builder,
     x: &Value,
@@ -535,7 +547,7 @@ fn project(
     in_step_order(b, &y, 1, s)
 }
 
-/// Reverses `axis` of `x` for the directions that run backwards. Axis 0 of `x` is the directions.
+/// Reverses `axis` of `x`, the time, for the directions that run backwards. Axis 0 of `x` is the direction.
 fn in_step_order(b: &mut Builder, x: &Value, axis: usize, s: &Sizes) -> Result<Value> {
     if s.steps < 2 || !s.back.contains(&true) {
         return Ok(x.clone());
@@ -556,7 +568,7 @@ fn reverse_time(b: &mut Builder, x: &Value, axis: usize, back: &[bool]) -> Resul
     if parts.len() == 1 { Ok(parts[0].clone()) } else { b.concat(&parts, 0) }
 }
 
-/// Whether each step of a direction is within each sequence: `[d, t, b, 1]`.
+/// For each time step of each direction, whether it lies within each sequence: `[d, t, b, 1]`.
 fn masks(b: &mut Builder, lens: &Value, s: &Sizes) -> Result<Value> {
     let lens = b.cast(lens, DType::I64)?;
     let lens = b.reshape(&lens, [s.batch, Dim::from(1)])?;
@@ -567,17 +579,18 @@ fn masks(b: &mut Builder, lens: &Value, s: &Sizes) -> Result<Value> {
     b.scalar(S::Lt, &[&i, &lens])
 }
 
-/// The operands that the steps of a layer read: the inputs, the masks of sequences that end early, and the
-/// directions.
+/// What the time steps of some directions read: the inputs, the masks of sequences that end early, and the
+/// numbers of the directions.
 struct Steps<'a> {
     xs: &'a Value,
     masks: Option<&'a Value>,
     dirs: std::ops::Range<usize>,
-    /// Whether the outputs of all steps are used.
+    /// Whether the outputs of all time steps are used.
     sequence: bool,
 }
 
-/// Outputs of all steps `[d, t, b, h]` in the order of time (if used), and the final states.
+/// Returns the outputs of all time steps (`[d, t, b, h]` in the order of time, if they are used) and the
+/// final states.
 fn unroll(
     b: &mut Builder,
     l: &Layer,
@@ -596,7 +609,7 @@ fn unroll(
         let (mut h, mut cell) = l.step(b, &x, &state)?;
         let mut y = h.clone();
         if let Some(m) = masks {
-            // Past the end of a sequence, its state is kept and its output is zero.
+            // After the end of a sequence, its state does not change and its outputs are zero.
             let m = b.narrow(m, 1, Dim::from(t), Dim::from(1))?;
             let m = b.reshape(&m, [n, s.batch, Dim::from(1)])?;
             let none = b.lit(&h, zero);

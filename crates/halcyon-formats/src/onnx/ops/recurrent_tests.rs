@@ -12,7 +12,7 @@ fn acts(n: NodeProto, names: &[&'static str], alpha: &[f32], beta: &[f32]) -> No
         .attr("activation_beta", attribute::FLOATS, |a| a.floats = beta.to_vec())
 }
 
-/// `h' = x + 2 h` for the inputs 1, 2, 3.
+/// A layer that computes `h' = x + 2 h` with the weights of [`wr`].
 fn rnn(inputs: &[&str], outputs: &[&str]) -> NodeProto {
     acts(node("RNN", inputs, outputs), &["Affine"], &[], &[])
 }
@@ -53,7 +53,7 @@ fn directions_lengths_and_states() {
     let y = [3.0, 8.0, 23.0, 50.0];
     check(14, rnn(&io, &["y"]).int("layout", 1), &xb, &w, &[2, 2, 1, 1], &y);
     check(14, rnn(&io, &["", "y"]).int("layout", 1), &xb, &w, &[2, 1, 1], &[8.0, 50.0]);
-    // Without steps the initial state is returned.
+    // Without time steps, the initial hidden state is returned.
     let none = t::<f32>(&[0, 1, 1], &[]);
     check(14, rnn(&["x", "w0", "w1"], &["y"]), &none, &wr(), &[0, 1, 1, 1], &[]);
     check(14, rnn(&["x", "w0", "w1"], &["", "y"]), &none, &wr(), &[1, 1, 1], &[0.0]);
@@ -99,7 +99,7 @@ fn activations_and_clip() {
     check(14, n, &v, &wr(), &[1, 1, 3, 1], &[-1.0, 0.5, 1.0]);
 }
 
-/// Gates that equal their sums, so that peepholes and coupling are visible.
+/// Each gate equals the sum that enters it, so that peepholes and coupled gates change the results.
 #[test]
 fn lstm_cells() {
     let each = |n: NodeProto, alpha: &[f32], beta: &[f32]| acts(n, &["Affine"; 3], alpha, beta);
@@ -120,7 +120,7 @@ fn lstm_cells() {
     check(7, n(&["", "", "y"]), &x1, &w, &[1, 1, 1], &[4.0]);
 }
 
-/// Both gates are 1/2; the recurrence bias is inside or outside of the reset.
+/// Both gates are 1/2. The reset gate applies to the recurrent bias or does not.
 #[test]
 fn gru_resets_before_and_after_the_product() {
     let w = [

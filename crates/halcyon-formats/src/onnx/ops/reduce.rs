@@ -28,8 +28,8 @@ pub(super) const ROWS: &[Row] = &[
     row("ReduceSumSquare", 1, ATTRS, |b, c| reduce(b, c, R::Sum, Some(S::Mul), None)),
 ];
 
-/// The axes, and whether they are kept. The axes became an operand in version 13 for ReduceSum, in version 18
-/// for the other reductions.
+/// The axes, and whether they are kept. The axes became an operand in opset version 13 for ReduceSum, and in
+/// version 18 for the other reductions.
 fn axes(b: &mut Builder, c: &Call<'_>) -> Result<(Vec<usize>, bool)> {
     let rank = c.arg(0)?.rank();
     let keep = c.flag("keepdims", true)?;

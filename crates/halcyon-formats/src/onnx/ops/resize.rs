@@ -2,7 +2,7 @@
 //!
 //! Each axis is resized separately: a result is a weighted sum of taps, which are elements of the operand.
 //! Their indices and weights are computed during import, in f64. The taps become gathers (or views if their
-//! indices are regular), the weights constants.
+//! indices are regular), and the weights become constants.
 
 use super::calc::{along, bin, floats, indices};
 use super::{Row, one, row};
@@ -62,7 +62,8 @@ enum Nearest {
     PreferCeil,
     Floor,
     Ceil,
-    /// Before version 11: rounded down if the axis grows, up if it shrinks.
+    /// The rule of opset versions before 11: positions are rounded down if the axis grows, and up if it
+    /// shrinks.
     Simple,
 }
 
@@ -249,7 +250,7 @@ fn repeat(b: &mut Builder, x: &Value, axis: usize, times: usize) -> Result<Value
     b.reshape(&y, shape(&[s[axis].mul(Dim::from(times))]))
 }
 
-/// Resizes one axis. For weighted sums `x` must be of a dtype to compute in.
+/// Resizes one axis. If the result is a weighted sum, `x` must have a dtype to compute in.
 fn apply(b: &mut Builder, c: &Call<'_>, x: &Value, r: &Rules, a: &Axis, t: &Taps) -> Result<Value> {
     let (rank, axis, out) = (x.rank(), a.axis, a.out);
     let mut y = if t.k == 1 && t.weight.iter().all(|w| *w == 1.0) {
@@ -373,7 +374,9 @@ fn resize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         None if r.coords != Coords::TfCropAndResize => {
             [vec![0.0; axes.len()], vec![1.0; axes.len()]].concat()
         }
-        _ => return Err(c.invalid(format!("the region has two values for each of {} axes", axes.len()))),
+        _ => {
+            return Err(c.invalid(format!("the region must have two values for each of {} axes", axes.len())));
+        }
     };
     match (scales, sizes) {
         (Some(_), Some(_)) => Err(c.invalid("both scales and sizes are given")),
@@ -384,7 +387,7 @@ fn resize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
 }
 
-/// Scales are an attribute in version 7, an operand from version 9 on.
+/// The scales are an attribute in opset version 7, and an operand from version 9 on.
 fn upsample(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let scales = if c.opset < 9 {
@@ -407,9 +410,10 @@ fn by_scale(
     roi: &[f64],
 ) -> Result<Vec<Value>> {
     if scales.len() != axes.len() || !scales.iter().all(|s| s.is_finite() && *s > 0.0) {
-        return Err(
-            c.invalid(format!("scales {scales:?}: a positive number for each of {} axes", axes.len()))
-        );
+        return Err(c.invalid(format!(
+            "scales {scales:?}: expected a positive number for each of {} axes",
+            axes.len()
+        )));
     }
     let crop = r.coords == Coords::TfCropAndResize;
     let mut x = c.arg(0)?.clone();
@@ -425,14 +429,14 @@ fn by_scale(
             let whole = scale.fract() == 0.0 && scale <= i32::MAX.into() && r.kind == Kind::Nearest;
             if !whole || !repeats(r) {
                 return Err(c.unsupported(
-                    &format!("the symbolic size {d} in this mode"),
+                    &format!("resizing the symbolic size {d} in this mode"),
                     "Give concrete input shapes",
                 ));
             }
             x = repeat(b, &x, axis, scale as usize)?;
             continue;
         };
-        // In f32, as the operator's shape rule specifies.
+        // Computed in f32, as the operator's shape rule specifies.
         let region = if crop { (roi.1 - roi.0) as f32 } else { 1.0 };
         let out = (n as f32 * region * scale as f32).floor();
         work.push(Axis { axis, n, out: size(c, out.into())?, scale, roi });
@@ -457,11 +461,14 @@ fn by_size(
     for (i, &axis) in axes.iter().enumerate() {
         let d = x.shape()[axis];
         let n = d.known().ok_or_else(|| {
-            c.unsupported(&format!("sizes over the symbolic size {d}"), "Give concrete input shapes")
+            c.unsupported(
+                &format!("resizing the symbolic size {d} to a given size"),
+                "Give concrete input shapes",
+            )
         })?;
         let out = size(c, sizes[i])?;
         if n == 0 && out > 0 {
-            return Err(c.invalid(format!("an empty axis cannot become {out}")));
+            return Err(c.invalid(format!("an axis without elements cannot be resized to {out}")));
         }
         let scale = if n == 0 { 1.0 } else { out as f64 / n as f64 };
         work.push(Axis { axis, n, out, scale, roi: (roi[i], roi[axes.len() + i]) });
@@ -488,7 +495,7 @@ fn unchanged(r: &Rules, roi: (f64, f64)) -> bool {
     r.coords != Coords::TfCropAndResize || roi == (0.0, 1.0)
 }
 
-/// Whether an integer scale repeats each element that many times. For nearest mode.
+/// Whether an integer scale in nearest mode repeats each element that many times.
 fn repeats(r: &Rules) -> bool {
     let half = matches!(r.coords, Coords::HalfPixel | Coords::HalfPixelSymmetric | Coords::PytorchHalfPixel);
     match r.nearest {
@@ -506,7 +513,7 @@ fn size(c: &Call<'_>, v: f64) -> Result<usize> {
 fn run(b: &mut Builder, c: &Call<'_>, r: &Rules, x: Value, mut work: Vec<Axis>) -> Result<Vec<Value>> {
     let to = x.dtype();
     if let Some(a) = work.iter().find(|a| a.n == 0 && a.out > 0) {
-        return Err(c.invalid(format!("an empty axis cannot become {}", a.out)));
+        return Err(c.invalid(format!("an axis without elements cannot be resized to {}", a.out)));
     }
     if work.iter().any(|a| a.out == 0) {
         let mut s = x.shape().clone();
@@ -514,12 +521,12 @@ fn run(b: &mut Builder, c: &Call<'_>, r: &Rules, x: Value, mut work: Vec<Axis>) 
         return one(b.full(to, &s, Scalar::I(0)));
     }
     if to == DType::Bool && r.kind != Kind::Nearest {
-        return Err(c.invalid("bool has no weighted sums"));
+        return Err(c.invalid("bool cannot be interpolated"));
     }
     // f64 preserves the digits of wide integers.
     let wide = !to.is_float() && to.bits() >= 32;
     let compute = if to.is_float() { to.compute() } else { [DType::F32, DType::F64][usize::from(wide)] };
-    // Shrinking axes go first, which reduces the work for the others.
+    // Resize shrinking axes first, which reduces the work on the other axes.
     work.sort_by(|a, b| a.scale.total_cmp(&b.scale));
     let mut y = x;
     for a in &work {

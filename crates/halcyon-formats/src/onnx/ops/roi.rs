@@ -32,7 +32,7 @@ const MAX_SAMPLES: usize = 1 << 31;
 
 fn image(c: &Call<'_>, x: &Value) -> Result<(usize, usize)> {
     if x.rank() != 4 {
-        return Err(c.invalid(format!("input {}: [n, c, h, w] expected", x.ty)));
+        return Err(c.invalid(format!("the input is {}, expected rank 4: [n, c, h, w]", x.ty)));
     }
     match known(&x.shape()[2..])?[..] {
         [h, w] if h > 0 && w > 0 => Ok((h, w)),
@@ -40,7 +40,7 @@ fn image(c: &Call<'_>, x: &Value) -> Result<(usize, usize)> {
     }
 }
 
-/// One axis of the regions, with a vector element per region.
+/// The regions along one spatial axis. The values are vectors with one element per region.
 struct AxisRegions {
     start: Value,
     /// Size of a bin.
@@ -68,20 +68,23 @@ impl AxisRegions {
         let (start, end) = (edge(first)?, edge(first + 2)?);
         let mut len = bin(b, S::Sub, &end, &start)?;
         if !half {
-            // Malformed regions count as one element long.
+            // A region shorter than one element, or whose end is before its start, counts as one element
+            // long.
             len = with(b, S::Max, &len, 1.0)?;
         }
         Ok(AxisRegions { start, bin: with(b, S::Div, &len, bins as f64)?, bins, n })
     }
 
-    /// Samples per bin for adaptive sampling: one per element of the operand.
+    /// Number of samples per bin for adaptive sampling: the size of the bin in elements, rounded up.
     fn adaptive(&self, b: &mut Builder) -> Result<Value> {
         let g = b.scalar(S::Ceil, &[&self.bin])?;
         with(b, S::Max, &g, 0.0)
     }
 
-    /// The two taps of every sample and the mask of existing samples, as `[regions, bins, grid]` within a
-    /// shape of 5 axes. Samples more than one element outside are zero; closer ones take the element at the
+    /// The two taps of every sample (the elements it is interpolated from), and the mask of samples that
+    /// exist. `per` is the number of samples per bin of each region, and `grid` the largest of them. Of 5
+    /// axes, the regions are axis 0; bins and samples are axes 1 and 2, or 3 and 4 if `second`. A sample more
+    /// than one element outside the image is zero; a sample outside but closer takes the element at the
     /// border.
     fn taps(&self, b: &mut Builder, per: &Value, grid: usize, second: bool) -> Result<(Vec<Tap>, Value)> {
         let (bins_at, grid_at) = if second { (3, 4) } else { (1, 2) };
@@ -115,19 +118,26 @@ impl AxisRegions {
     }
 }
 
-/// Each bin of a region is the mean of bilinear samples (or the maximum over the four weighted neighbours of
-/// each sample). He et al., "Mask R-CNN" (2017).
+/// Each bin of a region is the mean of its bilinear samples. In mode `max`, it is the maximum of the weighted
+/// neighbours of all its samples. He et al., "Mask R-CNN" (2017).
 fn roi_align(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, rois, batch) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
     let (h, w) = image(c, x)?;
     let n = batch.shape().numel();
     if rois.rank() != 2 || !rois.shape()[1].is(4) || rois.shape()[0] != n || batch.rank() != 1 {
-        return Err(c.invalid(format!("regions {} and batch indices {}: [r, 4] and [r]", rois.ty, batch.ty)));
+        return Err(c.invalid(format!(
+            "regions are {}, batch indices {}; expected [r, 4] and [r]",
+            rois.ty, batch.ty
+        )));
     }
     let count = |name: &str, default: i64, least: i64| {
         let v = c.int(name, default)?;
         let fits = (least..=1 << 16).contains(&v);
-        if fits { Ok(v as usize) } else { Err(c.invalid(format!("attribute '{name}' is {v}"))) }
+        if fits {
+            Ok(v as usize)
+        } else {
+            Err(c.invalid(format!("'{name}' is {v}, expected {least} to 65536")))
+        }
     };
     let (ph, pw) = (count("output_height", 1, 1)?, count("output_width", 1, 1)?);
     let ratio = count("sampling_ratio", 0, 0)?;
@@ -215,20 +225,20 @@ fn round_away(b: &mut Builder, x: &Value) -> Result<Value> {
     bin(b, S::Mul, &a, &s)
 }
 
-/// Each bin of a region is the maximum of the elements it touches, or 0 if there are none. Girshick, "Fast
-/// R-CNN" (2015).
+/// Each bin of a region is the maximum of the elements that it touches, or 0 if it touches none. Girshick,
+/// "Fast R-CNN" (2015).
 fn max_roi_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, rois) = (c.arg(0)?, c.arg(1)?);
     let (h, w) = image(c, x)?;
     if rois.rank() != 2 || !rois.shape()[1].is(5) {
-        return Err(c.invalid(format!("regions {}: [r, 5] expected", rois.ty)));
+        return Err(c.invalid(format!("regions are {}, expected [r, 5]", rois.ty)));
     }
     if c.ints("pooled_shape")?.is_none() {
         return Err(c.invalid("attribute 'pooled_shape' is missing"));
     }
     let bins = c.sizes("pooled_shape", 2, 1)?;
     if bins.iter().any(|n| !(1..=1 << 16).contains(n)) {
-        return Err(c.invalid(format!("pooled_shape {bins:?}")));
+        return Err(c.invalid(format!("pooled_shape is {bins:?}, expected sizes of 1 to 65536")));
     }
     let scale = f64::from(c.float("spatial_scale", 1.0)?);
     let to = x.dtype();
@@ -253,7 +263,8 @@ fn max_roi_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let len = with(b, S::Max, &len, 1.0)?;
         let p = bins[axis - 2];
         let size = with(b, S::Div, &len, p as f64)?;
-        // Over [r, 1, …, p, …], with the pooled axis before the reduced one.
+        // Shapes have rank 5: axis 0 is the regions, `axis` the bins, and `axis + 1` the elements, which are
+        // reduced.
         let rank = 5;
         let (start, size) = (along(b, &start, 0, rank)?, along(b, &size, 0, rank)?);
         let k = b.iota(rois.dtype(), Dim::from(p))?;

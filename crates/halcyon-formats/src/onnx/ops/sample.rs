@@ -1,8 +1,8 @@
 //! Interpolation at positions that are run-time data: GridSample and AffineGrid, and the sampler shared with
-//! DeformConv and RoiAlign.
+//! DeformConv and RoiAlign. A tap is an element of the operand that contributes to a sample.
 //!
-//! The operand is viewed as a matrix with one row per position and one column per channel, so that each tap
-//! is one gather of rows.
+//! The operand is reshaped to a matrix with one row per position and one column per channel, so that one
+//! gather of rows reads a tap of all samples.
 
 use super::calc::{along, bin, clamp, floats, index_type, known, nth, select, trailing, with, within};
 use super::{Row, one, row};
@@ -28,7 +28,7 @@ pub(super) struct Tap {
     pub at: Value,
     /// `None` means 1.
     pub weight: Option<Value>,
-    /// Where the tap counts; `None` means everywhere.
+    /// The samples for which the tap counts; `None` means all.
     pub valid: Option<Value>,
 }
 
@@ -43,8 +43,8 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// For `x` of `[images…, channels, sizes…]`; leading axes are merged. `first` is the row at which each
-    /// image starts, `image * positions`; the caller reshapes it to broadcast.
+    /// Makes the rows of `x`, which is `[images…, channels, sizes…]`. The leading axes are merged. `first` is
+    /// the row at which each image starts, `image * positions`; the caller reshapes it to broadcast.
     pub(super) fn new(b: &mut Builder, x: &Value, sizes: &[usize]) -> Result<Rows> {
         let lead = x.rank() - sizes.len() - 1;
         let numel = |d: &[Dim]| Shape::from(d).numel();
@@ -60,7 +60,7 @@ impl Rows {
         Ok(Rows { rows, first, sizes: sizes.to_vec(), index })
     }
 
-    /// One weighted value `[samples…, channels]` for each combination of one tap per axis.
+    /// Returns one weighted value `[samples…, channels]` for each combination of one tap per axis.
     pub(super) fn terms(&self, b: &mut Builder, c: &Call<'_>, taps: &[Vec<Tap>]) -> Result<Vec<Value>> {
         let count = taps.iter().try_fold(1usize, |n, t| n.checked_mul(t.len()));
         let count = count.filter(|n| *n <= MAX_TAPS).ok_or_else(|| {
@@ -108,11 +108,11 @@ fn join(b: &mut Builder, op: S, a: Option<Value>, x: &Option<Value>) -> Result<O
 /// The sum of values of the same shape.
 pub(super) fn sum(b: &mut Builder, c: &Call<'_>, v: Vec<Value>) -> Result<Value> {
     let mut it = v.into_iter();
-    let first = it.next().ok_or_else(|| c.invalid("there is nothing to interpolate between"))?;
+    let first = it.next().ok_or_else(|| c.invalid("the operand has no spatial axes to interpolate along"))?;
     it.try_fold(first, |s, v| bin(b, S::Add, &s, &v))
 }
 
-/// The two taps around `x`, zero outside of an axis of `n`.
+/// The two taps around `x`. A tap that lies outside of an axis of `n` elements counts as zero.
 pub(super) fn linear_or_zero(b: &mut Builder, x: &Value, n: usize) -> Result<Vec<Tap>> {
     let low = b.scalar(S::Floor, &[x])?;
     let high = with(b, S::Add, &low, 1.0)?;
@@ -145,7 +145,7 @@ enum Padding {
 #[derive(Clone, Copy)]
 struct Line {
     n: usize,
-    /// Its borders, in units of elements.
+    /// The borders of the axis, in units of elements.
     lo: f64,
     hi: f64,
     padding: Padding,
@@ -207,8 +207,8 @@ impl Line {
             let x = self.place(b, &x)?;
             return Ok(vec![self.tap(b, &x, None)?]);
         }
-        // Taps of the cubic kernel reach over the border. With border padding the taps are clamped there, not
-        // the position.
+        // Taps of the cubic kernel may lie beyond the border. With border padding, each tap is clamped to the
+        // border, and the position is not.
         let stays = mode == Mode::Cubic && self.padding == Padding::Border;
         let x = if stays { x.clone() } else { self.place(b, x)? };
         let base = b.scalar(S::Floor, &[&x])?;
@@ -253,7 +253,10 @@ fn grid_sample(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, grid) = (c.arg(0)?, c.arg(1)?);
     let r = x.rank().saturating_sub(2);
     if r == 0 || grid.rank() != r + 2 || !grid.shape()[r + 1].is(r) || grid.shape()[0] != x.shape()[0] {
-        return Err(c.invalid(format!("input {} and grid {}: [n, c, d…] and [n, o…, r]", x.ty, grid.ty)));
+        return Err(c.invalid(format!(
+            "input {} and grid {}: expected [n, c, d1 … dr] and [n, o1 … or, r]",
+            x.ty, grid.ty
+        )));
     }
     let name = |attr: &str, v: &str| c.invalid(format!("{attr} '{v}' is not known"));
     let mode = match c.string("mode", "linear")? {
@@ -278,7 +281,7 @@ fn grid_sample(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let compute = match (mode, to.is_float()) {
         (Mode::Nearest, _) => to,
         (_, true) => to.compute(),
-        _ if to == DType::Bool => return Err(c.invalid("bool has no weighted sums")),
+        _ if to == DType::Bool => return Err(c.invalid("bool cannot be interpolated")),
         _ if to.bits() >= 32 => DType::F64,
         _ => DType::F32,
     };
@@ -317,13 +320,16 @@ fn affine_grid(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let r = size.rank().saturating_sub(2);
     let fits = theta.rank() == 3 && theta.shape()[1].is(r) && theta.shape()[2].is(r + 1);
     if !(2..=3).contains(&r) || !fits || theta.shape()[0] != size[0] {
-        return Err(c.invalid(format!("theta {} and size {size} do not go together", theta.ty)));
+        return Err(c.invalid(format!(
+            "theta {} does not fit size {size}; expected [n, r, r + 1] and [n, c, d1 … dr] with r = 2 or 3",
+            theta.ty
+        )));
     }
     let align = c.flag("align_corners", false)?;
     let to = theta.dtype();
     let theta = b.cast(theta, to.compute())?;
     let dims = known(&size[2..])?;
-    // Over [n, sizes…, r].
+    // Column `j` of theta, in a shape that broadcasts over [n, sizes…, r].
     let column = |b: &mut Builder, j: usize| -> Result<Value> {
         let v = nth(b, &theta, 2, j)?;
         let mut s = vec![Dim::from(1); r + 2];
@@ -333,7 +339,9 @@ fn affine_grid(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let mut y = column(b, r)?;
     for (k, &n) in dims.iter().enumerate().rev() {
         if n > MAX_COORDINATES {
-            return Err(c.unsupported(&format!("a grid of {n} along one axis"), "Use a smaller grid"));
+            return Err(
+                c.unsupported(&format!("a grid of {n} positions along one axis"), "Use a smaller grid")
+            );
         }
         let (start, step) = match (align, n) {
             (true, 1) => (-1.0, 0.0),

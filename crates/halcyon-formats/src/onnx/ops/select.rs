@@ -1,4 +1,4 @@
-//! Operators whose result shape depends on data. The host selects the elements, the device copies them.
+//! Operators whose result shape depends on data. The host selects the elements, and the device copies them.
 
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
@@ -35,7 +35,7 @@ fn compress(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, axis) = sliced(b, c)?;
     let cond = c.arg(1)?;
     if cond.rank() != 1 || cond.dtype() != DType::Bool {
-        return Err(c.invalid(format!("a vector of bools expected, not {}", cond.ty)));
+        return Err(c.invalid(format!("the condition is {}, expected a vector of bools", cond.ty)));
     }
     let taken = b.fetch(cond, "the condition of Compress")?;
     let taken: Vec<usize> =
@@ -43,7 +43,7 @@ fn compress(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     if let (Some(&last), Some(n)) = (taken.last(), x.shape()[axis].known())
         && last >= n
     {
-        return Err(c.invalid(format!("place {last} of the condition is past the {n} slices")));
+        return Err(c.invalid(format!("the condition selects slice {last}, but there are {n} slices")));
     }
     let index = indices(b, taken)?;
     one(b.gather(&x, &index, axis)?)
@@ -117,9 +117,10 @@ fn unique(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, axis) = sliced(b, c)?;
     let data = b.fetch(&x, "the operand of Unique")?;
     if data.numel() == 0 && data.dims[axis] > EMPTY {
-        return Err(
-            c.unsupported(&format!("{} slices without elements", data.dims[axis]), "Give them elements")
-        );
+        return Err(c.unsupported(
+            &format!("{} slices without elements", data.dims[axis]),
+            "Give an operand with elements",
+        ));
     }
     // Memory needed: every element as a number, and for each slice an index, a group and two results.
     let need =

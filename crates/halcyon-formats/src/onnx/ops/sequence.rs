@@ -1,5 +1,5 @@
-//! Sequences and optionals: lists of values that exist during import only. Their tensors are part of the
-//! graph.
+//! Sequences and optionals are lists of values that exist during import only. The tensors in them are part of
+//! the graph.
 
 use super::text::StringTable;
 use super::{Row, item_row};
@@ -40,25 +40,27 @@ pub(super) const ROWS: &[Row] = &[
 /// Limit on the parts that a tensor is split into.
 const PARTS: usize = 65_536;
 /// Limit on the nesting of sequences and optionals, because they are walked recursively. Standard operators
-/// nest at most two.
+/// need at most two levels.
 const NESTED: usize = 8;
 
 fn nested(c: &Call<'_>, i: &Item) -> Result<()> {
     match i.depth(NESTED + 1) > NESTED {
-        true => Err(c.unsupported(&format!("sequences nested deeper than {NESTED}"), "Nest less")),
+        true => {
+            Err(c.unsupported(&format!("sequences nested deeper than {NESTED}"), "Nest them less deeply"))
+        }
         false => Ok(()),
     }
 }
 
-/// An index into a sequence of `n`; negative indices count from the end. It must be below `bound` and at
-/// least `-n`.
+/// Converts `v` to an index into a sequence of `n` elements. A negative `v` counts from the end. `v` must be
+/// at least `-n`, and the index must be below `bound`.
 fn position(b: &mut Builder, c: &Call<'_>, v: &Value, n: usize, bound: usize) -> Result<usize> {
-    let p = b.known_scalar(v, "a place in a sequence")?.as_i64();
+    let p = b.known_scalar(v, "a position in a sequence")?.as_i64();
     let i = if p < 0 { p.saturating_add(n as i64) } else { p };
     usize::try_from(i)
         .ok()
         .filter(|i| *i < bound.max(1))
-        .ok_or_else(|| c.invalid(format!("place {p} in a sequence of {n}")))
+        .ok_or_else(|| c.invalid(format!("position {p} is outside a sequence of {n} elements")))
 }
 
 fn erase(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
@@ -121,9 +123,9 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     }
     let x = c.arg(0)?;
     let axis = c.axis(c.int("axis", 0)?, x.rank())?;
-    let n = x.shape()[axis]
-        .known()
-        .ok_or_else(|| c.unsupported("a split of an open size", "Give concrete input shapes"))?;
+    let n = x.shape()[axis].known().ok_or_else(|| {
+        c.unsupported("a split along an axis of unknown size", "Give concrete input shapes")
+    })?;
     let sizes = sizes(b, c, n)?;
     let squeeze = c.opt_item(1).is_none() && !c.flag("keepdims", true)?;
     let (mut out, mut from) = (vec![], 0);
@@ -140,16 +142,16 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![Item::sequence(out)])
 }
 
-/// The lengths of the parts that an axis of `n` is split into.
+/// The lengths of the parts that an axis of size `n` is split into.
 fn sizes(b: &mut Builder, c: &Call<'_>, n: usize) -> Result<Vec<usize>> {
     let Some(v) = c.opt(1) else {
         if n > PARTS {
-            return Err(c.unsupported(&format!("a split into {n} parts"), "Split into fewer"));
+            return Err(c.unsupported(&format!("a split into {n} parts"), "Split into fewer parts"));
         }
         return Ok(vec![1; n]);
     };
     let given = b.known_ints(v, "the lengths of a split")?;
-    let bad = || c.invalid(format!("lengths {given:?} do not split {n}"));
+    let bad = || c.invalid(format!("lengths {given:?} do not divide an axis of size {n}"));
     let size = |v: i64| usize::try_from(v).map_err(|_| bad());
     if v.rank() == 0 {
         let k = size(given[0])?;
@@ -226,7 +228,7 @@ fn get_element(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     match c.item(0)? {
         Item::Optional(None) => Err(c.invalid("the optional is empty")),
         Item::Optional(Some(i)) => Ok(vec![(**i).clone()]),
-        // From version 18 on the operand may be the element itself.
+        // From opset 18 on, the operand may be the element itself.
         other => Ok(vec![other.clone()]),
     }
 }

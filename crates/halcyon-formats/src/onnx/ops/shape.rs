@@ -41,7 +41,7 @@ fn constant(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         match v {
             Datum::Tensor(t) => t,
             Datum::Text(t) => return Ok(vec![t.into()]),
-            other => return Err(c.invalid(format!("the value is {}", other.describe()))),
+            other => return Err(c.invalid(format!("the value is {}, expected a tensor", other.describe()))),
         }
     } else if c.has("value_string") {
         return Ok(vec![Text::new(&[], vec![c.string("value_string", "")?.into()])?.into()]);
@@ -56,7 +56,7 @@ fn constant(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     } else if let Some(v) = c.ints("value_ints")? {
         ConstData::from_slice(&[v.len()], v)?
     } else {
-        return Err(c.invalid("no value is given"));
+        return Err(c.invalid("no attribute gives the value"));
     };
     Ok(vec![Value::weight(data, c.name).into()])
 }
@@ -73,14 +73,14 @@ fn constant_of_shape(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         None => (DType::F32, Scalar::F(0.0)),
         Some(t) => match t.get(0) {
             Some(v) if t.numel() == 1 => (t.dtype, v),
-            _ => return Err(c.invalid("the value has one element")),
+            _ => return Err(c.invalid("the value must have one element")),
         },
     };
     one(b.full(dtype, &shape, v))
 }
 
 /// Number of steps of `delta` from `start` before `limit`, in either direction. `None` if the range is
-/// infinite.
+/// infinite or has more than `i32::MAX` steps.
 fn count(start: Scalar, limit: Scalar, delta: Scalar, float: bool) -> Option<usize> {
     let n = if float {
         ((limit.as_f64() - start.as_f64()) / delta.as_f64()).ceil()
@@ -101,14 +101,14 @@ fn range(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (first, limit, delta) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
     let mut num = |v: &Value| match b.known(v, "a bound of Range")?.vals[..] {
         [n] => Ok(n),
-        _ => Err(c.invalid(format!("a bound is a scalar, not {}", v.ty))),
+        _ => Err(c.invalid(format!("a bound must be a scalar, not {}", v.ty))),
     };
     let (s, l, d) = (num(first)?, num(limit)?, num(delta)?);
     let dtype = first.dtype();
     let n = match (s, l, d) {
-        (Num::Is(s), Num::Is(l), Num::Is(d)) => {
-            Dim::from(count(s, l, d, dtype.is_float()).ok_or_else(|| c.invalid("the range has no end"))?)
-        }
+        (Num::Is(s), Num::Is(l), Num::Is(d)) => Dim::from(
+            count(s, l, d, dtype.is_float()).ok_or_else(|| c.invalid("the range is infinite or too long"))?,
+        ),
         (_, _, Num::Is(d)) if d.as_i64() == 1 => eval(S::Sub, dtype, &[l, s])
             .and_then(Num::dim)
             .ok_or_else(|| c.unsupported("these symbolic bounds", "Give concrete input shapes"))?,
@@ -117,7 +117,7 @@ fn range(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let half = dtype.is_float() && dtype.compute() != dtype;
     let wide = if half { c.dtype("stash_type")?.unwrap_or(DType::F32) } else { dtype };
     if !wide.is_float() && half {
-        return Err(c.invalid(format!("stash_type {wide} for {dtype}")));
+        return Err(c.invalid(format!("stash_type is {wide}, expected a float type")));
     }
     let mut y = b.iota(wide, n)?;
     if d != Num::Is(Scalar::I(1).cast(dtype)) {

@@ -19,7 +19,7 @@ pub(super) const ROWS: &[Row] = &[
 ];
 
 fn size(c: &Call<'_>, v: i64, what: &str) -> Result<usize> {
-    usize::try_from(v).map_err(|_| c.invalid(format!("{what} is {v}")))
+    usize::try_from(v).map_err(|_| c.invalid(format!("{what} is {v}, but must not be negative")))
 }
 
 fn known(c: &Call<'_>, d: Dim) -> Result<usize> {
@@ -30,11 +30,12 @@ fn known(c: &Call<'_>, d: Dim) -> Result<usize> {
 fn channels(c: &Call<'_>, x: &Value) -> Result<usize> {
     match x.shape().last().and_then(|d| d.known()) {
         Some(n @ (1 | 2)) if x.rank() >= 2 && x.dtype().is_float() => Ok(n),
-        _ => Err(c.invalid(format!("signal {}: floats with a last axis of 1 (real) or 2 (complex)", x.ty))),
+        _ => Err(c.invalid(format!("the signal is {}, expected floats with a last axis of 1 or 2", x.ty))),
     }
 }
 
-/// The axis is an attribute before version 20, then an operand. `dft_length` crops or zero-pads the signal.
+/// The discrete Fourier transform. The axis is an attribute before opset version 20, and an operand from then
+/// on. `dft_length` crops the signal or pads it with zeros.
 fn dft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let parts = channels(c, x)?;
@@ -46,7 +47,7 @@ fn dft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let axis = c.axis(axis, x.rank())?;
     let last = x.rank() - 1;
     if axis == last {
-        return Err(c.invalid("the last axis holds real and imaginary parts"));
+        return Err(c.invalid("the axis must not be the last, which has the real and imaginary parts"));
     }
     let (inverse, onesided) = (c.flag("inverse", false)?, c.flag("onesided", false)?);
     let have = known(c, x.shape()[axis])?;
@@ -56,7 +57,7 @@ fn dft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         None => have,
     };
     if n == 0 {
-        return Err(c.invalid("a transform of no points"));
+        return Err(c.invalid("the transform has 0 points, expected at least 1"));
     }
     if n > MAX_LENGTH {
         return Err(c.unsupported(
@@ -98,20 +99,22 @@ fn fit(b: &mut Builder, x: &Value, have: usize, n: usize) -> Result<Value> {
     Ok(b.value(id))
 }
 
-/// Splits `[batch, length, parts]` into frames, multiplies by the window and transforms: `[batch, frames,
-/// bins, 2]`.
+/// The short-time Fourier transform. Splits the signal `[batch, length, parts]` into frames, multiplies each
+/// frame by the window and transforms it. The result is `[batch, frames, bins, 2]`.
 fn stft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let parts = channels(c, x)?;
     if x.rank() != 3 {
-        return Err(c.invalid(format!("signal {}: [batch, length, 1 or 2] expected", x.ty)));
+        return Err(c.invalid(format!("the signal is {}, expected [batch, length, 1 or 2]", x.ty)));
     }
     let total = known(c, x.shape()[1])?;
     let step = size(c, b.known_scalar(c.arg(1)?, "frame_step of STFT")?.as_i64(), "frame_step")?;
     let window = c.opt(2);
     let given = match window {
         Some(w) if w.rank() == 1 && w.dtype() == x.dtype() => Some(known(c, w.shape()[0])?),
-        Some(w) => return Err(c.invalid(format!("window {}: a vector of the signal's type expected", w.ty))),
+        Some(w) => {
+            return Err(c.invalid(format!("the window is {}, expected a vector of the signal's dtype", w.ty)));
+        }
         None => None,
     };
     let n = match c.opt(3) {
@@ -119,10 +122,13 @@ fn stft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         None => given.unwrap_or(total),
     };
     if given.is_some_and(|w| w != n) {
-        return Err(c.invalid(format!("a window of {} for frames of {n}", given.unwrap_or(0))));
+        return Err(c.invalid(format!("the window has {} elements, a frame has {n}", given.unwrap_or(0))));
     }
     if n == 0 || n > total || step == 0 {
-        return Err(c.invalid(format!("frames of {n} by {step} from a signal of {total}")));
+        return Err(c.invalid(format!(
+            "frame_length is {n}, expected 1 to {total} (the length of the signal); frame_step is {step}, \
+             expected at least 1"
+        )));
     }
     let frames = (total - n) / step + 1;
     let (batch, dims) = (x.shape()[0], |d: usize| Dim::from(d));
@@ -148,10 +154,10 @@ fn stft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// Limits the elements that are computed during import.
+/// Limits the number of elements of a table, because tables are computed during import.
 fn countable(c: &Call<'_>, n: Option<usize>) -> Result<usize> {
     n.filter(|n| *n <= 4 * MAX_LENGTH).ok_or_else(|| {
-        c.unsupported("so large a table", &format!("At most {} elements are computed", 4 * MAX_LENGTH))
+        c.unsupported("a table of this size", &format!("A table has at most {} elements", 4 * MAX_LENGTH))
     })
 }
 
@@ -160,13 +166,13 @@ fn output(c: &Call<'_>, dims: &[usize], v: Vec<f64>) -> Result<Vec<Value>> {
     one(Value::table(crate::data::from_scalars(to, dims, v.into_iter().map(Scalar::F))?))
 }
 
-/// A window that is a sum of cosines of multiples of the angle, with these coefficients.
+/// A window of the form `sum over k of coefficients[k] * cos(k * angle)`.
 fn window(b: &mut Builder, c: &Call<'_>, coefficients: &[f64]) -> Result<Vec<Value>> {
     let n = size(c, b.known_scalar(c.arg(0)?, "the size of a window")?.as_i64(), "the size")?;
     let n = countable(c, Some(n))?;
     let period = if c.flag("periodic", true)? { n } else { n.saturating_sub(1) };
     let at = |i: usize| {
-        // A symmetric window of one point has the value of its middle.
+        // The only point of a symmetric window of size 1 is its middle, which has the angle pi.
         let a = if period == 0 { angle(1, 2) } else { angle(i, period) };
         coefficients.iter().enumerate().map(|(k, w)| w * (k as f64 * a).cos()).sum()
     };
@@ -182,11 +188,12 @@ fn mel_weight_matrix(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (low, high) = (edge(3, "lower_edge_hertz")?, edge(4, "upper_edge_hertz")?);
     let rows = length / 2 + 1;
     let n = countable(c, rows.checked_mul(bins))?;
-    let bad = || c.invalid(format!("bands from {low} to {high} Hz at {rate} samples per second"));
+    let bad = || c.invalid(format!("bands of {low} to {high} Hz are not in the spectrum at rate {rate}"));
     if !(low > -700.0 && high >= low && high.is_finite()) || rate == 0 {
         return Err(bad());
     }
-    // mel(f) = 2595 log10(1 + f / 700). The band edges divide the range into bins + 2 steps.
+    // mel(f) = 2595 log10(1 + f / 700). The band edges divide the range from mel(low) to mel(high) into equal
+    // steps. Band k starts at edge k, has its peak at edge k + 1 and ends at edge k + 2.
     let mel = |f: f64| 2595.0 * (f / 700.0).ln_1p() / std::f64::consts::LN_10;
     let hertz = |m: f64| 700.0 * (m / 2595.0 * std::f64::consts::LN_10).exp_m1();
     let step = (mel(high) - mel(low)) / (bins as f64 + 2.0);
@@ -225,7 +232,7 @@ mod tests {
         check(17, op(), &x, &[], &[1, 2, 4, 2], &columns);
         let w = [ints(&[4]), t(&[], &[-3i64])];
         check(20, node("DFT", &["x", "", "w1"], &["y"]), &x, &w, &[1, 2, 4, 2], &columns);
-        // Cropped to two points, padded to three, and half the spectrum.
+        // Cropped to two points; then padded to three points with half of the spectrum as the result.
         let w = [t(&[], &[2i32])];
         let cropped = [3.0, 0.0, -1.0, 0.0, 1.0, 0.0, -1.0, 0.0];
         check(20, node("DFT", &["x", "w0"], &["y"]), &x, &w, &[1, 2, 2, 2], &cropped);
@@ -260,7 +267,7 @@ mod tests {
 
     #[test]
     fn stft_of_a_tone() {
-        // A cosine of period 4 in frames of 4 with step 2: all energy in bin 1.
+        // A cosine of period 4 in frames of 4 with step 2 has all of its energy in bin 1.
         let v: Vec<f32> = (0..8).map(|i| [1.0, 0.0, -1.0, 0.0][i % 4]).collect();
         let x = t(&[1, 8, 1], &v);
         let want =

@@ -17,8 +17,8 @@ pub(super) const ROWS: &[Row] = &[
 /// kernel.
 const TAPS: usize = 16;
 
-/// Depthwise convolution over the past state followed by the input `[n, c, t]`. The new state is the end of
-/// that concatenation.
+/// Depthwise convolution over the concatenation of the past state and the input `[n, c, t]`. The new state is
+/// the end of the concatenation.
 fn causal_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, w) = (c.arg(0)?, c.arg(1)?);
     let silu = match c.string("activation", "none")? {
@@ -29,12 +29,14 @@ fn causal_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let k = w.shape().last().and_then(|d| d.known());
     let (3, 3, Some(k @ 1..)) = (x.rank(), w.rank(), k) else {
         return Err(
-            c.invalid(format!("input {} and weight {}: [n, c, t] and [c, 1, k] expected", x.ty, w.ty))
+            c.invalid(format!("input is {}, weight {}; expected [n, c, t] and [c, 1, k]", x.ty, w.ty))
         );
     };
     let (n, ch, t) = (x.shape()[0], x.shape()[1], x.shape()[2]);
     if w.shape()[0] != ch || !w.shape()[1].is(1) || w.dtype() != x.dtype() {
-        return Err(c.invalid(format!("weight {} does not go with {}", w.ty, x.ty)));
+        return Err(
+            c.invalid(format!("weight is {}, expected [c, 1, k] with c and the type of {}", w.ty, x.ty))
+        );
     }
     let past = Shape::from([n, ch, Dim::from(k - 1)]);
     let all = match c.opt(3) {
@@ -84,12 +86,13 @@ fn causal_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(vec![y, b.narrow(&all, 2, t, Dim::from(k - 1))?])
 }
 
-/// Writes the update into the cache from each sample's index on; with `circular` it wraps around.
+/// Writes the update into the cache, starting at each sample's write index. In mode `circular`, positions
+/// past the end wrap around.
 fn tensor_scatter(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, u) = (c.arg(0)?, c.arg(1)?);
     let axis = c.axis(c.int("axis", -2)?, x.rank())?;
     if axis == 0 {
-        return Err(c.invalid("axis 0 is the batch"));
+        return Err(c.invalid("axis is 0, which is the batch axis"));
     }
     let fits = u.rank() == x.rank() && (0..x.rank()).all(|a| a == axis || x.shape()[a] == u.shape()[a]);
     let longer = || matches!((u.shape()[axis].known(), x.shape()[axis].known()), (Some(a), Some(n)) if a > n);
@@ -104,7 +107,10 @@ fn tensor_scatter(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let mut at = super::index::along(b, u.shape()[axis], axis, x.rank())?;
     if let Some(first) = c.opt(2) {
         if first.rank() != 1 || first.shape()[0] != x.shape()[0] {
-            return Err(c.invalid(format!("write indices {} for {}", first.ty, x.ty)));
+            return Err(c.invalid(format!(
+                "write indices are {}, expected one for each sample of {}",
+                first.ty, x.ty
+            )));
         }
         let mut s = vec![Dim::from(1); x.rank()];
         s[0] = x.shape()[0];
@@ -115,8 +121,8 @@ fn tensor_scatter(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         if circular {
             at = b.scalar(S::Mod, &[&at, &n])?;
         } else {
-            // A scatter would read a negative index as counting from the end. It is replaced by one out of
-            // range, which the device reports.
+            // In a scatter, a negative index counts from the end, but here it is an error. It is replaced by
+            // an index out of range, which the device reports.
             let (zero, past) = (b.lit(&at, 0), b.lit(&at, i64::MAX >> 1));
             let below = b.scalar(S::Lt, &[&at, &zero])?;
             at = b.scalar(S::Select, &[&below, &past, &at])?;

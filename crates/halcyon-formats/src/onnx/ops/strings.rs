@@ -89,7 +89,7 @@ fn normalize(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let language: String = locale.chars().take_while(char::is_ascii_alphabetic).collect();
     if cases && ["tr", "az", "lt"].contains(&language.to_ascii_lowercase().as_str()) {
         return Err(
-            c.unsupported(&format!("locale '{locale}'"), "Its rules of case are not known; use en_US")
+            c.unsupported(&format!("locale '{locale}'"), "Its case conversion is not supported; use en_US")
         );
     }
     let key = |s: &str| if sensitive { s.to_string() } else { s.to_lowercase() };
@@ -112,7 +112,7 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let parts: Vec<Vec<&str>> = x.vals.iter().map(|s| split_parts(s, delimiter, most)).collect();
     let width = parts.iter().map(Vec::len).max().unwrap_or(0);
     if width.checked_mul(parts.len()).is_none_or(|n| n > MAX_STRINGS) {
-        return Err(c.unsupported("so many parts", &format!("At most {MAX_STRINGS} strings are made")));
+        return Err(c.unsupported("so many parts", &format!("At most {MAX_STRINGS} strings are allowed")));
     }
     let counts: Vec<i64> = parts.iter().map(|p| p.len() as i64).collect();
     let row = |p: &Vec<&str>| -> Vec<String> {

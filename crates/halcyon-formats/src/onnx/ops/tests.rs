@@ -6,7 +6,7 @@ use halcyon_ir::{DType, Error};
 #[test]
 fn softmax_and_its_axis_by_version() {
     let x = t(&[1, 2, 2], &[0f32; 4]);
-    // Before version 13, over a matrix of one row from axis 1 on; then along the last axis.
+    // Before opset version 13, the axes from axis 1 on form one row. Later, a row is along the last axis.
     check(12, node("Softmax", &["x"], &["y"]), &x, &[], &[1, 2, 2], &[0.25; 4]);
     check(13, node("Softmax", &["x"], &["y"]), &x, &[], &[1, 2, 2], &[0.5; 4]);
     check(
@@ -198,7 +198,7 @@ fn activations() {
         &[4],
         &[s(-2.0), 2.0 * s(-0.5), 3.0 * s(0.5), 4.0 * s(2.0)],
     );
-    // The first of equal maxima; before version 13 over a matrix of one row.
+    // The first of equal maxima counts. Before opset version 13, the axes from axis 1 on form one row.
     let m = t(&[1, 2, 2], &[3f32, 3.0, 1.0, 4.0]);
     check(13, one("Hardmax"), &m, &[], &[1, 2, 2], &[1.0, 0.0, 0.0, 1.0]);
     check(11, one("Hardmax"), &m, &[], &[1, 2, 2], &[0.0, 0.0, 0.0, 1.0]);
@@ -211,7 +211,7 @@ fn norms_by_version() {
     let five = ["x", "w0", "w1", "w2", "w3"];
     let bn = |y: &[&str]| node("BatchNormalization", &five, y).float("epsilon", 0.0).float("momentum", 0.5);
     let stats = [w([1.0, 2.0]), w([0.0, 1.0]), w([7.0, 5.0]), w([9.0, 4.0])];
-    // Means 3 and 15, variances 5 and 75.
+    // The means are 3 and 15, the variances 5 and 75.
     let (a, b) = (5f64.sqrt(), 75f64.sqrt());
     let y = [
         -3.0 / a,
@@ -249,7 +249,7 @@ fn norms_by_version() {
         assert!(matches!(r, Err(Error::Argument { .. })), "{r:?}");
     }
 
-    // Scale and bias per group, then per channel.
+    // Scale and bias are per group in opset version 18, and per channel in version 21.
     let x = t(&[1, 4, 1], &[1f32, 3.0, 10.0, 20.0]);
     let gn =
         || node("GroupNormalization", &["x", "w0", "w1"], &["y"]).int("num_groups", 2).float("epsilon", 0.0);
@@ -262,7 +262,7 @@ fn norms_by_version() {
         node("LRN", &["x"], &["y"]).int("size", n).float("alpha", 1.0).float("beta", 1.0).float("bias", 0.0)
     };
     let x = t(&[1, 3, 1], &[1f32, 2.0, 3.0]);
-    // Two channels: the element's own and the next.
+    // The window has two channels: the element's own and the next.
     check(13, lrn(2), &x, &[], &[1, 3, 1], &[2.0 / 5.0, 4.0 / 13.0, 6.0 / 9.0]);
     let n = 1i64 << 40;
     let mut whole = lrn(n);
@@ -278,7 +278,7 @@ fn norms_by_version() {
     check(13, mvn, &x, &[], &[2, 2], &[1.0, -1.0, 0.0, 0.0]);
     let rms = node("RMSNormalization", &["x", "w0"], &["y"]).float("epsilon", 0.0).int("axis", 0);
     check(23, rms, &x, &[w([1.0, 2.0])], &[2, 2], &[1.2, -3.2, 0.0, 0.0]);
-    // Statistics are results too, in the dtype they are computed in.
+    // The statistics are results too, in the dtype in which they are computed.
     let ln =
         node("LayerNormalization", &["x", "w0"], &["a", "", "y"]).float("epsilon", 1.0).int("stash_type", 11);
     let y = run_one(17, ln, &x, &[w([1.0, 2.0])]);

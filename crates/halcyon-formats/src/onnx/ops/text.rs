@@ -1,5 +1,4 @@
-//! Strings as operands of tensor operators (moving and comparing them), and conversion between strings and
-//! numbers.
+//! Tensor operators that move or compare strings, and conversion between strings and numbers.
 //!
 //! An operator that only moves or compares elements runs on numbers instead of strings: each string is
 //! replaced by its index in the sorted list of all distinct strings. Equal strings have equal numbers, their
@@ -62,7 +61,8 @@ pub(crate) fn moves(op: &str) -> bool {
     MOVE_OPERATORS.iter().any(|(m, _)| *m == op)
 }
 
-/// Runs a tensor operator on operands of which some are strings. `None` if it would compute with them.
+/// Runs a tensor operator on operands of which some are strings. `None` if the operator does more than move
+/// or compare elements, or an operand is neither a tensor nor a string tensor.
 pub(crate) fn run(
     b: &mut Builder,
     c: &Call<'_>,
@@ -73,7 +73,7 @@ pub(crate) fn run(
     let Some((_, moved)) = found else {
         return Ok(None);
     };
-    // Combining updates is arithmetic.
+    // With a reduction, the operator computes with elements.
     if !matches!(c.string("reduction", "none"), Ok("none")) {
         return Ok(None);
     }
@@ -115,8 +115,8 @@ pub(crate) fn copies<S: Into<String> + AsRef<str>>(
         bytes = bytes.saturating_add(s.as_ref().len());
         if vals.len() == MAX_STRINGS || bytes > MAX_BYTES {
             return Err(Error::unsupported(
-                "so many strings",
-                format!("An operator makes at most {MAX_STRINGS}, of {MAX_BYTES} bytes together"),
+                "an operator whose result has so many strings",
+                format!("A result may have {MAX_STRINGS} strings with {MAX_BYTES} bytes in total"),
             ));
         }
         vals.push(s.into());
@@ -148,11 +148,14 @@ impl StringTable {
 
     /// Converts a tensor of numbers back to strings. Computes it on the device first if necessary.
     pub(crate) fn read(&self, b: &mut Builder, v: &Value) -> Result<Text> {
-        let v = b.fetch(v, "the places of strings")?;
+        let v = b.fetch(v, "the indices of strings")?;
         let word = |s: Scalar| {
             let w = usize::try_from(s.as_i64()).ok().and_then(|i| self.list.get(i));
             w.map(String::as_str).ok_or_else(|| {
-                Error::unsupported("an operator that makes new values of strings", "Strings are only moved")
+                Error::unsupported(
+                    "an operator that computes new strings",
+                    "Strings can only be moved and compared",
+                )
             })
         };
         copies(&v.dims, v.scalars().map(word))
@@ -207,8 +210,8 @@ pub(crate) fn spell(v: Scalar, dtype: DType) -> String {
     }
 }
 
-/// Parses a string as a number: integers that fit 64 bits exactly, others as a decimal number; `INF` and
-/// `NaN` in any case. For an integer dtype the fraction is truncated.
+/// Parses a string as a number. Integers that fit 64 bits are exact; other strings are parsed as floats, and
+/// `INF` and `NaN` are accepted in any case. For an integer dtype the fraction is truncated.
 pub(crate) fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
     let t = s.trim();
     let not = || c.invalid(format!("'{s}' is not a number of type {dtype}"));

@@ -27,7 +27,7 @@ pub(super) const ROWS: &[Row] = &[item_row("TfIdfVectorizer", 9, ATTRS, |b, c| {
     }
     let x = c.arg(0)?;
     if !x.dtype().is_int() {
-        return Err(c.invalid(format!("tokens are integers here, not {}", x.ty)));
+        return Err(c.invalid(format!("with pool_int64s, tokens must be integers, found {}", x.ty)));
     }
     let pool = c.ints("pool_int64s")?.ok_or_else(|| c.invalid("attribute 'pool_int64s' is missing"))?;
     let x = b.cast(x, DType::I64)?;
@@ -48,25 +48,28 @@ fn words(b: &mut Builder, c: &Call<'_>, pool: &[String]) -> Result<Vec<Item>> {
     Ok(vec![vectorize(b, c, &x, &pool)?.into()])
 }
 
-/// Limit on the pairs of length and distance, each of which adds a few nodes.
+/// Limit on the comparisons, each of which adds a few nodes. A pair of length and distance has as many as the
+/// length.
 const PASSES: usize = 1024;
 
 /// Counts the n-grams of `pool` in `[length]` or `[batch, length]` tokens and applies the weights of the
 /// attributes. Tokens are numbers; a number that is not in the pool matches nothing.
 ///
-/// An n-gram of length `l` occurs at distance `s` if tokens `i, i + s, … i + (l - 1) s` equal its own. All
-/// distances from 1 to `max_skip_count + 1` count; for single tokens only the first.
+/// An n-gram of length `l` occurs at distance `s` if the tokens `i, i + s, … i + (l - 1) s` equal the tokens
+/// of the n-gram. All distances from 1 to `max_skip_count + 1` count; for single tokens only the first.
 pub(super) fn vectorize(b: &mut Builder, c: &Call<'_>, x: &Value, pool: &[i64]) -> Result<Value> {
     let need = |name: &str| c.ints(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")));
     let (indexes, starts) = (need("ngram_indexes")?, need("ngram_counts")?);
     let length = |name: &str| {
         let v = c.opt_int(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")))?;
-        usize::try_from(v).map_err(|_| c.invalid(format!("attribute '{name}' is {v}")))
+        usize::try_from(v).map_err(|_| c.invalid(format!("attribute '{name}' is {v}, expected 0 or more")))
     };
     let (shortest, longest) = (length("min_gram_length")?, length("max_gram_length")?);
     let skips = length("max_skip_count")?;
     if shortest == 0 || longest < shortest {
-        return Err(c.invalid(format!("n-grams of {shortest} to {longest} tokens")));
+        return Err(c.invalid(format!(
+            "n-grams have {shortest} to {longest} tokens, expected a range from at least 1"
+        )));
     }
     let mut width = 0;
     for &i in indexes {
@@ -76,7 +79,7 @@ pub(super) fn vectorize(b: &mut Builder, c: &Call<'_>, x: &Value, pool: &[i64]) 
     let (batch, tokens) = match x.shape()[..] {
         [n] => (Dim::from(1), n),
         [m, n] => (m, n),
-        _ => return Err(c.invalid(format!("tokens {}: [n] or [batch, n] expected", x.ty))),
+        _ => return Err(c.invalid(format!("the tokens are {}, expected [n] or [batch, n]", x.ty))),
     };
     let tokens = tokens
         .known()
@@ -114,7 +117,7 @@ pub(super) fn vectorize(b: &mut Builder, c: &Call<'_>, x: &Value, pool: &[i64]) 
 /// The n-grams of a pool with their result columns.
 type Grams<'p> = BTreeMap<&'p [i64], i64>;
 
-/// The pool's n-grams with their result columns, by length. For a duplicate the last column counts.
+/// The pool's n-grams with their result columns, by length. An n-gram that occurs twice has its last column.
 fn grams<'p>(
     c: &Call<'_>,
     pool: &'p [i64],
@@ -127,8 +130,9 @@ fn grams<'p>(
         let to = starts.get(k + 1).copied().unwrap_or(pool.len() as i64);
         let range = usize::try_from(from).ok().zip(usize::try_from(to).ok());
         let part = range.and_then(|(f, t)| pool.get(f..t.max(f)));
-        let part =
-            part.ok_or_else(|| c.invalid(format!("n-grams {from} to {to} of a pool of {}", pool.len())))?;
+        let part = part.ok_or_else(|| {
+            c.invalid(format!("ngram_counts names the elements {from} to {to} of a pool of {}", pool.len()))
+        })?;
         for gram in part.chunks_exact(k + 1) {
             let column = indexes.get(number).copied();
             let column = column.ok_or_else(|| c.invalid("ngram_indexes is shorter than the pool"))?;

@@ -31,12 +31,12 @@ fn scalar(b: &mut Builder, c: &Call<'_>, i: usize, like: &Value) -> Result<Value
     let v = c.arg(i)?;
     let v = b
         .reshape(v, Shape::scalar())
-        .map_err(|_| c.invalid(format!("operand {i} is a scalar, not {}", v.ty)))?;
+        .map_err(|_| c.invalid(format!("operand {i} must be a scalar, found {}", v.ty)))?;
     b.cast(&v, like.dtype())
 }
 
-/// The operands after rate and count, as `groups` lists of equal length: tensors, their gradients, and their
-/// optimizer state.
+/// The operands after rate and count are `groups` lists of equal length: the tensors, their gradients, and
+/// lists of optimizer state. Returns for each tensor its elements of these lists.
 fn tensors<'a>(c: &Call<'a>, groups: usize) -> Result<Vec<Vec<&'a Value>>> {
     let all = c.args()?;
     let rest = all.get(2..).unwrap_or(&[]);
@@ -49,7 +49,7 @@ fn tensors<'a>(c: &Call<'a>, groups: usize) -> Result<Vec<Vec<&'a Value>>> {
     let n = rest.len() / groups;
     for (i, v) in rest.iter().enumerate() {
         if v.ty != rest[i % n].ty || !v.dtype().is_float() {
-            return Err(c.invalid(format!("operand {} is {}, its tensor {}", i + 2, v.ty, rest[i % n].ty)));
+            return Err(c.invalid(format!("operand {} is {}, but must be {}", i + 2, v.ty, rest[i % n].ty)));
         }
     }
     Ok((0..n).map(|i| (0..groups).map(|g| rest[g * n + i]).collect()).collect())
@@ -64,13 +64,15 @@ fn regularized(b: &mut Builder, k: f32, x: &Value, g: &Value) -> Result<Value> {
     b.scalar(S::Add, &[&x, g])
 }
 
-/// Concatenates the lists of results.
+/// Converts the results of each tensor to the operator's lists: first the first results of all tensors, then
+/// their second results, and so on.
 fn listed(v: Vec<Vec<Value>>) -> Vec<Value> {
     let groups = v.first().map_or(0, Vec::len);
     (0..groups).flat_map(|g| v.iter().filter_map(move |r| r.get(g)).cloned()).collect()
 }
 
-/// `h' = h + g²; x' = x - r / (1 + t * decay) * g / (sqrt(h') + epsilon)` with `g` regularized.
+/// `h' = h + g²; x' = x - r / (1 + t * decay) * g / (sqrt(h') + epsilon)`, for the tensor `x`, its
+/// regularized gradient `g`, the sum of squares `h`, the rate `r` and the count `t`.
 fn adagrad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (norm, decay) = (c.float("norm_coefficient", 0.0)?, c.float("decay_factor", 0.0)?);
     let epsilon = c.float("epsilon", 1e-6)?;
@@ -146,8 +148,9 @@ fn adam(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(listed(out))
 }
 
-/// `v' = alpha * v + beta * g`, with `beta` 1 in the first step; `x' = x - r * v'`, or for Nesterov `x - r *
-/// (g + alpha * v')`.
+/// `v' = alpha * v + beta * g; x' = x - r * v'`, for the tensor `x`, its regularized gradient `g`, the
+/// momentum `v` and the rate `r`. In the first step `beta` is 1. With Nesterov's method,
+/// `x' = x - r * (g + alpha * v')`.
 fn momentum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let need =
         |name: &str| c.opt_float(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")));

@@ -25,7 +25,8 @@ pub(super) const ROWS: &[Row] = &[
     row("MaxUnpool", 9, &["kernel_shape", "pads", "strides"], max_unpool),
 ];
 
-/// `(sum |x|^p)^(1/p)`, given the sum. The exponent was a float in version 1.
+/// Returns `(sum |x|^p)^(1/p)`, for which `sum` computes the sum. The attribute `p` was a float in opset
+/// version 1.
 fn norm(
     b: &mut Builder,
     c: &Call<'_>,
@@ -34,7 +35,7 @@ fn norm(
 ) -> Result<Vec<Value>> {
     let p = if c.opset < 2 { c.float("p", 2.0)?.into() } else { c.int("p", 2)? as f64 };
     if !(p.is_finite() && p > 0.0) {
-        return Err(c.invalid(format!("the norm's p is {p}")));
+        return Err(c.invalid(format!("the norm's p is {p}, expected a positive number")));
     }
     let to = x.dtype();
     if !to.is_float() {
@@ -58,7 +59,7 @@ fn norm(
     one(b.cast(&y, to)?)
 }
 
-/// A window's sum is its mean times its size; padding is zeros.
+/// Computes a window's sum as its mean times its size. Padding counts as zeros.
 fn lp_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let Pooled { x, pool: p, .. } = pool(b, c, PoolKind::Avg { count_include_pad: true })?;
     let n = checked_numel(c, &p.kernel)?;
@@ -71,7 +72,7 @@ fn lp_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     norm(b, c, sum, &x)
 }
 
-/// Values and the flat indices they come from.
+/// Values, and the flat indices at which they were found.
 #[derive(Clone)]
 struct Maxima {
     v: Value,
@@ -144,7 +145,7 @@ pub(super) fn places(b: &mut Builder, c: &Call<'_>, pooled: &Pooled, y: &Shape) 
         let mut len = known(&best.v.shape()[axis..=axis])?[0];
         let mut w = 1;
         while 2 * w < k {
-            // Cannot underflow: the type rule has checked that the whole window fits.
+            // This cannot underflow, because the type rule has checked that the whole window fits.
             len -= w * gap;
             let (a, o) = (best.part(b, axis, 0, 1, len)?, best.part(b, axis, w * gap, 1, len)?);
             best = a.or(b, &o)?;
@@ -168,7 +169,7 @@ pub(super) fn places(b: &mut Builder, c: &Call<'_>, pooled: &Pooled, y: &Shape) 
     select(b, &outside, &at, &flat)
 }
 
-/// Scatters elements to the indices from a MaxPool, into zeros.
+/// Scatters elements into zeros, at the indices that a MaxPool returned.
 fn max_unpool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     spatial(c)?;
     let (x, at) = (c.arg(0)?, c.arg(1)?);
@@ -188,7 +189,9 @@ fn max_unpool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             .checked_mul(stride[i] as i64)
             .and_then(|v| v.checked_add(kernel[i] as i64 - pads[i] as i64 - pads[n + i] as i64))
             .and_then(|v| usize::try_from(v).ok());
-        to.push(size.ok_or_else(|| c.invalid(format!("{} has no such result", x.ty)))?);
+        to.push(size.ok_or_else(|| {
+            c.invalid(format!("the result of unpooling {} would have a negative or too large size", x.ty))
+        })?);
     }
     let numel = checked_numel(c, &to)?;
     let base = b.full(x.dtype(), &Shape::from([numel]), Scalar::I(0));
@@ -203,9 +206,11 @@ fn max_unpool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         true => want.iter().zip(&to).map(|(&w, &n)| usize::try_from(w).ok()?.checked_sub(n)).collect(),
         false => None,
     };
-    let hi = hi.ok_or_else(|| c.invalid(format!("output shape {want:?} is smaller than {to:?}")))?;
+    let hi = hi.ok_or_else(|| {
+        c.invalid(format!("output shape {want:?} must have the rank of {to:?}, and no smaller size"))
+    })?;
     if hi.iter().any(|&n| n > i32::MAX as usize) {
-        return Err(c.invalid(format!("output shape {want:?}")));
+        return Err(c.invalid(format!("output shape {want:?} is too large")));
     }
     let id = b.id(&y)?;
     let y = b.g.pad(id, &vec![0; to.len()], &hi, Scalar::I(0))?;

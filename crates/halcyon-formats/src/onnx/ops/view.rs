@@ -37,7 +37,7 @@ fn expand(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.expand(x, &to)?)
 }
 
-/// Reshapes to a matrix: the axes before `axis`, and those from it on.
+/// Reshapes to a matrix. Its rows are the axes before `axis`, and its columns are the other axes.
 fn flatten(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, axis) = (c.arg(0)?, c.int("axis", 1)?);
     // The axis may equal the rank.
@@ -52,7 +52,7 @@ fn gather(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.gather(x, c.arg(1)?, axis)?)
 }
 
-/// A size of 0 copies the operand's size (unless `allowzero`), -1 is inferred.
+/// A size of 0 copies the operand's size, unless `allowzero` is set. A size of -1 is inferred.
 fn reshape(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let zero = c.flag("allowzero", false)?;
@@ -62,11 +62,13 @@ fn reshape(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     for (k, n) in h.vals.iter().enumerate() {
         match n.known().map(|s| s.as_i64()) {
             Some(0) if !zero => dims.push(
-                *x.shape().get(k).ok_or_else(|| c.invalid(format!("{} has no size {k} to copy", x.ty)))?,
+                *x.shape()
+                    .get(k)
+                    .ok_or_else(|| c.invalid(format!("{} has no size at axis {k} to copy", x.ty)))?,
             ),
             Some(-1) => {
                 if rest.replace(k).is_some() {
-                    return Err(c.invalid("two sizes are -1"));
+                    return Err(c.invalid("two sizes are -1, but only one can be inferred"));
                 }
                 dims.push(Dim::from(1));
             }
@@ -75,10 +77,12 @@ fn reshape(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
     if let Some(k) = rest {
         let others = Shape::from(&dims[..]).numel();
-        dims[k] =
-            x.shape().numel().div(others).map_err(|_| {
-                c.invalid(format!("the size -1 of {} is not determined", Shape::from(&dims[..])))
-            })?;
+        dims[k] = x.shape().numel().div(others).map_err(|_| {
+            c.invalid(format!(
+                "the size -1 cannot be inferred: the operand's size is not a multiple of that of {}",
+                Shape::from(&dims[..])
+            ))
+        })?;
     }
     one(b.reshape(x, dims)?)
 }
@@ -92,7 +96,7 @@ fn transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.permute(x, &perm)?)
 }
 
-/// Axes are an attribute before version 13, then an operand.
+/// Reads the axes, which are an attribute before opset version 13 and an operand since.
 fn given_axes(b: &mut Builder, c: &Call<'_>) -> Result<Option<Vec<i64>>> {
     match (c.opset >= 13, c.opt(1)) {
         (true, Some(v)) => b.known_ints(v, "axes").map(Some),
@@ -115,7 +119,7 @@ fn squeeze(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.reshape(x, to)?)
 }
 
-/// Axes refer to the result.
+/// The axes are counted in the result's shape.
 fn unsqueeze(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let axes = given_axes(b, c)?.ok_or_else(|| c.invalid("the axes are missing"))?;
@@ -128,8 +132,9 @@ fn unsqueeze(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.reshape(x, to)?)
 }
 
-/// The part of an axis of size `n` that a slice selects. Symbolic bounds require a step of 1; they are
-/// assumed to be within the axis, which is checked when the symbols are bound.
+/// The part of an axis of size `n` that a slice selects. If a bound or `n` is symbolic, the step must be 1,
+/// or -1 for the whole axis. Symbolic bounds are assumed to be within the axis, which is checked when the
+/// symbols are bound.
 fn bounds(c: &Call<'_>, n: Dim, start: Num, end: Num, step: i64) -> Result<Range> {
     if step == 0 {
         return Err(c.invalid("a step is zero"));
@@ -137,7 +142,7 @@ fn bounds(c: &Call<'_>, n: Dim, start: Num, end: Num, step: i64) -> Result<Range
     if let (Some(n), Some(s), Some(e)) = (n.known(), start.known(), end.known()) {
         let n = n as i64;
         let from_end = |v: i64| if v < 0 { v.saturating_add(n) } else { v };
-        // Going down, -1, before the first element, is a valid end.
+        // With a negative step, the end may be -1, the position before the first element.
         let (lo, hi) = if step > 0 { (0, n) } else { (-1, n - 1) };
         let (s, e) = (from_end(s.as_i64()).clamp(lo, hi), from_end(e.as_i64()).clamp(lo, hi));
         let span = if step > 0 { e - s } else { s - e };
@@ -162,11 +167,13 @@ fn bounds(c: &Call<'_>, n: Dim, start: Num, end: Num, step: i64) -> Result<Range
         (-1, Some(s), Some(e)) if (s == -1 || s >= far) && e <= -far => {
             Ok(Range { start: n.offset(-1), step, len: n })
         }
-        _ => Err(c.unsupported("a stepped slice of a symbolic size", "Give concrete input shapes")),
+        _ => Err(
+            c.unsupported("a slice with a step along an axis of symbolic size", "Give concrete input shapes")
+        ),
     }
 }
 
-/// Bounds are attributes before version 10, then operands.
+/// The bounds are attributes before opset version 10 and operands since.
 fn slice(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let nums = |v: &[i64]| v.iter().map(|&v| Num::int(v)).collect::<Vec<_>>();
@@ -196,7 +203,7 @@ fn slice(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.slice(x, &r)?)
 }
 
-/// Without sizes the parts are equal; from version 18 on the last may be smaller.
+/// If no sizes are given, the parts are equal; since opset version 18, the last part may be smaller.
 fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let axis = c.axis(c.int("axis", 0)?, x.rank())?;
@@ -217,13 +224,15 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         None => {
             let count = c.opt_int("num_outputs")?.unwrap_or(c.node.output.len() as i64);
             let count = usize::try_from(count).ok().filter(|n| (1..=65_536).contains(n));
-            let count = count.ok_or_else(|| c.invalid("the number of results is out of range"))?;
+            let count = count.ok_or_else(|| c.invalid("the number of parts must be from 1 to 65536"))?;
             if count > c.node.output.len() {
-                return Err(c.invalid(format!("{count} parts for {} results", c.node.output.len())));
+                return Err(
+                    c.invalid(format!("{count} parts, but the node has {} results", c.node.output.len()))
+                );
             }
             match n.known() {
                 Some(n) if n % count != 0 && c.opset < 18 => {
-                    return Err(c.invalid(format!("{n} does not divide into {count} parts")));
+                    return Err(c.invalid(format!("the size {n} cannot be divided into {count} equal parts")));
                 }
                 Some(n) => {
                     let size = n.div_ceil(count);
@@ -234,7 +243,11 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         }
     };
     if parts.len() < c.node.output.len() {
-        return Err(c.invalid(format!("{} parts for {} results", parts.len(), c.node.output.len())));
+        return Err(c.invalid(format!(
+            "{} parts, but the node has {} results",
+            parts.len(),
+            c.node.output.len()
+        )));
     }
     let mut at = Dim::from(0);
     let mut out = Vec::with_capacity(parts.len());
@@ -250,7 +263,7 @@ fn tile(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let repeats = shape_of(b, c, c.arg(1)?, "the repeats of Tile")?;
     if repeats.rank() != x.rank() {
-        return Err(c.invalid(format!("{} repeats for {}", repeats.rank(), x.ty)));
+        return Err(c.invalid(format!("{} repeats, but the operand is {}", repeats.rank(), x.ty)));
     }
     if repeats.iter().all(|r| r.is(1)) {
         return one(x.clone());

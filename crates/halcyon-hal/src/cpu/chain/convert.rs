@@ -105,7 +105,7 @@ unsafe fn narrow_f16<const F16C: bool>(src: *const f32, dst: *mut u16, n: usize)
     }
 }
 
-/// Copies a rectangle from memory to a block, through `f`.
+/// Copies a rectangle from memory to a block, with `f` applied to each element.
 ///
 /// # Safety
 /// The rectangle is readable at `src`, and its copy (`rows` rows, `pitch` apart) writable at `dst`; they do
@@ -145,7 +145,7 @@ unsafe fn pull<T: Copy, U: Copy>(src: *const T, r: Rect, dst: *mut U, f: impl Fn
     }
 }
 
-/// Copies a block to a rectangle in memory, through `f`.
+/// Copies a block to a rectangle in memory, with `f` applied to each element.
 ///
 /// # Safety
 /// The block (`rows` rows, `pitch` apart) is readable at `src`, and the rectangle writable at `dst`; they do
@@ -209,7 +209,8 @@ dispatch_raw! {
     pub(super) unsafe fn load [] [] (isa, dtype: DType, raw: bool, s: *const u8, r: Rect, d: *mut u8) = load_body
 }
 
-/// Copies a rectangle whose consecutive rows are adjacent in memory, `W` columns at a time through registers.
+/// Copies a rectangle with `rs` = 1, in which the elements of a column are adjacent in memory. Transposes `W`
+/// columns at a time in registers.
 ///
 /// # Safety
 /// The contract of `turn`, and the caller is compiled for `S`'s instruction set.
@@ -383,7 +384,7 @@ macro_rules! cast_from {
                 DType::I16 => { to!(i32, |v| v as i16 as i32); }
                 DType::U8 => { to!(u32, |v| v as u8 as u32); }
                 DType::U16 => { to!(u32, |v| v as u16 as u32); }
-                // The plan has declined small types.
+                // Small types do not occur: chains with them are declined.
                 _ => {}
             }
         }
@@ -393,7 +394,7 @@ macro_rules! cast_from {
             unsafe fn $name [] [] (isa, to: DType, s: *const u8, d: *mut u8, n: usize) = $body
         }
     };
-    // From f32: rounds in vectors. From wider types: one rounding, through f64.
+    // Values of f32 are rounded in vectors. Values of other types are rounded once, from f64.
     (@half narrow $to:ident $s:ident $d:ident $n:ident $V:ident $w:ident $wide:expr) => {{
         // SAFETY: the contract of `cast` gives room for `n` aligned floats.
         let d: &mut [f32] = unsafe { slm($d, $n) };
@@ -456,7 +457,8 @@ pub(super) unsafe fn bitcast(isa: Isa, from: DType, to: DType, s: *const u8, d: 
     }
 }
 
-/// The bits of a scalar in a register: as `dtype`, widened to the type it is computed in (unless `raw`).
+/// The bits of a scalar in a register. The scalar is cast to `dtype` and, unless `raw`, widened to the type
+/// in which `dtype` is computed.
 pub(super) fn lane_bits(dtype: DType, raw: bool, v: Scalar) -> u64 {
     let v = v.cast(dtype);
     u64::from_le_bytes(if raw { v.to_bytes(dtype) } else { v.to_bytes(dtype.compute()) })
@@ -506,7 +508,7 @@ fn iota_body<const V: bool>(dtype: DType, base: i64, r: Rect, d: &mut [u64]) {
         DType::U16 => go!(u32, |v| v as u16 as u32),
         DType::U8 => go!(u32, |v| v as u8 as u32),
         DType::Bool => go!(u8, |v| (v != 0) as u8),
-        // The plan has declined small types.
+        // Small types do not occur: chains with them are declined.
         _ => {}
     }
 }

@@ -1,4 +1,4 @@
-//! Runs a plan.
+//! Runs the [`Plan`] of a fused kernel, block by block.
 
 use super::BLOCK;
 use super::convert::{self, Rect};
@@ -35,7 +35,7 @@ struct BlockExecutor<'a> {
     isa: Isa,
     /// Current address of each register.
     regs: SmallVec<[*mut u8; 64]>,
-    /// Position of each load and output at the current block.
+    /// Position of each load, iota and output at the current block.
     loads: SmallVec<[isize; 16]>,
     iotas: SmallVec<[isize; 2]>,
     outs: SmallVec<[isize; 4]>,
@@ -44,7 +44,7 @@ struct BlockExecutor<'a> {
     held: SmallVec<[isize; 64]>,
     /// Block number along each axis.
     pos: [usize; MAX_AXES],
-    /// A further block, for conversions before stores.
+    /// Room for one more block, for conversions before stores.
     spare: *mut u8,
     acc: *mut u64,
 }
@@ -71,7 +71,7 @@ fn prefetch(block: *const u8, bytes: usize) {
 fn param(p: &Plan, r: &Run<'_>, i: usize) -> Scalar {
     match p.params[i].1 {
         Param::Literal(s) => s,
-        // In range: `CpuKernel::run` checks the number of arguments.
+        // The index is in range, because `CpuKernel::run` checks the number of arguments.
         Param::Arg(a) => r.args[a as usize],
     }
 }
@@ -120,7 +120,7 @@ fn with_executor(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut BlockExecutor<'_>)) 
 /// Runs the plan on the team.
 ///
 /// # Safety
-/// The buffers of `r` are those of the call that the plan was made for, as large as its operands reach.
+/// The buffers of `r` are those of the call that the plan was made for. Each is large enough for its operand.
 /// Outputs are writable and overlap no other buffer, except output 0 and input 0 if the call is in place.
 pub(super) unsafe fn run(p: &Plan, r: &Run<'_>) {
     if p.outs.iter().all(|o| o.reduce.is_none()) {
@@ -137,7 +137,7 @@ pub(super) unsafe fn run(p: &Plan, r: &Run<'_>) {
     let each = p.width * p.group;
     let width = each * p.outs.len();
     let work: usize = p.axes.iter().map(|a| a.dim).product();
-    // Parts of about GRAIN elements.
+    // Divide the work into parts of about GRAIN elements.
     let units = p.tasks * p.chunks;
     let grain = (GRAIN * units / work.max(1)).max(1);
     if p.chunks == 1 {
@@ -151,7 +151,7 @@ pub(super) unsafe fn run(p: &Plan, r: &Run<'_>) {
         });
         return;
     }
-    // Waits only while another stream runs the same kernel.
+    // This waits only while another stream runs the same kernel.
     let mut partials = p.partials.lock().unwrap_or_else(|e| e.into_inner());
     partials.resize(p.partial_words(), 0);
     let ws = SharedMut(partials.as_mut_ptr());
@@ -531,8 +531,8 @@ impl BlockExecutor<'_> {
         };
         let (rows, cols) = (of(row), of(col));
         for (o, out) in p.outs.iter().enumerate() {
-            // The position along a reduced axis is the one at which the task ended. It has no effect, because
-            // an output does not move along reduced axes.
+            // Along reduced axes, the position is still the one at which the task ended. This has no effect,
+            // because outputs have no stride along reduced axes.
             let dst = self.out_ptr(o, out);
             // SAFETY: `j < group`, and the output has slots for `width * group` words.
             let acc = unsafe { self.acc_of(o).add(j * p.width) };

@@ -11,7 +11,7 @@ pub(crate) enum Lane {
     U32,
     I64,
     U64,
-    /// A bool as 0 or 1; in copies, any byte.
+    /// A bool as 0 or 1, or any byte that is only copied.
     B8,
     /// Two bytes that are only copied.
     H16,

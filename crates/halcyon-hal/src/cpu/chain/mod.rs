@@ -1,11 +1,11 @@
 //! The executor of fused chains: runs a chain block by block, each instruction over a whole block in the
 //! first-level cache.
 //!
-//! A `plan::Plan` is compiled once per fused kernel: axes of the space are merged, two of them are chosen to
-//! form blocks of at most `BLOCK` elements, and instructions get registers. Operands that are contiguous and
-//! need no conversion are used in place. All others (strided, broadcast, masked, types that need conversion)
-//! are first copied to a block. Reductions use 64-bit accumulators in an order that depends on shapes alone,
-//! so results do not depend on the number of threads.
+//! A `plan::Plan` is compiled once per fused kernel: axes of the kernel's space are merged, two of them are
+//! chosen to form blocks of at most `BLOCK` elements, and instructions get registers. Operands that are
+//! contiguous and need no conversion are used in place. All others (strided, broadcast, masked, or of a type
+//! that needs conversion) are first copied to a block. Reductions use 64-bit accumulators in an order that
+//! depends on shapes alone, so results do not depend on the number of threads.
 
 pub(super) mod convert;
 mod exec;
@@ -25,8 +25,8 @@ use crate::Declined;
 use crate::library_call::CallForm;
 use halcyon_ir::fused::{Fused, Param};
 
-/// Elements of a block: long enough to hide the overhead of an instruction, short enough that a chain stays
-/// in 48 KiB.
+/// Elements of a block: long enough to hide the overhead of an instruction, short enough that the blocks of a
+/// chain fit 48 KiB of cache.
 pub(crate) const BLOCK: usize = 256;
 
 /// Compiles a fused chain to a kernel.

@@ -30,7 +30,7 @@ macro_rules! tri {
     };
 }
 
-/// Uses the standard library if any argument is too large for the fast reduction.
+/// Uses the standard library for the whole block if any argument is too large for the fast reduction.
 macro_rules! trig {
     ($d:ident $a:ident $name:ident) => {{
         let mut far = false;
@@ -148,7 +148,7 @@ fn f64_body<const FMA: bool>(op: ScalarOp, d: &mut [f64], a: &[f64], b: &[f64], 
         S::Div => bin!(d a b, |x, y| x / y),
         S::Min => bin!(d a b, |x, y| min_f64(x, y)),
         S::Max => bin!(d a b, |x, y| max_f64(x, y)),
-        // Without the instruction, the C library computes it with the same result, slowly.
+        // Without FMA instructions, the C library computes the same result, but slowly.
         S::Fma => tri!(d a b c, |x, y, z| x.mul_add(y, z)),
         op => {
             if let Some(f) = op.row().float {

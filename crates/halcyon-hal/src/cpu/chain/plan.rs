@@ -11,10 +11,10 @@ use halcyon_ir::scalar_op::Rule;
 use halcyon_ir::{DType, ScalarOp};
 use std::sync::Mutex;
 
-/// Axes of a plan: those of the space, and a row axis of size 1 if blocks have one row.
+/// Maximum number of axes of a plan: those of the space, and a row axis of size 1 if blocks have one row.
 pub(super) const MAX_AXES: usize = MAX_RANK + 2;
-/// Outputs larger than this are written with stores that bypass the caches, so that their cache lines are not
-/// read first.
+/// Outputs of at least this size are written with stores that bypass the caches, so that their cache lines
+/// are not read first.
 const STREAM_BYTES: usize = 24 << 20;
 /// A reduction with fewer independent tasks than this is also divided along its reduced axes.
 const FEW_TASKS: usize = 32;
@@ -22,8 +22,8 @@ const FEW_TASKS: usize = 32;
 const CHUNK: usize = 16 << 10;
 /// Largest number of pieces per task.
 const MAX_CHUNKS: usize = 64;
-/// Column blocks that one task of a reduction along rows processes together, so that memory is read in long
-/// runs.
+/// Maximum number of column blocks that one task of a reduction along rows processes together, so that memory
+/// is read in long runs.
 const GROUP: usize = 16;
 
 /// An axis of the space. The last two form the block: rows and columns.
@@ -41,9 +41,9 @@ pub(super) struct Axis {
 #[derive(Clone, Debug)]
 pub(super) struct Affine {
     pub base: isize,
-    /// Elements per step along each axis.
+    /// Distance in elements between neighbours along each axis.
     pub stride: [isize; MAX_AXES],
-    /// Elements per block along each axis.
+    /// Distance in elements between neighbouring blocks along each axis.
     pub hop: [isize; MAX_AXES],
 }
 
@@ -53,7 +53,7 @@ pub(super) struct Load {
     pub dtype: DType,
     pub at: Affine,
     pub mask: Option<Mask>,
-    /// Whether blocks are used in place.
+    /// Whether instructions read blocks directly from the operand's memory.
     pub direct: bool,
     /// Whether a block has a single value, which is kept while its position stays the same.
     pub uniform: bool,
@@ -98,7 +98,7 @@ pub(super) struct Out {
     pub dtype: DType,
     pub at: Affine,
     pub reduce: Option<ReduceKind>,
-    /// Whether the last instruction writes to memory itself.
+    /// Whether the instruction that computes the value writes it to the output's memory itself.
     pub direct: bool,
     /// Whether whole blocks are stored with stores that bypass the caches.
     pub stream: bool,
@@ -110,14 +110,17 @@ pub(super) struct Out {
 #[derive(Debug)]
 pub(super) struct Plan {
     pub axes: Vec<Axis>,
-    /// Axes that tasks (or blocks, if nothing is reduced) iterate over in order, and axes that a task reduces
-    /// over.
+    /// Axes that tasks (or blocks, if nothing is reduced) iterate over, in order.
     pub outer: Vec<usize>,
+    /// Axes that a task reduces over.
     pub inner: Vec<usize>,
-    /// Number of tasks, blocks per task, blocks per piece, and pieces per task.
+    /// Number of tasks.
     pub tasks: usize,
+    /// Blocks per task.
     pub task_blocks: usize,
+    /// Blocks per piece of a divided reduction.
     pub chunk: usize,
+    /// Pieces per task.
     pub chunks: usize,
     pub loads: Vec<Load>,
     pub iotas: Vec<Iota>,
@@ -134,8 +137,9 @@ pub(super) struct Plan {
     pub raw: bool,
     /// Whether floats are computed, so that denormal results may be flushed.
     pub floats: bool,
-    /// Accumulators per block and output, and column blocks per task.
+    /// Accumulators per block and output.
     pub width: usize,
+    /// Column blocks per task.
     pub group: usize,
     /// Whether some axis is empty.
     pub empty: bool,
@@ -155,7 +159,7 @@ impl Plan {
         fuse_multiply_add(&mut steps, f);
         drop_dead(&mut steps, f);
 
-        // Collect the views of everything that has a position: loads, indices, outputs.
+        // Collect the views of everything that has a position: loads, iotas, outputs.
         let rank = f.space.len();
         let mut views: Vec<View> = f.loads.iter().map(|l| l.view.clone()).collect();
         let mut iotas = vec![];
@@ -277,7 +281,7 @@ impl Plan {
             |reduced: bool| (0..axes.len()).filter(|&k| axes[k].reduced == reduced).collect::<Vec<_>>();
         let (mut outer, inner) = (split(false), split(true));
         if shape.square {
-            // Iterate along the rows first, which is the memory order of an operand that crosses the columns.
+            // Iterate along the row axis first, which is the memory order of the transposed operand.
             let n = outer.len();
             outer.swap(n - 2, n - 1);
         }
@@ -340,7 +344,7 @@ fn check(f: &Fused, call: &CallForm<'_>) -> Result<(), Declined> {
     };
     let types = f.body.iter().map(|i| i.dtype).chain(f.params.iter().map(|p| p.0));
     if let Some(d) = types.chain(f.outs.iter().map(|o| o.dtype)).find(|d| !d.is_native()) {
-        return declined(format!("{d} is a storage type, which the passes rewrite"));
+        return declined(format!("{d} is a small type, which the passes replace"));
     }
     if !reach::is_countable(&f.space) {
         return declined("a space of too many points");
@@ -375,7 +379,7 @@ fn check(f: &Fused, call: &CallForm<'_>) -> Result<(), Declined> {
         }
         // Threads write concurrently, so no two of them may write the same element.
         if !reach::is_injective(&o.view) {
-            return declined("a result that is written twice in one place");
+            return declined("a result whose view has two elements in one place");
         }
         if o.reduce.is_some() != (f.reduced > 0) || o.value as usize >= f.body.len() {
             return declined("a result without its value or reduction");
@@ -524,7 +528,7 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
     if dims.is_empty() {
         return BlockShape { row: None, col: None, rows: 1, cols: 1, square: false };
     }
-    // Views of memory: loads, and outputs along the axes that they have.
+    // The views of memory: loads, and outputs, which are marked and have only the axes before `border`.
     let memory = || {
         views[..f.loads.len()].iter().map(|v| (v, false)).chain(views[first_out..].iter().map(|v| (v, true)))
     };
@@ -540,8 +544,8 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
     };
     let col = (0..dims.len()).max_by_key(|&k| (score(k), k)).unwrap_or(dims.len() - 1);
     let n = dims[col].max(1);
-    // An operand whose memory order crosses the columns is read in squares, so that its cache lines are used
-    // whole.
+    // An operand that is contiguous along another axis than the columns is read in squares, so that its cache
+    // lines are used whole.
     let crosses = |v: &View, j: usize| v.strides[col].abs() > 1 && v.strides[j].abs() == 1;
     let across = |j: usize| {
         memory().filter(|(v, out)| !(*out && (j >= border || col >= border)) && crosses(v, j)).count()
@@ -566,7 +570,7 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
             };
         }
     }
-    // Pieces of equal size, in whole vectors.
+    // Pieces of nearly equal size, of whole vectors.
     let cols = if n <= BLOCK { n } else { n.div_ceil(n.div_ceil(BLOCK)).next_multiple_of(16) };
     BlockShape { row: None, col: Some(col), rows: 1, cols, square: false }
 }

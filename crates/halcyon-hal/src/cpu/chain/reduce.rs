@@ -31,12 +31,13 @@ pub(super) fn acc_value(dtype: DType, bits: u64) -> Scalar {
 pub(super) struct Shape {
     pub rows: usize,
     pub cols: usize,
-    /// Whether the axis is reduced.
+    /// Whether the axis of the rows, or of the columns, is reduced.
     pub row_reduced: bool,
     pub col_reduced: bool,
 }
 
-/// Combines all of `x` in an order that depends on its length alone: 32 running values, then by halving.
+/// Combines all of `x` in an order that depends on its length alone: first into 32 values, which are then
+/// combined by halving.
 #[inline(always)]
 fn fold<T: Copy>(x: &[T], id: T, f: impl Fn(T, T) -> T + Copy) -> T {
     const W: usize = 32;
@@ -154,7 +155,7 @@ pub(super) unsafe fn accumulate(
     }
 }
 
-/// Combines two sets of accumulators: `acc` is followed by `from`.
+/// Combines the accumulators `from` with those in `acc`, whose elements come first.
 pub(super) fn combine(isa: Isa, lane: Lane, kind: ReduceKind, from: &[u64], acc: &mut [u64]) {
     let wide = match lane {
         Lane::F32 => Lane::F64,

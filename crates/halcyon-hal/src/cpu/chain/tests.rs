@@ -1,4 +1,4 @@
-//! The executor against a scalar evaluation of the same chain.
+//! Tests that compare the CPU's kernels for fused chains with a scalar evaluation of the same chain.
 
 use crate::cpu::CpuDevice;
 use crate::library_call::CallForm;
@@ -24,7 +24,8 @@ impl Rng {
     pub(crate) fn below(&mut self, n: usize) -> usize {
         (self.next() % n.max(1) as u64) as usize
     }
-    /// A random value: floats from the interval `dom`, integers over their whole range or small.
+    /// A random value. Floats are from the interval `dom`. Integers are small, or from the whole range of the
+    /// type.
     pub(crate) fn value(&mut self, d: DType, dom: (f64, f64)) -> Scalar {
         match d {
             d if d.is_float() => Scalar::F(dom.0 + (dom.1 - dom.0) * self.unit()).cast(d),
@@ -56,8 +57,8 @@ pub(crate) fn points(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + '_ {
     })
 }
 
-/// Evaluates the chain point by point. f16 and bf16 values are rounded after every op, which the executor
-/// need not do.
+/// Evaluates the chain element by element. It rounds f16 and bf16 values after every op, which the kernel
+/// under test need not do.
 fn reference(f: &Fused, inputs: &[Vec<Scalar>], args: &[Scalar], sizes: &[usize]) -> Vec<Vec<Scalar>> {
     let param = |i: u32| match f.params[i as usize] {
         (d, Param::Literal(s)) => s.cast(d),
@@ -112,7 +113,7 @@ fn operand(d: DType, n: usize) -> Operand {
     Operand { dtype: d, view: View::dense(&[n]) }
 }
 
-/// Runs the chain on a device; output `n` has `sizes[n]` elements.
+/// Runs the fused kernel on a device. Output `n` has `sizes[n]` elements.
 fn execute(
     dev: &CpuDevice,
     f: &Fused,
@@ -174,7 +175,7 @@ fn tiny(d: DType) -> f64 {
     }
 }
 
-/// Whether `got` is within `ulps` of the larger of `want` and `scale`.
+/// Whether the difference is at most `ulps` units of rounding (`eps`) of the larger of `want` and `scale`.
 fn close(d: DType, got: Scalar, want: Scalar, ulps: f64, scale: f64) -> bool {
     if !d.is_float() {
         return got == want;
@@ -243,7 +244,7 @@ fn every_scalar_op_on_every_type() {
                     ];
                     for (k, x) in ins.iter_mut().enumerate().filter(|(k, _)| ty(*k) == d) {
                         for i in 0..121 {
-                            // Covers every pair of special values of the first two operands.
+                            // The first two operands have every pair of special values.
                             x[i] = Scalar::F(special[if k == 0 { i % 11 } else { i / 11 }]).cast(d);
                         }
                     }
@@ -315,8 +316,8 @@ fn every_cast_and_bitcast() {
     }
 }
 
-/// A random view of a buffer, and the buffer's size. The view is dense, permuted, broadcast, strided,
-/// reversed or shifted.
+/// A random view of a buffer, and the size of the buffer. The view may be permuted, and each axis may be
+/// broadcast, strided with an offset, or reversed.
 fn random_view(rng: &mut Rng, shape: &[usize]) -> (View, usize) {
     let r = shape.len();
     let mut perm: Vec<usize> = (0..r).collect();
@@ -362,7 +363,7 @@ fn random_shape(rng: &mut Rng, rank: usize) -> Vec<usize> {
     s
 }
 
-/// `a * b + i` over two random views, some with masks, plus an index.
+/// `a * b + parameter + index` over two random views `a` and `b`, some with masks.
 #[test]
 fn any_views_masks_and_indices() {
     let devs = [device(1), device(3)];
@@ -398,14 +399,14 @@ fn any_views_masks_and_indices() {
             body.push(instr(InstrKind::Op(ScalarOp::Add), d, &[4, 6]));
         }
         let last = body.len() as u32 - 1;
-        // Two results: the whole chain, and one of its loads.
+        // Two results: the value of the whole chain, and a loaded value.
         let mut second = View::dense(&shape);
         second.offset = 3;
         let outs = vec![out(last, d, &shape, None), Out { value: 1, dtype: d, reduce: None, view: second }];
         let params = vec![(d, Param::Literal(Scalar::I(7).cast(d))), (d, Param::Arg(0))];
         let f = Fused { space: shape.as_slice().into(), reduced: 0, loads, params, body, outs };
         for dev in &devs {
-            // The scale covers products of up to 9 and indices of up to 340.
+            // Terms of up to 9 may cancel, so errors are relative to 16 at least.
             check(
                 dev,
                 &f,
@@ -443,7 +444,8 @@ fn copies_of_every_type() {
 
 const KINDS: [ReduceKind; 4] = [ReduceKind::Sum, ReduceKind::Prod, ReduceKind::Max, ReduceKind::Min];
 
-/// Every reduction, over views that reduce rows, columns and both, against f64.
+/// Compares every kind of reduction with a reference in f64. The random views lead to reductions of rows, of
+/// columns and of both.
 #[test]
 fn reductions_of_every_kind_and_layout() {
     let devs = [device(1), device(3)];
@@ -479,8 +481,8 @@ fn reductions_of_every_kind_and_layout() {
                 outs: vec![out(0, d, &shape[..rank - reduced], Some(kind))],
             };
             for dev in &devs {
-                // Sums cancel, so their errors are relative to the sum of magnitudes; every factor of a
-                // product may add a rounding error.
+                // Terms may cancel, so the error of a sum is relative to the sum of the terms' magnitudes.
+                // Every factor of a product may add a rounding error.
                 let slack = match kind {
                     // In f64 the reference, a single running sum, has the larger rounding error.
                     ReduceKind::Sum if d == DType::F64 => (64.0, shape.iter().product::<usize>() as f64),
@@ -501,7 +503,8 @@ fn reductions_of_every_kind_and_layout() {
     }
 }
 
-/// Sums of a million numbers, by row, by column and in total, to 1e-6.
+/// The sum of a million numbers has a relative error of at most 1e-6, whether it is one sum, or the total of
+/// the sums of columns.
 #[test]
 fn long_sums_are_accurate() {
     let dev = device(2);
@@ -563,7 +566,8 @@ fn results_do_not_depend_on_the_number_of_threads() {
     }
 }
 
-/// Operands that end at an inaccessible page: a load or store past them faults.
+/// The operands start or end at an inaccessible page, so that loads and stores outside of them crash the
+/// test.
 #[test]
 fn blocks_stay_inside_their_operands() {
     use crate::cpu::library::testing::{Guarded, Side};
@@ -611,8 +615,8 @@ fn blocks_stay_inside_their_operands() {
     }
 }
 
-/// Multiply-add rounds once on every instruction set, even if the product alone would overflow or lose the
-/// digits that matter.
+/// Multiply-add rounds only once on every instruction set. In these cases, a rounded product would overflow,
+/// or lose the digits that the addition leaves.
 #[test]
 fn multiply_add_rounds_once_under_every_instruction_set() {
     use crate::cpu::library::{Fault, Run};
@@ -639,7 +643,7 @@ fn multiply_add_rounds_once_under_every_instruction_set() {
         for (d, large, values) in cases {
             for (x, y, z, want) in values.into_iter().chain([(large, -2.0, inf, inf), (2.0, 3.0, 4.0, 10.0)])
             {
-                // A length with whole vectors and a remainder.
+                // The length of some full vectors and a remainder.
                 let n = 19;
                 let f = Fused {
                     space: [n].as_slice().into(),

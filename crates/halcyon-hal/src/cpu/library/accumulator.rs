@@ -2,18 +2,18 @@
 
 use half::{bf16, f16};
 
-/// An element type and its accumulator: f32 for f16 and bf16, a 32-bit integer for 8 and 16 bits, else the
-/// type itself. Integer sums wrap.
+/// An element type and its accumulator: f32 for f16 and bf16, a 32-bit integer for integers of 8 and 16 bits,
+/// otherwise the type itself. Integer sums wrap.
 pub trait Accumulated: Copy + Send + Sync + 'static {
     type Acc: Copy + Send + Sync + Default + PartialOrd + 'static;
-    /// The smallest value; negative infinity for floats.
+    /// The smallest value of the element type; negative infinity for floats.
     const LEAST: Self::Acc;
     fn up(self) -> Self::Acc;
     fn down(a: Self::Acc) -> Self;
     /// `a * b + c`, in one rounding if `FMA`.
     fn mul_add<const FMA: bool>(a: Self::Acc, b: Self::Acc, c: Self::Acc) -> Self::Acc;
     fn add(a: Self::Acc, b: Self::Acc) -> Self::Acc;
-    /// `a / n`, truncated for integers (0 if `n` is 0).
+    /// `a / n`. For integers, it is truncated, and 0 if `n` is 0.
     fn div(a: Self::Acc, n: usize) -> Self::Acc;
     /// The larger value; NaN if either is NaN.
     fn max(a: Self::Acc, b: Self::Acc) -> Self::Acc;
@@ -38,7 +38,7 @@ macro_rules! float_types {
             fn div(a: $acc, n: usize) -> $acc { a / n as $acc }
             #[inline(always)]
             fn max(a: $acc, b: $acc) -> $acc {
-                // `a > b` is false if `b` is NaN; the next line returns it in any case.
+                // If `b` is NaN, `m` does not matter, because the next line returns `b`.
                 let m = if a > b || a.is_nan() { a } else { b };
                 if b.is_nan() { b } else { m }
             }

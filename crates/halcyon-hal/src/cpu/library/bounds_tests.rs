@@ -1,5 +1,5 @@
-//! Calls and buffers that would make a kernel access memory outside of its buffers are rejected. Every number
-//! of a call is data that safe code may set.
+//! Tests that calls and buffers are rejected if they would make a kernel access memory outside of its
+//! buffers. Safe code may set every number of a call.
 
 use crate::cpu::CpuDevice;
 use crate::{BufferRef, Device, LibraryKernel, Options, Tag, Target};
@@ -160,7 +160,7 @@ fn composites_whose_body_gives_a_smaller_result_are_declined() {
     }
 }
 
-/// A kernel, and buffers of the sizes that it needs.
+/// The kernel of a product, and buffers of the sizes that it needs.
 fn product(dev: &CpuDevice, packed: bool) -> (Arc<dyn LibraryKernel>, Vec<BufferRef>) {
     let (inputs, outputs) = ([dense(&[64, 32]), dense(&[32, 48])], [dense(&[64, 48])]);
     let call = LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &outputs);

@@ -71,8 +71,8 @@ impl Product {
         let axis = |i: usize| [ba.shape[i] as isize, ba.strides[i], bb.strides[i], c.strides[i]];
         let mut outer: Vec<[isize; 4]> = (0..ba.rank()).map(axis).collect();
         let [mut batch, sa, sb, sc] = outer.pop().unwrap_or([1, 0, 0, 0]);
-        // One weight for the whole batch, and the rows of consecutive matrices are evenly spaced: this is one
-        // product with more rows.
+        // All matrices of the batch have the same right operand, and the distance between rows is the same
+        // across matrices. So this is one product with more rows.
         if sb == 0 && batch > 1 && sa == m as isize * a.strides[rank - 2] && n > 0 {
             m *= batch as usize;
             batch = 1;
@@ -133,7 +133,8 @@ pub(crate) fn matmul(isa: Isa, call: &CallForm<'_>) -> Result<CpuKernel, Decline
     matmul_where(isa, call, isa.bf16_is_faster().then(|| Bf16Code::best(isa)))
 }
 
-/// [`matmul`] that uses `bf16` for products of bf16. `None` if bf16 is not faster than f32 here.
+/// [`matmul`] that uses the code `bf16` for products of bf16. `None` means that bf16 is not faster than f32
+/// on this CPU.
 pub(super) fn matmul_where(
     isa: Isa,
     call: &CallForm<'_>,
@@ -147,13 +148,15 @@ pub(super) fn matmul_where(
     }
     let p = Product::new(&a.view, &b.view);
     let all = [a.dtype, b.dtype, call.outputs[0].dtype];
-    // f32 factors are rounded only at this precision.
+    // f32 factors may be rounded to bf16 only at precision `Medium`.
     let exact = all == [DType::F32; 3] && call.precision < MatmulPrecision::Medium;
     if !exact && let Some(kernel) = narrow_matmul(isa, call, &p, bf16) {
         return kernel;
     }
     if all != [a.dtype; 3] {
-        return Err(Declined::because("operands and result of one type, or bytes into i32, are needed"));
+        return Err(Declined::because(
+            "operands and result of one type, or 8-bit operands with an i32 result, are needed",
+        ));
     }
     match a.dtype {
         DType::F32 => matmul_f32(isa, call, p),
@@ -167,10 +170,10 @@ fn matmul_any(call: &CallForm<'_>, p: Product, d: DType) -> Result<CpuKernel, De
         return Err(Declined::because("bools are not multiplied"));
     }
     if EpilogueChain::new(call, 2, p.n)?.is_some() {
-        return Err(Declined::because("an epilogue is for f32"));
+        return Err(Declined::because("only products of f32 support an epilogue"));
     }
     if call.packed.is_some() {
-        return Err(Declined::because("only the right operand of an f32 product is packed"));
+        return Err(Declined::because("only the right operand of an f32 product can be packed"));
     }
     let (out, size) = (call.inputs.len(), d.bytes(call.outputs[0].view.numel()));
     CpuKernel::new(format!("cpu.gemm.{d}"), call, move |r| {
@@ -230,7 +233,7 @@ pub(crate) fn conv(isa: Isa, call: &CallForm<'_>, c: &ops::Conv) -> Result<CpuKe
     let window = reason(Window::new(&xs[2..], &ws[2..], &c.stride, &c.dilation, &pads, &c.input_dilation))?;
     let conv = reason(Conv::new(xs[0], xs[1], ws[0], c.groups, window))?;
     if conv.output_len() != call.outputs[0].view.numel() {
-        return Err(Declined::because("the output has another size"));
+        return Err(Declined::because("the output buffer does not have the size of the result"));
     }
     let (d, xv, wv) = (x.dtype, x.view.clone(), w.view.clone());
     let name = if d == DType::F32 { format!("cpu.conv.{}", isa.name()) } else { format!("cpu.conv.{d}") };
@@ -239,7 +242,7 @@ pub(crate) fn conv(isa: Isa, call: &CallForm<'_>, c: &ops::Conv) -> Result<CpuKe
     }
     let chain = EpilogueChain::new(call, 2, conv.window.out_size())?;
     if chain.is_some() && d != DType::F32 {
-        return Err(Declined::because("an epilogue is for f32"));
+        return Err(Declined::because("only convolutions of f32 support an epilogue"));
     }
     if let Some(which) = call.packed {
         return conv_packed(isa, call, conv, which, chain);
@@ -287,7 +290,7 @@ fn conv_packed(
 ) -> Result<CpuKernel, Declined> {
     let floats = ConvWeights::floats(isa, &conv).filter(|_| which == 1 && call.inputs[1].dtype == DType::F32);
     let Some(floats) = floats else {
-        return Err(Declined::because("this convolution reads its weights as they are"));
+        return Err(Declined::because("this convolution does not support packed weights"));
     };
     let (xv, offset) = (call.inputs[0].view.clone(), call.inputs[1].view.offset);
     let sizes = (conv.c_in, conv.c_out, conv.groups, conv.window.kernel);
@@ -296,8 +299,8 @@ fn conv_packed(
     let kernel = CpuKernel::new(format!("cpu.conv.{}.packed", isa.name()), call, move |r| {
         let x = ptr::<f32>(r, 0, &xv);
         // SAFETY: `CpuKernel::run` has checked that the operands lie in their buffers and that the output
-        // shares none with an input. The device binds a buffer that `pack` wrote as input 1, so `w` may be
-        // null.
+        // shares none with an input. Input 1 is bound to the buffer that `pack` wrote, and the kernel reads
+        // the weights from there, so the pointer to unpacked weights may be null.
         unsafe {
             let w = ConvWeights::new(isa, &conv, r.bufs[1].ptr as *const f32);
             let (null, y) = (std::ptr::null(), r.bufs[out].ptr as *mut f32);
@@ -335,7 +338,7 @@ pub(crate) fn pooling(call: &CallForm<'_>, p: &ops::Pool) -> Result<CpuKernel, D
     let window = pool_window(p, &x.view.shape[2..])?;
     let planes = x.view.shape[0] * x.view.shape[1];
     if planes * window.out_size() != call.outputs[0].view.numel() {
-        return Err(Declined::because("the output has another size"));
+        return Err(Declined::because("the output buffer does not have the size of the result"));
     }
     let (kind, d, v) = (pool_kind(p), x.dtype, x.view.clone());
     CpuKernel::new("cpu.pool", call, move |r| {
@@ -428,11 +431,11 @@ fn plane_grad<T: Widened>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f
     }
 }
 
-/// Declines types that row kernels do not take: they compute in f32, on f32, f16 and bf16.
+/// Declines types other than f32, f16 and bf16, the types of the row kernels, which compute in f32.
 fn row_type(d: DType) -> Result<(), Declined> {
     match d {
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
-        d => Err(Declined::because(format!("row kernels compute in f32, not in {d}"))),
+        d => Err(Declined::because(format!("row kernels support f32, f16 and bf16, not {d}"))),
     }
 }
 
@@ -455,7 +458,7 @@ macro_rules! row_call {
     };
 }
 
-/// Declines a result that is not of this shape and type. The body of a composite could give another one.
+/// Declines a result that is not of this shape and type. The body of a composite may have another result.
 fn like(call: &CallForm<'_>, shape: &[usize], dtype: DType) -> Result<(), Declined> {
     match call.outputs {
         [y] if y.view.shape[..] == *shape && y.dtype == dtype => Ok(()),
@@ -529,7 +532,7 @@ fn norm(isa: Isa, call: &CallForm<'_>, axis: usize, eps: f32, centred: bool) -> 
     };
     row_type(x.dtype)?;
     let Some(row) = x.view.shape.get(axis..) else {
-        return Err(Declined::because("no such axis"));
+        return Err(Declined::because("the rows begin at an axis that the operand does not have"));
     };
     // Scale and bias of other shapes are broadcast, which only the composite's body does.
     let ones = |v: &View| v.shape.iter().rev().skip(row.len()).all(|n| *n == 1);
@@ -578,7 +581,7 @@ fn attend(isa: Isa, call: &CallForm<'_>, causal: bool, scale: f32) -> Result<Cpu
     };
     let halves = [q, k, v].iter().all(|o| o.dtype == DType::BF16);
     if !halves && call.inputs.iter().any(|o| o.dtype != DType::F32) {
-        return Err(Declined::because("attention is for f32 or bf16"));
+        return Err(Declined::because("attention of f32 or bf16 is needed"));
     }
     if call.inputs[..3].iter().any(|o| o.view.rank() != 4) {
         return Err(Declined::because("operands [b, h, s, d] are needed"));
@@ -601,9 +604,9 @@ fn attend(isa: Isa, call: &CallForm<'_>, causal: bool, scale: f32) -> Result<Cpu
         || v.view.shape[..3] != kv
         || k.view.shape[3] != a.d
     {
-        return Err(Declined::because("the operands' shapes do not go together"));
+        return Err(Declined::because("the shapes of queries, keys and values do not fit together"));
     }
-    // The CPU's bf16 kernel stores f32 or bf16, which it checks itself.
+    // The CPU's bf16 kernel stores f32 or bf16. It checks the result's type itself.
     like(
         call,
         &[a.batch, a.heads, a.queries, a.dv],
@@ -658,6 +661,6 @@ pub(crate) fn composite(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<
             let scale = c.float("scale").ok_or_else(|| Declined::because("no scale"))?;
             attend(isa, call, c.flag("causal"), scale as f32)
         }
-        kind => Err(Declined::because(format!("the CPU runs {kind} as its parts"))),
+        kind => Err(Declined::because(format!("the CPU has no kernel for {kind}"))),
     }
 }

@@ -25,7 +25,7 @@ use smallvec::SmallVec;
 /// stack.
 const MAX_INSTRUCTIONS: usize = 24;
 
-/// The minimum length of a chain's last axis, if that axis does not consist of whole rows.
+/// A chain's last axis must be at least this long, or consist of whole rows of the result.
 const MIN_RUN: usize = 4;
 
 /// Fewest elements for which a separate part of the work is worthwhile.
@@ -37,9 +37,9 @@ struct Load {
     /// Index among the kernel's buffers.
     buffer: Option<usize>,
     offset: isize,
-    /// Sizes and strides of the chain's iteration space, outer axes first.
+    /// Size and stride of each axis of the chain's iteration space, outer axes first.
     axes: SmallVec<[(usize, isize); 4]>,
-    /// The strides from row to row and column to column of the result, if the operand has such strides.
+    /// The operand's stride per row and per column of the result. `None` if no such strides exist.
     steps: Option<(isize, isize)>,
     /// Whether the elements are bf16.
     half: bool,
@@ -49,7 +49,7 @@ struct Load {
 enum Step {
     Load(Load),
     Param(Param),
-    /// An op. Its type is the type of its operands.
+    /// A scalar op and the steps that compute its operands.
     Op(ScalarOp, [usize; 3]),
     /// The value of another step.
     Same(usize),
@@ -64,7 +64,7 @@ pub(crate) struct EpilogueChain {
     result: usize,
     /// Number of columns of the result.
     columns: usize,
-    /// Number of run-time arguments that it reads.
+    /// Number of run-time arguments that the chain reads.
     pub(crate) args: usize,
     /// Whether the result is bf16.
     half: bool,
@@ -189,7 +189,7 @@ unsafe fn round_pairs(rows: usize, n: usize, from: (*const f32, isize), to: (*mu
 pub struct BoundChain(Option<(SharedConst<EpilogueChain>, SharedConst<Run<'static>>, usize)>);
 
 impl Load {
-    /// Part `p` of the operand as the chain sees it, row after row: a pointer into the operand's buffer, or a
+    /// Returns the operand's elements for part `p`, row after row: a pointer into the operand's buffer, or a
     /// copy in `own`.
     ///
     /// # Safety
@@ -240,8 +240,8 @@ impl Load {
         own as *const u8
     }
 
-    /// Elements `at..at + n` of the operand as the chain sees it: a pointer into the operand's buffer, or a
-    /// copy in `own`.
+    /// Returns the operand's elements for points `at..at + n` of the chain's iteration space: a pointer into
+    /// the operand's buffer, or a copy in `own`.
     ///
     /// # Safety
     /// The contract of [`Load::part`], with room for `n` floats at `own`.
@@ -367,8 +367,9 @@ impl EpilogueChain {
         Ok(chain)
     }
 
-    /// Like [`EpilogueChain::new`], but the product and the chain's result may be bf16. For kernels that call
-    /// [`BoundChain::run_into`]. The chain reads f32 sums, which it does not round to the product's type.
+    /// Like [`EpilogueChain::new`], but the product and the chain's result may be bf16. This is for kernels
+    /// that call [`BoundChain::run_into`]. The chain reads f32 sums, which it does not round to the product's
+    /// type.
     pub(crate) fn or_half(
         call: &CallForm<'_>,
         own: usize,
@@ -392,7 +393,7 @@ impl EpilogueChain {
         let [result] = call.outputs else { return no("has several results") };
         let points = f.space.iter().product::<usize>();
         if out.view.offset != 0 || !dense(&out.view.strides) || columns == 0 {
-            return no("writes elsewhere");
+            return no("does not store its result densely");
         }
         // The kernel runs the chain over the elements of its result, in rows of `columns`.
         if !reach::is_countable(&f.space)
@@ -400,14 +401,14 @@ impl EpilogueChain {
             || !points.is_multiple_of(columns)
             || out.dtype != result.dtype
         {
-            return no("computes another result");
+            return no("has another shape or type than the result");
         }
         if !well_formed(f) {
             return no("uses a value before it is computed, or as another type");
         }
         // Short runs along the last axis are slower than a separate kernel.
         if f.space.last().is_none_or(|n| n % columns != 0 && *n < MIN_RUN) {
-            return no("walks the rows in short runs");
+            return no("has a short last axis");
         }
         let mut args = 0;
         let mut steps = Vec::with_capacity(f.body.len());
@@ -419,10 +420,10 @@ impl EpilogueChain {
                     let l = &f.loads[k as usize];
                     let product = l.input == e.product;
                     if !float(l.dtype) || l.view.mask.is_some() {
-                        return no("reads other types, or past an edge");
+                        return no("reads types other than f32 and bf16, or a padded view");
                     }
                     if product && (l.view.offset != 0 || !dense(&l.view.strides)) {
-                        return no("reads the product elsewhere");
+                        return no("does not read the product densely");
                     }
                     // The chain's other operands follow the op's own inputs, in order.
                     let place = own + l.input as usize - usize::from(l.input > e.product);
@@ -451,16 +452,16 @@ impl EpilogueChain {
                         }
                         Step::Param(p)
                     }
-                    _ => return no("computes in another type"),
+                    _ => return no("has a parameter that is not f32 or bf16"),
                 },
                 InstrKind::Op(op) => Step::Op(op, [at(0), at(1), at(2)]),
                 InstrKind::Cast if float(i.dtype) && float(f.body[at(0)].dtype) => {
-                    // No rounding here if the value is only stored, because storing rounds it.
+                    // Do not round here if the value is only stored, because storing rounds it.
                     let last =
                         place == out.value as usize && out.dtype == DType::BF16 && !read_again(f, place);
                     if i.dtype == DType::F32 || last { Step::Same(at(0)) } else { Step::Round(at(0)) }
                 }
-                _ => return no("has other casts, or indices"),
+                _ => return no("has casts of types other than f32 and bf16, or indices"),
             });
         }
         let half = out.dtype == DType::BF16;
@@ -527,7 +528,7 @@ impl EpilogueChain {
                 Step::Param(p) => {
                     let v = match p {
                         Param::Literal(s) => *s,
-                        // In range: `CpuKernel::run` checks the number of arguments.
+                        // The index is in range, because `CpuKernel::run` checks the number of arguments.
                         Param::Arg(a) => r.args[*a as usize],
                     };
                     // SAFETY: the block has room for `n <= BLOCK` floats.
@@ -547,8 +548,8 @@ impl EpilogueChain {
                 }
                 Step::Op(op, a) => {
                     let x = a.map(|i| regs[i.min(k)]);
-                    // An op with fewer operands ignores the missing ones; the first operand is passed in
-                    // their place.
+                    // If an op has fewer than three operands, the first one is passed in place of the missing
+                    // ones, which the op ignores.
                     let x = x.map(|p| if p.is_null() { regs[a[0]] } else { p });
                     // SAFETY: the operands were computed by earlier steps and hold `n` f32 values; this
                     // step's block is none of them.
@@ -588,7 +589,7 @@ impl EpilogueChain {
     /// `n`.
     #[inline]
     unsafe fn apply(&self, isa: Isa, op: ScalarOp, n: usize, to: *mut f32, x: [*const u8; 3]) {
-        // About 12 bits suffice for a result that is rounded to bf16.
+        // About 12 correct bits suffice for a result that is rounded to bf16.
         #[cfg(target_arch = "x86_64")]
         if self.half && op == ScalarOp::Gelu && isa == Isa::Avx512 {
             // SAFETY: `x[0]` and `to` are valid for `n` floats by contract; `isa` includes AVX-512, so it is
@@ -616,7 +617,7 @@ impl Target {
 }
 
 impl BoundChain {
-    /// A chain with the buffers of a run; does nothing if `chain` is `None`.
+    /// Binds a chain to the buffers of a run. If `chain` is `None`, the result does nothing.
     ///
     /// # Safety
     /// `chain` and `r` outlive every use of the result and its copies.

@@ -1,4 +1,4 @@
-//! Native kernels of the CPU device, and the table that finds one for a call.
+//! The CPU device's library kernels, and the table that finds one for a call.
 
 pub mod accumulator;
 pub mod attention;
@@ -331,6 +331,6 @@ fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel,
         Op::Composite(c) if c.kind == CompositeKind::BlockedPool => conv::blocked_calls::pool(isa, call, c),
         Op::Composite(c) => calls::composite(isa, call, c),
         Op::Custom(_) => Err(Declined::because("custom ops bring their own kernels")),
-        _ => Err(Declined::because(format!("no kernel of its own for {}", op.name()))),
+        _ => Err(Declined::because(format!("there is no library kernel for {}", op.name()))),
     }
 }

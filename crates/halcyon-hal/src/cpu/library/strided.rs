@@ -1,4 +1,5 @@
-//! Addresses of the index, scan and sort kernels: elements of strided operands, and indices from memory.
+//! How index, scan and sort kernels find the elements of strided operands and read indices of any integer
+//! type.
 
 use halcyon_ir::DType;
 use halcyon_ir::layout::View;
@@ -51,7 +52,7 @@ impl Walk {
         matches!(self.axes.as_slice(), [] | [(_, 1)])
     }
 
-    /// Length of the contiguous runs of elements; it divides `numel`.
+    /// Length of the contiguous runs of elements. The length divides `numel`.
     pub(crate) fn run(&self) -> usize {
         match self.axes.last() {
             Some((n, 1)) => *n,
@@ -73,18 +74,18 @@ impl Indices {
         Indices { walk: Walk::new(view), dtype }
     }
 
-    /// Index number `i`. Values that do not fit i64 saturate; they are out of range anyway.
+    /// Index number `i`. A `u64` that does not fit i64 becomes `i64::MAX`; both are out of range of any axis.
     ///
     /// # Safety
-    /// `p` points to the operand's buffer, which holds its whole view, and `i` is less than its number of
-    /// elements.
+    /// `p` points to the operand's buffer, which contains the whole view, and `i` is less than the number of
+    /// elements of the view.
     #[inline]
     pub(crate) unsafe fn get(&self, p: *const u8, i: usize) -> i64 {
         let at = self.walk.at(i);
         macro_rules! read {
             ($t:ty) => {
-                // SAFETY: element `i` lies in the view, and the contract requires that the buffer holds the
-                // view.
+                // SAFETY: `i` is less than the number of elements, so `at` is a position in the view, and the
+                // buffer at `p` contains the view.
                 unsafe { *(p as *const $t).offset(at) }
             };
         }

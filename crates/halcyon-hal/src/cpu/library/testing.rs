@@ -1,7 +1,7 @@
 //! Test helpers for kernels: random numbers, and memory that faults one byte outside an operand.
 
-/// Random numbers. HALCYON_SEED is their seed; without it they differ from run to run. The seed is printed,
-/// and so appears when a test fails.
+/// Random numbers. Their seed is HALCYON_SEED, or a new one in each run. The seed is printed, so that it
+/// appears when a test fails.
 pub(crate) struct Rng(u64);
 
 impl Rng {
@@ -46,8 +46,8 @@ pub(crate) fn bearable(m: usize, n: usize, k: usize) -> bool {
 
 /// The error of a sum of `k` products in f32, relative to the sum of their magnitudes. The rounding errors of
 /// the terms are independent, so the error grows as the square root of `k` (Higham and Mary, "A new approach
-/// to probabilistic rounding error analysis", 2019); 3 is about eight standard deviations. The 4 is for the
-/// factor, the old value and the biases.
+/// to probabilistic rounding error analysis", 2019). The 3 is about eight standard deviations. The 4 allows
+/// for the rounding by the factor, the old value and the biases.
 pub(crate) fn sum_tolerance(k: usize) -> f64 {
     f64::from(f32::EPSILON) / 2.0 * (4.0 + 3.0 * (k as f64).sqrt())
 }
@@ -134,7 +134,7 @@ impl<T: Copy> Guarded<T> {
             Side::End => bytes - PAGE - len,
         };
         let ptr = base.wrapping_add(at) as *mut T;
-        // SAFETY: `len` accessible bytes, a fresh mapping, start at `ptr`.
+        // SAFETY: `len` bytes of a fresh mapping, which `data` cannot overlap, are accessible from `ptr` on.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), ptr, data.len()) };
         Guarded { base, bytes, ptr, n: data.len() }
     }

@@ -1,4 +1,5 @@
-//! Every structured op with every element type on the device, against the host reference.
+//! Runs every structured op with every element type on the CPU device and compares the results with the
+//! reference.
 
 use super::gemm::product_bf16::Bf16Code;
 use super::testing::Rng;
@@ -18,7 +19,7 @@ fn device() -> CpuDevice {
     CpuDevice::new(&Options { threads: Some(2), ..Default::default() }).unwrap()
 }
 
-/// A random value; where the type allows, sums and products of a few dozen such values are exact.
+/// A random value: -4 to 8 as an integer, -2 to 2 as a float.
 fn value(rng: &mut Rng, d: DType) -> Scalar {
     match d {
         DType::Bool => Scalar::Bool(rng.below(2) == 1),
@@ -41,9 +42,9 @@ fn random(rng: &mut Rng, d: DType, dims: &[usize]) -> ConstData {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Lay {
     Dense,
-    /// Axes in reverse order.
+    /// The axes are in reverse order in memory.
     Turned,
-    /// Every other element, starting at the third.
+    /// Every second element of memory, from index 3.
     Spread,
 }
 
@@ -77,7 +78,7 @@ fn place(dev: &CpuDevice, x: &ConstData, lay: Lay) -> (BufferRef, Operand) {
     (b, Operand { dtype: x.dtype, view })
 }
 
-/// Runs an op. Operands that the device needs dense are passed densely, as lowering does.
+/// Runs an op. If the kernel needs an operand dense, it is passed dense, as lowering does.
 fn run(dev: &CpuDevice, op: &Op, x: &[&ConstData], out: &TensorType, lay: Lay) -> Result<ConstData, String> {
     let dims = out.shape.dims().unwrap();
     let output = Operand { dtype: out.dtype, view: View::dense(&dims) };
@@ -110,7 +111,7 @@ fn run(dev: &CpuDevice, op: &Op, x: &[&ConstData], out: &TensorType, lay: Lay) -
     Ok(ConstData::new(out.dtype, &dims, Arc::new(v)).unwrap())
 }
 
-/// Relative rounding error of a type, times the growth over a few dozen terms.
+/// The accepted relative error: the type's rounding error, times its growth over a few dozen terms.
 fn tolerance(d: DType) -> f64 {
     match d {
         DType::F16 => 4e-3,
@@ -178,7 +179,8 @@ fn matmul_of_every_number_type() {
     }
 }
 
-/// A weight that is broadcast over the batch makes one product; a broadcast left operand makes many.
+/// If the right operand is broadcast over the batch, the whole batch is one product. If the left operand is
+/// broadcast, there is one product for each matrix of the batch.
 #[test]
 fn matmul_of_repeated_operands() {
     let dev = device();
@@ -245,7 +247,8 @@ fn product(
     (k.name().into(), ConstData::new(out, dims, Arc::new(got)).unwrap())
 }
 
-/// Byte products go into i32 at every precision; bf16 factors need a precision that allows them.
+/// Products of 8-bit integers use their kernel even at the highest precision. The bf16 kernel is used only at
+/// medium precision, and for f32 factors only if the result has more than 8 rows and more than 8 columns.
 #[test]
 fn narrow_matmuls_go_to_their_kernels() {
     let dev = device();
@@ -529,7 +532,7 @@ fn scans_of_every_type() {
     }
 }
 
-/// The composite that a graph builder creates.
+/// The composite that `build` adds to a graph.
 fn composite(
     types: &[TensorType],
     build: impl FnOnce(&mut Graph, &[halcyon_ir::NodeId]) -> halcyon_ir::NodeId,
@@ -602,8 +605,7 @@ fn what_has_no_kernel_is_declined_with_a_reason() {
     }
 }
 
-/// A call whose operands contradict the op has no kernel, whatever its sizes: kernels rely on the op's type
-/// rule.
+/// A call whose operands contradict the op's type rule has no kernel, because kernels rely on this rule.
 #[test]
 fn contradictory_calls_are_declined() {
     let dev = device();

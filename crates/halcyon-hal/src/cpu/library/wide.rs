@@ -99,7 +99,7 @@ wide_int! {
     u64 |s| if let halcyon_ir::Scalar::U(u) = s { u } else { s.as_i64() as u64 };
 }
 
-/// An element type that is computed with in a 64-bit type.
+/// An element type, with the 64-bit type in which kernels compute.
 pub(crate) trait Widened: Copy + Send + Sync + 'static {
     type W: Wide;
     fn wide(self) -> Self::W;

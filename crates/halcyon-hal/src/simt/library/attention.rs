@@ -1,10 +1,10 @@
-//! Attention by cuDNN's fused kernels, which it selects for one graph of operations (`cudnn_graph.rs`).
+//! Attention by cuDNN's fused kernels, which cuDNN selects for one graph of operations (`cudnn_graph.rs`).
 //!
-//! The graph is the one that NVIDIA's cudnn-frontend builds for libraries before 9.21, which newer ones
-//! support too: the product with the keys, the scale, for causal attention a comparison of indices that
-//! selects -inf, the softmax in parts (maximum, difference, exponential, sum, quotient), and the product with
-//! the values. It includes an unused logarithm of the sums: without it the library has no engine (observed
-//! with 9.10.2 and 9.28).
+//! The graph is the one that NVIDIA's cudnn-frontend builds for libraries before 9.21, which newer libraries
+//! support too: the product with the keys; the scale; for causal attention, a comparison of indices that
+//! selects -inf; the softmax in parts (maximum, difference, exponential, sum, quotient); and the product with
+//! the values. The graph includes a logarithm of the sums, which nothing uses, because without it the library
+//! has no engine (observed with 9.10.2 and 9.28).
 
 use super::cudnn::{Dnn, TITLE, type_number};
 use super::cudnn_graph::{
@@ -81,7 +81,7 @@ impl Attention {
         let no = |why: &str| Err(Declined::because(why));
         let [q, k, v] = call.inputs else {
             return no(
-                "cuDNN does not define the result of a query whose keys are all masked: attention with a mask uses a generated kernel",
+                "cuDNN does not define the result of a query whose keys are all masked, so attention with a mask uses a generated kernel",
             );
         };
         if call.epilogue.is_some() {
@@ -118,7 +118,7 @@ impl Attention {
         let causal = c.flag("causal");
         if causal && queries > keys {
             return no(
-                "cuDNN does not define the result of a query that sees no key, and the first queries see none",
+                "cuDNN does not define the result of a query that attends to no key, and the first queries attend to none",
             );
         }
         let work = [batch, heads, queries, keys, width].iter().fold(2usize, |n, d| n.saturating_mul(*d));
@@ -144,7 +144,7 @@ impl Attention {
         if [q, k, v].iter().any(|o| o.view.offset % STEP != 0) {
             return no("cuDNN's attention takes operands that begin at multiples of 16 bytes");
         }
-        // The definition multiplies by a literal of the operands' type.
+        // In the definition of attention, the scale is a literal of the operands' type.
         let scale = c.float("scale").map(|s| Scalar::F(s).cast(dtype).as_f64() as f32);
         // Kernels may take the maximum before they scale, which requires a positive scale.
         let Some(scale) = scale.filter(|s| s.is_finite() && *s > 0.0) else {
@@ -178,7 +178,7 @@ pub(super) struct AttentionPlan {
     values: Vec<u32>,
 }
 
-/// Adds the graph's scalars.
+/// Adds scalars to the graph, and collects their ids and bits.
 struct Values<'a> {
     b: &'a mut Builder,
     ids: Vec<i64>,
@@ -204,7 +204,7 @@ impl AttentionPlan {
         let mut x = Values { b: &mut builder, ids: vec![], bits: vec![] };
         let [sq, sk, sv] = k.strides;
         let q = x.b.tensor(of, [k.batch, k.heads, k.queries, k.width], Place::Memory(sq))?;
-        // Transposed: its columns are the keys.
+        // The matrix of the keys is transposed: it has a column for each key.
         let turned = Place::Memory([sk[0], sk[1], sk[3], sk[2]]);
         let keys = x.b.tensor(of, [k.batch, k.key_heads, k.width, k.keys], turned)?;
         let v = x.b.tensor(of, [k.batch, k.key_heads, k.keys, k.width], Place::Memory(sv))?;
@@ -221,7 +221,7 @@ impl AttentionPlan {
             // Query `i` attends to keys up to `i + keys - queries`.
             if k.keys != k.queries {
                 for (mode, n) in [(Pointwise::Add, k.keys), (Pointwise::Sub, k.queries)] {
-                    let n = i32::try_from(n).map_err(|_| "a dimension is past 2³¹")?;
+                    let n = i32::try_from(n).map_err(|_| "a dimension is 2³¹ or more")?;
                     let n = x.add(I32, n as u32)?;
                     limit = x.b.pointwise(mode, I32, &[limit, n], I32)?;
                 }
@@ -234,7 +234,7 @@ impl AttentionPlan {
         let below = x.b.pointwise(Pointwise::Sub, F32, &[scores, top], F32)?;
         let weights = x.b.pointwise(Pointwise::Exp, F32, &[below], F32)?;
         let sum = x.b.reduce(Reduce::Add, weights)?;
-        // The statistics that training would store.
+        // The statistics that training would store (see the module's documentation).
         let log = x.b.pointwise(Pointwise::Log, F32, &[sum], F32)?;
         x.b.pointwise(Pointwise::Add, F32, &[top, log], F32)?;
         let shares = x.b.pointwise(Pointwise::Div, F32, &[weights, sum], of)?;
@@ -251,7 +251,7 @@ impl AttentionPlan {
 
 /// A call with its plan.
 struct Run {
-    /// Dropped before the handle that made it.
+    /// The plan. It must be dropped before the handle with which it was made, so this is the first field.
     planned: Arc<AttentionPlan>,
     dnn: Arc<Dnn>,
     offsets: [isize; 3],
@@ -283,7 +283,7 @@ impl Dnn {
                 Arc::new(unsafe { AttentionPlan::new(graphs, handle.0, key) }?)
             }
         };
-        // Sorted by last use, most recent last.
+        // The list is sorted by the last use, with the most recent at the end.
         if kept.len() >= PLANS {
             kept.remove(0);
         }
@@ -319,9 +319,9 @@ impl KernelCall for Run {
         // SAFETY: `enqueue` requires a live stream of this device.
         let handle = unsafe { dnn.bind(stream) }?;
         // SAFETY: `enqueue` requires buffers that passed `SimtKernel::check` and stay allocated until the
-        // work has run: the operands lie in them, and the result overlaps with none. The scalars live in the
-        // plan and are not written; captures keep their kernels alive. The handle made the plan, and its lock
-        // is held.
+        // work has run, so the operands lie in the buffers, and the result overlaps no operand. The scalars
+        // live in the plan and are not written; captures keep their kernels alive. The plan was made with
+        // this handle, whose lock is held.
         let done = unsafe { p.plan.execute(handle.0, &p.ids, &all, room) };
         done.map_err(|e| failed(&dnn.context, TITLE, &format!("attention ({})", e.call), e.code, &e.text))
     }

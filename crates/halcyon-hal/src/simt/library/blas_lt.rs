@@ -1,6 +1,6 @@
 //! cuBLASLt and hipBLASLt: products with an algorithm chosen by the library, a bias and an activation.
-//! hipBLASLt has cuBLASLt's API under its own names and numbers. (`cublasLt.h` of the CUDA toolkit 12;
-//! `hipblaslt.h` and `hipblas-common.h` of ROCm 6.)
+//! hipBLASLt has cuBLASLt's API, with other names and other values of constants. (Sources: `cublasLt.h` of
+//! the CUDA toolkit 12; `hipblaslt.h` and `hipblas-common.h` of ROCm 6.)
 
 use super::epilogue::{Bias, VendorEpilogue};
 use super::product::{Matrix, Product, Scale, alignment};
@@ -62,7 +62,8 @@ pub(super) struct Api {
     library: String,
 }
 
-/// Numbers that differ between the two libraries. Most element types have the same number in both libraries.
+/// Values of constants that differ between the two libraries. (Most element types have the same value in
+/// both.)
 struct Numbers {
     /// Compute types: f32, f64, i32.
     f32: c_int,
@@ -81,7 +82,7 @@ struct Numbers {
     /// Attributes of a preference: alignments of a, b, c and d; permitted reductions of partial products.
     alignments: Option<[c_int; 4]>,
     reductions: Option<c_int>,
-    /// Words of an algorithm in the heuristic's result.
+    /// Number of 64-bit words of an algorithm in the heuristic's result.
     algorithm: usize,
 }
 
@@ -115,7 +116,7 @@ static HIP: Numbers = Numbers {
     algorithm: 3,
 };
 
-/// cuBLASLt's compute type: f32 through TF32.
+/// cuBLASLt's compute type for f32 products in TF32.
 const TF32: c_int = 77;
 /// Bytes of the widest load.
 const WIDEST_LOAD: u32 = 16;
@@ -172,7 +173,7 @@ fn eight_bits_fit(p: &Product) -> Result<(), Declined> {
     let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT).map(|a| a as usize);
     if !p.k.is_multiple_of(FP8_MULTIPLE) || !p.n.is_multiple_of(FP8_MULTIPLE) || c < FP8_MULTIPLE {
         return Err(Declined::because(format!(
-            "8-bit floats are multiplied in multiples of {FP8_MULTIPLE}, not {} by {}",
+            "products of 8-bit floats need sizes in multiples of {FP8_MULTIPLE}, not {} by {}",
             p.k, p.n
         )));
     }
@@ -377,7 +378,8 @@ impl Drop for Lt {
             return;
         }
         let code = match self.context.visit() {
-            // SAFETY: the handle was created once; kernels hold this value, so none is left.
+            // SAFETY: `open` created the handle, and only this call destroys it. Kernels keep this value
+            // alive, so no kernel is left that uses the handle.
             Ok(_visit) => unsafe { (self.api.f.destroy)(self.handle) },
             Err(e) => {
                 return tracing::warn!(
@@ -408,12 +410,16 @@ unsafe impl Send for Descriptor {}
 unsafe impl Sync for Descriptor {}
 
 impl Descriptor {
-    /// Sets an attribute. If the value is an address, only later runs use it.
+    /// Sets an attribute. If the value is an address, it is only stored here; runs dereference it later.
     fn set<T: Copy>(&mut self, attribute: c_int, value: T) -> Result<(), String> {
         // SAFETY: `raw` is a live descriptor, and `set` the function for its kind, which checks the size of
         // the attribute. The `size_of::<T>()` bytes of `value` are read during the call.
         let code = unsafe { (self.set)(self.raw, attribute, ptr::from_ref(&value).cast(), size_of::<T>()) };
-        if code == SUCCESS { Ok(()) } else { Err(format!("attribute {attribute} gave status {code}")) }
+        if code == SUCCESS {
+            Ok(())
+        } else {
+            Err(format!("setting attribute {attribute} gave status {code}"))
+        }
     }
 }
 
@@ -433,11 +439,12 @@ struct Plan {
     layouts: [Descriptor; 3],
     algorithm: Vec<u64>,
     workspace: usize,
-    /// Index of the workspace among the buffers, after the inputs and the output.
+    /// Number of inputs. They are followed by the result and the workspace in the list of buffers.
     inputs: usize,
     bias: Option<Bias>,
     scale: Option<Scale>,
-    /// The bits of 1 in the scalar type: the factor of the product. The factor of the previous result is 0.
+    /// The bits of 1 in the scalar type, by which the product is multiplied. (The previous content of the
+    /// result is multiplied by 0.)
     one: u64,
     /// Offsets in bytes of a, b and c, for each call.
     calls: Vec<[isize; 3]>,
@@ -463,10 +470,10 @@ impl Plan {
         inputs: usize,
     ) -> Result<Plan, String> {
         let (f, n, side) = (&lt.api.f, lt.api.numbers, lt.context.api.family.side);
-        let number = |d: DType| type_number(side, d).ok_or_else(|| format!("it has no {d}"));
+        let number = |d: DType| type_number(side, d).ok_or_else(|| format!("it has no element type {d}"));
         let made = |code: Code, raw: Handle, destroy, set: Set| match code {
             SUCCESS => Ok(Descriptor { raw, destroy, set }),
-            c => Err(format!("a description gave status {c} ({})", status(side, c))),
+            c => Err(format!("creating a descriptor gave status {c} ({})", status(side, c))),
         };
         // Products are scaled in the compute type.
         let (scale, one) = match p.factors[0] {
@@ -484,7 +491,7 @@ impl Plan {
             desc.set(attribute, n.operations[usize::from(!m.by_rows)])?;
         }
         if epilogue != 0 {
-            // A bias alone is "bias", without "default".
+            // The flag of a bias replaces `DEFAULT`; the two are not combined.
             desc.set(n.epilogue, epilogue)?;
         } else {
             desc.set(n.epilogue, DEFAULT)?;
@@ -510,7 +517,7 @@ impl Plan {
                 }
                 Ok(layout)
             };
-        // The order in memory: the contiguous axis is the library's rows.
+        // Describe a factor as it lies in memory: its contiguous axis is the library's rows.
         let factor = |d: DType, m: &Matrix, rows: usize, cols: usize| {
             let (x, y) = if m.by_rows { (cols, rows) } else { (rows, cols) };
             layout(d, x, y, m.ld, m.step)

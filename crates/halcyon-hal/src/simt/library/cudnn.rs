@@ -130,7 +130,7 @@ pub(super) struct Dnn {
     pub(super) handle: Mutex<Raw>,
     version: [c_int; 3],
     pub(super) context: Arc<Context>,
-    /// Plans of attention, sorted by last use, most recent last. Plans do not hold this value.
+    /// Plans of attention, sorted by last use, most recent last. Plans hold no reference to this value.
     pub(super) plans: Mutex<Vec<(Key, Arc<AttentionPlan>)>>,
 }
 
@@ -193,7 +193,7 @@ impl Conv {
         }
         let size = out.iter().product::<usize>();
         if size != call.outputs[0].view.numel() {
-            return no("the output has another size");
+            return no("the output buffer does not have the size of the result");
         }
         let work = size.saturating_mul(ws[1..].iter().product());
         if work < MIN_MULTIPLY_ADDS {
@@ -217,7 +217,7 @@ impl Conv {
             wide(&[], &c.dilation, 1),
         );
         let (Some(x_dims), Some(w_dims), Some(y), Some(pad), Some(stride), Some(dilation)) = sizes else {
-            return no("a dimension is past 2³¹");
+            return no("a dimension is 2³¹ or more");
         };
         if [&x.view, &w.view, &call.outputs[0].view].iter().any(|v| v.numel() > i32::MAX as usize) {
             return no("a tensor has 2³¹ elements or more");
@@ -385,12 +385,12 @@ impl Descriptor {
         // SAFETY: `new` requires a function that writes one handle to `raw`.
         let code = unsafe { create(&mut raw) };
         if code != SUCCESS {
-            return Err(format!("creating a description gave status {code} ({})", status(code)));
+            return Err(format!("creating a descriptor gave status {code} ({})", status(code)));
         }
         let made = Descriptor { raw, destroy };
         match set(raw) {
             SUCCESS => Ok(made),
-            code => Err(format!("a description gave status {code} ({})", status(code))),
+            code => Err(format!("setting a descriptor gave status {code} ({})", status(code))),
         }
     }
 }
@@ -420,7 +420,7 @@ struct Plan {
     algorithm: c_int,
     workspace: usize,
     offsets: [isize; 2],
-    /// Bits of 1 in the scalar type.
+    /// The bits of the number 1 in the type of the scalars.
     one: u64,
 }
 
@@ -448,7 +448,7 @@ impl Plan {
                 // SAFETY: `dims` and `steps` both have `dims.len()` numbers.
                 unsafe { (f.tensor_set)(t, number, dims.len() as c_int, dims.as_ptr(), steps.as_ptr()) }
             };
-            // SAFETY: the functions belong together.
+            // SAFETY: `tensor_create` only writes a handle, and `tensor_destroy` is its counterpart.
             unsafe { Descriptor::new(f.tensor_create, f.tensor_destroy, set) }
         };
         let (x, y) = (tensor(&c.x)?, tensor(&c.y)?);
@@ -456,9 +456,9 @@ impl Plan {
             // SAFETY: `c.w` has `c.w.len()` numbers.
             unsafe { (f.filter_set)(w, number, NCHW, c.w.len() as c_int, c.w.as_ptr()) }
         };
-        // SAFETY: the functions belong together.
+        // SAFETY: `filter_create` only writes a handle, and `filter_destroy` is its counterpart.
         let w = unsafe { Descriptor::new(f.filter_create, f.filter_destroy, set) }?;
-        // Sums have the precision of their type; 16-bit floats are summed in f32.
+        // Only f32 may be rounded, to TF32, and only if the precision allows it.
         let exact = !loose || c.dtype != DType::F32;
         let plain = c.dtype == DType::F32 && exact;
         let math = match c.dtype {
@@ -483,7 +483,7 @@ impl Plan {
             ];
             steps.into_iter().find(|code| *code != SUCCESS).unwrap_or(SUCCESS)
         };
-        // SAFETY: the functions belong together.
+        // SAFETY: `conv_create` only writes a handle, and `conv_destroy` is its counterpart.
         let conv = unsafe { Descriptor::new(f.conv_create, f.conv_destroy, set) }?;
         let on_top = match bias {
             None => None,
@@ -494,7 +494,8 @@ impl Plan {
                     // SAFETY: `a` is the live descriptor that `Descriptor::new` passes.
                     unsafe { (f.activation_set)(a, activation, PROPAGATE_NAN, 0.0) }
                 };
-                // SAFETY: the functions belong together.
+                // SAFETY: `activation_create` only writes a handle, and `activation_destroy` is its
+                // counterpart.
                 let activation = unsafe { Descriptor::new(f.activation_create, f.activation_destroy, set) }?;
                 Some(DnnEpilogue { bias, shape: tensor(&dims)?, activation })
             }
@@ -529,7 +530,7 @@ impl Plan {
         let found = usize::try_from(found).unwrap_or(0).min(MAX_ALGORITHMS);
         let Some(best) = all[..found].iter().find(fits) else {
             return Err(format!(
-                "none of {found} algorithms is deterministic, exact enough and within {WORKSPACE} bytes"
+                "none of {found} algorithms is deterministic, exact enough and within {WORKSPACE} bytes of workspace"
             ));
         };
         let mut workspace = 0;
@@ -538,7 +539,7 @@ impl Plan {
             (f.workspace)(handle.0, x.raw, w.raw, conv.raw, y.raw, best.algorithm, &mut workspace)
         }];
         if let Some(code) = steps.into_iter().find(|code| *code != SUCCESS) {
-            return Err(format!("its algorithm {} gave status {code} ({})", best.algorithm, status(code)));
+            return Err(format!("algorithm {} gave status {code} ({})", best.algorithm, status(code)));
         }
         if workspace > WORKSPACE {
             return Err(format!("it needs {workspace} bytes of workspace"));

@@ -302,7 +302,7 @@ impl Drop for Parts {
 pub(super) enum Place {
     /// Device memory, with these strides.
     Memory([i64; 4]),
-    /// No memory: the result of an operation, read by others.
+    /// No memory. The tensor is the result of an operation, and other operations read it.
     Virtual,
     /// One element in host memory.
     Value,
@@ -515,7 +515,7 @@ impl Builder {
         Err(why.unwrap_or_else(|| "it has no engine for this shape".into()))
     }
 
-    /// The plan of one engine, with its workspace.
+    /// The plan of one engine, and the size of its workspace.
     ///
     /// # Safety
     /// The contract of `Builder::plan`. The configuration must also outlive the plan.
@@ -548,7 +548,7 @@ impl Builder {
         unsafe { plan.get(at::PLAN_WORKSPACE, is::INT64, 1, ptr::from_mut(&mut bytes).cast()) }?;
         match usize::try_from(bytes) {
             Ok(bytes) if bytes <= most => Ok((plan, bytes)),
-            _ => Err(format!("its engine needs {bytes} bytes of workspace")),
+            _ => Err(format!("its engine needs {bytes} bytes of workspace, but at most {most} are allowed")),
         }
     }
 }

@@ -165,16 +165,16 @@ impl Libraries {
 
     fn products(&self) -> Result<Arc<Lt>, Absent> {
         self.get(&self.products, Some(&self.family().products), |c, l, names| {
-            // SAFETY: `get` passes the names that `candidates` returns: the vendor's library or one that was
-            // vouched for.
+            // SAFETY: `get` passes the names that `candidates` returns: the vendor's library, or one that the
+            // user named or the caller of `with_kernels` vouched for.
             unsafe { Lt::open(c, l, names) }
         })
     }
 
     fn plain_products(&self) -> Result<Arc<RocBlas>, Absent> {
         self.get(&self.plain, self.family().plain_products.as_ref(), |c, l, names| {
-            // SAFETY: `get` passes the names that `candidates` returns: the vendor's library or one that was
-            // vouched for.
+            // SAFETY: `get` passes the names that `candidates` returns: the vendor's library, or one that the
+            // user named or the caller of `with_kernels` vouched for.
             unsafe { RocBlas::open(c, l, names) }
         })
     }
@@ -188,12 +188,12 @@ impl Libraries {
         if !self.dnn {
             return Err("it is switched off".into());
         }
-        // cuDNN searches for cuBLASLt by its name only. If cuBLASLt is loaded before, cuDNN finds it in any
-        // directory.
+        // cuDNN loads cuBLASLt by its name only. If cuBLASLt is already loaded, cuDNN finds it even if it is
+        // in a directory that the loader does not search.
         let _ = self.products();
         self.get(&self.convolutions, self.family().convolutions.as_ref(), |c, l, names| {
-            // SAFETY: `get` passes the names that `candidates` returns: the vendor's library or one that was
-            // vouched for.
+            // SAFETY: `get` passes the names that `candidates` returns: the vendor's library, or one that the
+            // user named or the caller of `with_kernels` vouched for.
             unsafe { Dnn::open(c, l, names) }
         })
     }
@@ -219,7 +219,7 @@ impl Libraries {
 
     /// A kernel for the call, or why there is none.
     pub(super) fn find(&self, call: &LibraryCall<'_>) -> Result<SimtKernel, Declined> {
-        // The vendor's kernels read operands as they are.
+        // `false`: the vendor's kernels do not read packed constants.
         CallForm::first(call, false, |form| self.find_form(form))
     }
 
@@ -253,7 +253,7 @@ impl Libraries {
             && call.inputs.iter().chain(call.outputs).all(|o| o.dtype == DType::F32);
         if !self.matrix && !plain {
             return Err(Declined::because(
-                "matrix units are switched off, and the library may use them for it",
+                "matrix units are switched off, and the library may use them for this call",
             ));
         }
         call.unmasked()?;
@@ -269,9 +269,10 @@ impl Libraries {
                 dnn.kernel(self.owner, call, conv)
             }
             _ => {
-                // The target has reported to the passes that dense operands are supported. The passes copy
-                // the operands listed in `dense` and query again. Other reasons may follow; if all operands
-                // are dense and the call is still declined, no other kernel multiplies these bytes.
+                // The target has reported to the passes that it multiplies 8-bit factors that are dense. If
+                // such a product is declined, `dense` therefore lists the operands that are not dense; the
+                // passes copy these and query again. If all operands are dense and the call is still
+                // declined, no other kernel computes the product.
                 let spread = |d: Declined| match bytes && d.dense.is_empty() {
                     true => {
                         let dense = (0..2).filter(|&i| !call.inputs[i].view.is_dense()).collect();
@@ -328,7 +329,7 @@ pub(super) struct SimtKernel {
     name: String,
     /// Id of the device that it belongs to.
     pub owner: u64,
-    /// Inputs, output, workspace.
+    /// The requirements on the buffers: inputs, output, workspace.
     needs: Needs,
     applies_epilogue: bool,
     workspace: usize,
@@ -428,7 +429,7 @@ fn failed(context: &Context, library: &str, call: &str, code: Code, text: &str) 
         device: context.id.clone(),
         call: format!("{call} of {library}"),
         code: format!("status {code} ({text})"),
-        next: "Look at the system's log for errors of the GPU; to use generated kernels instead, set the library's variable to off"
+        next: "Look at the system's log for errors of the GPU; to use generated kernels instead, set the library's environment variable to off"
             .into(),
     }
 }

@@ -41,8 +41,9 @@ pub(super) struct Product {
     pub step: isize,
     /// Offsets of a, b and c in elements, for each library call.
     pub calls: Vec<[isize; 3]>,
-    /// Types of the factors; `result`: type of the product.
+    /// Types of the factors.
     pub factors: [DType; 2],
+    /// Type of the product.
     pub result: DType,
     /// The number by which the product is multiplied: an f32 in an operand.
     pub scale: Option<Scale>,
@@ -57,7 +58,8 @@ pub(super) struct Scale {
     pub offset: isize,
 }
 
-/// The small float types that a call of [`halcyon_ir::composite::CompositeKind::ByteMatmul`] multiplies.
+/// The small float types that a call of [`halcyon_ir::composite::CompositeKind::ByteMatmul`] multiplies;
+/// `None` for other calls.
 pub(super) fn of_bytes(call: &CallForm<'_>) -> Option<[DType; 2]> {
     match call.work {
         Work::Op(Op::Composite(c)) => bytes::formats(c),
@@ -98,7 +100,7 @@ impl Product {
         };
         let rank = a.view.rank();
         if rank < 2 || rank != b.view.rank() {
-            return Err(Declined::because("operands of one rank, at least 2, are needed"));
+            return Err(Declined::because("operands of the same rank, at least 2, are needed"));
         }
         let bytes = of_bytes(call);
         let mut b_view = b.view.clone();
@@ -138,7 +140,7 @@ impl Product {
         let mut c = head(&View::dense(&[&a.view.shape[..rank - 2], &[m, n][..]].concat()));
         let total = c.shape.iter().product::<usize>();
         if m * n * k * total == 0 {
-            return Err(Declined::because("an empty product"));
+            return Err(Declined::because("the product is empty"));
         }
         let (mut ba, mut bb) = (head(&a.view), head(&b_view));
         collapse(&mut [&mut ba, &mut bb, &mut c], rank - 2);
@@ -174,11 +176,11 @@ impl Product {
         let (a_matrix, b_matrix) = (matrix(0, m, k, (ra, ca), sa)?, matrix(1, k, n, (rb, cb), sb)?);
         let most = i32::MAX as usize;
         if [m, n, k, a_matrix.ld, b_matrix.ld, batch].iter().any(|d| *d > most) {
-            return Err(Declined::because("a dimension is past 2³¹"));
+            return Err(Declined::because("a dimension is 2³¹ or more"));
         }
         let count: usize = axes.iter().map(|(n, _)| n).product();
         if count > MAX_CALLS {
-            return Err(Declined::because(format!("its batch would take {count} calls")));
+            return Err(Declined::because(format!("the batch would take {count} library calls")));
         }
         let calls = (0..count)
             .map(|i| {

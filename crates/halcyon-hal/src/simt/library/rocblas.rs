@@ -1,5 +1,5 @@
-//! rocBLAS: plain products, if hipBLASLt is missing or does not support a product. (`rocblas-types.h` and
-//! `rocblas-functions.h`; the numbers have been stable since ROCm 4.)
+//! rocBLAS, for products without epilogues if hipBLASLt is missing or does not support the product. The
+//! numbers and signatures are those of `rocblas-types.h` and `rocblas-functions.h`, unchanged since ROCm 4.
 
 use super::product::Product;
 use super::tensile::Kernels;
@@ -32,12 +32,13 @@ functions_of_one! {
     }
 }
 
-/// Results of a memory query besides success.
+/// Status codes besides success that a call in a memory query returns if it succeeds.
 const INCREASED: Code = 9;
 const UNCHANGED: Code = 10;
+/// `rocblas_operation_none` and `rocblas_operation_transpose`.
 const OPERATIONS: [c_int; 2] = [111, 112];
-/// Bytes of the handle's own workspace. Every handle is given a workspace, so that the library never
-/// allocates one.
+/// Bytes of the workspace for products that need none. A handle always has a workspace, so that the library
+/// never allocates one.
 const MIN_WORKSPACE: usize = 256;
 
 fn type_number(d: DType) -> Option<c_int> {
@@ -73,7 +74,7 @@ pub(super) struct Api {
     library: String,
 }
 
-/// The location of its kernels.
+/// The location of rocBLAS's kernels.
 const KERNELS: Kernels = Kernels { title: "rocBLAS", folder: "rocblas", variable: "ROCBLAS_TENSILE_LIBPATH" };
 
 /// Handles of the library on one device. Their workspace is set before each call.
@@ -82,17 +83,17 @@ pub(super) struct RocBlas {
     handles: Mutex<Handles>,
     version: String,
     context: Arc<Context>,
-    /// Dropped after the handles that use it.
+    /// The workspace of `MIN_WORKSPACE` bytes. It is dropped after the handles that use it.
     own: Memory,
 }
 
 /// The handles, which are not thread-safe.
 struct Handles {
-    /// Its stream is set before each call.
+    /// The handle for work outside of captures. Its stream is set before each call.
     usual: Handle,
-    /// The handle for captures with the only stream it serves. Setting a stream queries the stream's state,
-    /// which ROCm before 6.2 forbids during captures (rocBLAS #1432, #1438), so the stream is set before a
-    /// capture begins.
+    /// The handle for captures, and the only stream that it is used with. Setting a stream queries the
+    /// stream's state, which ROCm before 6.2 forbids during captures (rocBLAS #1432, #1438), so the stream is
+    /// set before a capture begins.
     capturing: Option<(Handle, Handle)>,
 }
 // SAFETY: the fields are opaque handles of the library; a mutex lets one thread use them at a time.
@@ -224,7 +225,7 @@ impl RocBlas {
 impl Drop for RocBlas {
     fn drop(&mut self) {
         let Ok(_visit) = self.context.visit() else { return };
-        // Kernels hold this value, so none is left.
+        // Kernels hold a reference to this value, so no kernel is left.
         let Handles { usual, capturing } = &*self.lock();
         for raw in [*usual].into_iter().chain(capturing.map(|c| c.0)).filter(|h| !h.is_null()) {
             // SAFETY: `create` made both handles, and this value, which is their only user, ends.
@@ -240,6 +241,7 @@ struct Plan {
     product: Product,
     /// Types of the factors, the result and the computation.
     types: [c_int; 3],
+    /// The bits of the number 1 in the type of the computation.
     one: u64,
     workspace: usize,
     /// Offsets in bytes of a, b and c, for each call.
@@ -254,8 +256,9 @@ impl Plan {
         let (p, zero) = (&self.product, 0u64);
         let [factors, result, compute] = self.types;
         let operation = |by_rows: bool| OPERATIONS[usize::from(!by_rows)];
-        // SAFETY: `call` requires a live handle and valid addresses; the dimensions were checked to fit when
-        // the product was made; the scalars are read before the call returns.
+        // SAFETY: `call` requires a live handle and valid addresses. When the product was made, its
+        // dimensions were checked to fit the library's integers. The scalars are read before the call
+        // returns.
         unsafe {
             (self.blas.api.f.gemm)(
                 handle,
@@ -298,7 +301,8 @@ impl Plan {
         let handles = blas.lock();
         let handle = handles.usual;
         let mut bytes = 0;
-        // SAFETY: the handle is live, and during a memory query the library accesses no matrix.
+        // SAFETY: the handle is live, because `blas` destroys it only in `drop`. During a memory query the
+        // library accesses no matrix.
         let (start, asked, stop) = unsafe {
             let start = (f.start_query)(handle);
             let own = blas.own.at();
@@ -325,15 +329,15 @@ impl KernelCall for Plan {
         let handle = match handles.capturing {
             Some((handle, own)) if own == stream => handle,
             _ => {
-                // SAFETY: the library owns the handle, which is locked; `enqueue` requires a live stream.
+                // SAFETY: `create` made the handle, which is locked; `enqueue` requires a live stream.
                 let code = unsafe { (f.set_stream)(handles.usual, stream) };
                 blas.check("choosing a stream", code)?;
                 handles.usual
             }
         };
-        // SAFETY: the handle is live. `room` has `bytes` bytes: it is the kernel's workspace, which passed
-        // `SimtKernel::check`, or `blas.own`. Both the old and the new workspace are ours, so the library
-        // frees nothing.
+        // SAFETY: `blas` keeps the handle alive. `room` has `bytes` bytes: it is the kernel's workspace,
+        // which passed `SimtKernel::check`, or `blas.own`. The library allocated neither the old nor the new
+        // workspace, so it frees nothing.
         let code = unsafe { (f.set_workspace)(handle, room, bytes) };
         blas.check("preparing a product", code)?;
         for [x, y, z] in &self.calls {
@@ -354,7 +358,7 @@ impl KernelCall for Plan {
             Some((handle, _)) => handle,
             None => blas.create()?,
         };
-        // Until the stream is set successfully, the entry has none.
+        // The entry has no stream until one is set successfully.
         handles.capturing = Some((handle, ptr::null_mut()));
         // SAFETY: `create` made the handle, which is locked; `prepare` requires a live stream.
         blas.check("choosing a stream", unsafe { (blas.api.f.set_stream)(handle, stream) })?;

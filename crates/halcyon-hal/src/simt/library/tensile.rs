@@ -1,10 +1,10 @@
 //! Checks whether AMD's libraries can be used for a device.
 //!
-//! Their kernels are in files beside them, by architecture
+//! The kernels of these libraries are in files beside them, for each architecture
 //! (`lib/rocblas/library/TensileLibrary_lazy_gfx90a.dat`). Without files for the device, rocBLAS terminates
 //! the process at its first product, and hipBLASLt continues without kernels. The files are therefore checked
-//! first. A library that loads another HIP runtime than the driver's would misinterpret its streams, so it is
-//! rejected too.
+//! first. A library that loads another HIP runtime than the driver's would misinterpret the driver's streams,
+//! so it is rejected too.
 
 use crate::simt::adapter::Adapter;
 use crate::simt::sys::{Context, Side};
@@ -19,9 +19,9 @@ const MAX_SEARCH_DEPTH: usize = 3;
 pub(super) struct Kernels {
     /// The library's name in messages.
     pub title: &'static str,
-    /// The directory beside the library: `rocblas`.
+    /// The name of the directory beside the library, such as `rocblas`.
     pub folder: &'static str,
-    /// The library's own environment variable for the directory.
+    /// The environment variable by which the library lets users choose the directory.
     pub variable: &'static str,
 }
 
@@ -33,7 +33,7 @@ impl Kernels {
             return Ok(());
         }
         let no = |why: String| {
-            let next = "Install the library of the driver's ROCm with kernels for this device, or leave it out: products then use generated kernels";
+            let next = "Install the library of the driver's ROCm with kernels for this device, or leave the library out: products then use generated kernels";
             Err(Error::unsupported(format!("{} on {}: {why}", self.title, context.id), next))
         };
         let adapter = Adapter { api: context.api, device: context.device, index: 0 };
@@ -47,7 +47,7 @@ impl Kernels {
         let runtimes = named(&maps, "libamdhip64.so");
         if runtimes.len() > 1 {
             let all: Vec<String> = runtimes.iter().map(|r| r.display().to_string()).collect();
-            return no(format!("it brings another HIP runtime ({})", all.join(", ")));
+            return no(format!("it loads another HIP runtime ({})", all.join(", ")));
         }
         let folders = match std::env::var_os(self.variable).filter(|v| !v.is_empty()) {
             Some(named) => vec![PathBuf::from(named)],
@@ -55,7 +55,7 @@ impl Kernels {
                 let Some(own) = at(&maps, function).and_then(Path::parent) else {
                     return no("the location of its file is not known".into());
                 };
-                // A build of the library has the files in another directory, which is searched too.
+                // Some builds of the library have the files in another directory, which is searched too.
                 [self.folder, "library", "../Tensile/library"].map(|f| own.join(f)).into()
             }
         };
@@ -70,8 +70,8 @@ impl Kernels {
     }
 }
 
-/// The address ranges and files of a process's mappings, with lines `7f10-7f20 r-xp 00000000 08:01 42
-/// /lib/x.so`.
+/// The address ranges and files in a list of a process's mappings, which has lines such as `7f10-7f20 r-xp
+/// 00000000 08:01 42 /lib/x.so`.
 fn mapped(maps: &str) -> impl Iterator<Item = ((usize, usize), &Path)> {
     maps.lines().filter_map(|line| {
         let (range, rest) = line.split_once(' ')?;

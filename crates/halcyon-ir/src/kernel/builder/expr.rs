@@ -61,7 +61,7 @@ impl<'a> E<'a> {
         }
     }
 
-    /// Remainder for index arithmetic, with the operands of [`E::idiv`].
+    /// Remainder for index arithmetic. The operands must be as for [`E::idiv`].
     pub fn imod(self, x: impl Operand<'a>) -> E<'a> {
         let x = x.operand(self.b, self.ty());
         match (self.b.konst(self.id), self.b.konst(x.id)) {
@@ -71,13 +71,13 @@ impl<'a> E<'a> {
         }
     }
 
-    /// Integer quotient rounded up, with the operands of [`E::idiv`].
+    /// Integer quotient rounded up. The operands must be as for [`E::idiv`].
     pub fn div_ceil(self, x: impl Operand<'a>) -> E<'a> {
         let x = x.operand(self.b, self.ty());
         (self + x - 1).idiv(x)
     }
 
-    /// Selects `yes` or `no`, which have one type, by a bool.
+    /// `yes` if this bool is true, else `no`. Both have the same type.
     pub fn select(self, yes: E<'a>, no: impl Operand<'a>) -> E<'a> {
         let no = no.operand(self.b, yes.ty());
         self.b.op(ScalarOp::Select, &[self, yes, no])

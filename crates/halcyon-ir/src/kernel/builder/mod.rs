@@ -1,8 +1,8 @@
 //! Builds kernels from Rust: expression handles with operators, and closures for blocks.
 //!
-//! Reads and `let`s are emitted when called, so program order is memory order. Pure expressions are
-//! hash-consed and rendered once per block that uses them. The first misuse is recorded and returned by
-//! [`Builder::finish`].
+//! Statements, and reads among them, are emitted when a method is called, so memory is accessed in the order
+//! of the calls. Pure expressions are hash-consed and rendered once per block that uses them. The first
+//! misuse is recorded and returned by [`Builder::finish`].
 
 mod expr;
 
@@ -178,7 +178,7 @@ impl Builder {
         E { b: self, id }
     }
 
-    /// A constant of type `ty`; `v` is cast to it. Vector types get it in all lanes.
+    /// The constant `v`, cast to type `ty`. A vector has it in all lanes.
     pub fn constant(&self, ty: Ty, v: impl Into<Scalar>) -> E<'_> {
         if ty.lanes() > 1 {
             let x = self.constant(Ty::F32, v);
@@ -432,7 +432,7 @@ impl Builder {
     /// zero.
     pub fn load_run_if<'a>(&'a self, buf: Buf, first: E<'a>, n: u32, guard: E<'a>) -> Vec<E<'a>> {
         if !(n as usize * buf.dtype.size()).is_multiple_of(16) {
-            self.fail("a guarded run is of whole vectors");
+            self.fail("a guarded run must be a multiple of 16 bytes");
         }
         self.run_of(buf, first, n, Some(guard.id))
     }
@@ -657,7 +657,7 @@ impl Builder {
     /// Packs 8- or 16-bit elements into a word, converting each as a store does. `x` must fill the word.
     pub fn pack(&self, d: DType, x: &[E<'_>]) -> E<'_> {
         if x.len() != per_word(d) {
-            self.fail(format!("a word holds {} of {d}, got {}", per_word(d), x.len()));
+            self.fail(format!("a word has {} elements of {d}, got {}", per_word(d), x.len()));
             return self.constant(Ty::U32, 0);
         }
         let g = |i: usize| x.get(i).unwrap_or(&x[0]).id;
@@ -686,13 +686,13 @@ impl Builder {
     pub fn group_reduce<'a>(&'a self, op: Reduce, value: E<'a>, scratch: Local<'a>) -> E<'a> {
         let n = self.inner.borrow().k.workgroup[0];
         if !n.is_power_of_two() {
-            self.fail("group_reduce needs a power of two of work-items");
+            self.fail("group_reduce needs a number of work-items that is a power of two");
         }
         let me = self.local_id(0);
         self.barrier();
         scratch.store(me, value);
         self.barrier();
-        // A loop rather than unrolled code: every barrier in the text costs compile time.
+        // This is a loop and not unrolled, because every barrier in the source takes time to compile.
         self.for_(0, n.ilog2(), 1, |k| {
             let step = self.constant(Ty::U32, n / 2).shr(k.to(Ty::U32)).to(self.ix);
             self.if_(me.lt(step), || {

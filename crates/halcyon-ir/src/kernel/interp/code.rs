@@ -7,7 +7,7 @@ use crate::scalar_op::{Rule, ScalarOp};
 use std::collections::HashMap;
 
 pub(super) type Reg = u32;
-/// No register.
+/// Stands for a register that an instruction does not have.
 pub(super) const NONE: Reg = u32::MAX;
 
 #[derive(Clone, Copy, Debug)]
@@ -17,7 +17,7 @@ pub(super) enum Ins {
     Tri(scalar::F3, Reg, Reg, Reg, Reg),
     Op(ScalarOp, Ty, Reg, [Reg; 3]),
     Cast(DType, Ty, Reg, Reg),
-    /// Index quotient, or remainder.
+    /// Quotient of index arithmetic, or its remainder if the flag is true.
     Index(bool, Reg, Reg, Reg),
     Move(Reg, Reg, u8),
     Load {
@@ -138,7 +138,7 @@ pub(super) enum Ins {
         dst: u32,
         value: Reg,
     },
-    /// Loads or stores a fragment from or to an array, with offset and stride.
+    /// Loads a fragment from an array, or stores it to one. `at` holds the offset and the stride.
     LoadMatrix {
         matrix: u32,
         arr: u32,

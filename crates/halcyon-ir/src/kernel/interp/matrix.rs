@@ -115,8 +115,8 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         v
     }
 
-    /// The element of the subgroup's fragment at the current row and column of a map; for row fragments, that
-    /// of the row. Reports a fault and returns `None` if the fragment was never set.
+    /// The element of the subgroup's fragment at the current row and column of a map; for row fragments, the
+    /// element of the row. Reports a fault and returns `None` if the fragment was never set.
     pub(super) fn element(&mut self, f: u32, at: [Reg; 2], pc: usize) -> Option<&mut f32> {
         let [row, column] = at.map(|r| self.get(r) as usize);
         let [_, columns] = self.kernel.fragments[f as usize].shape();

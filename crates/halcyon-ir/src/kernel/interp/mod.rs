@@ -157,13 +157,23 @@ impl Interp {
         let k = &self.kernel;
         let bad = |what: String| Error::argument(format!("kernel {}", k.name), what);
         if launch.params.len() != k.params.len() {
-            return Err(bad(format!("{} parameters given, it has {}", launch.params.len(), k.params.len())));
+            return Err(bad(format!(
+                "{} parameters given, expected {}",
+                launch.params.len(),
+                k.params.len()
+            )));
         }
         if !o.subgroup.is_power_of_two() || o.subgroup > 64 {
-            return Err(bad(format!("subgroups of {}", o.subgroup)));
+            return Err(bad(format!(
+                "the subgroup size is {}, expected a power of two up to 64",
+                o.subgroup
+            )));
         }
         if let Some(f) = k.fragments.first().filter(|f| f.op.width as u32 != o.subgroup) {
-            return Err(bad(format!("subgroups of {}, its products are of {}", o.subgroup, f.op.width)));
+            return Err(bad(format!(
+                "the subgroup size is {}, its fragments need {}",
+                o.subgroup, f.op.width
+            )));
         }
         let items = k.items() as usize;
         let files = if self.code.sync { items } else { 1 };
@@ -695,8 +705,8 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 for i in 0..n {
                     let l = self.regs[at(i, lane, regs)] as i64 as usize;
                     let l = if xor { (i % width) ^ l } else { l };
-                    // A lane outside the subgroup is undefined on devices; here it yields the work-item's own
-                    // value.
+                    // A shuffle from a lane outside of the subgroup is undefined on devices. Here it yields
+                    // the work-item's own value.
                     let from = i / width * width + l;
                     self.regs[at(i, dst, regs)] = if l < width && from < n { all[from] } else { all[i] };
                 }
@@ -712,7 +722,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     self.matrix(first, pc);
                 }
             }
-            ref i => return Err(Error::internal(format!("nothing to meet at {i:?}"))),
+            ref i => return Err(Error::internal(format!("work-items do not wait at {i:?}"))),
         }
         Ok(())
     }

@@ -1,5 +1,5 @@
-//! Scalars in 64-bit registers: signed integers are sign-extended, other types zero-extended; floats are
-//! stored as bits.
+//! Scalars in 64-bit registers. Signed integers are sign-extended. Unsigned integers and the bits of floats
+//! are zero-extended.
 
 use crate::dtype::{DType, Scalar};
 use crate::kernel::ir::Ty;
@@ -48,7 +48,7 @@ pub(super) fn store(d: DType, r: u64) -> u64 {
     }
 }
 
-/// Evaluates any op on any type, through its row in the op table.
+/// Evaluates any scalar op on any type, by its definition in `crate::scalar_op`.
 pub(super) fn eval(op: ScalarOp, ty: Ty, x: [u64; 3]) -> u64 {
     let d = ty.dtype();
     let v = if op == ScalarOp::Select {

@@ -1,12 +1,13 @@
-//! Shadow memory: the last reader and writer of each byte, and the epoch of the access.
+//! Shadow memory: the last reader and writer of each byte, and the epochs of their accesses. An epoch is the
+//! time between two barriers of a workgroup.
 
 use super::Fault;
 use crate::kernel::ir::BufId;
 
 const NO_ITEM: u32 = u32::MAX;
-/// Several work-items of one workgroup in one epoch.
+/// A reader that stands for several work-items of one workgroup in one epoch.
 const SEVERAL_ITEMS: u32 = u32::MAX - 1;
-/// Work-items of several workgroups.
+/// A reader that stands for work-items of several workgroups.
 const GROUPS: u32 = u32::MAX - 2;
 
 #[derive(Clone, Copy)]

@@ -21,7 +21,11 @@ pub(super) fn arity(
     if takes.contains(&inputs.len()) && outputs.len() == 1 {
         return Ok(());
     }
-    Err(Declined::because(format!("{op}: {} operands and {} results", inputs.len(), outputs.len())))
+    Err(Declined::because(format!(
+        "{op}: {} operands and {} results are not supported",
+        inputs.len(),
+        outputs.len()
+    )))
 }
 
 /// Requests dense copies of inputs whose views have masks, because these kernels do not apply masks.
@@ -106,7 +110,7 @@ fn bind(k: &Kernel, args: &Args, groups: usize, caps: &Caps) -> Result<Launch, D
     let max = caps.max_groups.clamp(1, 65_535) as u64;
     if groups as u64 > max * max {
         return Err(Declined::because(format!(
-            "{}: {groups} workgroups, the device takes {max} by {max}",
+            "{}: {groups} workgroups are needed, but the device allows {max} by {max}",
             k.name
         )));
     }

@@ -1,6 +1,6 @@
-//! Direct convolution. Each work-item computes up to four output channels at one position, or on CPUs at
-//! eight consecutive positions. Kernels have three spatial axes; missing ones are unit axes. A pointwise
-//! convolution is computed as a matrix product.
+//! Direct convolution. By default each work-item computes up to four output channels at one position, or on
+//! CPUs at eight consecutive positions. Kernels have three spatial axes; axes that the op does not have get
+//! size 1. A pointwise convolution is computed as a matrix product.
 
 use super::common::*;
 use crate::dtype::DType;
@@ -57,7 +57,7 @@ pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) ->
     Ok(Choices::new(p.key(), p.default(caps).variant(), forms, Tolerance::Products(terms)))
 }
 
-/// A convolution as the kernels see it.
+/// How a convolution is computed: as a matrix product, or by the direct kernel.
 enum Call {
     Product(Box<([Operand; 2], Operand)>),
     Direct(Problem),
@@ -65,12 +65,14 @@ enum Call {
 
 fn call(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Call, Declined> {
     let Op::Conv(c) = op else {
-        return Err(Declined::because(format!("conv: got {}", op.name())));
+        return Err(Declined::because(format!("conv: expected a convolution, found {}", op.name())));
     };
     arity("conv", inputs, outputs, 2..=2)?;
     let spatial = c.stride.len();
     if !(1..=3).contains(&spatial) || [0, 1].iter().any(|&i| inputs[i].view.rank() != spatial + 2) {
-        return Err(Declined::because(format!("conv: {spatial} spatial axes")));
+        return Err(Declined::because(format!(
+            "conv: {spatial} spatial axes, expected 1 to 3 and fitting ranks"
+        )));
     }
     row_major(inputs, 0..2)?;
     if pointwise(c, &inputs[1].view) {
@@ -79,7 +81,7 @@ fn call(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result
     Ok(Call::Direct(Problem::new(c, inputs, outputs, index_type(inputs, outputs, caps)?)))
 }
 
-/// Output channels and consecutive positions of a work-item, and work-items of a workgroup.
+/// A variant: output channels and consecutive positions per work-item, and work-items per workgroup.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct KernelVariant {
     channels: u32,
@@ -144,11 +146,13 @@ struct Problem {
     /// Output channels (`og`) and input channels (`cg`) per group.
     og: usize,
     cg: usize,
+    /// Spatial sizes of the output (`y`), the weight (`k`) and the input (`i`).
     y: [usize; 3],
     k: [usize; 3],
     i: [usize; 3],
     stride: [usize; 3],
     dilation: [usize; 3],
+    /// Padding before the first element of each axis.
     lo: [i64; 3],
     input_dilation: [usize; 3],
 }
@@ -284,8 +288,7 @@ fn direct(p: &Problem, form: KernelVariant, mut args: Args, caps: &Caps) -> Resu
                             if run == 1 || spread {
                                 return guarded();
                             }
-                            // A run that lies inside the input is read without checks, with consecutive loads
-                            // if the stride is 1.
+                            // If the stride is 1, a run that lies inside the input is read without checks.
                             let inside = first.ge(0).and((first + ss[2] * (run - 1)).lt(is[2]));
                             let from = b.let_(line + first);
                             b.if_else(

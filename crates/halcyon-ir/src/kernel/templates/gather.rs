@@ -1,6 +1,6 @@
 //! Gathers, scatters and slice updates. Negative indices count from the end. An index out of range is clamped
-//! and sets the fault word. Scatters are deterministic: one work-item owns each result and applies the
-//! updates in order.
+//! and sets the fault word. Scatters are deterministic: each result is computed by one work-item, which
+//! applies the updates in order.
 
 use crate::error::Result;
 use crate::kernel::access::{Access, GROUP, Template, typed};
@@ -87,11 +87,13 @@ fn scatter_op(kind: ScatterKind) -> Option<ScalarOp> {
     }
 }
 
-/// Scatter along an axis. With `rows`, `index[i…]` selects whole slices and the updates are `[a…, i…, b…]`.
-/// Otherwise index and updates have one shape, which is no larger than the base on the other axes.
+/// Scatter along an axis. With `rows`, each element of the index selects a whole slice of the base, and the
+/// updates are `[a…, i…, b…]` for an index `[i…]` and a base `[a…, n, b…]`. Otherwise index and updates have
+/// the same shape, which is no larger than the base's except along `axis`.
 ///
-/// Each work-item owns one result and walks the updates of its column in index order. This costs results ×
-/// updates but needs no atomics.
+/// Each work-item computes one result. It looks at every update along `axis` that has the result's position
+/// on the other axes, in order, and applies those whose index is the result's. This needs no atomics, but
+/// every result costs as many steps as there are such updates.
 pub(crate) fn scatter(
     axis: usize,
     kind: ScatterKind,

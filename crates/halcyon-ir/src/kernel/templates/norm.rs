@@ -1,4 +1,4 @@
-//! Layer norm and RMS norm over trailing axes: first the row's statistics, then the row.
+//! Layer norm and RMS norm over trailing axes. A kernel computes the statistics of a row, then its values.
 
 use super::common::*;
 use super::rows::{Line, Row, RowMapping, run};
@@ -12,7 +12,7 @@ use crate::target::{Caps, Declined, Operand};
 
 /// Kernels for the composites `layer_norm` (operands x, scale and optionally bias; attributes `axis`, `eps`)
 /// and `rms_norm` (operands x and scale; attribute `eps`) on float types. The variance is computed from the
-/// deviations from the mean, in a separate pass.
+/// deviations from the mean, so the row is read once more.
 ///
 /// # Errors
 /// Declines a scale or bias whose shape differs from the normalised axes. Declines with `needs_dense` if an
@@ -59,26 +59,26 @@ struct Problem {
 fn problem(op: &Op, inputs: &[Operand], outputs: &[Operand]) -> Result<Problem, Declined> {
     let name = op.name();
     let Op::Composite(c) = op else {
-        return Err(Declined::because(format!("norm: got {name}")));
+        return Err(Declined::because(format!("norm: {name} is another op")));
     };
     let centred = match c.kind {
         CompositeKind::LayerNorm => true,
         CompositeKind::RmsNorm => false,
-        _ => return Err(Declined::because(format!("norm: got {name}"))),
+        _ => return Err(Declined::because(format!("norm: {name} is another op"))),
     };
     arity(&name, inputs, outputs, if centred { 2..=3 } else { 2..=2 })?;
     let shape = &inputs[0].view.shape;
     let last = shape.len().checked_sub(1);
     let axis = if centred { c.int("axis").and_then(|a| usize::try_from(a).ok()) } else { last };
     let (Some(axis), Some(eps)) = (axis.filter(|a| *a < shape.len()), c.float("eps")) else {
-        return Err(Declined::because(format!("{name}: no such axis, or no eps")));
+        return Err(Declined::because(format!("{name}: the axis does not exist, or eps is missing")));
     };
     for w in &inputs[1..] {
         // Leading axes of size one do not matter.
         let real = |s: &[usize]| s.iter().skip_while(|n| **n == 1).copied().collect::<Vec<_>>();
         if real(&w.view.shape) != real(&shape[axis..]) {
             return Err(Declined::because(format!(
-                "{name}: scale or bias {:?} is not shaped like {:?}",
+                "{name}: the scale or bias has shape {:?}, expected {:?}",
                 w.view.shape,
                 &shape[axis..]
             )));

@@ -36,18 +36,20 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
                 }
             }
         }
-        _ => Err(Declined::because(format!("pool: got {}", op.name()))),
+        _ => Err(Declined::because(format!("pool: expected a pool or its gradient, found {}", op.name()))),
     }
 }
 
 /// Sizes, always with three spatial axes.
 struct Geometry {
     planes: usize,
+    /// Spatial sizes of the output (`y`), the window (`k`) and the input (`i`).
     y: [usize; 3],
     k: [usize; 3],
     i: [usize; 3],
     stride: [usize; 3],
     dilation: [usize; 3],
+    /// Padding before the first element of each axis.
     lo: [usize; 3],
 }
 
@@ -55,7 +57,9 @@ impl Geometry {
     fn new(p: &Pool, x: &Operand, y: &Operand) -> Result<Geometry, Declined> {
         let n = p.kernel.len();
         if !(1..=3).contains(&n) || x.view.rank() != n + 2 || y.view.rank() != n + 2 {
-            return Err(Declined::because(format!("pool: {n} spatial axes")));
+            return Err(Declined::because(format!(
+                "pool: {n} spatial axes, expected 1 to 3 and fitting ranks"
+            )));
         }
         Ok(Geometry {
             planes: x.view.shape[0] * x.view.shape[1],
@@ -94,8 +98,8 @@ impl<'a> Sizes<'a> {
         Sizes { planes, y, k, i, s, d, l }
     }
 
-    /// Runs `f` for each element of the window at `o` that lies inside the input, in order, with its input
-    /// index within the plane.
+    /// Runs `f` for each element of the window at `o` that lies inside the input, in order. `f` gets the
+    /// element's index within the plane.
     fn window(&self, b: &'a Builder, o: &[E<'a>], f: impl FnOnce(E<'a>)) {
         let place = |a: usize, k: E<'a>| b.let_(o[a] * self.s[a] + k * self.d[a] - self.l[a]);
         let inside = |a: usize, p: E<'a>| p.ge(0).and(p.lt(self.i[a]));
@@ -257,7 +261,8 @@ fn max_grad(g: &Geometry, inputs: &[Operand], outputs: &[Operand], caps: &Caps) 
             let to = b.let_(s.result(plane, o));
             let top = b.load(bufs[1], to);
             b.if_(wins(mine, top), || {
-                // Input indices increase along a window, so a winner with a smaller index came first.
+                // Only the first maximum of a window gets the gradient. Input indices increase along a
+                // window, so a maximum with a smaller index comes first.
                 let first = b.var_of(Ty::I32, 1);
                 s.window(b, o, |at| {
                     b.if_(at.lt(me), || {

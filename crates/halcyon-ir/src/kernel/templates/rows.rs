@@ -1,5 +1,5 @@
 //! Kernels that reduce and rewrite rows, with a workgroup per row or with a work-item per row. A work-item
-//! accumulates in several partial sums.
+//! that reduces a whole row accumulates several partial sums.
 
 use super::common::*;
 use crate::dtype::Scalar;
@@ -22,8 +22,8 @@ pub(super) enum RowMapping {
 }
 
 impl RowMapping {
-    /// Chooses for `rows` rows of `n` elements. `gap` is the distance between consecutive elements of a row;
-    /// `gap` rows are interleaved.
+    /// Chooses the mapping for `rows` rows of `n` elements. `gap` is the distance between consecutive
+    /// elements of a row; `gap` rows are interleaved.
     pub(super) fn choose(rows: usize, n: usize, gap: usize, ty: Ty, caps: &Caps) -> RowMapping {
         let enough_rows = rows >= 256 * caps.units();
         let want: u32 = if n >= 1024 { 256 } else { 64 };
@@ -56,8 +56,8 @@ impl RowMapping {
     /// The variants for `rows` rows of `n` elements. `name` contains everything else the kernel depends on.
     pub(super) fn choices(name: &str, rows: usize, n: usize, gap: usize, ty: Ty, caps: &Caps) -> Choices {
         let items: &[u32] = if caps.is_cpu { &[1, 2, 4, 8, 16, 32] } else { &[32, 64, 128, 256] };
-        // PoCL runs the work-items of a workgroup one after another, so workgroups per row are offered on
-        // other devices only.
+        // PoCL runs the work-items of a workgroup one after another, so a workgroup per row is offered only
+        // on other devices.
         let groups: &[u32] = if caps.is_cpu { &[] } else { &[16, 32, 64, 128, 256, 512] };
         let fits = |n: u32| n as usize * ty.size() <= caps.workgroup_memory as usize;
         let all = items.iter().map(|n| RowMapping::Item(*n));
@@ -88,8 +88,8 @@ impl RowMapping {
 }
 
 /// How many consecutive elements a work-item of a workgroup takes at a time, for contiguous rows of `n`
-/// elements: 16 bytes of the first operand, or one element if an operand is not aligned or its type is too
-/// wide.
+/// elements. It is 16 bytes of the first operand. If `n` is not a multiple of that, an operand is not
+/// aligned, or its type is wider than 4 bytes, it is one element.
 pub(super) fn run(n: usize, operands: &[Operand]) -> u32 {
     let Some(first) = operands.first().filter(|o| o.dtype.size() <= 4) else { return 1 };
     let run = 16 / first.dtype.size();
@@ -199,7 +199,7 @@ impl<'a> Row<'a> {
         b.group_reduce(op, acc.get(), shared)
     }
 
-    /// Writes `f` of the elements of all lines, in runs of `run` like `reduce_runs`.
+    /// Stores `f` of the elements of all input lines in `y`, in runs of `run` elements as in `reduce_runs`.
     pub(super) fn rewrite_runs(
         self,
         n: E<'a>,

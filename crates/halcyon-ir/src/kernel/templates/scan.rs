@@ -17,7 +17,7 @@ fn with<'a>(idx: &[E<'a>], axis: usize, i: E<'a>) -> Vec<E<'a>> {
     v
 }
 
-/// Running reduction. One work-item walks each line.
+/// Running reduction. One work-item computes each line.
 pub(crate) fn scan(
     kind: ReduceKind,
     axis: usize,

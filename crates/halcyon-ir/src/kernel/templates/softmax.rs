@@ -1,5 +1,6 @@
-//! Softmax and log-softmax along one axis: the row's maximum, the sum of exponentials of the distances from
-//! it, then the values. A row whose maximum is -inf or NaN becomes NaN, as in the definition.
+//! Softmax and log-softmax along one axis. A kernel computes the maximum of a row, then the sum of the
+//! exponentials of the differences from it, then the values. A row whose maximum is -inf or NaN becomes NaN,
+//! as in the definition.
 
 use super::common::*;
 use super::rows::{Line, Row, RowMapping, run};
@@ -68,12 +69,12 @@ fn problem(op: &Op, inputs: &[Operand], outputs: &[Operand]) -> Result<Problem, 
     let (axis, log) = match op {
         Op::Composite(c) if c.kind == CompositeKind::Softmax => (c.int("axis"), false),
         Op::Composite(c) if c.kind == CompositeKind::LogSoftmax => (c.int("axis"), true),
-        _ => return Err(Declined::because(format!("softmax: got {name}"))),
+        _ => return Err(Declined::because(format!("softmax: {name} is another op"))),
     };
     arity(&name, inputs, outputs, 1..=1)?;
     let shape = &inputs[0].view.shape;
     let Some(axis) = axis.and_then(|a| usize::try_from(a).ok()).filter(|a| *a < shape.len()) else {
-        return Err(Declined::because(format!("{name}: no such axis")));
+        return Err(Declined::because(format!("{name}: the axis is missing or does not exist")));
     };
     row_major(inputs, 0..1)?;
     let (n, inner) = (shape[axis], shape[axis + 1..].iter().product::<usize>());
@@ -102,7 +103,7 @@ fn build(
     row.each(count, |r| {
         let start = b.let_(if last { r * len } else { r.idiv(gap) * (len * gap) + r.imod(gap) });
         let line = |buf| Line { buf, start, gap };
-        // 16-bit types are rounded after every step, as in the composite's body.
+        // 16-bit types are rounded after every op, as in the composite's body.
         let top = row.reduce_runs(Reduce::Max, len, line(x), run, |v| v);
         let below = |v| round(dtype, v - top);
         let exps = row.reduce_runs(Reduce::Add, len, line(x), run, |v| round(dtype, below(v).exp()));

@@ -62,13 +62,14 @@ impl<'a> Arith<'a> {
     fn source(&mut self, x: NodeId, powers: bool) -> Result<NodeId> {
         match self.g.dtype(x) {
             DType::F64 => self.odd(x),
-            // For the other types, values above 2^24 overflow anyway, so ordinary rounding is enough.
+            // `powers` is set for E8M0, which can represent large numbers. In the other small types, integers
+            // above 2^24 overflow, so for them the ordinary rounding of the cast is enough.
             d if powers && d.is_int() && d.bits() >= 32 => self.odd_int(x, d),
             _ => self.cast(x, DType::F32),
         }
     }
 
-    /// f64 to f32, rounded to odd: of the two neighbours of an inexact value, the one whose last bit is set.
+    /// Converts f64 to f32, rounding to odd: an inexact value becomes that neighbour whose last bit is set.
     fn odd(&mut self, x: NodeId) -> Result<NodeId> {
         let y = self.cast(x, DType::F32)?;
         let back = self.cast(y, DType::F64)?;
@@ -87,11 +88,12 @@ impl<'a> Arith<'a> {
         self.bits(bits, DType::F32)
     }
 
-    /// A 32- or 64-bit integer to f32, rounded to odd. A negative integer only has to stay negative, because
-    /// E8M0 encodes every negative number as NaN.
+    /// Converts a 32- or 64-bit integer to f32, rounding to odd. A negative integer only has to stay
+    /// negative, because E8M0 encodes every negative number as NaN.
     fn odd_int(&mut self, x: NodeId, d: DType) -> Result<NodeId> {
         let mut y = x;
-        // From `from` on, the low `low` bits are dropped, which leaves 4 to 24 bits.
+        // In integers of `from` or more, the lowest `low` bits are dropped, which leaves 4 to 24 bits. If one
+        // of the dropped bits is set, the last of the bits that are left is set.
         let cuts: &[(i64, i64)] =
             if d.bits() == 32 { &[(1 << 24, 8)] } else { &[(1 << 24, 19), (1 << 43, 40)] };
         for (from, low) in cuts {

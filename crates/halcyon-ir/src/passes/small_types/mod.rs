@@ -1,10 +1,10 @@
 //! Rewrites a graph to native dtypes: removes packed integers and small floats ([`DType::is_native`]).
 //!
 //! In the new graph a small value is stored in a carrier, one byte per element: i8 or u8 for integers, u8 for
-//! floats, with the pattern in the low bits. Ops that only move elements (views, gather, concat, select) work
-//! on carriers. Ops that compute decode floats to f32, and round or wrap the result to the small type again.
-//! Packed bytes (u8) occur only at the borders: inputs, large constants and outputs. All conversions are
-//! ordinary element-wise arithmetic and are fused.
+//! floats, whose bits are the low bits of the byte. Ops that only move elements (views, gather, concat,
+//! select) work on carriers. Ops that compute decode floats to f32, and round or wrap the result to the small
+//! type again. Packed bytes (u8) occur only at the borders: inputs, large constants and outputs. All
+//! conversions are ordinary element-wise arithmetic and are fused.
 //!
 //! Results equal those of `reference::eval`, except for arithmetic on small floats, which is done in f32.
 
@@ -159,7 +159,7 @@ fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
             "Cast its operands and result to wider types",
         )),
         Op::Composite(c) => Err(Error::internal(format!("composite {} holds small types", c.kind))),
-        // Carriers move as elements do.
+        // An op that moves elements moves their carriers in the same way.
         op if matches!(op.facts().moves, Moves::All | Moves::Operands(_)) => {
             moved(g, op.with_fill(|v| carried(d, v))?)
         }
@@ -172,7 +172,8 @@ fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
             if keeps_carrier(op, d) {
                 return Ok(y);
             }
-            // The identity of the wide type lies outside the range of the small type.
+            // A maximum or minimum over no elements is the identity of the wide type, which lies outside of
+            // the small type's range. It is replaced by the end of this range.
             let y = match op.facts().identity {
                 Some(kind) if !d.is_native() => bounded(g, y, kind, d)?,
                 _ => y,
@@ -182,8 +183,8 @@ fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
     }
 }
 
-/// Whether a scalar op can work on integer carriers directly, because its result is again a valid carrier.
-/// The results of other ops are rounded or wrapped, which is right for valid carriers too.
+/// Whether a scalar op's result needs no rounding or wrapping, because it is a bool or a valid carrier of an
+/// integer. (Rounding or wrapping would not change a valid carrier.)
 fn keeps_carrier(op: &Op, d: DType) -> bool {
     let Op::Scalar(s) = op else { return false };
     s.row().rule == Rule::Test || d.is_int() && !d.is_native() && s.stays_in(d)
@@ -216,7 +217,8 @@ fn cast(g: &mut Graph, x: NodeId, from: DType, to: DType) -> Result<NodeId> {
     if fits { Ok(y) } else { fit(g, y, to) }
 }
 
-/// 8-bit constants keep the model's bytes. Packed constants that are small are unpacked now.
+/// 8-bit constants keep the model's bytes. Packed constants of at most [`MAX_RESULT`] elements are unpacked
+/// now, larger ones in every run.
 fn constant(g: &mut Graph, c: &ConstData, d: DType) -> Result<NodeId> {
     let n = c.numel();
     if d.bits() == 8 {

@@ -32,7 +32,7 @@ pub(super) fn unpack(g: &mut Graph, packed: NodeId, d: DType, dims: &Dims) -> Re
     g.reshape(x, dims.as_slice())
 }
 
-/// Converts the bits of `d` in u8 to carriers.
+/// Converts elements of `d`, each in the low bits of a u8, to carriers.
 pub(super) fn signed(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     if d.class() != Class::Int {
         return Ok(x);

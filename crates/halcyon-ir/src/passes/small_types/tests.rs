@@ -23,7 +23,7 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// Random bits, including unused ones.
+    /// Random bits, also in the unused bits of the last byte.
     fn data(&mut self, d: DType, dims: &[usize]) -> ConstData {
         let n = d.bytes(dims.iter().product());
         let b: Vec<u8> = (0..n).map(|_| self.next() as u8 & if d == DType::Bool { 1 } else { 255 }).collect();
@@ -35,7 +35,7 @@ impl Rng {
 fn patterns(d: DType) -> ConstData {
     let n = if d == DType::Bool { 2 } else { 1usize << d.bits() };
     let v = (0..n as u64).map(|p| Scalar::from_bytes(d, &p.to_le_bytes()));
-    // Whole bytes are stored directly, to include every NaN.
+    // Patterns of whole bytes are stored directly, to include every NaN.
     if d.bits() < 8 {
         return ConstData::from_scalars(d, &[n], v).unwrap();
     }
@@ -43,7 +43,8 @@ fn patterns(d: DType) -> ConstData {
     ConstData::new(d, &[n], Arc::new(b)).unwrap()
 }
 
-/// Values of a wide dtype: around all values of the small types, the limits, and random bits.
+/// Values of a wide dtype: near every value of the small types, near powers of two, special values, and
+/// random bits.
 fn wide_values(d: DType, rng: &mut Rng) -> ConstData {
     if d.bits() <= 16 {
         return patterns(d);
@@ -71,14 +72,14 @@ fn wide_values(d: DType, rng: &mut Rng) -> ConstData {
     ConstData::from_scalars(d, &[v.len()], v).unwrap()
 }
 
-/// The data as stored by the new graph's input or output.
+/// The data in the form in which an input or output of the rewritten graph stores it.
 fn store(c: &ConstData) -> ConstData {
     let t = stored(&TensorType::new(c.dtype, &c.dims)).unwrap();
     ConstData::new(t.dtype, &t.shape.dims().unwrap(), c.owner()).unwrap()
 }
 
-/// Results of the graph and of its rewritten form. Checks that the latter has no small types and passes every
-/// type rule.
+/// Results of the graph and of the rewritten graph. Checks that the rewritten graph has no small types and
+/// passes every type rule.
 fn both(g: &Graph, inputs: &[ConstData], args: &[Scalar]) -> (Vec<ConstData>, Vec<ConstData>) {
     let want = eval(g, inputs, args).unwrap();
     let h = run(g).unwrap();
@@ -97,7 +98,8 @@ fn same(a: Scalar, b: Scalar) -> bool {
 fn near(d: DType, a: Scalar, b: Scalar) -> bool {
     let (a, b) = (a.as_f64(), b.as_f64());
     let Some(f) = Format::of(d) else {
-        // Powers of two, or NaN, which follows both ends of the range.
+        // E8M0 has only powers of two, and NaN, which counts as the neighbour of the smallest and the
+        // largest.
         return a.is_nan() || b.is_nan() || (a / b).log2().abs() <= 1.0;
     };
     let place = |v: f64| (f.encode(v.abs()) as i32 & (f.sign() as i32 - 1)) * if v < 0.0 { -1 } else { 1 };
@@ -198,7 +200,7 @@ fn ops_that_move_elements_keep_their_bits() {
         ];
         check(&format!("{d}"), &g, &inputs, &[], true);
         let (_, got) = both(&g, &inputs, &[]);
-        // NaN with its payload, which `Scalar` does not keep.
+        // Compares bytes too, because `Scalar` does not keep the payload of a NaN.
         if d.bits() == 8 {
             assert_eq!((got[0].bytes(), got[2].bytes()), (x.bytes(), x.bytes()), "{d}");
         }
@@ -219,7 +221,7 @@ fn every_scalar_op_on_every_small_type() {
             let y = g.scalar(row.op, &x).unwrap();
             g.output("y", y);
             let inputs: Vec<ConstData> = (0..row.arity).map(|k| rng.data(ty(k), &[n])).collect();
-            // f32 and f64 differ in the last place and at poles.
+            // Computations in f32 and in f64 differ in the last place and at poles.
             let loose = row.ulps > 0.0 || row.op == ScalarOp::Sign;
             check(&format!("{} of {d}", row.name), &g, &inputs, &[], !loose);
         }

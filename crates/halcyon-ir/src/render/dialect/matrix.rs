@@ -12,11 +12,11 @@ const fn op(operand: MatrixType, k: u8, width: u8) -> MatrixOp {
     MatrixOp { operand, m: 16, n: 16, k, width }
 }
 
-/// Supported from sm_80 on.
+/// The matrix ops of CUDA. Devices support them from sm_80 on.
 pub const CUDA: [MatrixOp; 3] =
     [op(MatrixType::F16, 16, 32), op(MatrixType::BF16, 16, 32), op(MatrixType::Tf32, 8, 32)];
 
-/// MFMA for waves of 64 (gfx90a, gfx942), WMMA for waves of 32 (gfx11).
+/// The matrix ops of HIP: MFMA for waves of 64 (gfx90a, gfx942), WMMA for waves of 32 (gfx11).
 pub const HIP: [MatrixOp; 4] = [
     op(MatrixType::F16, 16, 64),
     op(MatrixType::BF16, 16, 64),
@@ -36,10 +36,11 @@ struct h_sum { float r[H_SUM]; };
 struct h_rows { float r[H_ROWS]; };
 ";
 
-/// MFMA: work-item `l` holds four elements along k, from `4 (l / 16)` on, of row (for B, column) `l % 16`. Of
-/// the sums it holds column `l % 16`, rows from `4 (l / 16)` on. WMMA: `l` holds all sixteen elements of row
-/// `l % 16` (both halves of the wave hold the same), and of the sums column `l % 16`, every second row from
-/// `l / 16` on.
+/// With MFMA, work-item `l` has four elements of row `l % 16` of A, and of column `l % 16` of B, from
+/// position `4 (l / 16)` along k on. Of the sums it has, in column `l % 16`, four rows from row `4 (l / 16)`
+/// on. With WMMA, work-item `l` has all sixteen elements of row `l % 16` of A, and of column `l % 16` of B,
+/// so both halves of the wave have the same elements. Of the sums it has, in column `l % 16`, every second
+/// row from row `l / 16` on.
 pub(super) const HIP_HEADER: &str = "\
 #if defined(__gfx90a__) || defined(__gfx940__) || defined(__gfx941__) || defined(__gfx942__) || defined(__gfx950__)
 #define H_OPERAND 2
@@ -257,7 +258,7 @@ pub(super) const CUDA_HELPERS: &[(&str, &str)] = &[
 }
 "#,
     ),
-    // The register layouts of sums and operands agree.
+    // Each work-item has the elements of the operand already, because sums and operands have the same layout.
     (
         "h_operand_f16",
         r#"h_operand @(const h_sum& v, int column, uint4* l, int offset, int stride) {
@@ -412,7 +413,8 @@ pub(super) const HIP_HELPERS: &[(&str, &str)] = &[
 }
 "#,
     ),
-    // A wave's accesses of workgroup memory stay in order; the fence keeps the compiler from reordering them.
+    // The hardware executes a wave's accesses to workgroup memory in order. The fences keep the compiler from
+    // reordering them.
     (
         "h_wave",
         r#"void @() {

@@ -1,4 +1,5 @@
-//! Metal Shading Language 2. It has no f64; `erf`, `erfc`, `expm1` and `log1p` are helpers.
+//! Metal Shading Language 2. It has no f64, and no `erf`, `erfc`, `expm1` and `log1p`: the kernels define
+//! these functions.
 
 use super::{Dialect, Language};
 use crate::kernel::ir::Ty;
@@ -27,7 +28,8 @@ pub static DIALECT: Dialect = Dialect {
     barrier_local: "threadgroup_barrier(mem_flags::mem_threadgroup);",
     barrier_global: "threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);",
     atomic_add: "atomic_fetch_add_explicit((device atomic_$t*)&$p, $v, memory_order_relaxed)",
-    // A weak compare-exchange may fail spuriously. Keeping the largest code is as good as keeping the first.
+    // This keeps the largest code instead of the first, which is as good. Keeping the first would need a
+    // compare-exchange, and Metal has only a weak one, which may fail spuriously.
     set_error: "atomic_fetch_max_explicit((device atomic_uint*)&$p, $v, memory_order_relaxed);",
     types: ["bool", "int", "uint", "long", "ulong", "float", "", "float2", "float4", "uint4"],
     storage: [

@@ -1,4 +1,5 @@
-//! Dialects of C-like languages: a table of strings each, and the few helpers that differ.
+//! Dialects of C-like languages. Each is a table of strings, with the few helpers that differ from the common
+//! ones.
 
 pub mod cuda;
 pub mod hip;
@@ -47,7 +48,7 @@ pub struct Dialect {
     /// Lane in the subgroup and subgroup size. Empty if the language has no subgroups.
     pub lane: &'static str,
     pub subgroup_size: &'static str,
-    /// `$0` is the value, `$1` the mask or lane.
+    /// Shuffles in a subgroup: `$0` is the value, `$1` the mask or lane.
     pub shuffle_xor: &'static str,
     pub shuffle: &'static str,
     pub barrier_local: &'static str,
@@ -56,7 +57,7 @@ pub struct Dialect {
     pub atomic_add: &'static str,
     /// Statement that sets word `$p` to `$v` unless it is already set.
     pub set_error: &'static str,
-    /// Compute types in the order of [`Ty`]. Empty if the language lacks one.
+    /// Compute types in the order of [`Ty`]. An entry is empty if the language lacks the type.
     pub types: [&'static str; 10],
     /// Element types of buffers, in the order of [`DType`].
     pub storage: [&'static str; 13],
@@ -66,8 +67,8 @@ pub struct Dialect {
     /// Suffixes of 64-bit integer constants.
     pub i64_suffix: &'static str,
     pub u64_suffix: &'static str,
-    /// Suffix of the C99 math functions on f32, and the functions that the language lacks and helpers
-    /// replace.
+    /// Suffix of the C99 math functions on f32, and the functions that the language lacks, for which there
+    /// are helpers.
     pub math_f32: &'static str,
     pub math_missing: &'static [&'static str],
     /// A vector constructor: `$t` is the type, `$0` the lanes.

@@ -1,5 +1,5 @@
-//! OpenCL C 1.2. The only extension used is fp64, in kernels with f64. f16 is storage only (`vload_half`,
-//! `vstore_half`).
+//! OpenCL C 1.2. The only extension used is fp64, in kernels with f64. f16 is only loaded and stored
+//! (`vload_half`, `vstore_half`).
 
 use super::{Dialect, Language};
 use crate::kernel::ir::Ty;
@@ -51,7 +51,7 @@ pub static DIALECT: Dialect = Dialect {
             "h_f32_f16",
             "ushort @(float x) {\n    ushort h;\n    vstore_half_rte(x, 0, (half*)&h);\n    return h;\n}\n",
         ),
-        // vstore_half_rte rounds once from either float type.
+        // vstore_half_rte rounds only once, from float as well as from double.
         (
             "h_round_f16_f32",
             "float @(float x) {\n    ushort h;\n    vstore_half_rte(x, 0, (half*)&h);\n    return vload_half(0, (half*)&h);\n}\n",

@@ -1,6 +1,6 @@
-//! Functions that the WGSL writer emits if they are called. Those that scalar ops call are in
-//! `../functions.rs` and `math.rs`. `$T` is the type, `$U` and `$I` the integers of the same width, `$s` the
-//! type's name, `@` the function's own name.
+//! Functions that the WGSL writer emits if they are called. More functions, mostly those of scalar ops, are
+//! in `../functions.rs` and `math.rs`. In the texts, `$T` stands for the type, `$U` and `$I` for the integers
+//! of the same width, `$s` for the type's name, and `@` for the function's own name.
 
 use super::super::functions::{self, wgsl_infinity, wgsl_magnitude};
 use super::{float_constant, int_constant, math, ty_name};
@@ -36,7 +36,7 @@ pub(super) fn definition(name: &str) -> Option<String> {
 
 fn fixed(name: &str) -> Option<String> {
     let text = match name {
-        // A call is not a constant expression, so the compiler does not reject the value.
+        // WGSL rejects constant expressions that are infinite or NaN. A call is not a constant expression.
         "h_make_f32" => "fn @(u: u32) -> f32 {\n    return bitcast<f32>(u);\n}\n",
         "h_make_f64" => "fn @(u: u64) -> f64 {\n    return bitcast<f64>(u);\n}\n",
         "h_join_u64" => "fn @(lo: u32, hi: u32) -> u64 {\n    return u64(lo) | (u64(hi) << 32u);\n}\n",
@@ -72,8 +72,8 @@ fn fixed(name: &str) -> Option<String> {
             "fn @(x: f32) -> u32 {\n    let u = bitcast<u32>(x);\n    if ((u & 0x7fffffffu) > 0x7f800000u) {\n        \
              return (u >> 16u) | 64u;\n    }\n    return (u + 0x7fffu + ((u >> 16u) & 1u)) >> 16u;\n}\n"
         }
-        // WGSL's own packing may round in either direction and may flush denormals, which are data in f16.
-        // Below 2^-14 the significand counts multiples of 2^-24.
+        // WGSL's own packing functions may round in either direction and may flush denormals to zero, but
+        // denormals of f16 must be kept. Below 2^-14 the significand counts multiples of 2^-24.
         "h_f16_f32" => {
             "fn @(h: u32) -> f32 {\n    let sign = (h & 0x8000u) << 16u;\n    let rest = h & 0x7fffu;\n    if (rest < 0x400u) {\n        \
              return bitcast<f32>(bitcast<u32>(f32(rest) * 5.9604644775390625e-8) | sign);\n    }\n    \
@@ -150,19 +150,21 @@ fn float(base: &str, ty: Ty) -> Option<String> {
         "h_nan" => "fn @() -> $T {\n    return h_make_$s(%nan);\n}\n".replace("%nan", quiet_nan(ty)),
         "h_inf" => format!("fn @() -> $T {{\n    return h_make_$s({inf});\n}}\n"),
         "h_eq" => test(&format!("x == y && {numbers}")),
-        // The compiler's own inequality is false for NaN.
+        // The `!=` of WGSL compilers is false for NaN.
         "h_ne" => test("!h_eq_$s(x, y)"),
         "h_lt" => test(&format!("x < y && {numbers}")),
         "h_le" => test(&format!("x <= y && {numbers}")),
         "h_gt" => test(&format!("x > y && {numbers}")),
         "h_ge" => test(&format!("x >= y && {numbers}")),
-        // Values that round to zero keep their sign. Not every device does this in f64.
+        // The sign is copied from the operand, because in f64 not every device keeps it for values that round
+        // to zero.
         "h_round" | "h_trunc" | "h_ceil" => format!(
             "fn @(x: $T) -> $T {{\n    return h_copysign_$s({}(x), x);\n}}\n",
             base.trim_start_matches("h_")
         ),
-        // WGSL allows an error of 2.5 ulps, enough to quantise a number to its neighbour. The quotient is
-        // corrected by its remainder, which is computed from exact products of halves of the significands.
+        // WGSL allows the quotient an error of 2.5 ulps, which can move a quantised value to the next
+        // integer. So the quotient is corrected by its remainder, which is computed from exact products of
+        // halves of the significands.
         "h_div" => format!(
             "fn @(x: $T, y: $T) -> $T {{\n    let q = x / y;\n    let p = q * y;\n    let a = h_head_$s(q);\n    let b = h_head_$s(y);\n    \
              let e = ((a * b - p) + a * (y - b) + (q - a) * b) + (q - a) * (y - b);\n    let c = q + ((x - p) - e) / y;\n    \
@@ -192,7 +194,7 @@ fn int(base: &str, ty: Ty) -> Option<String> {
         .replace("%h", if wide { "32u" } else { "16u" }),
         "h_turn_word" => math::turn_words(ty),
         "h_int_bf16" => {
-            // One rounding: bits beyond the 24 that f32 holds are kept as a sticky bit.
+            // Rounds only once: the bits beyond the 24 that f32 holds are merged into one sticky bit.
             let (neg, abs) =
                 if unsigned { ("false", "x") } else { ("x < 0", "select($U(x), ~$U(x) + 1, x < 0)") };
             format!(

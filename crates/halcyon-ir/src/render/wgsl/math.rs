@@ -1,5 +1,5 @@
 //! Mathematical functions of f32 and f64, built only from additions, multiplications, divisions and square
-//! roots. WGSL's own may be off by thousands of ulps, and do not exist for f64.
+//! roots. WGSL's own functions may be wrong by thousands of ulps, and do not exist for f64.
 //!
 //! f32 uses the range reductions and polynomials ([`crate::polynomials`]) of the CPU's `vmath.rs`. f64 uses
 //! shorter intervals and Taylor series. Polynomials use Horner's rule.
@@ -75,7 +75,7 @@ fn common(name: &str, ty: Ty) -> Option<String> {
         "atanh" => one(
             "    let a = abs(x);\n    if (a == 1.0) {\n        return h_copysign_$s(h_inf_$s(), x);\n    }\n    return h_copysign_$s(0.5 * h_log1p_$s(2.0 * a / (1.0 - a)), x);\n",
         ),
-        // The quotient of the two series, by quadrant.
+        // sin / cos, or -cos / sin in odd quadrants.
         "tan" => one(
             "    if (x == 0.0) {\n        return x;\n    }\n    let p = h_trig_$s(x);\n    return select(p.sin / p.cos, -p.cos / p.sin, (p.quadrant & 1) != 0);\n",
         ),
@@ -92,7 +92,7 @@ fn common(name: &str, ty: Ty) -> Option<String> {
     })
 }
 
-/// Angle of the point (y, x). The first operand is the ordinate.
+/// atan2(x, y), whose first operand `x` is the ordinate and whose second operand `y` is the abscissa.
 fn fn_atan2() -> String {
     two(
         "    if (h_isnan_$s(x) || h_isnan_$s(y)) {\n        return h_nan_$s();\n    }\n    let a = abs(x);\n    let b = abs(y);\n    \
@@ -102,17 +102,17 @@ fn fn_atan2() -> String {
     )
 }
 
-/// Parts of numbers, exponentials and logarithms.
+/// Exponentials, logarithms, and helpers that read or set the bits of a number.
 fn exponential_f32(name: &str) -> Option<String> {
     let p = |x: &str, c: &[f32]| horner32(x, c);
     Some(match name {
         "magnitude_mask" => "fn @() -> u32 {\n    return 0x7fffffffu;\n}\n".into(),
         "pow2" => "fn @(k: i32) -> f32 {\n    return bitcast<f32>(u32(k + 127) << 23u);\n}\n".into(),
-        // Keeps the first 12 bits of the significand (`head`), or all but the last 4 (`cut`). Compilers
-        // simplify (1 + x) - 1, but not through a mask.
+        // Keeps the first 12 bits of the significand (`head`), or all but the last 4 (`cut`). The mask also
+        // stops compilers from simplifying (1 + x) - 1 to x.
         "head" => one("    return bitcast<f32>(bitcast<u32>(x) & 0xfffff000u);\n"),
         "cut" => one("    return bitcast<f32>(bitcast<u32>(x) & 0xfffffff0u);\n"),
-        // x 2^k for k in -252..=254, with one rounding in the denormal range.
+        // x 2^k for k in -252..=254. A denormal result is rounded once.
         "scale" => {
             "fn @(x: f32, k: i32) -> f32 {\n    let a = k >> 1u;\n    return x * h_pow2_f32(a) * h_pow2_f32(k - a);\n}\n"
                 .into()
@@ -141,7 +141,7 @@ fn exponential_f32(name: &str) -> Option<String> {
              let e = h_expm1_near_f32(h_exp_rest_f32(c, k));\n    if (c > 40.0) {\n        return h_scale_f32(e + 1.0, i32(k));\n    }\n    \
              let s = h_pow2_f32(i32(k));\n    return s * e + (s - 1.0);\n",
         ),
-        // For a positive number: the exponent, and the significand in [sqrt(1/2), sqrt(2)) minus 1.
+        // For a positive x: e and f with x = (1 + f) 2^e, where 1 + f lies in [sqrt(1/2), sqrt(2)).
         "log_parts" => {
             "struct LogParts {\n    e: f32,\n    f: f32,\n}\nfn @(x: f32) -> LogParts {\n    let tiny = bitcast<u32>(x) < 0x00800000u;\n    \
              let y = select(x, x * 8388608.0, tiny);\n    let b = bitcast<u32>(y) - 0x3f3504f3u;\n    \
@@ -149,7 +149,7 @@ fn exponential_f32(name: &str) -> Option<String> {
              return LogParts(f32(bitcast<i32>(b) >> 23u) - select(0.0, 23.0, tiny), m - 1.0);\n}\n"
                 .into()
         }
-        // log(1 + f) - (f - f^2 / 2).
+        // log(1 + x) - (x - x^2 / 2).
         "log_cubic" => one(&format!(
             "    return x * x * x * {};\n",
             p(
@@ -162,7 +162,8 @@ fn exponential_f32(name: &str) -> Option<String> {
              return p.e * 0.69314575 + (p.f + (p.e * 1.428606765e-6 + t));\n",
             log_edges("f32")
         )),
-        // The factor is log2(e) - 1, so that the leading product is exact.
+        // With v = log(1 + f), log2(e) v is computed as v + (log2(e) - 1) v. So the largest term, f, needs no
+        // multiplication and has no rounding error.
         "log2" => one(&format!(
             "{}    let p = h_log_parts_f32(x);\n    let s = p.f * p.f;\n    let t = h_log_cubic_f32(p.f) - 0.5 * s;\n    \
              return (p.f * 0.44269504 + (t * 0.44269504 + t)) + p.f + p.e;\n",
@@ -196,15 +197,16 @@ fn other_f32(name: &str) -> Option<String> {
              if (a > 0.5) {\n        return h_copysign_f32(1.5707963 - 2.0 * h_asin_half_f32(sqrt((1.0 - a) * 0.5)), x);\n    }\n    \
              return h_copysign_f32(h_asin_half_f32(a), x);\n",
         ),
-        // The tail of pi / 2 matters if the result is small.
+        // The f32 constant 1.5707963 is 4.371139e-8 larger than pi / 2.
         "acos" => one(
             "    let a = abs(x);\n    if (!(a <= 1.0) || h_isnan_f32(x)) {\n        return h_nan_f32();\n    }\n    if (a > 0.5) {\n        \
              let r = 2.0 * h_asin_half_f32(sqrt((1.0 - a) * 0.5));\n        return select(r, 3.1415927 - r, x < 0.0);\n    }\n    \
              return 1.5707963 - (h_copysign_f32(h_asin_half_f32(a), x) + 4.371139e-8);\n",
         ),
-        // erfc(a) for a >= 0, where a^2 = c b^2: exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a +
-        // 2). The exponential is a product of two exponentials: one of a 12-bit head of b, whose square is
-        // exact, and one of the rest.
+        // erfc(a) for a >= 0 is exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a + 2). The caller also
+        // gives b and c with a^2 = c b^2, because a may be rounded where b is exact (GELU: a = b / sqrt(2)).
+        // exp(-a^2) = exp(-c h^2) exp(c (h^2 - b^2)), where h is the first 12 bits of b, so that h^2 is
+        // exact.
         "erfc_pos" => format!(
             "fn @(a_: f32, b_: f32, c: f32) -> f32 {{\n    let a = min(a_, 16.0);\n    let b = min(b_, 16.0);\n    let t = (a - 2.0) / (a + 2.0);\n    \
              let p = {};\n    let h = bitcast<f32>(bitcast<u32>(b) & 0xfffff000u);\n    let d = c * ((h - b) * (b + h));\n    \
@@ -237,9 +239,10 @@ fn log_edges(ty: &str) -> String {
     )
 }
 
-/// sin and cos of the remainder of x after quarter turns. Up to 2^10 the multiple of pi / 2 is subtracted in
-/// parts whose products are exact. Beyond, x is multiplied by the words of 2 / pi that it needs (M. Payne and
-/// R. Hanek 1983).
+/// Subtracts the nearest multiple of pi / 2 from x. Returns sin and cos of the difference, and the multiple
+/// as the quadrant. For |x| below 2^10, pi / 2 is a sum of parts whose products with the multiple are exact.
+/// For larger x, the words of 2 / pi that matter are multiplied by the significand of x (M. Payne and R.
+/// Hanek 1983).
 fn trig32(p: &dyn Fn(&str, &[f32]) -> String) -> String {
     let series = format!(
         "    let s = r * r;\n    let sin = s * r * {} + r;\n    let cos = s * s * {} + (1.0 - 0.5 * s);\n    return Trig32(sin, cos, q);\n}}\n",
@@ -263,8 +266,8 @@ fn @(x: f32) -> Trig32 {
         r = (((x - k * %1) - k * %2) - k * %3) - k * %4;
         q = i32(k);
     } else {
-        // 96 bits of 2 / pi. They start at the bit from which the product with the significand is a quadrant
-        // and a fraction.
+        // 96 bits of 2 / pi. The bits before them only add whole turns to the product with the significand.
+        // The top two bits of the product are the quadrant, and the others are a fraction of it.
         let m = (a & 0x7fffffu) | 0x800000u;
         let e = (a >> 23u) - 120u;
         let w = e >> 5u;
@@ -302,11 +305,12 @@ fn @(x: f32) -> Trig32 {
         + &series
 }
 
-/// pi / 2 in parts of 11 bits, and the remainder.
+/// Numbers whose sum is pi / 2: parts of 11 bits, and the remainder.
 const PI_PARTS: [&str; 4] =
     ["1.5703125", "0.0004837512969970703", "7.549533620476723e-08", "2.563344151594519e-12"];
 
-/// Word `i` of the fraction 2 / pi, in words of 32 or 64 bits. Word 0 is zero.
+/// A function that returns word `i` of the bits of 2 / pi after the binary point, in words of 32 or 64 bits.
+/// Word 0 is zero; the first bits are in word 1.
 pub(super) fn turn_words(ty: Ty) -> String {
     const WORDS: [u64; 20] = [
         0xa2f9836e4e441529,
@@ -340,7 +344,7 @@ pub(super) fn turn_words(ty: Ty) -> String {
     t + &format!("        default: {{ return {name}(0); }}\n    }}\n}}\n")
 }
 
-/// Like [`trig32`], with parts of 33 bits up to 2^20, and words of 64 bits beyond.
+/// Like [`trig32`], with parts of 33 bits for |x| below 2^20, and words of 64 bits for larger x.
 fn trig64(p: &dyn Fn(&str, &[f64]) -> String) -> String {
     let sign = |n: usize| if n % 2 == 1 { -1.0 } else { 1.0 };
     let sin: Vec<f64> = (1..=8).map(|n| sign(n) / factorial(2 * n + 1)).collect();
@@ -368,8 +372,8 @@ fn @(x: f64) -> Trig64 {
         r = ((x - k * 1.5707963267341256lf) - k * 6.077100506303966e-11lf) - k * 2.0222662487959506e-21lf;
         q = i32(k) & 3;
     } else {
-        // 192 bits of 2 / pi. They start at the bit from which the product with the significand is a quadrant
-        // and a fraction.
+        // 192 bits of 2 / pi. The bits before them only add whole turns to the product with the significand.
+        // The top two bits of the product are the quadrant, and the others are a fraction of it.
         let m = (a & 4503599627370495lu) | 4503599627370496lu;
         let e = exponent - 1013u;
         let w = e >> 6u;
@@ -409,11 +413,12 @@ fn @(x: f64) -> Trig64 {
     reduce.to_string() + &series
 }
 
-/// x^y with C99's special cases. log2 x is represented by two numbers, computed from exact products of heads
-/// with half the significand's bits.
+/// x^y with C99's special cases. log2 x is computed as the sum of a large and a small number. The products
+/// that make the large one are exact, because each factor (`head`) has at most half of the significand's
+/// bits.
 fn pow(ty: Ty) -> String {
-    // log2 e as a head and a remainder; the magnitudes from which all numbers are whole (`whole`) and even
-    // (`even`); half of the exponent range (`top`).
+    // log2 e as the sum `c1 + c2`; the magnitude from which every number is an integer (`whole`), and an even
+    // integer (`even`); a magnitude of y log2 x at which x^y certainly overflows or underflows (`top`).
     let (c1, c2, whole, even, top) = match ty {
         Ty::F64 => (
             "1.4426950216293335",
@@ -472,7 +477,7 @@ fn pow(ty: Ty) -> String {
     .replace("%c2", c2)
 }
 
-/// Parts of numbers, exponentials and logarithms.
+/// Exponentials, logarithms, and helpers that read or set the bits of a number.
 fn exponential_f64(name: &str) -> Option<String> {
     let p = |x: &str, c: &[f64]| horner(x, c, Ty::F64);
     Some(match name {
@@ -513,7 +518,7 @@ fn exponential_f64(name: &str) -> Option<String> {
              return LogParts64(f64(i32(bitcast<i64>(b) >> 52u)) - select(0.0lf, 52.0lf, tiny), m - 1.0lf);\n}\n"
                 .into()
         }
-        // log(1 + f) = 2 atanh(f / (2 + f)), minus f - f^2 / 2.
+        // log(1 + x) - (x - x^2 / 2), from log(1 + x) = 2 atanh(x / (2 + x)).
         "log_cubic" => {
             let c: Vec<f64> = (1..=11).map(|n| 2.0 / (2 * n + 1) as f64).collect();
             one(&format!(
@@ -545,7 +550,7 @@ fn other_f64(name: &str) -> Option<String> {
     let p = |x: &str, c: &[f64]| horner(x, c, Ty::F64);
     Some(match name {
         "trig" => trig64(&p),
-        // Halves the angle twice, then uses the series.
+        // Halves the angle twice, so that few terms of the series suffice.
         "atan_unit" => {
             let c: Vec<f64> =
                 (1..=12).map(|n| (if n % 2 == 1 { -1.0 } else { 1.0 }) / (2 * n + 1) as f64).collect();

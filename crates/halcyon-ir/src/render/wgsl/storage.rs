@@ -1,5 +1,5 @@
 //! Declaration, reads and writes of buffers. Elements under 32 bits are stored in words. 64-bit elements are
-//! stored in two words if their binding is shared.
+//! stored in two words if buffers of another type share their binding.
 
 use super::{Options, Writer, ty_name};
 use crate::dtype::DType;

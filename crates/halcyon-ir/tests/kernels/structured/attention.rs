@@ -29,7 +29,7 @@ fn operands(r: &mut Rng, d: DType, c: Case) -> Vec<Input> {
 
 const SMALL: Case = Case { b: 2, h: 4, hk: 2, sq: 5, sk: 37, d: 20 };
 
-/// A float type drawn for this run, or all of them, numbered.
+/// One float type drawn for this run, or all float types, each with its number.
 fn one_float(test: &str) -> Vec<(usize, DType)> {
     let all: Vec<_> = DType::native().filter(|d| d.is_float()).enumerate().collect();
     drawn(test, all.len()).map_or(all.clone(), |i| vec![all[i]])
@@ -103,7 +103,8 @@ fn parts_without_a_key_that_is_seen_count_for_nothing() {
             let (n, last) = (shape.iter().product::<usize>(), *shape.last().unwrap());
             for i in 0..n {
                 let key = i % last;
-                // Every fifth row sees no key; the others do not see the keys of the first and the last part.
+                // The mask hides all keys from every fifth row, and the keys of the first and the last part
+                // from the other rows.
                 let none = (i / last) % 5 == 1 || (last > 1 && !(150..280).contains(&key));
                 m.set(i, if none { f64::NEG_INFINITY } else { large * (key % 3) as f64 });
             }
@@ -139,7 +140,7 @@ fn a_cache_that_grows_keeps_the_programs() {
         let ids: Vec<_> = ins.iter().map(|i| g.input("x", TensorType::new(i.dtype, &i.view.shape))).collect();
         let y = g.attention(ids[0], ids[1], ids[2], None, true, 0.125).unwrap();
         let low = lower(&g.node(y).op, &ins, &[q.operand], &wide()[0]).unwrap();
-        // The temporary between the two kernels has one row per part. There are at most 256 parts.
+        // The temporary between the two kernels has one row per part. A part has at least 128 keys.
         let rows = low.temps.iter().map(|n| n / ((64 + 4) * 4 * 8 * b)).collect::<Vec<_>>();
         assert!(rows.iter().all(|n| (2..=sk / 128).contains(n)), "{rows:?} parts of {sk}");
         low.steps.iter().map(|(k, ..)| k.key()).collect()
@@ -149,7 +150,7 @@ fn a_cache_that_grows_keeps_the_programs() {
     for sk in [257, 300, 1023, 1024, 4096] {
         assert_eq!(programs(&mut r, 1, sk), first, "{sk} keys");
     }
-    // One part is enough for few keys, or if the heads fill the units. Then nothing is joined.
+    // One part is enough for few keys, or if the heads keep all compute units busy. Then nothing is joined.
     let whole = programs(&mut r, 1, 255);
     assert_eq!(whole.len(), 1);
     assert_eq!(programs(&mut r, 1, 1), whole);
@@ -209,7 +210,8 @@ fn a_long_masked_prefix_and_large_scores() {
 #[test]
 fn queries_before_the_first_key_see_nothing() {
     let mut r = Rng::new(55);
-    // More queries than keys: the first queries see no key and give NaN.
+    // There are more queries than keys, so the causal mask hides all keys from the first queries, which give
+    // NaN.
     for sq in [6, 40] {
         let c = Case { sq, sk: 4, ..SMALL };
         run(&operands(&mut r, DType::F32, c), true);

@@ -64,7 +64,7 @@ fn groups_and_depthwise() {
 #[test]
 fn pointwise_is_a_product() {
     let mut r = Rng::new(14);
-    // At an offset in a larger buffer.
+    // The input lies at an offset in a larger buffer.
     let x = View::dense(&[3, 7, 5, 6]).slice(&[1, 0, 0, 0], &[1; 4], &[2, 7, 5, 6]);
     let names = conv(
         Input::random(&mut r, DType::F32, x),

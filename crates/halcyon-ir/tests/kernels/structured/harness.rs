@@ -91,9 +91,9 @@ pub fn devices() -> Vec<Caps> {
     vec![gpu, cpu, tiny]
 }
 
-/// Lowers the one op that `build` adds for all [`devices`], runs it and compares the results. `tol` counts
-/// unit roundoffs of the compute type, relative to the largest result; the rounding of the storage type is
-/// added. Returns the names of the kernels used.
+/// Lowers the single op that `build` adds to a graph for all [`devices`], runs it and compares the results.
+/// The tolerance is `tol` epsilons of the compute type, relative to the largest result, plus the rounding to
+/// the storage type. Returns the names of the kernels used.
 pub fn check(
     lower: Lower,
     inputs: &[Input],

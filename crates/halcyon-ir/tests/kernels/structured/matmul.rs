@@ -44,22 +44,23 @@ fn strides_and_broadcasts() {
     let mut r = Rng::new(3);
     let d = DType::F32;
     for (m, k, n) in [(1, 80, 40), (34, 20, 40), (3, 70, 5)] {
-        // Both operands transposed.
+        // Both factors are transposed; then only the right one.
         let a = View::dense(&[k, m]).permute(&[1, 0]);
         let b = View::dense(&[n, k]).permute(&[1, 0]);
         product(Input::random(&mut r, d, a), Input::random(&mut r, d, b.clone()));
         product(Input::dense(&mut r, d, &[m, k]), Input::random(&mut r, d, b));
-        // A slice with steps, one of them negative.
+        // The left factor is a slice with a negative step along the rows.
         let a = View::dense(&[2 * m + 1, k + 3]).slice(&[2 * m - 1, 2], &[-2, 1], &[m, k]);
         product(Input::random(&mut r, d, a), Input::dense(&mut r, d, &[k, n]));
-        // One right operand for the batch; one left operand for the batch; a zero stride inside the matrix.
+        // One right factor for the whole batch; one left factor for the whole batch; a zero stride inside the
+        // matrix.
         let b = View::dense(&[1, k, n]).expand(&[3, k, n]);
         product(Input::dense(&mut r, d, &[3, m, k]), Input::random(&mut r, d, b));
         let a = View::dense(&[1, m, k]).expand(&[3, m, k]);
         product(Input::random(&mut r, d, a), Input::dense(&mut r, d, &[3, k, n]));
         let a = View::dense(&[m, 1]).expand(&[m, k]);
         product(Input::random(&mut r, d, a), Input::dense(&mut r, d, &[k, n]));
-        // Batch dimensions that do not merge: a heads axis between the others.
+        // Batch dimensions that cannot be merged, because the axis of heads is between two others in memory.
         let a = View::dense(&[2, m, 3, k]).permute(&[0, 2, 1, 3]);
         let b = View::dense(&[2, 1, k, n]).expand(&[2, 3, k, n]);
         product(Input::random(&mut r, d, a), Input::random(&mut r, d, b));

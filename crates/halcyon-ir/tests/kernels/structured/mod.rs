@@ -1,5 +1,6 @@
-//! The hand-written kernels against the float64 reference: in the interpreter with its sanitizer, at every
-//! subgroup size, in shuffled orders, for a GPU, a CPU and a device with tiny workgroups.
+//! Compares the kernels of the templates with the float64 reference. The kernels run in the interpreter with
+//! its sanitizer, at every subgroup size, in shuffled orders, for a GPU, a CPU and a device with tiny
+//! workgroups.
 
 mod attention;
 mod conv;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 const KINDS: [PoolKind; 3] =
     [PoolKind::Max, PoolKind::Avg { count_include_pad: true }, PoolKind::Avg { count_include_pad: false }];
 
-/// Shape, and kernel, stride, padding and dilation of windows over one to three axes.
+/// Shapes of inputs, each with the kernel, stride, padding and dilation of windows over one to three axes.
 fn windows() -> Vec<(Vec<usize>, Pool)> {
     let make = |x: &[usize], k: &[usize], s: &[usize], p: &[(usize, usize)], d: &[usize]| {
         let pool = Pool {
@@ -63,7 +63,7 @@ fn maximum_propagates_nan() {
     forward(x, &p);
 }
 
-/// Checks the gradient, with y as computed by the pool.
+/// Checks the gradient. Its operand y is the result of the pool.
 fn backward(x: Input, p: &Pool, r: &mut Rng) {
     let d = x.operand.dtype;
     let dims = &x.operand.view.shape;

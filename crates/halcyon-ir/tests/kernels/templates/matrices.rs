@@ -70,7 +70,7 @@ fn matmul_on_matrix_units() {
                         (0..k).map(term).sum()
                     })
                     .collect();
-                // 16-bit types are also stored to f32.
+                // Products of 16-bit types are also stored as f32.
                 for out in if d == DType::F32 { vec![d] } else { vec![d, DType::F32] } {
                     let inputs = [a.operand.clone(), b.operand.clone()];
                     let output = [Operand { dtype: out, view: View::dense(&full(m, n)) }];
@@ -163,7 +163,7 @@ fn attention_on_matrix_units() {
             let shape: Vec<usize> =
                 c.mask.iter().zip(full).rev().map(|(m, f)| if *m == 0 { f } else { *m }).collect();
             // The mask's first row hides all keys by -inf. Its second row hides them as exporters do, by the
-            // lowest finite number, to which adding a score changes nothing.
+            // lowest finite number, which adding a score does not change.
             let md = if c.mixed { DType::F32 } else { d };
             let lowest = match md {
                 DType::BF16 => -f64::from(half::bf16::MAX),
@@ -300,7 +300,7 @@ fn levels_and_precision_choose_matrix_units() {
     }
 }
 
-/// The faults with fragments that the verifier and the interpreter detect.
+/// The wrong uses of fragments that the verifier and the interpreter detect.
 #[test]
 fn faults_of_matrices_are_found() {
     let (op, other) = (MATRIX_CUDA[0], MATRIX_CUDA[1]);
@@ -425,8 +425,8 @@ fn faults_of_matrices_are_found() {
     }
 }
 
-/// Kernels that round f32 factors to TF32 are accepted by the comparison with kernels that do not, whichever
-/// is the default. Without `rounding` in the tolerance they would be rejected.
+/// Tuning compares kernels that round f32 factors to TF32 with kernels that do not. It accepts both,
+/// whichever is the default, because the tolerance has `rounding`. Without it, one of them would be rejected.
 #[test]
 fn tuning_allows_for_the_rounding_of_factors() {
     let caps = with_matrix_units(&MATRIX_CUDA, 32);

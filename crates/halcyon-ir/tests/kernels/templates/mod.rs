@@ -1,5 +1,6 @@
-//! Every template in the interpreter: all subgroup sizes, random order, poisoned outputs, strided operands,
-//! compared with references written from the definitions in f64.
+//! Runs every template in the interpreter: with all subgroup sizes, work-items in random order, poisoned
+//! outputs and strided operands. Results are compared with references in f64 that follow the definitions of
+//! the ops.
 
 mod matrices;
 
@@ -510,7 +511,8 @@ fn scatters_and_updates() {
             for axis in 0..2 {
                 let shape = [4, 3];
                 let x = Tensor::random(d, &shape, n, &mut g);
-                // Smaller than the base on the other axes, with repeated and negative indices.
+                // The indices repeat, and some are negative. Their shape is smaller than the base's on the
+                // other axis.
                 let mut is = [2, 2];
                 is[axis] = 5;
                 let i =

@@ -62,7 +62,7 @@ fn captured_graphs_plans_and_tensors_survive_moves() {
                     (r, _) => panic!("{pool} on {}: {r:?} {:?}", b.id(), b.memory()),
                 }
                 assert_eq!(b.memory().generation > before.generation, moves);
-                // Defragment again, with a new hole.
+                // Free the large tensor, which leaves a hole, and defragment again.
                 drop(large);
                 let did = b.defragment().unwrap();
                 assert!(moves || did.moved_bytes > 0, "{pool} on {}: {did:?}", b.id());

@@ -39,7 +39,8 @@ fn binarizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&above, x.dtype())?)
 }
 
-/// Checks for one value for all features, or one per feature along the last axis.
+/// Checks that an attribute with `n` values has one value for all features, or one per feature along the last
+/// axis.
 fn per_feature(c: &Call<'_>, x: &Value, name: &str, n: usize) -> Result<()> {
     let last = x.shape().last().copied().unwrap_or(Dim::from(1));
     if n == 1 || last.known().is_none_or(|f| f == n) {
@@ -67,7 +68,7 @@ fn scaler(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 fn normalizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = float(b, c.arg(0)?)?;
     if x.rank() == 0 {
-        return Err(c.invalid("the features are a vector or a batch of them"));
+        return Err(c.invalid("the features must be a vector or a batch of vectors, not a scalar"));
     }
     let axis = usize::from(x.rank() > 1);
     let by = match c.string("norm", "MAX")? {
@@ -102,7 +103,7 @@ fn array_feature_extractor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         let rows: usize = lead.iter().product();
         let one = |r: usize, i: i64| {
             let i = usize::try_from(i).ok().filter(|i| i < last);
-            let i = i.ok_or_else(|| c.invalid(format!("a feature outside of {last}")))?;
+            let i = i.ok_or_else(|| c.invalid(format!("a feature index outside of 0..{last}")))?;
             Ok(x.vals[r * last + i].as_str())
         };
         let picked = (0..rows).flat_map(|r| at.iter().map(move |i| (r, *i)));
@@ -117,7 +118,7 @@ fn array_feature_extractor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     if let (Some(h), Some(f)) = (index.host(), last.known()) {
         let ok = |i: i64| usize::try_from(i).is_ok_and(|i| i < f);
         if let Some(bad) = h.vals.iter().filter_map(|v| v.known()).find(|v| !ok(v.as_i64())) {
-            return Err(c.invalid(format!("feature {} of {f}", bad.as_i64())));
+            return Err(c.invalid(format!("feature index {} is outside of 0..{f}", bad.as_i64())));
         }
     }
     let index = b.reshape(index, Shape::from_iter([n]))?;
@@ -127,8 +128,8 @@ fn array_feature_extractor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![b.reshape(&y, shape)?.into()])
 }
 
-/// `x`, with elements equal to the replaced value (which may be NaN) set to the imputed value of their
-/// feature.
+/// Returns `x`, in which elements that equal the replaced value (which may be NaN) are set to the imputed
+/// value of their feature.
 fn imputer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let (old, new): (Scalar, Vec<Scalar>) = if x.dtype().is_float() {
@@ -204,7 +205,7 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             let at: HashMap<&str, usize> = cats.iter().enumerate().map(|(i, s)| (s.as_str(), i)).collect();
             let n = x.vals.len().checked_mul(cats.len()).filter(|n| *n <= 4 * MAX_STRINGS);
             let n =
-                n.ok_or_else(|| c.unsupported("so many categories of strings", "Encode fewer at once"))?;
+                n.ok_or_else(|| c.unsupported("so many strings and categories", "Encode fewer at once"))?;
             let mut y = vec![0f32; n];
             for (row, s) in y.chunks_exact_mut(cats.len()).zip(&x.vals) {
                 match at.get(s.as_str()) {
@@ -237,13 +238,17 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
                 let any = b.cast(&any, DType::I32)?;
                 let one = b.lit(&any, 1i64);
                 let none = b.scalar(S::Sub, &[&one, &any])?;
-                // Gathering from a vector of one element makes the device report index 1.
+                // For an unknown category the index is 1. It is out of range of this vector of one element,
+                // so the device reports a fault.
                 let unit = floats(DType::F32, &[1], &[1.0])?;
                 let unit = b.gather(&unit, &none, 0)?;
                 y = b.scalar(S::Mul, &[&y, &unit])?;
             }
             Ok(vec![y.into()])
         }
-        (x, ..) => Err(c.invalid(format!("one list of categories of the type of {} is expected", x.kind()))),
+        (x, ..) => Err(c.invalid(format!(
+            "expected one list of categories, of the type of the operand, which is {}",
+            x.kind()
+        ))),
     }
 }

@@ -1,8 +1,9 @@
-//! Decision trees as graph ops. The nodes of all trees are in one table, and all rows of the input walk all
-//! trees at once: a tensor `[N, trees]` holds the current node of each walk. One step looks up that node's
-//! feature and threshold, and the successor for the outcome of the comparison (less, equal, greater, or
-//! neither for NaN). One successor table therefore covers every mode and both treatments of missing values. A
-//! leaf is its own successor, so walks of different length need no special case.
+//! Decision trees as graph ops. The nodes of all trees are in one table. A walk leads one row of the input
+//! from the root of one tree to a leaf. All walks are computed together: a tensor `[N, trees]` holds the
+//! current node of each. One iteration looks up the nodes' features and thresholds, and the nodes' successors
+//! for the outcome of the comparison (less, equal, greater, or neither for NaN). One successor table
+//! therefore covers every mode and both treatments of missing values. A leaf is its own successor, so walks
+//! of different lengths need no special case.
 
 use super::integers;
 use crate::data;
@@ -14,10 +15,10 @@ use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 /// Limit on the depth of trees. Each level adds several nodes to the graph.
 const MAX_DEPTH: usize = 1024;
-/// Elements that a table may have in addition to twice the number in the model file.
+/// A table may have this many elements in addition to twice the number of elements in the model file.
 const EXTRA_ENTRIES: usize = 1 << 16;
 
-/// The comparison at a node of a feature with a threshold.
+/// How a node compares a feature with a threshold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     Leq,
@@ -164,10 +165,14 @@ impl Forest {
         }
         let total: usize = votes.iter().map(Vec::len).sum();
         if targets == 0 || targets > total.saturating_mul(2) + EXTRA_ENTRIES {
-            return Err(c.invalid(format!("{targets} targets for {total} votes")));
+            return Err(
+                c.invalid(format!("{targets} targets for {total} votes: there are none, or too many"))
+            );
         }
         if let Some((t, _)) = votes.iter().flatten().find(|(t, _)| *t >= targets) {
-            return Err(c.invalid(format!("a vote for target {t} of {targets}")));
+            return Err(
+                c.invalid(format!("a vote is for target {t}, but the number of targets is {targets}"))
+            );
         }
         // A set membership test becomes a search tree over its sorted members.
         let mut sets = vec![None; branches.len()];
@@ -217,7 +222,7 @@ impl Forest {
                 (Test::Compare(mode, split), _) => {
                     let outcome = |holds: bool| if holds { yes } else { no };
                     let [l, e, g] = if split.is_nan() {
-                        // Nothing compares equal to NaN: only "not equal" is true.
+                        // Of the comparisons with NaN, only "not equal" is true.
                         f.split.push(0.0);
                         [outcome(*mode == Mode::Neq); 3]
                     } else {
@@ -232,7 +237,7 @@ impl Forest {
                         f.split.push(v[i]);
                         f.next.push([side(lo), yes, side(hi), nan]);
                     }
-                    // Moves the root of the search tree to the index that walks enter at.
+                    // Moves the root of the search tree to index `first`, to which the parent refers.
                     let root = v.len() / 2;
                     f.swap_root(first, root);
                 }
@@ -272,7 +277,8 @@ impl Forest {
             .map(|v| v.iter().fold(Below::None, |s, (t, _)| s.join(Below::One(*t))))
             .collect();
         below.resize(n, Below::None);
-        // Levels below a node; `OPEN` during the visit of its subtree.
+        // `height` is the number of levels below a node, `NEW` before the node is visited, and `OPEN` during
+        // the visit of its subtree.
         const NEW: usize = usize::MAX;
         const OPEN: usize = usize::MAX - 1;
         let mut height = vec![0usize; leaves];
@@ -329,7 +335,9 @@ impl Forest {
             && let Some(f) = x.shape()[1].known()
             && f < self.features
         {
-            return Err(c.invalid(format!("feature {} of {f}", self.features - 1)));
+            return Err(
+                c.invalid(format!("a node tests feature {}, but there are only {f}", self.features - 1))
+            );
         }
         let trees = self.roots.len();
         let y = match self.groups() {
@@ -357,7 +365,7 @@ impl Forest {
                 let n = b.lit(&y, trees);
                 b.scalar(S::Div, &[&y, &n])
             }
-            // A target without votes is 0.
+            // The result for a target without votes is 0.
             Aggregate::Min | Aggregate::Max => {
                 let (none, zero) = (b.lit(&y, self.aggregate.neutral()), b.lit(&y, 0.0));
                 let none = b.scalar(S::Eq, &[&y, &none])?;
@@ -366,8 +374,8 @@ impl Forest {
         }
     }
 
-    /// If every tree votes for one target: the roots ordered by target, the same number for each. Missing
-    /// ones are filled with a leaf that changes nothing.
+    /// If every tree votes for at most one target, returns the roots ordered by target, and their number per
+    /// target. It is the same for all targets: a leaf without votes takes the place of missing roots.
     fn groups(&mut self) -> Option<(Vec<usize>, usize)> {
         let single = self.single.take()?;
         let mut count = vec![0usize; self.targets];
@@ -377,7 +385,7 @@ impl Forest {
         if all > 2 * self.roots.len() + EXTRA_ENTRIES {
             return None;
         }
-        // Before indices are taken, because a new leaf shifts the branches.
+        // This comes before roots are copied, because a new leaf shifts the indices of branches.
         let blank = if count.iter().any(|n| *n < size) { self.blank_leaf() } else { 0 };
         let mut roots = vec![blank; all];
         let mut filled = vec![0usize; self.targets];
@@ -393,7 +401,7 @@ impl Forest {
         if let Some(i) = self.votes.iter().position(Vec::is_empty) {
             return i;
         }
-        // Branches shift by one.
+        // The indices of branches grow by one.
         let leaves = self.votes.len();
         let moved = |i: usize| if i < leaves { i } else { i + 1 };
         self.next.iter_mut().flatten().for_each(|n| *n = moved(*n));
@@ -439,12 +447,12 @@ impl Forest {
         Ok(Value::table(data::from_scalars(self.dtype, dims, v)?))
     }
 
-    /// Votes of trees that vote for several targets.
+    /// Aggregates the votes if a tree votes for several targets.
     fn reduce_votes(&self, b: &mut Builder, c: &Call<'_>, rows: Dim, at: &Value) -> Result<Value> {
         let (leaves, k, none) = (self.votes.len(), self.targets, self.aggregate.neutral());
         let total: usize = self.votes.iter().map(Vec::len).sum();
         let budget = 2 * total + EXTRA_ENTRIES;
-        // A table with a row of all targets per leaf, if it is within the budget.
+        // If it is within the budget, uses a table with a row for each leaf and a column for each target.
         if leaves.checked_mul(k).is_some_and(|n| n <= budget) {
             let mut w = vec![none; leaves * k];
             for (i, v) in self.votes.iter().enumerate() {

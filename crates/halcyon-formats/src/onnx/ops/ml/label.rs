@@ -74,7 +74,7 @@ impl Classes {
     }
 }
 
-/// The labels at the indices `[N]`.
+/// The labels of `classes` at the indices `place`, of shape `[N]`.
 pub(crate) fn labels(b: &mut Builder, c: &Call<'_>, classes: &Classes, place: &Value) -> Result<Item> {
     match classes {
         Classes::Ints(v) => {
@@ -82,12 +82,12 @@ pub(crate) fn labels(b: &mut Builder, c: &Call<'_>, classes: &Classes, place: &V
             Ok(b.gather(&v, place, 0)?.into())
         }
         Classes::Texts(v) => {
-            let at = b.fetch(place, "the places of the labels")?;
+            let at = b.fetch(place, "the indices of the labels")?;
             let text = |s: Scalar| {
                 let i = usize::try_from(s.as_i64()).ok();
                 i.and_then(|i| v.get(i))
                     .map(String::as_str)
-                    .ok_or_else(|| c.invalid("a label outside of the list"))
+                    .ok_or_else(|| c.invalid("an index outside of the list of labels"))
             };
             Ok(copies(&at.dims, at.scalars().map(text))?.into())
         }
@@ -108,8 +108,8 @@ impl Column {
         }
     }
 
-    /// Reads the attribute `side_floats`, `side_int64s`, `side_strings` or `side_tensor`. Also returns the
-    /// kind's name.
+    /// Reads the attribute `side_floats`, `side_int64s`, `side_strings` or `side_tensor`. Also returns which
+    /// kind it is: "float", "int64", "string" or "tensor".
     fn of(c: &Call<'_>, side: &str) -> Result<(Column, &'static str)> {
         let mut found = vec![];
         if let Some(v) = c.floats(&format!("{side}_floats"))? {
@@ -156,7 +156,10 @@ fn default(c: &Call<'_>, kind: &str, dtype: Option<DType>) -> Result<Default> {
             }
             Some(Datum::Text(t)) if t.vals.len() == 1 && dtype.is_none() => d.text = t.vals[0].clone(),
             Some(other) => {
-                return Err(c.invalid(format!("'default_tensor' is {}, not one value", other.describe())));
+                return Err(c.invalid(format!(
+                    "'default_tensor' is {}, not one element of the values' type",
+                    other.describe()
+                )));
             }
         },
         _ => {}
@@ -180,7 +183,7 @@ fn label_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         Column::Texts(_) => None,
     };
     let default = default(c, kind, dtype)?;
-    // From version 4 on, the last of duplicate keys counts.
+    // From version 4 on, the last one of duplicate keys counts; before, the first one.
     let last = c.opset >= 4;
     Ok(vec![lookup(b, c, c.item(0)?, &keys, &values, &default, last)?])
 }
@@ -239,7 +242,7 @@ fn lookup(
     let (dims, at): (Vec<usize>, Vec<Option<usize>>) = match (x, keys) {
         (Item::Tensor(x), Column::Numbers(k)) => {
             if x.dtype() != k.dtype {
-                return Err(c.invalid(format!("keys of type {} for {}", k.dtype, x.ty)));
+                return Err(c.invalid(format!("keys of type {} for the operand {}", k.dtype, x.ty)));
             }
             if let Column::Numbers(v) = values {
                 return Ok(search(b, c, x, k, v, default.number, last)?.into());

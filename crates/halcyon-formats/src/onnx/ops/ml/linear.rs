@@ -34,7 +34,7 @@ pub(crate) const ROWS: &[Row] = &[
     ),
 ];
 
-/// `x w' + intercepts`, for `rows` rows of coefficients.
+/// Returns `x wᵀ + intercepts`, where `w` are `rows` rows of coefficients.
 fn scores(b: &mut Builder, c: &Call<'_>, rows: usize) -> Result<Value> {
     let x = matrix(b, c, c.arg(0)?)?;
     let w = c.floats("coefficients")?.ok_or_else(|| c.invalid("attribute 'coefficients' is missing"))?;
@@ -66,8 +66,8 @@ fn regressor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// Results: the labels `[N]` and the scores `[N, classes]`. With two classes, a single row of coefficients
-/// gives the score of the second. `multi_class` states how the model was trained; `post_transform` already
-/// accounts for it.
+/// gives the score of the second class. `multi_class` states how the model was trained. It is ignored,
+/// because `post_transform` accounts for it.
 fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let (post, classes) = (Post::of(c)?, Classes::of(c, LABELS_INTS)?);
     let rows = match c.floats("intercepts")? {

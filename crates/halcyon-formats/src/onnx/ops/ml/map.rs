@@ -35,17 +35,20 @@ fn len(keys: &Keys) -> usize {
     }
 }
 
-/// A map for each row of `[N, C]` (or one map for `[C]`), with the keys of the attribute.
+/// Returns a map for each row of `[N, C]` (or one map for `[C]`), with the keys of the attribute.
 fn zip_map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let keys = keys(c, "classlabels_int64s", "classlabels_strings")?;
     let n = len(&keys);
     let x = c.arg(0)?;
     if !matches!(x.rank(), 1 | 2) || x.shape().last().is_none_or(|d| d.known().is_some_and(|d| d != n)) {
-        return Err(c.invalid(format!("{n} keys for {}", x.ty)));
+        return Err(c.invalid(format!("{n} keys do not fit the input {}; expected [N, {n}] or [{n}]", x.ty)));
     }
     let x = b.fetch(x, "the values of ZipMap")?;
     if x.numel() > text::MAX_STRINGS {
-        return Err(c.unsupported("so many maps", &format!("At most {} entries are made", text::MAX_STRINGS)));
+        return Err(c.unsupported(
+            "so many entries of maps",
+            &format!("At most {} are supported", text::MAX_STRINGS),
+        ));
     }
     let vals: Vec<Scalar> = x.scalars().collect();
     let mut maps = Vec::with_capacity(vals.len() / n);
@@ -75,12 +78,15 @@ fn values<'a>(c: &Call<'a>, m: &'a (Keys, Item)) -> Result<Values<'a>> {
     match &m.1 {
         Item::Tensor(v) if v.shape().numel().is(n) => Ok(Values::Numbers(v)),
         Item::Text(t) if t.vals.len() == n => Ok(Values::Texts(&t.vals)),
-        other => Err(c.invalid(format!("a map of {n} keys whose values are {}", other.kind()))),
+        other => Err(c.invalid(format!(
+            "the values of a map with {n} keys are {}, not a tensor of {n} elements",
+            other.kind()
+        ))),
     }
 }
 
-/// Gathers a result from the map's values: `at` gives the index of each element's value. Elements without one
-/// are 0 or an empty string.
+/// Gathers a result from the map's values. For each element of the result, `at` gives the index of its value.
+/// Elements without a value are 0 or an empty string.
 fn place(b: &mut Builder, v: Values<'_>, at: &[Option<usize>]) -> Result<Item> {
     let dims = [1, at.len()];
     match v {
@@ -138,7 +144,7 @@ fn cast_map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         "DENSE" => order.into_iter().map(Some).collect(),
         "SPARSE" => {
             let n = usize::try_from(c.int("max_map", 1)?).ok().filter(|n| *n <= i32::MAX as usize);
-            let n = n.ok_or_else(|| c.invalid("'max_map' is not a size"))?;
+            let n = n.ok_or_else(|| c.invalid("'max_map' must be from 0 to 2147483647"))?;
             if n > 1 << 24 {
                 return Err(c.unsupported(&format!("a max_map of {n}"), "Up to 16777216 is supported"));
             }

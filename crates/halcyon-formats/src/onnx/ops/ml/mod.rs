@@ -27,7 +27,7 @@ fn matrix(b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<Value> {
     match x.rank() {
         1 => b.reshape(&x, [Dim::from(1), x.shape()[0]]),
         2 => Ok(x),
-        r => Err(c.invalid(format!("the features are a vector or a matrix, not of rank {r}"))),
+        r => Err(c.invalid(format!("the features have rank {r}, expected a vector or a matrix"))),
     }
 }
 

@@ -49,7 +49,8 @@ pub(crate) const ROWS: &[Row] = &[
     ),
 ];
 
-/// Limit on the classes: probabilities are found by iteration, which takes too many graph nodes for more.
+/// Maximum number of classes for which probabilities are computed. The iteration that finds them would take
+/// too many graph nodes for more classes.
 const MAX_CLASSES: usize = 64;
 
 /// A non-empty list of numbers.
@@ -64,17 +65,19 @@ fn need<'a>(c: &Call<'a>, name: &str) -> Result<&'a [f32]> {
 fn kernel(b: &mut Builder, c: &Call<'_>, x: &Value, n: usize) -> Result<Value> {
     let v = need(c, "support_vectors")?;
     if n == 0 || !v.len().is_multiple_of(n) {
-        return Err(c.invalid(format!("{} numbers are not {n} support vectors", v.len())));
+        return Err(c.invalid(format!("{} numbers cannot be divided into {n} support vectors", v.len())));
     }
     let f = v.len() / n;
     if x.shape()[1].known().is_some_and(|k| k != f) {
-        return Err(c.invalid(format!("support vectors of {f} numbers for {} features", x.shape()[1])));
+        return Err(
+            c.invalid(format!("support vectors have {f} numbers, but there are {} features", x.shape()[1]))
+        );
     }
     let v = floats(x.dtype(), &[n, f], v)?;
     let params = match c.floats("kernel_params")? {
         None | Some([]) => [0.0; 3],
         Some(&[g, k, d]) => [g, k, d],
-        Some(v) => return Err(c.invalid(format!("{} kernel_params, not 3", v.len()))),
+        Some(v) => return Err(c.invalid(format!("{} kernel_params, expected 3", v.len()))),
     };
     let [gamma, coef0, degree] = params.map(|p| b.lit(x, p));
     let line = |b: &mut Builder| -> Result<Value> {
@@ -116,7 +119,7 @@ fn regressor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let w = need(c, "coefficients")?;
     let k = if n > 0 { kernel(b, c, &x, n)? } else { x };
     if k.shape()[1].known().is_some_and(|f| f != w.len()) {
-        return Err(c.invalid(format!("{} coefficients for {} terms", w.len(), k.shape()[1])));
+        return Err(c.invalid(format!("{} coefficients, expected {}", w.len(), k.shape()[1])));
     }
     let w = floats(k.dtype(), &[1, w.len()], w)?;
     let y = product(b, &k, &w)?;
@@ -149,7 +152,10 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     }
     let k = classes.len();
     if counts.len() != k || k < 2 {
-        return Err(c.invalid(format!("support vectors of {} classes for {k} labels", counts.len())));
+        return Err(c.invalid(format!(
+            "'vectors_per_class' has {} entries for {k} labels; expected one for each of at least 2",
+            counts.len()
+        )));
     }
     let values = kernel(b, c, &x, n)?;
     let s = decisions(b, c, &values, &counts)?;
@@ -159,7 +165,11 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let label = labels(b, c, &classes, &place)?;
     let (pa, pb) = (c.floats("prob_a")?.unwrap_or(&[]), c.floats("prob_b")?.unwrap_or(&[]));
     if pa.len() != pb.len() {
-        return Err(c.invalid(format!("{} numbers in 'prob_a', {} in 'prob_b'", pa.len(), pb.len())));
+        return Err(c.invalid(format!(
+            "'prob_a' has {} numbers and 'prob_b' has {}; they must have as many",
+            pa.len(),
+            pb.len()
+        )));
     }
     let y = if !pa.is_empty() {
         let p = probabilities(b, c, &s, k, pa, pb)?;
@@ -173,16 +183,16 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![label, single(b, &y)?.into()])
 }
 
-/// One row of coefficients for each class, and a common rho.
+/// The classifier without support vectors: one row of coefficients for each class, and a common rho.
 fn linear(b: &mut Builder, c: &Call<'_>, post: Post, classes: &Classes, x: &Value) -> Result<Vec<Item>> {
     let w = need(c, "coefficients")?;
     let k = classes.len();
     if !w.len().is_multiple_of(k) {
-        return Err(c.invalid(format!("{} coefficients are not {k} equal rows", w.len())));
+        return Err(c.invalid(format!("{} coefficients cannot be divided into {k} equal rows", w.len())));
     }
     let f = w.len() / k;
     if x.shape()[1].known().is_some_and(|n| n != f) {
-        return Err(c.invalid(format!("{f} coefficients per class for {} features", x.shape()[1])));
+        return Err(c.invalid(format!("{f} coefficients per class, but there are {} features", x.shape()[1])));
     }
     let positive = w.iter().all(|w| *w >= 0.0);
     let w = floats(x.dtype(), &[k, f], w)?;
@@ -208,15 +218,16 @@ fn pairs(k: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..k).flat_map(move |i| (i + 1..k).map(move |j| (i, j)))
 }
 
-/// The scores of the pairs of classes i < j, `[N, pairs]`: the support vectors of i times the coefficients of
-/// row j - 1, plus those of j times row i, plus rho. Coefficients are `[classes - 1, vectors]`.
+/// The scores of the pairs of classes i < j, `[N, pairs]`: the kernel values of the support vectors of i
+/// times row j - 1 of the coefficients, plus the kernel values of those of j times row i, plus rho.
+/// Coefficients are `[classes - 1, vectors]`.
 fn decisions(b: &mut Builder, c: &Call<'_>, values: &Value, counts: &[usize]) -> Result<Value> {
     let (k, n) = (counts.len(), counts.iter().sum::<usize>());
     let (w, rho) = (need(c, "coefficients")?, need(c, "rho")?);
     let all = k * (k - 1) / 2;
     if (k - 1).checked_mul(n) != Some(w.len()) || rho.len() < all {
         return Err(c.invalid(format!(
-            "{} coefficients and {} rho for {k} classes of {n} support vectors",
+            "{} coefficients and {} numbers in 'rho' do not fit {k} classes with {n} support vectors",
             w.len(),
             rho.len()
         )));
@@ -235,7 +246,7 @@ fn decisions(b: &mut Builder, c: &Call<'_>, values: &Value, counts: &[usize]) ->
         parts.push(product(b, &v, &w)?);
         start += len;
     }
-    // Column `i * (k - 1) + r`: support vectors of class i times row r.
+    // Column `i * (k - 1) + r`: kernel values of the support vectors of class i times row r.
     let parts = b.concat(&parts.iter().collect::<Vec<_>>(), 1)?;
     let place = |f: &dyn Fn(usize, usize) -> usize| {
         integers(DType::I32, &[all], pairs(k).map(|(i, j)| f(i, j) as i64))
@@ -277,8 +288,8 @@ fn mirrored(b: &mut Builder, v: &Value, k: usize) -> Result<Value> {
 }
 
 /// Class probabilities from those of the pairs: the second approach of Wu, Lin and Weng (Probability
-/// estimates for multi-class classification by pairwise coupling, JMLR 5, 2004), with its iteration and
-/// LIBSVM's stopping rule: a row that has converged no longer changes.
+/// estimates for multi-class classification by pairwise coupling, JMLR 5, 2004). The iteration is that of the
+/// paper, and the stopping rule is LIBSVM's: a row that has converged no longer changes.
 fn probabilities(
     b: &mut Builder,
     c: &Call<'_>,
@@ -289,7 +300,9 @@ fn probabilities(
 ) -> Result<Value> {
     let all = k * (k - 1) / 2;
     if pa.len() < all {
-        return Err(c.invalid(format!("{} numbers in 'prob_a' for {all} pairs of classes", pa.len())));
+        return Err(
+            c.invalid(format!("'prob_a' has {} numbers, but there are {all} pairs of classes", pa.len()))
+        );
     }
     if k > MAX_CLASSES {
         return Err(c.unsupported(
@@ -308,7 +321,7 @@ fn probabilities(
     let v = b.scalar(S::Min, &[&v, &hi])?;
     let r = mirrored(b, &v, k)?;
 
-    // Q[i][j] = -r[j][i] r[i][j], and on the diagonal the sum of r[j][i]² over the others.
+    // Q[i][j] = -r[j][i] r[i][j] for i ≠ j. Q[i][i] is the sum of r[j][i]² over all j ≠ i.
     let rt = b.permute(&r, &[0, 2, 1])?;
     let q = b.scalar(S::Mul, &[&r, &rt])?;
     let q = b.scalar(S::Neg, &[&q])?;
@@ -346,7 +359,8 @@ fn probabilities(
             let step = b.scalar(S::Sub, &[&pqp, &at])?;
             let step = b.scalar(S::Div, &[&step, own])?;
             let grown = b.scalar(S::Add, &[&one, &step])?;
-            // pQp after the step: (pQp + step (step Q[t][t] + 2 Qp[t])) / (1 + step)².
+            // pQp, after p[t] has grown by the step and p has been divided by 1 + step, is
+            // (pQp + step (step Q[t][t] + 2 Qp[t])) / (1 + step)².
             let gain = b.scalar(S::Mul, &[&step, own])?;
             let twice = b.scalar(S::Mul, &[&two, &at])?;
             let gain = b.scalar(S::Add, &[&gain, &twice])?;

@@ -1,5 +1,5 @@
-//! Tests that the generated cases do not cover: where onnxruntime differs or lacks support, and invalid
-//! models.
+//! Tests of what the generated cases do not cover: cases in which onnxruntime differs from the specification
+//! or lacks support, and invalid models.
 
 use crate::onnx::proto::*;
 use crate::onnx::stage_tests::Plain;
@@ -67,7 +67,7 @@ fn all(version: i64, n: NodeProto, inputs: &[Datum], outputs: &[&str]) -> Result
     Ok(m.run_staged(inputs, Box::new(Plain))?.0)
 }
 
-/// Result `y` of one node of `x0`, `x1`…
+/// The result `y` of one node with the operands `x0`, `x1`…
 fn run(version: i64, n: NodeProto, inputs: &[Datum]) -> Result<Datum> {
     Ok(all(version, n, inputs, &["y"])?.remove(0))
 }
@@ -84,7 +84,7 @@ fn words(dims: &[usize], v: &[&str]) -> Datum {
     Datum::Text(Text::new(dims, v.iter().map(|s| s.to_string()).collect()).unwrap())
 }
 
-/// Version 5: a root `x[0] MODE 1` with leaves 10 (true) and 20 (false).
+/// A tree of version 5: a root `x[0] MODE 1` with the leaves 10 (true) and 20 (false).
 fn stump(mode: u8) -> NodeProto {
     ml("TreeEnsemble", &["x0"], &["y"])
         .int("n_targets", 1)
@@ -100,7 +100,7 @@ fn stump(mode: u8) -> NodeProto {
         .table("leaf_weights", &t(&[2], &[10f32, 20.0]))
 }
 
-/// Replaces the value of the attribute that `f` appends.
+/// Appends an attribute with `f`, and removes an earlier attribute of the same name.
 fn with(n: NodeProto, f: impl FnOnce(NodeProto) -> NodeProto) -> NodeProto {
     let mut n = f(n);
     if let Some(last) = n.attribute.last().map(|a| a.name.clone()) {
@@ -160,7 +160,7 @@ fn membership_is_a_search() {
 
 #[test]
 fn transforms_by_number() {
-    // Softmax is 1 and logistic is 2; onnxruntime swaps them.
+    // ONNX numbers softmax 1 and logistic 2; onnxruntime swaps them.
     let two = || with(stump(0), |n| n.int("n_targets", 2));
     let v = [x(&[1, 1], &[0f32])];
     let y = numbers(run(5, two().int("post_transform", 1), &v).unwrap());
@@ -194,7 +194,7 @@ fn leaves(trees: i64, votes: &[(i64, i64, f32)]) -> NodeProto {
 #[test]
 fn votes_of_any_form_are_joined() {
     let v = [x(&[2, 1], &[0f32, 1.0])];
-    // With few targets, a table of all targets per leaf; with many, votes are scattered.
+    // With few targets, each leaf has a table of all targets. With many targets, votes are scattered.
     for targets in [4i64, 30_000] {
         let votes = [(0, 0, 1.0), (0, 3, 5.0), (1, 3, -2.0), (2, 3, 0.5), (2, 1, 4.0), (2, 1, 2.0)];
         for (how, want) in
@@ -212,7 +212,7 @@ fn votes_of_any_form_are_joined() {
         let n = leaves(4, &votes).int("n_targets", 3).text("aggregate_function", how);
         assert_eq!(numbers(run(3, n, &v).unwrap())[..3], want, "{how}");
     }
-    // The transform of a single score is applied; onnxruntime does not.
+    // The transform is applied to a single score too; onnxruntime does not apply it.
     let n = leaves(1, &[(0, 0, 0.0)]).int("n_targets", 1).text("post_transform", "LOGISTIC");
     assert_eq!(numbers(run(3, n, &v).unwrap()), [0.5, 0.5]);
 }
@@ -243,7 +243,7 @@ fn broken_trees_are_refused() {
     bad("no node mode 'TWIG'", with(n(), |n| n.texts("nodes_modes", &["LEAF", "TWIG"])));
     let ring = with(n(), |n| n.texts("nodes_modes", &["LEAF", "BRANCH_LT"]));
     bad("cycle", ring);
-    bad("given twice", n().table("nodes_values_as_tensor", &t(&[2], &[0f64; 2])));
+    bad("both set", n().table("nodes_values_as_tensor", &t(&[2], &[0f64; 2])));
 
     // A chain deeper than the limit.
     let deep = 2000usize;
@@ -351,7 +351,7 @@ fn features_of_odd_types_and_sizes() {
     let n = ml("OneHotEncoder", &["x0"], &["y"]).texts("cats_strings", &["a"]).int("zeros", 0);
     refused(1, n, &[words(&[1], &["b"])], "'b' is not a category");
     let n = ml("ArrayFeatureExtractor", &["x0", "x1"], &["y"]);
-    refused(1, n.clone(), &[words(&[2], &["a", "b"]), x(&[1], &[2i64])], "outside of 2");
+    refused(1, n.clone(), &[words(&[2], &["a", "b"]), x(&[1], &[2i64])], "outside of 0..2");
     refused(1, n, &[x(&[], &[1f32]), x(&[1], &[0i64])], "a scalar");
     refused(1, ml("FeatureVectorizer", &[], &["y"]), &[], "no operand");
 }

@@ -1,5 +1,5 @@
-//! TreeEnsemble, TreeEnsembleRegressor, TreeEnsembleClassifier: builds a [`Forest`] from their attributes,
-//! and their results from its scores.
+//! The operators TreeEnsemble, TreeEnsembleRegressor and TreeEnsembleClassifier. Their attributes become a
+//! [`Forest`], and the scores of the forest become their results.
 
 use super::forest::{Aggregate, Branch, Forest, Mode, Place, Test};
 use super::label::{Classes, LABELS_INT64S, labels};
@@ -108,8 +108,9 @@ fn list<'a>(c: &Call<'a>, name: &str, n: usize) -> Result<&'a [i64]> {
     }
 }
 
-/// Numbers with the dtype they are stored in, which is f64 only in the `_as_tensor` form.
+/// The numbers of an attribute.
 struct Numbers {
+    /// Whether they are stored in f64, which only the `_as_tensor` form of an attribute can be.
     wide: bool,
     vals: Vec<f64>,
 }
@@ -120,7 +121,11 @@ impl Numbers {
             return Ok(None);
         };
         if !t.dtype.is_float() || t.dims.len() != 1 {
-            return Err(c.invalid(format!("attribute '{name}' is {}{:?}", t.dtype, t.dims.as_slice())));
+            return Err(c.invalid(format!(
+                "attribute '{name}' is {}{:?}, expected a vector of floats",
+                t.dtype,
+                t.dims.as_slice()
+            )));
         }
         Ok(Some(Numbers { wide: t.dtype == DType::F64, vals: t.scalars().map(|s| s.as_f64()).collect() }))
     }
@@ -130,7 +135,9 @@ impl Numbers {
         let list = c.floats(name)?.filter(|v| !v.is_empty());
         let tensor = Numbers::tensor(c, &format!("{name}_as_tensor"))?.filter(|n| !n.vals.is_empty());
         Ok(match (list, tensor) {
-            (Some(_), Some(_)) => return Err(c.invalid(format!("'{name}' is given twice"))),
+            (Some(_), Some(_)) => {
+                return Err(c.invalid(format!("attributes '{name}' and '{name}_as_tensor' are both set")));
+            }
             (Some(v), None) => Some(Numbers { wide: false, vals: v.iter().map(|v| f64::from(*v)).collect() }),
             (None, t) => t,
         })
@@ -149,11 +156,11 @@ fn missing(c: &Call<'_>, name: &str) -> halcyon_ir::Error {
 }
 
 fn index(c: &Call<'_>, name: &str, v: i64) -> Result<usize> {
-    // Larger numbers cannot be an index into anything that a file holds.
+    // A file cannot contain a list so long that a larger index would be valid.
     usize::try_from(v)
         .ok()
         .filter(|v| *v < i32::MAX as usize)
-        .ok_or_else(|| c.invalid(format!("'{name}' holds {v}")))
+        .ok_or_else(|| c.invalid(format!("attribute '{name}' contains {v}, which is not a valid index")))
 }
 
 /// For each node, whether NaN takes the true branch.
@@ -164,7 +171,7 @@ fn tracks(c: &Call<'_>, n: usize) -> Result<Vec<bool>> {
     }
 }
 
-/// Version 5: branches and leaves in separate lists, one vote per leaf.
+/// TreeEnsemble (opset version 5). Branches and leaves are in separate lists, and each leaf has one vote.
 fn ensemble(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let post = Post::of_number(c)?;
     let aggregate = match c.int("aggregate_function", 1)? {
@@ -179,7 +186,7 @@ fn ensemble(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let modes = c.tensor("nodes_modes")?.ok_or_else(|| missing(c, "nodes_modes"))?;
     if !modes.dtype.is_int() || modes.numel() != n {
         return Err(c.invalid(format!(
-            "{} nodes_modes of type {} for {n} nodes",
+            "attribute 'nodes_modes' has {} entries of dtype {}, expected {n} integers",
             modes.numel(),
             modes.dtype
         )));
@@ -251,7 +258,8 @@ fn ensemble(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, x.dtype())?)
 }
 
-/// Before version 5: branches and leaves in one list, any number of votes per leaf.
+/// The attributes of TreeEnsembleRegressor and TreeEnsembleClassifier, which have branches and leaves in one
+/// list, and any number of votes per leaf.
 struct Parsed {
     dtype: DType,
     branches: Vec<Branch>,
@@ -260,7 +268,7 @@ struct Parsed {
     x: Value,
 }
 
-/// `kind` is `target` or `class`, the prefix of the attributes for votes.
+/// Reads the attributes. `kind` is `target` or `class`, the prefix of the attributes that describe votes.
 fn parse(b: &mut Builder, c: &Call<'_>, kind: &str) -> Result<Parsed> {
     let ids = c.ints("nodes_nodeids")?.ok_or_else(|| missing(c, "nodes_nodeids"))?;
     let n = ids.len();
@@ -324,7 +332,7 @@ fn parse(b: &mut Builder, c: &Call<'_>, kind: &str) -> Result<Parsed> {
     let vote_targets = list(c, &name("ids"), k)?;
     let mut votes = vec![vec![]; leaves];
     for i in 0..k {
-        // Some converters write votes of branches, which are ignored.
+        // Some converters also write votes of branches. They are ignored.
         if let Place::Leaf(leaf) = find(vote_trees[i], vote_nodes[i])? {
             votes[leaf].push((index(c, &name("ids"), vote_targets[i])?, weights.vals[i]));
         }
@@ -366,11 +374,11 @@ fn add_base(b: &mut Builder, y: &Value, base: &[f64]) -> Result<Value> {
     shift(b, y, &Value::table(v))
 }
 
-/// Results: the label `[N]` and the scores `[N, classes]`.
+/// The results are the label `[N]` and the scores `[N, classes]`.
 ///
-/// If only one of two classes gets votes, there is a single score. By convention it is that of the second
-/// class, even if the votes name the first. The label is the second class if the score is above 0, or above
-/// 1/2 if no weight is negative.
+/// If the votes name only one of two classes, there is a single score. By convention it is the score of the
+/// second class, even if the votes name the first. The label is the second class if the score is above 1/2
+/// (no weight is negative) or above 0 (a weight is negative).
 fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let (post, classes) = (Post::of(c)?, Classes::of(c, LABELS_INT64S)?);
     let n = classes.len();
@@ -379,7 +387,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let positive = p.votes.iter().flatten().all(|v| v.1 >= 0.0);
     let base = Numbers::of(c, "base_values")?.map_or(vec![], |v| v.vals);
     if !base.is_empty() && base.len() != n && !(base.len() == 1 && n == 2) {
-        return Err(c.invalid(format!("{} base_values for {n} classes", base.len())));
+        return Err(c.invalid(format!("attribute 'base_values' has {} entries, expected {n}", base.len())));
     }
     if n == 1 && !matches!(&classes, Classes::Ints(v) if v[..] == [1]) {
         return Err(c.unsupported("a single class other than 1", "Export a model of two classes"));
@@ -395,7 +403,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         let yes = b.scalar(S::Gt, &[s, &limit])?;
         b.cast(&yes, DType::I64)
     };
-    // A single class: the label is 1 if it is likely, else 0.
+    // With a single class, the label is 1 if the score is above 0, and 0 otherwise.
     if n == 1 {
         if !base.is_empty() {
             s = add_base(b, &s, &base)?;
@@ -419,7 +427,9 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             return Ok(vec![labels(b, c, &classes, &place)?, single(b, &y)?.into()]);
         }
         if base.len() == 1 {
-            return Err(c.unsupported("one base value where votes name the second class", "Give two"));
+            return Err(
+                c.unsupported("one base value with votes for the second class only", "Give two base values")
+            );
         }
         if !base.is_empty() {
             s = add_base(b, &s, &base)?;
@@ -431,7 +441,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     }
     match base[..] {
         [] => {}
-        // The score of the first class.
+        // A single base value is added to the score of the first class.
         [v] => {
             let (first, second) = (column(b, &s, 0)?, column(b, &s, 1)?);
             let v = b.lit(&first, v);

@@ -12,7 +12,8 @@ use crate::cpu::library::simd::{Simd, Sizes, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::vmath;
 
-/// The most queries of a block. Both it and its half are multiples of the rows and columns of every tile.
+/// Maximum number of queries in a block. This number and its half are multiples of the rows and columns of
+/// every tile.
 pub(crate) const BQ: usize = 192;
 /// Floats from one row of scores to the next: an odd number of cache lines, so that the rows of a column
 /// spread over all sets of a cache.
@@ -127,8 +128,8 @@ unsafe fn value_tile<S: Simd, const R: usize, const NV: usize>(
     }
 }
 
-/// Adds the mask to the scores of keys `k0 .. k0 + cols` and sets the scores of keys that a query does not
-/// see to -inf.
+/// Adds the mask to the scores of keys `k0 .. k0 + cols`. Query `i` sees only the first `sees[i]` keys; its
+/// scores of the other keys are set to -inf.
 ///
 /// # Safety
 /// The mask has an element for every query of the block and every key that the query sees. `s` holds `cols`
@@ -294,8 +295,9 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
     // Sizes in whole panels of queries and in whole tiles of rows.
     let panels = at.rows.div_ceil(nr);
     let (wide, tall) = (panels * nr, at.rows.next_multiple_of(mr).min(BQ));
-    // SAFETY: `own` holds the floats that `Room` lays out and is this thread's. `attention` guarantees
-    // readable queries, keys and values below `valid`, and writable rows of `y` that only this block writes.
+    // SAFETY: `own` holds the floats that `Room` lays out, and only this thread uses it. `attention`
+    // guarantees readable queries, keys and values below `valid`, and writable rows of `y` that only this
+    // block writes.
     unsafe {
         let (qs, s, o) = (own.add(room.queries), own.add(room.scores), own.add(room.out));
         let (vs, ks) = (own.add(room.values), own.add(room.keys));

@@ -1,15 +1,15 @@
 //! Attention of bf16 operands on the tile registers of AMX. Scores and outputs are summed in f32; softmax
 //! runs in f32 and its weights are rounded to bf16 for the second product.
 //!
-//! A part is one or more blocks of 32 queries of one head. A block takes 256 keys at a time. It computes
+//! A part is one or more blocks of 32 queries of one head. A block processes 256 keys at a time. It computes
 //! their scores, row after row, in the first-level cache, and updates a running maximum and sum per row (as
 //! in [`crate::cpu::library::attention`]). It then multiplies the weights by the values and adds the product
 //! to the output, which is first scaled down if the maximum rose. A thread packs the keys and values of a
-//! head when it starts on that head, and keeps them until it moves to another. Keys are never split among
+//! head when it starts on that head, and keeps them until it starts on another. Keys are never split among
 //! threads, so results depend on the shape alone.
 //!
-//! Cost. The products of a head take `4 queries keys d` FLOPs and there are `queries keys` exponentials. At
-//! 128 features both take about the same time on the processor measured.
+//! Cost. The two products of a head take `4 * queries * keys * d` FLOPs, and softmax takes `queries * keys`
+//! exponentials. With `d` = 128 features both take about the same time on the processor measured.
 
 use crate::cpu::amx::{TileConfig, Tiles};
 use crate::cpu::library::attention::{Attention, Operands};
@@ -23,7 +23,7 @@ use crate::cpu::{vmath, vmath512};
 use half::bf16;
 use std::arch::x86_64::*;
 
-/// Keys of a block.
+/// Number of keys that a block processes at a time.
 const KEYS: usize = 256;
 
 /// Element types of a mask.
@@ -70,7 +70,7 @@ struct Room {
 
 impl Room {
     fn new(a: &Attention, kt: &PackedShape, v: &PackedShape) -> Room {
-        // The first 64 bytes hold the tag: the batch and head whose keys and values are packed.
+        // The first 64 bytes hold `tag`: the number of the batch and head whose keys and values are packed.
         let mut at = 64;
         let mut piece = |n: usize| {
             at += n.next_multiple_of(64);
@@ -130,7 +130,7 @@ pub(crate) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
     let scratch = team.scratch(each * threads / 4);
     let buf: SharedMut<u8> = SharedMut(scratch.ptr().cast());
     for w in 0..threads {
-        // SAFETY: the scratch memory holds `each` bytes per thread, each starting with the aligned tag;
+        // SAFETY: the scratch memory holds `each` bytes per thread, which start with the aligned `tag`;
         // nothing else uses it yet.
         unsafe { buf.get().add(w * each).cast::<usize>().write(usize::MAX) };
     }
@@ -151,11 +151,11 @@ pub(crate) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
     }
 }
 
-/// Blocks `b0..b1` of the queries of one head.
+/// Computes blocks `b0..b1` of the queries of one head.
 ///
 /// # Safety
-/// The contract of [`attention_bf16`], for these queries. `own` has the layout of [`Room`], starts with a
-/// valid tag and is used by no other thread; the process has tile registers for bf16.
+/// The contract of [`attention_bf16`], for these queries. `own` has the layout of [`Room`], starts with an
+/// initialised `tag` and is used by no other thread; the process has tile registers for bf16.
 unsafe fn rows<M: MaskElem, Y: OutElem>(
     job: &Job<'_, M, Y>,
     b: usize,
@@ -228,8 +228,8 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
                     if let Some(of) = &job.operands.mask {
                         let (from, room) =
                             (of.at(b, h, r0 + i, k0), own.wrapping_add(room.mask).cast::<f32>());
-                        // A row of the mask shared by all queries is converted once. Under a causal mask
-                        // queries see different numbers of keys, so each converts its own.
+                        // A row of the mask that all queries share is converted once. With `causal`, the
+                        // queries have different numbers of keys, so each query converts its own part.
                         if from != last {
                             for j in 0..cols.min(if a.causal { seen } else { cols }) {
                                 *room.add(j) = (*from.wrapping_offset(j as isize * of.strides[3])).f32();
@@ -242,8 +242,8 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
                     let padded = cols.next_multiple_of(32);
                     let to = weights.add(i * KEYS);
                     let (top, sum) = weigh(row, seen, padded, a.scale, mask, m[i], to);
-                    // If no key was seen yet, all weights are 0, and the factor 1.0 leaves the zero output
-                    // unchanged.
+                    // If the mask hides all keys so far, all weights are 0, and the factor 1.0 leaves the
+                    // zero output unchanged.
                     let keep = if top == f32::NEG_INFINITY { 1.0 } else { vmath::exp::<false>(m[i] - top) };
                     (m[i], l[i]) = (top, l[i] * keep + sum);
                     if k0 > 0 && keep != 1.0 {

@@ -149,7 +149,7 @@ impl Layout {
 ///
 /// `mask` (`[batch, heads, queries, keys]`, stride 0 on broadcast axes) is added to the scores. `lengths`
 /// gives the number of valid keys: empty for all keys, one number for every batch, or one per batch; it is
-/// clamped to `keys`. A row that sees no key, or whose scores are all -inf, is NaN, as the definition
+/// clamped to `keys`. A row that attends to no key, or whose scores are all -inf, is NaN, as the definition
 /// implies.
 ///
 /// # Safety
@@ -167,7 +167,7 @@ pub unsafe fn attention(
 ) {
     assert!(
         a.kv_heads > 0 && a.heads.is_multiple_of(a.kv_heads),
-        "{} heads over {} key heads",
+        "{} heads are not a multiple of {} key heads",
         a.heads,
         a.kv_heads
     );
@@ -201,7 +201,7 @@ pub unsafe fn attention(
     // SAFETY: the job holds pointers and sizes; a part writes its own rows of `y`.
     let job = unsafe { AssertSync::new(flash::Job { a, operands }) };
     let body = |worker: usize, part: usize| {
-        // Under a causal mask the last rows see the most keys. Starting with them balances the threads.
+        // Under a causal mask the last rows attend to the most keys. Starting with them balances the threads.
         let block = blocks - 1 - part % blocks;
         let (b, hk) = (part / blocks / a.kv_heads, part / blocks % a.kv_heads);
         let (r0, r1) = (block * block_rows, ((block + 1) * block_rows).min(all_rows));
@@ -238,7 +238,7 @@ unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash:
     let flash::Job { a, operands: Operands { q, k, v, mask, y } } = job;
     let flash::Rows { b, hk, r0, rows, valid } = rows;
     let (group, at) = (a.heads / a.kv_heads, layout.offsets(a));
-    // Head and position of a row of this block, and the number of keys it sees.
+    // Head and position of a row of this block, and the number of keys that the row attends to.
     let place = |i: usize| (hk * group + (r0 + i) / a.queries, (r0 + i) % a.queries);
     let sees = |i: usize| {
         let n = if a.causal { (place(i).1 + 1 + valid).saturating_sub(a.queries) } else { valid };
@@ -247,7 +247,7 @@ unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash:
     let most = (0..rows).map(sees).max().unwrap_or(0);
     // SAFETY: by contract `own` holds the layout's floats and is this thread's; the slices are its disjoint
     // parts, zeroed before use. Operands are readable for `rows` rows and the `most <= valid` keys that a row
-    // sees; `y` is writable.
+    // attends to; `y` is writable.
     unsafe {
         let piece = |i: usize, n: usize| {
             let p = own.add(at[i]);

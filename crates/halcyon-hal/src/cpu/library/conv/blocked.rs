@@ -4,8 +4,9 @@
 //! channels. Its sums run over blocks of input channels, taps and the channels of a block, in that order.
 //! Each step reads one vector of weights per output block and one input value per pixel. These lie close
 //! together, so nothing is gathered or packed. Weights are stored in the order of the sums,
-//! `[O / B, C / groups / b, KH, KW, b, B]`. An input with `b` = 1 (`[N, C, H, W]`, as in the first layer) is
-//! read in place. For padding, the part of the image that a job reads is copied with zeros around it.
+//! `[O / B, C / groups / b, KH, KW, b, B]`, where `b` is the number of channels of an input block: B, or 1.
+//! An input with `b` = 1 (`[N, C, H, W]`, as in the first layer) is read in place. With padding, the input
+//! that a part of the work reads is copied, with zeros around it.
 
 use super::blocked_tile::{Activation, Tile, depthwise, half, prefetch_lines, tile};
 use super::plain::Conv;
@@ -58,8 +59,8 @@ enum Cut {
     Channels { pairs: usize },
 }
 
-/// The input as a job reads it. `at` points to the element that the first tap of the job's first pixel reads;
-/// distances are in floats.
+/// The input as a part of the work reads it. `at` points to the element that the first tap reads for the
+/// part's first pixel; distances are in floats.
 #[derive(Clone, Copy)]
 struct Source {
     at: SharedConst<f32>,
@@ -76,8 +77,8 @@ struct Rect {
 }
 
 impl Blocked {
-    /// `None` if the channels do not come in whole blocks, or for geometry that this kernel does not support
-    /// (three spatial axes, dilated inputs) or empty operands.
+    /// `None` if the channels do not come in whole blocks, if the geometry is not supported (three spatial
+    /// axes, dilated inputs), or if an operand is empty.
     pub fn new(isa: Isa, conv: Conv, inner: usize) -> Option<Blocked> {
         let lanes = lanes(isa);
         let w = &conv.window;
@@ -185,7 +186,7 @@ impl Blocked {
         let image = 4 * c.c_in * w.in_size();
         let pairs = self.pairs();
         if !self.is_depthwise() && threads > 1 && pairs >= 2 * threads && weights > c.batch * image {
-            // The weights of a part stay in the cache while all images pass.
+            // The weights of a part stay in the cache while the part computes all images.
             let most = (PART_WEIGHTS / (weights / pairs).max(1)).clamp(1, pairs.div_ceil(threads));
             let parts = pairs.div_ceil(most).next_multiple_of(threads);
             return Cut::Channels { pairs: pairs.div_ceil(parts) };
@@ -289,8 +290,9 @@ impl Blocked {
                             let next =
                                 if pair + 1 < end { pair + 1 } else { (p + team.threads()) * each_part };
                             let next = Some(next).filter(|next| n == 0 && *next < pairs);
-                            // SAFETY: `s` covers the whole image, in `x` or in the padded copy; `run`
-                            // guarantees the other operands; parts write disjoint channels of the output.
+                            // SAFETY: `s` covers the whole image, in `x` or in the padded copy; the other
+                            // operands are valid as `run` requires; parts write disjoint channels of the
+                            // output.
                             unsafe { job.pair(s, n, pair, r, next) };
                         }
                     }
@@ -312,8 +314,8 @@ impl Blocked {
                     };
                     let planes = if depthwise { 1 } else { blocks };
                     let from = xs.get().wrapping_add(k * planes * self.inner * c.window.in_size());
-                    // SAFETY: `run` guarantees the operands and `room` floats of workspace per thread, enough
-                    // for the largest rectangle; rectangles are disjoint parts of the output.
+                    // SAFETY: the operands are valid as `run` requires; the workspace has `room` floats per
+                    // thread, enough for the largest rectangle; rectangles are disjoint parts of the output.
                     unsafe {
                         let s = if self.padded(r) {
                             let to = work.get().add(worker * room);
@@ -502,8 +504,8 @@ impl Job<'_> {
         let (cols, lanes) = (w.output[2], b.lanes);
         let y = self.y.get().wrapping_add(plane * w.out_size() * lanes);
         let run = |from: usize, to: usize| {
-            // SAFETY: `from..to` lies in the rectangle's rows, which by contract are complete and this
-            // thread's.
+            // SAFETY: `from..to` lies in the rectangle's rows, whose sums by contract are complete and used
+            // by no other thread.
             unsafe { self.chain.run(self.isa, plane, from, to - from, y.wrapping_add(from)) };
         };
         if r.cols == (0, cols) {

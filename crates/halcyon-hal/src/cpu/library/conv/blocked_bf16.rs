@@ -3,17 +3,18 @@
 //!
 //! A pixel's block is 64 bytes, one row of a tile register. Sixteen pixels by thirty-two channels are the
 //! left operand of a tile product. The right operands are weights packed as
-//! `[O / 32, C / 32 / groups, KH, KW, 2, 16, 16, 2]` (halves of the output block, pairs of input channels,
-//! output channels, the pair). Sums run over blocks of input channels and taps without leaving the registers
-//! (`blocked_bf16_tile.rs`). Then scale, bias, residual and activation are applied in f32, and the result is
-//! rounded once.
+//! `[O / 32, C / 32 / groups, KH, KW, 2, 16, 16, 2]`. The last four axes are the halves of the output block,
+//! the pairs of input channels, the output channels of a half, and the two channels of a pair. A sum runs
+//! over blocks of input channels and taps without leaving the registers (`blocked_bf16_tile.rs`). Then scale,
+//! bias, residual and activation are applied in f32, and the result is rounded once.
 //!
 //! The pixels of a tile must be evenly spaced. With no padding and stride 1, the image is read in place as
-//! one long row; if the kernel is larger than one pixel, some sums between rows belong to no output and are
-//! dropped. Otherwise the part of the image that a job reads is copied, with zeros around it. With strides,
-//! each residue of rows and columns becomes an image of its own, so that each tap reads consecutive pixels.
-//! An input whose channels do not fill a block (`[N, C, H, W]`, as in the first layer) is copied pixel by
-//! pixel; a step is then a piece of a row of taps.
+//! one long row; if the kernel is larger than one pixel, the windows that begin in one row of the image and
+//! end in the next belong to no output, and their sums are dropped. Otherwise the input that a part of the
+//! work reads is copied, with zeros around it. With strides, each residue of rows and columns (modulo the
+//! stride) becomes a separate image, so that each tap reads consecutive pixels. An input whose channels do
+//! not fill a block (`[N, C, H, W]`, as in the first layer) is copied pixel by pixel; each step of a sum then
+//! covers a piece of a row of taps.
 //!
 //! `tdpbf16ps` treats denormals as zero and rounds to nearest even. Without tile registers the same sums run
 //! on vectors.
@@ -58,7 +59,7 @@ pub(crate) struct Bf16Epilogue {
     pub scale: SharedConst<f32>,
     pub bias: SharedConst<f32>,
     pub residual: SharedConst<u8>,
-    /// Whether the residual is f32 (otherwise it is bf16), and the same for the output.
+    /// Whether the residual (`residual_wide`) and the output (`wide`) are f32. Otherwise they are bf16.
     pub residual_wide: bool,
     pub wide: bool,
     pub act: Activation,
@@ -123,10 +124,10 @@ pub struct Blocked16 {
 }
 
 impl Blocked16 {
-    /// `None` if the channels do not come in whole blocks, or for geometry that this kernel does not support:
-    /// three spatial axes, dilated inputs, empty operands. An input not in blocks must have one group, at
-    /// most 16 channels and no dilation of columns. `threads` is the team's number of threads. `tiles`:
-    /// whether to use tile registers; set it only if [`amx::available`] reports them for bf16.
+    /// `None` if the channels do not come in whole blocks, if the geometry is not supported (three spatial
+    /// axes, dilated inputs), or if an operand is empty. An input not in blocks must have one group, at most
+    /// 16 channels and no dilation of columns. `threads` is the team's number of threads. `tiles`: whether to
+    /// use tile registers; set it only if [`amx::available`] reports them for bf16.
     pub fn new(conv: Conv, inner: usize, threads: usize, tiles: bool) -> Option<Blocked16> {
         let w = &conv.window;
         let whole = |c: usize| (c / conv.groups).is_multiple_of(BLOCK);
@@ -175,7 +176,8 @@ impl Blocked16 {
         Some(b)
     }
 
-    /// Steps of one sum.
+    /// Number of steps of one sum. A step covers one tap of a block of input channels, or a piece of a row of
+    /// taps.
     fn depth(&self) -> usize {
         let w = &self.conv.window;
         match self.inner {
@@ -257,8 +259,8 @@ impl Blocked16 {
         let image = B16 * c.c_in * c.window.in_size();
         let blocks = self.out_blocks();
         if threads > 1 && blocks >= 2 * threads && weights > c.batch * image {
-            // One thread reads each weight once. The weights of a part stay in the cache while all images
-            // pass.
+            // Each weight is then read by one thread only. The weights of a part stay in the cache while the
+            // part computes all images.
             let most = (PART_WEIGHTS / self.block_weights()).clamp(1, blocks.div_ceil(PARTS * threads));
             let parts = blocks.div_ceil(most).next_multiple_of(threads).min(blocks);
             return Cut::Channels { blocks: blocks.div_ceil(parts) };
@@ -510,8 +512,8 @@ impl Blocked16 {
                         next: Some(next).filter(|n| *n < all),
                     };
                     let base = if s.copied { from.get() } else { self.first(whole, from.get()) };
-                    // SAFETY: `run` guarantees the operands; `base` is the image in `x` or its copy in
-                    // `work`; parts write disjoint channels of the output.
+                    // SAFETY: the operands are readable and writable as `run` requires; `base` is the image
+                    // in `x` or its copy in `work`; parts write disjoint channels of the output.
                     unsafe { job.part(base, s.image, part) };
                 });
             }
@@ -527,8 +529,9 @@ impl Blocked16 {
                     let from = xs.get().wrapping_add(n * image);
                     let blocks = (0, self.out_blocks());
                     let part = Part { images: (n, n + 1), rect, blocks, far: false, next: None };
-                    // SAFETY: `run` guarantees the operands and `s.image` bytes of workspace per thread,
-                    // enough for the largest rectangle; rectangles are disjoint parts of the output.
+                    // SAFETY: the operands are readable and writable as `run` requires; the workspace has
+                    // `s.image` bytes per thread, enough for the largest rectangle; rectangles are
+                    // disjoint parts of the output.
                     unsafe {
                         let base = if s.copied {
                             let room = work.get().add(worker * s.image);
@@ -544,7 +547,8 @@ impl Blocked16 {
         }
     }
 
-    /// Address that the first tap of a rectangle's first pixel reads in an image that is read in place.
+    /// The address that the first tap reads for the first pixel of a rectangle, if the image is read in
+    /// place.
     fn first(&self, r: Rect, x: *const u8) -> *const u8 {
         let w = &self.conv.window;
         let (row, col) = (w.at(1, r.rows.0, 0), w.at(2, r.cols.0, 0));
@@ -552,11 +556,11 @@ impl Blocked16 {
     }
 }
 
-/// Runs `f(thread, part)` for all parts. Each thread starts with its own range of parts, the same for every
-/// op, and then takes parts of the others. So the data that one op writes in a range is likely still in the
-/// cache of the core that reads it in the next op.
+/// Runs `f(thread, part)` for all parts. Each thread starts with its own range of parts, which is the same
+/// for every op, and then takes parts from the ranges of other threads. So the data that one op writes in a
+/// range is likely still in the cache of the core that reads it in the next op.
 pub(crate) fn by_place(team: &Team, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
-    /// The most threads with a range of their own; further threads only take parts of others.
+    /// The most threads that have their own range. Further threads only take parts from these ranges.
     const MAX_OWNERS: usize = 64;
     let owners = team.threads().min(MAX_OWNERS);
     let end = |q: usize| parts * (q + 1) / owners;

@@ -1,4 +1,5 @@
-//! The parts of a convolution of bf16 images in blocks: tiles of pixels, their sums, and their epilogue.
+//! The parts of a convolution of bf16 images in the blocked layout: tiles of pixels, their sums, and their
+//! epilogue.
 
 use super::blocked_bf16::{Bf16Epilogue, Blocked16, PIXEL};
 #[cfg(target_arch = "x86_64")]
@@ -25,9 +26,9 @@ pub(super) struct Part {
     pub images: (usize, usize),
     pub rect: Rect,
     pub blocks: (usize, usize),
-    /// `far`: only this part reads its weights, so they are not in a cache and are prefetched. `next` is the
-    /// block whose weights this thread will most likely read next.
+    /// Whether only this part reads its weights. If so, they are not in a cache, and are prefetched.
     pub far: bool,
+    /// The output channel block whose weights this thread will most likely read next.
     pub next: Option<usize>,
 }
 
@@ -41,8 +42,8 @@ pub(super) struct Job<'a> {
     pub after: Bf16Epilogue,
 }
 
-/// The tiles of a part: `lines` rows of `pixels` pixels each (one line if rows are consecutive in memory),
-/// each cut into tiles of one size.
+/// The tiles of a part. The part has `lines` lines of `pixels` pixels each (a single line if the rows are
+/// consecutive in memory). Each line is cut into tiles of the same size.
 #[derive(Clone, Copy)]
 struct Grid {
     lines: usize,
@@ -108,7 +109,7 @@ impl Job<'_> {
         let _tiles = b.tiles.then(|| amx::Tiles::new(&config(g.rows, b.pairs)));
         let all = (p.images.1 - p.images.0) * g.lines * g.tiles;
         let passes = all.div_ceil(2);
-        // The weights of the next block are prefetched during this one.
+        // The weights of the next block are prefetched while this one is computed.
         let lines = b.block_weights().div_ceil(64).div_ceil(passes * b.offsets.len());
         let ahead = |ob: usize, k: usize| {
             let next = if ob + 1 < p.blocks.1 { Some(ob + 1) } else { p.next };
@@ -157,8 +158,8 @@ impl Job<'_> {
         Pair { n, places, at, pixel }
     }
 
-    /// Computes the sums of one or two tiles for one output channel block, and runs the epilogue of the pair
-    /// before.
+    /// Computes the sums of one or two tiles for one output channel block, and runs the epilogue of the
+    /// previous pair.
     ///
     /// # Safety
     /// The addresses of `pair` cover what all taps of its pixels read; the job's operands are valid as
@@ -217,8 +218,8 @@ impl Job<'_> {
         }
     }
 
-    /// Applies scale, bias, residual and activation to a tile's pixels and stores them. Pixels between rows
-    /// are dropped.
+    /// Applies scale, bias, residual and activation to the pixels of a tile and stores them. Pixels that lie
+    /// between two rows of the output are dropped.
     ///
     /// # Safety
     /// `sums` is readable for `g.rows` pixels and aligned to 64 bytes; the output and epilogue operands are

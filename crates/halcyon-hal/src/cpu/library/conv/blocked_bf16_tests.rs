@@ -1,5 +1,5 @@
-//! Tests of bf16 convolution and pooling in blocks of 32 channels: compared with f64 on the same rounded
-//! operands, on tile registers and on vectors, with operands between guard pages.
+//! Tests of bf16 convolution and pooling in blocks of 32 channels, on tile registers and on vectors, with
+//! operands between guard pages. Results are compared with those of f64 for the same rounded operands.
 
 use super::blocked::Buffers;
 use super::blocked_bf16::*;
@@ -42,7 +42,7 @@ fn engines() -> Vec<bool> {
     if amx::available().bf16 && Isa::best().has_bf16() { vec![false, true] } else { vec![false] }
 }
 
-/// A random convolution over whole blocks, and the channels of an input block (32 or 1).
+/// A random convolution over whole blocks, and the number of channels of an input block (32 or 1).
 fn random(rng: &mut Rng) -> (Conv, usize) {
     let mut two = |lo: usize, n: usize| [lo + rng.below(n), lo + rng.below(n)];
     let (input, stride, dilation) = (two(1, 20), two(1, 3), two(1, 2));
@@ -324,7 +324,7 @@ fn pools_of_bf16_in_blocks_are_the_plain_ones() {
                 }
                 for (v, want) in got.slice().iter().zip(block(&want, channels, w.out_size(), BLOCK)) {
                     let (v, want) = (bf16::from_bits(*v).to_f32(), want.to_f32());
-                    // (The sums of means are added in another order, so means may differ slightly.)
+                    // (The terms of a mean are added in another order, so means may differ slightly.)
                     let near =
                         matches!(kind, Pool::Average { .. }) && (v - want).abs() <= want.abs() / 128.0 + 1e-6;
                     assert!(

@@ -100,8 +100,9 @@ impl Depthwise16 {
                 y: Place { at: ys.get(), wide: after.wide }.after(at),
             };
             let mut sums = MaybeUninit::<Sums>::uninit();
-            // SAFETY: `run` guarantees the operands of every plane; runs of pixels are disjoint. `taps`
-            // writes the sums of all `n <= RUN` pixels before `finish` reads them; `bf16` was detected.
+            // SAFETY: the operands of every plane are readable and writable as `run` requires; runs of pixels
+            // are disjoint. `taps` writes the sums of all `n <= RUN` pixels before `finish` reads them;
+            // `bf16` was detected.
             unsafe {
                 let sums = (&raw mut (*sums.as_mut_ptr()).0).cast::<f32>();
                 let x = xs.get().add(plane * window.in_size() * BLOCK);

@@ -36,8 +36,8 @@ fn blocks(shape: &[usize]) -> Option<[usize; 5]> {
     }
 }
 
-/// Sizes of a convolution's result in blocks of `block` channels. The body of a composite could give other
-/// sizes.
+/// Sizes of a convolution's result in blocks of `block` channels. The call's output must be compared with
+/// them, because the body of a composite could give other sizes.
 fn result_of(conv: &Conv, block: usize) -> [usize; 5] {
     [conv.batch, conv.c_out / block, conv.window.output[1], conv.window.output[2], block]
 }
@@ -75,7 +75,7 @@ pub(crate) fn conv(
         return conv16(isa, threads, call, conv, b, out);
     }
     let Some(k) = Blocked::new(isa, conv, b).filter(|_| out[4] == lanes(isa)) else {
-        return no("the channels do not fill whole blocks of a vector");
+        return no("the channels do not fill whole vectors");
     };
     if out != result_of(&conv, lanes(isa)) || conv.weight_len() != w.view.numel() {
         return no("the operands have other sizes");
@@ -191,11 +191,11 @@ fn conv16(
     let [n, ob, oh, ow, ol] = out;
     let wide = y.dtype == DType::F32;
     let simple = match &call.epilogue {
-        None if wide => return no("the sums are stored as bf16"),
+        None if wide => return no("without an epilogue the result is bf16"),
         None => Simple::default(),
         Some(e) => match Simple::of(call, e, [n, ob, oh * ow, ol]) {
             Some(s) => s,
-            None => return no("the epilogue is more than a scale, a bias, a residual and a bound"),
+            None => return no("the epilogue is more than a scale, a bias, a residual and a clamp"),
         },
     };
     if call.packed.is_some_and(|p| p != 1) {
@@ -254,14 +254,15 @@ struct Simple {
     bias: Option<(usize, isize)>,
     residual: Option<(usize, isize)>,
     act: Option<Activation>,
-    /// Whether the residual is bf16 (otherwise it is f32), and the same for the result.
+    /// Whether the residual is bf16; otherwise it is f32.
     half_residual: bool,
+    /// Whether the result is bf16; otherwise it is f32.
     half_out: bool,
 }
 
 impl Simple {
-    /// The epilogue over `[N, O / B, pixels, B]`, if it is affine, is computed in f32 and has f32 or bf16
-    /// operands and results. Only the residual may be bf16.
+    /// The epilogue over `[N, O / B, pixels, B]`, if it is affine, is computed in f32, and its product and
+    /// result are f32 or bf16. Of its operands, only the residual may be bf16.
     fn of(call: &CallForm<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
         let mut a = e.fused.as_affine(e.product, &dims, &[1, 3]).ok()?;
         let half = |d: DType| matches!(d, DType::F32 | DType::BF16).then_some(d == DType::BF16);
@@ -362,7 +363,7 @@ pub(crate) fn pool(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
         return no("f32 or bf16 is needed");
     }
     if *b != lanes(isa) || n * cb * window.out_size() * b != y.view.numel() {
-        return no("the blocks are not a vector's, or the output has another size");
+        return no("the blocks do not have the size of a vector, or the output has another size");
     }
     let (kind, planes, v) = (pool_kind(p), n * cb, x.view.clone());
     CpuKernel::new(format!("cpu.pool_blocked.{}", isa.name()), call, move |r| {

@@ -1,9 +1,11 @@
-//! Convolution over one to three spatial axes: `NC[DHW]` input, `OI[DHW]` weights, groups.
+//! Convolution over one to three spatial axes, with groups. The layout of the input is `NC[DHW]`, of the
+//! weights `OI[DHW]`.
 //!
-//! f32 runs as a matrix product whose right operand, the unrolled input (im2col), is never stored: its panels
-//! are gathered straight into the product's packing buffers. One-by-one kernels need no gathering; depthwise
-//! kernels run row by row. Dilated inputs (transposed convolution) and other element types also run row by
-//! row, in their accumulation type.
+//! In f32, a convolution is a matrix product whose right factor is the unrolled input (im2col). The unrolled
+//! input is never stored as a whole: its panels are gathered straight into the packing buffers of the
+//! product. For one-by-one kernels the input itself is the right factor. Depthwise convolutions with few
+//! outputs per channel, dilated inputs (transposed convolution) and other element types are computed row by
+//! row instead.
 
 pub use super::window::Window;
 use crate::cpu::library::accumulator::Accumulated;
@@ -44,17 +46,19 @@ impl Conv {
         Ok(Conv { batch, c_in, c_out, groups, window })
     }
 
-    /// Elements of the input, weights (`[c_out, c_in / groups, kernel..]`) and output.
+    /// Number of elements of the input.
     pub fn input_len(&self) -> usize {
         self.batch * self.c_in * self.window.in_size()
     }
+    /// Number of elements of the weights, `[c_out, c_in / groups, kernel..]`.
     pub fn weight_len(&self) -> usize {
         self.c_out * self.k()
     }
+    /// Number of elements of the output.
     pub fn output_len(&self) -> usize {
         self.batch * self.c_out * self.window.out_size()
     }
-    /// Multiply-adds.
+    /// Number of multiply-adds.
     pub fn macs(&self) -> usize {
         self.batch * self.c_out * self.window.out_size() * self.k()
     }
@@ -65,22 +69,23 @@ impl Conv {
     fn is_depthwise(&self) -> bool {
         self.c_in == self.groups
     }
-    /// Whether it is a product with so few rows or columns that `gemm` computes it without panels.
+    /// Whether the convolution is a product with so few rows or columns that `gemm` computes it without
+    /// panels.
     pub(crate) fn few(&self) -> bool {
         let (m, n) = (self.c_out / self.groups, self.window.out_size());
         !self.by_rows() && self.window.is_pointwise() && m.min(n) <= ROWS
     }
     fn by_rows(&self) -> bool {
         let w = &self.window;
-        // The unrolled form stores offsets inside a plane in 32 bits.
+        // `RowSpan` stores offsets inside a plane in 32 bits.
         self.is_depthwise() && self.c_out / self.groups < 4
             || w.input_dilation != [1; 3]
             || u32::try_from(w.in_size()).is_err()
     }
 }
 
-/// Weights packed once for many calls: the left operands of all groups, one after another. Does not own the
-/// memory.
+/// Weights that are packed once for many calls: the left factors of all groups, one after another. This does
+/// not own the memory.
 #[derive(Clone, Copy, Debug)]
 pub struct ConvWeights {
     conv: Conv,
@@ -96,7 +101,8 @@ impl ConvWeights {
 
     /// Size of the packed weights in floats, or `None` if the convolution reads them unpacked.
     pub fn floats(isa: Isa, conv: &Conv) -> Option<usize> {
-        // `gemm` computes small products without panels; packing must not change the results.
+        // `gemm` computes small products without panels. With packed weights they would be computed with
+        // panels, and have other results.
         (!conv.by_rows() && !conv.few()).then(|| conv.groups * ConvWeights::shape(isa, conv).floats())
     }
 
@@ -117,7 +123,8 @@ impl ConvWeights {
         }
     }
 
-    /// Wraps weights that [`ConvWeights::pack`] wrote. Batch and spatial sizes may differ between calls.
+    /// Wraps weights that [`ConvWeights::pack`] wrote. They also serve convolutions that differ from `conv`
+    /// in the batch and spatial sizes.
     ///
     /// # Safety
     /// `data` was packed for `conv` and `isa`, and stays readable and unchanged while this is used.
@@ -126,19 +133,20 @@ impl ConvWeights {
     }
 
     fn group(&self, g: usize) -> Packed {
-        // SAFETY: `new` requires weights packed for this shape, with all groups readable.
+        // SAFETY: `new` requires weights that are packed for this shape and readable for all groups.
         unsafe { Packed::new(self.shape, self.data.get().wrapping_add(g * self.shape.floats())) }
     }
 }
 
-/// The unrolled input of one image and group as a matrix with rows `(c, tap)` and columns `(od, oh, ow)`.
+/// The unrolled input of one image and group. It is a matrix with a row for each channel and tap of the
+/// kernel, and a column for each output position `(od, oh, ow)`.
 struct Unrolled {
     x: SharedConst<f32>,
     w: Window,
 }
 
-/// A contiguous part of a panel's row: `n` elements from offset `from` of the channel's plane, stored at
-/// column `to`.
+/// A contiguous part of a row of a panel: the columns from `to` on, which receive `n` elements of the
+/// channel's plane. The first element is at offset `from`; the distance between two is the stride.
 #[derive(Clone, Copy, Default)]
 struct RowSpan {
     from: u32,
@@ -154,8 +162,8 @@ struct Tap {
     full: bool,
 }
 
-/// Capacity of the lists of a panel's spans and taps; kernels with more taps are processed in several
-/// passes.
+/// Capacities of the lists of spans and of taps of a panel. If they do not suffice for a kernel, the taps are
+/// processed in several parts.
 const MAX_SPANS: usize = 256;
 const TAPS: usize = 64;
 /// The widest panel, in columns.
@@ -165,8 +173,8 @@ const _: () =
     assert!(crate::cpu::library::simd::Avx512::VECS * crate::cpu::library::simd::Avx512::W <= COLUMNS);
 
 impl Unrolled {
-    /// Lists the spans of taps `t0..` for columns `j .. j + cols`, for as many taps as the lists hold.
-    /// Returns the number of taps.
+    /// Lists the spans of the taps from `t0` on for columns `j .. j + cols`, for as many taps as fit the
+    /// lists. Returns the number of these taps.
     fn taps(
         &self,
         t0: usize,
@@ -190,7 +198,7 @@ impl Unrolled {
             c += len;
         }
         let (mut used, mut done) = (0, 0);
-        // Each tap adds at most one piece per column.
+        // Each tap adds at most one span per column.
         while done < TAPS && t0 + done < w.kernel_size() && used + cols <= MAX_SPANS {
             let t = t0 + done;
             let (td, th, tw) =
@@ -295,7 +303,7 @@ unsafe fn copy_piece<S: Simd>(src: *const f32, step: usize, n: usize, out: *mut 
     }
 }
 
-/// The operands of a convolution and its epilogue, `y = act(conv(x, w) + bias)`.
+/// The operands of a convolution with its epilogue: `conv(x, w) + bias`, then ReLU, then a chain.
 #[derive(Clone, Copy, Debug)]
 pub struct ConvOperands<T> {
     /// The input, [`Conv::input_len`] elements.
@@ -306,7 +314,7 @@ pub struct ConvOperands<T> {
     pub bias: *const T,
     /// Whether negative results become 0.
     pub relu: bool,
-    /// A chain that is applied in place to each part of the output; each output plane is one row.
+    /// A chain that is applied in place to each part of the output. Each output plane is a row for the chain.
     pub chain: BoundChain,
     /// The output, [`Conv::output_len`] elements.
     pub y: *mut T,
@@ -355,7 +363,7 @@ pub unsafe fn conv_f32(
         let same = (p.conv.c_in, p.conv.c_out, p.conv.groups, p.conv.window.kernel);
         assert!(
             same == (conv.c_in, conv.c_out, conv.groups, conv.window.kernel),
-            "weights packed for another convolution"
+            "the weights were packed for another convolution"
         );
     }
     let isa = packed.map_or(isa, |p| p.isa);
@@ -363,7 +371,7 @@ pub unsafe fn conv_f32(
     let c_group = conv.c_in / conv.groups;
     let items = conv.batch * conv.groups;
     let (xs, ys, ws) = (SharedConst(x), SharedMut(y), SharedConst(w));
-    // Operands of image `i / groups`, group `i % groups`.
+    // The operands of image `i / groups` and group `i % groups`.
     let item = |i: usize| {
         let g = i % conv.groups;
         let x = xs.get().wrapping_add(i * c_group * conv.window.in_size());
@@ -383,9 +391,9 @@ pub unsafe fn conv_f32(
     // SAFETY: the closure computes pointers and sizes from its arguments; each item is one image and group,
     // whose output no other item writes.
     let item = unsafe { &AssertSync::new(item) };
-    // Several images or groups: each thread computes whole products. Otherwise all threads share one product.
-    // Products that `gemm` computes without panels always go to `gemm`, so that this choice does not change
-    // results.
+    // If there are enough images and groups, each thread computes whole products. Otherwise all threads share
+    // one product. Products that `gemm` computes without panels are always left to `gemm`, so that the number
+    // of threads does not change results.
     let few = packed.is_none() && conv.few();
     if items >= 2 * team.threads() && m * n * k < 64 << 20 && !few {
         let each = inline_floats(isa, m, n, k, true);
@@ -433,8 +441,9 @@ pub unsafe fn conv_f32(
 /// One output line of a depthwise convolution with stride 1 along the width.
 struct DepthLine<'a> {
     w: &'a Window,
-    /// The channel's plane and weights.
+    /// The input plane of the channel.
     x: *const f32,
+    /// The weights of the channel.
     taps: *const f32,
     bias: f32,
     relu: bool,
@@ -446,8 +455,8 @@ struct DepthLine<'a> {
 /// The most taps that [`depthwise`] handles.
 const DEPTH_TAPS: usize = 128;
 
-/// Keeps four vectors of outputs in registers and adds every tap to them, in the order of the taps. Outputs
-/// near the edges skip the taps outside the line.
+/// Computes one output line. Keeps four vectors of outputs in registers and adds the products of every tap to
+/// them, in the order of the taps. Outputs near an edge skip the taps that are outside of the input line.
 ///
 /// # Safety
 /// `l.x` is readable for an input plane, `l.taps` for the kernel, `l.y` writable for an output line; `od` and
@@ -487,7 +496,7 @@ unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
             }
             S::store_part(l.y.add(o), if l.relu { S::relu(s) } else { s }, 1);
         }
-        // The taps whose depth and height are inside the plane.
+        // Lists the taps whose depth and height are inside the plane.
         let mut ptrs = [l.x; DEPTH_TAPS];
         let mut weights = [0f32; DEPTH_TAPS];
         let mut count = 0;
@@ -573,8 +582,9 @@ unsafe fn depthwise(team: &Team, isa: Isa, conv: &Conv, operands: &ConvOperands<
 /// One output row of one channel.
 struct Row<'a, T: Accumulated> {
     conv: &'a Conv,
-    /// First input channel of the group, and this output channel's weights.
+    /// The input channels of the group.
     x: &'a [T],
+    /// The weights of the output channel.
     w: &'a [T],
     bias: T::Acc,
     relu: bool,
@@ -651,7 +661,7 @@ pub unsafe fn conv_rows<T: Accumulated>(team: &Team, isa: Isa, conv: &Conv, oper
     let (k, c_group, m) = (conv.k(), conv.c_in / conv.groups, conv.c_out / conv.groups);
     let ow = win.output[2];
     let lines = planes * (out / ow);
-    // Floats that hold one row of sums of type `T::Acc`.
+    // Number of floats whose memory suffices for one row of sums of type `T::Acc`.
     let each = (ow * size_of::<T::Acc>()).div_ceil(4).next_multiple_of(16);
     let scratch = team.scratch(each * team.threads());
     let buf = SharedMut(scratch.ptr());

@@ -12,8 +12,8 @@ pub enum Pool {
     /// padding only.
     Max,
     /// The mean. Padding counts as zeros if `count_include_pad`, otherwise it is left out of sum and count.
-    /// Positions past the far padding never count. Integers truncate. A window without elements gives NaN for
-    /// floats and 0 for integers.
+    /// Positions past the far padding never count. The mean of integers is truncated. A window without
+    /// elements gives NaN for floats and 0 for integers.
     Average { count_include_pad: bool },
 }
 
@@ -100,7 +100,7 @@ pub unsafe fn pool<T: Accumulated>(
     x: *const T,
     y: *mut T,
 ) {
-    assert!(window.input_dilation == [1; 3], "pooling does not spread its input");
+    assert!(window.input_dilation == [1; 3], "pooling does not support input dilation");
     let (n_in, n_out, ow) = (window.in_size(), window.out_size(), window.output[2]);
     if planes * n_out == 0 {
         return;

@@ -55,7 +55,7 @@ impl Window {
             ));
         }
         if stride.iter().chain(dilation).chain(input_dilation).any(|&v| v == 0) {
-            return Err(Error::argument("window", "strides and dilations are at least 1"));
+            return Err(Error::argument("window", "strides and dilations must be at least 1"));
         }
         let three =
             |v: &[usize]| -> [usize; 3] { std::array::from_fn(|i| if i + d < 3 { 1 } else { v[i + d - 3] }) };
@@ -87,7 +87,8 @@ impl Window {
         Ok(w)
     }
 
-    /// Number of elements of one channel of the input (and below, of the output and the kernel).
+    /// Number of elements of one channel of the input. The next two functions give those of the output and
+    /// the kernel.
     pub fn in_size(&self) -> usize {
         self.input.iter().product()
     }

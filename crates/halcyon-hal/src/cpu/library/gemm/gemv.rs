@@ -3,9 +3,9 @@
 //!
 //! There are two forms, by the layout of the large operand `B` (k x n). If its rows are contiguous, a chunk
 //! of columns is summed as `c += a_k * B[k, :]`, several k at a time; each element is a chain of
-//! multiply-adds in the order of k. If its columns are contiguous: dot products, four columns at a time, each
-//! in lanes that are summed at the end. The order of a sum does not depend on how the columns are divided
-//! among threads.
+//! multiply-adds in the order of k. If its columns are contiguous, dot products with up to four columns at a
+//! time are accumulated in vector lanes, which are summed at the end. The order of a sum does not depend on
+//! how the columns are divided among threads.
 
 use super::product_f32::{Epilogue, Gemm, Mat, MatMut, PackElem};
 use crate::cpu::library::simd::{Simd, Storage, dispatch_simd};
@@ -33,8 +33,8 @@ unsafe fn axpy<S: Simd, T: Storage, const M: usize, const KB: usize>(
     buf: *mut f32,
     ldb: usize,
 ) {
-    // SAFETY: columns `j + S::W <= cols` are accessed whole and the last `n = cols - j` by partial accesses,
-    // in rows that the contract makes valid.
+    // SAFETY: `axpy` requires M rows of `a` and `buf` and KB rows of `b`. Of their `cols` columns, whole
+    // vectors up to `j + S::W <= cols` are accessed, and the last `n = cols - j` columns by partial accesses.
     unsafe {
         let mut x = [[S::zero(); KB]; M];
         for i in 0..M {
@@ -86,8 +86,8 @@ struct Job<T> {
     epi: Epilogue,
 }
 
-/// Stores sums to C through the epilogue: `m` rows of `cols` columns from column `j0`. One function for all
-/// forms and sizes, because loops over an epilogue are compiled to a copy per case.
+/// Stores sums to C through the epilogue: `m` rows of `cols` columns from column `j0`. There is one function
+/// for all forms and sizes, because the compiler makes a copy of a loop over an epilogue for each case.
 ///
 /// # Safety
 /// `sums` has `m * cols` readable floats; rows `0..m`, columns `j0..j0 + cols` of C are writable, and no
@@ -96,7 +96,7 @@ struct Job<T> {
 unsafe fn finish(c: &MatMut<f32>, epi: &Epilogue, (m, cols): (usize, usize), j0: usize, sums: *const f32) {
     for i in 0..m {
         for j in 0..cols {
-            // SAFETY: `i < m` and `j < cols`, which the contract makes valid in `sums`, C and the biases.
+            // SAFETY: `finish` requires that `sums`, C and the biases are valid for `i < m` and `j < cols`.
             unsafe {
                 let p = c.ptr.offset(i as isize * c.rs + (j0 + j) as isize * c.cs);
                 *p = epi.scalar(*sums.add(i * cols + j), p, i, j0 + j);
@@ -114,15 +114,15 @@ unsafe fn finish(c: &MatMut<f32>, epi: &Epilogue, (m, cols): (usize, usize), j0:
 #[inline(always)]
 unsafe fn rows_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, j1: usize, buf: *mut f32) {
     let cols = j1 - j0;
-    // SAFETY: `k < w.k` in every step, so the rows of A and B are those that the contract makes readable;
-    // `buf` holds `M * cols` floats, which `finish` then reads.
+    // SAFETY: `k < w.k` in every step, so the rows of A and B are those that `rows_body` requires to be
+    // readable; `buf` holds `M * cols` floats, which `finish` then reads.
     unsafe {
         for i in 0..M * cols {
             *buf.add(i) = 0.0;
         }
         let b = w.b.ptr.add(j0);
         let mut k = 0;
-        // Take as many steps at a time as leave their multipliers in registers.
+        // Take as many rows of B at a time as the registers allow: their multipliers must stay in registers.
         macro_rules! steps {
             ($kb:literal) => {
                 while w.k - k >= $kb {
@@ -166,7 +166,7 @@ unsafe fn dots<S: Simd, T: Storage, const M: usize, const R: usize, const U: usi
     j: usize,
 ) -> [[f32; R]; M] {
     // SAFETY: whole vectors end at or before `w.k`, and the last accesses are limited to the `n` elements
-    // before `w.k`, which the contract makes readable.
+    // before `w.k`. `dots` requires that these are readable.
     unsafe {
         let mut acc = [[[S::zero(); U]; R]; M];
         let mut cols = [w.b.ptr; R];
@@ -226,8 +226,8 @@ unsafe fn dots<S: Simd, T: Storage, const M: usize, const R: usize, const U: usi
 /// only.
 #[inline(always)]
 unsafe fn cols_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, j1: usize) {
-    // SAFETY: `columns!` keeps `j + r <= j1`, so `dots` and `finish` use only columns that the contract
-    // covers.
+    // SAFETY: `columns!` keeps `j + r <= j1`, so `dots` and `finish` use only columns that `cols_body`
+    // requires to be valid.
     unsafe {
         macro_rules! columns {
             ($j:ident $r:literal $u:literal) => {
@@ -282,7 +282,7 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g
     let scratch = team.scratch(m * k + threads * m * chunk);
     let copy = scratch.ptr();
     let bufs = SharedMut(copy.wrapping_add(m * k));
-    // SAFETY: the contract makes A readable; the scratch holds `m * k` floats for the copy.
+    // SAFETY: `few_rows` requires a readable A, and the scratch holds `m * k` floats for the copy.
     unsafe { copy_rows(m, k, a, copy) };
     // SAFETY: the job holds pointers and sizes; parts write disjoint columns of C.
     let job = unsafe { AssertSync::new(Job { k, a: copy, b, c, epi: epilogue }) };
@@ -290,8 +290,8 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g
         let (j0, j1) = (part * chunk, ((part + 1) * chunk).min(n));
         let w = job.get();
         let buf = bufs.get().wrapping_add(worker * m * chunk);
-        // SAFETY: parts have disjoint columns; the buffer of `m * chunk` floats belongs to this worker; the
-        // contract covers A, B and C.
+        // SAFETY: parts have disjoint columns; the buffer of `m * chunk` floats belongs to this worker;
+        // `few_rows` requires readable A and B and a writable C.
         unsafe { columns(isa, m, w, j0, j1, buf) };
     };
     if parallel {
@@ -307,7 +307,8 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g
 /// The contract of [`few_rows`]; A has `m * k` readable floats and `buf` room for `m * n`.
 pub(crate) unsafe fn few_rows_inline<B: Storage>(isa: Isa, g: &Gemm<*const f32, Mat<B>>, buf: *mut f32) {
     let Gemm { m, n, k, a, b, c, epilogue } = *g;
-    // SAFETY: the contract covers the operands, and `buf` holds `m * n` floats for columns `0..n`.
+    // SAFETY: `few_rows_inline` requires readable A and B, a writable C, and a `buf` of `m * n` floats, for
+    // columns `0..n`.
     unsafe { columns(isa, m, &Job { k, a, b, c, epi: epilogue }, 0, n, buf) }
 }
 
@@ -331,8 +332,8 @@ pub(crate) unsafe fn few_rows_item<A: Storage, B: Storage>(
     buf: *mut f32,
 ) {
     let Gemm { m, n, k, a, b, c, epilogue } = *g;
-    // SAFETY: the contract covers the operands. `buf` holds `m * k` floats for the copy and `m * chunk` for
-    // sums.
+    // SAFETY: `few_rows_item` requires readable A and B and a writable C. The `item_floats` floats of `buf`
+    // are `m * k` for the copy and `m * chunk` for sums.
     unsafe {
         copy_rows(m, k, a, buf);
         let job = Job { k, a: buf, b, c, epi: epilogue };
@@ -350,7 +351,7 @@ pub(crate) unsafe fn few_rows_item<A: Storage, B: Storage>(
 unsafe fn copy_rows<A: Storage>(m: usize, k: usize, a: Mat<A>, to: *mut f32) {
     for i in 0..m {
         for q in 0..k {
-            // SAFETY: `i < m` and `q < k`, which the contract makes readable in `a` and writable in `to`.
+            // SAFETY: `copy_rows` requires that `a` is readable and `to` writable for `i < m` and `q < k`.
             unsafe { *to.add(i * k + q) = (*a.ptr.offset(i as isize * a.rs + q as isize * a.cs)).widen() };
         }
     }

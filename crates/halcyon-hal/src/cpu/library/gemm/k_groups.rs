@@ -12,7 +12,7 @@ use super::product_f32::{k_block, k_blocks, kc_max, spread};
 use crate::cpu::team::{AssertSync, SharedMut, Team};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Panels of B that a thread packs at a time, and rows of A that are packed at a time.
+/// Maximum number of panels of B that a thread packs at a time, and of rows of A that are packed at a time.
 const CHUNK_PANELS: usize = 8;
 const MB: usize = 6144;
 
@@ -24,7 +24,7 @@ pub(crate) trait LaneElem: Copy + Send + Sync + 'static {
     fn bits(self) -> u32;
 }
 
-/// Where a tile of C goes, and which K blocks have contributed to it.
+/// The position of a tile in C, and whether the K block is the first or the last.
 // Only the products of x86-64 have epilogues that read the position.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(crate) struct Place<C> {
@@ -50,7 +50,7 @@ pub(crate) trait Kind: Sync {
     type C: Copy + Send + Sync;
     /// Elements per K group.
     const GROUP: usize;
-    /// Rows of a packed panel before its K groups.
+    /// Number of rows of a packed panel that precede its K groups.
     const HEAD: usize;
     /// Rows and columns of the micro-kernel's tile.
     const MR: usize;
@@ -63,7 +63,7 @@ pub(crate) trait Kind: Sync {
     /// Elements `src[r * rs + q * ks]` are readable for `r < rows`, `q < k`; `dst` has room for all panels;
     /// the processor has the kind's instructions.
     unsafe fn pack_a(&self, src: *const Self::A, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32);
-    /// Packs `cols` columns, `cs` apart, of `k` elements, into panels of NR columns.
+    /// Packs `cols` columns of `k` elements into panels of NR columns. The columns are `cs` elements apart.
     ///
     /// # Safety
     /// Elements `src[c * cs + q * ks]` are readable for `c < cols`, `q < k`; `dst` has room for all panels;
@@ -77,7 +77,7 @@ pub(crate) trait Kind: Sync {
     unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<Self::C>);
 }
 
-/// The layout of packed panels: lines in a panel, and head rows before its K groups.
+/// The layout of packed panels: the number of lines in a panel, and of head rows before its K groups.
 #[derive(Clone, Copy)]
 pub(crate) struct PanelShape {
     pub width: usize,
@@ -178,7 +178,7 @@ pub(crate) enum Right<'a, T> {
     Packed(&'a Panels),
 }
 
-/// One K block of a range of rows: the data that its parts share.
+/// The data that all parts of the work on one K block of a range of rows share.
 struct Block<'a, K: Kind> {
     kind: &'a K,
     /// Packed panels of A.
@@ -188,7 +188,7 @@ struct Block<'a, K: Kind> {
     shared_b: *const u32,
     kb: usize,
     k0: usize,
-    /// Elements and K groups of the block.
+    /// Number of elements and number of K groups of the K block.
     kn: usize,
     kc: usize,
     /// Number of rows, and the first row in C.
@@ -203,9 +203,9 @@ struct Block<'a, K: Kind> {
 /// Computes the tiles of panels `p0..p1` of A and `q0..q1` of B.
 ///
 /// # Safety
-/// `w.a` holds packed panels up to `p1`; the matrices behind `w.b` and `w.c` are valid for these tiles, which
-/// only this thread writes; unless B is already packed, `buf` has room for `q1 - q0` packed panels of this
-/// thread.
+/// `w.a` holds packed panels up to `p1`. The matrices behind `w.b` and `w.c` are valid for these tiles, which
+/// only this thread writes. If B is not packed yet, `buf` has room for `q1 - q0` packed panels, and only this
+/// thread uses it.
 unsafe fn tiles<K: Kind>(w: &Block<'_, K>, p0: usize, p1: usize, q0: usize, q1: usize, buf: *mut u32) {
     let (a_len, b_len) = (K::MR * (w.kc + K::HEAD), K::NR * (w.kc + K::HEAD));
     let b = match w.b {
@@ -241,7 +241,7 @@ unsafe fn tiles<K: Kind>(w: &Block<'_, K>, p0: usize, p1: usize, q0: usize, q1: 
     }
 }
 
-/// The product on at most `threads` threads of the team.
+/// Computes the product on at most `threads` threads of the team.
 ///
 /// # Safety
 /// The `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
@@ -329,24 +329,24 @@ pub(crate) unsafe fn product<K: Kind>(
     }
 }
 
-/// How a product is divided; a function of the shape and the number of threads. Only the K blocks affect the
+/// How a product is divided. It depends on the shape and the number of threads. Only the K blocks affect the
 /// numeric results.
 struct Cut {
     nr: usize,
     threads: usize,
     kc: usize,
-    /// Rows packed at a time.
+    /// Number of rows of A that are packed at a time.
     mb: usize,
     n_panels: usize,
     chunk: usize,
     chunks: usize,
-    /// B is packed once for all threads, because the rows are divided among them.
+    /// Whether B is packed once for all threads, because the rows of A are divided among them.
     share_b: bool,
 }
 
 impl Cut {
-    /// For a micro-tile of (rows, columns) and packed panels of at most `kc` rows, including their head. `k`
-    /// is the total number of K groups.
+    /// `tile` has the rows and columns of the micro-kernel's tile, `kc` is the maximum number of rows of a
+    /// packed panel including its head, and `k` is the total number of K groups.
     fn of(tile: (usize, usize), m: usize, n: usize, k: usize, kc: usize, threads: usize) -> Cut {
         let (mr, nr) = tile;
         let n_panels = n.div_ceil(nr);
@@ -364,8 +364,8 @@ impl Cut {
         Cut { nr, threads, kc, mb, n_panels, chunk, chunks, share_b }
     }
 
-    /// Rounded up to a cache line, so that the panels of B after it are aligned and their vectors do not
-    /// cross lines.
+    /// Floats of the packed rows of A, rounded up to a cache line: the panels of B follow, and their vectors
+    /// must not cross cache lines.
     fn a_floats(&self) -> usize {
         (self.mb * self.kc).next_multiple_of(16)
     }
@@ -412,8 +412,8 @@ mod wide {
     use crate::cpu::library::simd::{mask16, transpose16};
     use std::arch::x86_64::*;
 
-    /// Elements that AVX-512 (with BW and VL, and BF16 for impls that say so) packs into vectors of 16 K
-    /// groups.
+    /// An element type that is packed into vectors of 16 K groups, with AVX-512 BW and VL (and BF16 if the
+    /// impl says so).
     pub(crate) trait LaneVector: LaneElem {
         /// Packs `n <= 16 GROUP` consecutive elements, followed by zeros, in order. With `n = 0`, `p` is not
         /// read.
@@ -512,8 +512,9 @@ mod wide {
     /// `there <= r < held`.
     ///
     /// # Safety
-    /// `there` lines of `k` contiguous elements are readable; rows, `stride` apart, of `held <= 16` words at
-    /// `dst` are writable for the K groups of `k`; the caller is compiled for what T needs.
+    /// `there` lines of `k` contiguous elements are readable. At `dst`, a row of `held <= 16` words is
+    /// writable for each K group of `k`, and the rows are `stride` words apart. The caller is compiled for
+    /// what T needs.
     #[inline(always)]
     pub(crate) unsafe fn turn<T: LaneVector>(
         lines: Mat<T>,
@@ -525,9 +526,9 @@ mod wide {
     ) {
         let Mat { ptr: src, rs, .. } = lines;
         let lanes = k.div_ceil(T::GROUP);
-        // SAFETY: lines at or past `there` are read with `n = 0`, which reads nothing; others up to `k`.
-        // Writes are masked to `held` words of rows below `lanes`. Loops have constant bounds, or the
-        // compiler would keep the vectors in memory.
+        // SAFETY: lines at or past `there` are read with `n = 0`, which reads nothing; others are read up to
+        // `k`. Writes are masked to `held` words of rows below `lanes`. (The loops have constant bounds,
+        // because otherwise the compiler would keep the vectors in memory.)
         unsafe {
             let w = mask16(held);
             for l in (0..lanes).step_by(16) {

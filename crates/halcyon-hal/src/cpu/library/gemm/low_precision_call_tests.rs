@@ -32,7 +32,7 @@ fn run(kernel: &CpuKernel, team: &Team, bufs: &[Ptr]) {
         .unwrap();
 }
 
-/// The chain `(x + bias) 0.5 + residual` on the product `x`, computed in f32 and stored as `out`.
+/// The chain `(x + bias) * 0.5 + residual` on the product `x`, computed in f32 and stored as `out`.
 fn chain(dims: &[usize], product: DType, out: DType) -> Fused {
     let (f32_, b16) = (DType::F32, DType::BF16);
     let load = |input, dtype, view: View| Load { input, dtype, view, fill: None };

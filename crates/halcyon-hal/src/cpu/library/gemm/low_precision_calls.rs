@@ -1,4 +1,4 @@
-//! Library calls for low-precision products: bf16 factors with f32 sums, and bytes into i32.
+//! Library calls for low-precision products: bf16 factors with f32 sums, and 8-bit factors with i32 sums.
 
 #[cfg(target_arch = "x86_64")]
 use super::product_bf16::gemm_bf16_tiles;
@@ -35,9 +35,9 @@ use halcyon_ir::layout::View;
 use halcyon_ir::target::MatmulPrecision;
 use half::bf16;
 
-/// Finds kernels for low-precision products: bytes into i32 on every processor; bf16 factors into bf16 or
-/// f32, and f32 factors rounded to bf16, where bf16 is faster and only at [`MatmulPrecision::Medium`]. A
-/// chain after a bf16 product reads its f32 sums.
+/// Finds kernels for low-precision products. 8-bit factors are multiplied into i32 on every processor. bf16
+/// factors (into bf16 or f32) and f32 factors that are rounded to bf16 need [`MatmulPrecision::Medium`] and a
+/// processor on which bf16 is faster. The chain of an epilogue reads the f32 sums of a bf16 product.
 pub(crate) fn narrow_matmul(
     isa: Isa,
     call: &CallForm<'_>,
@@ -82,7 +82,7 @@ fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 ) -> Result<CpuKernel, Declined> {
     let chain = EpilogueChain::or_half(call, 2, p.n)?;
     if chain.is_some() && p.k == 0 {
-        return Err(Declined::because("a product over an empty axis is zeros, which other code writes"));
+        return Err(Declined::because("this kernel has no epilogue if the summed axis is empty"));
     }
     if let Some(which) = call.packed {
         return halves_packed::<A, B, C>(isa, call, p, code, which, chain);
@@ -120,7 +120,7 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     _: usize,
     _: Option<EpilogueChain>,
 ) -> Result<CpuKernel, Declined> {
-    Err(Declined::because("bf16 factors are packed for tile registers alone"))
+    Err(Declined::because("bf16 factors are packed for tile registers only"))
 }
 
 /// `halves` with a right operand packed for tile registers.
@@ -134,12 +134,12 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     chain: Option<EpilogueChain>,
 ) -> Result<CpuKernel, Declined> {
     if code != Bf16Code::Tiles {
-        return Err(Declined::because("bf16 factors are packed for tile registers alone"));
+        return Err(Declined::because("bf16 factors are packed for tile registers only"));
     }
     let (shape, [sa, sb]) = packable(p, which, 2)?;
     let mat = |(rs, cs): (isize, isize)| Mat::<f32> { ptr: std::ptr::null(), rs, cs };
     if !by_panels(p.m, p.n, &mat(sa), &mat(sb)) {
-        return Err(Declined::because("this product reads its operands once, as they are"));
+        return Err(Declined::because("a product of this size does not pack its operands"));
     }
     let (offset, of) = (p.b.offset, call.inputs[1].dtype);
     let key = format!("tiles.b {shape:?} {of} {sb:?} {offset}");
@@ -168,7 +168,7 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 #[cfg(target_arch = "x86_64")]
 fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(isize, isize); 2]), Declined> {
     if which != 1 || p.k == 0 || p.batch != 1 || !p.outer.is_empty() {
-        return Err(Declined::because("the right operand of a single product is packed"));
+        return Err(Declined::because("only the right operand of a single product can be packed"));
     }
     let rank = p.a.rank();
     let strides = |v: &View| (v.strides[rank - 2], v.strides[rank - 1]);
@@ -178,7 +178,7 @@ fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(i
 /// `C = A B` with 8-bit operands of types A and B into i32.
 fn bytes<A: Byte, B: Byte>(isa: Isa, call: &CallForm<'_>, p: &Product) -> Result<CpuKernel, Declined> {
     if call.epilogue.is_some() {
-        return Err(Declined::because("products of bytes have no epilogue"));
+        return Err(Declined::because("products of 8-bit factors have no epilogue"));
     }
     if let Some(which) = call.packed {
         return bytes_packed::<A, B>(isa, call, p, which);
@@ -208,7 +208,7 @@ fn bytes_packed<A: Byte, B: Byte>(
     _: &Product,
     _: usize,
 ) -> Result<CpuKernel, Declined> {
-    Err(Declined::because("bytes are packed for tile registers alone"))
+    Err(Declined::because("8-bit factors are packed for tile registers only"))
 }
 
 /// `bytes` with a right operand packed for tile registers.
@@ -220,7 +220,7 @@ fn bytes_packed<A: Byte, B: Byte>(
     which: usize,
 ) -> Result<CpuKernel, Declined> {
     if !isa.has_int8_tiles() {
-        return Err(Declined::because("bytes are packed for tile registers alone"));
+        return Err(Declined::because("8-bit factors are packed for tile registers only"));
     }
     let (shape, [sa, sb]) = packable(p, which, 4)?;
     let offset = p.b.offset;
@@ -247,7 +247,7 @@ pub(crate) fn attend_halves(
     _: Attention,
     _: Option<View>,
 ) -> Result<CpuKernel, Declined> {
-    Err(Declined::because("attention of bf16 is for tile registers"))
+    Err(Declined::because("attention in bf16 needs tile registers"))
 }
 
 /// Attention with bf16 queries, keys and values on tile registers. The mask is f32 or bf16 and has the shape
@@ -260,18 +260,20 @@ pub(crate) fn attend_halves(
     mask: Option<View>,
 ) -> Result<CpuKernel, Declined> {
     if !isa.has_bf16_tiles() || call.precision < MatmulPrecision::Medium {
-        return Err(Declined::because("attention of bf16 is for tile registers, from O2 on"));
+        return Err(Declined::because("attention in bf16 needs tile registers and medium precision (O2)"));
     }
     // Attention of few queries is bound by memory, and packing would double its traffic.
     if a.heads / a.kv_heads * a.queries <= super::gemv::ROWS || a.keys == 0 {
-        return Err(Declined::because("attention of few queries is not for tile registers"));
+        return Err(Declined::because("attention with few queries does not use tile registers"));
     }
     match (call.inputs.get(3).map_or(DType::F32, |m| m.dtype), call.outputs[0].dtype) {
         (DType::F32, DType::F32) => attend_as::<f32, f32>(call, a, mask),
         (DType::F32, DType::BF16) => attend_as::<f32, bf16>(call, a, mask),
         (DType::BF16, DType::F32) => attend_as::<bf16, f32>(call, a, mask),
         (DType::BF16, DType::BF16) => attend_as::<bf16, bf16>(call, a, mask),
-        (m, y) => Err(Declined::because(format!("a mask of {m} and a result of {y}"))),
+        (m, y) => {
+            Err(Declined::because(format!("there is no kernel with a mask of {m} and a result of {y}")))
+        }
     }
 }
 

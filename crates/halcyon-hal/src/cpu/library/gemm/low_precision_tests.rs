@@ -1,5 +1,5 @@
-//! Tests of low-precision products: bf16 against f64 and 8-bit integers against i64, for every instruction
-//! set of this processor, with operands between guard pages.
+//! Tests of low-precision products for every instruction set of this processor, with operands between guard
+//! pages. Products of bf16 are compared with products in f64, products of 8-bit integers with those in i64.
 
 use super::product_bf16::*;
 use super::product_f32::{Batch, Epilogue, Gemm, Mat, MatMut};
@@ -9,8 +9,8 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, Team};
 use half::bf16;
 
-/// Row stride, column stride and spanned elements of a matrix. Layouts: 0 row-major, 1 column-major, 2
-/// row-major with gaps after rows, 3 with neither stride 1.
+/// Row stride and column stride of a matrix, and the number of elements from its first to its last. Layout 0
+/// is row-major, 1 column-major, 2 row-major with gaps after the rows; 3 has no stride of 1.
 fn strides(layout: usize, rows: usize, cols: usize) -> (usize, usize, usize) {
     let (rs, cs) = [(cols, 1), (1, rows), (cols + 3, 1), (2 * cols + 1, 2)][layout];
     let len = if rows * cols == 0 { 0 } else { (rows - 1) * rs + (cols - 1) * cs + 1 };
@@ -39,7 +39,8 @@ fn random_case(rng: &mut Rng) -> Case {
     Case { m, n, k, l, side: [Side::Start, Side::End][rng.below(2)] }
 }
 
-/// Shapes that need several K blocks, blocks of rows and chunks of B's columns, or B packed for all threads.
+/// Shapes that have several K blocks, several blocks of rows or several ranges of B's columns, or for which B
+/// is packed once for all threads.
 const LARGE: [(usize, usize, usize); 7] = [
     (9, 530, 2103),
     (530, 11, 2100),
@@ -50,7 +51,8 @@ const LARGE: [(usize, usize, usize); 7] = [
     (35, 70, 8300),
 ];
 
-/// Zero in one operand times a NaN in the other is NaN, so packing must not leave what was in the memory.
+/// The padding of a packed matrix is multiplied by zeros. If packing left a NaN there, the products would be
+/// NaN.
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn packing_for_tile_registers_writes_every_byte() {
@@ -86,7 +88,7 @@ fn tell(isa: Isa) {
     if isa == Isa::best() {
         let lack = |has: bool, what: &str| {
             if !has {
-                println!("skipped: this processor has no {what}; the other code is tested");
+                println!("skipped: this processor has no {what}; the code for other instructions is tested");
             }
         };
         lack(isa.has_bf16(), "AVX512_BF16");
@@ -100,7 +102,8 @@ fn as_is(x: f32) -> f32 {
     x
 }
 
-/// Checks a product of `A` and `B` elements with f32 and bf16 results, with plain and packed B.
+/// Checks a product of matrices with elements `A` and `B`, with f32 and bf16 results, and with B packed or
+/// not.
 fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
     team: &Team,
     isa: Isa,
@@ -127,8 +130,8 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
         ..Epilogue::default()
     };
     let what = (isa, team.threads(), c, epi);
-    // Factors rounded to bf16, and the rounding errors: kernels without bf16 instructions may not round
-    // factors.
+    // The factors rounded to bf16, and their rounding errors. Results may differ by the errors, because
+    // kernels without bf16 instructions need not round the factors.
     let rounding = |x: f32| (bf16::from_f32(x).to_f64(), (x as f64 - bf16::from_f32(x).to_f64()).abs());
     let (av, bv): (Vec<_>, Vec<_>) = (
         a.slice().iter().map(|v| rounding(value_a(*v))).collect(),
@@ -235,7 +238,7 @@ fn larger_bf16_products_cross_every_blocking() {
     }
 }
 
-/// Checks a product of `A` and `B` bytes into i32, with plain and packed B.
+/// Checks a product of matrices with 8-bit elements `A` and `B` and a result in i32, with B packed or not.
 fn check_i8<A: Byte + TryFrom<i64>, B: Byte + TryFrom<i64>>(team: &Team, isa: Isa, rng: &mut Rng, c: Case)
 where
     i64: From<A> + From<B>,
@@ -311,8 +314,8 @@ fn larger_byte_products_cross_every_blocking() {
     let mut rng = Rng::new();
     let team = Team::new(2);
     for isa in Isa::available() {
-        // Other instruction sets divide the work in the same way, only with smaller tiles; one shape is
-        // enough.
+        // Other instruction sets divide the work in the same way, only with smaller tiles, so one shape is
+        // enough for them.
         let some = LARGE.into_iter().take(if isa == Isa::best() { 7 } else { 1 });
         for (m, n, k) in some.filter(|&(m, n, k)| bearable(m, n, k)) {
             check_i8_kinds(&team, isa, &mut rng, |r| Case { m, n, k, ..random_case(r) });

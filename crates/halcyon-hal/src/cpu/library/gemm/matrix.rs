@@ -118,7 +118,7 @@ impl<A, B, C, E> Gemm<A, B, C, E> {
         (self.m, self.n, self.k)
     }
 
-    /// Multiplications; the largest number if they cannot be counted.
+    /// Number of multiplications, at most `usize::MAX`.
     pub(crate) fn work(&self) -> usize {
         self.m.saturating_mul(self.n).saturating_mul(self.k)
     }
@@ -238,7 +238,7 @@ impl Epilogue {
     }
 
     /// The part of the epilogue that one K block applies; `first` and `last` say whether it is the first or
-    /// last.
+    /// last K block.
     pub(crate) fn for_block(self, first: bool, last: bool) -> Epilogue {
         let none = SharedConst(std::ptr::null());
         Epilogue {
@@ -257,7 +257,8 @@ impl Epilogue {
     /// `c` is readable if beta is not 0; the biases are null or have elements `i` and `j`.
     #[inline(always)]
     pub(crate) unsafe fn scalar(&self, sum: f32, c: *const f32, i: usize, j: usize) -> f32 {
-        // SAFETY: the contract makes `c` and elements `i` and `j` of the biases readable where they are read.
+        // SAFETY: `scalar` requires that `c` and elements `i` and `j` of the biases are readable where they
+        // are read.
         unsafe {
             let mut v = self.alpha * sum;
             if self.beta != 0.0 {

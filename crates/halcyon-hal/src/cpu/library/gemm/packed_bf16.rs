@@ -11,12 +11,12 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
 use half::bf16;
 
-/// A packed right operand, such as weights. Kept in bf16 if the processor multiplies bf16, otherwise widened
-/// to f32.
+/// A packed right operand, such as weights. Its elements stay in bf16 if the processor multiplies bf16;
+/// otherwise they are widened to f32.
 #[derive(Debug)]
 pub struct PackedBf16(Form16);
 
-/// 64 bytes, aligned as a row of a tile register.
+/// A row of a tile register: 64 bytes, aligned to 64 bytes.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
@@ -37,7 +37,8 @@ impl PackedBf16 {
     /// # Safety
     /// All `k x n` elements of the matrix are readable.
     pub unsafe fn b<B: Bf16Elem>(isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedBf16 {
-        // SAFETY: `b` has the contract of `b_for`.
+        // SAFETY: `b_for` requires that all elements of the matrix are readable, which is the contract of
+        // this function too.
         unsafe { PackedBf16::b_for(Bf16Code::best(isa), isa, b, k, n) }
     }
 
@@ -102,7 +103,7 @@ pub unsafe fn gemm_bf16_packed<A: Bf16Elem, C: Bf16Out>(
         Form16::Lanes(p) => (p.k, p.extent),
         Form16::Wide(_, _, k, n) => (*k, *n),
     };
-    assert!(shape == (k, n), "the packed operand is for another product");
+    assert!(shape == (k, n), "the right operand was packed for another shape");
     if m == 0 || n == 0 {
         return;
     }
@@ -120,14 +121,14 @@ pub unsafe fn gemm_bf16_packed<A: Bf16Elem, C: Bf16Out>(
         },
         Form16::Wide(p, shape, ..) => {
             let epi = epilogue(c, g.epilogue);
-            // SAFETY: `b_for` filled `p` with this shape, and it lives as long as this call; A is readable by
-            // contract, and `through` passes a writable matrix of the shape of C.
+            // SAFETY: `b_for` filled `p` with this shape, and `p` lives as long as this call; A is readable
+            // by contract, and `through` passes a writable matrix of the shape of C.
             let product = |sums| unsafe {
                 let b = Packed::new(*shape, p.as_ptr());
                 gemm_packed(team, &g.with_b(&b).with_c(sums).with(epi));
             };
-            // SAFETY: C is writable by contract, and `product` writes all `m * n` elements. `epilogue` made
-            // beta 0 if C is bf16, so that `product` does not read them before.
+            // SAFETY: C is writable by contract, and `product` writes all `m * n` elements. If C is bf16,
+            // `epilogue` has set beta to 0, so that `product` does not read the elements before.
             unsafe { C::through(team, m, n, c, &product) };
         }
     }

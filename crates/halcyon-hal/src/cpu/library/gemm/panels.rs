@@ -18,11 +18,12 @@ use crate::cpu::library::simd::{Portable, Simd, Sizes, Storage, dispatch_simd};
 use crate::cpu::sys::{Caches, Isa};
 use crate::cpu::team::{AssertSync, SharedMut, Team};
 
-/// Rows of a block.
+/// Largest number of rows in a block.
 const ROWS: usize = 192;
-/// With at most this many rows, each thread packs its own columns of B; with more, B is packed once for all.
+/// If A has at most this many rows, each thread packs its own columns of B. If A has more rows, B is packed
+/// once for all threads.
 const OWN_ROWS: usize = 256;
-/// Panels of B per part, if B is already packed and few rows read it.
+/// Panels of B per part, if B is already packed and A has few rows.
 const NEAR_PANELS: usize = 2;
 /// Largest number of floats of A, and of B, that are packed at a time.
 const MOST_PACKED: usize = 4 << 20;
@@ -30,7 +31,8 @@ const MOST_PACKED: usize = 4 << 20;
 pub(crate) const SERIAL: usize = 300_000;
 /// Floats per cache line.
 const LINE: usize = 16;
-/// Parts per thread, so that one delayed part does not delay the whole product.
+/// Parts of the work per thread. There are several, so that one delayed part does not delay the whole
+/// product.
 const PARTS: usize = 4;
 
 /// The left operand.
@@ -49,9 +51,9 @@ impl<T: Storage> Left<T> {
     }
 }
 
-/// A block of rows by a chunk of columns, for one K block.
+/// The work on a block of rows by a chunk of columns of C, for one K block.
 struct Block<'a, P> {
-    /// Rows of A; those of C's row `i` are at `a + (i - i0) * rs`.
+    /// Rows of A. The row for row `i` of C is at `a + (i - i0) * rs`.
     a: *const f32,
     rs: isize,
     i0: usize,
@@ -66,7 +68,8 @@ struct Block<'a, P> {
     packed: *const f32,
     /// Memory to prefetch for the next block (or null), and its number of floats.
     ahead: (*const f32, usize),
-    /// The rows of A come from memory, not from a cache: prefetch those of the next tile.
+    /// Whether the rows of A come from memory and not from a cache, so that the rows of the next tile are
+    /// prefetched.
     far: bool,
     c: MatMut<f32>,
     epi: Epilogue,
@@ -182,7 +185,7 @@ pub(crate) trait Step<S: Simd> {
     unsafe fn step(a: S::V, b: S::V, acc: S::V) -> S::V;
 }
 
-/// Lanes are f32.
+/// A multiply-add of f32 lanes.
 pub(crate) struct Fma;
 
 impl<S: Simd> Step<S> for Fma {
@@ -223,7 +226,8 @@ pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     // makes these elements readable. Prefetches may have any address.
     unsafe {
         let mut acc = [[S::zero(); NV]; R];
-        // One pointer serves three rows: their offsets are an index register times 0, 1 and 2.
+        // One pointer serves three rows. The offsets of the rows are an index register times 0, 1 and 2,
+        // which an address on x86-64 can express.
         let mut rows = [a.ptr; R];
         for g in 1..R.div_ceil(3) {
             rows[g] = a.ptr.wrapping_offset(3 * g as isize * a.rs);
@@ -293,8 +297,8 @@ pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV
     // has them; `store_tile` stores the rows and columns of `out` only.
     unsafe {
         let acc = sums::<S, D, R, NV>(kc, a, b, out.ahead);
-        // Loops over the accumulators have constant bounds and no exits, or the compiler would keep them in
-        // memory.
+        // Loops over the accumulators have constant bounds and no exits. Otherwise the compiler would keep
+        // the accumulators in memory.
         let full = out.cs == 1 && out.rows == R && out.cols == NV * S::W;
         if full && out.store != Store::Other {
             let add = out.store == Store::Add;
@@ -320,7 +324,7 @@ pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV
 dispatch_simd! {
     /// Stores the sums of a tile of any size, with the element order and rounding of [`register_tile`]'s fast
     /// path. One function serves all tiles of an instruction set. A row of `sums` has `vectors` groups of 16
-    /// floats; the lanes of a vector are the first of each group.
+    /// floats. The lanes of a vector are the first floats of a group.
     ///
     /// # Safety
     /// `sums` has `out.rows` rows; the rows and columns of `out` are writable, used by no other thread, and
@@ -431,12 +435,12 @@ macro_rules! register_tiles {
         }
     )*};
 }
-// A generic function cannot do this: the sizes of a tile are constants of the type.
+// A generic function cannot replace this macro, because the sizes of a tile are constants of the type.
 register_tiles!(Portable);
 #[cfg(target_arch = "x86_64")]
 register_tiles!(Avx2, Avx512);
 
-/// How a product is divided; a function of the shape, the number of threads and the cache sizes. Only the K
+/// How a product is divided. This depends on the shape, the number of threads and the cache sizes. Only the K
 /// blocks affect the numeric results.
 struct Shape {
     isa: Isa,
@@ -450,12 +454,12 @@ struct Shape {
     a_rows: usize,
     /// Columns that are packed at a time, for all of K; 0 if B is already packed or each part packs its own.
     b_cols: usize,
-    /// Each part packs its own columns of B.
+    /// Whether each part packs its own columns of B.
     own: bool,
     /// Size of a part: rows of its block, columns of its chunk.
     rows: usize,
     cols: usize,
-    /// Prefetch the panels that follow.
+    /// Whether to prefetch the panels that the thread reads next.
     near: bool,
 }
 
@@ -479,8 +483,8 @@ impl Shape {
         if own && threads > 1 {
             chunk = chunk.min((panels / (PARTS * threads)).max(1));
         }
-        // Make enough parts for the threads: first use fewer columns, then fewer rows (the panels are then
-        // read again, from a cache).
+        // Make enough parts for the threads. First use fewer columns per part, then fewer rows. With fewer
+        // rows, more parts read the same panels, but from a cache.
         let want = if threads == 1 { 1 } else { PARTS * threads };
         if !own {
             let few = rows >= m;
@@ -631,8 +635,8 @@ unsafe fn drive<T: Storage, P: Panels>(
     }
 }
 
-/// The panels that the thread is likely to read after those of K block `kb` of the columns before `end`, as a
-/// pointer and a number of floats.
+/// The panels that the thread is likely to read next, as a pointer and a number of floats, when it works on K
+/// block `kb` of the columns before `end`.
 fn next<P: Panels>(s: &Shape, b: &P, kb: usize, end: usize, cols: usize) -> (*const f32, usize) {
     let last = kb + 1 == k_blocks(s.k);
     let (kb, j) = match last {

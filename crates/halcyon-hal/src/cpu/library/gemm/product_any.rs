@@ -1,4 +1,4 @@
-//! Matrix products outside the f32 path: f64, wrapping integers, and f16 or bf16 with results of the same
+//! Matrix products of types other than f32: f64, wrapping integers, and f16 or bf16 with results of the same
 //! type.
 
 use super::product_f32::{Epilogue, Gemm, Mat, MatMut, PackElem, gemm};
@@ -6,7 +6,7 @@ use crate::cpu::library::accumulator::Accumulated;
 use crate::cpu::sys::{Isa, dispatch_raw};
 use crate::cpu::team::{SharedMut, Team};
 
-/// Rows and columns that are summed together.
+/// Rows and columns whose sums are computed together.
 const MR: usize = 4;
 const NR: usize = 64;
 
@@ -22,8 +22,8 @@ struct Job<T: Accumulated, O> {
     cols: usize,
 }
 
-/// Computes `R` rows. The sums stay in the first-level cache; each access to them adds `KB` steps, in the
-/// order of k.
+/// Computes `R` rows. The sums stay in the first-level cache. Each time a sum is loaded, eight products (one
+/// at the end) are added to it, in the order of k.
 ///
 /// # Safety
 /// As [`tile`], for rows `i .. i + R`.
@@ -46,7 +46,7 @@ unsafe fn rows_body<const FMA: bool, T: Accumulated, O: Accumulated<Acc = T::Acc
                         x[r][q] = unsafe { *w.a.ptr.offset(at) }.up();
                     }
                 }
-                // SAFETY: the contract gives `w.k` rows of NR elements at `b`, and `k + KB <= w.k`.
+                // SAFETY: the contract gives `w.k` rows of NR elements at `b`, and `k + $kb <= w.k`.
                 let b = unsafe { &*(w.b.add(k * NR) as *const [[T::Acc; NR]; $kb]) };
                 for r in 0..R {
                     for j in 0..NR {
@@ -202,7 +202,7 @@ mod tests {
             for isa in Isa::available() {
                 for (m, n, k) in [(0, 3, 4), (1, 1, 1), (5, 17, 9), (13, 3, 0), (70, 65, 33), (4, 130, 300)] {
                     let mut vec = |n: usize| (0..n).map(|_| make(rng)).collect::<Vec<T>>();
-                    // A as is, B transposed, C with two elements from column to column.
+                    // A is row-major, B is transposed, and the columns of C are two elements apart.
                     let a = Guarded::new(&vec(m * k), Side::End);
                     let b = Guarded::new(&vec(k * n), Side::Start);
                     let c = Guarded::new(&vec![O::default(); m * n * 2], Side::End);
@@ -265,7 +265,7 @@ mod tests {
                 }
                 for i in 0..m {
                     for j in 0..n {
-                        // The error of the sum, and a little more than half a unit of the result.
+                        // Allow the error of the sum, and a little more than half a unit of the result.
                         let close_to = |got: f32, terms: &dyn Fn(usize) -> f64, rounding: f64| {
                             let w: f64 = (0..k).map(terms).sum();
                             let mag: f64 = (0..k).map(|q| terms(q).abs()).sum();

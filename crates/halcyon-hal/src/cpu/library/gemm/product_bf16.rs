@@ -4,28 +4,28 @@
 //! Numerics. f32 operands are rounded to bf16 (to nearest, ties to even) while they are packed. The product
 //! of two bf16 is exact in f32. Each lane adds two products per K group, each as a multiply-add that rounds
 //! to nearest even whatever the thread's rounding mode. **Denormal bf16 factors and denormal sums count as
-//! zero**: products below 2^-126 vanish. f32 factors thus keep only 8 bits, which `MatmulPrecision::Medium`
-//! allows and `Highest` and `High` do not. For bf16 operands the results differ from
-//! [`super::product_f32::gemm`], which widens them, only in denormals and in the order of the sums. Calls
-//! still use this file only at
-//! `Medium`, so that levels O0 and O1 (`Highest`) remain the reference.
+//! zero**: products below 2^-126 vanish. Rounding leaves f32 factors only 8 bits of significand, which
+//! `MatmulPrecision::Medium` allows and `Highest` and `High` do not. For bf16 operands the results differ
+//! from [`super::product_f32::gemm`], which widens them, only in denormals and in the order of the sums.
+//! Calls still use this file only at `Medium`, so that results can be compared with those of levels O0 and
+//! O1, which use `Highest`.
 //!
 //! Results depend on shape and strides, not on the number of threads. Products with few rows or columns are
 //! bound by memory and run in f32 as in [`super::product_f32::gemm`]. So do all products on processors with
-//! neither AMX nor AVX512_BF16 ("bf16 or better").
+//! neither AMX nor AVX512_BF16, because `Medium` asks for bf16 or better.
 //!
 //! One instruction on tile registers ([`Bf16Code::Tiles`], `tile_registers.rs`) adds 16 pairs to each of 16 x
 //! 16 sums, with the same rounding and the same treatment of denormals. `vdpbf16ps` serves processors without
-//! AMX. On the Intel processor measured, `vdpbf16ps` reaches half the FLOP/s of f32 multiply-adds and AMX 15
-//! times as many; on other processors `vdpbf16ps` reaches twice as many. Calls use bf16 if
-//! [`Isa::bf16_is_faster`].
+//! AMX. On the Intel processor that was measured, `vdpbf16ps` reaches half the FLOP/s of f32 multiply-adds,
+//! and AMX reaches 15 times the FLOP/s of f32 multiply-adds. On other processors `vdpbf16ps` reaches twice
+//! the FLOP/s of f32 multiply-adds. Calls use bf16 if [`Isa::bf16_is_faster`].
 //!
 //! Cost of `vdpbf16ps`. One K group of the 12 x 32 tile takes 24 instructions (64 FLOPs each) on 12 + 32
-//! lanes of 4 bytes: 1,536 FLOPs per 176 bytes read from cache, so the instruction's rate is the ceiling. In
-//! addition, for a product of size n, packing reads and writes both operands (2 n^2 elements of 2 bytes each
-//! way), and C is written once per 1,024 elements of K. Measured against the instruction on registers (two
-//! cores of an Intel Xeon with AVX512_BF16, machine shared with other work): the best of 5 runs reached 93 to
-//! 97 % of the best peak, 205 GFLOP/s, at n = 1024. At 2048, one core had medians of 93 to 95 %.
+//! lanes of 4 bytes: 1,536 FLOPs per 176 bytes read from cache, so the instruction's rate limits the product.
+//! In addition, for a product of size n, packing reads and writes both operands (2 n^2 elements of 2 bytes
+//! each way), and C is written once per 1,024 elements of K. Measured against the instruction on registers
+//! (two cores of an Intel Xeon with AVX512_BF16, machine shared with other work): the best of 5 runs reached
+//! 93 to 97 % of the best peak, 205 GFLOP/s, at n = 1024. At 2048, one core had medians of 93 to 95 %.
 //! `examples/narrow_gemm.rs` measures products against their instruction.
 
 #[cfg(target_arch = "x86_64")]
@@ -75,14 +75,15 @@ impl<T: LaneElem> Factor for T {}
 
 /// Result types of [`gemm_bf16`]: the f32 sums, or the sums rounded once to bf16.
 pub trait Bf16Out: Copy + Send + Sync + sealed::Sealed + 'static {
-    /// Calls `f` with an f32 matrix to write. Afterwards `c` holds its elements, rounded if `Self` is bf16.
+    /// Calls `f` with an f32 matrix to write. Afterwards `c` holds the elements of that matrix, rounded if
+    /// `Self` is bf16.
     ///
     /// # Safety
     /// The `m * n` elements of `c` are writable, do not overlap and are used by nothing else. `f` writes all
     /// `m * n` elements of its matrix; if `Self` is bf16, it does not read them before.
     #[doc(hidden)]
     unsafe fn through(team: &Team, m: usize, n: usize, c: MatMut<Self>, f: &dyn Fn(MatMut<f32>));
-    /// `c` with its concrete type.
+    /// Returns `c` with its concrete type.
     #[doc(hidden)]
     fn known(c: MatMut<Self>) -> Known;
 }
@@ -201,7 +202,7 @@ pub unsafe fn gemm_bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 /// As [`gemm`].
 ///
 /// # Panics
-/// If the processor lacks them.
+/// If the processor lacks these instructions.
 pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     code: Bf16Code,
     team: &Team,
@@ -426,9 +427,8 @@ pub(crate) unsafe fn gemm_bf16_tiles<A: Bf16Elem, C: Bf16Out>(
     g: &Gemm<Mat<A>, *const u8, MatMut<C>>,
 ) {
     let b = tile_registers::Right::<bf16>::Packed(SharedConst(g.b));
-    // SAFETY: `gemm_bf16_tiles` requires readable A and biases, a writable C, AMX, and that `b` was packed
-    // for
-    // `k x n`.
+    // SAFETY: `gemm_bf16_tiles` requires readable A and biases, a writable C, AMX, and a B that was packed
+    // for `k x n`.
     unsafe { on_tiles(team, team.threads(), isa, &g.with_b(&b)) }
 }
 
@@ -470,7 +470,7 @@ pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     }
 }
 
-/// Never called: [`Bf16Code::Pairs`] does not run on this architecture.
+/// Never called, because [`Bf16Code::Pairs`] does not run on this architecture.
 ///
 /// # Safety
 /// None; it panics.
@@ -504,7 +504,7 @@ pub unsafe fn gemm_bf16_batched<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 /// As [`gemm_bf16_batched`].
 ///
 /// # Panics
-/// If the processor lacks them.
+/// If the processor lacks these instructions.
 pub unsafe fn gemm_bf16_batched_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     code: Bf16Code,
     team: &Team,
@@ -513,10 +513,10 @@ pub unsafe fn gemm_bf16_batched_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     g: &Gemm<Mat<A>, Mat<B>, MatMut<C>>,
 ) {
     let code = code.check(isa);
-    // AMX is faster, so a product must be larger before sharing it among all threads pays.
+    // AMX is faster, so a product must be larger before it pays to share it among all threads.
     let scale = if code == Bf16Code::Tiles { 8 } else { 1 };
     batch(team, items.count, g.work() / scale, &|i, threads| {
-        // The chain sees the products stacked as rows of one matrix.
+        // For the chain, the results of the batch lie below each other in one matrix.
         let down = i * (items.c.unsigned_abs() / g.n.max(1));
         let epi = Epilogue { chain: g.epilogue.chain.below(down), ..g.epilogue };
         // SAFETY: `gemm_bf16_batched_by` requires readable A, B and biases and a writable C for product
@@ -591,9 +591,9 @@ pub(crate) mod x86 {
         }
     }
 
-    // SAFETY (of every block below): `LaneVector` requires AVX-512 BW and VL and readable elements at `p`:
-    // the number `n` or a whole vector, in each of `rows` rows (else 2) that are `ks` apart. Masked lanes are
-    // not read.
+    // SAFETY (of every block below): `LaneVector` requires AVX-512 BW and VL, and `n` readable elements at
+    // `p` (a whole vector if there is no `n`). `across_part` reads them in `rows` rows and `across` in 2
+    // rows, which are `ks` elements apart. Masked lanes are not read.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl LaneVector for bf16 {
         #[inline(always)]
@@ -739,7 +739,7 @@ pub(crate) mod x86 {
         unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<f32>) {
             let mut here = MaybeUninit::<[f32; MR * NR]>::uninit();
             let to = self.out.filter(|_| out.last);
-            // If there is one K block, the sums are rounded at once and need no place in memory.
+            // If there is only one K block, the sums are rounded at once, so a local tile suffices for them.
             let (c, rs, cs) = match to {
                 Some(_) if out.first => (here.as_mut_ptr() as *mut f32, NR as isize, 1),
                 _ => (out.c, out.rs, out.cs),

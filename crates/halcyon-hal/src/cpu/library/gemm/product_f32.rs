@@ -20,7 +20,7 @@ use crate::library_call::CallForm;
 use halcyon_ir::layout::View;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The kernel of a product of f32 operands with any views into f32.
+/// The kernel of a product of f32 operands, with any views, whose result is f32.
 pub(in crate::cpu::library) fn matmul_f32(
     isa: Isa,
     call: &CallForm<'_>,
@@ -72,7 +72,8 @@ pub(in crate::cpu::library) fn matmul_f32(
     Ok(kernel.with_args(args))
 }
 
-/// An f32 product whose right operand is packed once, in the layout that [`gemm`] packs on the fly.
+/// An f32 product whose right operand is packed once, in the layout in which [`gemm`] packs it for each
+/// product.
 fn matmul_packed(
     isa: Isa,
     call: &CallForm<'_>,
@@ -86,10 +87,10 @@ fn matmul_packed(
     let (sa, sb) = (strides(&p.a), strides(&p.b));
     let mat = |(rs, cs): (isize, isize)| Mat::<f32> { ptr: std::ptr::null(), rs, cs };
     if which != 1 || k == 0 {
-        return Err(Declined::because("only the right operand of an f32 product is packed"));
+        return Err(Declined::because("only the right operand of an f32 product with K > 0 can be packed"));
     }
     if p.batch != 1 || !p.outer.is_empty() || !by_panels(m, n, &mat(sa), &mat(sb)) {
-        return Err(Declined::because("this product reads its operands once, as they are"));
+        return Err(Declined::because("this product reads its operands unpacked"));
     }
     let shape = PackShape::b(isa, k, n);
     let offset = p.b.offset;
@@ -189,8 +190,8 @@ fn inline_floats_of<A: Storage, B>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>) -> usize 
 /// # Safety
 /// As [`gemm`]; `buf` is writable for [`inline_floats_of`] floats and used by no other thread.
 unsafe fn gemm_inline<A: Storage, B: Storage>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>, buf: *mut f32) {
-    // SAFETY: the conditions of `gemm` hold by contract, and `buf` has the size that `inline_floats_of`
-    // computes for the same form.
+    // SAFETY: `gemm_inline` requires the conditions of `gemm`, which are those of the three functions, and a
+    // `buf` of the size that `inline_floats_of` computes for the same form.
     unsafe {
         match Form::of(g.m, g.n, &g.a, &g.b) {
             Form::Rows => gemv::few_rows_item(isa, g, buf),
@@ -238,7 +239,7 @@ pub unsafe fn gemm_packed_a<B: PackElem>(team: &Team, g: &Gemm<&Packed, Mat<B>>)
     unsafe { gemm_panels(team, isa, &g.with_a(&Left::<f32>::Packed(*g.a)).with_b(&g.b)) }
 }
 
-/// The products of a batch that starts with `g`.
+/// Computes the products of a batch, of which `g` is the first.
 ///
 /// # Safety
 /// As [`gemm`] for every product; the results do not overlap.
@@ -282,7 +283,8 @@ pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
     });
 }
 
-/// `dst[k * width + r] = src[r * rs + k * ks]` for `r < rows`, zeros for `rows <= r < width`, `k < kc`.
+/// `dst[k * width + r] = src[r * rs + k * ks]` for `r < rows`, and 0 for `rows <= r < width`, both for all `k
+/// < kc`.
 ///
 /// # Safety
 /// `src[r * rs + k * ks]` is readable for `r < rows`, `k < kc`; `dst` is writable for `width * kc` floats and
@@ -297,8 +299,9 @@ pub(crate) unsafe fn pack<S: Simd, T: Storage>(
     kc: usize,
     dst: *mut f32,
 ) {
-    // SAFETY: by the function's contract. Reads use `r < rows`, `k < kc`, writes `r < width`, `k < kc`;
-    // partial loads and stores touch `rows - r` lanes only.
+    // SAFETY: `pack` requires that `src` is readable for `r < rows`, `k < kc`, and that `dst` has room for `r
+    // < width`, `k < kc`. Reads and writes stay within these; partial loads and stores touch only `rows - r`
+    // lanes.
     unsafe {
         if rows < width {
             for k in 0..kc {
@@ -355,7 +358,8 @@ unsafe fn pack_rows<S: Simd, T: Storage>(
     if kc == 0 {
         return;
     }
-    // SAFETY: all accesses have `r < rows` and `k < kc`, which the contract makes valid.
+    // SAFETY: all accesses have `r < rows` and `k < kc`. `pack_rows` requires that `src` is readable and
+    // `dst` has room for these.
     unsafe {
         if rs == 1 && T::IS_F32 {
             let src = src as *const f32;
@@ -489,8 +493,9 @@ unsafe fn pack_columns_body<S: Simd, P: Panels>(
     unsafe { b.pack_chunk::<S>(k0, kc, j, end, dst) }
 }
 
-/// The layout of a packed operand, one K block after another: the left operand as contiguous rows, the right
-/// one in panels as wide as a register tile. The last panel has only as many vectors as its columns need.
+/// The layout of a packed operand: one K block after another. In a block, the left operand is stored as
+/// contiguous rows, the right operand as panels that are as wide as a register tile. The last panel has only
+/// as many vectors as its columns need.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PackShape {
     isa: Isa,

@@ -48,7 +48,7 @@ struct Case {
     side: Side,
 }
 
-/// Compares one product of elements `T` with f64, with plain and with packed operands.
+/// Compares one product of elements `T` with the product in f64, with plain and with packed operands.
 fn check<T: PackElem>(
     team: &Team,
     isa: Isa,

@@ -6,20 +6,21 @@
 //! With AVX512_VNNI, one `vpdpbusd` consumes a K group of four bytes per lane and multiplies unsigned by
 //! signed bytes. The left operand is therefore packed as unsigned (an i8 plus 128) and the right one as
 //! signed (a u8 minus 128). Sums start from the correction of this shift, which is computed per row of A and
-//! per column of B during packing: `sum a b = sum a' b' - 128 s_a sum b' + 128 u_b sum a`, where s_a is 1 for
-//! signed A and u_b is 1 for unsigned B. `vpdpbusd` sums do not saturate. AVX2 and other processors widen to
-//! 16 bits and multiply pairs (`vpmaddwd`, or plain integers), which is exact as well. So the result is the
-//! same on every processor and for any number of threads. Zero points are left to the caller:
-//! `sum (a - x)(b - y)` needs a correction of the same form.
+//! per column of B during packing: `sum a b = sum a' b' - 128 s_a sum b' + 128 u_b sum a`, where a' and b'
+//! are the packed bytes, s_a is 1 for signed A, and u_b is 1 for unsigned B. `vpdpbusd` sums do not saturate.
+//! AVX2 and other processors widen to 16 bits and multiply pairs (`vpmaddwd`, or plain integers), which is
+//! exact as well. So the result is the same on every processor and for any number of threads. Zero points x
+//! and y are left to the caller: `sum (a - x)(b - y)` needs a correction of the same form.
 //!
 //! Cost. One K group of the 12 x 32 tile takes 24 instructions of 64 multiply-adds on 12 + 32 lanes of 4
-//! bytes: 3,072 operations per 176 bytes read from cache, so the instruction's rate is the ceiling, four
-//! times that of f32. Relative to that, packing and C (4 bytes per element, written once per 2,048 elements
-//! of K) cost four times as much as for f32. `examples/narrow_gemm.rs` measures it against the instruction on
-//! registers. On two cores of an Intel Xeon shared with other work, the best of 5 runs reached 80 to 83 % of
-//! the best peak, 1,450 Gop/s, at n = 1024. At 2048 no undisturbed run with two threads was possible; one
-//! thread reached 61 to 77 %. Tried without gain: prefetching C's lines before the sums (within noise), and
-//! keeping panels of B instead of A's in the first-level cache (8 % slower at 1024, 3 % at 2048).
+//! bytes: 3,072 operations per 176 bytes read from cache, so the instruction's rate, four times that of f32,
+//! is the limit. Relative to this rate, packing and writing C (4 bytes per element, written once per 2,048
+//! elements of K) cost four times as much as for f32. `examples/narrow_gemm.rs` compares products with the
+//! instruction on registers. On two cores of an Intel Xeon shared with other work, the best of 5 runs reached
+//! 80 to 83 % of the best peak, 1,450 Gop/s, at n = 1024. At 2048 no undisturbed run with two threads was
+//! possible; one thread reached 61 to 77 %. Two changes were tried without gain: prefetching the lines of C
+//! before the sums (within noise), and keeping panels of B instead of panels of A in the first-level cache (8
+//! % slower at 1024, 3 % at 2048).
 
 use super::k_groups::{Kind, LaneElem, PanelShape, Panels, Place, Right, batch, pack_lanes, product};
 use super::matrix::{Batch, Gemm, Mat, MatMut};
@@ -72,7 +73,7 @@ impl<const SIGNED: bool> LaneElem for Wide<SIGNED> {
 /// The methods must be called from code compiled for the implementation's instruction set.
 pub(super) trait Ints: Copy {
     type V: Copy;
-    /// Lanes.
+    /// Number of lanes.
     const W: usize;
     /// # Safety
     /// The calling function is compiled for the instruction set.
@@ -97,7 +98,7 @@ pub(super) trait Ints: Copy {
 }
 
 /// Computes `R x (NV W)` sums over `kc` K groups and stores or adds them to `out`. With `head`, panels begin
-/// with one row of starting values; B's are used only with `b_head`.
+/// with one row of starting values. The starting values of B are used only with `b_head`.
 ///
 /// # Safety
 /// `a` is a packed panel of `MR` rows and `b` one of `NV W` columns, with `kc` K groups each plus the head.
@@ -290,7 +291,7 @@ impl Kind for Portable {
     }
 }
 
-/// Which instructions multiply bytes; packed operands depend on it.
+/// Which instructions multiply bytes. The layout of packed operands depends on it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Code {
     Portable,
@@ -390,7 +391,7 @@ pub unsafe fn gemm_i8_batched<A: Byte, B: Byte>(
     g: &Gemm<Mat<A>, Mat<B>, MatMut<i32>, ()>,
 ) {
     let code = Code::of(isa);
-    // AMX is faster, so a product must be larger before sharing it among all threads pays.
+    // AMX is faster, so a product must be larger before it pays to share it among all threads.
     let scale = if code == Code::Tiles { 8 } else { 1 };
     batch(team, items.count, g.work() / scale, &|i, threads| {
         // SAFETY: `gemm_i8_batched` requires readable A and B and a writable C for product `i < items.count`;
@@ -399,7 +400,7 @@ pub unsafe fn gemm_i8_batched<A: Byte, B: Byte>(
     });
 }
 
-/// [`gemm_i8`] whose result has the type of the operands and wraps in it.
+/// Like [`gemm_i8`], but the result has the type of the operands and wraps in this type.
 ///
 /// # Safety
 /// As [`gemm_i8`].

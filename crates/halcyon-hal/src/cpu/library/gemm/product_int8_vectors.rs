@@ -83,7 +83,7 @@ impl Ints for Bytes {
 /// As [`micro`] with panels of 6 rows and 16 columns; the processor has AVX2.
 #[target_feature(enable = "avx2")]
 unsafe fn tile_words(kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-    // SAFETY: the contract is that of `micro`; this function enables AVX2.
+    // SAFETY: `tile_words` has the contract of `micro`, whose code this is, and enables AVX2.
     unsafe { tile_of_rows!(Words, 6, 2, kc, false, false, a, b, out) }
 }
 
@@ -91,7 +91,7 @@ unsafe fn tile_words(kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) 
 /// As [`micro`] with panels of 12 rows and 32 columns and heads; the processor has AVX512_VNNI.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn tile_bytes(kc: usize, b_head: bool, a: *const u32, b: *const u32, out: &Place<i32>) {
-    // SAFETY: the contract is that of `micro`; this function enables AVX512_VNNI.
+    // SAFETY: `tile_bytes` has the contract of `micro`, whose code this is, and enables AVX512_VNNI.
     unsafe { tile_of_rows!(Bytes, 12, 2, kc, true, b_head, a, b, out) }
 }
 
@@ -180,14 +180,14 @@ impl<const FLIP: bool> LaneVector for Quad<FLIP> {
     }
 }
 
-/// Lane j is byte j of each of the four rows: 4 x 4 blocks of 32 bits are transposed across the register,
-/// then bytes within each 128 bits.
+/// Returns a vector whose lane j has byte j of each of the four rows. First the 4 x 4 blocks of 32 bits are
+/// transposed across the register, then the bytes within each 128 bits.
 ///
 /// # Safety
 /// The calling function is compiled for AVX-512 F and BW.
 #[inline(always)]
 unsafe fn quads(r0: __m128i, r1: __m128i, r2: __m128i, r3: __m128i) -> __m512i {
-    // SAFETY: AVX-512 F and BW are enabled in the caller; only registers are used.
+    // SAFETY: `quads` requires that AVX-512 F and BW are enabled, and accesses only registers.
     unsafe {
         let v = _mm512_inserti32x4::<1>(_mm512_castsi128_si512(r0), r1);
         let v = _mm512_inserti32x4::<3>(_mm512_inserti32x4::<2>(v, r2), r3);
@@ -205,8 +205,8 @@ unsafe fn quads(r0: __m128i, r1: __m128i, r2: __m128i, r3: __m128i) -> __m512i {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn pack(flip: bool, lines: Mat<u8>, n: usize, k: usize, width: usize, dst: *mut u32) {
     let panel = PanelShape { width, head: 1 };
-    // SAFETY: by contract the lines are readable and `dst` holds the panels, as `pack_vectors` requires;
-    // this function enables AVX-512 BW and VL; `Quad` is a transparent wrapper of u8.
+    // SAFETY: `pack` requires readable lines and room for the panels at `dst`, as `pack_vectors` does; this
+    // function enables AVX-512 BW and VL; `Quad` is a transparent wrapper of u8.
     unsafe {
         if flip {
             pack_vectors(lines.cast::<Quad<true>>(), n, k, panel, dst)
@@ -216,7 +216,7 @@ unsafe fn pack(flip: bool, lines: Mat<u8>, n: usize, k: usize, width: usize, dst
     }
 }
 
-/// Writes the heads of packed panels: `scale (sum of the line's bytes + less k)`, with the bytes read as
+/// Writes the heads of packed panels: `scale * (sum of the line's bytes + less * k)`, with the bytes read as
 /// signed or unsigned.
 ///
 /// # Safety

@@ -1,20 +1,20 @@
-//! The driver of matrix products on tile registers (AMX): K groups of two bf16 into f32, or of four bytes
-//! into i32.
+//! Matrix products on tile registers (AMX): K groups of two bf16 are summed in f32, and K groups of four
+//! bytes in i32.
 //!
 //! The micro-kernel keeps 32 x 32 sums in four tile registers. A step takes 64 bytes of K of 32 rows and 32
 //! columns: four loads of 1 KiB for four products. Every sum is accumulated along K in order, regardless of
 //! how the product is divided and of the number of threads.
 //!
-//! Cost. A step is 64 cycles of products and 4 KiB of loads. On the processor measured, loads from the
-//! first-level cache keep the tile registers at 80 % of their rate, loads from the second level at 60 %;
+//! Cost. A step is 64 cycles of products and 4 KiB of loads. On the processor measured, products run at 80 %
+//! of their peak rate if the loads hit the first-level cache, and at 60 % if they hit the second-level cache;
 //! memory beyond delivers 10 bytes per cycle. So a few steps of A are multiplied by two panels of B before
-//! the next ones are taken (the sums wait in a small buffer), and the next parts of B and of the result's
-//! memory are prefetched.
+//! the next steps of A are read. Meanwhile the sums are in a small buffer. The next parts of B, and of the
+//! memory of the result, are prefetched.
 //!
 //! B is packed in panels of 32 columns: `[panel][step][2][16 K groups][16 columns]` with K groups of 4 bytes,
 //! and zeros past the last column and the end of K. A is read in place if its rows are contiguous and of the
-//! type that is multiplied (the last, incomplete step from a zero-padded copy). Otherwise the thread that
-//! multiplies a block of A packs it as `[panel][step][32 rows][64 bytes]`.
+//! type that is multiplied; its last step, if incomplete, is read from a zero-padded copy. Otherwise the
+//! thread that multiplies a block of A packs it as `[panel][step][32 rows][64 bytes]`.
 
 use super::k_groups::{LaneVector, PanelShape, pack_lanes, turn};
 use super::matrix::{Mat, MatMut};
@@ -46,7 +46,7 @@ const SHORT_GROUP: usize = 4;
 const A_BLOCK: usize = 512 << 10;
 /// Row panels of such a block: the least, so that B is read less often, and the most.
 const MB: (usize, usize) = (4, 8);
-/// Smallest number of micro-kernel steps worth a part of their own.
+/// Smallest number of micro-kernel steps for which a separate part is worthwhile.
 const FEW_STEPS: usize = 48;
 /// Products with fewer steps run on the calling thread.
 const SERIAL: usize = 192;
@@ -127,7 +127,7 @@ impl PackedShape {
         // SAFETY: `b` is a matrix that all threads only read.
         let (to, b) = (SharedMut(dst), unsafe { AssertSync::new(b) });
         let run = |q0: usize, q1: usize| {
-            // SAFETY: `pack` gives a readable `b` and room at `dst`; the ranges of panels are disjoint.
+            // SAFETY: `pack` requires a readable `b` and room at `dst`; the ranges of panels are disjoint.
             unsafe { pack_right(*self, *b.get(), q0, q1, to.get()) }
         };
         match team {
@@ -267,8 +267,8 @@ pub(crate) enum Right<T> {
 
 /// Stores sums, with or without an epilogue.
 pub(crate) trait StoreSums: Sync {
-    /// Stores rows (first, count) and columns (first, count) of the product. `sums` points to their 4-byte
-    /// sums, of which a row starts `rs` sums after the one before.
+    /// Stores rows (first, count) and columns (first, count) of the product. `sums` points to their sums of 4
+    /// bytes each; each row of sums starts `rs` sums after the row before.
     ///
     /// # Safety
     /// The rows and columns lie in the product; no other thread stores them. Their sums are
@@ -554,7 +554,7 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
             to.cast_const()
         }
     };
-    // Rows that cross cache lines cost two reads every time; packing reads them once.
+    // Loading a row that crosses a cache line takes two reads each time; packing reads it once.
     let askew = !(a.ptr as usize | (a.rs * size_of::<A>() as isize) as usize).is_multiple_of(STEP);
     let packs = !A::RAW || a.cs != 1 || (askew && shape.panels() >= 4);
     let cut = Cut::new(m, &shape, packs, threads);
@@ -566,7 +566,7 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
     for kb in 0..blocks {
         let (s0, s1) = (steps * kb / blocks, steps * (kb + 1) / blocks);
         // SAFETY: the scratch starts with one counter per block, followed by the threads' buffers, each of
-        // which starts with a tag. No other thread runs yet.
+        // which starts with a word for the index of a block. No other thread runs yet.
         let next = unsafe {
             for w in 0..cut.threads {
                 base.get().add(counters + w * cut.bytes).cast::<usize>().write(usize::MAX);
@@ -590,7 +590,7 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
                     if chunk >= cut.chunks {
                         break;
                     }
-                    // SAFETY: `product` gives valid operands; each (block, chunk) is taken once and is a
+                    // SAFETY: `product` requires valid operands; each (block, chunk) is taken once and is a
                     // disjoint part of C; `own` is this thread's buffer of `cut.bytes` bytes.
                     unsafe { job.get().run::<K>(tiles, block, chunk, own) };
                 }
@@ -620,8 +620,9 @@ impl<A: Source> Job<'_, A> {
     /// Computes the sums of one block of rows and one chunk of columns.
     ///
     /// # Safety
-    /// The contract of [`product`]; no other thread computes this block and chunk; `own` is the calling
-    /// thread's buffer of [`Cut::bytes`] bytes, which starts with a tag.
+    /// The contract of [`product`]; no other thread computes this block and chunk. `own` is the calling
+    /// thread's buffer of [`Cut::bytes`] bytes, which starts with the index of the block of A that it holds,
+    /// or `usize::MAX`.
     unsafe fn run<K: Code>(&self, tiles: &mut Tiles, block: usize, chunk: usize, own: *mut u8) {
         let (Left { a, m, k }, cut, (s0, s1)) = (self.left, &self.cut, self.steps);
         let (i0, per) = (block * cut.mb, A::GROUP * LANES);
@@ -631,8 +632,8 @@ impl<A: Source> Job<'_, A> {
         // Whether the last step is incomplete and copied, while the others are read in place.
         let tail = !cut.packs && s1 * per > *k;
         let steps = s1 - s0 - usize::from(tail);
-        // SAFETY: `own` starts with the tag, followed by room for a packed block; rows `i0..i0 + rows` lie in
-        // A.
+        // SAFETY: `own` starts with the index of a block, followed by room for a packed block; rows
+        // `i0..i0 + rows` lie in A.
         unsafe {
             if *tag != block {
                 if cut.packs {

@@ -36,7 +36,7 @@ impl StoreSums for StridedStore {
     }
 }
 
-/// Computes the product on tile registers. B comes with whether it is signed.
+/// Computes the product on tile registers. The bool beside B says whether B is signed.
 ///
 /// # Safety
 /// The contract of [`super::product_int8::gemm_i8`]; a packed B has the shape `k x n`; `threads` is 1 or at
@@ -73,8 +73,8 @@ pub(crate) unsafe fn on_tiles<A: Byte>(
     }
 }
 
-/// [`super::product_int8::gemm_i8`] on tile registers. The right operand, and whether it is signed, are given
-/// as [`pack_i8_tiles`] packed it.
+/// [`super::product_int8::gemm_i8`] on tile registers. `g.b` is the right operand as [`pack_i8_tiles`] packed
+/// it, and whether it is signed.
 ///
 /// # Safety
 /// The contract of [`super::product_int8::gemm_i8`] for A and C; B was packed for `k x n`;

@@ -8,7 +8,7 @@ use crate::cpu::team::{SharedConst, SharedMut};
 use crate::library_call::CallForm;
 use halcyon_ir::layout::View;
 
-/// The fewest elements worth giving to another thread.
+/// The smallest number of elements for which another thread is used.
 const GRAIN: usize = 16 << 10;
 
 /// A view without `axis`, and the size and stride of that axis.
@@ -59,8 +59,8 @@ unsafe fn run_rows<T: Copy + Send + Sync>(
     let run = after.run().max(1);
     r.team.ranges(if b == 0 { 0 } else { rows }, GRAIN.div_ceil(b.max(1)), &|from, to| {
         for q in from..to {
-            // SAFETY: by contract the walks stay inside their buffers, and `place` returns `i < n`. Parts
-            // write disjoint rows of the dense output.
+            // SAFETY: `run_rows` requires that the walks stay inside their buffers, and `place` returns `i <
+            // n`. Parts write disjoint rows of the dense output.
             unsafe {
                 let i = place(idx.get(ip.get(), q % idx.walk.numel), n, r.fault);
                 let s = src.get().offset(before.at(q / idx.walk.numel) + i as isize * stride);
@@ -112,8 +112,8 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel, De
     })
 }
 
-/// Class labels as indices below `classes`. Labels equal to `ignore` become 0; other bad labels become 0 and
-/// are reported.
+/// Class labels as indices below `classes`. Labels equal to `ignore` become 0. Other labels that are not
+/// below `classes` become 0 too, and set the fault.
 pub(crate) fn class_index(
     call: &CallForm<'_>,
     classes: Option<usize>,

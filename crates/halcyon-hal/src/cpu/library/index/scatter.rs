@@ -45,7 +45,7 @@ unsafe fn start<T: Copy + Send + Sync>(r: &Run<'_>, base: &Walk) {
     }
 }
 
-/// An in-place call is declined unless the base is the dense output.
+/// Declines an in-place call whose base is not dense.
 fn in_place_ok(call: &CallForm<'_>) -> Result<(), Declined> {
     if call.in_place && !call.inputs[0].view.is_dense() {
         return Err(Declined::because("in place, the base must be dense"));
@@ -53,7 +53,9 @@ fn in_place_ok(call: &CallForm<'_>) -> Result<(), Declined> {
     Ok(())
 }
 
-/// `out = base; out[i.. with i_axis = index[i..]] op= updates[i..]`. Returns a kernel for the call.
+/// Returns a kernel that copies the base to the output and then, for every position `p` of the index,
+/// combines `updates[p]` with the output's element at `p`, where the coordinate along `axis` is replaced by
+/// `index[p]`.
 pub(crate) fn elements(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> Result<CpuKernel, Declined> {
     let [base, index, updates] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
@@ -61,7 +63,7 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> R
     let from = Walk::new(&base.view);
     let out = dense_strides(&base.view.shape);
     let n = base.view.shape[axis];
-    // Lines along the axis: no two lines share an element.
+    // Threads are given whole lines along the axis, because no two lines write the same element.
     let (il, len, istep) = without(&index.view, axis);
     let (ul, _, ustep) = without(&updates.view, axis);
     let lines: Vec<usize> =
@@ -72,7 +74,7 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> R
         return Err(Declined::because("there is nothing to scatter into"));
     }
     let (step, d) = (out[axis], base.dtype);
-    // Reads an index at a position that the caller computes.
+    // Reads the index at an address that is computed below.
     let one = Indices::new(index.dtype, &halcyon_ir::layout::View::dense(&[]));
     let isize_of = index.dtype.size() as isize;
     CpuKernel::new("cpu.scatter_elements", call, move |r| {
@@ -101,7 +103,9 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> R
     })
 }
 
-/// `out = base; out[a.., index[i..], b..] op= updates[a.., i.., b..]`. Returns a kernel for the call.
+/// Returns a kernel that copies the base to the output and then combines `updates[a.., i.., b..]` with
+/// `out[a.., index[i..], b..]`, for all positions `a` before the axis, `i` in the index and `b` after the
+/// axis.
 pub(crate) fn rows(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> Result<CpuKernel, Declined> {
     let [base, index, updates] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
@@ -124,7 +128,7 @@ pub(crate) fn rows(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> Resul
             unsafe { start::<T>(r, &from) };
             let (u, o) = (SharedConst(r.bufs[2].ptr as *const T), SharedMut(r.bufs[3].ptr as *mut T));
             let ip = SharedConst(r.bufs[1].ptr as *const u8);
-            // A part owns columns of the elements it writes, so that updates of one element keep their order.
+            // Each thread is given whole columns, so that the updates of one element keep their order.
             let columns = if count == 0 { 0 } else { outer * inner };
             r.team.ranges(columns, GRAIN.div_ceil(count.max(1)), &|a, b| {
                 let mut c = a;
@@ -210,7 +214,7 @@ pub(crate) fn update_slice(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel
     })
 }
 
-/// The fewest bytes of a copy worth giving to another thread.
+/// Minimum number of bytes that each thread copies.
 const COPY_GRAIN: usize = 256 << 10;
 
 /// Copies a strided operand to dense memory.

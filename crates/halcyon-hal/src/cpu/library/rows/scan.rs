@@ -38,7 +38,8 @@ pub(crate) fn scan(
                     for j in 0..len {
                         let j = if reverse { len - 1 - j } else { j } as isize;
                         // SAFETY: `CpuKernel::run` checked that both views lie in their buffers. By the op's
-                        // rules, the output has the shape and dtype of the operand. Lines are disjoint.
+                        // rules, the output has the shape and dtype of the operand. The lines of the output
+                        // are disjoint, and each is written by one thread.
                         unsafe {
                             let v = (*s.get().offset(s0 + j * step)).wide();
                             let next = match kind {

@@ -11,7 +11,8 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 use crate::cpu::vmath;
 
-/// Sum of `f` over the row, in four vector registers that are added at the end. `f` must map 0 to 0.
+/// Sum of `f(x)` over the elements of the row, in four vector registers that are added at the end. `f` must
+/// map 0 to 0.
 ///
 /// # Safety
 /// The caller is compiled for `S`'s instruction set.
@@ -74,9 +75,9 @@ pub(crate) unsafe fn max_of<S: Simd>(x: &[f32]) -> f32 {
 /// The caller is compiled for `S`'s instruction set.
 #[inline(always)]
 unsafe fn exp_minus<S: Simd>(x: &[f32], m: f32, y: &mut [f32]) -> f32 {
-    // SAFETY: the length is at most that of both slices; the contract gives the instruction set.
+    // SAFETY: the length is at most that of both slices; the caller has the instruction set of `S`.
     unsafe { S::exp_minus(x.len().min(y.len()), x.as_ptr(), m, y.as_mut_ptr()) };
-    // SAFETY: the contract of `exp_minus` gives the instruction set.
+    // SAFETY: the caller has the instruction set of `S`, which `exp_minus` requires.
     unsafe { sum_of::<S>(y, |v| v) }
 }
 
@@ -86,9 +87,9 @@ unsafe fn exp_minus<S: Simd>(x: &[f32], m: f32, y: &mut [f32]) -> f32 {
 /// The caller is compiled for `S`'s instruction set.
 #[inline(always)]
 pub(crate) unsafe fn exp_in_place<S: Simd>(x: &mut [f32], m: f32) -> f32 {
-    // SAFETY: both pointers are valid for the slice's length; the contract gives the instruction set.
+    // SAFETY: both pointers are valid for the slice's length; the caller has the instruction set of `S`.
     unsafe { S::exp_minus(x.len(), x.as_ptr(), m, x.as_mut_ptr()) };
-    // SAFETY: the contract of `exp_in_place` gives the instruction set.
+    // SAFETY: the caller has the instruction set of `S`, which `exp_in_place` requires.
     unsafe { sum_of::<S>(x, |v| v) }
 }
 
@@ -174,7 +175,7 @@ unsafe fn row_body<S: Simd>(kind: Kind, x: &[f32], y: &mut [f32], scale: &[f32],
 #[inline(always)]
 unsafe fn rows_body<S: Simd>(kind: Kind, n: usize, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) {
     for (x, y) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)) {
-        // SAFETY: the contract of `rows_body` gives the instruction set.
+        // SAFETY: the caller has the instruction set of `S`, which `rows_body` requires.
         unsafe { row_body::<S>(kind, x, y, scale, shift) };
     }
 }
@@ -196,7 +197,7 @@ unsafe fn soft_half_body<S: Simd, T: PackElem>(log: bool, x: &mut [f32], y: &mut
         T::narrow_slice(v, &mut room[..v.len()]);
         T::widen_slice(&room[..v.len()], v);
     };
-    // SAFETY: the contract of `soft_half_body` gives the instruction set.
+    // SAFETY: the caller has the instruction set of `S`, which `soft_half_body` requires.
     unsafe {
         let top = max_of::<S>(x);
         x.iter_mut().for_each(|v| *v -= top);
@@ -282,8 +283,7 @@ unsafe fn over_rows<T: PackElem>(
     });
 }
 
-/// Softmax of each row: `exp(x - max) / sum`. A row with NaN or +inf, or with only
-/// -inf, becomes NaN.
+/// Softmax of each row: `exp(x - max) / sum`. A row with NaN or +inf, or with only -inf, becomes NaN.
 ///
 /// # Safety
 /// `x` has `rows * n` readable elements, `y` as many writable ones that nothing else uses; they do not
@@ -322,7 +322,7 @@ pub unsafe fn layer_norm<T: PackElem>(
 ) {
     assert!(
         [0, rows.n].contains(&scale.len()) && [0, rows.n].contains(&shift.len()),
-        "scale and shift have the row's length"
+        "scale and shift must be empty or have the row's length"
     );
     // SAFETY: `layer_norm` has the contract of `over_rows`; the assertion checked the lengths.
     unsafe { over_rows(team, isa, Kind::Layer { eps }, rows, scale, shift) }
@@ -338,7 +338,7 @@ pub unsafe fn layer_norm<T: PackElem>(
 /// # Panics
 /// If `scale` is neither empty nor of length `n`.
 pub unsafe fn rms_norm<T: PackElem>(team: &Team, isa: Isa, rows: &Rows<T>, scale: &[f32], eps: f32) {
-    assert!([0, rows.n].contains(&scale.len()), "scale has the row's length");
+    assert!([0, rows.n].contains(&scale.len()), "scale must be empty or have the row's length");
     // SAFETY: `rms_norm` has the contract of `over_rows`; the assertion checked the length.
     unsafe { over_rows(team, isa, Kind::Rms { eps }, rows, scale, &[]) }
 }

@@ -13,7 +13,7 @@ use std::cmp::Ordering;
 const GRAIN: usize = 16 << 10;
 
 /// Index of the largest or smallest element of each line. NaN counts as both the largest and the smallest. Of
-/// equal elements the first, or the last if `last`.
+/// equal elements the first is taken, or the last if `last` is set.
 pub(crate) fn arg_reduce(
     call: &CallForm<'_>,
     max: bool,

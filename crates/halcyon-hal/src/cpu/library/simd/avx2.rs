@@ -15,7 +15,7 @@ pub(crate) struct Avx2;
 /// The caller is compiled for AVX2.
 #[inline(always)]
 unsafe fn mask8(n: usize) -> __m256i {
-    // SAFETY: the contract of `mask8` gives AVX2.
+    // SAFETY: `mask8` requires AVX2.
     unsafe { _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)) }
 }
 

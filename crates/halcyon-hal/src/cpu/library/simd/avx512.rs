@@ -104,7 +104,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn weigh(x: *mut f32, rows: usize, stride: usize, base: &[f32], sum: &mut [f32]) {
-        // Column by column, so that `base` and `sum` stay in registers.
+        // Process 16 columns of all rows at a time, so that their `base` and `sum` stay in registers.
         for (i, (b, t)) in base.chunks_exact(16).zip(sum.chunks_exact_mut(16)).enumerate() {
             unsafe {
                 let (base, mut sum) = (_mm512_loadu_ps(b.as_ptr()), _mm512_loadu_ps(t.as_ptr()));
@@ -152,7 +152,8 @@ impl Simd for Avx512 {
     }
 }
 
-/// Transposes a 16x16 block in registers: pairs, then groups of four, then 128-bit blocks twice.
+/// Transposes a 16x16 block in registers: interleaves single elements, then pairs of elements, then exchanges
+/// 128-bit blocks in two rounds.
 ///
 /// # Safety
 /// The caller is compiled for AVX-512F.

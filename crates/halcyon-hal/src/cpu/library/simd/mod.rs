@@ -1,8 +1,8 @@
 //! One vector type per instruction set behind one trait, so that each kernel is written once.
 //!
 //! The methods are `#[inline(always)]` and must be called from a function compiled for the instruction set
-//! (`dispatch_simd!` makes one). This is a safety condition of every `unsafe fn` here, besides those of its
-//! pointers. Partial loads and stores access only the requested lanes.
+//! (`dispatch_simd!` makes one). This is a safety condition of every `unsafe fn` here, besides the conditions
+//! on its pointers. Partial loads and stores access only the requested lanes.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -156,8 +156,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
             }
         }
     }
-    /// `x[i] = e^(x[i] - base[i])`, added to `sum[i]`, for each of `rows` rows that start `stride` floats
-    /// apart. `base` has the length of `sum`, a multiple of W.
+    /// For each of `rows` rows, which start `stride` floats apart: replaces `x[i]` by `e^(x[i] - base[i])`,
+    /// and adds the new value to `sum[i]`. `base` has the length of `sum`, a multiple of W.
     ///
     /// # Safety
     /// The caller is compiled for this instruction set; `x` is valid for `sum.len()` floats at each of the
@@ -183,7 +183,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// The caller is compiled for this instruction set.
     #[inline(always)]
     unsafe fn zero() -> Self::V {
-        // SAFETY: the contract of `zero` gives the instruction set.
+        // SAFETY: by the contract of `zero`, the caller is compiled for the instruction set.
         unsafe { Self::splat(0.0) }
     }
 
@@ -194,7 +194,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     #[inline(always)]
     unsafe fn sum(v: Self::V) -> f32 {
         let mut t = [0f32; 16];
-        // SAFETY: `t` has 16 floats, at least W; the contract of `sum` gives the instruction set.
+        // SAFETY: `t` has 16 floats, at least W. By the contract of `sum`, the caller is compiled for the
+        // instruction set.
         unsafe { Self::store(t.as_mut_ptr(), v) };
         let mut h = Self::W / 2;
         while h > 0 {

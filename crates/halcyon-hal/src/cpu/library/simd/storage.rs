@@ -20,7 +20,7 @@ pub(crate) trait Storage: Copy + Send + Sync + 'static {
     /// The caller is compiled for `S`'s instruction set; `p` has `n` readable elements.
     unsafe fn load_part<S: Simd>(p: *const Self, n: usize) -> S::V;
     fn widen(self) -> f32;
-    /// Widens `src` to f32; `dst` has its length.
+    /// Widens `src` to f32; the lengths are equal.
     fn widen_slice(src: &[Self], dst: &mut [f32]);
     /// Rounds `src` to nearest, ties to even; the lengths are equal.
     fn narrow_slice(src: &[f32], dst: &mut [Self]);
@@ -58,7 +58,8 @@ macro_rules! half_storage {
             const IS_F32: bool = false;
             #[inline(always)]
             unsafe fn load<S: Simd>(p: *const $t) -> S::V {
-                // SAFETY: `Storage::load` makes W elements at `p` readable and gives the instruction set.
+                // SAFETY: by the contract of `Storage::load`, W elements at `p` are readable, and the caller
+                // is compiled for the instruction set of `S`.
                 unsafe { S::$load(p) }
             }
             #[inline(always)]

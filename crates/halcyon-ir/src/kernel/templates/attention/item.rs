@@ -9,8 +9,8 @@ use crate::kernel::lower::Lowered;
 use crate::target::Declined;
 
 impl Cx<'_> {
-    /// One query per work-item, keys in blocks of `block`. Each product with the query is accumulated in
-    /// `block` partial sums.
+    /// Each work-item computes one query. It reads the keys in blocks of `block`, and accumulates the product
+    /// of a key with the query in `block` partial sums.
     pub(super) fn by_item(&self, args: Args, wg: u32, block: u32) -> Result<Lowered, Declined> {
         let b = Builder::with_index("attention_item", [wg, 1, 1], self.ix);
         let io = Io::declare(&b, self);

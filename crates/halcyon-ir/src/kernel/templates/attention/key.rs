@@ -41,7 +41,7 @@ impl Cx<'_> {
                 let (shift, decay) = run.raise(b.group_reduce(Reduce::Max, s, scratch));
                 let w = b.let_((s - shift).exp());
                 weight.store(me, w);
-                // The barriers of the reduction also order the weights.
+                // The barriers of the reduction also make the weights visible to all work-items.
                 run.add(b.group_reduce(Reduce::Add, w, scratch));
                 acc.set(acc.get() * decay);
                 b.if_(me.lt(io.d), || {

@@ -1,10 +1,12 @@
 //! Attention on matrix units, for prompts (Dao et al. 2022; Dao 2023). A workgroup computes a tile of
-//! queries; each subgroup holds some of its rows in registers. The workgroup iterates over the keys in tiles.
+//! queries; each subgroup holds some of the tile's rows in registers. The workgroup iterates over the keys in
+//! tiles.
 //!
-//! Keys and values have separate workgroup memory: while one is multiplied, the next tile of the other is
-//! loaded into registers. Scores, the running maximum and sum of each row, and the results stay in f32
-//! registers for the whole loop. Weights are rounded to the operands' type for the second product; the sum
-//! they are divided by uses the unrounded weights. Exponentials are computed as powers of two.
+//! Keys and values have separate workgroup memory: while a tile of one is multiplied, the next tile of the
+//! other is loaded into registers. Scores, the running maximum and sum of each row, and the results stay in
+//! f32 registers for the whole loop. Weights are rounded to the operands' type for the second product, but
+//! the sum by which the results are divided is the sum of the unrounded weights. Exponentials are computed as
+//! powers of two.
 
 use super::super::common::*;
 use super::problem::Problem;
@@ -18,7 +20,8 @@ use crate::target::{Declined, Operand};
 
 const LOG2_E: f64 = std::f64::consts::LOG2_E;
 
-/// Matrices of a subgroup along the queries, keys of a tile, and subgroups of a workgroup.
+/// The number of matrices of a subgroup along the queries (`rows`), of keys in a tile (`keys`), and of
+/// subgroups in a workgroup (`subgroups`).
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct Tile {
     pub rows: u32,
@@ -45,7 +48,7 @@ pub(super) fn unit_of(cx: &Cx<'_>) -> Option<MatrixOp> {
     matrix_unit(cx.dtype, cx.caps)
 }
 
-/// Candidates for measurement, not all legal on the device.
+/// Candidates for tuning. Not every device can run all of them.
 pub(super) fn tiles() -> impl Iterator<Item = Tile> {
     let all = [
         (1, 64, 4),
@@ -78,7 +81,7 @@ pub(super) fn choose(cx: &Cx<'_>) -> Option<Tile> {
         _ if cx.p.d <= 64 && groups >= 2 * cx.caps.units() => 8,
         _ => 4,
     };
-    // Longer rows, and the values a mask needs per row, leave registers for fewer scores.
+    // Longer rows, and the values that a mask needs per row, leave fewer registers for scores.
     let keys = if cx.p.sk <= 32 || cx.p.d > 80 || cx.p.mask.is_some() { 32 } else { 64 };
     let wanted = Tile { rows: 1, keys, subgroups };
     let smaller = Tile { keys: 32, subgroups: subgroups.min(4), ..wanted };
@@ -95,7 +98,7 @@ struct Layout {
     part: u32,
     /// Row length, rounded up to whole matrices.
     width: u32,
-    /// Operand elements in 16 bytes.
+    /// Number of operand elements in 16 bytes.
     per: u32,
     /// Pitch of a key and of a value.
     pitches: [u32; 2],
@@ -106,7 +109,8 @@ struct Layout {
     bytes: u32,
 }
 
-/// Row pitch in f32 of a subgroup's own workgroup memory, and its size in bytes: one matrix.
+/// Each subgroup has workgroup memory of its own, for one matrix in f32. These are the pitch of its rows in
+/// elements, and its size in bytes.
 const OWN_PITCH: u32 = 20;
 const OWN: u32 = 16 * OWN_PITCH * 4;
 
@@ -155,7 +159,7 @@ pub(super) fn legal(cx: &Cx<'_>, t: Tile) -> bool {
     }
     let l = Layout::new(&cx.p, op, t);
     let even = |n: u32, by: u32| n >= by && n.is_multiple_of(by);
-    // More sums would not fit the registers.
+    // The registers have no space for more results and scores than this.
     let registers = t.rows * (l.width + t.keys);
     l.items <= cx.caps.max_workgroup
         && l.items.is_multiple_of(64)
@@ -178,7 +182,7 @@ struct Rows<'a> {
     /// For each 16-byte vector of a work-item: its row in the tile, its first element in the row, its
     /// destination in vectors, and a constant number of rows to add.
     vectors: Vec<([E<'a>; 3], u32)>,
-    /// If the vectors do not divide evenly: whether this work-item has a last vector.
+    /// Whether this work-item has a last vector. `None` if all work-items have the same number of vectors.
     last: Option<E<'a>>,
 }
 
@@ -245,7 +249,7 @@ impl<'a> Rows<'a> {
 
 /// The fragments of a subgroup for one matrix of queries.
 struct Block {
-    /// Its first row among the rows of the subgroup.
+    /// The first row of the matrix among the rows of the subgroup.
     first: u32,
     queries: Vec<FragmentId>,
     scores: Vec<FragmentId>,
@@ -290,19 +294,21 @@ impl Block {
         }
     }
 
-    /// Computes the weights of the scores: powers of two of the distances from the row's maximum, times
-    /// `factor`, or times log₂ e if the scores are already scaled. Only distances are multiplied by log₂ e,
-    /// because the lowest finite number, which hides keys, would become -inf. Also rescales the earlier sums.
+    /// Replaces the scores by their weights, and rescales the earlier sums. A weight is a power of two. Its
+    /// exponent is the distance of the score from the row's maximum times `factor`, or times log₂ e if there
+    /// is no `factor` because the scores are scaled already. In the second case, the scores themselves are
+    /// not multiplied by log₂ e, because a mask may contain the lowest finite number, which would become
+    /// -inf.
     fn softmax<'a>(&self, b: &'a Builder, factor: Option<E<'a>>) {
         let scaled = |x: E<'a>| factor.map_or(x, |f| x * f);
-        // Weight of a score. With a `factor`, `shift` is already multiplied by it.
+        // Weight of a score. If there is a `factor`, `shift` has been multiplied by it.
         let weight = |x: E<'a>, shift: E<'a>| {
             let distance = factor.map_or_else(|| (x - shift) * LOG2_E, |f| x.fma(f, -shift));
             b.op(ScalarOp::Exp2, &[distance])
         };
         b.map_fragment(self.columns, |_, _| {
             let scores = self.scores.iter().map(|f| b.element(*f));
-            // A NaN lost in this maximum reappears in the weight.
+            // This maximum may lose a NaN, but the weight of the NaN is a NaN again.
             let top = scores.reduce(|x, y| b.let_(y.gt(x).select(y, x)));
             top.into_iter().for_each(|x| b.set_element(self.columns, x));
         });
@@ -363,10 +369,11 @@ struct Group<'a> {
     n: E<'a>,
     h: E<'a>,
     bk: E<'a>,
-    /// Number of query rows of the key head, ordered by head, and the workgroup's first row.
+    /// Number of rows (the queries of all query heads of the key head, ordered by head), and the workgroup's
+    /// first row.
     rows: E<'a>,
     r0: E<'a>,
-    /// The subgroup's first row in the tile, and its own workgroup memory, in vectors.
+    /// The subgroup's first row in the tile, and the offset of its own workgroup memory in vectors.
     part: E<'a>,
     own: E<'a>,
 }
@@ -377,12 +384,13 @@ impl<'a> Group<'a> {
         (self.b.let_(self.h * self.shared + r.idiv(self.sq)), self.b.let_(r.imod(self.sq)))
     }
 
-    /// Number of keys that the query at position `i` sees; may be negative.
+    /// Number of keys that the query at position `i` attends to. It may be negative, which means none.
     fn limit(&self, i: E<'a>) -> E<'a> {
         if self.p.causal { self.b.let_((i + 1 + self.sk - self.sq).min(self.sk)) } else { self.sk }
     }
 
-    /// Number of keys that every query of the tile sees, and number of keys that at least one query sees.
+    /// Number of keys that every query of the tile attends to, and number of keys that at least one of them
+    /// attends to.
     fn limits(&self) -> [E<'a>; 2] {
         let b = self.b;
         let last = b.let_((self.r0 + (self.l.queries - 1)).min(self.rows - 1));
@@ -391,8 +399,8 @@ impl<'a> Group<'a> {
         [at(self.r0, b.index(0)), at(last, self.sq - 1)]
     }
 
-    /// Loads the queries into registers through the memory of the keys. Rows past the end repeat the last
-    /// row; their stores are skipped.
+    /// Loads the queries into registers through the memory of the keys. Rows past the end are copies of the
+    /// last row; their results are not stored.
     fn queries(&self, buf: (Buf, bool), blocks: &[Block]) {
         let (b, pitch) = (self.b, self.l.pitches[0]);
         let rows = Rows::new(b, self.l, self.l.queries, (pitch, 0), buf, self.d);
@@ -412,8 +420,8 @@ impl<'a> Group<'a> {
         b.barrier();
     }
 
-    /// Completes the scores of a tile of keys: adds the mask, applies the scale unless `factor` applies it
-    /// later, and hides keys that a query does not see.
+    /// Completes the scores of a tile of keys. Multiplies them by the scale, if there is no `factor` that
+    /// does so later. Adds the mask. Keys that are not visible to a query get the score -inf.
     fn finish(&self, block: &Block, first: E<'a>, factor: Option<E<'a>>) {
         let b = self.b;
         b.map_fragment(block.columns, |row, column| {
@@ -443,7 +451,7 @@ impl<'a> Group<'a> {
         let start = |i: usize, s: &[E<'a>]| b.let_(self.offsets[i] + self.n * s[0] + self.h * s[1]);
         let (k0, v0) = (start(1, ks), start(2, vs));
         let [least, end] = self.limits();
-        // Keys that no query of the tile sees are not read.
+        // Keys that no query of the tile attends to are not read.
         let fetch = |side: &Rows<'a>, start: E<'a>, stride: E<'a>, first: E<'a>| {
             side.fetch(|r, more| {
                 let r = first + r;
@@ -461,7 +469,7 @@ impl<'a> Group<'a> {
             blocks.iter().flat_map(|x| &x.scores).for_each(|f| b.fill_fragment(*f, 0.0));
             for i in 0..l.width / k {
                 for j in 0..l.tile.keys / n {
-                    // Rows of keys are the columns of the right operand.
+                    // Rows of keys are the columns of the right factor.
                     b.load_fragment(right, self.memory, i * k + j * n * pk, pk, true);
                     blocks.iter().for_each(|x| b.mma(x.scores[j as usize], x.queries[i as usize], right));
                 }
@@ -492,8 +500,8 @@ impl<'a> Group<'a> {
         });
     }
 
-    /// Divides the results by the weights' sums and writes them, one matrix at a time, through the subgroup's
-    /// own workgroup memory.
+    /// Divides the results by the sums of the weights and writes them, one matrix at a time, through the
+    /// subgroup's own workgroup memory.
     fn write(&self, y: Buf, out: &Operand, blocks: &[Block]) {
         let (b, l, d) = (self.b, self.l, self.d);
         let (m, width, per) = (l.op.m as u32, l.op.width as u32, 16 / y.dtype.size() as u32);
@@ -552,7 +560,7 @@ impl Cx<'_> {
     pub(super) fn matrix(&self, args: Args, out: &Operand, t: Tile) -> Result<Lowered, Declined> {
         let Some(op) = unit_of(self).filter(|_| legal(self, t)) else {
             return Err(Declined::because(format!(
-                "attention: the device cannot have tiles of {}",
+                "attention: the device cannot run tiles of {}",
                 t.variant()
             )));
         };
@@ -568,8 +576,8 @@ impl Cx<'_> {
         let [bh, hk, shared, sq, sk, d] = ["bh", "hk", "shared", "sq", "sk", "d"].map(|n| b.size(n));
         let [qs, ks, vs] = ["q", "k", "v"].map(|n| sizes(b, n, 3));
         let ms = sizes(b, "m", if mask.is_some() { 4 } else { 0 });
-        // If scaling is late, the maximum and the distances from it are scaled instead of the scores, which
-        // saves one instruction.
+        // If scaling is late, the maximum and the distances from it are scaled instead of the scores. This
+        // saves one instruction per score.
         let late = p.late();
         let scale = b.param("scale", Ty::F32);
         let scale = if late { b.let_(scale * LOG2_E) } else { scale };

@@ -1,12 +1,12 @@
 //! Attention in one pass over the keys with a running maximum and sum, so that no score matrix is stored
 //! (Milakov and Gimelshein 2018; Dao et al. 2022).
 //!
-//! There are five kernels, each in a file of its own. CPUs use one work-item per query. On GPUs, few queries
-//! use the split kernel, or, if the device cannot run that, up to two queries use a workgroup each with one
-//! key per work-item. Longer prompts use the matrix-unit kernel if the device has matrix units, else tiles of
-//! queries and keys in workgroup memory. The query heads that share a key head are rows of one tile. A query
-//! whose keys are all masked gives NaN, as the definition does. A tile does not read keys that lie past the
-//! causal limit of all its queries.
+//! There are five kernels, each in a file of its own. CPUs use one work-item per query. GPUs use the split
+//! kernel for few queries. If the device cannot run it, up to two queries use one workgroup each, with one
+//! key per work-item. For more queries, GPUs use the matrix-unit kernel if the device has matrix units, else
+//! the kernel with tiles of queries and keys in workgroup memory. The query heads that share a key head are
+//! rows of one tile. A query whose keys are all masked gives NaN, as the definition does. A tile does not
+//! read keys that lie past the causal limit of all its queries.
 
 mod item;
 mod key;
@@ -33,12 +33,12 @@ const NEG_INF: f64 = f64::NEG_INFINITY;
 
 /// Kernels for the composite `attention` (attributes `causal`, `scale`): q `[b, h, sq, d]`, k and v `[b, hk,
 /// sk, d]` of one float type, with `d` up to 256, and optionally an additive mask that broadcasts to `[b, h,
-/// sq, sk]` and has the same compute type. Rows of q, k and v must be contiguous; their other strides are
-/// free.
+/// sq, sk]` and has the same compute type. Rows of q, k and v must be contiguous; the other strides may have
+/// any value.
 ///
 /// # Errors
-/// Declines longer rows and values whose width differs from the keys'. Declines with `needs_dense` if rows
-/// are not contiguous.
+/// Declines rows of more than 256 elements, and values that are not as wide as the keys. Declines with
+/// `needs_dense` if rows are not contiguous.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     let cx = context(op, inputs, outputs, caps)?;
     cx.build(cx.default(), inputs, outputs)
@@ -160,7 +160,7 @@ impl Cx<'_> {
         Tile::choose(self).map_or(item, KernelVariant::Tiled)
     }
 
-    /// Candidates for measurement, not all legal on the device.
+    /// Candidates for measurement. Some may not be legal on the device.
     fn forms(&self) -> Vec<KernelVariant> {
         if self.caps.is_cpu {
             let blocks = [8, 16, 32].map(|keys| [1, 4, 16].map(|items| KernelVariant::Item { items, keys }));
@@ -201,8 +201,8 @@ impl Cx<'_> {
             class(p.d),
             if p.causal { " causal" } else { "" },
             p.mask.as_ref().map_or(String::new(), |m| format!(" mask {}", m.dtype)),
-            // Properties that change the program's text, so that a measurement is valid for all calls of the
-            // key.
+            // The key contains the properties that change the program's text, so that a measurement is valid
+            // for all calls with this key.
             match p.runs {
                 [q, true] if self.few() =>
                     format!(" runs{}{}", u8::from(q), if p.sk >= 2 * split::MIN_KEYS { " long" } else { "" }),

@@ -41,13 +41,13 @@ impl Problem {
         let types = inputs[..3].iter().all(|i| i.dtype == inputs[0].dtype)
             && inputs.iter().all(|i| Ty::of(i.dtype) == ty);
         if [q, k, v].iter().any(|v| v.rank() != 4) || !types {
-            return Err(Declined::because("attention: operands of rank 4 and of one type"));
+            return Err(Declined::because("attention: the operands must have rank 4 and the same type"));
         }
         let (b, h, sq, d) = (q.shape[0], q.shape[1], q.shape[2], q.shape[3]);
         let (hk, sk) = (k.shape[1], k.shape[2]);
         if v.shape != k.shape || k.shape[0] != b || k.shape[3] != d || hk == 0 || h % hk != 0 {
             return Err(Declined::because(format!(
-                "attention: q {:?}, k {:?}, v {:?}",
+                "attention: the shapes of q {:?}, k {:?} and v {:?} do not match",
                 q.shape, k.shape, v.shape
             )));
         }
@@ -56,7 +56,7 @@ impl Problem {
             65..=128 => 128,
             129..=256 => 256,
             _ => {
-                return Err(Declined::because(format!("attention: rows of {d}, at most 256 are taken")));
+                return Err(Declined::because(format!("attention: a row has {d} elements, more than 256")));
             }
         };
         let scattered: Vec<usize> = (0..3).filter(|&i| d > 1 && inputs[i].view.strides[3] != 1).collect();
@@ -71,7 +71,10 @@ impl Problem {
                 let fits =
                     lead.is_some_and(|l| (0..m.rank()).all(|i| m.shape[i] == 1 || m.shape[i] == full[l + i]));
                 if !fits {
-                    return Err(Declined::because(format!("attention: a mask of {:?}", m.shape)));
+                    return Err(Declined::because(format!(
+                        "attention: a mask of shape {:?} does not broadcast to the scores",
+                        m.shape
+                    )));
                 }
                 let s = m.expand(&full).strides;
                 Some(Mask { dtype, strides: [s[0], s[1], s[2], s[3]] })
@@ -143,7 +146,7 @@ pub(super) struct Query<'a> {
     pub q: E<'a>,
     pub mask: E<'a>,
     pub y: E<'a>,
-    /// Number of keys that the query sees; may be negative.
+    /// Number of keys that the query attends to, from the first on; may be negative.
     pub keys: E<'a>,
 }
 
@@ -180,14 +183,14 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// Offsets of the keys and values of key head `bk`, counted over the batch.
+    /// Offsets of the keys and of the values of key head `bk`. Key heads are counted over the whole batch.
     pub(super) fn heads(&self, bk: E<'a>) -> (E<'a>, E<'a>) {
         let (n, h) = (self.b.let_(bk.idiv(self.hk)), self.b.let_(bk.imod(self.hk)));
         let at = |s: &[E<'a>]| self.b.let_(n * s[0] + h * s[1]);
         (at(&self.ks), at(&self.vs))
     }
 
-    /// Row `r` of the queries of key head `bk`, ordered by head, then position.
+    /// Row `r` of the queries that use key head `bk`. These rows are ordered by head, then by position.
     pub(super) fn query(&self, bk: E<'a>, r: E<'a>) -> Query<'a> {
         let b = self.b;
         let (n, i) = (b.let_(bk.idiv(self.hk)), b.let_(r.imod(self.sq)));
@@ -205,7 +208,7 @@ impl<'a> Io<'a> {
         }
     }
 
-    /// The score of a key from its product with the query; -inf for keys that the query does not see.
+    /// The score of a key from its product with the query; -inf for keys that the query does not attend to.
     pub(super) fn score(&self, q: &Query<'a>, key: E<'a>, dot: E<'a>) -> E<'a> {
         let seen = key.lt(q.keys);
         let mut s = dot * self.scale;

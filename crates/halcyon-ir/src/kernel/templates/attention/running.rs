@@ -17,8 +17,9 @@ impl<'a> Running<'a> {
         Running { b, top: b.var_of(ty, NEG_INF), sum: b.var_of(ty, 0) }
     }
 
-    /// Updates the maximum with that of further scores and rescales the sum. Returns the shift to subtract
-    /// from scores and the factor for earlier sums.
+    /// Updates the maximum for further scores, whose maximum is `top`, and rescales the sum. Returns the
+    /// shift to subtract from the further scores, and the factor by which other earlier sums must be
+    /// multiplied.
     pub(super) fn raise(self, top: E<'a>) -> (E<'a>, E<'a>) {
         let old = self.top.get();
         let new = self.b.let_(old.max(top));

@@ -2,11 +2,12 @@
 //! et al. 2023, flash-decoding).
 //!
 //! A workgroup processes part of the keys of one key head for all query rows that share them (query heads
-//! times queries). Each row of K and V is read once for up to eight rows, 16 bytes at a time if the layout
-//! allows. A group of work-items shares one key, each work-item a part of its columns; the key groups of
-//! a workgroup process different keys. If batch and heads leave compute units idle, the keys are split into
-//! parts among workgroups. Each writes the sums of its part with their maximum and weight, and a second
-//! kernel combines them. The number of parts is a parameter.
+//! times queries). Each row of K and V is read once for up to eight query rows, 16 bytes at a time if the
+//! layout allows. The work-items of a key group share one key, and each of them processes some columns of the
+//! key; the key groups of a workgroup process different keys. If batch and heads leave compute units idle,
+//! the keys are split into parts among workgroups. Each workgroup writes the sums of its part, with the
+//! part's largest score and total weight, and a second kernel combines the parts. The number of parts is a
+//! parameter, so a program serves any number of keys.
 
 use super::super::common::*;
 use super::problem::{Io, Query};
@@ -25,7 +26,8 @@ pub(super) const MIN_KEYS: usize = 128;
 const MAX_PARTS: usize = 256;
 /// Columns per work-item of the joining kernel.
 const QUAD: u32 = 4;
-/// In the temporary, `TAIL` elements follow each row of sums and hold their weight and maximum.
+/// In the temporary, `TAIL` elements follow each row of sums. Two of them hold the row's total weight and
+/// largest score.
 const TAIL: u32 = 4;
 
 /// Parameters of the kernel.
@@ -34,7 +36,7 @@ pub(super) struct Split {
     /// Work-items, and maximum number of rows, of a workgroup.
     pub items: u32,
     pub rows: u32,
-    /// The number of reads of keys that a work-item has in flight, and the number of reads of values.
+    /// Number of reads of keys, and of reads of values, that a work-item has in flight.
     pub reads: u32,
     /// Workgroups per compute unit into which the keys are split; 0 disables splitting.
     pub groups: u32,
@@ -210,8 +212,8 @@ impl Cx<'_> {
         })
     }
 
-    /// Four workgroups, of four warps or waves each, per compute unit. Keys are not split if the heads
-    /// already fill the units.
+    /// Keys are split into four workgroups per compute unit. If the heads alone give two workgroups per
+    /// compute unit, keys are not split.
     pub(super) fn split_default(&self) -> Option<Split> {
         let heads = self.p.b * self.p.hk * self.blocks(ROWS);
         let groups = if heads >= 2 * self.caps.units() { 0 } else { 4 };
@@ -257,7 +259,10 @@ impl Cx<'_> {
         s: Split,
     ) -> Result<Lowered, Declined> {
         let l = self.layout(s).ok_or_else(|| {
-            Declined::because(format!("attention: the device cannot have groups of {}", s.variant()))
+            Declined::because(format!(
+                "attention: the device does not support a workgroup with {}",
+                s.variant()
+            ))
         })?;
         let (parts, per) = self.parts(s, &l);
         let heads = self.p.b * self.p.hk;
@@ -277,7 +282,7 @@ impl Cx<'_> {
         args.int("bh", heads as i64).int("rows", self.rows() as i64).int("parts", parts as i64);
         args.int("d", self.p.d as i64);
         low.steps.extend(self.join(&args, &l)?.steps);
-        // The temporary comes after the result.
+        // In the order of the buffers, the temporary comes after the result.
         for ((_, _, places), to) in
             low.steps.iter_mut().zip([(0..n).chain([n + 1]).collect(), vec![n + 1, n]])
         {
@@ -326,7 +331,8 @@ impl Cx<'_> {
                     x.into_iter().map(|x| b.let_(x)).collect()
                 })
                 .collect();
-            // The scores that this work-item sums up: index of the products, key within the step, and row.
+            // For each score that this work-item sums up: the index of its products, its row, its key within
+            // the step, and its query.
             let all = l.deep * n_rows * l.key_groups;
             let own: Vec<_> = (0..all.div_ceil(n_items))
                 .map(|s| {
@@ -392,7 +398,7 @@ impl Cx<'_> {
                 b.barrier();
                 for ((r, sum), acc) in sums.iter().enumerate().zip(&acc) {
                     let decay = decays.load(r);
-                    // The maximum seldom changes after the first steps.
+                    // The maximum seldom changes after the first steps, so this is mostly skipped.
                     b.if_(decay.differs(1.0), || {
                         acc.iter().chain([sum]).for_each(|a| a.set(a.get() * decay));
                     });
@@ -416,8 +422,8 @@ impl Cx<'_> {
                     b.store(io.y, base(r) + (l.width + 1), top.get());
                 });
             }
-            // Adds the key groups' sums row by row, and their weights, which every work-item of a group
-            // holds.
+            // Adds up the sums of the key groups, row by row, and their weights. Every work-item of a key
+            // group holds the group's weight.
             let total = |j: E<'a>| {
                 let sum = b.var_of(self.ty, 0);
                 b.for_(0, l.key_groups, 1, |i| sum.set(sum.get() + partial.load(i * (l.width + 1) + j)));
@@ -443,12 +449,12 @@ impl Cx<'_> {
         });
     }
 
-    /// Combines the sums of the parts, one workgroup per row. Each part is scaled by the exponential of its
-    /// maximum's distance from the largest.
+    /// Combines the sums of the parts, one workgroup per row. Each part is scaled by `exp(m - M)`, where `m`
+    /// is the part's largest score and `M` the largest score of all parts.
     fn join(&self, args: &Args, l: &Layout) -> Result<Lowered, Declined> {
         let n = self
             .joining()
-            .ok_or_else(|| Declined::because("attention: the device's groups are too small"))?;
+            .ok_or_else(|| Declined::because("attention: the device's workgroups are too small"))?;
         let b = Builder::with_index("attention_join", [n, 1, 1], self.ix);
         self.write_join(&b, l, n);
         single(b, args, self.queries(), self.caps)
@@ -470,7 +476,7 @@ impl Cx<'_> {
             let top = b.var_of(self.ty, NEG_INF);
             b.for_(lid, parts, n, |p| top.set(top.get().max(b.load(x, part(p) + (l.width + 1)))));
             let top = b.group_reduce(Reduce::Max, top.get(), scratch);
-            // If no part saw a key, all factors are 0 and the result is 0 / 0 = NaN.
+            // If all scores are -inf, all factors are 0 and the result is 0 / 0 = NaN.
             let shift = b.let_(top.equals(NEG_INF).select(b.constant(self.ty, 0), top));
             let weight = b.var_of(self.ty, 0);
             b.for_(lid, parts, n, |p| {
@@ -479,7 +485,7 @@ impl Cx<'_> {
                 factors.store(p, f);
                 weight.set(f.mul_add(b.load(x, at + l.width), weight.get()));
             });
-            // The barriers of the reduction also order the factors.
+            // The barriers of the reduction also make the factors visible to all work-items.
             let weight = b.group_reduce(Reduce::Add, weight.get(), scratch);
             let (j, z) = (b.let_(lid.imod(across) * QUAD), b.let_(lid.idiv(across)));
             let acc: Vec<_> = (0..QUAD).map(|_| b.var_of(self.ty, 0)).collect();

@@ -1,4 +1,4 @@
-//! The tiled kernel, for prompts on GPUs without matrix units.
+//! The tiled attention kernel, for prompts (many queries) on GPUs without matrix units.
 
 use super::super::common::*;
 use super::problem::Io;
@@ -8,7 +8,7 @@ use crate::kernel::lower::Lowered;
 use crate::kernel::{Buf, Builder, E};
 use crate::target::Declined;
 
-/// Queries and keys of a tile. A workgroup of 128 work-items computes it.
+/// The numbers of queries and keys in a tile, which a workgroup of 128 work-items computes.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct Tile {
     pub queries: u32,
@@ -34,7 +34,8 @@ impl Tile {
 }
 
 impl Cx<'_> {
-    /// A tile of queries per workgroup. Keys, then values, pass through workgroup memory.
+    /// Each workgroup computes one tile of queries. It reads the keys, and then the values, through workgroup
+    /// memory.
     pub(super) fn tiled(&self, args: Args, t: Tile) -> Result<Lowered, Declined> {
         let (n, pitch, row_pitch) = (TILE_ITEMS, self.p.width + 1, t.keys + 1);
         // Work-items per query, and columns of each work-item.
@@ -60,7 +61,7 @@ impl Cx<'_> {
                 let j = m + step * items_per_query;
                 queries.store(r * pitch + j, b.load_if(io.q, mine.q + j, j.lt(io.d)));
             }
-            // Number of keys that any query of the tile sees.
+            // The largest number of keys that a query of the tile attends to.
             let end = if io.causal {
                 let last = b.let_((r0 + (t.queries - 1)).min(rows - 1));
                 let one_head = r0.idiv(io.sq).equals(last.idiv(io.sq));

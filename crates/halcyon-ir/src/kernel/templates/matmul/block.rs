@@ -8,8 +8,8 @@ use crate::kernel::{Builder, E};
 use crate::target::Declined;
 
 impl Cx<'_> {
-    /// A block of rows and columns per work-item.
-    /// Inner loops run over consecutive columns, so compilers vectorise them.
+    /// Each work-item computes a block of rows and columns. Inner loops run over consecutive columns, so
+    /// compilers vectorise them.
     pub(super) fn block(
         &self,
         p: &Problem,

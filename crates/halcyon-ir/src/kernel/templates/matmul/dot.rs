@@ -1,4 +1,4 @@
-//! The dot kernel, for CPUs, if both operands are contiguous along K.
+//! The dot kernel. It is for CPUs, if both operands are contiguous along K.
 
 use super::super::common::*;
 use super::Cx;
@@ -8,8 +8,7 @@ use crate::kernel::lower::Lowered;
 use crate::target::Declined;
 
 impl Cx<'_> {
-    /// One output per work-item, accumulated in `width`
-    /// partial sums, which compilers map to vector lanes.
+    /// Computes one output per work-item, in `width` partial sums, which compilers map to vector lanes.
     pub(super) fn dot(&self, p: &Problem, mut args: Args, width: u32, wg: u32) -> Result<Lowered, Declined> {
         let class = p.rank_class();
         let b = Builder::with_index("matmul_dot", [wg, 1, 1], self.ix);

@@ -1,11 +1,12 @@
 //! Matrix products on matrix units. A workgroup computes a tile of the result; each of its subgroups holds a
 //! part of the tile in registers.
 //!
-//! Both operands go through workgroup memory in two halves: while one half is multiplied, the elements of the
-//! next step are loaded into registers. Operands are read 16 bytes at a time if the layout allows it
-//! (this changes the program's text) and keep their memory order. Rows are padded, so that a subgroup's reads
-//! have no bank conflicts. Finally the sums go through the same memory, so that the result is written in
-//! runs. Sums are f32 throughout and rounded once.
+//! The loop runs along K in steps of `depth`. Workgroup memory has two halves, and each holds both operands'
+//! elements of one step. While one half is multiplied, the elements of the next step are loaded into
+//! registers; then they are stored in the other half. Operands are read 16 bytes at a time if the layout
+//! allows it (this changes the program's text) and keep their memory order. Rows are padded, so that a
+//! subgroup's reads have no bank conflicts. Finally the sums are stored in the same memory, from which the
+//! result is written in runs of adjacent elements. Sums are f32 throughout and rounded once.
 
 use super::super::common::*;
 use super::Cx;
@@ -55,7 +56,7 @@ impl Tile {
 /// Candidates for measurement, not all legal on the device. The first is the heuristic's choice for large
 /// products.
 pub(super) fn tiles(op: MatrixOp) -> Vec<Tile> {
-    // Steps of the same number of bytes for all types.
+    // A step along K has the same number of bytes for all types.
     let d = 64 / op.operand.storage().size() as u32;
     let four = [2, 2];
     let large = if op.width == 32 { [4, 2] } else { four };
@@ -86,7 +87,8 @@ struct Side {
     along_k: bool,
     /// Whether the operand is read 16 bytes at a time.
     aligned: bool,
-    /// In elements: pitch of a run, length of a half, and offset within a half.
+    /// All in elements: the distance between runs of adjacent elements, the length of this operand's part of
+    /// a half, and the offset of this part in the half.
     pitch: u32,
     len: u32,
     first: u32,
@@ -106,7 +108,7 @@ struct Layout {
     bytes: u32,
 }
 
-/// Row pitch, in f32, of the sums in workgroup memory.
+/// Distance between rows of the sums in workgroup memory, in f32 values.
 fn sums_pitch(t: Tile) -> u32 {
     t.part()[1] + 8
 }
@@ -145,7 +147,7 @@ fn layout(p: &Problem, out: DType, op: MatrixOp, t: Tile, offsets: [isize; 2]) -
     }
 }
 
-/// Which operands are read 16 bytes at a time. Part of the key of a measurement.
+/// Which operands are read 16 bytes at a time, as part of the key under which tuning stores a measurement.
 pub(super) fn vectors(p: &Problem, out: DType, op: MatrixOp, offsets: [isize; 2]) -> &'static str {
     match layout(p, out, op, tiles(op)[0], offsets).sides.map(|s| s.aligned) {
         [false, false] => "",
@@ -174,7 +176,8 @@ pub(super) fn legal(p: &Problem, out: DType, op: MatrixOp, t: Tile, caps: &Caps)
         && l.bytes <= caps.workgroup_memory
 }
 
-/// Copies one operand from global to workgroup memory: the elements that one work-item moves per step.
+/// Copies one operand from global to workgroup memory. Describes the elements that one work-item copies in a
+/// step along K.
 struct OperandCopy<'a> {
     side: Side,
     buf: Buf,
@@ -252,12 +255,9 @@ impl Cx<'_> {
         t: Tile,
     ) -> Result<Lowered, Declined> {
         let op = matrix_unit(self.dtype, self.caps)
-            .ok_or_else(|| Declined::because(format!("no matrix unit takes {}", self.dtype)))?;
+            .ok_or_else(|| Declined::because(format!("the device has no matrix unit for {}", self.dtype)))?;
         if !legal(p, out.dtype, op, t, self.caps) {
-            return Err(Declined::because(format!(
-                "matmul: the device cannot have tiles of {}",
-                t.variant()
-            )));
+            return Err(Declined::because(format!("matmul: the device cannot run tiles of {}", t.variant())));
         }
         let l = &layout(p, out.dtype, op, t, [inputs[0].view.offset, inputs[1].view.offset]);
         let class = p.rank_class();
@@ -367,7 +367,8 @@ struct Destination<'a, 's> {
     /// The result, and where the batch starts in it.
     y: Buf,
     start: E<'a>,
-    /// Number of the subgroup, which owns a part of `memory`, and its first row and column.
+    /// Index of the subgroup, which selects its part of `memory`, and the first row and column of its part of
+    /// the result.
     sub: E<'a>,
     first: [E<'a>; 2],
     /// Whether rows of the result are aligned to 16 bytes.

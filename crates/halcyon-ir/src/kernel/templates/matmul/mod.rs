@@ -70,7 +70,7 @@ fn problem<'c>(
     unmasked(inputs)?;
     let (a, w) = (&inputs[0].view, &inputs[1].view);
     if a.rank() < 2 || a.rank() != w.rank() {
-        return Err(Declined::because("matmul: operands of rank 2 or more, and of equal rank"));
+        return Err(Declined::because("matmul: the operands must have equal ranks of 2 or more"));
     }
     let p = Problem::new(a, w);
     if p.batch.len() > 4 {
@@ -85,7 +85,7 @@ fn problem<'c>(
 /// A kernel and its parameters.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum KernelVariant {
-    /// One output per work-item. `items` is the size of the workgroup, here and in the other forms.
+    /// One output per work-item. `items` is the size of the workgroup, here and in the other variants.
     Simple {
         items: u32,
     },
@@ -244,7 +244,7 @@ impl Cx<'_> {
             KernelVariant::Simple { items }
             | KernelVariant::Dot { items, .. }
             | KernelVariant::Block { items, .. } => group(items),
-            // The partial sums are added by a tree.
+            // The tree that adds the partial sums needs two or more work-items per column.
             KernelVariant::Split { items, columns } => {
                 let rows = if p.m.min(p.n) == 1 { 1 } else { 4 };
                 let (t, offset) = self.transposed(p);
@@ -301,7 +301,7 @@ impl Cx<'_> {
         match f {
             KernelVariant::Matrix(t) => self.matrix(p, args, inputs, &outputs[0], t),
             _ if self.out != self.dtype => Err(Declined::because(format!(
-                "matmul: operands of {} into {} without matrix units",
+                "matmul: operands of {} with a result of {} need matrix units",
                 self.dtype, self.out
             ))),
             KernelVariant::Simple { items } => self.simple(p, args, items),

@@ -4,7 +4,7 @@ use super::super::common::*;
 use crate::kernel::{Builder, E};
 use crate::layout::{View, collapse};
 
-/// A product as the kernels see it: strides of up to four batch dimensions, then two strides per operand.
+/// The sizes and strides of a product with up to four batch dimensions.
 #[derive(Clone, Debug)]
 pub(super) struct Problem {
     pub batch: Vec<usize>,
@@ -18,6 +18,7 @@ pub(super) struct Problem {
     pub bb: Vec<isize>,
     pub bk: isize,
     pub bn: isize,
+    /// Strides of the result (row, column).
     pub ym: isize,
     pub yn: isize,
 }
@@ -48,7 +49,7 @@ impl Problem {
             ym: n as isize,
             yn: 1,
         };
-        // One right operand for the whole batch: fold the batch into the rows.
+        // If the whole batch has one right operand, fold the batch into the rows.
         if let ([d], [sa], [0]) = (&p.batch[..], &p.ab[..], &p.bb[..])
             && (m == 1 || *sa == m as isize * p.am)
         {

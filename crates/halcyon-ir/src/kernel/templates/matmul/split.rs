@@ -1,4 +1,5 @@
-//! The split kernel, for products with few rows or columns on GPUs: a workgroup splits the sums.
+//! The split kernel, for products with few rows or columns on GPUs: a workgroup splits each sum over its
+//! work-items.
 
 use super::super::common::*;
 use super::Cx;
@@ -37,18 +38,18 @@ impl<'a> Sums<'a> {
 }
 
 impl Cx<'_> {
-    /// Few rows or columns: the product is computed by the split kernel.
+    /// Whether the product has so few rows or columns that the split kernel computes it.
     pub(super) fn few(&self, p: &Problem) -> bool {
         p.m.min(p.n) <= 8 && p.k >= 64 && self.caps.max_workgroup >= 64
     }
 
-    /// Whether the split kernel reads its right operand contiguously along K, after `turned`.
+    /// Whether the split kernel reads its right operand contiguously along K, after [`Cx::transposed`].
     pub(super) fn split_along_k(p: &Problem) -> bool {
         if p.m > p.n { p.ak.abs() <= p.am.abs() } else { p.bk.abs() <= p.bn.abs() }
     }
 
-    /// A product with few rows or columns as the split kernel sees it, with few rows and many columns, and
-    /// the offset of its right operand.
+    /// The product that the split kernel computes, and the offset of its right operand. A product with few
+    /// columns is transposed, so that it has few rows.
     pub(super) fn transposed(&self, p: &Problem) -> (Problem, isize) {
         if p.m > p.n { (p.transposed(), self.offsets[0]) } else { (p.clone(), self.offsets[1]) }
     }
@@ -74,8 +75,9 @@ impl Cx<'_> {
         if self.dtype.size() <= 4 && fast == 1 && placed { each as u32 } else { 1 }
     }
 
-    /// For few rows: a workgroup computes some columns of up to four rows and splits the sum over its
-    /// work-items. `flipped`: `p` is the transpose of the op's product, so the operand buffers are swapped.
+    /// The kernel for few rows. A workgroup computes some columns of up to four rows and splits each sum over
+    /// its work-items. If `flipped` is set, `p` is the transpose of the op's product, so the operand buffers
+    /// are swapped.
     pub(super) fn split(
         &self,
         p: &Problem,

@@ -15,7 +15,7 @@ pub(super) struct Tile {
     pub side: u32,
     /// Each work-item computes `each * each` outputs.
     pub each: u32,
-    /// Size of a step along K.
+    /// Number of elements of K per iteration.
     pub depth: u32,
 }
 
@@ -43,15 +43,15 @@ impl Tile {
 }
 
 impl Cx<'_> {
-    /// Tiles of both operands in workgroup memory, `each * each` outputs per work-item. Consecutive
-    /// work-items read along the axis that is contiguous in memory.
+    /// The kernel loads tiles of both operands into workgroup memory. Each work-item computes several
+    /// outputs. Consecutive work-items read along the axis that is contiguous in memory.
     pub(super) fn tiled(&self, p: &Problem, mut args: Args, t: Tile) -> Result<Lowered, Declined> {
         let (class, edge, n_items) = (p.rank_class(), t.edge(), t.side * t.side);
         let along_k = (p.ak.abs() <= p.am.abs(), p.bk.abs() <= p.bn.abs());
         let b = Builder::with_index("matmul_tiled", [n_items, 1, 1], self.ix);
         let (a, w, y) = self.buffers(&b);
         let s = Shape::declare(&b, class);
-        // One word of padding per row avoids bank conflicts between writes down a column.
+        // One element of padding per row avoids bank conflicts between the writes of a column.
         let pitch = edge + 1;
         let (ta, tb) = (b.local(self.ty(), t.depth * pitch), b.local(self.ty(), t.depth * pitch));
         let (gm, gn) = (b.let_(s.m.div_ceil(edge)), b.let_(s.n.div_ceil(edge)));
