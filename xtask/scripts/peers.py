@@ -56,7 +56,7 @@ def parse(item):
 
 
 class Numpy:
-    """Products by OpenBLAS, and ceilings of the memory."""
+    """Products by OpenBLAS, and peaks of the memory."""
 
     def __init__(self, threads):
         import numpy as np
@@ -76,11 +76,11 @@ class Numpy:
             a, b = matrix(np, size[0], size[0]), matrix(np, size[0], size[0])
             out = np.empty_like(a)
             return (lambda: np.dot(a, b, out=out)), None
-        if item == "ceiling.read":
+        if item == "peak.read":
             # The scalar product of an array with itself reads its 256 MiB once.
             x = np.ones(1 << 26, np.float32)
             return (lambda: np.dot(x, x)), x.nbytes
-        if item == "ceiling.copy":
+        if item == "peak.copy":
             # Copies 256 MiB from one buffer to another, each thread a part. Bytes read and written both
             # count.
             source = np.ones(1 << 26, np.float32)

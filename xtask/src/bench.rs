@@ -31,7 +31,7 @@
 //!   symbols.
 //! - `model16.NAME.SIZES`: as `model.NAME.SIZES`, with products and convolutions allowed in bfloat16 (mixed
 //!   precision).
-//! - `ceiling.fma`, `ceiling.bf16`, `ceiling.int8`, `ceiling.read`, `ceiling.copy`: the machine's ceilings
+//! - `peak.fma`, `peak.bf16`, `peak.int8`, `peak.read`, `peak.copy`: the machine's peaks
 //!   with N threads. These are multiply-adds in registers of float32, bfloat16 and bytes (work in operations,
 //!   two per multiply-add), reads of memory far larger than the caches (bytes), and copies of such memory
 //!   (bytes read plus written). The answers also contain `"work": W`, the amount of work done in `seconds`.
@@ -43,7 +43,7 @@
 //!
 //! The sides take turns within each round, in a rotating order. A pause keeps one side's spinning threads
 //! from disturbing the next side. The report contains, for each side, the median time, the rate relative to
-//! the best ceiling that any side reached, and how many times as fast Halcyon is (the median over the
+//! the best peak that any side reached, and how many times as fast Halcyon is (the median over the
 //! rounds). A run over all items writes these figures into `docs/performance.md`, between the markers that
 //! `performance.rs` describes, unless `--no-write` is given. torch takes part if it can be imported; `--with
 //! torch` installs it.
@@ -61,18 +61,18 @@ use std::time::{Duration, Instant};
 const MODELS: &str = "HALCYON_PEER_MODELS";
 const PAUSE: Duration = Duration::from_millis(60);
 
-/// The unit of an item's work, which determines the ceiling it is compared with.
+/// The unit of an item's work, which determines the peak it is compared with.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Work {
-    /// Floating-point operations, compared with `ceiling.fma`.
+    /// Floating-point operations, compared with `peak.fma`.
     Flops(f64),
-    /// Floating-point operations with bfloat16 factors, compared with `ceiling.bf16`.
+    /// Floating-point operations with bfloat16 factors, compared with `peak.bf16`.
     Bf16(f64),
-    /// Operations on bytes, compared with `ceiling.int8`.
+    /// Operations on bytes, compared with `peak.int8`.
     Int8(f64),
-    /// Bytes read, compared with `ceiling.read`.
+    /// Bytes read, compared with `peak.read`.
     Read(f64),
-    /// Bytes read and written, compared with `ceiling.copy`.
+    /// Bytes read and written, compared with `peak.copy`.
     Copy(f64),
     /// Wall time only.
     Run,
@@ -110,13 +110,13 @@ const ITEMS: &[(&str, Work)] = &[
 ];
 
 impl Work {
-    fn ceiling(self) -> Option<&'static str> {
+    fn peak(self) -> Option<&'static str> {
         match self {
-            Work::Flops(_) => Some("ceiling.fma"),
-            Work::Bf16(_) => Some("ceiling.bf16"),
-            Work::Int8(_) => Some("ceiling.int8"),
-            Work::Read(_) => Some("ceiling.read"),
-            Work::Copy(_) => Some("ceiling.copy"),
+            Work::Flops(_) => Some("peak.fma"),
+            Work::Bf16(_) => Some("peak.bf16"),
+            Work::Int8(_) => Some("peak.int8"),
+            Work::Read(_) => Some("peak.read"),
+            Work::Copy(_) => Some("peak.copy"),
             Work::Run | Work::Start => None,
         }
     }
@@ -305,14 +305,14 @@ pub(crate) fn peers(args: &[&str]) -> Result<bool, Failure> {
     println!("{} threads, {} rounds, interleaved: {}", options.threads, options.rounds, names.join(" | "));
 
     let items: Vec<_> = ITEMS.iter().filter(|(name, _)| options.selects(name)).collect();
-    let ceilings = measure_ceilings(&mut sides, &items)?;
+    let peaks = measure_peaks(&mut sides, &items)?;
     let mut rows = Vec::new();
     for &&(item, work) in &items {
         let rounds = interleave(&mut sides, item, work, options.rounds)?;
-        rows.push(report_item(item, work, &names, &rounds, &ceilings));
+        rows.push(report_item(item, work, &names, &rounds, &peaks));
     }
     let record = json!({"threads": options.threads, "rounds": options.rounds, "sides": names, "items": rows,
-        "ceilings": ceilings.iter().map(|c| json!({"name": c.0, "giga_per_second": c.1, "by": c.2})).collect::<Vec<_>>()});
+        "peaks": peaks.iter().map(|c| json!({"name": c.0, "giga_per_second": c.1, "by": c.2})).collect::<Vec<_>>()});
     let path = crate::target_dir().join("bench-peers.json");
     std::fs::write(&path, format!("{record:#}\n")).map_err(|e| format!("{}: {e}", path.display()))?;
     println!("written to {}", path.display());
@@ -385,13 +385,13 @@ fn start_input(venv: &Venv) -> Result<(PathBuf, PathBuf, PathBuf), String> {
     Ok((models.join("digits.onnx"), models.join("digit-7.png"), array))
 }
 
-/// The machine's ceilings in giga-units per second: the best of any side, and which side it was.
-type Ceilings = Vec<(&'static str, f64, String)>;
+/// The machine's peaks in giga-units per second: the best of any side, and which side it was.
+type Peaks = Vec<(&'static str, f64, String)>;
 
-fn measure_ceilings(sides: &mut [Side], items: &[&(&str, Work)]) -> Result<Ceilings, String> {
-    let mut ceilings: Ceilings = Vec::new();
-    for name in ["ceiling.fma", "ceiling.bf16", "ceiling.int8", "ceiling.read", "ceiling.copy"] {
-        if !items.iter().any(|(_, work)| work.ceiling() == Some(name)) {
+fn measure_peaks(sides: &mut [Side], items: &[&(&str, Work)]) -> Result<Peaks, String> {
+    let mut peaks: Peaks = Vec::new();
+    for name in ["peak.fma", "peak.bf16", "peak.int8", "peak.read", "peak.copy"] {
+        if !items.iter().any(|(_, work)| work.peak() == Some(name)) {
             continue;
         }
         for side in sides.iter_mut() {
@@ -409,14 +409,14 @@ fn measure_ceilings(sides: &mut [Side], items: &[&(&str, Work)]) -> Result<Ceili
                 continue;
             }
             println!("{name}: {best:.1} G/s by {}", side.name);
-            match ceilings.iter_mut().find(|c| c.0 == name) {
+            match peaks.iter_mut().find(|c| c.0 == name) {
                 Some(known) if known.1 < best => *known = (name, best, side.name.clone()),
                 Some(_) => (),
-                None => ceilings.push((name, best, side.name.clone())),
+                None => peaks.push((name, best, side.name.clone())),
             }
         }
     }
-    Ok(ceilings)
+    Ok(peaks)
 }
 
 /// Seconds per round for each side; an empty list if a side does not have the item.
@@ -444,7 +444,7 @@ pub(crate) fn interleave(
     Ok(seconds)
 }
 
-fn report_item(item: &str, work: Work, names: &[String], rounds: &[Vec<f64>], ceilings: &Ceilings) -> Value {
+fn report_item(item: &str, work: Work, names: &[String], rounds: &[Vec<f64>], peaks: &Peaks) -> Value {
     let ours = &rounds[0];
     let mut sides = Vec::new();
     println!("{item}");
@@ -454,8 +454,8 @@ fn report_item(item: &str, work: Work, names: &[String], rounds: &[Vec<f64>], ce
         };
         let rate = work.rate(time);
         let share = rate.and_then(|rate| {
-            let ceiling = ceilings.iter().find(|c| Some(c.0) == work.ceiling())?;
-            Some(rate / ceiling.1)
+            let peak = peaks.iter().find(|c| Some(c.0) == work.peak())?;
+            Some(rate / peak.1)
         });
         // How many times as fast Halcyon is as this side: the median over the rounds.
         let ratio = median(times.iter().zip(ours).map(|(theirs, ours)| theirs / ours).collect());
@@ -464,14 +464,14 @@ fn report_item(item: &str, work: Work, names: &[String], rounds: &[Vec<f64>], ce
             line.push_str(&format!("  {rate:>7.1} {}", work.unit()));
         }
         if let Some(share) = share {
-            line.push_str(&format!("  {:>5.1} % of the ceiling", share * 100.0));
+            line.push_str(&format!("  {:>5.1} % of the peak", share * 100.0));
         }
         if let Some(ratio) = ratio.filter(|_| name != &names[0]) {
             line.push_str(&format!("  ours is {ratio:.2}x as fast"));
         }
         println!("{line}");
         sides.push(
-            json!({"name": name, "median_seconds": time, "giga_per_second": rate, "share_of_ceiling": share,
+            json!({"name": name, "median_seconds": time, "giga_per_second": rate, "share_of_peak": share,
             "ours_times_as_fast": ratio, "seconds": times}),
         );
     }

@@ -72,10 +72,10 @@ fn table(record: &Value, date: &str, machine: &str) -> String {
         sides.join(", "),
         if torch { "" } else { "; torch: not installed" }
     );
-    let peaks: Vec<String> = list(&record["ceilings"])
+    let peaks: Vec<String> = list(&record["peaks"])
         .iter()
         .filter_map(|c| {
-            let name = c["name"].as_str()?.strip_prefix("ceiling.")?;
+            let name = c["name"].as_str()?.strip_prefix("peak.")?;
             Some(format!("{name} {:.0}", c["giga_per_second"].as_f64()?))
         })
         .collect();
@@ -103,7 +103,7 @@ fn table(record: &Value, date: &str, machine: &str) -> String {
             }
         };
         let ours = sides.first().and_then(|n| of(n));
-        let share = ours.as_ref().and_then(|o| o["share_of_ceiling"].as_f64());
+        let share = ours.as_ref().and_then(|o| o["share_of_peak"].as_f64());
         let best = sides.iter().skip(1).filter_map(|n| of(n)?["ours_times_as_fast"].as_f64());
         let mut cells = vec![
             format!("`{}`", item["item"].as_str().unwrap_or_default()),
@@ -147,12 +147,12 @@ mod tests {
     #[test]
     fn a_row_says_rates_shares_and_the_fastest_peer() {
         let side = |name: &str, t: f64, rate: Option<f64>, ratio: f64| {
-            json!({"name": name, "median_seconds": t, "giga_per_second": rate, "share_of_ceiling": rate.map(|r| r / 1000.0),
+            json!({"name": name, "median_seconds": t, "giga_per_second": rate, "share_of_peak": rate.map(|r| r / 1000.0),
                 "ours_times_as_fast": ratio})
         };
         let record = json!({
             "threads": 2, "rounds": 3, "sides": ["halcyon 1", "a 2", "b 3"],
-            "ceilings": [{"name": "ceiling.fma", "giga_per_second": 1000.0, "by": "halcyon 1"}],
+            "peaks": [{"name": "peak.fma", "giga_per_second": 1000.0, "by": "halcyon 1"}],
             "items": [
                 {"item": "gemm.8", "unit": "GFLOP/s", "sides": [side("halcyon 1", 0.1, Some(500.0), 1.0), side("a 2", 0.2, Some(250.0), 2.0),
                     side("b 3", 0.09, Some(555.0), 0.9)]},

@@ -1,4 +1,4 @@
-//! Speed of the CPU kernels compared with the machine's measured ceilings: `cargo run --release -p
+//! Speed of the CPU kernels compared with the machine's measured peaks: `cargo run --release -p
 //! halcyon-hal --example cpu_kernels [threads]`.
 
 use halcyon_hal::cpu::library::attention::{Attention, Heads, Operands, attention};

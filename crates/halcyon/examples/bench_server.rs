@@ -186,7 +186,7 @@ fn model(backend: &Backend, item: &str) -> Result<Option<Job>> {
     Ok(Some(Box::new(move || session.run_data(&inputs).map(|_| ()))))
 }
 
-fn ceiling(team: &Team, kind: &str) -> Option<(f64, f64)> {
+fn peak(team: &Team, kind: &str) -> Option<(f64, f64)> {
     let isa = Isa::best();
     // A rate is reported as an amount of work and the time for it.
     let best = |kind| {
@@ -229,14 +229,14 @@ fn main() -> Result<()> {
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { break };
         let item = line.trim();
-        if let Some(kind) = item.strip_prefix("ceiling.") {
+        if let Some(kind) = item.strip_prefix("peak.") {
             current = None;
             let team = Team::new(
                 threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get())),
             );
-            match ceiling(&team, kind) {
+            match peak(&team, kind) {
                 Some((seconds, work)) => say(json!({"seconds": seconds, "work": work})),
-                None => say(json!({"unsupported": format!("there is no ceiling {kind}")})),
+                None => say(json!({"unsupported": format!("there is no peak {kind}")})),
             }
             continue;
         }

@@ -1,4 +1,4 @@
-//! Measures the ceilings of this machine: multiply-add rates, memory bandwidth, and the time a team takes to
+//! Measures the peaks of this machine: multiply-add rates, memory bandwidth, and the time a team takes to
 //! start a job. Reported shares of a peak refer to these figures.
 //!
 //! Each measurement returns one figure per burst, so that the caller can take the best, the median or the

@@ -1,4 +1,4 @@
-//! `halcyon bench`: measures the machine's ceilings (peak rates), single operations, models and the gain of
+//! `halcyon bench`: measures the machine's peak rates, single operations, models and the gain of
 //! transformations, and compares them with an earlier report.
 
 mod compare;
@@ -133,7 +133,7 @@ fn giga(work: u64, seconds: f64) -> String {
     if work == 0 { String::new() } else { three(work as f64 / seconds.max(1e-12) / 1e9) }
 }
 
-/// The least time of some work at the machine's ceilings, in seconds, and whether compute or memory limits
+/// The least time of some work at the machine's peaks, in seconds, and whether compute or memory limits
 /// it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bound {
@@ -157,7 +157,7 @@ fn share_text(bound: Option<Bound>, seconds: f64) -> String {
     bound.map_or(String::new(), one)
 }
 
-/// Shares above this are marked. They occur if the machine was slower while its ceiling was measured than
+/// Shares above this are marked. They occur if the machine was slower while its peak was measured than
 /// during the work (other load, a lower clock), or if the kernel needs fewer operations than are counted.
 pub(in crate::cmd) const ABOVE: f64 = 1.02;
 

@@ -1,4 +1,4 @@
-//! `halcyon bench peak`: measures the machine's ceilings (peak rates), and the time to start a job on a team.
+//! `halcyon bench peak`: measures the machine's peak rates, and the time to start a job on a team.
 
 use super::compare::{self, EarlierReport, head};
 use super::limits::{rates, working_sets};

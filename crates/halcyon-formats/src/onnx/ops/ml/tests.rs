@@ -223,14 +223,14 @@ fn broken_trees_are_refused() {
     let bad = |part: &str, f: fn(NodeProto) -> NodeProto| refused(5, with(stump(0), f), &v, part);
     bad("cycle", |n| n.ints("nodes_trueleafs", &[0]));
     bad("no leaf 7", |n| n.ints("nodes_truenodeids", &[7]));
-    bad("holds -1", |n| n.ints("nodes_truenodeids", &[-1]));
+    bad("contains -1, which is not a valid index", |n| n.ints("nodes_truenodeids", &[-1]));
     bad("no node 3", |n| n.ints("tree_roots", &[3]));
     bad("no tree", |n| n.ints("tree_roots", &[]));
-    bad("feature 9 of 1", |n| n.ints("nodes_featureids", &[9]));
-    bad("holds 9223372036854775807", |n| n.ints("nodes_featureids", &[i64::MAX]));
+    bad("a node tests feature 9, but there are only 1", |n| n.ints("nodes_featureids", &[9]));
+    bad("contains 9223372036854775807", |n| n.ints("nodes_featureids", &[i64::MAX]));
     bad("has 2 entries, expected 1", |n| n.ints("nodes_featureids", &[0, 0]));
     bad("no node mode 9", |n| n.table("nodes_modes", &t(&[1], &[9u8])));
-    bad("target 1 of 1", |n| n.ints("leaf_targetids", &[0, 1]));
+    bad("target 1, but the number of targets is 1", |n| n.ints("leaf_targetids", &[0, 1]));
     bad("0 targets", |n| n.int("n_targets", 0));
     bad("targets for 2 votes", |n| n.int("n_targets", 1 << 30));
     bad("aggregate_function 4", |n| n.int("aggregate_function", 4));
@@ -365,7 +365,7 @@ fn models_that_do_not_fit_their_operands_are_refused() {
     refused(1, n(&[1.0; 2]).int("targets", -1), &v, "not 0 equal rows");
     refused(1, n(&[1.0; 2]).floats("intercepts", &[1.0; 2]), &v, "2 intercepts");
     refused(1, n(&[1.0; 2]).text("post_transform", "LOG"), &v, "post_transform 'LOG'");
-    refused(1, n(&[1.0; 2]), &[x(&[1, 1, 2], &[1f32; 2])], "of rank 3");
+    refused(1, n(&[1.0; 2]), &[x(&[1, 1, 2], &[1f32; 2])], "have rank 3");
     let n = |n: i64| {
         ml("SVMRegressor", &["x0"], &["y"])
             .floats("coefficients", &[1.0; 2])
@@ -374,17 +374,17 @@ fn models_that_do_not_fit_their_operands_are_refused() {
     };
     refused(1, n(-1), &v, "negative");
     refused(1, n(2), &v, "'support_vectors' is missing");
-    refused(1, n(3).floats("support_vectors", &[1.0; 4]), &v, "not 3 support vectors");
+    refused(1, n(3).floats("support_vectors", &[1.0; 4]), &v, "into 3 support vectors");
     refused(1, n(2).floats("support_vectors", &[1.0; 4]).text("kernel_type", "X"), &v, "kernel_type 'X'");
-    refused(1, n(2).floats("support_vectors", &[1.0; 4]).floats("kernel_params", &[1.0]), &v, "not 3");
+    refused(1, n(2).floats("support_vectors", &[1.0; 4]).floats("kernel_params", &[1.0]), &v, "expected 3");
     let n = || {
         let n = ml("SVMClassifier", &["x0"], &["l", "y"]).ints("classlabels_ints", &[1, 2]);
         n.floats("support_vectors", &[1.0; 4]).floats("rho", &[0.0]).floats("coefficients", &[1.0; 2])
     };
-    refused(1, n().ints("vectors_per_class", &[1]), &v, "1 classes for 2 labels");
+    refused(1, n().ints("vectors_per_class", &[1]), &v, "1 entries for 2 labels");
     refused(1, n().ints("vectors_per_class", &[1, -1]), &v, "not a size");
     let few = with(n(), |n| n.floats("support_vectors", &[1.0; 8]));
-    refused(1, few.ints("vectors_per_class", &[2, 2]), &v, "2 coefficients and 1 rho");
+    refused(1, few.ints("vectors_per_class", &[2, 2]), &v, "2 coefficients and 1 numbers in 'rho'");
     refused(1, n().ints("vectors_per_class", &[1, 1]).floats("prob_a", &[1.0]), &v, "'prob_b'");
 }
 

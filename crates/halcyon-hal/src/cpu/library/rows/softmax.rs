@@ -77,7 +77,7 @@ pub(crate) unsafe fn max_of<S: Simd>(x: &[f32]) -> f32 {
 unsafe fn exp_minus<S: Simd>(x: &[f32], m: f32, y: &mut [f32]) -> f32 {
     // SAFETY: the length is at most that of both slices; the caller has the instruction set of `S`.
     unsafe { S::exp_minus(x.len().min(y.len()), x.as_ptr(), m, y.as_mut_ptr()) };
-    // SAFETY: the caller has the instruction set of `S`, which `exp_minus` requires.
+    // SAFETY: the contract of `exp_minus` requires a CPU with the instruction set of `S`.
     unsafe { sum_of::<S>(y, |v| v) }
 }
 
@@ -89,7 +89,7 @@ unsafe fn exp_minus<S: Simd>(x: &[f32], m: f32, y: &mut [f32]) -> f32 {
 pub(crate) unsafe fn exp_in_place<S: Simd>(x: &mut [f32], m: f32) -> f32 {
     // SAFETY: both pointers are valid for the slice's length; the caller has the instruction set of `S`.
     unsafe { S::exp_minus(x.len(), x.as_ptr(), m, x.as_mut_ptr()) };
-    // SAFETY: the caller has the instruction set of `S`, which `exp_in_place` requires.
+    // SAFETY: the contract of `exp_in_place` requires a CPU with the instruction set of `S`.
     unsafe { sum_of::<S>(x, |v| v) }
 }
 
@@ -175,7 +175,7 @@ unsafe fn row_body<S: Simd>(kind: Kind, x: &[f32], y: &mut [f32], scale: &[f32],
 #[inline(always)]
 unsafe fn rows_body<S: Simd>(kind: Kind, n: usize, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) {
     for (x, y) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)) {
-        // SAFETY: the caller has the instruction set of `S`, which `rows_body` requires.
+        // SAFETY: the contract of `rows_body` requires a CPU with the instruction set of `S`.
         unsafe { row_body::<S>(kind, x, y, scale, shift) };
     }
 }
@@ -197,7 +197,7 @@ unsafe fn soft_half_body<S: Simd, T: PackElem>(log: bool, x: &mut [f32], y: &mut
         T::narrow_slice(v, &mut room[..v.len()]);
         T::widen_slice(&room[..v.len()], v);
     };
-    // SAFETY: the caller has the instruction set of `S`, which `soft_half_body` requires.
+    // SAFETY: the contract of `soft_half_body` requires a CPU with the instruction set of `S`.
     unsafe {
         let top = max_of::<S>(x);
         x.iter_mut().for_each(|v| *v -= top);
