@@ -372,16 +372,42 @@ fn backend(context: &Context) -> Outcome {
     if let Err(why) = run(context.cargo().args(fmt)) {
         return Outcome::Failed(why);
     }
+    let profiles = match workspace_profiles() {
+        Ok(path) => path,
+        Err(why) => return Outcome::Failed(why),
+    };
     let mut command = context.cargo();
-    command.args([
-        "test",
-        "--no-fail-fast",
-        "--locked",
-        "--manifest-path",
-        manifest.as_str(),
-        "--target-dir",
-    ]);
+    command.args(["test", "--no-fail-fast", "--locked", "--manifest-path", manifest.as_str(), "--config"]);
+    command.arg(profiles).arg("--target-dir");
     cargo_tests(command.arg(crate::target_dir()))
+}
+
+/// Writes the profiles of Halcyon's workspace to a configuration file of cargo, and returns its path. With the
+/// same profiles, packages outside of the workspace use what the workspace's tests have built.
+fn workspace_profiles() -> Result<std::path::PathBuf, String> {
+    let root = crate::root().join("Cargo.toml");
+    let text = std::fs::read_to_string(&root).map_err(|e| format!("{}: {e}", root.display()))?;
+    let to = crate::target_dir().join("profiles.toml");
+    std::fs::create_dir_all(crate::target_dir())
+        .and_then(|()| std::fs::write(&to, profiles_of(&text)))
+        .map_err(|e| format!("{}: {e}", to.display()))?;
+    Ok(to)
+}
+
+/// The tables of profiles in the text of a manifest.
+fn profiles_of(manifest: &str) -> String {
+    let mut inside = false;
+    let mut out = String::new();
+    for line in manifest.lines() {
+        if line.starts_with('[') {
+            inside = line.starts_with("[profile.");
+        }
+        if inside {
+            out.push_str(line);
+            out.push('\n');
+        }
+    }
+    out
 }
 
 /// Runs a cargo test command and counts its tests. A run without tests is a failure.
@@ -700,6 +726,13 @@ mod tests {
     fn finds_a_digit_by_name() {
         assert_eq!(digit_named("  1. seven  99.9 %"), Some("seven"));
         assert_eq!(digit_named("backend cpu: nobody asked for one"), Some("one"));
+    }
+
+    #[test]
+    fn the_profiles_of_a_manifest_are_all_its_tables_of_profiles() {
+        let manifest = "[package]\nname = 'a'\n[profile.dev]\nlto = 'off'\n\n[lints]\nx = 1\n[profile.dev.package.b]\nopt-level = 0\n";
+        let want = "[profile.dev]\nlto = 'off'\n\n[profile.dev.package.b]\nopt-level = 0\n";
+        assert_eq!(profiles_of(manifest), want);
         assert_eq!(digit_named("stone ozone"), None);
     }
 
