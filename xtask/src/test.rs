@@ -385,11 +385,25 @@ fn backend(context: &Context) -> Outcome {
 /// Writes the profiles of Halcyon's workspace to a configuration file of cargo, and returns its path. With the
 /// same profiles, packages outside of the workspace use what the workspace's tests have built.
 fn workspace_profiles() -> Result<std::path::PathBuf, String> {
-    let root = crate::root().join("Cargo.toml");
-    let text = std::fs::read_to_string(&root).map_err(|e| format!("{}: {e}", root.display()))?;
+    let root = crate::root();
+    let manifest = root.join("Cargo.toml");
+    let text = std::fs::read_to_string(&manifest).map_err(|e| format!("{}: {e}", manifest.display()))?;
+    let mut profiles = profiles_of(&text);
+    let crates = root.join("crates");
+    let entries = std::fs::read_dir(&crates).map_err(|e| format!("{}: {e}", crates.display()))?;
+    for entry in entries.flatten() {
+        // From outside, the settings for "*" also hold for Halcyon's own crates. These get their own back.
+        let name = entry.file_name().display().to_string();
+        let table = format!("[profile.dev.package.{name}]\n");
+        let own = "debug = \"line-tables-only\"\n";
+        match profiles.find(&table) {
+            Some(at) => profiles.insert_str(at + table.len(), own),
+            None => profiles.push_str(&format!("{table}{own}opt-level = 0\n")),
+        }
+    }
     let to = crate::target_dir().join("profiles.toml");
     std::fs::create_dir_all(crate::target_dir())
-        .and_then(|()| std::fs::write(&to, profiles_of(&text)))
+        .and_then(|()| std::fs::write(&to, profiles))
         .map_err(|e| format!("{}: {e}", to.display()))?;
     Ok(to)
 }
