@@ -2,6 +2,7 @@
 //! it against its peers.
 
 mod bench;
+mod binaries;
 mod binary;
 mod comments;
 mod crates;

@@ -165,7 +165,7 @@ fn program(command: &Command) -> String {
     }
 }
 
-fn line(command: &Command) -> String {
+pub(crate) fn line(command: &Command) -> String {
     let root = crate::root();
     let short = |s: &std::ffi::OsStr| s.to_string_lossy().replace(&format!("{}/", root.display()), "");
     let mut out = String::new();

@@ -1,6 +1,7 @@
 //! `cargo xtask test`: the tests to run before a change is merged, on a machine with only a Rust toolchain.
 //! With `--nightly`, it runs all tests in full. `docs/testing.md` explains the tiers.
 
+use crate::binaries;
 use crate::prerequisites::{self, PREREQUISITES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, seconds, test_result};
 use crate::tier::{Draw, SEED, Tier};
@@ -350,10 +351,12 @@ fn clippy(context: &Context) -> Outcome {
 /// Runs the tests, then those in documentation. The examples are not built, because this would compile the
 /// kernels again for each of them; clippy checks them.
 fn tests(context: &Context) -> Outcome {
+    let binaries = test_binaries(context);
+    let mut command = context.cargo();
+    let documentation = cargo_tests(command.args(["test", "--workspace", "--no-fail-fast", "--doc"]));
     let (mut total, mut notes) = (Counts::default(), Vec::new());
-    for targets in [&["--lib", "--bins", "--tests"][..], &["--doc"]] {
-        let mut command = context.cargo();
-        match cargo_tests(command.args(["test", "--workspace", "--no-fail-fast"]).args(targets)) {
+    for outcome in [binaries, documentation] {
+        match outcome {
             Outcome::Tests(counts, note) => {
                 total.add(counts);
                 notes.extend(Some(note).filter(|n| !n.is_empty()));
@@ -362,6 +365,25 @@ fn tests(context: &Context) -> Outcome {
         }
     }
     Outcome::Tests(total, notes.join("; "))
+}
+
+/// Builds the workspace's test binaries and runs them.
+fn test_binaries(context: &Context) -> Outcome {
+    let mut tally = Tally::start();
+    let mut cargo = context.cargo();
+    cargo.args(["test", "--workspace", "--no-run", "--lib", "--bins", "--tests"]);
+    let settings = |command: &mut Command| context.tell(command);
+    let ran = binaries::run(&mut cargo, &settings, &mut |done: binaries::Finished| {
+        println!("     Running {}", done.name);
+        print!("{}", done.output);
+        tally.running = done.name;
+        done.output.lines().for_each(|line| tally.read(line));
+        if let Some(why) = done.failure {
+            println!("    {why}");
+            tally.failures.push(why);
+        }
+    });
+    tally.outcome(ran)
 }
 
 /// Tests the example backend, which is not part of the workspace. Its tests use Halcyon as a user's crate
@@ -426,38 +448,65 @@ fn profiles_of(manifest: &str) -> String {
 
 /// Runs a cargo test command and counts its tests. A run without tests is a failure.
 pub(crate) fn cargo_tests(command: &mut Command) -> Outcome {
-    let _ = std::fs::remove_file(skips_file());
-    let mut total = Counts::default();
-    let (mut running, mut times) = (String::new(), Vec::new());
-    let result = run_watching(command, |line| {
+    let mut tally = Tally::start();
+    let result = run_watching(command, |line| tally.read(line));
+    tally.outcome(result)
+}
+
+/// Counts tests in the output of test binaries.
+struct Tally {
+    total: Counts,
+    /// The name of the binary whose output is read.
+    running: String,
+    /// Seconds by binary.
+    times: Vec<(f64, String)>,
+    /// How binaries failed.
+    failures: Vec<String>,
+}
+
+impl Tally {
+    fn start() -> Tally {
+        let _ = std::fs::remove_file(skips_file());
+        Tally { total: Counts::default(), running: String::new(), times: vec![], failures: vec![] }
+    }
+
+    fn read(&mut self, line: &str) {
         if let Some(counts) = test_result(line) {
-            total.add(counts);
-            times.push((seconds(line).unwrap_or(0.0), std::mem::take(&mut running)));
+            self.total.add(counts);
+            self.times.push((seconds(line).unwrap_or(0.0), std::mem::take(&mut self.running)));
         } else if let Some(what) = line.trim_start().strip_prefix("Running ") {
-            running = what.split(" (").next().unwrap_or(what).to_string();
+            self.running = what.split(" (").next().unwrap_or(what).to_string();
         } else if let Some(what) = line.trim_start().strip_prefix("Doc-tests ") {
-            running = format!("doc-tests of {what}");
+            self.running = format!("doc-tests of {what}");
         }
-    });
-    times.sort_by(|a, b| b.0.total_cmp(&a.0));
-    for (s, what) in times.iter().take(8).filter(|(s, _)| *s >= 5.0) {
-        println!("    {s:>6.1} s  {what}");
     }
-    let skips = std::fs::read_to_string(skips_file()).unwrap_or_default();
-    for skip in skips.lines() {
-        println!("    skipped {skip}");
-        total.skipped += 1;
-        // The test binary counted the skipped test as passed.
-        total.passed = total.passed.saturating_sub(1);
-    }
-    match result {
-        // The build failed, or a test binary crashed before its summary.
-        Err(why) if total.failed == 0 => {
-            total.failed = 1;
-            Outcome::Tests(total, why)
+
+    fn outcome(mut self, result: Result<(), String>) -> Outcome {
+        self.times.sort_by(|a, b| b.0.total_cmp(&a.0));
+        for (s, what) in self.times.iter().take(8).filter(|(s, _)| *s >= 5.0) {
+            println!("    {s:>6.1} s  {what}");
         }
-        Ok(()) if total.passed + total.failed == 0 => Outcome::Failed("no test ran".into()),
-        _ => Outcome::Tests(total, String::new()),
+        let mut total = self.total;
+        let skips = std::fs::read_to_string(skips_file()).unwrap_or_default();
+        for skip in skips.lines() {
+            println!("    skipped {skip}");
+            total.skipped += 1;
+            // The test binary counted the skipped test as passed.
+            total.passed = total.passed.saturating_sub(1);
+        }
+        let result = match self.failures.is_empty() {
+            true => result,
+            false => Err(self.failures.join("; ")),
+        };
+        match result {
+            // The build failed, or a test binary crashed before its summary.
+            Err(why) if total.failed == 0 => {
+                total.failed = 1;
+                Outcome::Tests(total, why)
+            }
+            Ok(()) if total.passed + total.failed == 0 => Outcome::Failed("no test ran".into()),
+            _ => Outcome::Tests(total, String::new()),
+        }
     }
 }
 
