@@ -1,5 +1,5 @@
-//! Runs the workspace's test binaries, two at a time. Many of them keep one processor busy for a part of their
-//! time only, because their tests take turns on a device.
+//! Runs the workspace's test binaries, two at a time. Many of them use only one processor for a part of their
+//! time, because their tests take turns on a device.
 
 use crate::report::line;
 use serde_json::Value;
@@ -61,8 +61,8 @@ fn build(command: &mut Command) -> Result<Vec<Binary>, String> {
     Ok(found)
 }
 
-/// Builds the tests and runs their binaries. `settings` sets the variables that tests read; `finished` gets the
-/// output of each binary when it has ended.
+/// Builds the tests and runs their binaries. `settings` sets the variables that tests read. `finished` gets
+/// the output of each binary when it has ended.
 ///
 /// # Errors
 /// A message if the tests do not build.

@@ -404,8 +404,8 @@ fn backend(context: &Context) -> Outcome {
     cargo_tests(command.arg(crate::target_dir()))
 }
 
-/// Writes the profiles of Halcyon's workspace to a configuration file of cargo, and returns its path. With the
-/// same profiles, packages outside of the workspace use what the workspace's tests have built.
+/// Writes the profiles of Halcyon's workspace to a configuration file of cargo, and returns its path. With
+/// the same profiles, packages outside of the workspace use what the workspace's tests have built.
 fn workspace_profiles() -> Result<std::path::PathBuf, String> {
     let root = crate::root();
     let manifest = root.join("Cargo.toml");
