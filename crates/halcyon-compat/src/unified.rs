@@ -66,8 +66,8 @@ impl BackendBuilder {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if `accum_dtype` is not f32, `compute_dtype` is none of f32, f16 and bf16, or
-    /// `scale_factor` is not 1 for bf16; [`BackendBuilder::build`] reports a dtype that the device does not
-    /// support.
+    /// `scale_factor` is not 1 for f32 or bf16; [`BackendBuilder::build`] reports a dtype that the device does
+    /// not support.
     pub fn enable_mixed_precision(self, config: MixedPrecisionConfig) -> Result<Self> {
         let MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor } = config;
         if accum_dtype != DType::F32 {
@@ -81,10 +81,10 @@ impl BackendBuilder {
         let policy = policy.ok_or_else(|| {
             Error::unsupported(format!("mixed precision in {compute_dtype}"), "Use BF16, F16 or F32")
         })?;
-        if policy == AmpPolicy::Bf16 && scale_factor != 1.0 {
+        if policy != AmpPolicy::F16 && scale_factor != 1.0 {
             return Err(Error::unsupported(
                 format!("gradients scaled by {scale_factor}"),
-                "Use scale_factor 1.0: bf16 has the range of f32",
+                "Use scale_factor 1.0: only f16 needs scaled gradients",
             ));
         }
         Ok(self.with(|b| b.amp(policy)))

@@ -84,7 +84,7 @@ pub(crate) trait Actions<D: DeviceInstance> {
     /// [`Error::Argument`] for a kernel or a buffer of another device.
     fn library(&mut self, device: &D, kernel: &Arc<dyn LibraryKernel>, buffers: &[BufferRef]) -> Result<()> {
         let _ = (device, buffers);
-        Err(Error::argument("submit", format!("{} is another device's kernel", kernel.name())))
+        Err(Error::argument("submit", format!("{} is a library kernel of another device", kernel.name())))
     }
 }
 

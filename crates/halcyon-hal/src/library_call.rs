@@ -72,7 +72,7 @@ impl<'a> CallForm<'a> {
     pub(crate) fn native_types(&self) -> Result<(), Declined> {
         match self.inputs.iter().chain(self.outputs).find(|o| !o.dtype.is_native()) {
             Some(o) => {
-                Err(Declined::because(format!("{} is a small type, which the passes rewrite", o.dtype)))
+                Err(Declined::because(format!("{} is a small type, which the passes replace", o.dtype)))
             }
             None => Ok(()),
         }

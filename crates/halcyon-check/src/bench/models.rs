@@ -38,7 +38,7 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
                 if length > 0 { format!("batch {batch}, {length} tokens") } else { format!("batch {batch}") };
             let name = format!("{theirs} f32, TF32 on, {of}, against {mode}");
             if !path.is_file() {
-                note(format!("{name}: not measured: the data has no {file}"));
+                note(format!("{name}: not measured: the data folder has no {file}"));
                 continue;
             }
             part(o, &name, || {

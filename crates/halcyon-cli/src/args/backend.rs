@@ -207,7 +207,7 @@ fn transformation(name: &str) -> Result<&'static str> {
     passes::ALL.iter().find(|t| **t == name).copied().ok_or_else(|| {
         Error::argument(
             "--without",
-            format!("\"{name}\" is not a transformation; there are {}", passes::ALL.join(", ")),
+            format!("\"{name}\" is not a transformation; the transformations are {}", passes::ALL.join(", ")),
         )
     })
 }

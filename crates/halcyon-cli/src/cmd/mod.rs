@@ -255,7 +255,7 @@ impl Loaded {
         let mut out = String::new();
         for i in &self.inputs {
             let fixed = match self.determines_shape(&i.name) {
-                true => " (determines a shape: the plan is valid for this value)",
+                true => " (determines a shape: the plan is only for this value)",
                 false => "",
             };
             out += &format!(

@@ -70,10 +70,9 @@ pub(super) struct SimtDevice {
 
 impl Shared {
     pub(super) fn kernel<'a>(&self, k: &'a Arc<dyn LibraryKernel>) -> Result<&'a SimtKernel> {
-        k.as_any()
-            .downcast_ref::<SimtKernel>()
-            .filter(|k| k.owner == self.number)
-            .ok_or_else(|| Error::argument("submit", format!("{} is another device's kernel", k.name())))
+        k.as_any().downcast_ref::<SimtKernel>().filter(|k| k.owner == self.number).ok_or_else(|| {
+            Error::argument("submit", format!("{} is a library kernel of another device", k.name()))
+        })
     }
 
     /// The time stamp from which the times of streams are measured.

@@ -159,7 +159,9 @@ impl Rules for Conv {
         }
         let lengths = [self.pad.len(), self.dilation.len(), self.input_dilation.len()];
         if i.rank() != n + 2 || w.rank() != n + 2 || lengths != [n; 3] {
-            let what = format!("input {i} and weight {w}: expected {n} spatial axes after two others");
+            let what = format!(
+                "input {i} and weight {w}: expected 2 + {n} axes each, and {n} strides, paddings and dilations"
+            );
             return Err(t.shape(what));
         }
         let reads = w[1].mul(Dim::from(self.groups));

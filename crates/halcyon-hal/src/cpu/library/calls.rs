@@ -144,7 +144,7 @@ pub(super) fn matmul_where(
         return Err(Declined::because("two operands are needed"));
     };
     if a.view.rank() < 2 || a.view.rank() != b.view.rank() {
-        return Err(Declined::because("operands of one rank, at least 2, are needed"));
+        return Err(Declined::because("the operands must have the same rank, at least 2"));
     }
     let p = Product::new(&a.view, &b.view);
     let all = [a.dtype, b.dtype, call.outputs[0].dtype];

@@ -349,7 +349,9 @@ pub(crate) fn pool(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
     let window = pool_window(p, &[*h, *v])?;
     if x.dtype == DType::BF16 && y.dtype == x.dtype {
         if *b != BLOCK || n * cb * window.out_size() * b != y.view.numel() {
-            return no("the blocks are not of 32 channels, or the output has another size");
+            return no(
+                "the blocks are not of 32 channels, or the output buffer does not have the size of the result",
+            );
         }
         let (kind, planes, v) = (pool_kind(p), (*n, *cb), x.view.clone());
         return CpuKernel::new(format!("cpu.pool_blocked16.{}", isa.name()), call, move |r| {
@@ -363,7 +365,9 @@ pub(crate) fn pool(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
         return no("f32 or bf16 is needed");
     }
     if *b != lanes(isa) || n * cb * window.out_size() * b != y.view.numel() {
-        return no("the blocks do not have the size of a vector, or the output has another size");
+        return no(
+            "the blocks do not have the size of a vector, or the output buffer does not have the size of the result",
+        );
     }
     let (kind, planes, v) = (pool_kind(p), n * cb, x.view.clone());
     CpuKernel::new(format!("cpu.pool_blocked.{}", isa.name()), call, move |r| {
