@@ -66,8 +66,8 @@ impl BackendBuilder {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if `accum_dtype` is not f32, `compute_dtype` is none of f32, f16 and bf16, or
-    /// `scale_factor` is not 1 for f32 or bf16; [`BackendBuilder::build`] reports a dtype that the device does
-    /// not support.
+    /// `scale_factor` is not 1 for f32 or bf16. [`BackendBuilder::build`] reports a dtype that the device
+    /// does not support.
     pub fn enable_mixed_precision(self, config: MixedPrecisionConfig) -> Result<Self> {
         let MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor } = config;
         if accum_dtype != DType::F32 {
