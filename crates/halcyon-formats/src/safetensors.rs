@@ -12,6 +12,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
+use std::io::Write;
 use std::path::Path;
 
 /// Longest accepted header in bytes. The format itself sets this bound.
@@ -113,6 +114,53 @@ impl SafeTensors {
     }
 }
 
+/// Writes a file of tensors in the given order. An existing file is replaced only when the new one is complete.
+/// Returns the size in bytes.
+///
+/// # Errors
+/// [`Error::Argument`] for a name that appears twice or is reserved; [`Error::Unsupported`] for a dtype that the
+/// format lacks; [`Error::Io`].
+pub fn write(
+    path: &Path,
+    tensors: &[(&str, &ConstData)],
+    metadata: &BTreeMap<String, String>,
+) -> Result<u64> {
+    let header = header(tensors, metadata)?;
+    halcyon_host::output::write_with(path, |o| {
+        o.write_all(&(header.len() as u64).to_le_bytes())?;
+        o.write_all(&header)?;
+        tensors.iter().try_for_each(|(_, t)| o.write_all(t.bytes()))
+    })
+}
+
+/// The JSON header, padded with spaces so that the data begins at a multiple of 8 bytes.
+fn header(tensors: &[(&str, &ConstData)], metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
+    let (mut map, mut at) = (serde_json::Map::new(), 0);
+    if !metadata.is_empty() {
+        map.insert(METADATA.into(), serde_json::json!(metadata));
+    }
+    for (name, t) in tensors {
+        let row = ROWS.iter().find(|r| r.dtype == t.dtype);
+        let dtype = row.and_then(|r| r.safetensors).ok_or_else(|| {
+            let what = format!("{} tensors in safetensors files (tensor '{name}')", t.dtype);
+            Error::unsupported(what, "Cast it to a type of the format")
+        })?;
+        let end = at + t.bytes().len();
+        let info = serde_json::json!({ "dtype": dtype, "shape": &t.dims[..], "data_offsets": [at, end] });
+        if *name == METADATA || map.insert((*name).into(), info).is_some() {
+            let what = format!("the name '{name}' is reserved or appears twice");
+            return Err(Error::argument("safetensors", what));
+        }
+        at = end;
+    }
+    let mut text = serde_json::to_vec(&map).map_err(|e| Error::internal(e.to_string()))?;
+    text.resize(text.len().next_multiple_of(8), b' ');
+    Ok(text)
+}
+
+/// The header's key of free-form text.
+const METADATA: &str = "__metadata__";
+
 struct Header {
     metadata: BTreeMap<String, String>,
     tensors: BTreeMap<String, Info>,
@@ -134,7 +182,7 @@ impl<'de> Deserialize<'de> for Header {
                     if !seen.insert(key.clone()) {
                         return Err(A::Error::custom(format!("'{key}' appears twice")));
                     }
-                    if key == "__metadata__" {
+                    if key == METADATA {
                         h.metadata = m.next_value()?;
                     } else {
                         h.tensors.insert(key, m.next_value()?);

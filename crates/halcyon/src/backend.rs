@@ -357,11 +357,11 @@ impl Backend {
     }
 
     /// Returns the seed of the next draw and increments it.
-    pub(crate) fn next_seed(&self) -> u64 {
+    pub fn next_seed(&self) -> u64 {
         self.0.seed.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Sets the seed of the next `Backend::randn`.
+    /// Sets the seed of the next [`Backend::rand`] or [`Backend::randn`].
     pub fn manual_seed(&self, seed: u64) {
         self.0.seed.store(seed, Ordering::Relaxed);
     }

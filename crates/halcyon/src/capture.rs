@@ -10,6 +10,7 @@ use crate::executable::{Executable, Lease, OutputMemory, submit};
 use crate::sync::lock;
 use crate::tensor::{Collector, Mode, Tensor};
 use halcyon_hal::{BufferRef, Command, Event, Tag};
+use halcyon_ir::dtype::DType;
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::shape::TensorType;
 use halcyon_ir::{NodeId, Op, Scalar};
@@ -112,6 +113,8 @@ struct Entry {
     /// Evaluated tensors that the closure captured: further inputs of the plan.
     captured: Vec<Tensor>,
     outputs: Vec<TensorType>,
+    /// For each run-time argument of the plan, the number of the caller's argument and its dtype.
+    args: Vec<(u32, DType)>,
 }
 
 impl Entry {
@@ -160,6 +163,11 @@ impl Backend {
 }
 
 impl<F> Compiled<F> {
+    /// The function.
+    pub fn function(&self) -> &F {
+        &self.f
+    }
+
     /// The number of sets of input types for which there is a plan.
     pub fn plans(&self) -> usize {
         lock(&self.plans).len()
@@ -174,6 +182,35 @@ impl<F> Compiled<F> {
     /// history, which would be lost.
     #[track_caller]
     pub fn call<R>(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
+    where
+        F: Fn(&[Tensor]) -> R,
+        R: Outputs,
+    {
+        self.call_with(inputs, &[])
+    }
+
+    /// Like [`Compiled::call`], with the values of the scalars that the function reads by
+    /// [`Tensor::argument`]. They are cast to the dtypes asked for there. Other values need no other plan and
+    /// no copy to the device.
+    ///
+    /// ```
+    /// use halcyon::prelude::*;
+    /// # fn main() -> halcyon::Result<()> {
+    /// let b = Backend::cpu()?;
+    /// let step = b.compile(|x: &[Tensor]| &x[0] - &x[1] * &Tensor::argument(x[0].backend(), 0, DType::F32));
+    /// let (w, g) = (Tensor::ones(&b, [2], DType::F32), Tensor::ones(&b, [2], DType::F32));
+    /// assert_eq!(step.call_with(&[&w, &g], &[0.25.into()])?[0].to_vec::<f32>()?, [0.75; 2]);
+    /// assert_eq!(step.call_with(&[&w, &g], &[0.5.into()])?[0].to_vec::<f32>()?, [0.5; 2]);
+    /// assert_eq!(step.plans(), 1);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// The errors of [`Compiled::call`]; [`Error::Argument`] if the function reads an argument that `args`
+    /// lacks.
+    #[track_caller]
+    pub fn call_with<R>(&self, inputs: &[&Tensor], args: &[Scalar]) -> Result<Vec<Tensor>>
     where
         F: Fn(&[Tensor]) -> R,
         R: Outputs,
@@ -211,8 +248,16 @@ impl<F> Compiled<F> {
             let what = "a tensor that the function also captures cannot be donated";
             return Err(Error::argument("compiled function", what).at(&by));
         }
+        let value = |(k, dtype): &(u32, DType)| match args.get(*k as usize) {
+            Some(v) => Ok(v.cast(*dtype)),
+            None => {
+                let what = format!("it reads argument {k}, and {} were given", args.len());
+                Err(Error::argument("compiled function", what).at(&by))
+            }
+        };
+        let args: SmallVec<[Scalar; 8]> = entry.args.iter().map(value).collect::<Result<_>>()?;
         let on = self.backend.runtime().queues.current();
-        let ran = entry.exe.run_on(&buffers, &[], on.as_deref());
+        let ran = entry.exe.run_on(&buffers, &args, on.as_deref());
         let (made, event) = ran.map_err(|f| {
             // A run that failed part-way leaves donated memory in an unknown state.
             if f.started {
@@ -271,12 +316,14 @@ impl<F> Compiled<F> {
         let donated_inputs = donated;
         let mut donated = donated.to_vec();
         donated.resize(inputs.len() + c.leaves.len(), false);
-        let Collector { graph, leaves, .. } = c;
+        let Collector { graph, leaves, numbers, .. } = c;
+        let args = numbers.into_iter().zip(graph.args().iter().copied()).collect();
         let exe = self.backend.plan(graph, donated.clone())?;
         let entry = Arc::new(Entry {
             inputs: inputs.iter().zip(donated).map(|(t, d)| (t.0.ty.clone(), d)).collect(),
             exe,
             captured: leaves,
+            args,
             outputs: outputs.iter().map(|t| t.0.ty.clone()).collect(),
         });
         let mut plans = lock(&self.plans);

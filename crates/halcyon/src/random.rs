@@ -11,17 +11,29 @@ use halcyon_ir::shape::Shape;
 use halcyon_ir::{NodeId, ScalarOp};
 use std::panic::Location;
 
+/// The two halves of a key: u32 of rank 0, the low one first.
+type Key = [NodeId; 2];
+
+/// The key of a seed, as literals.
+fn key_of(g: &mut Graph, seed: u64) -> Key {
+    [seed, seed >> 32].map(|k| g.full(DType::U32, Shape::scalar(), Scalar::U(k & u32::MAX as u64)))
+}
+
 /// 32 random bits per element. A draw that needs more bits uses further values of `word`.
-fn bits(g: &mut Graph, shape: &Shape, seed: u64, word: u64) -> Result<NodeId> {
+fn bits(g: &mut Graph, shape: &Shape, [low, high]: Key, word: u64) -> Result<NodeId> {
     let n = shape.dims()?.iter().try_fold(1u64, |n, d| n.checked_mul(*d as u64));
     let n = n.filter(|n| *n <= 1 << 32).ok_or_else(|| {
         let what = format!("{shape} random numbers in one tensor");
         Error::unsupported(what, "Draw at most 2^32 elements at once")
     })?;
     // Each word has its own key. Keys may differ in few bits, because the generator is designed for that.
-    let key = seed.wrapping_add(word << 32);
-    let mut half = |k: u64| g.full(DType::U32, Shape::scalar(), Scalar::U(k & u32::MAX as u64));
-    let (low, high) = (half(key), half(key >> 32));
+    let high = match word {
+        0 => high,
+        _ => {
+            let by = g.lit(high, Scalar::U(word));
+            g.add(high, by)?
+        }
+    };
     let at = g.iota(DType::U32, [n as usize], 0)?;
     let b = g.scalar(ScalarOp::Threefry, &[low, high, at])?;
     g.reshape(b, shape)
@@ -33,8 +45,8 @@ fn scaled(g: &mut Graph, x: NodeId, by: f64) -> Result<NodeId> {
 }
 
 /// Uniform in `[0, 1)`: f32 with 24 random bits.
-fn unit(g: &mut Graph, shape: &Shape, seed: u64, word: u64) -> Result<NodeId> {
-    let b = bits(g, shape, seed, word)?;
+fn unit(g: &mut Graph, shape: &Shape, key: Key, word: u64) -> Result<NodeId> {
+    let b = bits(g, shape, key, word)?;
     let eight = g.lit(b, Scalar::U(8));
     let b = g.scalar(ScalarOp::Shr, &[b, eight])?;
     let b = g.cast(b, DType::F32)?;
@@ -43,9 +55,9 @@ fn unit(g: &mut Graph, shape: &Shape, seed: u64, word: u64) -> Result<NodeId> {
 
 /// Standard normal in f32, by the Box-Muller transform ("A note on the generation of random normal deviates",
 /// 1958).
-fn normal(g: &mut Graph, shape: &Shape, seed: u64) -> Result<NodeId> {
+fn normal(g: &mut Graph, shape: &Shape, key: Key) -> Result<NodeId> {
     // Map to (0, 1], because the logarithm needs fine steps near zero, and f32 has its finest steps there.
-    let b = bits(g, shape, seed, 0)?;
+    let b = bits(g, shape, key, 0)?;
     let b = g.cast(b, DType::F32)?;
     let u = scaled(g, b, (0.5f64).powi(32))?;
     let least = g.lit(u, (0.5f64).powi(33));
@@ -53,7 +65,7 @@ fn normal(g: &mut Graph, shape: &Shape, seed: u64) -> Result<NodeId> {
     let l = g.log(u)?;
     let l = scaled(g, l, -2.0)?;
     let r = g.sqrt(l)?;
-    let v = unit(g, shape, seed, 1)?;
+    let v = unit(g, shape, key, 1)?;
     let a = scaled(g, v, std::f64::consts::TAU)?;
     let c = g.cos(a)?;
     g.mul(r, c)
@@ -81,18 +93,41 @@ impl Tensor {
     /// Uniform in `[0, 1)`, drawn in f32 and cast to `dtype`. The same seed gives the same numbers.
     #[track_caller]
     pub fn rand(backend: &Backend, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Tensor {
-        Tensor::draw(backend, shape, dtype, |g, s| unit(g, s, seed, 0))
+        Tensor::draw(backend, shape, dtype, |g, s| {
+            let key = key_of(g, seed);
+            unit(g, s, key, 0)
+        })
     }
 
     /// Standard normal, drawn in f32 (at most 6.7 standard deviations) and cast to `dtype`. The same seed
     /// gives the same numbers.
     #[track_caller]
     pub fn randn(backend: &Backend, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Tensor {
-        Tensor::draw(backend, shape, dtype, |g, s| normal(g, s, seed))
+        Tensor::draw(backend, shape, dtype, |g, s| {
+            let key = key_of(g, seed);
+            normal(g, s, key)
+        })
+    }
+
+    /// Uniform in `[0, 1)` in f32, like [`Tensor::rand`] with the seed `key[0] + (key[1] << 32)`. The halves
+    /// of the key are tensors, u32 of rank 0, so a compiled function can get them as arguments.
+    #[track_caller]
+    pub fn rand_by_key(key: [&Tensor; 2], shape: impl Into<Shape>) -> Tensor {
+        let shape = shape.into();
+        Tensor::build(&key, |g, x| match *x {
+            [low, high] => unit(g, &shape, [low, high], 0),
+            _ => Err(Error::internal("a key has two halves")),
+        })
     }
 }
 
 impl Backend {
+    /// Uniform in `[0, 1)`. Every call uses the next seed, like [`Backend::randn`].
+    #[track_caller]
+    pub fn rand(&self, shape: impl Into<Shape>, dtype: DType) -> Tensor {
+        Tensor::rand(self, shape, dtype, self.next_seed())
+    }
+
     /// Standard normal. Every call uses the next seed, so a program that makes the same calls in the same
     /// order gets the same numbers; see [`Backend::manual_seed`].
     #[track_caller]

@@ -132,6 +132,25 @@ impl Tensor {
         Tensor::build(&[self], |g, x| g.bitcast(x[0], dtype))
     }
 
+    /// The same value, a float, through which no gradient is propagated.
+    #[track_caller]
+    pub fn stop_gradient(&self) -> Tensor {
+        Tensor::build(&[self], |g, x| {
+            let d = g.dtype(x[0]);
+            let bits = match d.bits() {
+                _ if !d.is_float() => return Ok(x[0]),
+                8 => DType::U8,
+                16 => DType::U16,
+                32 => DType::U32,
+                64 => DType::U64,
+                _ => return Err(Error::unsupported(format!("stop_gradient of {d}"), "Cast it to f32 first")),
+            };
+            // The bits are an integer, and integers have no gradient.
+            let b = g.bitcast(x[0], bits)?;
+            g.bitcast(b, d)
+        })
+    }
+
     /// `x²`.
     #[track_caller]
     pub fn sqr(&self) -> Tensor {

@@ -165,6 +165,8 @@ pub(crate) struct Collector {
     /// The tensors of the graph's inputs, in order.
     pub(crate) leaves: Vec<Tensor>,
     pub(crate) args: Vec<Scalar>,
+    /// In mode `Compile`: for each argument of the graph, the number given to [`Tensor::argument`].
+    pub(crate) numbers: Vec<u32>,
 }
 
 impl Collector {
@@ -224,7 +226,15 @@ impl Collector {
                 self.leaves.push(t.clone());
                 self.graph.input("", n.ty.clone())
             }
-            Op::Input(_) if self.mode == Mode::Gradient => self.graph.input("", n.ty.clone()),
+            Op::Input(_) | Op::Arg(_) if self.mode == Mode::Gradient => self.graph.input("", n.ty.clone()),
+            Op::Arg(k) if self.mode == Mode::Compile => {
+                self.numbers.push(*k);
+                self.graph.arg(n.ty.dtype)
+            }
+            Op::Arg(k) => {
+                let what = format!("argument {k} has no value: only a compiled function may compute with it");
+                return Err(Error::argument("eval", what).at(&n.span));
+            }
             Op::Input(_) => {
                 return Err(Error::argument(
                     "eval",

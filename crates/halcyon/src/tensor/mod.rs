@@ -193,6 +193,15 @@ impl Tensor {
         Tensor::leaf(backend, TensorType::new(dtype, shape), Value::Pending, Span::caller())
     }
 
+    /// Inside of a function compiled by [`Backend::compile`]: the value of rank 0 that
+    /// [`crate::Compiled::call_with`] gets as argument number `number`. Evaluating it elsewhere is an error.
+    #[track_caller]
+    pub fn argument(backend: &Backend, number: u32, dtype: DType) -> Tensor {
+        let ty = TensorType::new(dtype, Shape::scalar());
+        let leaf = NewNode::leaf(ty, Value::Pending, Span::caller());
+        Tensor::make(backend.clone(), NewNode { op: Op::Arg(number), ..leaf })
+    }
+
     /// Element type.
     ///
     /// # Errors
@@ -237,6 +246,16 @@ impl Tensor {
             Value::Failed(e) => Err(e.clone()),
             Value::Donated { by } => Err(Error::Donated { by: by.clone() }),
             _ => Ok(()),
+        }
+    }
+
+    /// If the tensor carries an error: a tensor that carries `f(error)`. Else the tensor itself. Layers use it
+    /// to put their names into errors.
+    #[track_caller]
+    pub fn map_error(&self, f: impl FnOnce(Error) -> Error) -> Tensor {
+        match &self.0.lock().value {
+            Value::Failed(e) => Tensor::failed(self.backend(), f(e.clone()), Location::caller()),
+            _ => self.clone(),
         }
     }
 

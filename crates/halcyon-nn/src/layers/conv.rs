@@ -1,0 +1,271 @@
+use super::linear::DEFAULT_WEIGHT;
+use super::{invalid, located};
+use crate::init::Init;
+use crate::module::{Module, Visit};
+use crate::slot::Param;
+use halcyon::ir::DType;
+use halcyon::ir::error::{Error, Result};
+use halcyon::ir::ops::Conv;
+use halcyon::{Backend, Tensor};
+
+/// Options of a convolution over `N` axes.
+#[derive(Clone, Copy, Debug)]
+pub struct ConvOptions<const N: usize> {
+    pub stride: [usize; N],
+    /// Zeros added on both sides of each axis. For a transposed convolution: what is cut from the full result.
+    pub padding: [usize; N],
+    pub dilation: [usize; N],
+    pub groups: usize,
+    /// Whether there is a bias. Default: true.
+    pub bias: bool,
+    /// Of transposed convolutions: elements added at the end of each axis of the result.
+    pub output_padding: [usize; N],
+    pub dtype: DType,
+    /// Initial values of the weight. Default: uniform within `1 / sqrt(fan-in)`.
+    pub weight: Init,
+}
+
+impl<const N: usize> Default for ConvOptions<N> {
+    fn default() -> ConvOptions<N> {
+        ConvOptions {
+            stride: [1; N],
+            padding: [0; N],
+            dilation: [1; N],
+            groups: 1,
+            bias: true,
+            output_padding: [0; N],
+            dtype: DType::F32,
+            weight: DEFAULT_WEIGHT,
+        }
+    }
+}
+
+impl<const N: usize> ConvOptions<N> {
+    /// Sets the padding of every axis.
+    pub fn padding(mut self, padding: usize) -> Self {
+        self.padding = [padding; N];
+        self
+    }
+
+    /// Sets the stride of every axis.
+    pub fn stride(mut self, stride: usize) -> Self {
+        self.stride = [stride; N];
+        self
+    }
+
+    /// Sets the number of groups.
+    pub fn groups(mut self, groups: usize) -> Self {
+        self.groups = groups;
+        self
+    }
+
+    /// Leaves the bias out.
+    pub fn without_bias(mut self) -> Self {
+        self.bias = false;
+        self
+    }
+
+    fn check(&self, layer: &str, inputs: usize, outputs: usize, kernel: [usize; N]) -> Result<()> {
+        let g = self.groups;
+        if g == 0 || inputs == 0 || outputs == 0 || inputs % g != 0 || outputs % g != 0 {
+            let what = format!("{inputs} input and {outputs} output channels do not divide into {g} groups");
+            return Err(invalid(layer, what));
+        }
+        let zero = |v: &[usize]| v.contains(&0);
+        if zero(&kernel) || zero(&self.stride) || zero(&self.dilation) {
+            let what = format!(
+                "kernel {kernel:?}, stride {:?} and dilation {:?} must be at least 1",
+                self.stride, self.dilation
+            );
+            return Err(invalid(layer, what));
+        }
+        let too_much = |i: usize| self.output_padding[i] >= self.stride[i].max(self.dilation[i]);
+        if self.output_padding != [0; N] && (0..N).any(too_much) {
+            let what = format!(
+                "the output padding {:?} must be less than the stride or the dilation",
+                self.output_padding
+            );
+            return Err(invalid(layer, what));
+        }
+        Ok(())
+    }
+
+    /// Weight of shape `dims`, and a bias of `outputs` elements with PyTorch's bound `1 / sqrt(fan-in)`.
+    fn params(&self, backend: &Backend, dims: &[usize], outputs: usize) -> Result<(Param, Option<Param>)> {
+        let weight = Param::new(self.weight.tensor(backend, dims, self.dtype)?);
+        if !self.bias {
+            return Ok((weight, None));
+        }
+        let bound = 1.0 / (dims[1..].iter().product::<usize>() as f64).sqrt();
+        let bias = Init::Uniform { low: -bound, high: bound }.tensor(backend, &[outputs], self.dtype)?;
+        Ok((weight, Some(Param::new(bias))))
+    }
+
+    fn with_bias(&self, y: Tensor, bias: &Option<Param>) -> Tensor {
+        match bias {
+            Some(b) => {
+                let mut shape = vec![1i64; N + 1];
+                shape[0] = -1;
+                y + b.value().reshape(shape)
+            }
+            None => y,
+        }
+    }
+}
+
+macro_rules! convolutions {
+    ($($(#[$doc:meta])* $name:ident, $transposed:ident, $n:literal;)*) => {
+        $(
+            #[doc = concat!("Convolution over ", stringify!($n), " axes: `[batch, inputs, …]` to `[batch, outputs, …]`.")]
+            /// `weight` is `[outputs, inputs / groups, kernel…]`, `bias` `[outputs]`. As in other libraries it
+            /// is a cross-correlation: the kernel is not flipped.
+            #[derive(Clone, Debug)]
+            pub struct $name {
+                pub weight: Param,
+                pub bias: Option<Param>,
+                options: ConvOptions<$n>,
+            }
+
+            impl Module for $name {
+                fn visit(&self, visit: &mut Visit<'_>) {
+                    visit.child("weight", &self.weight);
+                    visit.child("bias", &self.bias);
+                }
+                fn kind(&self) -> &'static str {
+                    stringify!($name)
+                }
+            }
+
+            impl $name {
+                /// A layer with `kernel` elements along each axis, stride 1 and no padding.
+                ///
+                /// # Errors
+                #[doc = concat!("Those of [`", stringify!($name), "::with`].")]
+                pub fn new(backend: &Backend, inputs: usize, outputs: usize, kernel: usize) -> Result<$name> {
+                    $name::with(backend, inputs, outputs, [kernel; $n], ConvOptions::default())
+                }
+
+                /// A layer with options.
+                ///
+                /// # Errors
+                /// `Error::Argument` for channels that the groups do not divide, or sizes of 0; errors of the
+                /// device.
+                pub fn with(
+                    backend: &Backend,
+                    inputs: usize,
+                    outputs: usize,
+                    kernel: [usize; $n],
+                    options: ConvOptions<$n>,
+                ) -> Result<$name> {
+                    options.check(stringify!($name), inputs, outputs, kernel)?;
+                    if options.output_padding != [0; $n] {
+                        let what = "output padding belongs to transposed convolutions";
+                        return Err(invalid(stringify!($name), what));
+                    }
+                    let mut dims = vec![outputs, inputs / options.groups];
+                    dims.extend(kernel);
+                    let (weight, bias) = options.params(backend, &dims, outputs)?;
+                    Ok($name { weight, bias, options })
+                }
+
+                /// The layer's result for `x` of shape `[batch, inputs, …]`.
+                #[track_caller]
+                pub fn forward(&self, x: &Tensor) -> Tensor {
+                    let o = &self.options;
+                    let c = Conv::new($n).stride(o.stride).padding(o.padding).dilation(o.dilation);
+                    let y = x.conv(&self.weight.value(), c.groups(o.groups));
+                    located(o.with_bias(y, &self.bias), &self.weight)
+                }
+            }
+
+            #[doc = concat!("Transposed convolution over ", stringify!($n), " axes: the gradient of [`",
+                stringify!($name), "`] with respect to its input.")]
+            /// `weight` is `[inputs, outputs / groups, kernel…]`, `bias` `[outputs]`.
+            #[derive(Clone, Debug)]
+            pub struct $transposed {
+                pub weight: Param,
+                pub bias: Option<Param>,
+                options: ConvOptions<$n>,
+            }
+
+            impl Module for $transposed {
+                fn visit(&self, visit: &mut Visit<'_>) {
+                    visit.child("weight", &self.weight);
+                    visit.child("bias", &self.bias);
+                }
+                fn kind(&self) -> &'static str {
+                    stringify!($transposed)
+                }
+            }
+
+            impl $transposed {
+                /// A layer with `kernel` elements along each axis, stride 1 and no padding.
+                ///
+                /// # Errors
+                #[doc = concat!("Those of [`", stringify!($transposed), "::with`].")]
+                pub fn new(backend: &Backend, inputs: usize, outputs: usize, kernel: usize) -> Result<$transposed> {
+                    $transposed::with(backend, inputs, outputs, [kernel; $n], ConvOptions::default())
+                }
+
+                /// A layer with options.
+                ///
+                /// # Errors
+                /// `Error::Argument` for channels that the groups do not divide, sizes of 0, or an output
+                /// padding that is too large; errors of the device.
+                pub fn with(
+                    backend: &Backend,
+                    inputs: usize,
+                    outputs: usize,
+                    kernel: [usize; $n],
+                    options: ConvOptions<$n>,
+                ) -> Result<$transposed> {
+                    options.check(stringify!($transposed), inputs, outputs, kernel)?;
+                    let mut dims = vec![inputs, outputs / options.groups];
+                    dims.extend(kernel);
+                    let (weight, bias) = options.params(backend, &dims, outputs)?;
+                    Ok($transposed { weight, bias, options })
+                }
+
+                /// The layer's result for `x` of shape `[batch, inputs, …]`.
+                #[track_caller]
+                pub fn forward(&self, x: &Tensor) -> Tensor {
+                    let y = transposed(x, &self.weight.value(), &self.options);
+                    located(self.options.with_bias(y, &self.bias), &self.weight)
+                }
+            }
+        )*
+    };
+}
+convolutions! {
+    Conv1d, ConvTranspose1d, 1;
+    Conv2d, ConvTranspose2d, 2;
+    Conv3d, ConvTranspose3d, 3;
+}
+
+/// A convolution of `x` with zeros between its elements and a flipped kernel whose channels are exchanged.
+#[track_caller]
+fn transposed<const N: usize>(x: &Tensor, w: &Tensor, o: &ConvOptions<N>) -> Tensor {
+    Tensor::build(&[x, w], |g, v| {
+        let dims = g.shape(v[1]).dims()?;
+        let ([inputs, per_group], kernel) = match dims.as_slice() {
+            [i, p, kernel @ ..] if kernel.len() == N => ([*i, *p], kernel.to_vec()),
+            d => return Err(Error::shape("transposed convolution", format!("the weight's shape is {d:?}"))),
+        };
+        let groups = o.groups;
+        let mut split = vec![groups, inputs / groups, per_group];
+        split.extend(&kernel);
+        let w = g.reshape(v[1], split)?;
+        let w = g.transpose(w, 1, 2)?;
+        let mut joined = vec![groups * per_group, inputs / groups];
+        joined.extend(&kernel);
+        let w = g.reshape(w, joined)?;
+        let w = g.flip(w, &(2..2 + N).collect::<Vec<_>>())?;
+        let mut c = Conv::new(N).dilation(o.dilation).groups(groups);
+        for i in 0..N {
+            let full = (o.dilation[i] * (kernel[i] - 1)) as i64 - o.padding[i] as i64;
+            c.pad[i] = (full, full + o.output_padding[i] as i64);
+            c.input_dilation[i] = o.stride[i];
+        }
+        g.conv(v[0], w, c)
+    })
+}

@@ -1,0 +1,41 @@
+//! Layers. Names, defaults and the layout of their weights are PyTorch's.
+
+mod activation;
+mod attention;
+mod conv;
+mod dropout;
+mod embedding;
+mod linear;
+mod lora;
+mod norm;
+mod pool;
+mod recurrent;
+mod sequential;
+
+pub(crate) use activation::softplus;
+pub use activation::{Activation, Gelu};
+pub use attention::{MultiHeadAttention, MultiHeadAttentionOptions};
+pub use conv::{Conv1d, Conv2d, Conv3d, ConvOptions, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d};
+pub use dropout::Dropout;
+pub use embedding::{Embedding, EmbeddingOptions};
+pub use linear::{Linear, LinearOptions};
+pub use lora::{Lora, LoraOptions};
+pub use norm::{BatchNorm, BatchNormOptions, GroupNorm, LayerNorm, NormOptions, RmsNorm};
+pub use pool::{AdaptiveAvgPool, AvgPool, MaxPool, PoolOptions};
+pub use recurrent::{Gru, Lstm, LstmState, RecurrentOptions};
+pub use sequential::{Forward, Sequential};
+
+use crate::slot::{Param, in_module};
+use halcyon::Tensor;
+use halcyon::ir::error::Error;
+
+/// Puts the path of the module that owns `param` into the error that `t` carries, if it carries one.
+#[track_caller]
+pub(crate) fn located(t: Tensor, param: &Param) -> Tensor {
+    t.map_error(|e| in_module(e, &param.module_path()))
+}
+
+/// The error of a layer's constructor.
+pub(crate) fn invalid(layer: &str, what: impl Into<String>) -> Error {
+    Error::argument(layer, what)
+}

@@ -1,0 +1,387 @@
+//! Optimizers: update rules, groups of parameters, schedules, clipping.
+
+mod num;
+mod rules;
+mod schedule;
+
+pub use num::Num;
+pub use rules::{AdaGrad, Adafactor, Adam, Lion, Muon, RmsProp, Sgd, StateSpec, StepNumbers, UpdateRule};
+pub use schedule::Schedule;
+
+use crate::grad::ModuleGrads;
+use crate::init::Init;
+use crate::module::{Module, ModuleExt, Pattern};
+use crate::slot::{Slot, backend_of, dtype_of};
+use halcyon::ir::DType;
+use halcyon::ir::error::{Error, Result};
+use halcyon::{Backend, State, Tensor};
+use std::fmt;
+use std::sync::Arc;
+
+/// How gradients are bounded before the update.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Clip {
+    /// All gradients of the group together are scaled down to a norm of at most this.
+    Norm(f64),
+    /// Each element is clamped to plus and minus this.
+    Value(f64),
+}
+
+/// What differs between groups of parameters. Unset fields are those of the optimizer.
+#[derive(Clone, Debug, Default)]
+pub struct GroupOptions {
+    pub rule: Option<Arc<dyn UpdateRule>>,
+    pub rate: Option<f64>,
+    pub weight_decay: Option<f64>,
+    pub clip: Option<Clip>,
+    pub schedule: Option<Schedule>,
+}
+
+/// A group of parameters with its settings.
+#[derive(Clone, Debug)]
+struct Group {
+    rule: Arc<dyn UpdateRule>,
+    rate: f64,
+    weight_decay: f64,
+    clip: Option<Clip>,
+    schedule: Schedule,
+}
+
+/// A parameter with its state.
+struct Entry {
+    path: String,
+    slot: Slot,
+    group: usize,
+    /// An f32 copy of a parameter of a smaller float, which is what the rule updates.
+    master: Option<State>,
+    /// With their names.
+    state: Vec<(&'static str, State)>,
+}
+
+/// Updates the trainable parameters of a module by their gradients.
+///
+/// ```
+/// use halcyon::prelude::*;
+/// use halcyon_nn::{Adam, Linear, Optimizer, value_and_grad};
+/// # fn main() -> halcyon::Result<()> {
+/// let b = Backend::cpu()?;
+/// let layer = Linear::new(&b, 1, 1)?;
+/// let x = Tensor::from_slice(&b, [4, 1], &[0.0f32, 1.0, 2.0, 3.0])?;
+/// let y = &x * 2.0 + 1.0;
+/// let mut optimizer = Optimizer::new(&layer, Adam::new().rate(0.1))?;
+/// for _ in 0..300 {
+///     let (_, grads) = value_and_grad(&layer, |m| Ok((m.forward(&x) - &y).sqr().mean(..)))?;
+///     optimizer.step(&grads)?;
+/// }
+/// assert!((layer.weight.value().item::<f32>()? - 2.0).abs() < 0.05);
+/// # Ok(())
+/// # }
+/// ```
+pub struct Optimizer {
+    groups: Vec<Group>,
+    entries: Vec<Entry>,
+    steps: u64,
+}
+
+impl fmt::Debug for Optimizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&str> = self.groups.iter().map(|g| g.rule.name()).collect();
+        write!(f, "Optimizer({}, {} parameters, {} steps)", names.join(", "), self.entries.len(), self.steps)
+    }
+}
+
+/// Prepares an [`Optimizer`] with groups.
+pub struct OptimizerBuilder {
+    default: Group,
+    groups: Vec<(Box<dyn Fn(&str) -> bool>, String, GroupOptions)>,
+    error: Option<Error>,
+}
+
+impl fmt::Debug for OptimizerBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "OptimizerBuilder({}, {} groups)", self.default.rule.name(), self.groups.len() + 1)
+    }
+}
+
+impl OptimizerBuilder {
+    /// Bounds the gradients of the parameters that are in no other group.
+    pub fn clip(mut self, clip: Clip) -> Self {
+        self.default.clip = Some(clip);
+        self
+    }
+
+    /// Sets the schedule of all groups that set none.
+    pub fn schedule(mut self, schedule: Schedule) -> Self {
+        self.default.schedule = schedule;
+        self
+    }
+
+    /// Adds a group of the parameters whose paths match a pattern; see [`Pattern`]. A parameter belongs to the
+    /// first group that it matches.
+    pub fn group(mut self, pattern: &str, options: GroupOptions) -> Self {
+        match Pattern::new(pattern) {
+            Ok(p) => self.groups.push((Box::new(move |path| p.matches(path)), pattern.to_string(), options)),
+            Err(e) => self.error = self.error.or(Some(e)),
+        }
+        self
+    }
+
+    /// Adds a group of the parameters for whose paths `which` is true.
+    pub fn group_where(mut self, which: impl Fn(&str) -> bool + 'static, options: GroupOptions) -> Self {
+        self.groups.push((Box::new(which), "a predicate".into(), options));
+        self
+    }
+
+    /// The optimizer of the module's trainable parameters.
+    ///
+    /// # Errors
+    /// `Error::Argument` if the module has no trainable parameter, a group has none, a setting is out of range,
+    /// or a rule cannot update a parameter; errors of the device.
+    pub fn build<M: Module + ?Sized>(self, module: &M) -> Result<Optimizer> {
+        if let Some(e) = self.error {
+            return Err(e);
+        }
+        let d = &self.default;
+        let mut groups = vec![];
+        for (_, _, o) in &self.groups {
+            let rule = o.rule.clone().unwrap_or_else(|| d.rule.clone());
+            let own = rule.defaults();
+            let (rate, decay) = if o.rule.is_some() { own } else { (d.rate, d.weight_decay) };
+            groups.push(Group {
+                rule,
+                rate: o.rate.unwrap_or(rate),
+                weight_decay: o.weight_decay.unwrap_or(decay),
+                clip: o.clip.or(d.clip),
+                schedule: o.schedule.clone().unwrap_or_else(|| d.schedule.clone()),
+            });
+        }
+        groups.push(d.clone());
+        groups.iter().try_for_each(checked)?;
+        let params = module.trainable();
+        if params.is_empty() {
+            return Err(Error::argument("Optimizer", "the module has no trainable parameter"));
+        }
+        let mut used = vec![0usize; groups.len()];
+        let mut entries = vec![];
+        for (path, slot) in params {
+            let group = self.groups.iter().position(|(which, _, _)| which(&path)).unwrap_or(groups.len() - 1);
+            used[group] += 1;
+            entries.push(Entry::new(path, slot, group, &groups[group])?);
+        }
+        if let Some(i) = (0..self.groups.len()).find(|i| used[*i] == 0) {
+            let what = format!("no trainable parameter belongs to the group of `{}`", self.groups[i].1);
+            return Err(Error::argument("Optimizer", what));
+        }
+        Ok(Optimizer { groups, entries, steps: 0 })
+    }
+}
+
+fn checked(g: &Group) -> Result<()> {
+    let positive = |what: &str, x: f64| match x.is_finite() && x >= 0.0 {
+        true => Ok(()),
+        false => Err(Error::argument("Optimizer", format!("the {what} {x} is negative or not finite"))),
+    };
+    positive("learning rate", g.rate)?;
+    positive("weight decay", g.weight_decay)?;
+    match g.clip {
+        Some(Clip::Norm(c) | Clip::Value(c)) => positive("bound of gradients", c),
+        None => Ok(()),
+    }
+}
+
+/// The dtype in which a rule computes for a parameter.
+fn compute_dtype(d: DType) -> DType {
+    if d == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
+impl Entry {
+    fn new(path: String, slot: Slot, group: usize, of: &Group) -> Result<Entry> {
+        let (b, dims, dtype) = (backend_of(&slot), slot.stored().dims()?, dtype_of(&slot)?);
+        let compute = compute_dtype(dtype);
+        let specs = of.rule.state(&dims).map_err(|e| crate::slot::in_module(e, &path))?;
+        let state = specs.into_iter().map(|s| {
+            Ok((s.name, State::new(Init::Constant(s.initial).tensor(&b, &s.dims, compute)?)))
+        });
+        let state = state.collect::<Result<_>>()?;
+        let master = (dtype != compute).then(|| State::new(slot.stored().cast(compute)));
+        Ok(Entry { path, slot, group, master, state })
+    }
+
+    /// All its tensors: the parameter, the f32 copy if there is one, the state.
+    fn tensors(&self) -> Vec<Tensor> {
+        let own = self.master.iter().chain(self.state.iter().map(|(_, s)| s)).map(State::value);
+        std::iter::once(self.slot.stored()).chain(own).collect()
+    }
+
+    /// Replaces what [`Entry::tensors`] returns.
+    fn write(&self, new: &[Tensor]) -> Result<()> {
+        let own = self.master.iter().chain(self.state.iter().map(|(_, s)| s));
+        self.slot.set(new[0].clone())?;
+        own.zip(&new[1..]).try_for_each(|(s, t)| s.write(t.clone()))
+    }
+}
+
+impl Optimizer {
+    /// One group of all trainable parameters, with the rule's rate and weight decay.
+    ///
+    /// # Errors
+    /// Those of [`OptimizerBuilder::build`].
+    pub fn new<M: Module + ?Sized>(module: &M, rule: impl UpdateRule + 'static) -> Result<Optimizer> {
+        Optimizer::builder(rule).build(module)
+    }
+
+    /// For groups, clipping and schedules.
+    pub fn builder(rule: impl UpdateRule + 'static) -> OptimizerBuilder {
+        let (rate, weight_decay) = rule.defaults();
+        let schedule = Schedule::Constant;
+        let default = Group { rule: Arc::new(rule), rate, weight_decay, clip: None, schedule };
+        OptimizerBuilder { default, groups: vec![], error: None }
+    }
+
+    /// Number of steps taken.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// The learning rate of the next step, of the group of a parameter.
+    ///
+    /// # Errors
+    /// `Error::Argument` if the optimizer does not update the parameter.
+    pub fn rate(&self, path: &str) -> Result<f64> {
+        let e = self.entries.iter().find(|e| e.path == path);
+        let e = e.ok_or_else(|| Error::argument("rate", format!("the optimizer has no parameter `{path}`")))?;
+        Ok(self.groups[e.group].schedule.rate(self.groups[e.group].rate, self.steps))
+    }
+
+    /// The state tensors by name, such as `exp_avg` of `fc1.weight` as `fc1.weight.exp_avg`.
+    pub fn state(&self) -> Vec<(String, Tensor)> {
+        let of = |e: &Entry| {
+            let master = e.master.iter().map(|s| ("master", s));
+            let named = master.chain(e.state.iter().map(|(n, s)| (*n, s)));
+            named.map(|(n, s)| (format!("{}.{n}", e.path), s.value())).collect::<Vec<_>>()
+        };
+        self.entries.iter().flat_map(of).collect()
+    }
+
+    /// Replaces a state tensor that [`Optimizer::state`] lists.
+    ///
+    /// # Errors
+    /// `Error::Argument` if there is no such tensor; `Error::Shape` if the dtype or shape differs.
+    pub fn set_state(&mut self, name: &str, value: Tensor) -> Result<()> {
+        for e in &self.entries {
+            let Some(own) = name.strip_prefix(e.path.as_str()).and_then(|n| n.strip_prefix('.')) else { continue };
+            let named = e.state.iter().find(|(n, _)| *n == own).map(|(_, s)| s);
+            if let Some(s) = named.or(e.master.as_ref().filter(|_| own == "master")) {
+                return s.write(value);
+            }
+        }
+        Err(Error::argument("set_state", format!("the optimizer keeps no `{name}`")))
+    }
+
+    /// Sets the number of steps taken, as when a checkpoint is loaded.
+    pub fn set_steps(&mut self, steps: u64) {
+        self.steps = steps;
+    }
+
+    /// One step. Computes the new parameters, states, and the buffers that the forward wrote, as one plan.
+    ///
+    /// # Errors
+    /// `Error::Argument` if a gradient is missing or belongs to another module; errors of the device.
+    pub fn step(&mut self, grads: &ModuleGrads) -> Result<()> {
+        let g = self.entries.iter().map(|e| {
+            let found = grads.of.iter().find(|(_, s, _)| s.id() == e.slot.id());
+            found.map(|(_, _, g)| g.clone()).ok_or_else(|| {
+                Error::argument("Optimizer::step", format!("there is no gradient of `{}`", e.path))
+            })
+        });
+        let g = g.collect::<Result<Vec<_>>>()?;
+        let old: Vec<Vec<Tensor>> = self.entries.iter().map(Entry::tensors).collect();
+        let b = old[0][0].backend().clone();
+        let scalars: Vec<Vec<Tensor>> = self.host_scalars().iter().map(|s| literals(&b, s)).collect();
+        let new = self.updated(&old, &g, &scalars);
+        let mut all: Vec<Tensor> = new.iter().flatten().cloned().collect();
+        all.extend(grads.written.iter().map(Slot::stored));
+        old.iter().flatten().for_each(|t| {
+            t.donate();
+        });
+        halcyon::eval(&all)?;
+        self.entries.iter().zip(&new).try_for_each(|(e, t)| e.write(t))?;
+        self.steps += 1;
+        Ok(())
+    }
+
+    /// The scalars of the next step for each group, on the host.
+    pub(crate) fn host_scalars(&self) -> Vec<Vec<f64>> {
+        let of = |g: &Group| {
+            let n = StepNumbers {
+                step: Num::Host((self.steps + 1) as f64),
+                rate: Num::Host(g.schedule.rate(g.rate, self.steps)),
+                weight_decay: g.weight_decay,
+            };
+            let host = |n: Num| match n {
+                Num::Host(x) => x,
+                Num::Device(_) => f64::NAN,
+            };
+            g.rule.scalars(&n).into_iter().map(host).collect()
+        };
+        self.groups.iter().map(of).collect()
+    }
+
+    /// The tensors of all parameters: for each, the parameter, its f32 copy if there is one, its state.
+    pub(crate) fn tensors(&self) -> Vec<Vec<Tensor>> {
+        self.entries.iter().map(Entry::tensors).collect()
+    }
+
+    pub(crate) fn slots(&self) -> impl Iterator<Item = &Slot> {
+        self.entries.iter().map(|e| &e.slot)
+    }
+
+    pub(crate) fn write(&mut self, new: &[Vec<Tensor>]) -> Result<()> {
+        self.entries.iter().zip(new).try_for_each(|(e, t)| e.write(t))?;
+        self.steps += 1;
+        Ok(())
+    }
+
+    /// What takes the place of `old`, which has the form of [`Optimizer::tensors`].
+    pub(crate) fn updated(&self, old: &[Vec<Tensor>], g: &[Tensor], scalars: &[Vec<Tensor>]) -> Vec<Vec<Tensor>> {
+        let factors: Vec<Option<Tensor>> = (0..self.groups.len()).map(|k| self.norm_factor(k, g)).collect();
+        let one = |(i, e): (usize, &Entry)| {
+            let group = &self.groups[e.group];
+            let own = usize::from(e.master.is_some());
+            let compute = old[i][own].clone();
+            let mut g = match compute.dtype() {
+                Ok(d) => g[i].cast(d),
+                Err(_) => g[i].clone(),
+            };
+            if let Some(f) = &factors[e.group] {
+                g = g * f;
+            }
+            if let Some(Clip::Value(c)) = group.clip {
+                g = g.clamp(-c, c);
+            }
+            let (p, state) = group.rule.update(&compute, &g, &old[i][own + 1..], &scalars[e.group]);
+            let mut new = vec![];
+            if let (true, Ok(d)) = (own == 1, old[i][0].dtype()) {
+                new.push(p.cast(d));
+            }
+            new.push(p);
+            new.extend(state);
+            new
+        };
+        self.entries.iter().enumerate().map(one).collect()
+    }
+
+    /// The factor that bounds the norm of a group's gradients, with PyTorch's 1e-6 in the divisor.
+    fn norm_factor(&self, group: usize, g: &[Tensor]) -> Option<Tensor> {
+        let Some(Clip::Norm(most)) = self.groups[group].clip else { return None };
+        let of_group = self.entries.iter().zip(g).filter(|(e, _)| e.group == group);
+        let squares = of_group.map(|(_, g)| g.cast(DType::F32).sqr().sum(..));
+        let total = squares.reduce(|a, b| a + b)?;
+        Some((most / (total.sqrt() + 1e-6)).minimum(1.0))
+    }
+}
+
+/// Scalars as literals, which are run-time arguments of an evaluation.
+fn literals(b: &Backend, scalars: &[f64]) -> Vec<Tensor> {
+    scalars.iter().map(|s| Tensor::scalar(b, *s, DType::F32)).collect()
+}

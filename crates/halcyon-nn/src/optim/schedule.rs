@@ -1,0 +1,112 @@
+/// The learning rate by step. `k` counts steps from 0; formulas and defaults are those of PyTorch's schedulers
+/// of similar names, in closed form.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub enum Schedule {
+    #[default]
+    Constant,
+    /// `rate · gamma^floor(k / size)`.
+    Step {
+        size: u64,
+        gamma: f64,
+    },
+    /// The rate times `gamma` at each of the given steps.
+    MultiStep {
+        at: Vec<u64>,
+        gamma: f64,
+    },
+    /// The rate times a factor that goes from `start` to `end` in `steps` steps.
+    Linear {
+        start: f64,
+        end: f64,
+        steps: u64,
+    },
+    /// `least + (rate - least) (1 + cos(π k / steps)) / 2`; after `steps` it stays at `least`.
+    Cosine {
+        steps: u64,
+        least: f64,
+    },
+    /// `rate · gamma^k`.
+    Exponential {
+        gamma: f64,
+    },
+    /// From `most / divisor` up to `most` in the first `share` of `steps`, then down to `most / (divisor ·
+    /// final_divisor)`, both along half a cosine (Smith and Topin 2017). The group's rate has no effect.
+    OneCycle {
+        most: f64,
+        steps: u64,
+        share: f64,
+        divisor: f64,
+        final_divisor: f64,
+    },
+    /// `rate · size^-0.5 · min((k + 1)^-0.5, (k + 1) · warmup^-1.5)` (Vaswani et al. 2017).
+    Noam {
+        size: f64,
+        warmup: u64,
+    },
+    /// `rate · (k + 1) / (steps + 1)` for `steps` steps, then another schedule from its step 0.
+    WarmUp {
+        steps: u64,
+        then: Box<Schedule>,
+    },
+    /// Schedules one after another, each from its step 0. Each but the last has a number of steps.
+    Sequence {
+        first: Vec<(u64, Schedule)>,
+        last: Box<Schedule>,
+    },
+}
+
+impl Schedule {
+    /// PyTorch's defaults of [`Schedule::OneCycle`].
+    pub fn one_cycle(most: f64, steps: u64) -> Schedule {
+        Schedule::OneCycle { most, steps, share: 0.3, divisor: 25.0, final_divisor: 1e4 }
+    }
+
+    /// The learning rate at step `k`, from 0, for a group's rate.
+    pub fn rate(&self, rate: f64, k: u64) -> f64 {
+        let cosine = |from: f64, to: f64, x: f64| to + (from - to) / 2.0 * (1.0 + (std::f64::consts::PI * x).cos());
+        match self {
+            Schedule::Constant => rate,
+            Schedule::Step { size, gamma } => rate * gamma.powf((k / (*size).max(1)) as f64),
+            Schedule::MultiStep { at, gamma } => {
+                rate * gamma.powi(at.iter().filter(|a| **a <= k).count() as i32)
+            }
+            Schedule::Linear { start, end, steps } => {
+                let x = if *steps == 0 { 1.0 } else { k.min(*steps) as f64 / *steps as f64 };
+                rate * (start + (end - start) * x)
+            }
+            Schedule::Cosine { steps, least } => match k >= *steps {
+                true => *least,
+                false => cosine(rate, *least, k as f64 / *steps as f64),
+            },
+            Schedule::Exponential { gamma } => rate * gamma.powf(k as f64),
+            Schedule::OneCycle { most, steps, share, divisor, final_divisor } => {
+                let (first, end) = (share * *steps as f64 - 1.0, *steps as f64 - 1.0);
+                let (low, least) = (most / divisor, most / divisor / final_divisor);
+                let k = (k as f64).min(end);
+                match k <= first {
+                    true => cosine(low, *most, k / first),
+                    false => cosine(*most, least, (k - first) / (end - first).max(1e-300)),
+                }
+            }
+            Schedule::Noam { size, warmup } => {
+                let t = (k + 1) as f64;
+                let up = t * (*warmup as f64).max(1.0).powf(-1.5);
+                rate * size.powf(-0.5) * t.powf(-0.5).min(up)
+            }
+            Schedule::WarmUp { steps, then } => match k < *steps {
+                true => rate * (k + 1) as f64 / (*steps + 1) as f64,
+                false => then.rate(rate, k - steps),
+            },
+            Schedule::Sequence { first, last } => {
+                let mut k = k;
+                for (steps, s) in first {
+                    if k < *steps {
+                        return s.rate(rate, k);
+                    }
+                    k -= steps;
+                }
+                last.rate(rate, k)
+            }
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! What a forward computes with while a gradient is taken or a step is traced: other values for slots, the
+//! mode, and the key of random numbers. Scopes belong to a thread and nest.
+
+use crate::slot::{Slot, SlotId};
+use halcyon::ir::DType;
+use halcyon::ir::error::Result;
+use halcyon::ir::shape::Shape;
+use halcyon::{Backend, Tensor};
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+/// Values and mode of a forward.
+#[derive(Default)]
+pub(crate) struct Scope {
+    pub(crate) values: HashMap<SlotId, Tensor>,
+    /// Whether modules behave as in training: dropout drops, batch normalisation uses the batch.
+    pub(crate) training: bool,
+    /// The key of random numbers: its low and high half, u32 of rank 0.
+    pub(crate) key: Option<[Tensor; 2]>,
+    /// Number of draws made so far. The n-th draw of a step is a stream of its own.
+    pub(crate) draws: u32,
+    /// Whether writes to buffers are kept here until the step ends. If not, they reach the buffers at once.
+    pub(crate) keeps_writes: bool,
+    /// Whether `written` lists the buffers that are written.
+    pub(crate) tracks_writes: bool,
+    /// Buffers written so far, in the order of their first write.
+    pub(crate) written: Vec<Slot>,
+}
+
+thread_local! {
+    static SCOPES: RefCell<Vec<Scope>> = const { RefCell::new(vec![]) };
+}
+
+/// Leaves the scope when dropped, also by a panic.
+struct Leave;
+
+impl Drop for Leave {
+    fn drop(&mut self) {
+        SCOPES.with_borrow_mut(|s| s.pop());
+    }
+}
+
+/// Runs `f` inside of a scope. Returns its result and the scope as `f` left it.
+pub(crate) fn within<R>(scope: Scope, f: impl FnOnce() -> R) -> (R, Scope) {
+    SCOPES.with_borrow_mut(|s| s.push(scope));
+    let leave = Leave;
+    let result = f();
+    std::mem::forget(leave);
+    (result, SCOPES.with_borrow_mut(|s| s.pop()).unwrap_or_default())
+}
+
+/// The value of a slot in the innermost scope that has one.
+pub(crate) fn value_of(slot: &Slot) -> Option<Tensor> {
+    SCOPES.with_borrow(|s| s.iter().rev().find_map(|s| s.values.get(&slot.id()).cloned()))
+}
+
+/// Keeps a buffer's new value in the innermost scope that keeps writes. Returns whether there is one.
+pub(crate) fn write(slot: &Slot, new: &Tensor) -> Result<bool> {
+    new.check()?;
+    SCOPES.with_borrow_mut(|scopes| {
+        let Some(scope) = scopes.iter_mut().rev().find(|s| s.keeps_writes || s.tracks_writes) else {
+            return Ok(false);
+        };
+        if scope.written.iter().all(|w| w.id() != slot.id()) {
+            scope.written.push(slot.clone());
+        }
+        if scope.keeps_writes {
+            scope.values.insert(slot.id(), new.clone());
+        }
+        Ok(scope.keeps_writes)
+    })
+}
+
+/// Whether modules behave as in training. False outside of [`training`], [`crate::value_and_grad`] and
+/// training steps.
+pub fn is_training() -> bool {
+    SCOPES.with_borrow(|s| s.last().is_some_and(|s| s.training))
+}
+
+/// Uniform random numbers in `[0, 1)`, f32. In a scope with a key, the n-th draw is a stream of that key;
+/// elsewhere every draw uses the backend's next seed.
+#[track_caller]
+pub fn uniform(backend: &Backend, shape: impl Into<Shape>) -> Tensor {
+    let drawn = SCOPES.with_borrow_mut(|scopes| {
+        let scope = scopes.iter_mut().rev().find(|s| s.key.is_some())?;
+        scope.draws += 1;
+        Some((scope.key.clone()?, scope.draws - 1))
+    });
+    match drawn {
+        None => backend.rand(shape, DType::F32),
+        Some(([low, high], n)) => {
+            // A draw uses up to two words of the generator, which differ in the key's high half.
+            let high = high + Tensor::scalar(backend, u64::from(n) * 2, DType::U32);
+            Tensor::rand_by_key([&low, &high], shape)
+        }
+    }
+}
+
+/// Runs `f` with modules behaving as in training. Random numbers are drawn by the backend's seed; see
+/// [`halcyon::Backend::manual_seed`].
+pub fn training<R>(f: impl FnOnce() -> R) -> R {
+    within(Scope { training: true, ..Scope::default() }, f).0
+}
+
+/// Runs `f` with modules behaving as in evaluation, also inside of a training step.
+pub fn evaluation<R>(f: impl FnOnce() -> R) -> R {
+    within(Scope::default(), f).0
+}

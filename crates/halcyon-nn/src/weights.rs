@@ -1,0 +1,138 @@
+//! Files of weights: safetensors with the names that PyTorch gives them.
+
+use crate::module::{Module, ModuleExt, Unmatched};
+use crate::slot::{Slot, backend_of, dtype_of};
+use halcyon::ConstData;
+use halcyon::Tensor;
+use halcyon::ir::error::{Error, Result};
+use halcyon_formats::safetensors::{self, SafeTensors};
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+
+/// How [`LoadWeights::load`] treats names without a counterpart.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Strictness {
+    /// They are an error.
+    #[default]
+    Strict,
+    /// They are returned.
+    Lenient,
+}
+
+/// Saving and loading the weights of a module.
+pub trait LoadWeights: Module {
+    /// Parameters and buffers by name, on the host. Shared ones appear under each of their names.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    fn state_dict(&self) -> Result<Vec<(String, ConstData)>> {
+        let mut slots: Vec<(String, Slot)> = vec![];
+        self.each_slot(|path, slot| {
+            if slot.is_saved() {
+                slots.push((path.to_string(), slot.clone()));
+            }
+        });
+        slots.into_iter().map(|(path, slot)| Ok((path, slot.stored().to_data()?))).collect()
+    }
+
+    /// Replaces parameters and buffers by tensors of the same names and shapes; dtypes are converted. Returns
+    /// what had no counterpart. All or nothing: with an error, nothing is replaced.
+    ///
+    /// # Errors
+    /// `Error::Argument` for names without a counterpart if `strict`; `Error::Shape` for a tensor of another
+    /// shape, with its name; errors of the device.
+    fn load_state_dict(
+        &self,
+        get: &dyn Fn(&str) -> Option<Result<ConstData>>,
+        names: &[String],
+        strictness: Strictness,
+    ) -> Result<Unmatched> {
+        let (mut unmatched, mut new) = (Unmatched::default(), vec![]);
+        let mut known: HashSet<String> = HashSet::new();
+        let mut slots = vec![];
+        self.each_slot(|path, slot| slots.push((path.to_string(), slot.clone())));
+        for (path, slot) in slots {
+            if !slot.is_saved() {
+                continue;
+            }
+            known.insert(path.clone());
+            match get(&path) {
+                Some(data) => {
+                    let value = converted(&path, &slot, &data?)?;
+                    new.push((slot, value));
+                }
+                // A slot that several fields share may be in the file under one of its names.
+                None => unmatched.missing.push(path),
+            }
+        }
+        let loaded: HashSet<_> = new.iter().map(|(s, _)| s.id()).collect();
+        self.each_slot(|path, slot| {
+            if loaded.contains(&slot.id()) {
+                unmatched.missing.retain(|m| m != path);
+            }
+        });
+        unmatched.unexpected = names.iter().filter(|n| !known.contains(*n)).cloned().collect();
+        if strictness == Strictness::Strict && unmatched != Unmatched::default() {
+            return Err(Error::argument("load", unmatched.to_string()));
+        }
+        halcyon::eval(&new.iter().map(|(_, t)| t.clone()).collect::<Vec<_>>())?;
+        new.into_iter().try_for_each(|(s, t)| s.replace(t))?;
+        Ok(unmatched)
+    }
+
+    /// Writes parameters and buffers to a safetensors file. An existing file is replaced when the new one is
+    /// complete. Returns its size in bytes.
+    ///
+    /// # Errors
+    /// `Error::Io`, and errors of the device.
+    fn save(&self, path: &Path) -> Result<u64> {
+        let tensors = self.state_dict()?;
+        let refs: Vec<(&str, &ConstData)> = tensors.iter().map(|(n, t)| (n.as_str(), t)).collect();
+        safetensors::write(path, &refs, &BTreeMap::from([("format".to_string(), "pt".to_string())]))
+    }
+
+    /// Reads parameters and buffers from a safetensors file; see [`LoadWeights::load_state_dict`].
+    ///
+    /// # Errors
+    /// Those of [`LoadWeights::load_state_dict`]; `Error::Io`; `Error::Format` for a malformed file.
+    fn load(&self, path: &Path, strictness: Strictness) -> Result<Unmatched> {
+        let file = SafeTensors::open(path)?;
+        let names: Vec<String> = file.names().map(str::to_string).collect();
+        let has: HashSet<&str> = names.iter().map(String::as_str).collect();
+        self.load_state_dict(&|n| has.contains(n).then(|| file.get(n)), &names, strictness)
+    }
+}
+
+impl<M: Module + ?Sized> LoadWeights for M {}
+
+/// The tensor of a file in the dtype and on the device of a slot.
+fn converted(path: &str, slot: &Slot, data: &ConstData) -> Result<Tensor> {
+    let want = slot.stored().dims()?;
+    if data.dims[..] != want[..] {
+        let what = format!("the file's tensor is {:?}, the model's {:?}", &data.dims[..], want.as_slice());
+        return Err(Error::shape(format!("load `{path}`"), what));
+    }
+    Ok(Tensor::from_data(&backend_of(slot), data)?.cast(dtype_of(slot)?))
+}
+
+impl std::fmt::Display for Unmatched {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        /// At most so many names are listed.
+        const MOST: usize = 8;
+        let list = |f: &mut std::fmt::Formatter<'_>, what: &str, names: &[String]| {
+            let shown = names[..names.len().min(MOST)].join("`, `");
+            let more = names.len().saturating_sub(MOST);
+            write!(f, "{what} `{shown}`")?;
+            if more > 0 { write!(f, " and {more} more") } else { Ok(()) }
+        };
+        match (self.missing.is_empty(), self.unexpected.is_empty()) {
+            (true, true) => f.write_str("all names match"),
+            (false, true) => list(f, "the file lacks", &self.missing),
+            (true, false) => list(f, "the model lacks", &self.unexpected),
+            (false, false) => {
+                list(f, "the file lacks", &self.missing)?;
+                list(f, "; the model lacks", &self.unexpected)
+            }
+        }
+    }
+}
