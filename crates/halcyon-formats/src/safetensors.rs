@@ -114,12 +114,12 @@ impl SafeTensors {
     }
 }
 
-/// Writes a file of tensors in the given order. An existing file is replaced only when the new one is complete.
-/// Returns the size in bytes.
+/// Writes a file of tensors in the given order. An existing file is replaced only when the new one is
+/// complete. Returns the size in bytes.
 ///
 /// # Errors
-/// [`Error::Argument`] for a name that appears twice or is reserved; [`Error::Unsupported`] for a dtype that the
-/// format lacks; [`Error::Io`].
+/// [`Error::Argument`] for a name that appears twice or is reserved; [`Error::Unsupported`] for a dtype that
+/// the format lacks; [`Error::Io`].
 pub fn write(
     path: &Path,
     tensors: &[(&str, &ConstData)],

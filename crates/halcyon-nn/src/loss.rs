@@ -67,7 +67,8 @@ elementwise! {
     l1_loss(x, y) (x - y).abs();
     /// `(x - y)² / 2` where `|x - y| < delta`, else `delta (|x - y| - delta / 2)` (Huber 1964).
     huber_loss(x, y, delta: f64) huber(&(x - y).abs(), delta);
-    /// [`huber_loss`] divided by `beta`: `(x - y)² / (2 beta)` where `|x - y| < beta`, else `|x - y| - beta / 2`.
+    /// [`huber_loss`] divided by `beta`: `(x - y)² / (2 beta)` where `|x - y| < beta`, else `|x - y| - beta /
+    /// 2`.
     smooth_l1_loss(x, y, beta: f64) match beta == 0.0 {
         true => (x - y).abs(),
         false => huber(&(x - y).abs(), beta) * (1.0 / beta),
@@ -144,8 +145,8 @@ impl Default for CrossEntropyOptions<'_> {
     }
 }
 
-/// Cross-entropy of logits `[batch, classes, …]` with targets: class numbers `[batch, …]`, or probabilities of
-/// the logits' shape.
+/// Cross-entropy of logits `[batch, classes, …]` with targets: class numbers `[batch, …]`, or probabilities
+/// of the logits' shape.
 ///
 /// A class number outside of the classes is an error when a result is read.
 #[track_caller]
@@ -298,9 +299,9 @@ pub struct CtcOptions {
     pub zero_infinity: bool,
 }
 
-/// Connectionist temporal classification (Graves et al. 2006). `log` holds logarithms of probabilities, `[time,
-/// batch, classes]`; `targets` class numbers `[batch, longest]` without blanks, padded with any class;
-/// `input_lengths` and `target_lengths` say how many steps and labels of each sequence count.
+/// Connectionist temporal classification (Graves et al. 2006). `log` holds logarithms of probabilities,
+/// `[time, batch, classes]`; `targets` class numbers `[batch, longest]` without blanks, padded with any
+/// class; `input_lengths` and `target_lengths` say how many steps and labels of each sequence count.
 ///
 /// # Errors
 /// `Error::Shape` and `Error::Argument` for operands that do not fit together.

@@ -2,6 +2,7 @@
 
 use crate::module::{Module, ModuleExt};
 use crate::optim::Optimizer;
+use crate::scaler::{LossScaler, Scaling, next, overflowed};
 use crate::scope::{Scope, within};
 use crate::slot::Slot;
 use halcyon::ir::dtype::Scalar;
@@ -13,9 +14,9 @@ use std::sync::{Arc, Mutex};
 
 type Traced<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 
-/// A training step that is planned once per set of input types. The plan computes the loss, the gradients, and
-/// the new parameters, optimizer state and buffers, which take over the memory of the old ones. A later call
-/// with inputs of the same types runs only that plan.
+/// A training step that is planned once per set of input types. The plan computes the loss, the gradients,
+/// and the new parameters, optimizer state and buffers, which take over the memory of the old ones. A later
+/// call with inputs of the same types runs only that plan.
 ///
 /// ```
 /// use halcyon::prelude::*;
@@ -45,6 +46,7 @@ pub struct TrainStep<'a> {
     /// Which of `others` the forward writes, found by a trace before the first plan.
     written: Arc<Mutex<Option<Vec<Slot>>>>,
     backend: Backend,
+    scaling: Option<Arc<Scaling>>,
     seed: u64,
 }
 
@@ -63,6 +65,7 @@ struct Parts {
     others: Vec<Slot>,
     /// The number of scalars of each group.
     scalars: Vec<usize>,
+    scaler: Option<LossScaler>,
 }
 
 fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -70,14 +73,36 @@ fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl<'a> TrainStep<'a> {
-    /// A step of `module`, which may be a reference to one. `f(module, batch)` returns the loss, a scalar, and
-    /// after it any further results.
+    /// A step of `module`, which may be a reference to one. `f(module, batch)` returns the loss, a scalar,
+    /// and after it any further results.
     ///
     /// # Errors
     /// `Error::Argument` if the optimizer updates no parameter of the module.
     pub fn new<M: Module + 'a>(
         module: M,
         optimizer: Optimizer,
+        f: impl Fn(&M, &[Tensor]) -> Result<Vec<Tensor>> + 'a,
+    ) -> Result<TrainStep<'a>> {
+        TrainStep::build(module, optimizer, None, f)
+    }
+
+    /// A step with loss scaling, for modules in f16. The loss is returned without the scale.
+    ///
+    /// # Errors
+    /// Those of [`TrainStep::new`], and `Error::Argument` for settings out of range.
+    pub fn with_scaler<M: Module + 'a>(
+        module: M,
+        optimizer: Optimizer,
+        scaler: LossScaler,
+        f: impl Fn(&M, &[Tensor]) -> Result<Vec<Tensor>> + 'a,
+    ) -> Result<TrainStep<'a>> {
+        TrainStep::build(module, optimizer, Some(scaler), f)
+    }
+
+    fn build<M: Module + 'a>(
+        module: M,
+        optimizer: Optimizer,
+        scaler: Option<LossScaler>,
         f: impl Fn(&M, &[Tensor]) -> Result<Vec<Tensor>> + 'a,
     ) -> Result<TrainStep<'a>> {
         let params: Vec<Slot> = optimizer.slots().cloned().collect();
@@ -87,7 +112,8 @@ impl<'a> TrainStep<'a> {
         let others: Vec<Slot> = module.slots().into_iter().map(|(_, s)| s).filter(|s| !updated(s)).collect();
         let counts: Vec<usize> = optimizer.tensors().iter().map(Vec::len).collect();
         let scalars = optimizer.host_scalars().iter().map(Vec::len).collect();
-        let parts = Parts { params, counts, others: others.clone(), scalars };
+        let scaling = scaler.map(|s| Scaling::new(&backend, s)).transpose()?.map(Arc::new);
+        let parts = Parts { params, counts, others: others.clone(), scalars, scaler };
         let (optimizer, written) = (Arc::new(Mutex::new(optimizer)), Arc::new(Mutex::new(None)));
         let (of_trace, writes) = (optimizer.clone(), written.clone());
         let traced: Traced<'a> = Box::new(move |inputs: &[Tensor]| {
@@ -102,7 +128,7 @@ impl<'a> TrainStep<'a> {
             }
         });
         let seed = backend.next_seed();
-        Ok(TrainStep { compiled: backend.compile(traced), optimizer, others, written, backend, seed })
+        Ok(TrainStep { compiled: backend.compile(traced), optimizer, others, written, backend, scaling, seed })
     }
 
     /// Sets the seed from which the keys of random numbers follow, one key per step.
@@ -116,12 +142,24 @@ impl<'a> TrainStep<'a> {
         f(&mut lock(&self.optimizer))
     }
 
+    /// The factor of the loss in the next step, and the number of steps skipped so far; `None` without a
+    /// scaler. Waits for the device.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn scale(&self) -> Result<Option<(f64, u64)>> {
+        let Some(s) = &self.scaling else { return Ok(None) };
+        let [scale, _, skipped] = s.tensors();
+        Ok(Some((scale.item::<f64>()?, skipped.item::<i64>()? as u64)))
+    }
+
     /// The number of plans, one per set of input types.
     pub fn plans(&self) -> usize {
         self.compiled.plans()
     }
 
-    /// One step. Returns what the forward returned, the loss first; parameters, state and buffers are replaced.
+    /// One step. Returns what the forward returned, the loss first; parameters, state and buffers are
+    /// replaced.
     ///
     /// # Errors
     /// Errors of the forward, of planning, and of the device. After an error of the device during the run the
@@ -130,13 +168,19 @@ impl<'a> TrainStep<'a> {
     pub fn run(&mut self, batch: &[&Tensor]) -> Result<Vec<Tensor>> {
         let mut optimizer = lock(&self.optimizer);
         let (old, steps) = (optimizer.tensors(), optimizer.steps());
-        let host_scalars = optimizer.host_scalars();
+        let host_scalars = match self.scaling {
+            None => optimizer.host_scalars().concat(),
+            // The other numbers depend on the number of skipped steps, which the device knows.
+            Some(_) => std::iter::once((steps + 1) as f64).chain(optimizer.rates()).collect(),
+        };
+        let scale: Vec<Tensor> = self.scaling.iter().flat_map(|s| s.tensors()).collect();
         // A trace locks the optimizer.
         drop(optimizer);
         let others: Vec<Tensor> = self.others.iter().map(Slot::stored).collect();
-        let inputs: Vec<&Tensor> = batch.iter().copied().chain(old.iter().flatten()).chain(&others).collect();
+        let kept = old.iter().flatten().chain(&others).chain(&scale);
+        let inputs: Vec<&Tensor> = batch.iter().copied().chain(kept).collect();
         let written = self.written_buffers(&inputs)?;
-        for t in old.iter().flatten() {
+        for t in old.iter().flatten().chain(&scale) {
             t.donate();
         }
         for (slot, t) in self.others.iter().zip(&others) {
@@ -146,11 +190,14 @@ impl<'a> TrainStep<'a> {
         }
         let key = mixed(self.seed, steps);
         let mut args = vec![Scalar::U(key & 0xffff_ffff), Scalar::U(key >> 32)];
-        args.extend(host_scalars.into_iter().flatten().map(Scalar::F));
+        args.extend(host_scalars.into_iter().map(Scalar::F));
         let mut made = self.compiled.call_with(&inputs, &args)?;
         optimizer = lock(&self.optimizer);
         let count: usize = old.iter().map(Vec::len).sum();
-        let results = made.len() - count - written.len();
+        let results = made.len() - count - written.len() - scale.len();
+        if let Some(s) = &self.scaling {
+            s.write(&made.split_off(made.len() - scale.len()))?;
+        }
         let mut rest = made.split_off(results).into_iter();
         let new: Vec<Vec<Tensor>> = old.iter().map(|o| rest.by_ref().take(o.len()).collect()).collect();
         optimizer.write(&new)?;
@@ -194,6 +241,8 @@ impl Parts {
         f: impl FnOnce(&[Tensor]) -> Result<Vec<Tensor>>,
     ) -> Result<(Vec<Tensor>, Vec<Slot>)> {
         let kept: usize = self.counts.iter().sum();
+        let of_scale = if self.scaler.is_some() { 3 } else { 0 };
+        let (inputs, scale) = inputs.split_at(inputs.len() - of_scale);
         let batch = inputs.len() - kept - self.others.len();
         let (batch, rest) = inputs.split_at(batch);
         let (mut own, others) = rest.split_at(kept);
@@ -215,28 +264,64 @@ impl Parts {
         let (graded, scope) = within(scope, || {
             halcyon::value_and_grad(&params, |_| {
                 results = f(batch)?;
-                results.first().cloned().ok_or_else(|| Error::argument("TrainStep", "the forward returns no loss"))
+                let loss = results.first().cloned();
+                let loss = loss.ok_or_else(|| Error::argument("TrainStep", "the forward returns no loss"))?;
+                // In f32, whose range has room for the scale.
+                Ok(match scale.first() {
+                    Some(s) => loss.cast(DType::F32) * s,
+                    None => loss,
+                })
             })
         });
         let (loss, grads) = graded?;
-        let mut number = 2;
-        let scalars: Vec<Vec<Tensor>> = self
-            .scalars
-            .iter()
-            .map(|n| {
-                let of = |k: usize| Tensor::argument(&backend, (number + k) as u32, DType::F32);
-                let group = (0..*n).map(of).collect();
-                number += n;
-                group
-            })
-            .collect();
-        let new = optimizer.updated(&old, &grads, &scalars);
+        let (loss, new, scale) = match (&self.scaler, scale) {
+            (Some(scaler), [factor, good, skipped]) => {
+                let (new, scale) = self.scaled(optimizer, scaler, &old, &grads, [factor, good, skipped])?;
+                (loss / factor, new, scale)
+            }
+            _ => {
+                let mut number = 1;
+                let mut argument = || {
+                    number += 1;
+                    Tensor::argument(&backend, number, DType::F32)
+                };
+                let scalars: Vec<Vec<Tensor>> =
+                    self.scalars.iter().map(|n| (0..*n).map(|_| argument()).collect()).collect();
+                (loss, optimizer.updated(&old, &grads, &scalars), vec![])
+            }
+        };
         let written = scope.written;
         let buffers = written.iter().filter_map(|s| scope.values.get(&s.id()).cloned());
         let mut out = vec![loss];
         out.extend(results.drain(..).skip(1));
         out.extend(new.into_iter().flatten());
         out.extend(buffers);
+        out.extend(scale);
         Ok((out, written))
+    }
+
+    /// The new tensors of the optimizer and of the scaler. `grads` are those of the scaled loss. After an
+    /// overflow the optimizer's tensors are the old ones.
+    fn scaled(
+        &self,
+        optimizer: &Optimizer,
+        scaler: &LossScaler,
+        old: &[Vec<Tensor>],
+        grads: &[Tensor],
+        [factor, good, skipped]: [&Tensor; 3],
+    ) -> Result<(Vec<Vec<Tensor>>, Vec<Tensor>)> {
+        let inverse = 1.0 / factor;
+        let grads: Vec<Tensor> = grads.iter().map(|g| g.cast(DType::F32) * &inverse).collect();
+        let overflow = overflowed(&grads).ok_or_else(|| Error::internal("a step without gradients"))?;
+        let backend = factor.backend();
+        let step = Tensor::argument(backend, 2, DType::F32) - skipped.cast(DType::F32);
+        let rates: Vec<Tensor> =
+            (0..self.scalars.len()).map(|k| Tensor::argument(backend, 3 + k as u32, DType::F32)).collect();
+        let new = optimizer.updated(old, &grads, &optimizer.device_scalars(&step, &rates));
+        let choose = |(old, new): (&Vec<Tensor>, Vec<Tensor>)| -> Vec<Tensor> {
+            old.iter().zip(new).map(|(o, n)| overflow.select(o, &n)).collect()
+        };
+        let new = old.iter().zip(new).map(choose).collect();
+        Ok((new, next(scaler, [factor, good, skipped], &overflow).into()))
     }
 }

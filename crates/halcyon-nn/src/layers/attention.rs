@@ -98,8 +98,8 @@ impl MultiHeadAttention {
     }
 
     /// Attention of `query` to `key` and `value`. The sequences of key and value have the same length. A mask
-    /// is added to the scores and broadcasts to `[batch, heads, queries, keys]`; with `causal`, the last query
-    /// attends to all keys and each query before it to one key fewer.
+    /// is added to the scores and broadcasts to `[batch, heads, queries, keys]`; with `causal`, the last
+    /// query attends to all keys and each query before it to one key fewer.
     #[track_caller]
     pub fn forward(&self, query: &Tensor, key: &Tensor, value: &Tensor, o: Attention<'_>) -> Tensor {
         let weight = self.in_proj_weight.value();

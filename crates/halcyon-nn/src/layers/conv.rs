@@ -12,7 +12,8 @@ use halcyon::{Backend, Tensor};
 #[derive(Clone, Copy, Debug)]
 pub struct ConvOptions<const N: usize> {
     pub stride: [usize; N],
-    /// Zeros added on both sides of each axis. For a transposed convolution: what is cut from the full result.
+    /// Zeros added on both sides of each axis. For a transposed convolution: what is cut from the full
+    /// result.
     pub padding: [usize; N],
     pub dilation: [usize; N],
     pub groups: usize,
@@ -117,8 +118,8 @@ macro_rules! convolutions {
     ($($(#[$doc:meta])* $name:ident, $transposed:ident, $n:literal;)*) => {
         $(
             #[doc = concat!("Convolution over ", stringify!($n), " axes: `[batch, inputs, …]` to `[batch, outputs, …]`.")]
-            /// `weight` is `[outputs, inputs / groups, kernel…]`, `bias` `[outputs]`. As in other libraries it
-            /// is a cross-correlation: the kernel is not flipped.
+            /// `weight` is `[outputs, inputs / groups, kernel…]`, `bias` `[outputs]`. As in other libraries
+            /// it is a cross-correlation: the kernel is not flipped.
             #[derive(Clone, Debug)]
             pub struct $name {
                 pub weight: Param,

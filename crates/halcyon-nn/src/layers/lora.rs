@@ -21,9 +21,9 @@ impl Default for LoraOptions {
     }
 }
 
-/// A frozen linear layer with a trainable difference of low rank: `y = base(x) + alpha / rank * (x Aᵀ) Bᵀ` (Hu
-/// et al. 2021). `lora_A` is `[rank, inputs]` and starts with Kaiming's values; `lora_B` is `[outputs, rank]`
-/// and starts as zeros, so that the layer first equals its base.
+/// A frozen linear layer with a trainable difference of low rank: `y = base(x) + alpha / rank * (x Aᵀ) Bᵀ`
+/// (Hu et al. 2021). `lora_A` is `[rank, inputs]` and starts with Kaiming's values; `lora_B` is `[outputs,
+/// rank]` and starts as zeros, so that the layer first equals its base.
 #[derive(Clone, Debug)]
 pub struct Lora {
     pub base: Linear,

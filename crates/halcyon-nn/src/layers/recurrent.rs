@@ -279,7 +279,8 @@ impl Gru {
     }
 
     /// The hidden states of the last layer at every step, `[sequence, batch, directions · hidden]`, and the
-    /// state after the last step, `[layers · directions, batch, hidden]`. Without a state it starts with zeros.
+    /// state after the last step, `[layers · directions, batch, hidden]`. Without a state it starts with
+    /// zeros.
     ///
     /// # Errors
     /// `Error::Shape` for an input or state of another shape, with the layer's path; errors that they carry.

@@ -116,8 +116,8 @@ impl OptimizerBuilder {
         self
     }
 
-    /// Adds a group of the parameters whose paths match a pattern; see [`Pattern`]. A parameter belongs to the
-    /// first group that it matches.
+    /// Adds a group of the parameters whose paths match a pattern; see [`Pattern`]. A parameter belongs to
+    /// the first group that it matches.
     pub fn group(mut self, pattern: &str, options: GroupOptions) -> Self {
         match Pattern::new(pattern) {
             Ok(p) => self.groups.push((Box::new(move |path| p.matches(path)), pattern.to_string(), options)),
@@ -135,8 +135,8 @@ impl OptimizerBuilder {
     /// The optimizer of the module's trainable parameters.
     ///
     /// # Errors
-    /// `Error::Argument` if the module has no trainable parameter, a group has none, a setting is out of range,
-    /// or a rule cannot update a parameter; errors of the device.
+    /// `Error::Argument` if the module has no trainable parameter, a group has none, a setting is out of
+    /// range, or a rule cannot update a parameter; errors of the device.
     pub fn build<M: Module + ?Sized>(self, module: &M) -> Result<Optimizer> {
         if let Some(e) = self.error {
             return Err(e);
@@ -325,6 +325,34 @@ impl Optimizer {
             g.rule.scalars(&n).into_iter().map(host).collect()
         };
         self.groups.iter().map(of).collect()
+    }
+
+    /// The learning rates of the groups in the next step.
+    pub(crate) fn rates(&self) -> Vec<f64> {
+        self.groups.iter().map(|g| g.schedule.rate(g.rate, self.steps)).collect()
+    }
+
+    /// The scalars of a step for each group, computed on the device from the number of the step and the
+    /// groups' learning rates.
+    pub(crate) fn device_scalars(&self, step: &Tensor, rates: &[Tensor]) -> Vec<Vec<Tensor>> {
+        let of = |(g, rate): (&Group, &Tensor)| {
+            let n = StepNumbers {
+                step: Num::Device(step.clone()),
+                rate: Num::Device(rate.clone()),
+                weight_decay: g.weight_decay,
+            };
+            let b = step.backend();
+            let tensor = |n: Num| match n {
+                Num::Host(x) => Tensor::full(b, [1usize], x, DType::F32),
+                Num::Device(t) => t.reshape([1usize]),
+            };
+            let all: Vec<Tensor> = g.rule.scalars(&n).into_iter().map(tensor).collect();
+            // One vector, computed once. A scalar expression would be computed again for every element of
+            // every parameter.
+            let vector = Tensor::cat(&all, 0);
+            (0..all.len()).map(|i| vector.narrow(0, i, 1usize).squeeze(0)).collect()
+        };
+        self.groups.iter().zip(rates).map(of).collect()
     }
 
     /// The tensors of all parameters: for each, the parameter, its f32 copy if there is one, its state.

@@ -120,8 +120,8 @@ impl UpdateRule for Sgd {
     }
 }
 
-/// Adam (Kingma and Ba 2014) and AdamW (Loshchilov and Hutter 2017). Defaults: rate 1e-3, betas 0.9 and 0.999,
-/// eps 1e-8.
+/// Adam (Kingma and Ba 2014) and AdamW (Loshchilov and Hutter 2017). Defaults: rate 1e-3, betas 0.9 and
+/// 0.999, eps 1e-8.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Adam {
     pub rate: f64,
@@ -449,9 +449,9 @@ setters!(Muon rate: f64 = "Sets the learning rate.", momentum: f64 = "Sets the m
     nesterov: bool = "Uses Nesterov's momentum.", iterations: usize = "Sets the number of iterations.",
     eps: f64 = "Sets the least norm that the momentum is divided by.");
 
-/// The iteration `x (a + b x xᵀ + c (x xᵀ)²)` with the coefficients of Jordan et al., which bring singular values
-/// near 1 in few iterations. Matrices with more rows than columns are transposed, so that `x xᵀ` is the smaller
-/// product.
+/// The iteration `x (a + b x xᵀ + c (x xᵀ)²)` with the coefficients of Jordan et al., which bring singular
+/// values near 1 in few iterations. Matrices with more rows than columns are transposed, so that `x xᵀ` is
+/// the smaller product.
 #[track_caller]
 fn orthogonalised(x: &Tensor, iterations: usize, eps: f64, wide: bool) -> Tensor {
     const A: f64 = 3.4445;

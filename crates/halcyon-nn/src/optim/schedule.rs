@@ -1,6 +1,9 @@
-/// The learning rate by step. `k` counts steps from 0; formulas and defaults are those of PyTorch's schedulers
-/// of similar names, in closed form.
-#[derive(Clone, Debug, PartialEq, Default)]
+use serde::{Deserialize, Serialize};
+
+/// The learning rate by step. `k` counts steps from 0; formulas and defaults are those of PyTorch's
+/// schedulers of similar names, in closed form.
+#[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Schedule {
     #[default]
     Constant,
@@ -34,8 +37,11 @@ pub enum Schedule {
     OneCycle {
         most: f64,
         steps: u64,
+        #[serde(default = "share")]
         share: f64,
+        #[serde(default = "divisor")]
         divisor: f64,
+        #[serde(default = "final_divisor")]
         final_divisor: f64,
     },
     /// `rate · size^-0.5 · min((k + 1)^-0.5, (k + 1) · warmup^-1.5)` (Vaswani et al. 2017).
@@ -55,10 +61,27 @@ pub enum Schedule {
     },
 }
 
+// PyTorch's defaults of a cycle.
+fn share() -> f64 {
+    0.3
+}
+fn divisor() -> f64 {
+    25.0
+}
+fn final_divisor() -> f64 {
+    1e4
+}
+
 impl Schedule {
     /// PyTorch's defaults of [`Schedule::OneCycle`].
     pub fn one_cycle(most: f64, steps: u64) -> Schedule {
-        Schedule::OneCycle { most, steps, share: 0.3, divisor: 25.0, final_divisor: 1e4 }
+        Schedule::OneCycle {
+            most,
+            steps,
+            share: share(),
+            divisor: divisor(),
+            final_divisor: final_divisor(),
+        }
     }
 
     /// The learning rate at step `k`, from 0, for a group's rate.

@@ -249,8 +249,8 @@ impl Tensor {
         }
     }
 
-    /// If the tensor carries an error: a tensor that carries `f(error)`. Else the tensor itself. Layers use it
-    /// to put their names into errors.
+    /// If the tensor carries an error: a tensor that carries `f(error)`. Else the tensor itself. Layers use
+    /// it to put their names into errors.
     #[track_caller]
     pub fn map_error(&self, f: impl FnOnce(Error) -> Error) -> Tensor {
         match &self.0.lock().value {

@@ -1,0 +1,86 @@
+//! Dynamic loss scaling for training in f16.
+
+use halcyon::ir::DType;
+use halcyon::ir::error::{Error, Result};
+use halcyon::{Backend, State, Tensor};
+
+/// Scales the loss so that small gradients do not vanish in f16, and skips steps whose gradients overflow
+/// (Micikevicius et al. 2018). Everything is decided on the device: a skipped step selects the old values in
+/// its plan. The defaults are those of PyTorch's `GradScaler`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossScaler {
+    /// The first factor of the loss. Default: 65536.
+    pub initial: f64,
+    /// Factor of the scale after `interval` steps without an overflow. Default: 2.
+    pub growth: f64,
+    /// Factor of the scale after an overflow. Default: 0.5.
+    pub backoff: f64,
+    /// Default: 2000.
+    pub interval: u32,
+}
+
+impl Default for LossScaler {
+    fn default() -> LossScaler {
+        LossScaler { initial: 65536.0, growth: 2.0, backoff: 0.5, interval: 2000 }
+    }
+}
+
+/// The scale and its counters, on the device.
+#[derive(Debug)]
+pub(crate) struct Scaling {
+    pub(crate) settings: LossScaler,
+    /// f32, rank 0.
+    scale: State,
+    /// Steps without an overflow since the scale last changed: i32, rank 0.
+    good: State,
+    /// Steps skipped so far: i32, rank 0.
+    skipped: State,
+}
+
+impl Scaling {
+    pub(crate) fn new(b: &Backend, settings: LossScaler) -> Result<Scaling> {
+        let LossScaler { initial, growth, backoff, interval } = settings;
+        let fits = initial.is_finite() && initial > 0.0 && growth > 1.0 && backoff > 0.0 && backoff < 1.0;
+        if !fits || interval == 0 {
+            let what = format!(
+                "scale {initial}, growth {growth}, backoff {backoff}, interval {interval}: expected a positive scale, \
+                 a growth above 1, a backoff between 0 and 1 and an interval of at least 1"
+            );
+            return Err(Error::argument("LossScaler", what));
+        }
+        let count = || State::new(Tensor::scalar(b, 0i64, DType::I32));
+        let scale = State::new(Tensor::scalar(b, initial, DType::F32));
+        Ok(Scaling { settings, scale, good: count(), skipped: count() })
+    }
+
+    /// Scale, steps since it changed, skipped steps.
+    pub(crate) fn tensors(&self) -> [Tensor; 3] {
+        [self.scale.value(), self.good.value(), self.skipped.value()]
+    }
+
+    pub(crate) fn write(&self, new: &[Tensor]) -> Result<()> {
+        [&self.scale, &self.good, &self.skipped].into_iter().zip(new).try_for_each(|(s, t)| s.write(t.clone()))
+    }
+}
+
+/// Whether any gradient has an element that is not finite: bool, rank 0.
+#[track_caller]
+pub(crate) fn overflowed(grads: &[Tensor]) -> Option<Tensor> {
+    // Zero times an infinity or NaN is NaN, and a sum with NaN is NaN.
+    let zeros = grads.iter().map(|g| (g.cast(DType::F32) * 0.0).sum(..));
+    zeros.reduce(|a, b| a + b).map(|sum| sum.isnan())
+}
+
+/// What takes the place of [`Scaling::tensors`] after a step.
+#[track_caller]
+pub(crate) fn next(s: &LossScaler, [scale, good, skipped]: [&Tensor; 3], overflow: &Tensor) -> [Tensor; 3] {
+    let grown = (good + 1).ge(i64::from(s.interval));
+    let kept = grown.select(&(scale * s.growth), scale);
+    let zero = good * 0;
+    let counted = grown.select(&zero, &(good + 1));
+    [
+        overflow.select(&(scale * s.backoff), &kept),
+        overflow.select(&zero, &counted),
+        overflow.select(&(skipped + 1), skipped),
+    ]
+}
