@@ -11,7 +11,7 @@ use halcyon_nn::{
 use std::path::Path;
 
 #[derive(Module)]
-pub struct Net {
+pub(crate) struct Net {
     conv1: Conv2d,
     norm: BatchNorm,
     conv2: Conv2d,
@@ -21,7 +21,7 @@ pub struct Net {
 }
 
 impl Net {
-    pub fn new(b: &Backend) -> Result<Net> {
+    pub(crate) fn new(b: &Backend) -> Result<Net> {
         let padded = ConvOptions::default().padding(1);
         Ok(Net {
             conv1: Conv2d::with(b, 1, 16, [3, 3], padded)?,
@@ -34,7 +34,7 @@ impl Net {
     }
 
     /// Logits `[batch, 10]` of images `[batch, 1, 8, 8]` with values from 0 to 1.
-    pub fn forward(&self, x: &Tensor) -> Tensor {
+    pub(crate) fn forward(&self, x: &Tensor) -> Tensor {
         let x = self.norm.forward(&self.conv1.forward(x)).relu();
         let x = self.pool.forward(&self.conv2.forward(&x).relu());
         self.fc.forward(&self.dropout.forward(&x.flatten(1, -1)))
@@ -53,7 +53,7 @@ fn load(b: &Backend, data: &Path, part: &str) -> Result<(Tensor, Tensor, usize)>
 }
 
 /// Trains for some epochs. Returns the accuracy on the test images.
-pub fn train(b: &Backend, data: &Path, epochs: usize, seed: u64) -> Result<f64> {
+pub(crate) fn train(b: &Backend, data: &Path, epochs: usize, seed: u64) -> Result<f64> {
     const BATCH: usize = 64;
     b.manual_seed(seed);
     let (images, labels, n) = load(b, data, "train")?;

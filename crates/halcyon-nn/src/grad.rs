@@ -71,12 +71,12 @@ impl ModuleGrads {
 ///
 /// ```
 /// use halcyon::prelude::*;
-/// use halcyon_nn::{Linear, value_and_grad};
+/// use halcyon_nn::{Linear, loss_and_grads};
 /// # fn main() -> halcyon::Result<()> {
 /// let b = Backend::cpu()?;
 /// let layer = Linear::new(&b, 3, 1)?;
 /// let x = Tensor::ones(&b, [5, 3], DType::F32);
-/// let (loss, grads) = value_and_grad(&layer, |m| Ok(m.forward(&x).sum(..)))?;
+/// let (loss, grads) = loss_and_grads(&layer, |m| Ok(m.forward(&x).sum(..)))?;
 /// assert_eq!(grads.get("weight").unwrap().to_vec::<f32>()?, [5.0; 3]);
 /// # let _ = loss;
 /// # Ok(())
@@ -85,7 +85,7 @@ impl ModuleGrads {
 ///
 /// # Errors
 /// Errors of `f`, and `Error::Unsupported` for an op without a gradient.
-pub fn value_and_grad<M: Module>(
+pub fn loss_and_grads<M: Module>(
     module: &M,
     f: impl FnOnce(&M) -> Result<Tensor>,
 ) -> Result<(Tensor, ModuleGrads)> {

@@ -2,7 +2,7 @@
 //! defaults and weight layouts.
 //!
 //! A model is a struct with `#[derive(Module)]`; its forward is an ordinary function of tensors. An
-//! [`Optimizer`] updates the parameters, step by step with [`value_and_grad`], or as one plan with
+//! [`Optimizer`] updates the parameters, step by step with [`loss_and_grads`], or as one plan with
 //! [`TrainStep`].
 //!
 //! ```
@@ -55,7 +55,7 @@ mod slot;
 mod step;
 mod weights;
 
-pub use grad::{ModuleGrads, value_and_grad};
+pub use grad::{ModuleGrads, loss_and_grads};
 pub use halcyon_derive::Module;
 pub use init::{Fan, Init};
 pub use layers::*;

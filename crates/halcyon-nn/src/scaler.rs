@@ -28,7 +28,6 @@ impl Default for LossScaler {
 /// The scale and its counters, on the device.
 #[derive(Debug)]
 pub(crate) struct Scaling {
-    pub(crate) settings: LossScaler,
     /// f32, rank 0.
     scale: State,
     /// Steps without an overflow since the scale last changed: i32, rank 0.
@@ -50,7 +49,7 @@ impl Scaling {
         }
         let count = || State::new(Tensor::scalar(b, 0i64, DType::I32));
         let scale = State::new(Tensor::scalar(b, initial, DType::F32));
-        Ok(Scaling { settings, scale, good: count(), skipped: count() })
+        Ok(Scaling { scale, good: count(), skipped: count() })
     }
 
     /// Scale, steps since it changed, skipped steps.

@@ -71,7 +71,7 @@ pub(crate) fn write(slot: &Slot, new: &Tensor) -> Result<bool> {
     })
 }
 
-/// Whether modules behave as in training. False outside of [`training`], [`crate::value_and_grad`] and
+/// Whether modules behave as in training. False outside of [`training`], [`crate::loss_and_grads`] and
 /// training steps.
 pub fn is_training() -> bool {
     SCOPES.with_borrow(|s| s.last().is_some_and(|s| s.training))

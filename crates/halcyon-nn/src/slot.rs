@@ -69,7 +69,7 @@ impl Slot {
         lock(&self.0.state).value()
     }
 
-    /// The value: inside of a training step or of [`crate::value_and_grad`], the tensor that the step
+    /// The value: inside of a training step or of [`crate::loss_and_grads`], the tensor that the step
     /// computes with.
     pub fn value(&self) -> Tensor {
         scope::value_of(self).unwrap_or_else(|| self.stored())

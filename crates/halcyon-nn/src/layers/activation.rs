@@ -60,7 +60,7 @@ impl Activation {
         match *self {
             Activation::Relu => x.relu(),
             Activation::LeakyRelu(slope) => x.leaky_relu(slope),
-            Activation::Elu(alpha) => x.relu() + x.minimum(0.0).expm1() * alpha,
+            Activation::Elu(alpha) => elu(x, alpha),
             Activation::Gelu(Gelu::Exact) => x.gelu(),
             Activation::Gelu(Gelu::Tanh) => x.gelu_tanh(),
             Activation::Silu => x.silu(),
@@ -79,4 +79,13 @@ impl Activation {
 #[track_caller]
 pub(crate) fn softplus(x: &Tensor) -> Tensor {
     x.gt(20.0).select(x, &x.minimum(20.0).exp().log1p())
+}
+
+/// `x` where positive, else `alpha (exp(x) - 1)`. At 0 the slope is `alpha`, as in PyTorch.
+#[track_caller]
+fn elu(x: &Tensor, alpha: f64) -> Tensor {
+    let positive = x.gt(0.0);
+    // Zero in place of positive elements, whose exponential could overflow.
+    let below = positive.select(&(x * 0.0), x);
+    positive.select(x, &(below.expm1() * alpha))
 }

@@ -62,7 +62,7 @@ struct Entry {
 ///
 /// ```
 /// use halcyon::prelude::*;
-/// use halcyon_nn::{Adam, Linear, Optimizer, value_and_grad};
+/// use halcyon_nn::{Adam, Linear, Optimizer, loss_and_grads};
 /// # fn main() -> halcyon::Result<()> {
 /// let b = Backend::cpu()?;
 /// let layer = Linear::new(&b, 1, 1)?;
@@ -70,7 +70,7 @@ struct Entry {
 /// let y = &x * 2.0 + 1.0;
 /// let mut optimizer = Optimizer::new(&layer, Adam::new().rate(0.1))?;
 /// for _ in 0..300 {
-///     let (_, grads) = value_and_grad(&layer, |m| Ok((m.forward(&x) - &y).sqr().mean(..)))?;
+///     let (_, grads) = loss_and_grads(&layer, |m| Ok((m.forward(&x) - &y).sqr().mean(..)))?;
 ///     optimizer.step(&grads)?;
 /// }
 /// assert!((layer.weight.value().item::<f32>()? - 2.0).abs() < 0.05);

@@ -416,12 +416,13 @@ impl UpdateRule for Lion {
         Ok(vec![like("exp_avg", dims)])
     }
     fn scalars(&self, n: &StepNumbers) -> Vec<Num> {
-        vec![n.rate.clone(), 1.0 - n.rate.clone() * n.weight_decay]
+        // The decay itself, because 1 minus the decay would lose digits in f32.
+        vec![n.rate.clone(), n.rate.clone() * n.weight_decay]
     }
     fn update(&self, p: &Tensor, g: &Tensor, state: &[Tensor], s: &[Tensor]) -> (Tensor, Vec<Tensor>) {
         let step = (&state[0] * self.beta1 + g * (1.0 - self.beta1)).sign();
         let m = &state[0] * self.beta2 + g * (1.0 - self.beta2);
-        (p * &s[1] - step * &s[0], vec![m])
+        (p - (step * &s[0] + p * &s[1]), vec![m])
     }
 }
 

@@ -160,7 +160,7 @@ fn loss(kind: &str, c: &Value) -> Case {
                     reduction: r,
                     zero_infinity: flag(&c, "zero_infinity"),
                 };
-                ctc_loss(&x[0], &x[1], &ints(&c, "input_lengths"), &ints(&c, "target_lengths"), o)?
+                ctc_loss(&x[0].log_softmax(2), &x[1], &ints(&c, "input_lengths"), &ints(&c, "target_lengths"), o)?
             }
         })
     })
@@ -192,7 +192,7 @@ fn case(b: &Backend, c: &Value) -> Result<Case> {
             let m = BatchNorm::with(b, int(c, "channels"), o)?;
             let (training_mode, n) = (flag(c, "training"), m.clone());
             let forward = move |x: &[Tensor]| {
-                // `value_and_grad` sets the mode of training.
+                // `loss_and_grads` sets the mode of training.
                 Ok(vec![if training_mode { n.forward(&x[0]) } else { evaluation(|| n.forward(&x[0])) }])
             };
             Case { module: Box::new(m), forward: Box::new(forward) }
@@ -270,7 +270,7 @@ fn check(b: &Backend, name: &str, c: &Value, data: &Npz, has: &dyn Fn(&str) -> b
     let as_params = inputs.iter().map(|x| Ok(x.dtype()?.is_float().then(|| Param::new(x.clone()))));
     let all = WithInputs { module: &*case.module, inputs: as_params.collect::<Result<_>>()? };
     let mut out = vec![];
-    let (_, grads) = value_and_grad(&all, |m| {
+    let (_, grads) = loss_and_grads(&all, |m| {
         let given: Vec<Tensor> = m
             .inputs
             .iter()

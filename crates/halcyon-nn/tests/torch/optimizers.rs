@@ -182,7 +182,7 @@ fn an_eager_step_equals_a_compiled_one() {
     .unwrap();
     for k in 0..20 {
         let (loss, grads) =
-            value_and_grad(&one, |m| Ok(mse_loss(&m.forward(&x), &y, Reduction::Mean))).unwrap();
+            loss_and_grads(&one, |m| Ok(mse_loss(&m.forward(&x), &y, Reduction::Mean))).unwrap();
         eager.step(&grads).unwrap();
         let made = step.run(&[&x, &y]).unwrap();
         let (a, b) = (loss.item::<f64>().unwrap(), made[0].item::<f64>().unwrap());
