@@ -92,9 +92,7 @@ impl Init {
                 affine(backend.rand(dims, DType::F32), high - low, low)
             }
             Init::Normal { mean, std } => normal(mean, std),
-            Init::TruncNormal { mean, std, low, high } => {
-                truncated(backend, dims, [mean, std, low, high])?
-            }
+            Init::TruncNormal { mean, std, low, high } => truncated(backend, dims, [mean, std, low, high])?,
             Init::XavierUniform { gain } => {
                 let (i, o) = fans(dims)?;
                 uniform(gain * (6.0 / (i + o).max(1.0)).sqrt())
@@ -111,7 +109,7 @@ impl Init {
                     return Err(Error::argument("init", format!("an identity of shape {dims:?}")));
                 };
                 let index = |n: usize| Tensor::arange(backend, n, DType::I32);
-                index(rows).unsqueeze(1).eq(&index(cols).unsqueeze(0))
+                index(rows).unsqueeze(1).eq(index(cols).unsqueeze(0))
             }
         };
         let t = t.cast(dtype);
@@ -204,7 +202,6 @@ fn orthogonal(backend: &Backend, dims: &[usize], gain: f64) -> Result<Tensor> {
         }
     }
     let at = |r: usize, c: usize| if rows <= cols { q[r][c] } else { q[c][r] };
-    let values: Vec<f32> =
-        (0..rows * cols).map(|i| (gain * at(i / cols, i % cols)) as f32).collect();
+    let values: Vec<f32> = (0..rows * cols).map(|i| (gain * at(i / cols, i % cols)) as f32).collect();
     Tensor::from_slice(backend, dims, &values)
 }

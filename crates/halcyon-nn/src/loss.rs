@@ -1,6 +1,6 @@
 //! Losses, under PyTorch's names and with its defaults.
 
-use crate::layers::softplus;
+use crate::layers::{softplus, zero_of};
 use halcyon::Tensor;
 use halcyon::ir::DType;
 use halcyon::ir::error::{Error, Result};
@@ -78,7 +78,7 @@ elementwise! {
     /// as PyTorch's `mean`; divide the sum by the batch for PyTorch's `batchmean`.
     kl_div(x, y) {
         let log = y.maximum(f64::MIN_POSITIVE.max(1e-38)).log();
-        y.gt(0.0).select(&(y * (log - x)), &(y * 0.0))
+        y.gt(0.0).select(&(y * (log - x)), &zero_of(y))
     };
     /// `-(y log x + (1 - y) log(1 - x))`, where `x` are probabilities. Logarithms are at least -100.
     binary_cross_entropy(x, y) {
@@ -240,9 +240,9 @@ impl Picked {
         let (counts, index) = match o.ignore_index {
             Some(i) => {
                 let counts = target.ne(i);
-                (counts.cast(dtype), counts.select(&target, &(&target * 0)))
+                (counts.cast(dtype), counts.select(&target, &zero_of(&target)))
             }
-            None => ((&target * 0 + 1).cast(dtype), target.clone()),
+            None => (Tensor::ones(target.backend(), target.shape()?, dtype), target.clone()),
         };
         let index = index.unsqueeze(1);
         let value = log.gather_elements(&index, 1).squeeze(1);
@@ -252,7 +252,7 @@ impl Picked {
         };
         along_classes_checked(o.weight, log)?;
         // A product with 0 would turn an infinite logarithm into NaN.
-        let loss = counts.gt(0.0).select(&(-value * &weight), &(&counts * 0.0));
+        let loss = counts.gt(0.0).select(&(-value * &weight), &zero_of(&counts));
         Ok(Picked { loss, counts, weight })
     }
 
@@ -276,7 +276,10 @@ fn with_probabilities(logits: &Tensor, target: &Tensor, o: CrossEntropyOptions<'
     same_shape("cross_entropy", logits, target)?;
     let dims = logits.dims()?;
     if dims.len() < 2 {
-        return Err(Error::shape("cross_entropy", format!("logits of {:?} have no classes", dims.as_slice())));
+        return Err(Error::shape(
+            "cross_entropy",
+            format!("logits of {:?} have no classes", dims.as_slice()),
+        ));
     }
     let classes = dims[1] as f64;
     let s = o.label_smoothing;
@@ -315,7 +318,10 @@ pub fn ctc_loss(
 ) -> Result<Tensor> {
     let (dims, t) = (log.dims()?, targets.dims()?);
     let [time, batch, classes] = dims[..] else {
-        return Err(Error::shape("ctc_loss", format!("the logarithms are {:?}, not of three axes", dims.as_slice())));
+        return Err(Error::shape(
+            "ctc_loss",
+            format!("the logarithms are {:?}, not of three axes", dims.as_slice()),
+        ));
     };
     let fits = t.len() == 2 && t[0] == batch && input_lengths.len() == batch && target_lengths.len() == batch;
     if !fits || o.blank >= classes {
@@ -330,9 +336,11 @@ pub fn ctc_loss(
         return Err(Error::shape("ctc_loss", what));
     }
     let longest = t[1];
-    let too_long = input_lengths.iter().any(|n| *n > time || *n == 0) || target_lengths.iter().any(|n| *n > longest);
+    let too_long =
+        input_lengths.iter().any(|n| *n > time || *n == 0) || target_lengths.iter().any(|n| *n > longest);
     if too_long {
-        let what = format!("lengths {input_lengths:?} of 1 to {time} steps, {target_lengths:?} of {longest} labels");
+        let what =
+            format!("lengths {input_lengths:?} of 1 to {time} steps, {target_lengths:?} of {longest} labels");
         return Err(Error::argument("ctc_loss", what));
     }
     let b = log.backend();
@@ -349,15 +357,15 @@ pub fn ctc_loss(
     // From two states before, unless that has the same label.
     let skip = match states > 2 {
         true => {
-            let (now, before) = (extended.narrow(1, 2usize, states - 2), extended.narrow(1, 0usize, states - 2));
-            let differ = now.ne(&before).select(&(never(states - 2) * 0.0), &never(states - 2));
+            let (now, before) =
+                (extended.narrow(1, 2usize, states - 2), extended.narrow(1, 0usize, states - 2));
+            let differ = now.ne(&before).select(&Tensor::scalar(b, 0.0, DType::F32), &never(states - 2));
             Some(Tensor::cat(&[never(2), differ], 1))
         }
         false => None,
     };
-    let emitted = |step: usize| {
-        log.narrow(0, step, 1usize).squeeze(0).cast(DType::F32).gather_elements(&extended, 1)
-    };
+    let emitted =
+        |step: usize| log.narrow(0, step, 1usize).squeeze(0).cast(DType::F32).gather_elements(&extended, 1);
     let start = states.min(2);
     let open = Tensor::zeros(b, [batch, start], DType::F32);
     let allowed = match states > start {

@@ -171,14 +171,30 @@ macro_rules! without_parameters {
     };
 }
 without_parameters!(
-    (), bool, char, u8, u16, u32, u64, usize, i8, i16, i32, i64, isize, f32, f64, String, &'static str
+    (),
+    bool,
+    char,
+    u8,
+    u16,
+    u32,
+    u64,
+    usize,
+    i8,
+    i16,
+    i32,
+    i64,
+    isize,
+    f32,
+    f64,
+    String,
+    &'static str
 );
 
 impl<T> Module for std::marker::PhantomData<T> {
     fn visit(&self, _: &mut Visit<'_>) {}
 }
 
-/// What [`ModuleExt::load`] did not find a place for.
+/// What [`crate::LoadWeights::load`] did not find a place for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unmatched {
     /// Names of the model that the file lacks.
@@ -346,7 +362,12 @@ fn nearest<'n>(path: &str, names: &'n [String]) -> Option<&'n str> {
         let start = n.chars().zip(path.chars()).take_while(|(a, b)| a == b).count();
         start + n.chars().rev().zip(path.chars().rev()).take_while(|(a, b)| a == b).count()
     };
-    names.iter().map(|n| (same(n), n.as_str())).max_by_key(|(s, _)| *s).filter(|(s, _)| *s > 2).map(|(_, n)| n)
+    names
+        .iter()
+        .map(|n| (same(n), n.as_str()))
+        .max_by_key(|(s, _)| *s)
+        .filter(|(s, _)| *s > 2)
+        .map(|(_, n)| n)
 }
 
 /// A pattern of paths: `*` stands for any characters within a path, `?` for one, `[ab]` for one of several. A
@@ -478,7 +499,7 @@ fn grouped(n: usize) -> String {
     let digits = n.to_string();
     let mut out = String::new();
     for (i, c) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i) % 3 == 0 {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
             out.push(',');
         }
         out.push(c);

@@ -58,7 +58,10 @@ impl Scaling {
     }
 
     pub(crate) fn write(&self, new: &[Tensor]) -> Result<()> {
-        [&self.scale, &self.good, &self.skipped].into_iter().zip(new).try_for_each(|(s, t)| s.write(t.clone()))
+        [&self.scale, &self.good, &self.skipped]
+            .into_iter()
+            .zip(new)
+            .try_for_each(|(s, t)| s.write(t.clone()))
     }
 }
 
@@ -75,7 +78,7 @@ pub(crate) fn overflowed(grads: &[Tensor]) -> Option<Tensor> {
 pub(crate) fn next(s: &LossScaler, [scale, good, skipped]: [&Tensor; 3], overflow: &Tensor) -> [Tensor; 3] {
     let grown = (good + 1).ge(i64::from(s.interval));
     let kept = grown.select(&(scale * s.growth), scale);
-    let zero = good * 0;
+    let zero = Tensor::scalar(good.backend(), 0i64, DType::I32);
     let counted = grown.select(&zero, &(good + 1));
     [
         overflow.select(&(scale * s.backoff), &kept),

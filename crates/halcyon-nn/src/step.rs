@@ -5,9 +5,9 @@ use crate::optim::Optimizer;
 use crate::scaler::{LossScaler, Scaling, next, overflowed};
 use crate::scope::{Scope, within};
 use crate::slot::Slot;
+use halcyon::ir::DType;
 use halcyon::ir::dtype::Scalar;
 use halcyon::ir::error::{Error, Result};
-use halcyon::ir::DType;
 use halcyon::{Backend, Compiled, Tensor};
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -128,7 +128,15 @@ impl<'a> TrainStep<'a> {
             }
         });
         let seed = backend.next_seed();
-        Ok(TrainStep { compiled: backend.compile(traced), optimizer, others, written, backend, scaling, seed })
+        Ok(TrainStep {
+            compiled: backend.compile(traced),
+            optimizer,
+            others,
+            written,
+            backend,
+            scaling,
+            seed,
+        })
     }
 
     /// Sets the seed from which the keys of random numbers follow, one key per step.
@@ -258,8 +266,7 @@ impl Parts {
             self.params.iter().zip(&params).map(|(s, t)| (s.id(), t.clone())).collect();
         values.extend(self.others.iter().zip(others).map(|(s, t)| (s.id(), t.clone())));
         let key = [0, 1].map(|k| Tensor::argument(&backend, k, DType::U32));
-        let scope =
-            Scope { values, training: true, key: Some(key), keeps_writes: true, ..Scope::default() };
+        let scope = Scope { values, training: true, key: Some(key), keeps_writes: true, ..Scope::default() };
         let mut results = vec![];
         let (graded, scope) = within(scope, || {
             halcyon::value_and_grad(&params, |_| {

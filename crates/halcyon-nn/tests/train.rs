@@ -83,8 +83,7 @@ fn modules_are_visited_by_path_and_shared_parameters_once() {
     let b = Backend::cpu().unwrap();
     let m = mixed(&b);
     let names: Vec<String> = m.parameters().into_iter().map(|(n, _)| n).collect();
-    let want =
-        ["first.weight", "first.bias", "rest.0.weight", "rest.0.bias", "rest.1.weight", "rest.1.bias"];
+    let want = ["first.weight", "first.bias", "rest.0.weight", "rest.0.bias", "rest.1.weight", "rest.1.bias"];
     assert_eq!(names, want);
     assert_eq!(m.parameter_count().unwrap(), 9 + 3 + 6 + 2 + 2 + 1);
     assert_eq!(m.freeze("rest.*.bias").unwrap(), 2);

@@ -1,3 +1,4 @@
+use super::zero_of;
 use crate::module::{Module, Visit};
 use halcyon::Tensor;
 
@@ -86,6 +87,6 @@ pub(crate) fn softplus(x: &Tensor) -> Tensor {
 fn elu(x: &Tensor, alpha: f64) -> Tensor {
     let positive = x.gt(0.0);
     // Zero in place of positive elements, whose exponential could overflow.
-    let below = positive.select(&(x * 0.0), x);
+    let below = positive.select(&zero_of(x), x);
     positive.select(x, &(below.expm1() * alpha))
 }

@@ -72,8 +72,11 @@ impl MultiHeadAttention {
         heads: usize,
         o: MultiHeadAttentionOptions,
     ) -> Result<MultiHeadAttention> {
-        if heads == 0 || size == 0 || size % heads != 0 {
-            return Err(invalid("MultiHeadAttention", format!("{size} elements do not divide into {heads} heads")));
+        if heads == 0 || size == 0 || !size.is_multiple_of(heads) {
+            return Err(invalid(
+                "MultiHeadAttention",
+                format!("{size} elements do not divide into {heads} heads"),
+            ));
         }
         let weight = Init::XavierUniform { gain: 1.0 }.tensor(backend, &[3 * size, size], o.dtype)?;
         let in_proj_bias = match o.bias {
@@ -154,7 +157,8 @@ impl MultiHeadAttention {
             let index = |n: usize| Tensor::arange(q.backend(), n, DType::I32);
             let last = index(queries).unsqueeze(1) + (keys as i64 - queries as i64);
             let hidden = index(keys).unsqueeze(0).gt(&last);
-            scores = hidden.select(&Tensor::full(q.backend(), [1usize], f64::NEG_INFINITY, DType::F32), &scores);
+            scores =
+                hidden.select(&Tensor::full(q.backend(), [1usize], f64::NEG_INFINITY, DType::F32), &scores);
         }
         self.dropout.forward(&scores.softmax(-1)).matmul(v)
     }

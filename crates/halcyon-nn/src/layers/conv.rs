@@ -68,7 +68,7 @@ impl<const N: usize> ConvOptions<N> {
 
     fn check(&self, layer: &str, inputs: usize, outputs: usize, kernel: [usize; N]) -> Result<()> {
         let g = self.groups;
-        if g == 0 || inputs == 0 || outputs == 0 || inputs % g != 0 || outputs % g != 0 {
+        if g == 0 || inputs == 0 || outputs == 0 || !inputs.is_multiple_of(g) || !outputs.is_multiple_of(g) {
             let what = format!("{inputs} input and {outputs} output channels do not divide into {g} groups");
             return Err(invalid(layer, what));
         }

@@ -43,7 +43,7 @@ impl Dropout {
         }
         let (Ok(shape), Ok(dtype)) = (x.shape(), x.dtype()) else { return x.clone() };
         if self.probability == 1.0 {
-            return x * 0.0;
+            return Tensor::zeros(x.backend(), shape, dtype);
         }
         let stay = uniform(x.backend(), shape).ge(self.probability).cast(dtype);
         x * (stay * (1.0 / (1.0 - self.probability)))

@@ -54,12 +54,18 @@ impl Embedding {
     /// Those of [`Embedding::new`], and `Error::Argument` for a padding index beyond the table.
     pub fn with(backend: &Backend, count: usize, size: usize, o: EmbeddingOptions) -> Result<Embedding> {
         if count == 0 || size == 0 {
-            return Err(invalid("Embedding", format!("{count} rows of {size} elements; both must be at least 1")));
+            return Err(invalid(
+                "Embedding",
+                format!("{count} rows of {size} elements; both must be at least 1"),
+            ));
         }
         let mut weight = o.weight.tensor(backend, &[count, size], o.dtype)?;
         if let Some(p) = o.padding_index {
             if p >= count {
-                return Err(invalid("Embedding", format!("the padding index {p} is beyond the {count} rows")));
+                return Err(invalid(
+                    "Embedding",
+                    format!("the padding index {p} is beyond the {count} rows"),
+                ));
             }
             let keep = row_numbers(&weight, count).ne(p as i64).cast(o.dtype);
             weight = weight * keep;

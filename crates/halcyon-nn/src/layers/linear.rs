@@ -60,7 +60,10 @@ impl Linear {
     /// Those of [`Linear::new`].
     pub fn with(backend: &Backend, inputs: usize, outputs: usize, o: LinearOptions) -> Result<Linear> {
         if inputs == 0 || outputs == 0 {
-            return Err(invalid("Linear", format!("{inputs} inputs and {outputs} outputs; both must be at least 1")));
+            return Err(invalid(
+                "Linear",
+                format!("{inputs} inputs and {outputs} outputs; both must be at least 1"),
+            ));
         }
         let bound = 1.0 / (inputs as f64).sqrt();
         let weight = o.weight.tensor(backend, &[outputs, inputs], o.dtype)?;

@@ -35,6 +35,15 @@ pub(crate) fn located(t: Tensor, param: &Param) -> Tensor {
     t.map_error(|e| in_module(e, &param.module_path()))
 }
 
+/// Zero in the dtype of `x`, of rank 0.
+#[track_caller]
+pub(crate) fn zero_of(x: &Tensor) -> Tensor {
+    match x.dtype() {
+        Ok(d) => Tensor::scalar(x.backend(), 0i64, d),
+        Err(_) => x.clone(),
+    }
+}
+
 /// The error of a layer's constructor.
 pub(crate) fn invalid(layer: &str, what: impl Into<String>) -> Error {
     Error::argument(layer, what)

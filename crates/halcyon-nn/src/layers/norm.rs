@@ -4,6 +4,7 @@ use crate::module::{Module, Visit};
 use crate::scope::is_training;
 use crate::slot::{Buffer, Param, SlotKind};
 use halcyon::ir::DType;
+use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::error::Result;
 use halcyon::{Backend, Tensor};
 
@@ -190,8 +191,11 @@ impl GroupNorm {
     /// # Errors
     /// Those of [`GroupNorm::new`].
     pub fn with(backend: &Backend, groups: usize, channels: usize, o: NormOptions) -> Result<GroupNorm> {
-        if groups == 0 || channels == 0 || channels % groups != 0 {
-            return Err(invalid("GroupNorm", format!("{channels} channels do not divide into {groups} groups")));
+        if groups == 0 || channels == 0 || !channels.is_multiple_of(groups) {
+            return Err(invalid(
+                "GroupNorm",
+                format!("{channels} channels do not divide into {groups} groups"),
+            ));
         }
         let (weight, bias) = scale_and_bias(backend, &[channels], o.affine, o.bias, o.dtype)?;
         Ok(GroupNorm { weight, bias, groups, channels, eps: o.eps })
@@ -309,7 +313,7 @@ impl BatchNorm {
         let channels = self.channels();
         if dims.len() < 2 || Some(dims[1]) != channels {
             let what = format!("{channels:?} channels expected, the input is {:?}", dims.as_slice());
-            let e = halcyon::ir::error::Error::shape("batch_norm", what);
+            let e = halcyon::ir::error::Error::shape(CompositeKind::BatchNorm, what);
             return placed(Tensor::build(&[x], |_, _| Err(e)), &self.weight);
         }
         let (mean, var) = match is_training() {
@@ -335,7 +339,7 @@ impl BatchNorm {
         let n: usize = dims[0] * dims[2..].iter().product::<usize>();
         if n < 2 {
             let what = format!("training needs more than one value per channel, the input is {dims:?}");
-            return Err(invalid("batch_norm", what));
+            return Err(invalid("BatchNorm", what));
         }
         let axes: Vec<i64> = (0..dims.len() as i64).filter(|a| *a != 1).collect();
         let x = x.cast(DType::F32);
@@ -343,9 +347,8 @@ impl BatchNorm {
         let var = (&x - &mean).sqr().mean(axes.as_slice());
         let mean = mean.reshape([dims[1]]);
         let m = self.options.momentum;
-        let blend = |old: &Buffer, new: &Tensor, factor: f64| {
-            old.write(old.value() * (1.0 - m) + new * (m * factor))
-        };
+        let blend =
+            |old: &Buffer, new: &Tensor, factor: f64| old.write(old.value() * (1.0 - m) + new * (m * factor));
         blend(&self.running_mean, &mean, 1.0)?;
         blend(&self.running_var, &var, n as f64 / (n - 1) as f64)?;
         self.num_batches_tracked.write(self.num_batches_tracked.value() + 1)?;

@@ -63,7 +63,8 @@ impl Stack {
         o: RecurrentOptions,
     ) -> Result<Stack> {
         if inputs == 0 || hidden == 0 || o.layers == 0 {
-            let what = format!("{inputs} inputs, {hidden} hidden and {} layers; all must be at least 1", o.layers);
+            let what =
+                format!("{inputs} inputs, {hidden} hidden and {} layers; all must be at least 1", o.layers);
             return Err(invalid(layer, what));
         }
         let bound = 1.0 / (hidden as f64).sqrt();

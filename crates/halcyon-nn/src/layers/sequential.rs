@@ -1,6 +1,6 @@
 use super::{
-    Activation, AdaptiveAvgPool, AvgPool, BatchNorm, Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d,
-    ConvTranspose3d, Dropout, Embedding, GroupNorm, LayerNorm, Linear, MaxPool, RmsNorm,
+    Activation, AdaptiveAvgPool, AvgPool, BatchNorm, Conv1d, Conv2d, Conv3d, ConvTranspose1d,
+    ConvTranspose2d, ConvTranspose3d, Dropout, Embedding, GroupNorm, LayerNorm, Linear, MaxPool, RmsNorm,
 };
 use crate::module::{Module, Visit};
 use halcyon::Tensor;

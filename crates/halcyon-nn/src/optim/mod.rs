@@ -199,9 +199,9 @@ impl Entry {
         let (b, dims, dtype) = (backend_of(&slot), slot.stored().dims()?, dtype_of(&slot)?);
         let compute = compute_dtype(dtype);
         let specs = of.rule.state(&dims).map_err(|e| crate::slot::in_module(e, &path))?;
-        let state = specs.into_iter().map(|s| {
-            Ok((s.name, State::new(Init::Constant(s.initial).tensor(&b, &s.dims, compute)?)))
-        });
+        let state = specs
+            .into_iter()
+            .map(|s| Ok((s.name, State::new(Init::Constant(s.initial).tensor(&b, &s.dims, compute)?))));
         let state = state.collect::<Result<_>>()?;
         let master = (dtype != compute).then(|| State::new(slot.stored().cast(compute)));
         Ok(Entry { path, slot, group, master, state })
@@ -249,7 +249,8 @@ impl Optimizer {
     /// `Error::Argument` if the optimizer does not update the parameter.
     pub fn rate(&self, path: &str) -> Result<f64> {
         let e = self.entries.iter().find(|e| e.path == path);
-        let e = e.ok_or_else(|| Error::argument("rate", format!("the optimizer has no parameter `{path}`")))?;
+        let e =
+            e.ok_or_else(|| Error::argument("rate", format!("the optimizer has no parameter `{path}`")))?;
         Ok(self.groups[e.group].schedule.rate(self.groups[e.group].rate, self.steps))
     }
 
@@ -269,7 +270,9 @@ impl Optimizer {
     /// `Error::Argument` if there is no such tensor; `Error::Shape` if the dtype or shape differs.
     pub fn set_state(&mut self, name: &str, value: Tensor) -> Result<()> {
         for e in &self.entries {
-            let Some(own) = name.strip_prefix(e.path.as_str()).and_then(|n| n.strip_prefix('.')) else { continue };
+            let Some(own) = name.strip_prefix(e.path.as_str()).and_then(|n| n.strip_prefix('.')) else {
+                continue;
+            };
             let named = e.state.iter().find(|(n, _)| *n == own).map(|(_, s)| s);
             if let Some(s) = named.or(e.master.as_ref().filter(|_| own == "master")) {
                 return s.write(value);
@@ -371,7 +374,12 @@ impl Optimizer {
     }
 
     /// What takes the place of `old`, which has the form of [`Optimizer::tensors`].
-    pub(crate) fn updated(&self, old: &[Vec<Tensor>], g: &[Tensor], scalars: &[Vec<Tensor>]) -> Vec<Vec<Tensor>> {
+    pub(crate) fn updated(
+        &self,
+        old: &[Vec<Tensor>],
+        g: &[Tensor],
+        scalars: &[Vec<Tensor>],
+    ) -> Vec<Vec<Tensor>> {
         let factors: Vec<Option<Tensor>> = (0..self.groups.len()).map(|k| self.norm_factor(k, g)).collect();
         let one = |(i, e): (usize, &Entry)| {
             let group = &self.groups[e.group];

@@ -59,7 +59,7 @@ fn lerp(a: &Tensor, b: &Tensor, weight: f64) -> Tensor {
 macro_rules! setters {
     ($name:ident $($field:ident: $ty:ty = $doc:literal),*) => {
         impl $name {
-            /// The defaults; see [`$name`].
+            /// The defaults.
             pub fn new() -> $name {
                 $name::default()
             }
@@ -477,7 +477,8 @@ impl UpdateRule for Muon {
     }
     fn state(&self, dims: &[usize]) -> Result<Vec<StateSpec>> {
         if dims.len() != 2 {
-            let what = format!("it updates matrices, not {dims:?}; put this parameter in a group with another rule");
+            let what =
+                format!("it updates matrices, not {dims:?}; put this parameter in a group with another rule");
             return Err(Error::argument("muon", what));
         }
         Ok(vec![like("momentum_buffer", dims)])

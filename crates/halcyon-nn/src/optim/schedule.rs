@@ -8,30 +8,15 @@ pub enum Schedule {
     #[default]
     Constant,
     /// `rate · gamma^floor(k / size)`.
-    Step {
-        size: u64,
-        gamma: f64,
-    },
+    Step { size: u64, gamma: f64 },
     /// The rate times `gamma` at each of the given steps.
-    MultiStep {
-        at: Vec<u64>,
-        gamma: f64,
-    },
+    MultiStep { at: Vec<u64>, gamma: f64 },
     /// The rate times a factor that goes from `start` to `end` in `steps` steps.
-    Linear {
-        start: f64,
-        end: f64,
-        steps: u64,
-    },
+    Linear { start: f64, end: f64, steps: u64 },
     /// `least + (rate - least) (1 + cos(π k / steps)) / 2`; after `steps` it stays at `least`.
-    Cosine {
-        steps: u64,
-        least: f64,
-    },
+    Cosine { steps: u64, least: f64 },
     /// `rate · gamma^k`.
-    Exponential {
-        gamma: f64,
-    },
+    Exponential { gamma: f64 },
     /// From `most / divisor` up to `most` in the first `share` of `steps`, then down to `most / (divisor ·
     /// final_divisor)`, both along half a cosine (Smith and Topin 2017). The group's rate has no effect.
     OneCycle {
@@ -45,20 +30,11 @@ pub enum Schedule {
         final_divisor: f64,
     },
     /// `rate · size^-0.5 · min((k + 1)^-0.5, (k + 1) · warmup^-1.5)` (Vaswani et al. 2017).
-    Noam {
-        size: f64,
-        warmup: u64,
-    },
+    Noam { size: f64, warmup: u64 },
     /// `rate · (k + 1) / (steps + 1)` for `steps` steps, then another schedule from its step 0.
-    WarmUp {
-        steps: u64,
-        then: Box<Schedule>,
-    },
+    WarmUp { steps: u64, then: Box<Schedule> },
     /// Schedules one after another, each from its step 0. Each but the last has a number of steps.
-    Sequence {
-        first: Vec<(u64, Schedule)>,
-        last: Box<Schedule>,
-    },
+    Sequence { first: Vec<(u64, Schedule)>, last: Box<Schedule> },
 }
 
 // PyTorch's defaults of a cycle.
@@ -75,18 +51,13 @@ fn final_divisor() -> f64 {
 impl Schedule {
     /// PyTorch's defaults of [`Schedule::OneCycle`].
     pub fn one_cycle(most: f64, steps: u64) -> Schedule {
-        Schedule::OneCycle {
-            most,
-            steps,
-            share: share(),
-            divisor: divisor(),
-            final_divisor: final_divisor(),
-        }
+        Schedule::OneCycle { most, steps, share: share(), divisor: divisor(), final_divisor: final_divisor() }
     }
 
     /// The learning rate at step `k`, from 0, for a group's rate.
     pub fn rate(&self, rate: f64, k: u64) -> f64 {
-        let cosine = |from: f64, to: f64, x: f64| to + (from - to) / 2.0 * (1.0 + (std::f64::consts::PI * x).cos());
+        let cosine =
+            |from: f64, to: f64, x: f64| to + (from - to) / 2.0 * (1.0 + (std::f64::consts::PI * x).cos());
         match self {
             Schedule::Constant => rate,
             Schedule::Step { size, gamma } => rate * gamma.powf((k / (*size).max(1)) as f64),

@@ -150,7 +150,11 @@ fn loss(kind: &str, c: &Value) -> Case {
             "binary_cross_entropy_with_logits" => {
                 let weight = flag(&c, "weight").then(|| &x[2]);
                 let pos_weight = flag(&c, "pos_weight").then(|| &x[2 + usize::from(weight.is_some())]);
-                binary_cross_entropy_with_logits(&x[0], &x[1], BceOptions { weight, pos_weight, reduction: r })
+                binary_cross_entropy_with_logits(
+                    &x[0],
+                    &x[1],
+                    BceOptions { weight, pos_weight, reduction: r },
+                )
             }
             "cross_entropy" => cross_entropy(&x[0], &x[1], options()),
             "nll_loss" => nll_loss(&x[0], &x[1], options()),
@@ -160,7 +164,13 @@ fn loss(kind: &str, c: &Value) -> Case {
                     reduction: r,
                     zero_infinity: flag(&c, "zero_infinity"),
                 };
-                ctc_loss(&x[0].log_softmax(2), &x[1], &ints(&c, "input_lengths"), &ints(&c, "target_lengths"), o)?
+                ctc_loss(
+                    &x[0].log_softmax(2),
+                    &x[1],
+                    &ints(&c, "input_lengths"),
+                    &ints(&c, "target_lengths"),
+                    o,
+                )?
             }
         })
     })
@@ -314,7 +324,9 @@ fn layers_and_losses_follow_torch() {
         for (i, c) in cases.iter().enumerate().skip(first).step_by(every) {
             match check(&b, &i.to_string(), c, &data, &has) {
                 Ok((y, g)) if y <= 2e-5 && g <= 5e-5 => compared += 1,
-                Ok((y, g)) => failed.push(format!("{i}: results differ by {y:.1e}, gradients by {g:.1e}: {c}")),
+                Ok((y, g)) => {
+                    failed.push(format!("{i}: results differ by {y:.1e}, gradients by {g:.1e}: {c}"))
+                }
                 Err(e) => failed.push(format!("{i}: {e}: {c}")),
             }
         }

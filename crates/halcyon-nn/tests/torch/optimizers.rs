@@ -98,9 +98,10 @@ fn shapes(c: &Value) -> Vec<Vec<usize>> {
 fn follow(b: &Backend, case: usize, c: &Value, data: &halcyon_formats::npz::Npz) -> Result<f64> {
     let shapes = shapes(c);
     let count = |s: &[usize]| s.iter().product::<usize>();
-    let p = shapes.iter().enumerate().map(|(k, s)| {
-        Ok(Param::new(Tensor::from_slice(b, s.as_slice(), &start(k, count(s)))?))
-    });
+    let p = shapes
+        .iter()
+        .enumerate()
+        .map(|(k, s)| Ok(Param::new(Tensor::from_slice(b, s.as_slice(), &start(k, count(s)))?)));
     let module = Params { p: p.collect::<Result<_>>()? };
     // The loss Σ p · g has the gradient g.
     let optimizer = builder(c).build(&module)?;
@@ -110,9 +111,10 @@ fn follow(b: &Backend, case: usize, c: &Value, data: &halcyon_formats::npz::Npz)
     })?;
     let mut worst = 0.0f64;
     for s in 1..=100 {
-        let g = shapes.iter().enumerate().map(|(k, d)| {
-            Tensor::from_slice(b, d.as_slice(), &gradient(s, k, count(d)))
-        });
+        let g = shapes
+            .iter()
+            .enumerate()
+            .map(|(k, d)| Tensor::from_slice(b, d.as_slice(), &gradient(s, k, count(d))));
         let g = g.collect::<Result<Vec<_>>>()?;
         step.run(&g.iter().collect::<Vec<_>>())?;
         if ![1, 10, 100].contains(&s) {
@@ -132,7 +134,7 @@ fn follow(b: &Backend, case: usize, c: &Value, data: &halcyon_formats::npz::Npz)
 
 #[test]
 fn optimizers_follow_torch_and_the_papers() {
-    let (cases, data) = (json("optimizers.json"), arrays("optimizers.npz"));
+    let (cases, data, mut failed) = (json("optimizers.json"), arrays("optimizers.npz"), vec![]);
     for b in halcyon_test::devices::devices("optimizers_follow_torch_and_the_papers", Level::O2) {
         let every = if b.id().starts_with("cpu") { 1 } else { halcyon_test::one_in(8) };
         let first = halcyon_test::drawn(&format!("optimizers {}", b.id()), every).unwrap_or(0);
@@ -141,12 +143,18 @@ fn optimizers_follow_torch_and_the_papers() {
                 // PyTorch iterates in bf16.
                 (Some("muon"), Some("torch")) => 2e-2,
                 (Some("muon"), _) => 1e-4,
-                _ => 1e-6,
+                _ if b.id().starts_with("cpu") => 1e-6,
+                // Other devices contract a product and a sum to one rounding, PyTorch rounds both.
+                _ => 2e-6,
             };
-            let off = follow(&b, i, c, &data).unwrap_or_else(|e| panic!("{}: {c}: {e}", b.id()));
-            assert!(off <= most, "{}: {c}: {off:.2e}", b.id());
+            match follow(&b, i, c, &data) {
+                Ok(off) if off <= most => {}
+                Ok(off) => failed.push(format!("{}: {off:.2e} of {most:.0e}: {c}", b.id())),
+                Err(e) => failed.push(format!("{}: {e}: {c}", b.id())),
+            }
         }
     }
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
 }
 
 #[test]
@@ -156,7 +164,11 @@ fn schedules_follow_torch() {
         let rate = float(&c, "rate");
         for (k, want) in c["rates"].as_array().unwrap().iter().enumerate() {
             let (got, want) = (s.rate(rate, k as u64), want.as_f64().unwrap());
-            assert!((got - want).abs() <= 1e-9 * want.abs().max(1e-3), "{}: step {k}: {got}, {want}", c["schedule"]);
+            assert!(
+                (got - want).abs() <= 1e-9 * want.abs().max(1e-3),
+                "{}: step {k}: {got}, {want}",
+                c["schedule"]
+            );
         }
     }
 }
@@ -167,12 +179,13 @@ fn an_eager_step_equals_a_compiled_one() {
     let make = || Linear::new(&b, 3, 2).unwrap();
     let (x, y) = (b.randn([5, 3], DType::F32), b.randn([5, 2], DType::F32));
     let (one, other) = (make(), make());
-    other.load_state_dict(
-        &|n| Some(one.slot(n).unwrap().value().to_data()),
-        &["weight".into(), "bias".into()],
-        Strictness::Strict,
-    )
-    .unwrap();
+    other
+        .load_state_dict(
+            &|n| Some(one.slot(n).unwrap().value().to_data()),
+            &["weight".into(), "bias".into()],
+            Strictness::Strict,
+        )
+        .unwrap();
     let rule = || Optimizer::builder(Adam::w().rate(0.05)).clip(Clip::Norm(0.5));
     let mut eager = rule().build(&one).unwrap();
     let compiled = rule().build(&other).unwrap();
