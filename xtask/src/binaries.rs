@@ -78,6 +78,7 @@ pub(crate) fn run(
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
                 while let Some(b) = next() {
+                    println!("    {} runs", b.name);
                     let done = run_one(&b, settings);
                     (report.lock().unwrap_or_else(|e| e.into_inner()))(done);
                 }

@@ -15,6 +15,7 @@ mod mentions;
 mod miri;
 mod performance;
 mod prerequisites;
+mod profiles;
 mod report;
 mod start;
 mod test;

@@ -1,12 +1,12 @@
 //! `cargo xtask test`: the tests to run before a change is merged, on a machine with only a Rust toolchain.
 //! With `--nightly`, it runs all tests in full. `docs/testing.md` explains the tiers.
 
-use crate::binaries;
 use crate::prerequisites::{self, PREREQUISITES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, seconds, test_result};
 use crate::tier::{Draw, SEED, Tier};
-use crate::{Failure, binary, comments, crates, fuzz, gpu_check, isa, miri};
-use crate::{testdata, tier};
+use crate::{
+    Failure, binaries, binary, comments, crates, fuzz, gpu_check, isa, miri, profiles, testdata, tier,
+};
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -29,7 +29,7 @@ const EVERYWHERE: &[&str] = &["--workspace", "--exclude", "xtask"];
 /// off and when it is the only one. The merge tier checks the first [`FEATURES_ALWAYS`] and a random
 /// [`FEATURES_DRAWN`] of the others.
 const FEATURES: &[(&str, &[&str])] = &[
-    ("", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
+    ("", &["halcyon-hal", "halcyon", "halcyon-nn", "halcyon-compat", "halcyon-cli"]),
     ("cpu,onnx", &["halcyon", "halcyon-compat"]),
     ("cpu", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
     ("cuda", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
@@ -394,7 +394,7 @@ fn backend(context: &Context) -> Outcome {
     if let Err(why) = run(context.cargo().args(fmt)) {
         return Outcome::Failed(why);
     }
-    let profiles = match workspace_profiles() {
+    let profiles = match profiles::workspace() {
         Ok(path) => path,
         Err(why) => return Outcome::Failed(why),
     };
@@ -402,48 +402,6 @@ fn backend(context: &Context) -> Outcome {
     command.args(["test", "--no-fail-fast", "--locked", "--manifest-path", manifest.as_str(), "--config"]);
     command.arg(profiles).arg("--target-dir");
     cargo_tests(command.arg(crate::target_dir()))
-}
-
-/// Writes the profiles of Halcyon's workspace to a configuration file of cargo, and returns its path. With
-/// the same profiles, packages outside of the workspace use what the workspace's tests have built.
-fn workspace_profiles() -> Result<std::path::PathBuf, String> {
-    let root = crate::root();
-    let manifest = root.join("Cargo.toml");
-    let text = std::fs::read_to_string(&manifest).map_err(|e| format!("{}: {e}", manifest.display()))?;
-    let mut profiles = profiles_of(&text);
-    let crates = root.join("crates");
-    let entries = std::fs::read_dir(&crates).map_err(|e| format!("{}: {e}", crates.display()))?;
-    for entry in entries.flatten() {
-        // From outside, the settings for "*" also hold for Halcyon's own crates. These get their own back.
-        let name = entry.file_name().display().to_string();
-        let table = format!("[profile.dev.package.{name}]\n");
-        let own = "debug = \"line-tables-only\"\n";
-        match profiles.find(&table) {
-            Some(at) => profiles.insert_str(at + table.len(), own),
-            None => profiles.push_str(&format!("{table}{own}opt-level = 0\n")),
-        }
-    }
-    let to = crate::target_dir().join("profiles.toml");
-    std::fs::create_dir_all(crate::target_dir())
-        .and_then(|()| std::fs::write(&to, profiles))
-        .map_err(|e| format!("{}: {e}", to.display()))?;
-    Ok(to)
-}
-
-/// The tables of profiles in the text of a manifest.
-fn profiles_of(manifest: &str) -> String {
-    let mut inside = false;
-    let mut out = String::new();
-    for line in manifest.lines() {
-        if line.starts_with('[') {
-            inside = line.starts_with("[profile.");
-        }
-        if inside {
-            out.push_str(line);
-            out.push('\n');
-        }
-    }
-    out
 }
 
 /// Runs a cargo test command and counts its tests. A run without tests is a failure.
@@ -789,13 +747,6 @@ mod tests {
     fn finds_a_digit_by_name() {
         assert_eq!(digit_named("  1. seven  99.9 %"), Some("seven"));
         assert_eq!(digit_named("backend cpu: nobody asked for one"), Some("one"));
-    }
-
-    #[test]
-    fn the_profiles_of_a_manifest_are_all_its_tables_of_profiles() {
-        let manifest = "[package]\nname = 'a'\n[profile.dev]\nlto = 'off'\n\n[lints]\nx = 1\n[profile.dev.package.b]\nopt-level = 0\n";
-        let want = "[profile.dev]\nlto = 'off'\n\n[profile.dev.package.b]\nopt-level = 0\n";
-        assert_eq!(profiles_of(manifest), want);
         assert_eq!(digit_named("stone ozone"), None);
     }
 

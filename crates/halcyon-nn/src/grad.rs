@@ -1,7 +1,7 @@
 //! Gradients with respect to the parameters of a module.
 
 use crate::module::{Module, ModuleExt};
-use crate::scope::{Scope, within};
+use crate::scope::{Scope, Writes, within};
 use crate::slot::Slot;
 use halcyon::Tensor;
 use halcyon::ir::error::Result;
@@ -92,9 +92,14 @@ pub fn loss_and_grads<M: Module>(
     let params = module.trainable();
     let leaves = params.iter().map(|(_, s)| s.value().requires_grad()).collect::<Result<Vec<_>>>()?;
     let values = params.iter().zip(&leaves).map(|((_, s), t)| (s.id(), t.clone())).collect();
-    let scope = Scope { values, training: true, tracks_writes: true, ..Scope::default() };
+    let writes = Writes::Listed(vec![]);
+    let scope = Scope { values, training: true, writes, ..Scope::default() };
     let (result, scope) = within(scope, || halcyon::value_and_grad(&leaves, |_| f(module)));
     let (loss, grads) = result?;
     let of = params.into_iter().zip(grads).map(|((path, slot), g)| (path, slot, g)).collect();
-    Ok((loss, ModuleGrads { of, written: scope.written }))
+    let written = match scope.writes {
+        Writes::Listed(written) => written,
+        Writes::Outer | Writes::Kept => vec![],
+    };
+    Ok((loss, ModuleGrads { of, written }))
 }

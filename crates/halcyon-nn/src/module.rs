@@ -3,6 +3,7 @@
 use crate::slot::{Buffer, Param, Slot, SlotKind};
 use halcyon::ir::DType;
 use halcyon::ir::error::{Error, Result};
+use halcyon::summary::grouped;
 use halcyon::{Backend, Tensor};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Write;
@@ -469,8 +470,8 @@ fn table(lines: &[Line], [params, trainable, buffers]: [usize; 3]) -> String {
         .map(|l| {
             let count = match l.params {
                 0 => String::new(),
-                n if l.trainable == 0 => format!("{} frozen", grouped(n)),
-                n => grouped(n),
+                n if l.trainable == 0 => format!("{} frozen", grouped(n as u64)),
+                n => grouped(n as u64),
             };
             [name(l), l.shapes.join(", "), count]
         })
@@ -487,22 +488,9 @@ fn table(lines: &[Line], [params, trainable, buffers]: [usize; 3]) -> String {
     let _ = writeln!(
         out,
         "{} parameters, {} trainable, {} elements in buffers",
-        grouped(params),
-        grouped(trainable),
-        grouped(buffers)
+        grouped(params as u64),
+        grouped(trainable as u64),
+        grouped(buffers as u64)
     );
-    out
-}
-
-/// The number with commas between groups of three digits.
-fn grouped(n: usize) -> String {
-    let digits = n.to_string();
-    let mut out = String::new();
-    for (i, c) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(c);
-    }
     out
 }

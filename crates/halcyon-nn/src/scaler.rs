@@ -3,6 +3,7 @@
 use halcyon::ir::DType;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, State, Tensor};
+use std::sync::Arc;
 
 /// Scales the loss so that small gradients do not vanish in f16, and skips steps whose gradients overflow
 /// (Micikevicius et al. 2018). Everything is decided on the device: a skipped step selects the old values in
@@ -29,11 +30,11 @@ impl Default for LossScaler {
 #[derive(Debug)]
 pub(crate) struct Scaling {
     /// f32, rank 0.
-    scale: State,
+    scale: Arc<State>,
     /// Steps without an overflow since the scale last changed: i32, rank 0.
-    good: State,
+    good: Arc<State>,
     /// Steps skipped so far: i32, rank 0.
-    skipped: State,
+    skipped: Arc<State>,
 }
 
 impl Scaling {
@@ -47,21 +48,14 @@ impl Scaling {
             );
             return Err(Error::argument("LossScaler", what));
         }
-        let count = || State::new(Tensor::scalar(b, 0i64, DType::I32));
-        let scale = State::new(Tensor::scalar(b, initial, DType::F32));
+        let count = || Arc::new(State::new(Tensor::scalar(b, 0i64, DType::I32)));
+        let scale = Arc::new(State::new(Tensor::scalar(b, initial, DType::F32)));
         Ok(Scaling { scale, good: count(), skipped: count() })
     }
 
     /// Scale, steps since it changed, skipped steps.
-    pub(crate) fn tensors(&self) -> [Tensor; 3] {
-        [self.scale.value(), self.good.value(), self.skipped.value()]
-    }
-
-    pub(crate) fn write(&self, new: &[Tensor]) -> Result<()> {
+    pub(crate) fn states(&self) -> [&Arc<State>; 3] {
         [&self.scale, &self.good, &self.skipped]
-            .into_iter()
-            .zip(new)
-            .try_for_each(|(s, t)| s.write(t.clone()))
     }
 }
 
@@ -73,7 +67,7 @@ pub(crate) fn overflowed(grads: &[Tensor]) -> Option<Tensor> {
     zeros.reduce(|a, b| a + b).map(|sum| sum.isnan())
 }
 
-/// What takes the place of [`Scaling::tensors`] after a step.
+/// What takes the place of the values of [`Scaling::states`] after a step.
 #[track_caller]
 pub(crate) fn next(s: &LossScaler, [scale, good, skipped]: [&Tensor; 3], overflow: &Tensor) -> [Tensor; 3] {
     let grown = (good + 1).ge(i64::from(s.interval));

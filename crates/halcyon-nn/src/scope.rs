@@ -19,12 +19,19 @@ pub(crate) struct Scope {
     pub(crate) key: Option<[Tensor; 2]>,
     /// Number of draws made so far. The n-th draw of a step is a stream of its own.
     pub(crate) draws: u32,
-    /// Whether writes to buffers are kept here until the step ends. If not, they reach the buffers at once.
-    pub(crate) keeps_writes: bool,
-    /// Whether `written` lists the buffers that are written.
-    pub(crate) tracks_writes: bool,
-    /// Buffers written so far, in the order of their first write.
-    pub(crate) written: Vec<Slot>,
+    pub(crate) writes: Writes,
+}
+
+/// What a scope does with writes to buffers.
+#[derive(Default)]
+pub(crate) enum Writes {
+    /// The scope around it decides. Without one, the buffer gets the value at once.
+    #[default]
+    Outer,
+    /// The buffer gets the value at once, and the scope lists the buffer.
+    Listed(Vec<Slot>),
+    /// The scope keeps the value in its `values`.
+    Kept,
 }
 
 thread_local! {
@@ -54,20 +61,26 @@ pub(crate) fn value_of(slot: &Slot) -> Option<Tensor> {
     SCOPES.with_borrow(|s| s.iter().rev().find_map(|s| s.values.get(&slot.id()).cloned()))
 }
 
-/// Keeps a buffer's new value in the innermost scope that keeps writes. Returns whether there is one.
-pub(crate) fn write(slot: &Slot, new: &Tensor) -> Result<bool> {
+/// Offers a buffer's new value to the scopes. Returns whether one keeps it.
+pub(crate) fn keep(slot: &Slot, new: &Tensor) -> Result<bool> {
     new.check()?;
     SCOPES.with_borrow_mut(|scopes| {
-        let Some(scope) = scopes.iter_mut().rev().find(|s| s.keeps_writes || s.tracks_writes) else {
-            return Ok(false);
-        };
-        if scope.written.iter().all(|w| w.id() != slot.id()) {
-            scope.written.push(slot.clone());
+        for scope in scopes.iter_mut().rev() {
+            match &mut scope.writes {
+                Writes::Outer => {}
+                Writes::Listed(written) => {
+                    if written.iter().all(|w| w.id() != slot.id()) {
+                        written.push(slot.clone());
+                    }
+                    return Ok(false);
+                }
+                Writes::Kept => {
+                    scope.values.insert(slot.id(), new.clone());
+                    return Ok(true);
+                }
+            }
         }
-        if scope.keeps_writes {
-            scope.values.insert(slot.id(), new.clone());
-        }
-        Ok(scope.keeps_writes)
+        Ok(false)
     })
 }
 

@@ -64,6 +64,11 @@ impl Slot {
         Arc::as_ptr(&self.0) as usize
     }
 
+    /// The state that holds the value until [`Slot::replace`].
+    pub(crate) fn state(&self) -> Arc<State> {
+        lock(&self.0.state).clone()
+    }
+
     /// The value outside of any scope.
     pub(crate) fn stored(&self) -> Tensor {
         lock(&self.0.state).value()
@@ -80,8 +85,7 @@ impl Slot {
     /// # Errors
     /// `Error::Shape` if the dtype or shape differs, with the path of the slot; the error that `new` carries.
     pub fn set(&self, new: Tensor) -> Result<()> {
-        let state = lock(&self.0.state).clone();
-        state.write(new).map_err(|e| self.name_in(e))
+        self.state().write(new).map_err(|e| self.name_in(e))
     }
 
     /// Replaces the value by one of another dtype, on another device, or both. The shape must be the same.
@@ -132,7 +136,7 @@ pub(crate) fn in_module(e: Error, path: &str) -> Error {
     if path.is_empty() {
         return e;
     }
-    let named = |op: String| if op.starts_with(path) { op } else { format!("{path}: {op}") };
+    let named = |op: String| format!("{path}: {op}");
     match e {
         Error::Shape { op, what, at } => Error::Shape { op: named(op), what, at },
         Error::DType { op, dtype, want, at } => Error::DType { op: named(op), dtype, want, at },
@@ -213,13 +217,13 @@ impl Buffer {
         &self.0
     }
 
-    /// Replaces the value, without gradient history. Inside of a training step the step writes it when it
-    /// ends, and reads in the same step see the new value.
+    /// Replaces the value, without gradient history. A training step keeps the new value until it ends; later
+    /// reads in the same step get the new value.
     ///
     /// # Errors
     /// Those of [`Slot::set`].
     pub fn write(&self, new: Tensor) -> Result<()> {
-        match scope::write(&self.0, &new)? {
+        match scope::keep(&self.0, &new)? {
             true => Ok(()),
             false => self.0.set(new),
         }

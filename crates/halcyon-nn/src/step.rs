@@ -3,12 +3,12 @@
 use crate::module::{Module, ModuleExt};
 use crate::optim::Optimizer;
 use crate::scaler::{LossScaler, Scaling, next, overflowed};
-use crate::scope::{Scope, within};
-use crate::slot::Slot;
+use crate::scope::{Scope, Writes, within};
+use crate::slot::{Slot, SlotKind};
 use halcyon::ir::DType;
 use halcyon::ir::dtype::Scalar;
 use halcyon::ir::error::{Error, Result};
-use halcyon::{Backend, Compiled, Tensor};
+use halcyon::{Backend, Compiled, State, Tensor};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
@@ -41,12 +41,12 @@ type Traced<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 pub struct TrainStep<'a> {
     compiled: Compiled<Traced<'a>>,
     optimizer: Arc<Mutex<Optimizer>>,
-    /// Slots that the step reads and the optimizer does not update.
-    others: Vec<Slot>,
-    /// Which of `others` the forward writes, found by a trace before the first plan.
-    written: Arc<Mutex<Option<Vec<Slot>>>>,
+    /// Parameters that the optimizer does not update.
+    frozen: Vec<Slot>,
+    /// Buffers, which the forward may write.
+    buffers: Vec<Slot>,
     backend: Backend,
-    scaling: Option<Arc<Scaling>>,
+    scaling: Option<Scaling>,
     seed: u64,
 }
 
@@ -56,13 +56,16 @@ impl fmt::Debug for TrainStep<'_> {
     }
 }
 
-/// What a trace of the step needs to know of the module and optimizer.
+/// What a trace of the step needs to know of the module and optimizer. Its inputs are the batch and the
+/// frozen parameters, then the states: those of the optimizer, the buffers, and those of the scaler if there
+/// is one.
 struct Parts {
     /// The slots of the optimizer, in its order.
     params: Vec<Slot>,
-    /// The number of tensors that the optimizer keeps for each parameter, the parameter included.
+    /// The number of states that the optimizer has for each parameter, the parameter included.
     counts: Vec<usize>,
-    others: Vec<Slot>,
+    frozen: Vec<Slot>,
+    buffers: Vec<Slot>,
     /// The number of scalars of each group.
     scalars: Vec<usize>,
     scaler: Option<LossScaler>,
@@ -77,7 +80,7 @@ impl<'a> TrainStep<'a> {
     /// and after it any further results.
     ///
     /// # Errors
-    /// `Error::Argument` if the optimizer updates no parameter of the module.
+    /// `Error::Argument` if the optimizer updates parameters of another module.
     pub fn new<M: Module + 'a>(
         module: M,
         optimizer: Optimizer,
@@ -106,37 +109,32 @@ impl<'a> TrainStep<'a> {
         f: impl Fn(&M, &[Tensor]) -> Result<Vec<Tensor>> + 'a,
     ) -> Result<TrainStep<'a>> {
         let params: Vec<Slot> = optimizer.slots().cloned().collect();
-        let first = params.first().ok_or_else(|| Error::argument("TrainStep", "there are no parameters"))?;
+        let slots: Vec<Slot> = module.slots().into_iter().map(|(_, s)| s).collect();
+        let of_module = |p: &Slot| slots.iter().any(|s| s.id() == p.id());
+        let Some(first) = params.first().filter(|_| params.iter().all(of_module)) else {
+            let what = "the optimizer updates parameters of another module; build it with this one";
+            return Err(Error::argument("TrainStep", what));
+        };
         let backend = crate::slot::backend_of(first);
         let updated = |s: &Slot| params.iter().any(|p| p.id() == s.id());
-        let others: Vec<Slot> = module.slots().into_iter().map(|(_, s)| s).filter(|s| !updated(s)).collect();
-        let counts: Vec<usize> = optimizer.tensors().iter().map(Vec::len).collect();
-        let scalars = optimizer.host_scalars().iter().map(Vec::len).collect();
-        let scaling = scaler.map(|s| Scaling::new(&backend, s)).transpose()?.map(Arc::new);
-        let parts = Parts { params, counts, others: others.clone(), scalars, scaler };
-        let (optimizer, written) = (Arc::new(Mutex::new(optimizer)), Arc::new(Mutex::new(None)));
-        let (of_trace, writes) = (optimizer.clone(), written.clone());
+        let others = slots.into_iter().filter(|s| !updated(s));
+        let (buffers, frozen): (Vec<Slot>, Vec<Slot>) = others.partition(|s| s.kind() == SlotKind::Buffer);
+        let parts = Parts {
+            counts: optimizer.states().iter().map(Vec::len).collect(),
+            scalars: optimizer.host_scalars()?.iter().map(Vec::len).collect(),
+            frozen: frozen.clone(),
+            buffers: buffers.clone(),
+            params,
+            scaler,
+        };
+        let scaling = scaler.map(|s| Scaling::new(&backend, s)).transpose()?;
+        let optimizer = Arc::new(Mutex::new(optimizer));
+        let of_trace = optimizer.clone();
         let traced: Traced<'a> = Box::new(move |inputs: &[Tensor]| {
-            let (made, wrote) = parts.trace(&lock(&of_trace), inputs, |batch| f(&module, batch))?;
-            let ids = |v: &[Slot]| v.iter().map(Slot::id).collect::<Vec<_>>();
-            match lock(&writes).get_or_insert_with(|| wrote.clone()) {
-                known if ids(known) == ids(&wrote) => Ok(made),
-                _ => Err(Error::unsupported(
-                    "a forward that writes other buffers for inputs of other types",
-                    "Write the same buffers in the same order in every step",
-                )),
-            }
+            parts.trace(&lock(&of_trace), inputs, |batch| f(&module, batch))
         });
-        let seed = backend.next_seed();
-        Ok(TrainStep {
-            compiled: backend.compile(traced),
-            optimizer,
-            others,
-            written,
-            backend,
-            scaling,
-            seed,
-        })
+        let (seed, compiled) = (backend.next_seed(), backend.compile(traced));
+        Ok(TrainStep { compiled, optimizer, frozen, buffers, backend, scaling, seed })
     }
 
     /// Sets the seed from which the keys of random numbers follow, one key per step.
@@ -157,7 +155,7 @@ impl<'a> TrainStep<'a> {
     /// Errors of the device.
     pub fn scale(&self) -> Result<Option<(f64, u64)>> {
         let Some(s) = &self.scaling else { return Ok(None) };
-        let [scale, _, skipped] = s.tensors();
+        let [scale, _, skipped] = s.states().map(|s| s.value());
         Ok(Some((scale.item::<f64>()?, skipped.item::<i64>()? as u64)))
     }
 
@@ -166,63 +164,35 @@ impl<'a> TrainStep<'a> {
         self.compiled.plans()
     }
 
-    /// One step. Returns what the forward returned, the loss first; parameters, state and buffers are
-    /// replaced.
+    /// One step. Returns what the forward returned, the loss first. Parameters, state and buffers are
+    /// replaced; if the step fails before it has started to run, they keep their values.
     ///
     /// # Errors
     /// Errors of the forward, of planning, and of the device. After an error of the device during the run the
-    /// parameters may be lost; restore them from a checkpoint.
+    /// parameters may be lost; restore them from a file.
     #[track_caller]
     pub fn run(&mut self, batch: &[&Tensor]) -> Result<Vec<Tensor>> {
-        let mut optimizer = lock(&self.optimizer);
-        let (old, steps) = (optimizer.tensors(), optimizer.steps());
-        let host_scalars = match self.scaling {
-            None => optimizer.host_scalars().concat(),
+        let optimizer = lock(&self.optimizer);
+        let steps = optimizer.steps();
+        let numbers = match self.scaling {
+            None => optimizer.host_scalars()?.concat(),
             // The other numbers depend on the number of skipped steps, which the device knows.
             Some(_) => std::iter::once((steps + 1) as f64).chain(optimizer.rates()).collect(),
         };
-        let scale: Vec<Tensor> = self.scaling.iter().flat_map(|s| s.tensors()).collect();
+        let mut states: Vec<Arc<State>> = optimizer.states().concat();
         // A trace locks the optimizer.
         drop(optimizer);
-        let others: Vec<Tensor> = self.others.iter().map(Slot::stored).collect();
-        let kept = old.iter().flatten().chain(&others).chain(&scale);
-        let inputs: Vec<&Tensor> = batch.iter().copied().chain(kept).collect();
-        let written = self.written_buffers(&inputs)?;
-        for t in old.iter().flatten().chain(&scale) {
-            t.donate();
-        }
-        for (slot, t) in self.others.iter().zip(&others) {
-            if written.iter().any(|w| w.id() == slot.id()) {
-                t.donate();
-            }
-        }
+        states.extend(self.buffers.iter().map(Slot::state));
+        states.extend(self.scaling.iter().flat_map(|s| s.states().map(Arc::clone)));
+        let states: Vec<&State> = states.iter().map(|s| &**s).collect();
+        let frozen: Vec<Tensor> = self.frozen.iter().map(Slot::stored).collect();
+        let inputs: Vec<&Tensor> = batch.iter().copied().chain(&frozen).collect();
         let key = mixed(self.seed, steps);
         let mut args = vec![Scalar::U(key & 0xffff_ffff), Scalar::U(key >> 32)];
-        args.extend(host_scalars.into_iter().map(Scalar::F));
-        let mut made = self.compiled.call_with(&inputs, &args)?;
-        optimizer = lock(&self.optimizer);
-        let count: usize = old.iter().map(Vec::len).sum();
-        let results = made.len() - count - written.len() - scale.len();
-        if let Some(s) = &self.scaling {
-            s.write(&made.split_off(made.len() - scale.len()))?;
-        }
-        let mut rest = made.split_off(results).into_iter();
-        let new: Vec<Vec<Tensor>> = old.iter().map(|o| rest.by_ref().take(o.len()).collect()).collect();
-        optimizer.write(&new)?;
-        written.iter().zip(rest).try_for_each(|(s, t)| s.set(t))?;
-        Ok(made)
-    }
-
-    /// The buffers that the step writes. Before the first step, a trace finds them: the plan overwrites their
-    /// memory, so they must be known when it is made.
-    fn written_buffers(&self, inputs: &[&Tensor]) -> Result<Vec<Slot>> {
-        if let Some(w) = &*lock(&self.written) {
-            return Ok(w.clone());
-        }
-        let stand_in = |t: &&Tensor| Ok(Tensor::placeholder(&self.backend, t.dtype()?, t.shape()?));
-        let given = inputs.iter().map(stand_in).collect::<Result<Vec<_>>>()?;
-        self.compiled.function()(&given)?;
-        Ok(lock(&self.written).clone().unwrap_or_default())
+        args.extend(numbers.into_iter().map(Scalar::F));
+        let results = self.compiled.call_updating(&inputs, &states, &args)?;
+        lock(&self.optimizer).set_steps(steps + 1);
+        Ok(results)
     }
 
     /// The backend of the parameters.
@@ -240,20 +210,18 @@ fn mixed(seed: u64, step: u64) -> u64 {
 }
 
 impl Parts {
-    /// The results of the step for placeholders: what the forward returns, then the new tensors of the
-    /// optimizer, then the written buffers.
+    /// The results of the step for placeholders: what the forward returns, then the new values of the states.
     fn trace(
         &self,
         optimizer: &Optimizer,
         inputs: &[Tensor],
         f: impl FnOnce(&[Tensor]) -> Result<Vec<Tensor>>,
-    ) -> Result<(Vec<Tensor>, Vec<Slot>)> {
-        let kept: usize = self.counts.iter().sum();
+    ) -> Result<Vec<Tensor>> {
         let of_scale = if self.scaler.is_some() { 3 } else { 0 };
         let (inputs, scale) = inputs.split_at(inputs.len() - of_scale);
-        let batch = inputs.len() - kept - self.others.len();
-        let (batch, rest) = inputs.split_at(batch);
-        let (mut own, others) = rest.split_at(kept);
+        let (inputs, buffers) = inputs.split_at(inputs.len() - self.buffers.len());
+        let (inputs, mut own) = inputs.split_at(inputs.len() - self.counts.iter().sum::<usize>());
+        let (batch, frozen) = inputs.split_at(inputs.len() - self.frozen.len());
         let mut old: Vec<Vec<Tensor>> = vec![];
         for n in &self.counts {
             let (mine, after) = own.split_at(*n);
@@ -262,11 +230,11 @@ impl Parts {
         }
         let backend = old[0][0].backend().clone();
         let params: Vec<Tensor> = old.iter().map(|t| t[0].clone()).collect();
-        let mut values: std::collections::HashMap<_, _> =
-            self.params.iter().zip(&params).map(|(s, t)| (s.id(), t.clone())).collect();
-        values.extend(self.others.iter().zip(others).map(|(s, t)| (s.id(), t.clone())));
+        let of_params = self.params.iter().zip(&params);
+        let all = of_params.chain(self.frozen.iter().zip(frozen)).chain(self.buffers.iter().zip(buffers));
+        let values = all.map(|(s, t)| (s.id(), t.clone())).collect();
         let key = [0, 1].map(|k| Tensor::argument(&backend, k, DType::U32));
-        let scope = Scope { values, training: true, key: Some(key), keeps_writes: true, ..Scope::default() };
+        let scope = Scope { values, training: true, key: Some(key), writes: Writes::Kept, draws: 0 };
         let mut results = vec![];
         let (graded, scope) = within(scope, || {
             halcyon::value_and_grad(&params, |_| {
@@ -288,23 +256,23 @@ impl Parts {
             }
             _ => {
                 let mut number = 1;
-                let mut argument = || {
+                let mut argument = |dtype: DType| {
                     number += 1;
-                    Tensor::argument(&backend, number, DType::F32)
+                    Tensor::argument(&backend, number, dtype)
                 };
+                let counts = self.scalars.iter().zip(optimizer.scalar_dtypes());
                 let scalars: Vec<Vec<Tensor>> =
-                    self.scalars.iter().map(|n| (0..*n).map(|_| argument()).collect()).collect();
+                    counts.map(|(n, d)| (0..*n).map(|_| argument(d)).collect()).collect();
                 (loss, optimizer.updated(&old, &grads, &scalars), vec![])
             }
         };
-        let written = scope.written;
-        let buffers = written.iter().filter_map(|s| scope.values.get(&s.id()).cloned());
+        let buffers = self.buffers.iter().filter_map(|s| scope.values.get(&s.id()).cloned());
         let mut out = vec![loss];
-        out.extend(results.drain(..).skip(1));
+        out.extend(results.into_iter().skip(1));
         out.extend(new.into_iter().flatten());
         out.extend(buffers);
         out.extend(scale);
-        Ok((out, written))
+        Ok(out)
     }
 
     /// The new tensors of the optimizer and of the scaler. `grads` are those of the scaled loss. After an

@@ -124,16 +124,244 @@ fn a_wrong_shape_names_the_module_the_shapes_and_the_line() {
     let b = Backend::cpu().unwrap();
     let m = mixed(&b);
     m.parameters();
-    let e = m.rest[0].forward(&Tensor::ones(&b, [2, 5], DType::F32)).to_vec::<f32>().unwrap_err();
+    let x = Tensor::ones(&b, [2, 5], DType::F32);
+    // The later module gets the error and does not put its own name into it.
+    let e = m.rest[1].forward(&m.rest[0].forward(&x)).to_vec::<f32>().unwrap_err();
     let text = e.to_string();
-    assert!(text.contains("rest.0") && text.contains("matmul") && text.contains("train.rs:"), "{text}");
+    assert!(text.contains("rest.0: matmul") && text.contains("train.rs:"), "{text}");
+    assert!(text.contains('5') && text.contains('3') && !text.contains("rest.1"), "{text}");
+    let lstm = Lstm::new(&b, 4, 2).unwrap();
+    let wrong = LstmState {
+        hidden: Tensor::zeros(&b, [1, 9, 2], DType::F32),
+        cell: Tensor::zeros(&b, [1, 9, 2], DType::F32),
+    };
+    #[derive(Module)]
+    struct Outer {
+        inner: Lstm,
+    }
+    let outer = Outer { inner: lstm };
+    outer.parameters();
+    let x = Tensor::ones(&b, [3, 2, 4], DType::F32);
+    let e = outer.inner.forward(&x, Some(&wrong)).unwrap_err().to_string();
+    assert!(e.contains("inner: ") && e.contains("[1, 2, 2]") && e.contains("[1, 9, 2]"), "{e}");
+}
+
+/// A step that fails before it runs leaves everything as it was, and values that the program holds stay.
+#[test]
+fn failed_steps_and_held_values_lose_nothing() {
+    for b in halcyon_test::devices::devices("failed_steps_and_held_values_lose_nothing", Level::O2) {
+        let layer = Linear::new(&b, 3, 2).unwrap();
+        let norm = BatchNorm::new(&b, 2).unwrap();
+        let model = (layer, norm);
+        let optimizer = Optimizer::new(&model, Adam::new()).unwrap();
+        let mut step = TrainStep::new(&model, optimizer, |m: &&(Linear, BatchNorm), x: &[Tensor]| {
+            Ok(vec![m.1.forward(&m.0.forward(&x[0])).sqr().mean(..)])
+        })
+        .unwrap();
+        let x = b.randn([6, 3], DType::F32);
+        let initial = model.0.weight.value();
+        let values = initial.to_vec::<f32>().unwrap();
+        step.run(&[&x]).unwrap();
+        assert_eq!(initial.to_vec::<f32>().unwrap(), values, "{}: the value that is held", b.id());
+        drop(initial);
+        step.run(&[&x]).unwrap();
+        let after = model.0.weight.value().to_vec::<f32>().unwrap();
+        assert_ne!(after, values);
+        let e = step.run(&[&b.randn([6, 4], DType::F32)]).unwrap_err().to_string();
+        assert!(e.contains("0: matmul"), "{e}");
+        assert_eq!(model.0.weight.value().to_vec::<f32>().unwrap(), after, "{}", b.id());
+        step.run(&[&x]).unwrap();
+        assert_eq!(model.1.num_batches_tracked.value().item::<i64>().unwrap(), 3);
+        // One plan that keeps the value held in the first step, and one for the others.
+        assert_eq!(step.plans(), 2);
+        let before = b.cache_stats();
+        step.run(&[&x]).unwrap();
+        let now = b.cache_stats();
+        assert_eq!((now.plans_built, now.copies), (before.plans_built, before.copies), "{}", b.id());
+    }
+}
+
+#[derive(Module)]
+struct Generic<M, const N: usize> {
+    #[module(flatten)]
+    inner: M,
+    #[module(rename = "many")]
+    list: [Linear; N],
+    choice: Choice,
+    r#type: Unit,
+    none: Option<Linear>,
+}
+
+#[derive(Module)]
+enum Choice {
+    Deep(Linear),
+    #[allow(dead_code)]
+    Flat {
+        bias: Param,
+    },
+}
+
+#[derive(Module)]
+struct Unit;
+
+#[test]
+fn the_derive_follows_its_attributes() {
+    let b = Backend::cpu().unwrap();
+    let linear = || Linear::new(&b, 1, 1).unwrap();
+    let g = Generic {
+        inner: linear(),
+        list: [linear(), linear()],
+        choice: Choice::Deep(linear()),
+        r#type: Unit,
+        none: None,
+    };
+    let names: Vec<String> = g.parameters().into_iter().map(|(n, _)| n).collect();
+    let want = [
+        "weight",
+        "bias",
+        "many.0.weight",
+        "many.0.bias",
+        "many.1.weight",
+        "many.1.bias",
+        "choice.0.weight",
+        "choice.0.bias",
+    ];
+    assert_eq!(names, want);
+    assert_eq!(g.kind(), "Generic");
 }
 
 #[test]
-fn dropout_draws_anew_in_each_step_and_repeats_with_the_seed() {
+fn groups_have_their_own_rule_rate_and_decay() {
     let b = Backend::cpu().unwrap();
-    let run = |seed: u64| {
-        let w = Param::new(Tensor::ones(&b, [64], DType::F32));
+    let m = Linear::new(&b, 2, 2).unwrap();
+    let own = GroupOptions {
+        rule: Some(std::sync::Arc::new(Sgd::new().rate(0.5))),
+        schedule: Some(Schedule::Exponential { gamma: 0.5 }),
+        ..GroupOptions::default()
+    };
+    let mut o = Optimizer::builder(Muon::new().rate(0.1)).group("bias", own.clone()).build(&m).unwrap();
+    assert_eq!((o.rate("weight").unwrap(), o.rate("bias").unwrap()), (0.1, 0.5));
+    let old = m.bias.as_ref().unwrap().value().to_vec::<f32>().unwrap();
+    let x = Tensor::ones(&b, [1, 2], DType::F32);
+    let (_, grads) = loss_and_grads(&m, |m| Ok(m.forward(&x).sum(..))).unwrap();
+    o.step(&grads).unwrap();
+    let new = m.bias.as_ref().unwrap().value().to_vec::<f32>().unwrap();
+    assert!(old.iter().zip(&new).all(|(o, n)| (o - n - 0.5).abs() < 1e-6), "{old:?} {new:?}");
+    assert_eq!((o.steps(), o.rate("bias").unwrap()), (1, 0.25));
+    let names: Vec<String> = o.state().into_iter().map(|(n, _)| n).collect();
+    assert_eq!(names, ["weight.momentum_buffer"]);
+    // Without the group, Muon refuses the vector and says what to do.
+    let e = Optimizer::new(&m, Muon::new()).unwrap_err().to_string();
+    assert!(e.contains("bias: muon") && e.contains("group"), "{e}");
+    let e = Optimizer::builder(Sgd::new()).group("nothing", own).build(&m).unwrap_err().to_string();
+    assert!(e.contains("nothing"), "{e}");
+    assert!(Optimizer::new(&m, Sgd::new().rate(-1.0)).is_err());
+    m.freeze("*").unwrap();
+    assert!(Optimizer::new(&m, Sgd::new()).is_err());
+}
+
+/// Parameters in f64 are updated in f64; those in bf16 and f16 through a copy in f32.
+#[test]
+fn parameters_of_every_float_type_are_updated() {
+    let b = Backend::cpu().unwrap();
+    for (dtype, tolerance) in [(DType::F64, 1e-6), (DType::BF16, 1e-2), (DType::F16, 1e-3)] {
+        let w = Param::new(Tensor::ones(&b, [8], dtype));
+        let rule = Optimizer::builder(Adam::w().rate(1e-3)).clip(Clip::Norm(1.0));
+        let optimizer = rule.build(&w).unwrap();
+        let mut step =
+            TrainStep::new(&w, optimizer, |w: &&Param, _: &[Tensor]| Ok(vec![w.value().sum(..)])).unwrap();
+        for _ in 0..100 {
+            step.run(&[]).unwrap();
+        }
+        assert_eq!(w.value().dtype().unwrap(), dtype);
+        // Each step subtracts the rate; the decay is 1e-5 of the value.
+        let (mut want, rate) = (1.0f64, 1e-3);
+        for _ in 0..100 {
+            want = want * (1.0 - rate * 0.01) - rate;
+        }
+        for v in w.value().to_vec::<f64>().unwrap() {
+            assert!((v - want).abs() <= tolerance, "{dtype}: {v}, {want}");
+        }
+    }
+}
+
+#[test]
+fn initial_values_have_their_distribution() {
+    let b = Backend::cpu().unwrap();
+    b.manual_seed(halcyon_test::seed("initial_values_have_their_distribution"));
+    let of = |i: Init, dims: &[usize]| i.tensor(&b, dims, DType::F32).unwrap().to_vec::<f64>().unwrap();
+    let moments = |v: &[f64]| {
+        let n = v.len() as f64;
+        let mean = v.iter().sum::<f64>() / n;
+        (mean, (v.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n).sqrt())
+    };
+    let dims = [200, 50, 2];
+    let (fan_in, fan_out) = (100.0, 400.0);
+    let std_of_uniform = |bound: f64| bound / 3f64.sqrt();
+    for (init, mean, std) in [
+        (Init::Uniform { low: -1.0, high: 3.0 }, 1.0, std_of_uniform(2.0)),
+        (Init::Normal { mean: 2.0, std: 0.5 }, 2.0, 0.5),
+        (Init::XavierUniform { gain: 2.0 }, 0.0, 2.0 * (2.0f64 / (fan_in + fan_out)).sqrt()),
+        (Init::XavierNormal { gain: 1.0 }, 0.0, (2.0f64 / (fan_in + fan_out)).sqrt()),
+        (Init::KaimingUniform { gain: 1.5, fan: Fan::In }, 0.0, 1.5 / fan_in.sqrt()),
+        (Init::KaimingNormal { gain: 1.0, fan: Fan::Out }, 0.0, 1.0 / fan_out.sqrt()),
+        // Of a standard normal between -1 and 1 the variance is 0.2911.
+        (Init::TruncNormal { mean: 0.0, std: 1.0, low: -1.0, high: 1.0 }, 0.0, 0.5396),
+    ] {
+        let (m, s) = moments(&of(init, &dims));
+        // Six standard errors of 20,000 values.
+        let error = 6.0 * std / 20_000f64.sqrt();
+        assert!((m - mean).abs() <= error && (s - std).abs() <= error, "{init:?}: {m}, {s}");
+    }
+    for (rows, cols) in [(5, 9), (9, 5)] {
+        let q = of(Init::Orthogonal { gain: 2.0 }, &[rows, cols]);
+        let at = |r: usize, c: usize| q[r * cols + c];
+        for i in 0..5 {
+            for j in 0..5 {
+                let dot: f64 = match rows < cols {
+                    true => (0..cols).map(|k| at(i, k) * at(j, k)).sum(),
+                    false => (0..rows).map(|k| at(k, i) * at(k, j)).sum(),
+                };
+                let want = if i == j { 4.0 } else { 0.0 };
+                assert!((dot - want).abs() < 1e-5, "{rows}×{cols}: {dot}");
+            }
+        }
+    }
+    assert_eq!(of(Init::Eye, &[2, 3]), [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]);
+    assert_eq!(of(Init::Constant(0.5), &[2]), [0.5; 2]);
+    for bad in [Init::XavierNormal { gain: 1.0 }, Init::Orthogonal { gain: 1.0 }, Init::Eye] {
+        assert!(bad.tensor(&b, &[4], DType::F32).is_err(), "{bad:?}");
+    }
+    assert!(Init::Uniform { low: 1.0, high: 0.0 }.tensor(&b, &[4], DType::F32).is_err());
+}
+
+#[test]
+fn lora_starts_as_its_base_trains_alone_and_merges() {
+    let b = Backend::cpu().unwrap();
+    let (base, x) = (Linear::new(&b, 6, 4).unwrap(), b.randn([3, 6], DType::F32));
+    let before = base.forward(&x).to_vec::<f32>().unwrap();
+    let lora = Lora::new(base, LoraOptions { rank: 2, alpha: 4.0 }).unwrap();
+    assert_eq!(lora.forward(&x).to_vec::<f32>().unwrap(), before);
+    let names: Vec<String> = lora.trainable().into_iter().map(|(n, _)| n).collect();
+    assert_eq!(names, ["lora_A", "lora_B"]);
+    let optimizer = Optimizer::new(&lora, Adam::new().rate(0.05)).unwrap();
+    let mut step =
+        TrainStep::new(&lora, optimizer, |l: &&Lora, x: &[Tensor]| Ok(vec![l.forward(&x[0]).sqr().mean(..)]))
+            .unwrap();
+    for _ in 0..10 {
+        step.run(&[&x]).unwrap();
+    }
+    let (y, merged) = (lora.forward(&x), lora.merged().unwrap().forward(&x));
+    let (y, merged) = (y.to_vec::<f32>().unwrap(), merged.to_vec::<f32>().unwrap());
+    assert!(y.iter().zip(&merged).all(|(a, m)| (a - m).abs() < 1e-5) && y != before);
+    assert!(Lora::new(Linear::new(&b, 2, 4).unwrap(), LoraOptions { rank: 3, alpha: 1.0 }).is_err());
+}
+
+#[test]
+fn dropout_draws_anew_in_each_step_and_is_the_same_on_every_device() {
+    let b = Backend::cpu().unwrap();
+    let run = |b: &Backend, seed: u64| {
+        let w = Param::new(Tensor::ones(b, [64], DType::F32));
         let optimizer = Optimizer::new(&w, Sgd::new().rate(0.0)).unwrap();
         let d = Dropout::new(0.5).unwrap();
         let mut step = TrainStep::new(&w, optimizer, move |w: &&Param, _: &[Tensor]| {
@@ -148,8 +376,11 @@ fn dropout_draws_anew_in_each_step_and_repeats_with_the_seed() {
         };
         [one(&mut step), one(&mut step)]
     };
-    let (a, again, other) = (run(1), run(1), run(2));
-    assert_eq!(a, again);
+    let (a, other) = (run(&b, 1), run(&b, 2));
+    let name = "dropout_draws_anew_in_each_step_and_is_the_same_on_every_device";
+    for d in halcyon_test::devices::devices(name, Level::O2) {
+        assert_eq!(a, run(&d, 1), "{}", d.id());
+    }
     assert!(a != other && a[0] != a[1] && a[0][0] != a[0][1]);
     let kept = a[0][0].iter().filter(|v| **v == 2.0).count();
     assert!((10..=54).contains(&kept) && a[0][0].iter().all(|v| *v == 0.0 || *v == 2.0), "{kept}");

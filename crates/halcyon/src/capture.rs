@@ -7,6 +7,7 @@
 
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease, OutputMemory, submit};
+use crate::state::State;
 use crate::sync::lock;
 use crate::tensor::{Collector, Mode, Tensor};
 use halcyon_hal::{BufferRef, Command, Event, Tag};
@@ -125,6 +126,23 @@ impl Entry {
     }
 }
 
+impl Entry {
+    /// Whether the last outputs can replace values of these types.
+    fn can_replace(&self, values: &[Tensor]) -> Result<()> {
+        let op = "compiled function";
+        let Some(first) = self.outputs.len().checked_sub(values.len()) else {
+            let what = format!("it has {} results for {} states", self.outputs.len(), values.len());
+            return Err(Error::argument(op, what));
+        };
+        for (i, (new, old)) in self.outputs[first..].iter().zip(values).enumerate() {
+            if *new != old.0.ty {
+                return Err(Error::shape(op, format!("state {i} is {}, its new value {new}", old.0.ty)));
+            }
+        }
+        Ok(())
+    }
+}
+
 impl<F> fmt::Debug for Compiled<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Compiled({}, {} plans)", self.backend.id(), self.plans())
@@ -163,11 +181,6 @@ impl Backend {
 }
 
 impl<F> Compiled<F> {
-    /// The function.
-    pub fn function(&self) -> &F {
-        &self.f
-    }
-
     /// The number of sets of input types for which there is a plan.
     pub fn plans(&self) -> usize {
         lock(&self.plans).len()
@@ -215,6 +228,72 @@ impl<F> Compiled<F> {
         F: Fn(&[Tensor]) -> R,
         R: Outputs,
     {
+        let asked: SmallVec<[bool; 8]> = inputs.iter().map(|t| t.is_donated()).collect();
+        self.run(inputs, &asked, args, &[])
+    }
+
+    /// Like [`Compiled::call_with`], for a function that replaces states. It gets `inputs`, then the values
+    /// of `states`. Its last results, one for each state, become the states' values. They take over the
+    /// memory of the old values, except of those to which the program still holds handles. Returns the other
+    /// results.
+    ///
+    /// If the call fails before it has started to run, the states keep their values.
+    ///
+    /// ```
+    /// use halcyon::prelude::*;
+    /// # fn main() -> halcyon::Result<()> {
+    /// let b = Backend::cpu()?;
+    /// let count = State::new(Tensor::scalar(&b, 1.0, DType::F32));
+    /// let step = b.compile(|x: &[Tensor]| [&x[0] * &x[1], &x[1] + 1.0]);
+    /// let x = Tensor::from_slice(&b, [2], &[3.0f32, 4.0])?;
+    /// assert_eq!(step.call_updating(&[&x], &[&count], &[])?[0].to_vec::<f32>()?, [3.0, 4.0]);
+    /// assert_eq!(step.call_updating(&[&x], &[&count], &[])?[0].to_vec::<f32>()?, [6.0, 8.0]);
+    /// assert_eq!(count.value().item::<f32>()?, 3.0);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// The errors of [`Compiled::call_with`]; [`Error::Argument`] if the function has fewer results than
+    /// there are states; [`Error::Shape`] if the type of a new value is not that of its state. If the device
+    /// fails during the run, states whose memory was taken over hold [`Error::Donated`].
+    #[track_caller]
+    pub fn call_updating<R>(
+        &self,
+        inputs: &[&Tensor],
+        states: &[&State],
+        args: &[Scalar],
+    ) -> Result<Vec<Tensor>>
+    where
+        F: Fn(&[Tensor]) -> R,
+        R: Outputs,
+    {
+        let values: Vec<Tensor> = states.iter().map(|s| s.value()).collect();
+        values.iter().try_for_each(|v| v.eval().map(drop))?;
+        // One handle is the state's, the other is in `values`.
+        let sole = values.iter().map(|v| Arc::strong_count(&v.0) == 2);
+        let asked: SmallVec<[bool; 8]> = inputs.iter().map(|t| t.is_donated()).chain(sole).collect();
+        let all: Vec<&Tensor> = inputs.iter().copied().chain(&values).collect();
+        let mut made = self.run(&all, &asked, args, &values)?;
+        let new = made.split_off(made.len() - states.len());
+        states.iter().zip(new).try_for_each(|(s, t)| s.write(t))?;
+        Ok(made)
+    }
+
+    /// Runs the function. The memory of inputs with `asked` may be overwritten if nothing else reads it. The
+    /// last outputs must have the types of `replaced`.
+    #[track_caller]
+    fn run<R>(
+        &self,
+        inputs: &[&Tensor],
+        asked: &[bool],
+        args: &[Scalar],
+        replaced: &[Tensor],
+    ) -> Result<Vec<Tensor>>
+    where
+        F: Fn(&[Tensor]) -> R,
+        R: Outputs,
+    {
         let by = Span::caller();
         for t in inputs {
             of_another(&self.backend, t, "compiled function")?;
@@ -230,17 +309,18 @@ impl<F> Compiled<F> {
         // Tracing calls the user's code, which may evaluate tensors, so no lock is held meanwhile. Then
         // decide again, under the lock, which inputs may be overwritten. If that has changed, start over.
         let (entry, donated, mut buffers, _running) = loop {
-            let (_, donated) = self.gather(inputs)?;
+            let (_, donated) = self.gather(inputs, asked)?;
             let entry = match self.find(inputs, &donated) {
                 Some(e) => e,
                 None => self.trace(inputs, &donated)?,
             };
             let running = self.backend.running();
-            let (buffers, now) = self.gather(inputs)?;
+            let (buffers, now) = self.gather(inputs, asked)?;
             if now == donated {
                 break (entry, donated, buffers, running);
             }
         };
+        entry.can_replace(replaced).map_err(|e| e.at(&by))?;
         for t in &entry.captured {
             buffers.push(t.ready()?);
         }
@@ -265,10 +345,10 @@ impl<F> Compiled<F> {
             }
             f.error
         })?;
-        for (t, d) in inputs.iter().zip(&donated) {
+        for ((t, d), asked) in inputs.iter().zip(&donated).zip(asked) {
             if *d {
                 t.taken(&by);
-            } else if t.is_donated() {
+            } else if *asked {
                 // Something else reads it, so the plan made a copy.
                 self.backend.runtime().stats.state_copies.fetch_add(1, Ordering::Relaxed);
             }
@@ -283,14 +363,15 @@ impl<F> Compiled<F> {
         Ok(made.into_iter().zip(&entry.outputs).map(tensor).collect())
     }
 
-    /// The inputs' buffers, and for each whether the run may overwrite it: donated, and read by nothing else.
-    fn gather(&self, inputs: &[&Tensor]) -> Result<(Buffers, SmallVec<[bool; 8]>)> {
+    /// The inputs' buffers, and for each whether the run may overwrite it: asked for, and read by nothing
+    /// else.
+    fn gather(&self, inputs: &[&Tensor], asked: &[bool]) -> Result<(Buffers, SmallVec<[bool; 8]>)> {
         let buffers: Buffers = inputs.iter().map(|t| t.ready()).collect::<Result<_>>()?;
         // One reference is the tensor's, the other is in `buffers`.
-        let sole = |(t, b): (&&Tensor, &BufferRef)| {
-            t.is_donated() && t.0.readers() == 0 && Arc::strong_count(b) == 2
+        let sole = |((t, b), asked): ((&&Tensor, &BufferRef), &bool)| {
+            *asked && t.0.readers() == 0 && Arc::strong_count(b) == 2
         };
-        let donated = inputs.iter().zip(&buffers).map(sole).collect();
+        let donated = inputs.iter().zip(&buffers).zip(asked).map(sole).collect();
         Ok((buffers, donated))
     }
 

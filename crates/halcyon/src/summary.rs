@@ -35,6 +35,19 @@ pub fn summary(all: &[BackendReport]) -> String {
     out
 }
 
+/// A number with commas between groups of three digits: `1,234,567`.
+pub fn grouped(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(c);
+    }
+    out
+}
+
 /// Bytes in GB (10⁹ bytes): `34.36 GB`.
 pub fn gigabytes(bytes: u64) -> String {
     format!("{:.2} GB", bytes as f64 / 1e9)

@@ -86,7 +86,7 @@ fn why(b: &Backend) -> String {
     let place = placement_text(b);
     match place.split_once(": ") {
         // This report contains the reasons, so the reference to `halcyon devices` is removed.
-        Some((_, why)) => why.trim_end_matches(" (halcyon devices says why)").to_string(),
+        Some((_, why)) => why.trim_end_matches(" (for the reasons: halcyon devices)").to_string(),
         None => b.selection().rule.clone(),
     }
 }

@@ -81,7 +81,7 @@ fn the_line_says_why_the_cpu_was_taken() {
     match any {
         true => assert!(!line.starts_with("on cpu: no GPU"), "{line}"),
         false => assert!(
-            line.starts_with("on cpu: no GPU was found (halcyon devices says why), ")
+            line.starts_with("on cpu: no GPU was found (for the reasons: halcyon devices), ")
                 || line.starts_with("on cpu: this build has no GPU backend, "),
             "{line}"
         ),

@@ -118,7 +118,7 @@ impl MultiHeadAttention {
             true => self.dropped(&q, &k, &v, o),
         };
         let y = self.join(&y);
-        self.out_proj.forward(&located(y, &self.in_proj_weight))
+        self.out_proj.forward(&located(y, &self.in_proj_weight, query))
     }
 
     /// `[batch, heads, sequence, size of a head]`.

@@ -114,133 +114,101 @@ impl<const N: usize> ConvOptions<N> {
     }
 }
 
-macro_rules! convolutions {
-    ($($(#[$doc:meta])* $name:ident, $transposed:ident, $n:literal;)*) => {
-        $(
-            #[doc = concat!("Convolution over ", stringify!($n), " axes: `[batch, inputs, …]` to `[batch, outputs, …]`.")]
-            /// `weight` is `[outputs, inputs / groups, kernel…]`, `bias` `[outputs]`. As in other libraries
-            /// it is a cross-correlation: the kernel is not flipped.
-            #[derive(Clone, Debug)]
-            pub struct $name {
-                pub weight: Param,
-                pub bias: Option<Param>,
-                options: ConvOptions<$n>,
-            }
-
-            impl Module for $name {
-                fn visit(&self, visit: &mut Visit<'_>) {
-                    visit.child("weight", &self.weight);
-                    visit.child("bias", &self.bias);
-                }
-                fn kind(&self) -> &'static str {
-                    stringify!($name)
-                }
-            }
-
-            impl $name {
-                /// A layer with `kernel` elements along each axis, stride 1 and no padding.
-                ///
-                /// # Errors
-                #[doc = concat!("Those of [`", stringify!($name), "::with`].")]
-                pub fn new(backend: &Backend, inputs: usize, outputs: usize, kernel: usize) -> Result<$name> {
-                    $name::with(backend, inputs, outputs, [kernel; $n], ConvOptions::default())
-                }
-
-                /// A layer with options.
-                ///
-                /// # Errors
-                /// `Error::Argument` for channels that the groups do not divide, or sizes of 0; errors of the
-                /// device.
-                pub fn with(
-                    backend: &Backend,
-                    inputs: usize,
-                    outputs: usize,
-                    kernel: [usize; $n],
-                    options: ConvOptions<$n>,
-                ) -> Result<$name> {
-                    options.check(stringify!($name), inputs, outputs, kernel)?;
-                    if options.output_padding != [0; $n] {
-                        let what = "output padding belongs to transposed convolutions";
-                        return Err(invalid(stringify!($name), what));
-                    }
-                    let mut dims = vec![outputs, inputs / options.groups];
-                    dims.extend(kernel);
-                    let (weight, bias) = options.params(backend, &dims, outputs)?;
-                    Ok($name { weight, bias, options })
-                }
-
-                /// The layer's result for `x` of shape `[batch, inputs, …]`.
-                #[track_caller]
-                pub fn forward(&self, x: &Tensor) -> Tensor {
-                    let o = &self.options;
-                    let c = Conv::new($n).stride(o.stride).padding(o.padding).dilation(o.dilation);
-                    let y = x.conv(&self.weight.value(), c.groups(o.groups));
-                    located(o.with_bias(y, &self.bias), &self.weight)
-                }
-            }
-
-            #[doc = concat!("Transposed convolution over ", stringify!($n), " axes: the gradient of [`",
-                stringify!($name), "`] with respect to its input.")]
-            /// `weight` is `[inputs, outputs / groups, kernel…]`, `bias` `[outputs]`.
-            #[derive(Clone, Debug)]
-            pub struct $transposed {
-                pub weight: Param,
-                pub bias: Option<Param>,
-                options: ConvOptions<$n>,
-            }
-
-            impl Module for $transposed {
-                fn visit(&self, visit: &mut Visit<'_>) {
-                    visit.child("weight", &self.weight);
-                    visit.child("bias", &self.bias);
-                }
-                fn kind(&self) -> &'static str {
-                    stringify!($transposed)
-                }
-            }
-
-            impl $transposed {
-                /// A layer with `kernel` elements along each axis, stride 1 and no padding.
-                ///
-                /// # Errors
-                #[doc = concat!("Those of [`", stringify!($transposed), "::with`].")]
-                pub fn new(backend: &Backend, inputs: usize, outputs: usize, kernel: usize) -> Result<$transposed> {
-                    $transposed::with(backend, inputs, outputs, [kernel; $n], ConvOptions::default())
-                }
-
-                /// A layer with options.
-                ///
-                /// # Errors
-                /// `Error::Argument` for channels that the groups do not divide, sizes of 0, or an output
-                /// padding that is too large; errors of the device.
-                pub fn with(
-                    backend: &Backend,
-                    inputs: usize,
-                    outputs: usize,
-                    kernel: [usize; $n],
-                    options: ConvOptions<$n>,
-                ) -> Result<$transposed> {
-                    options.check(stringify!($transposed), inputs, outputs, kernel)?;
-                    let mut dims = vec![inputs, outputs / options.groups];
-                    dims.extend(kernel);
-                    let (weight, bias) = options.params(backend, &dims, outputs)?;
-                    Ok($transposed { weight, bias, options })
-                }
-
-                /// The layer's result for `x` of shape `[batch, inputs, …]`.
-                #[track_caller]
-                pub fn forward(&self, x: &Tensor) -> Tensor {
-                    let y = transposed(x, &self.weight.value(), &self.options);
-                    located(self.options.with_bias(y, &self.bias), &self.weight)
-                }
-            }
-        )*
-    };
+/// Convolution over `N` axes: `[batch, inputs, …]` to `[batch, outputs, …]`. As in other libraries it is a
+/// cross-correlation: the kernel is not flipped. A transposed convolution is its gradient with respect to the
+/// input.
+///
+/// `weight` is `[outputs, inputs / groups, kernel…]`, or transposed `[inputs, outputs / groups, kernel…]`;
+/// `bias` is `[outputs]`.
+#[derive(Clone, Debug)]
+pub struct ConvLayer<const N: usize, const TRANSPOSED: bool> {
+    pub weight: Param,
+    pub bias: Option<Param>,
+    options: ConvOptions<N>,
 }
-convolutions! {
-    Conv1d, ConvTranspose1d, 1;
-    Conv2d, ConvTranspose2d, 2;
-    Conv3d, ConvTranspose3d, 3;
+
+/// Convolution over one axis.
+pub type Conv1d = ConvLayer<1, false>;
+/// Convolution over two axes.
+pub type Conv2d = ConvLayer<2, false>;
+/// Convolution over three axes.
+pub type Conv3d = ConvLayer<3, false>;
+/// Transposed convolution over one axis.
+pub type ConvTranspose1d = ConvLayer<1, true>;
+/// Transposed convolution over two axes.
+pub type ConvTranspose2d = ConvLayer<2, true>;
+/// Transposed convolution over three axes.
+pub type ConvTranspose3d = ConvLayer<3, true>;
+
+impl<const N: usize, const TRANSPOSED: bool> Module for ConvLayer<N, TRANSPOSED> {
+    fn visit(&self, visit: &mut Visit<'_>) {
+        visit.child("weight", &self.weight);
+        visit.child("bias", &self.bias);
+    }
+    fn kind(&self) -> &'static str {
+        kind(N, TRANSPOSED)
+    }
+}
+
+fn kind(axes: usize, transposed: bool) -> &'static str {
+    match (axes, transposed) {
+        (1, false) => "Conv1d",
+        (2, false) => "Conv2d",
+        (3, false) => "Conv3d",
+        (1, true) => "ConvTranspose1d",
+        (2, true) => "ConvTranspose2d",
+        (3, true) => "ConvTranspose3d",
+        (_, false) => "Conv",
+        (_, true) => "ConvTranspose",
+    }
+}
+
+impl<const N: usize, const TRANSPOSED: bool> ConvLayer<N, TRANSPOSED> {
+    /// A layer with `kernel` elements along each axis, stride 1 and no padding.
+    ///
+    /// # Errors
+    /// Those of [`ConvLayer::with`].
+    pub fn new(backend: &Backend, inputs: usize, outputs: usize, kernel: usize) -> Result<Self> {
+        Self::with(backend, inputs, outputs, [kernel; N], ConvOptions::default())
+    }
+
+    /// A layer with options.
+    ///
+    /// # Errors
+    /// `Error::Argument` for channels that the groups do not divide, sizes of 0, and an output padding that
+    /// is too large or that belongs to no transposed convolution; errors of the device.
+    pub fn with(
+        backend: &Backend,
+        inputs: usize,
+        outputs: usize,
+        kernel: [usize; N],
+        options: ConvOptions<N>,
+    ) -> Result<Self> {
+        let name = kind(N, TRANSPOSED);
+        options.check(name, inputs, outputs, kernel)?;
+        if !TRANSPOSED && options.output_padding != [0; N] {
+            return Err(invalid(name, "only transposed convolutions have an output padding; set it to 0"));
+        }
+        let (first, second) = if TRANSPOSED { (inputs, outputs) } else { (outputs, inputs) };
+        let mut dims = vec![first, second / options.groups];
+        dims.extend(kernel);
+        let (weight, bias) = options.params(backend, &dims, outputs)?;
+        Ok(ConvLayer { weight, bias, options })
+    }
+
+    /// The layer's result for `x` of shape `[batch, inputs, …]`.
+    #[track_caller]
+    pub fn forward(&self, x: &Tensor) -> Tensor {
+        let (o, weight) = (&self.options, self.weight.value());
+        let y = match TRANSPOSED {
+            true => transposed(x, &weight, o),
+            false => {
+                let c = Conv::new(N).stride(o.stride).padding(o.padding).dilation(o.dilation);
+                x.conv(&weight, c.groups(o.groups))
+            }
+        };
+        located(o.with_bias(y, &self.bias), &self.weight, x)
+    }
 }
 
 /// A convolution of `x` with zeros between its elements and a flipped kernel whose channels are exchanged.

@@ -85,7 +85,7 @@ impl Embedding {
             }
             _ => weight,
         };
-        located(table.gather(index, 0), &self.weight)
+        located(table.gather(index, 0), &self.weight, index)
     }
 }
 

@@ -79,7 +79,7 @@ impl Linear {
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
         let y = linear(x, &self.weight.value(), self.bias.as_ref().map(Param::value).as_ref());
-        located(y, &self.weight)
+        located(y, &self.weight, x)
     }
 }
 

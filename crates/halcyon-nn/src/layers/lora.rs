@@ -72,7 +72,7 @@ impl Lora {
     pub fn forward(&self, x: &Tensor) -> Tensor {
         let low = linear(x, &self.a.value(), None);
         let y = self.base.forward(x) + linear(&low, &self.b.value(), None) * self.scale;
-        located(y, &self.a)
+        located(y, &self.a, x)
     }
 
     /// A plain layer with the adapter's difference added to a copy of the base's weight.

@@ -15,7 +15,9 @@ mod sequential;
 pub(crate) use activation::softplus;
 pub use activation::{Activation, Gelu};
 pub use attention::{MultiHeadAttention, MultiHeadAttentionOptions};
-pub use conv::{Conv1d, Conv2d, Conv3d, ConvOptions, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d};
+pub use conv::{
+    Conv1d, Conv2d, Conv3d, ConvLayer, ConvOptions, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d,
+};
 pub use dropout::Dropout;
 pub use embedding::{Embedding, EmbeddingOptions};
 pub use linear::{Linear, LinearOptions};
@@ -29,10 +31,14 @@ use crate::slot::{Param, in_module};
 use halcyon::Tensor;
 use halcyon::ir::error::Error;
 
-/// Puts the path of the module that owns `param` into the error that `t` carries, if it carries one.
+/// Puts the path of the module that owns `param` into the error that its result `y` carries, unless the
+/// module's input `x` carries the error already.
 #[track_caller]
-pub(crate) fn located(t: Tensor, param: &Param) -> Tensor {
-    t.map_error(|e| in_module(e, &param.module_path()))
+pub(crate) fn located(y: Tensor, param: &Param, x: &Tensor) -> Tensor {
+    match x.check() {
+        Ok(()) => y.map_error(|e| in_module(e, &param.module_path())),
+        Err(_) => y,
+    }
 }
 
 /// Zero in the dtype of `x`, of rank 0.

@@ -2,7 +2,7 @@ use super::{invalid, located};
 use crate::init::Init;
 use crate::module::{Module, Visit};
 use crate::scope::is_training;
-use crate::slot::{Buffer, Param, SlotKind};
+use crate::slot::{Buffer, Param};
 use halcyon::ir::DType;
 use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::error::Result;
@@ -47,9 +47,9 @@ fn visit_both(weight: &Option<Param>, bias: &Option<Param>, visit: &mut Visit<'_
 
 /// Names the module in errors if it has a parameter.
 #[track_caller]
-fn placed(y: Tensor, weight: &Option<Param>) -> Tensor {
+fn placed(y: Tensor, weight: &Option<Param>, x: &Tensor) -> Tensor {
     match weight {
-        Some(w) => located(y, w),
+        Some(w) => located(y, w, x),
         None => y,
     }
 }
@@ -103,7 +103,7 @@ impl LayerNorm {
             (None, Err(_)) => return x.clone(),
         };
         let bias = self.bias.as_ref().map(Param::value);
-        placed(x.layer_norm(&scale, bias.as_ref(), -(self.dims.len() as i64), self.eps), &self.weight)
+        placed(x.layer_norm(&scale, bias.as_ref(), -(self.dims.len() as i64), self.eps), &self.weight, x)
     }
 }
 
@@ -154,7 +154,7 @@ impl RmsNorm {
             (None, Ok(d)) => Tensor::ones(x.backend(), [self.size], d),
             (None, Err(_)) => return x.clone(),
         };
-        placed(x.rms_norm(&scale, self.eps), &self.weight)
+        placed(x.rms_norm(&scale, self.eps), &self.weight, x)
     }
 }
 
@@ -209,7 +209,7 @@ impl GroupNorm {
         if !wanted {
             let what = format!("{} channels expected, the input is {:?}", self.channels, dims.as_slice());
             let e = halcyon::ir::error::Error::shape("group_norm", what);
-            return placed(Tensor::build(&[x], |_, _| Err(e)), &self.weight);
+            return placed(Tensor::build(&[x], |_, _| Err(e)), &self.weight, x);
         }
         let rest: usize = dims[2..].iter().product();
         let y = x.reshape([dims[0], self.groups, self.channels / self.groups * rest]);
@@ -227,7 +227,7 @@ impl GroupNorm {
             Some(b) => y + b.value().reshape(per_channel),
             None => y,
         };
-        placed(y, &self.weight)
+        placed(y, &self.weight, x)
     }
 }
 
@@ -260,6 +260,7 @@ pub struct BatchNorm {
     pub running_var: Buffer,
     /// Number of batches seen in training, i32.
     pub num_batches_tracked: Buffer,
+    channels: usize,
     options: BatchNormOptions,
 }
 
@@ -300,6 +301,7 @@ impl BatchNorm {
             running_mean: buffer(Init::Zeros)?,
             running_var: buffer(Init::Ones)?,
             num_batches_tracked: Buffer::new(Init::Zeros.tensor(backend, &[], DType::I32)?),
+            channels,
             options: o,
         })
     }
@@ -308,30 +310,24 @@ impl BatchNorm {
     /// updated; the running variance gets the unbiased one.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
-        debug_assert_eq!(self.running_mean.slot().kind(), SlotKind::Buffer);
         let (Ok(dims), Ok(dtype)) = (x.dims(), x.dtype()) else { return x.clone() };
-        let channels = self.channels();
-        if dims.len() < 2 || Some(dims[1]) != channels {
-            let what = format!("{channels:?} channels expected, the input is {:?}", dims.as_slice());
+        if dims.len() < 2 || dims[1] != self.channels {
+            let what = format!("{} channels expected, the input is {:?}", self.channels, dims.as_slice());
             let e = halcyon::ir::error::Error::shape(CompositeKind::BatchNorm, what);
-            return placed(Tensor::build(&[x], |_, _| Err(e)), &self.weight);
+            return placed(Tensor::build(&[x], |_, _| Err(e)), &self.weight, x);
         }
         let (mean, var) = match is_training() {
             false => (self.running_mean.value(), self.running_var.value()),
             true => match self.of_batch(x, &dims) {
                 Ok(both) => both,
-                Err(e) => return placed(Tensor::build(&[x], |_, _| Err(e)), &self.weight),
+                Err(e) => return placed(Tensor::build(&[x], |_, _| Err(e)), &self.weight, x),
             },
         };
         let constant = |v: f64| Tensor::full(x.backend(), [dims[1]], v, dtype);
         let scale = self.weight.as_ref().map_or_else(|| constant(1.0), Param::value);
         let bias = self.bias.as_ref().map_or_else(|| constant(0.0), Param::value);
         let y = x.batch_norm(&scale, &bias, &mean.cast(dtype), &var.cast(dtype), self.options.eps);
-        placed(y, &self.weight)
-    }
-
-    fn channels(&self) -> Option<usize> {
-        self.running_mean.value().dims().ok()?.first().copied()
+        placed(y, &self.weight, x)
     }
 
     /// Mean and variance of the batch, in f32, after updating the running statistics.

@@ -1,8 +1,8 @@
 use super::linear::linear;
-use super::{Dropout, invalid, located};
+use super::{Dropout, invalid};
 use crate::init::Init;
 use crate::module::{Module, Visit};
-use crate::slot::Param;
+use crate::slot::{Param, in_module};
 use halcyon::ir::DType;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, Tensor};
@@ -106,6 +106,21 @@ impl Stack {
         self.cells.iter().map(Vec::len).sum()
     }
 
+    /// [`Stack::run`]. Errors get the path of the layer, unless the input already carries one.
+    #[track_caller]
+    fn located_run(
+        &self,
+        x: &Tensor,
+        states: &[Tensor],
+        step: impl Fn(&Cell, &Tensor, &[Tensor]) -> Vec<Tensor>,
+    ) -> Result<(Tensor, Vec<Tensor>)> {
+        x.check()?;
+        let of_layer = |e| in_module(e, &self.cells[0][0].input.module_path());
+        let (y, last) = self.run(x, states, step).map_err(of_layer)?;
+        y.check().map_err(of_layer)?;
+        Ok((y, last))
+    }
+
     /// Runs all cells. `states` are the parts of the state, each `[layers · directions, batch, hidden]`.
     /// `step(cell, gates of the input, state)` gives the state after one step; its first part is the result.
     #[track_caller]
@@ -166,10 +181,6 @@ impl Stack {
         let dims = x.dims()?;
         let batch = dims.get(usize::from(!self.batch_first)).copied().unwrap_or(0);
         Ok(Tensor::zeros(x.backend(), [self.count(), batch, self.hidden], x.dtype()?))
-    }
-
-    fn first(&self) -> &Param {
-        &self.cells[0][0].input
     }
 }
 
@@ -234,14 +245,12 @@ impl Lstm {
             Some(s) => vec![s.hidden.clone(), s.cell.clone()],
             None => vec![self.0.zeros(x)?, self.0.zeros(x)?],
         };
-        let (y, mut last) = self.0.run(x, &states, |cell, gates, s| {
+        let (y, mut last) = self.0.located_run(x, &states, |cell, gates, s| {
             let g = gates + cell.own(&s[0]);
             let (i, f, o) = (gate(&g, 0, n).sigmoid(), gate(&g, 1, n).sigmoid(), gate(&g, 3, n).sigmoid());
             let c = f * &s[1] + i * gate(&g, 2, n).tanh();
             vec![o * c.tanh(), c]
         })?;
-        let y = located(y, self.0.first());
-        y.check()?;
         let cell = last.pop().ok_or_else(|| Error::internal("an LSTM without a cell state"))?;
         let hidden = last.pop().ok_or_else(|| Error::internal("an LSTM without a hidden state"))?;
         Ok((y, LstmState { hidden, cell }))
@@ -289,15 +298,13 @@ impl Gru {
     pub fn forward(&self, x: &Tensor, state: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
         let n = self.0.hidden;
         let states = [state.map_or_else(|| self.0.zeros(x), |s| Ok(s.clone()))?];
-        let (y, mut last) = self.0.run(x, &states, |cell, gates, s| {
+        let (y, mut last) = self.0.located_run(x, &states, |cell, gates, s| {
             let own = cell.own(&s[0]);
             let sum = |i: usize| (gate(gates, i, n) + gate(&own, i, n)).sigmoid();
             let (reset, update) = (sum(0), sum(1));
             let new = (gate(gates, 2, n) + reset * gate(&own, 2, n)).tanh();
             vec![&new + update * (&s[0] - &new)]
         })?;
-        let y = located(y, self.0.first());
-        y.check()?;
         Ok((y, last.pop().ok_or_else(|| Error::internal("a GRU without a state"))?))
     }
 }

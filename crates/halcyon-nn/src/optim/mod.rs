@@ -53,9 +53,9 @@ struct Entry {
     slot: Slot,
     group: usize,
     /// An f32 copy of a parameter of a smaller float, which is what the rule updates.
-    master: Option<State>,
+    master: Option<Arc<State>>,
     /// With their names.
-    state: Vec<(&'static str, State)>,
+    state: Vec<(&'static str, Arc<State>)>,
 }
 
 /// Updates the trainable parameters of a module by their gradients.
@@ -199,25 +199,19 @@ impl Entry {
         let (b, dims, dtype) = (backend_of(&slot), slot.stored().dims()?, dtype_of(&slot)?);
         let compute = compute_dtype(dtype);
         let specs = of.rule.state(&dims).map_err(|e| crate::slot::in_module(e, &path))?;
-        let state = specs
-            .into_iter()
-            .map(|s| Ok((s.name, State::new(Init::Constant(s.initial).tensor(&b, &s.dims, compute)?))));
+        let state = specs.into_iter().map(|s| {
+            let initial = Init::Constant(s.initial).tensor(&b, &s.dims, compute)?;
+            Ok((s.name, Arc::new(State::new(initial))))
+        });
         let state = state.collect::<Result<_>>()?;
-        let master = (dtype != compute).then(|| State::new(slot.stored().cast(compute)));
+        let master = (dtype != compute).then(|| Arc::new(State::new(slot.stored().cast(compute))));
         Ok(Entry { path, slot, group, master, state })
     }
 
-    /// All its tensors: the parameter, the f32 copy if there is one, the state.
-    fn tensors(&self) -> Vec<Tensor> {
-        let own = self.master.iter().chain(self.state.iter().map(|(_, s)| s)).map(State::value);
-        std::iter::once(self.slot.stored()).chain(own).collect()
-    }
-
-    /// Replaces what [`Entry::tensors`] returns.
-    fn write(&self, new: &[Tensor]) -> Result<()> {
-        let own = self.master.iter().chain(self.state.iter().map(|(_, s)| s));
-        self.slot.set(new[0].clone())?;
-        own.zip(&new[1..]).try_for_each(|(s, t)| s.write(t.clone()))
+    /// The states that a step replaces: the parameter, its f32 copy if there is one, the rule's state.
+    fn states(&self) -> Vec<Arc<State>> {
+        let own = self.master.iter().chain(self.state.iter().map(|(_, s)| s)).cloned();
+        std::iter::once(self.slot.state()).chain(own).collect()
     }
 }
 
@@ -287,6 +281,7 @@ impl Optimizer {
     }
 
     /// One step. Computes the new parameters, states, and the buffers that the forward wrote, as one plan.
+    /// The old values stay in memory until it has run; a [`crate::TrainStep`] overwrites them.
     ///
     /// # Errors
     /// `Error::Argument` if a gradient is missing or belongs to another module; errors of the device.
@@ -298,23 +293,24 @@ impl Optimizer {
             })
         });
         let g = g.collect::<Result<Vec<_>>>()?;
-        let old: Vec<Vec<Tensor>> = self.entries.iter().map(Entry::tensors).collect();
+        let states = self.states();
+        let old: Vec<Vec<Tensor>> = states.iter().map(|of| of.iter().map(|s| s.value()).collect()).collect();
         let b = old[0][0].backend().clone();
-        let scalars: Vec<Vec<Tensor>> = self.host_scalars().iter().map(|s| literals(&b, s)).collect();
+        let numbers = self.host_scalars()?;
+        let scalars: Vec<Vec<Tensor>> =
+            numbers.iter().zip(self.scalar_dtypes()).map(|(s, d)| literals(&b, s, d)).collect();
         let new = self.updated(&old, &g, &scalars);
         let mut all: Vec<Tensor> = new.iter().flatten().cloned().collect();
         all.extend(grads.written.iter().map(Slot::stored));
-        old.iter().flatten().for_each(|t| {
-            t.donate();
-        });
         halcyon::eval(&all)?;
-        self.entries.iter().zip(&new).try_for_each(|(e, t)| e.write(t))?;
+        let both = states.into_iter().flatten().zip(new.into_iter().flatten());
+        both.into_iter().try_for_each(|(s, t)| s.write(t))?;
         self.steps += 1;
         Ok(())
     }
 
     /// The scalars of the next step for each group, on the host.
-    pub(crate) fn host_scalars(&self) -> Vec<Vec<f64>> {
+    pub(crate) fn host_scalars(&self) -> Result<Vec<Vec<f64>>> {
         let of = |g: &Group| {
             let n = StepNumbers {
                 step: Num::Host((self.steps + 1) as f64),
@@ -322,12 +318,24 @@ impl Optimizer {
                 weight_decay: g.weight_decay,
             };
             let host = |n: Num| match n {
-                Num::Host(x) => x,
-                Num::Device(_) => f64::NAN,
+                Num::Host(x) => Ok(x),
+                Num::Device(_) => {
+                    let what = format!("the rule {} gives tensors for numbers of the host", g.rule.name());
+                    Err(Error::argument("UpdateRule::scalars", what))
+                }
             };
             g.rule.scalars(&n).into_iter().map(host).collect()
         };
         self.groups.iter().map(of).collect()
+    }
+
+    /// The dtype of each group's scalars: f64 if the group has a parameter in f64, else f32.
+    pub(crate) fn scalar_dtypes(&self) -> Vec<DType> {
+        let mut dtypes = vec![DType::F32; self.groups.len()];
+        for e in self.entries.iter().filter(|e| matches!(dtype_of(&e.slot), Ok(DType::F64))) {
+            dtypes[e.group] = DType::F64;
+        }
+        dtypes
     }
 
     /// The learning rates of the groups in the next step.
@@ -358,22 +366,17 @@ impl Optimizer {
         self.groups.iter().zip(rates).map(of).collect()
     }
 
-    /// The tensors of all parameters: for each, the parameter, its f32 copy if there is one, its state.
-    pub(crate) fn tensors(&self) -> Vec<Vec<Tensor>> {
-        self.entries.iter().map(Entry::tensors).collect()
+    /// The states that a step replaces: for each parameter the parameter, its f32 copy if there is one, the
+    /// rule's state.
+    pub(crate) fn states(&self) -> Vec<Vec<Arc<State>>> {
+        self.entries.iter().map(Entry::states).collect()
     }
 
     pub(crate) fn slots(&self) -> impl Iterator<Item = &Slot> {
         self.entries.iter().map(|e| &e.slot)
     }
 
-    pub(crate) fn write(&mut self, new: &[Vec<Tensor>]) -> Result<()> {
-        self.entries.iter().zip(new).try_for_each(|(e, t)| e.write(t))?;
-        self.steps += 1;
-        Ok(())
-    }
-
-    /// What takes the place of `old`, which has the form of [`Optimizer::tensors`].
+    /// What takes the place of `old`, which are the values of [`Optimizer::states`].
     pub(crate) fn updated(
         &self,
         old: &[Vec<Tensor>],
@@ -385,17 +388,16 @@ impl Optimizer {
             let group = &self.groups[e.group];
             let own = usize::from(e.master.is_some());
             let compute = old[i][own].clone();
-            let mut g = match compute.dtype() {
-                Ok(d) => g[i].cast(d),
-                Err(_) => g[i].clone(),
-            };
+            let like = |t: &Tensor| compute.dtype().map_or_else(|_| t.clone(), |d| t.cast(d));
+            let mut g = like(&g[i]);
             if let Some(f) = &factors[e.group] {
-                g = g * f;
+                g = g * like(f);
             }
             if let Some(Clip::Value(c)) = group.clip {
                 g = g.clamp(-c, c);
             }
-            let (p, state) = group.rule.update(&compute, &g, &old[i][own + 1..], &scalars[e.group]);
+            let scalars: Vec<Tensor> = scalars[e.group].iter().map(like).collect();
+            let (p, state) = group.rule.update(&compute, &g, &old[i][own + 1..], &scalars);
             let mut new = vec![];
             if let (true, Ok(d)) = (own == 1, old[i][0].dtype()) {
                 new.push(p.cast(d));
@@ -418,6 +420,6 @@ impl Optimizer {
 }
 
 /// Scalars as literals, which are run-time arguments of an evaluation.
-fn literals(b: &Backend, scalars: &[f64]) -> Vec<Tensor> {
-    scalars.iter().map(|s| Tensor::scalar(b, *s, DType::F32)).collect()
+fn literals(b: &Backend, scalars: &[f64], dtype: DType) -> Vec<Tensor> {
+    scalars.iter().map(|s| Tensor::scalar(b, *s, dtype)).collect()
 }

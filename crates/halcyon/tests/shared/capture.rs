@@ -304,3 +304,64 @@ fn compiled_functions_and_captured_graphs_serve_several_threads() {
         }
     });
 }
+
+/// A call replaces states: in their own memory where nothing else holds the old value, in other memory where
+/// the program does. A call that fails first changes nothing.
+#[test]
+fn states_are_replaced_and_old_values_that_are_held_stay() {
+    let name = "states_are_replaced_and_old_values_that_are_held_stay";
+    for b in devices(name, Level::O2) {
+        let state = State::new(Tensor::from_slice(&b, [64], &[1.0f32; 64]).unwrap());
+        let same = State::new(Tensor::from_slice(&b, [2], &[7.0f32; 2]).unwrap());
+        let f = b.compile(|x: &[Tensor]| {
+            let y = &x[1] + &x[0].reshape([-1, 1]).sum(0);
+            [y.sum(..), y, x[2].clone()]
+        });
+        let x = Tensor::from_slice(&b, [2], &[0.5f32, 1.5]).unwrap();
+        for k in 1..=3 {
+            let before = b.cache_stats().copies;
+            let made = f.call_updating(&[&x], &[&state, &same], &[]).unwrap();
+            assert_eq!(made.len(), 1);
+            assert_eq!(made[0].item::<f32>().unwrap(), 64.0 * (1.0 + 2.0 * k as f32), "{}", b.id());
+            assert_eq!(b.cache_stats().copies, before, "{}", b.id());
+        }
+        assert_eq!(f.plans(), 1);
+        assert_eq!(same.value().to_vec::<f32>().unwrap(), [7.0; 2], "a state that does not change");
+        let held = state.value();
+        f.call_updating(&[&x], &[&state, &same], &[]).unwrap();
+        assert_eq!(held.to_vec::<f32>().unwrap(), [7.0; 64], "{}", b.id());
+        assert_eq!(state.value().to_vec::<f32>().unwrap(), [9.0; 64], "{}", b.id());
+        // Of another shape, of another number of states, and without an argument: nothing runs.
+        let wrong = b.compile(|x: &[Tensor]| [x[1].sum(..), x[1].narrow(0, 0usize, 3usize)]);
+        let e = wrong.call_updating(&[&x], &[&state], &[]).unwrap_err().to_string();
+        assert!(e.contains("[64]") && e.contains("[3]"), "{e}");
+        let few = b.compile(|x: &[Tensor]| x[1].sum(..));
+        let e = few.call_updating(&[&x], &[&state, &same], &[]).unwrap_err().to_string();
+        assert!(e.contains("1 results for 2 states"), "{e}");
+        let needs = b.compile(|x: &[Tensor]| [&x[1] * &Tensor::argument(x[1].backend(), 1, DType::F32)]);
+        let e = needs.call_updating(&[&x], &[&state], &[1.0.into()]).unwrap_err().to_string();
+        assert!(e.contains("argument 1"), "{e}");
+        assert_eq!(state.value().to_vec::<f32>().unwrap(), [9.0; 64], "{}", b.id());
+        assert!(Tensor::argument(&b, 0, DType::F32).to_vec::<f32>().is_err());
+    }
+}
+
+/// Keys as arguments give the numbers that the same seeds give, and gradients stop where asked.
+#[test]
+fn random_numbers_by_key_are_those_of_the_seed_and_gradients_stop() {
+    let name = "random_numbers_by_key_are_those_of_the_seed_and_gradients_stop";
+    for b in devices(name, Level::O2) {
+        let seed = 0x1234_5678_9abc_def0u64;
+        let f = b.compile(|x: &[Tensor]| {
+            let key = [0, 1].map(|k| Tensor::argument(x[0].backend(), k, DType::U32));
+            Tensor::rand_by_key([&key[0], &key[1]], [33])
+        });
+        let x = Tensor::ones(&b, [1], DType::F32);
+        let args = [Scalar::U(seed & 0xffff_ffff), Scalar::U(seed >> 32)];
+        let got = f.call_with(&[&x], &args).unwrap()[0].to_vec::<f32>().unwrap();
+        assert_eq!(got, Tensor::rand(&b, [33], DType::F32, seed).to_vec::<f32>().unwrap(), "{}", b.id());
+        let w = Tensor::from_slice(&b, [2], &[3.0f32, -4.0]).unwrap().requires_grad().unwrap();
+        let loss = (&w * w.stop_gradient()).sum(..);
+        assert_eq!(loss.backward().unwrap().get(&w).unwrap().to_vec::<f32>().unwrap(), [3.0, -4.0]);
+    }
+}

@@ -2,24 +2,12 @@
 
 use super::{BackendSupport, Cost, Key, MissingKernel, Report, owner};
 use crate::report::{self, figures, short, size, table};
+use halcyon::summary::grouped;
 use halcyon_formats::onnx::{Operator, Weight};
 use halcyon_formats::sniff::Kind;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
-
-/// `1,234,567`.
-pub(super) fn count(n: u64) -> String {
-    let digits = n.to_string();
-    let mut out = String::new();
-    for (i, c) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(c);
-    }
-    out
-}
 
 /// `1.23 G`.
 pub(super) fn si(n: u64) -> String {
@@ -43,7 +31,7 @@ pub(super) fn percent(part: u64, all: u64) -> String {
 
 /// `1 stage`, `2 stages`.
 pub(super) fn plural(n: usize, what: &str) -> String {
-    if n == 1 { format!("1 {what}") } else { format!("{} {what}s", count(n as u64)) }
+    if n == 1 { format!("1 {what}") } else { format!("{} {what}s", grouped(n as u64)) }
 }
 
 pub(super) fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
@@ -72,9 +60,9 @@ pub(super) fn parameters(weights: &[Weight]) -> String {
         return "\nparameters: none\n".into();
     }
     let tensors = plural(weights.len(), "tensor");
-    let mut out = format!("\nparameters: {} in {tensors}, {}\n", count(elements), size(bytes));
+    let mut out = format!("\nparameters: {} in {tensors}, {}\n", grouped(elements), size(bytes));
     let rows = by_type(weights).into_iter().map(|(t, n, e, b)| {
-        vec![t.to_string(), plural(n as usize, "tensor"), count(e), size(b), percent(b, bytes)]
+        vec![t.to_string(), plural(n as usize, "tensor"), grouped(e), size(b), percent(b, bytes)]
     });
     out += &figures(rows.collect(), &[1, 2, 3, 4]);
     out
@@ -273,7 +261,7 @@ impl Report<'_> {
             let total = self.work.as_ref().map_or(0, |w| w.total.flops);
             let mut r = vec![
                 op_name(&o.domain, &o.name),
-                count(o.count as u64),
+                grouped(o.count as u64),
                 cost.map_or(String::new(), |c| if c.flops == 0 { String::new() } else { si(c.flops) }),
                 cost.map_or(String::new(), |c| {
                     if c.flops == 0 { String::new() } else { percent(c.flops, total) }
@@ -452,7 +440,7 @@ mod tests {
     #[test]
     fn figures_are_short_and_line_up() {
         assert_eq!(
-            (count(6090), count(1_234_567), count(12)),
+            (grouped(6090), grouped(1_234_567), grouped(12)),
             ("6,090".into(), "1,234,567".into(), "12".into())
         );
         assert_eq!(

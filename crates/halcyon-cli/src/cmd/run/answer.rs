@@ -168,7 +168,7 @@ pub(crate) fn duration_text(t: Duration) -> String {
     }
 }
 
-/// Where a model ran and briefly why: `on cpu: no GPU was found (halcyon devices says why)`.
+/// Where a model ran and briefly why: `on cpu: no GPU was found (for the reasons: halcyon devices)`.
 pub(crate) fn placement_text(b: &Backend) -> String {
     let s = b.selection();
     let kind = s.device.backend;
@@ -214,7 +214,7 @@ pub(crate) fn placement_text(b: &Backend) -> String {
     }
     match others.iter().filter(built).filter(left_out).count() {
         0 => format!("{who}: the order ({}) has no other backend of this build", s.policy_by),
-        _ => format!("{who}: no GPU was found (halcyon devices says why)"),
+        _ => format!("{who}: no GPU was found (for the reasons: halcyon devices)"),
     }
 }
 

@@ -1,0 +1,57 @@
+//! Cargo profiles for packages outside of Halcyon's workspace.
+
+use std::path::PathBuf;
+
+/// Writes the profiles of Halcyon's workspace to a configuration file of cargo, and returns its path. With
+/// the same profiles, packages outside of the workspace use what the workspace's tests have built.
+pub(crate) fn workspace() -> Result<PathBuf, String> {
+    let root = crate::root();
+    let manifest = root.join("Cargo.toml");
+    let text = std::fs::read_to_string(&manifest).map_err(|e| format!("{}: {e}", manifest.display()))?;
+    let mut profiles = profiles_of(&text);
+    let crates = root.join("crates");
+    let entries = std::fs::read_dir(&crates).map_err(|e| format!("{}: {e}", crates.display()))?;
+    for entry in entries.flatten() {
+        // From outside, the settings for "*" also hold for Halcyon's own crates. These get their own back.
+        let name = entry.file_name().display().to_string();
+        let table = format!("[profile.dev.package.{name}]\n");
+        let own = "debug = \"line-tables-only\"\n";
+        match profiles.find(&table) {
+            Some(at) => profiles.insert_str(at + table.len(), own),
+            None => profiles.push_str(&format!("{table}{own}opt-level = 0\n")),
+        }
+    }
+    let to = crate::target_dir().join("profiles.toml");
+    std::fs::create_dir_all(crate::target_dir())
+        .and_then(|()| std::fs::write(&to, profiles))
+        .map_err(|e| format!("{}: {e}", to.display()))?;
+    Ok(to)
+}
+
+/// The tables of profiles in the text of a manifest.
+fn profiles_of(manifest: &str) -> String {
+    let mut inside = false;
+    let mut out = String::new();
+    for line in manifest.lines() {
+        if line.starts_with('[') {
+            inside = line.starts_with("[profile.");
+        }
+        if inside {
+            out.push_str(line);
+            out.push('\n');
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_profiles_of_a_manifest_are_all_its_tables_of_profiles() {
+        let manifest = "[package]\nname = 'a'\n[profile.dev]\nlto = 'off'\n\n[lints]\nx = 1\n[profile.dev.package.b]\nopt-level = 0\n";
+        let want = "[profile.dev]\nlto = 'off'\n\n[profile.dev.package.b]\nopt-level = 0\n";
+        assert_eq!(profiles_of(manifest), want);
+    }
+}
