@@ -130,6 +130,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     c.put("safetensors", "none", &st("{}", &[]))?;
     c.put("safetensors", "empty", &st(r#"{"a":{"dtype":"I64","shape":[0,3],"data_offsets":[0,0]}}"#, &[]))?;
 
+    for e in std::fs::read_dir(root.join("crates/halcyon-formats/tests/data/torch"))?.flatten() {
+        if e.path().extension().is_some_and(|x| x == "pt") {
+            c.put("torch", &e.file_name().to_string_lossy(), &std::fs::read(e.path())?)?;
+        }
+    }
+
     // Images of every colour type, and those of the suite's image decoder tests.
     for p in found.iter().filter(|p| p.ends_with("test_data_set_0/input_0.pb")) {
         let Some(name) = p.ancestors().nth(2).and_then(|d| d.file_name()?.to_str()) else { continue };

@@ -48,7 +48,7 @@ impl Foreign {
                 "It holds weights without a graph: export the model to ONNX (Hugging Face models with `optimum-cli export onnx`)"
             }
             Foreign::PyTorch | Foreign::Pickle => {
-                "Load it in PyTorch and export it with torch.onnx.export. Halcyon does not load files of this kind, because loading them can run code"
+                "Load it in PyTorch and export it with torch.onnx.export. Halcyon reads the weights of such a file, but not its model, which is code"
             }
             Foreign::Zip | Foreign::Gzip | Foreign::Tar => "Unpack it and give the .onnx file that is in it",
             Foreign::Npy | Foreign::Npz | Foreign::OnnxTensor | Foreign::Picture => {

@@ -1,5 +1,5 @@
-//! Reads and writes model and tensor files: ONNX, safetensors and NumPy. Also decodes the images of ONNX's
-//! ImageDecoder.
+//! Reads and writes model and tensor files: ONNX, safetensors and NumPy. Reads the weights of PyTorch's `.pt`
+//! files. Also decodes the images of ONNX's ImageDecoder.
 //!
 //! Contract of the crate:
 //! - Every parser distrusts its input. Lengths and offsets are checked against the file before anything is
@@ -19,6 +19,8 @@ pub mod onnx;
 pub mod picture;
 pub mod safetensors;
 pub mod sniff;
+pub mod torch;
+mod zip;
 pub use halcyon_host::{input, output};
 pub use halcyon_ir::ConstData;
 
