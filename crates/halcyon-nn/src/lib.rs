@@ -65,5 +65,5 @@ pub use optim::*;
 pub use scaler::LossScaler;
 pub use scope::{evaluation, is_training, training, uniform};
 pub use slot::{Buffer, Param, Slot, SlotKind};
-pub use step::TrainStep;
+pub use step::{StepGraph, TrainStep};
 pub use weights::{LoadWeights, Strictness};

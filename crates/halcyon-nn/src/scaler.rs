@@ -53,6 +53,12 @@ impl Scaling {
         Ok(Scaling { scale, good: count(), skipped: count() })
     }
 
+    /// With given values of [`Scaling::states`].
+    pub(crate) fn holding(values: [Tensor; 3]) -> Scaling {
+        let [scale, good, skipped] = values.map(|t| Arc::new(State::new(t)));
+        Scaling { scale, good, skipped }
+    }
+
     /// Scale, steps since it changed, skipped steps.
     pub(crate) fn states(&self) -> [&Arc<State>; 3] {
         [&self.scale, &self.good, &self.skipped]

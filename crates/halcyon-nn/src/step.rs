@@ -9,7 +9,9 @@ use halcyon::ir::DType;
 use halcyon::ir::dtype::Scalar;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, Compiled, State, Tensor};
+use std::collections::HashMap;
 use std::fmt;
+use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
 type Traced<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
@@ -40,6 +42,8 @@ type Traced<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 /// ```
 pub struct TrainStep<'a> {
     compiled: Compiled<Traced<'a>>,
+    /// The function that `compiled` traces, to compile it for another backend.
+    traced: Rc<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>,
     optimizer: Arc<Mutex<Optimizer>>,
     /// Parameters that the optimizer does not update.
     frozen: Vec<Slot>,
@@ -130,17 +134,23 @@ impl<'a> TrainStep<'a> {
         let scaling = scaler.map(|s| Scaling::new(&backend, s)).transpose()?;
         let optimizer = Arc::new(Mutex::new(optimizer));
         let of_trace = optimizer.clone();
-        let traced: Traced<'a> = Box::new(move |inputs: &[Tensor]| {
-            parts.trace(&lock(&of_trace), inputs, |batch| f(&module, batch))
-        });
-        let (seed, compiled) = (backend.next_seed(), backend.compile(traced));
-        Ok(TrainStep { compiled, optimizer, frozen, buffers, backend, scaling, seed })
+        let traced: Rc<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a> =
+            Rc::new(move |inputs: &[Tensor]| {
+                parts.trace(&lock(&of_trace), inputs, |batch| f(&module, batch))
+            });
+        let (seed, compiled) = (backend.next_seed(), compile(&backend, &traced));
+        Ok(TrainStep { compiled, traced, optimizer, frozen, buffers, backend, scaling, seed })
     }
 
     /// Sets the seed from which the keys of random numbers follow, one key per step.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
+    }
+
+    /// Like [`TrainStep::seed`], for a step that exists.
+    pub fn set_seed(&mut self, seed: u64) {
+        self.seed = seed;
     }
 
     /// Runs `f` with the optimizer.
@@ -172,6 +182,25 @@ impl<'a> TrainStep<'a> {
     /// parameters may be lost; restore them from a file.
     #[track_caller]
     pub fn run(&mut self, batch: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let (states, args) = (self.states(), self.arguments()?);
+        let states: Vec<&State> = states.iter().map(|s| &**s).collect();
+        let frozen: Vec<Tensor> = self.frozen.iter().map(Slot::stored).collect();
+        let inputs: Vec<&Tensor> = batch.iter().copied().chain(&frozen).collect();
+        let results = self.compiled.call_updating(&inputs, &states, &args)?;
+        self.with_optimizer(|o| o.set_steps(o.steps() + 1));
+        Ok(results)
+    }
+
+    /// The states that a step replaces: those of the optimizer, the buffers, those of the scaler.
+    fn states(&self) -> Vec<Arc<State>> {
+        let mut states: Vec<Arc<State>> = lock(&self.optimizer).states().concat();
+        states.extend(self.buffers.iter().map(Slot::state));
+        states.extend(self.scaling.iter().flat_map(|s| s.states().map(Arc::clone)));
+        states
+    }
+
+    /// The arguments of the next step's plan.
+    fn arguments(&self) -> Result<Vec<Scalar>> {
         let optimizer = lock(&self.optimizer);
         let steps = optimizer.steps();
         let numbers = match self.scaling {
@@ -179,26 +208,136 @@ impl<'a> TrainStep<'a> {
             // The other numbers depend on the number of skipped steps, which the device knows.
             Some(_) => std::iter::once((steps + 1) as f64).chain(optimizer.rates()).collect(),
         };
-        let mut states: Vec<Arc<State>> = optimizer.states().concat();
-        // A trace locks the optimizer.
-        drop(optimizer);
-        states.extend(self.buffers.iter().map(Slot::state));
-        states.extend(self.scaling.iter().flat_map(|s| s.states().map(Arc::clone)));
-        let states: Vec<&State> = states.iter().map(|s| &**s).collect();
-        let frozen: Vec<Tensor> = self.frozen.iter().map(Slot::stored).collect();
-        let inputs: Vec<&Tensor> = batch.iter().copied().chain(&frozen).collect();
         let key = mixed(self.seed, steps);
         let mut args = vec![Scalar::U(key & 0xffff_ffff), Scalar::U(key >> 32)];
         args.extend(numbers.into_iter().map(Scalar::F));
-        let results = self.compiled.call_updating(&inputs, &states, &args)?;
-        lock(&self.optimizer).set_steps(steps + 1);
-        Ok(results)
+        Ok(args)
+    }
+
+    /// The seed of random numbers; see [`TrainStep::seed`].
+    pub fn current_seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// What a step keeps beside parameters and buffers, by name: the optimizer's state (see
+    /// [`Optimizer::state`]), and `scaler.scale`, `scaler.good` and `scaler.skipped` with a scaler.
+    pub fn state(&self) -> Vec<(String, Tensor)> {
+        let mut out = lock(&self.optimizer).state();
+        if let Some(s) = &self.scaling {
+            let names = SCALER.iter().zip(s.states());
+            out.extend(names.map(|(n, s)| ((*n).to_string(), s.value())));
+        }
+        out
+    }
+
+    /// Replaces tensors that [`TrainStep::state`] lists, all or none. Tensors that are not given keep their
+    /// values.
+    ///
+    /// # Errors
+    /// `Error::Argument` if there is no tensor of a name; `Error::Shape` if a dtype or shape differs.
+    pub fn load_state(&mut self, new: Vec<(String, Tensor)>) -> Result<()> {
+        let old: HashMap<String, Tensor> = self.state().into_iter().collect();
+        for (name, t) in &new {
+            let have = old.get(name).ok_or_else(|| {
+                Error::argument("load_state", format!("the training step keeps no `{name}`"))
+            })?;
+            let types = |t: &Tensor| Ok::<_, Error>((t.dtype()?, t.shape()?));
+            let ((have, shape), (dtype, given)) = (types(have)?, types(t)?);
+            if (have, &shape) != (dtype, &given) {
+                let what = format!("`{name}` is {have}{shape}, the new value {dtype}{given}");
+                return Err(Error::shape("load_state", what));
+            }
+        }
+        for (name, t) in new {
+            let scaler = SCALER.iter().position(|n| *n == name);
+            match (scaler, &self.scaling) {
+                (Some(i), Some(s)) => s.states()[i].write(t)?,
+                _ => self.with_optimizer(|o| o.set_state(&name, t))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves parameters, buffers, the optimizer's state and the scaler's to another backend. Later steps are
+    /// planned there. Tensors that the forward captures stay where they are: pass data as the batch.
+    ///
+    /// # Errors
+    /// Errors of the copies; then nothing has moved.
+    pub fn to_device(&mut self, backend: &Backend) -> Result<()> {
+        let moved = |s: &Arc<State>| s.value().to(backend);
+        let slots: Vec<Slot> = {
+            let optimizer = lock(&self.optimizer);
+            optimizer.slots().chain(&self.frozen).chain(&self.buffers).cloned().collect()
+        };
+        let values = slots.iter().map(|s| s.stored().to(backend)).collect::<Result<Vec<_>>>()?;
+        let scaling = self.scaling.as_ref().map(|s| s.states().map(moved));
+        let scaling = match scaling {
+            None => None,
+            Some([a, b, c]) => Some(Scaling::holding([a?, b?, c?])),
+        };
+        lock(&self.optimizer).move_state(moved)?;
+        slots.iter().zip(values).try_for_each(|(s, t)| s.replace(t))?;
+        self.scaling = scaling;
+        self.compiled = compile(backend, &self.traced);
+        self.backend = backend.clone();
+        Ok(())
+    }
+
+    /// The next step for a batch as a graph, for inspection: nothing runs. Its inputs are named `batch.N` and
+    /// by the paths of parameters, state and buffers.
+    ///
+    /// # Errors
+    /// Errors of the forward, and of copying the inputs to the host.
+    pub fn graph(&self, batch: &[&Tensor]) -> Result<StepGraph> {
+        let path = |s: &Slot| s.path();
+        let mut inputs: Vec<(String, Tensor)> =
+            batch.iter().enumerate().map(|(i, t)| (format!("batch.{i}"), (*t).clone())).collect();
+        inputs.extend(self.frozen.iter().map(|s| (path(s), s.stored())));
+        let names = lock(&self.optimizer).state_names();
+        let names = names.into_iter().chain(self.buffers.iter().map(path));
+        let names = names.chain(SCALER.iter().map(|n| (*n).to_string()));
+        inputs.extend(names.zip(self.states().iter().map(|s| s.value())));
+        let given =
+            |(_, t): &(String, Tensor)| Ok(Tensor::placeholder(&self.backend, t.dtype()?, t.shape()?));
+        let given = inputs.iter().map(given).collect::<Result<Vec<_>>>()?;
+        let outputs = (self.traced)(&given)?;
+        let named: Vec<(&str, &Tensor)> =
+            inputs.iter().zip(&given).map(|((n, _), t)| (n.as_str(), t)).collect();
+        let (graph, captured, numbers) = Tensor::trace_compiled(&named, &outputs)?;
+        let arguments = self.arguments()?;
+        let args = numbers.iter().map(|k| arguments.get(*k as usize).copied());
+        let args = args.collect::<Option<Vec<_>>>();
+        let args = args.ok_or_else(|| Error::internal("an argument of the step has no value"))?;
+        inputs.extend(captured.into_iter().enumerate().map(|(i, t)| (format!("captured.{i}"), t)));
+        Ok(StepGraph { graph, inputs, args })
     }
 
     /// The backend of the parameters.
     pub fn backend(&self) -> &Backend {
         &self.backend
     }
+}
+
+/// A training step as a graph, with the values of its inputs; see [`TrainStep::graph`].
+#[derive(Debug)]
+pub struct StepGraph {
+    pub graph: halcyon::ir::Graph,
+    /// The inputs with their names, in the order of the graph's inputs.
+    pub inputs: Vec<(String, Tensor)>,
+    /// The values of the graph's arguments.
+    pub args: Vec<Scalar>,
+}
+
+/// Names of the scaler's states.
+const SCALER: [&str; 3] = ["scaler.scale", "scaler.good", "scaler.skipped"];
+
+/// Compiles a shared function.
+fn compile<'a>(
+    backend: &Backend,
+    traced: &Rc<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>,
+) -> Compiled<Traced<'a>> {
+    let traced = traced.clone();
+    backend.compile(Box::new(move |x: &[Tensor]| traced(x)))
 }
 
 /// A key of random numbers for a step, by the finaliser of SplitMix64 (Steele et al. 2014).

@@ -6,6 +6,7 @@ use halcyon::ConstData;
 use halcyon::Tensor;
 use halcyon::ir::error::{Error, Result};
 use halcyon_formats::safetensors::{self, SafeTensors};
+use halcyon_formats::torch::TorchFile;
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
@@ -100,6 +101,39 @@ pub trait LoadWeights: Module {
         let names: Vec<String> = file.names().map(str::to_string).collect();
         let has: HashSet<&str> = names.iter().map(String::as_str).collect();
         self.load_state_dict(&|n| has.contains(n).then(|| file.get(n)), &names, strictness)
+    }
+
+    /// Reads parameters and buffers from a PyTorch file (`.pt`, `.pth`), without running its code. If the
+    /// model's names are inside of a dict of the file, such as `model` or `state_dict`, or begin with
+    /// `module.`, that part is read and the rest of the file is ignored.
+    ///
+    /// # Errors
+    /// Those of [`LoadWeights::load_state_dict`] and of [`TorchFile::open`].
+    fn load_torch(&self, path: &Path, strictness: Strictness) -> Result<Unmatched> {
+        let file = TorchFile::open(path)?;
+        let mut own = vec![];
+        self.each_slot(|path, slot| {
+            if slot.is_saved() {
+                own.push(path.to_string());
+            }
+        });
+        let all: HashSet<&str> = file.names().collect();
+        let found =
+            |prefix: &str| own.iter().filter(|n| all.contains(format!("{prefix}{n}").as_str())).count();
+        let mut prefixes: Vec<&str> = own.first().map_or(vec![], |first| {
+            let before = all.iter().filter_map(|n| n.strip_suffix(first.as_str()));
+            before.filter(|p| p.is_empty() || p.ends_with('.')).collect()
+        });
+        // Of equal ones the first by name, so that the choice is the same in every run.
+        prefixes.sort_by_key(|p| (std::cmp::Reverse(found(p)), p.len(), *p));
+        let prefix = prefixes.first().copied().unwrap_or_default();
+        let names: Vec<String> =
+            file.names().filter_map(|n| n.strip_prefix(prefix)).map(str::to_string).collect();
+        let get = |n: &str| {
+            let name = format!("{prefix}{n}");
+            all.contains(name.as_str()).then(|| file.get(&name))
+        };
+        self.load_state_dict(&get, &names, strictness)
     }
 }
 

@@ -385,3 +385,96 @@ fn dropout_draws_anew_in_each_step_and_is_the_same_on_every_device() {
     let kept = a[0][0].iter().filter(|v| **v == 2.0).count();
     assert!((10..=54).contains(&kept) && a[0][0].iter().all(|v| *v == 0.0 || *v == 2.0), "{kept}");
 }
+
+/// PyTorch's files load by the same names, also from inside of a checkpoint.
+#[test]
+fn weights_load_from_pytorch_files() {
+    #[derive(Module)]
+    struct Net {
+        fc1: Linear,
+        norm: BatchNorm,
+        fc2: Linear,
+    }
+    let b = Backend::cpu().unwrap();
+    let net = || Net {
+        fc1: Linear::new(&b, 4, 3).unwrap(),
+        norm: BatchNorm::new(&b, 3).unwrap(),
+        fc2: Linear::new(&b, 3, 2).unwrap(),
+    };
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../halcyon-formats/tests/data/torch");
+    let want = halcyon_formats::npz::Npz::open(&folder.join("state.npz")).unwrap();
+    for file in ["state.pt", "checkpoint.pt"] {
+        let net = net();
+        net.load_torch(&folder.join(file), Strictness::Strict).unwrap();
+        for (name, data) in net.state_dict().unwrap() {
+            assert_eq!(data.to_vec::<f64>(), want.get(&name).unwrap().to_vec::<f64>(), "{file}: {name}");
+        }
+    }
+    let e = Linear::new(&b, 4, 3).unwrap().load_torch(&folder.join("module.pt"), Strictness::Strict);
+    assert!(e.unwrap_err().to_string().contains("__main__.Net"));
+    let e = net().fc1.load_torch(&folder.join("types.pt"), Strictness::Strict).unwrap_err().to_string();
+    assert!(e.contains("lacks") && e.contains("`weight`"), "{e}");
+}
+
+/// A run continues on other devices: nothing is lost, and on one backend every bit is kept.
+#[test]
+fn a_training_step_moves_between_devices() {
+    let devices = halcyon_test::devices::devices("a_training_step_moves_between_devices", Level::O2);
+    let cpu = Backend::cpu().unwrap();
+    let layer = Linear::new(&cpu, 3, 2).unwrap();
+    let optimizer = Optimizer::new(&layer, Adam::new()).unwrap();
+    let scaler = LossScaler { initial: 8.0, ..LossScaler::default() };
+    let mut step = TrainStep::with_scaler(&layer, optimizer, scaler, |m: &&Linear, x: &[Tensor]| {
+        Ok(vec![m.forward(&x[0]).sqr().mean(..)])
+    })
+    .unwrap();
+    let x: Vec<f32> = (0..12).map(|i| (i as f32 * 0.7).sin()).collect();
+    let on = |b: &Backend| Tensor::from_slice(b, [4, 3], &x).unwrap();
+    let bits = |step: &TrainStep<'_>| -> Vec<Vec<u8>> {
+        let own = [&layer.weight, layer.bias.as_ref().unwrap()].map(|p| p.value());
+        own.into_iter()
+            .chain(step.state().into_iter().map(|(_, t)| t))
+            .map(|t| t.to_data().unwrap().bytes().to_vec())
+            .collect()
+    };
+    let mut last = f64::INFINITY;
+    for b in devices.into_iter().chain([cpu]) {
+        let before = bits(&step);
+        step.to_device(&b).unwrap();
+        assert_eq!(bits(&step), before, "{}", b.id());
+        let loss = step.run(&[&on(&b)]).unwrap()[0].item::<f64>().unwrap();
+        assert!(loss < last, "{}: {loss}, {last}", b.id());
+        last = loss;
+        assert_eq!(step.backend().id(), b.id());
+    }
+    // The state survives a copy to the host.
+    let saved: Vec<(String, Tensor)> = step.state();
+    step.run(&[&on(step.backend())]).unwrap();
+    assert!(step.load_state(vec![("weight.nothing".into(), on(step.backend()))]).is_err());
+    assert!(step.load_state(vec![("weight.exp_avg".into(), on(step.backend()))]).is_err());
+    let names: Vec<String> = saved.iter().map(|(n, _)| n.clone()).collect();
+    assert!(names.contains(&"weight.exp_avg".to_string()) && names.contains(&"scaler.scale".to_string()));
+    step.load_state(saved).unwrap();
+}
+
+#[test]
+fn a_step_is_a_graph_with_named_inputs() {
+    let b = Backend::cpu().unwrap();
+    let layer = Linear::new(&b, 3, 2).unwrap();
+    let optimizer = Optimizer::new(&layer, Adam::new()).unwrap();
+    let mut step = TrainStep::new(&layer, optimizer, |m: &&Linear, x: &[Tensor]| {
+        Ok(vec![m.forward(&x[0]).sqr().mean(..)])
+    })
+    .unwrap();
+    let x = b.randn([4, 3], DType::F32);
+    let g = step.graph(&[&x]).unwrap();
+    let names: Vec<&str> = g.graph.inputs().iter().map(|i| &*i.name).collect();
+    assert_eq!(names[..3], ["batch.0", "weight", "weight.exp_avg"]);
+    let data: Vec<_> = g.inputs.iter().map(|(_, t)| t.to_data().unwrap()).collect();
+    let want = halcyon::ir::reference::eval(&g.graph, &data, &g.args).unwrap();
+    let loss = step.run(&[&x]).unwrap()[0].item::<f64>().unwrap();
+    assert!((want[0].to_vec::<f64>()[0] - loss).abs() < 1e-6);
+    for (a, b) in want[1].to_vec::<f64>().iter().zip(layer.weight.value().to_vec::<f64>().unwrap()) {
+        assert!((a - b).abs() < 1e-6);
+    }
+}

@@ -275,6 +275,37 @@ impl Optimizer {
         Err(Error::argument("set_state", format!("the optimizer keeps no `{name}`")))
     }
 
+    /// Replaces the states by what `f` makes of them, which may be on another backend. All or none.
+    pub(crate) fn move_state(&mut self, f: impl Fn(&Arc<State>) -> Result<Tensor>) -> Result<()> {
+        let of = |e: &Entry| {
+            let master = e.master.as_ref().map(&f).transpose()?;
+            Ok((master, e.state.iter().map(|(_, s)| f(s)).collect::<Result<Vec<_>>>()?))
+        };
+        let new = self.entries.iter().map(of).collect::<Result<Vec<_>>>()?;
+        for (e, (master, state)) in self.entries.iter_mut().zip(new) {
+            e.master = master.map(|t| Arc::new(State::new(t)));
+            e.state.iter_mut().zip(state).for_each(|((_, s), t)| *s = Arc::new(State::new(t)));
+        }
+        Ok(())
+    }
+
+    /// Names of [`Optimizer::states`], in the same order: paths of parameters, and those of
+    /// [`Optimizer::state`].
+    pub(crate) fn state_names(&self) -> Vec<String> {
+        let of = |e: &Entry| {
+            let own = e.master.iter().map(|_| "master").chain(e.state.iter().map(|(n, _)| *n));
+            let own = own.map(|n| format!("{}.{n}", e.path)).collect::<Vec<_>>();
+            std::iter::once(e.path.clone()).chain(own)
+        };
+        self.entries.iter().flat_map(of).collect()
+    }
+
+    /// The groups' rules, rates, weight decays and schedules, for checkpoints. The last group is that of all
+    /// parameters that are in no other.
+    pub fn groups(&self) -> impl Iterator<Item = (&'static str, f64, f64, &Schedule)> {
+        self.groups.iter().map(|g| (g.rule.name(), g.rate, g.weight_decay, &g.schedule))
+    }
+
     /// Sets the number of steps taken, as when a checkpoint is loaded.
     pub fn set_steps(&mut self, steps: u64) {
         self.steps = steps;

@@ -404,6 +404,29 @@ impl Tensor {
         }
         Ok(c.graph)
     }
+
+    /// Like [`Tensor::trace`], of results that may depend on [`Tensor::argument`]. Also returns the evaluated
+    /// tensors that the results depend on, which are further inputs, and the numbers of the graph's
+    /// arguments. The outputs are called `0`, `1` and so on.
+    ///
+    /// # Errors
+    /// Errors that the tensors carry.
+    pub fn trace_compiled(
+        inputs: &[(&str, &Tensor)],
+        outputs: &[Tensor],
+    ) -> Result<(Graph, Vec<Tensor>, Vec<u32>)> {
+        let mut c = Collector { mode: Mode::Compile, ..Collector::default() };
+        for (name, t) in inputs {
+            t.check()?;
+            c.declare(name, t);
+        }
+        outputs.iter().try_for_each(|t| c.visit(t))?;
+        for (i, t) in outputs.iter().enumerate() {
+            let id = c.ids[&Arc::as_ptr(&t.0)];
+            c.graph.output(&i.to_string(), id);
+        }
+        Ok((c.graph, c.leaves, c.numbers))
+    }
 }
 
 /// The error for operands on two backends.
