@@ -1,8 +1,8 @@
 //! Files that this project writes. Every result file is written through [`Output`].
 //!
 //! - A regular file is replaced as a whole: the bytes go to a new file in the same folder, which is renamed
-//!   when it is complete. After a failure (a full disk, a signal) the old file is unchanged, or there is
-//!   still none.
+//!   when it is complete. After a failure (a full disk, a signal) the old file is unchanged; if there was no
+//!   file, none appears.
 //! - Symbolic links are followed: the link stays, and the file that it names is replaced. The new file has
 //!   the permissions of the old file, and its owner if the system permits. Other hard links to the old file
 //!   keep the old bytes.

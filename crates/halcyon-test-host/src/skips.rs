@@ -47,8 +47,8 @@ pub fn seed(test: &str) -> u64 {
     ASKED.with_borrow_mut(|asked| {
         let n = asked.entry(test.to_string()).or_default();
         *n += 1;
-        // A large odd factor keeps the seeds apart. It must not be the increment of a generator that takes
-        // them: the generator's sequences would then be shifted copies of each other.
+        // A large odd factor keeps the seeds apart. It must differ from the increments of the generators that
+        // these seeds start. Otherwise their sequences would be shifted copies of each other.
         seed.wrapping_add((*n - 1).wrapping_mul(0xd134_2543_de82_ef95))
     })
 }
@@ -65,7 +65,8 @@ pub fn one_in(usual: usize) -> usize {
     }
 }
 
-/// The index of the case that is drawn among `n`; `None` if `HALCYON_CASES` is `all` or 1, and all are run.
+/// The index of the one case that is run among `n` cases. `None` if all are run, because `HALCYON_CASES` is
+/// `all` or 1.
 pub fn drawn(what: &str, n: usize) -> Option<usize> {
     if one_in(n.max(2)) == 1 {
         return None;

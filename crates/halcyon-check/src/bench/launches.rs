@@ -20,7 +20,7 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
         let chain = |x: &Tensor, s: &Tensor| (0..steps).fold(x.clone(), |x, _| (x.matmul(&w) * s).tanh());
         let factor = |v: f32| Tensor::scalar(&b, v, DType::F32);
         let s = factor(1.5);
-        // A first run of the same plan, without a capture.
+        // The first run of the same plan. It is not captured.
         let first = chain(&x, &factor(1.5));
         first.eval()?;
         let g = b.capture_graph(|| [chain(&x, &s)])?;
