@@ -243,8 +243,8 @@ fn warm_torch() {
     });
 }
 
-/// Gives the command this run's caches and none of the user's settings. `prefix` is Python's folder if no
-/// variable names it yet.
+/// Gives the command this run's caches, and hides the user's configuration file and the variables named
+/// below. `prefix` is Python's folder if no variable names it yet.
 fn own_environment(command: &mut Command, work: &Path, prefix: Option<&str>) {
     let cache = work.join("cache");
     command.env("XDG_CACHE_HOME", &cache).env("LOCALAPPDATA", &cache).env("HALCYON_CONFIG", "off");
@@ -284,7 +284,7 @@ fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<S
         }
     }
     if found.iter().any(|b| native(b)) {
-        // OpenCL would check the same card again.
+        // OpenCL lists the same card again, so it is left out.
         let (before, again) = (found.len(), BackendType::OpenCl.id());
         found.retain(|b| b != again);
         if found.len() < before {

@@ -116,12 +116,12 @@ pub(crate) const SECTIONS: &[Section] = &[
         Ok(with_and_without(c, "bench-attention"))
     })
     .measures(),
-    Section::new("bench-capture", "what a launch of a captured graph costs", 20, |c| {
+    Section::new("bench-capture", "launches of a captured graph", 20, |c| {
         Ok(vec![own_section(c, "bench-capture")])
     })
     .measures()
     .shown(),
-    Section::new("bench-memory", "bandwidth: element-wise, norms, GEMV", 50, |c| {
+    Section::new("bench-memory", "bandwidth: element-wise ops, norms, GEMV, attention of one token", 50, |c| {
         Ok(vec![own_section(c, "bench-memory")])
     })
     .measures(),

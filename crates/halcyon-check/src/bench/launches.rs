@@ -1,11 +1,11 @@
-//! The overhead of launching a captured graph.
+//! The time of launching a captured graph, divided by the number of its kernels.
 
 use super::{Bench, Timed, part, random_normal, results, time};
 use crate::child_section::SectionArgs;
 use halcyon::Error;
 use halcyon::prelude::*;
 
-/// Target in seconds per launch.
+/// Target in seconds per kernel of the graph.
 const TARGET_SECONDS: f64 = 10e-6;
 
 pub(crate) fn main(o: &SectionArgs) -> Result<()> {
@@ -37,7 +37,7 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
         let t = bench.time_capture(false, &b, &g)?;
         let result = || g.outputs().map(|o| o[0].clone());
         results::same(&result()?, &first)?;
-        // Launches use new values of the run-time argument and new inputs.
+        // The next launches use new values of the run-time argument, and then new inputs.
         g.set_argument(&s, 0.75f32)?;
         g.launch()?;
         results::same(&result()?, &chain(&x, &factor(0.75)))?;
