@@ -52,7 +52,7 @@ pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// How often a peak is measured again if the work was faster than the peak permits.
+/// Maximum number of times that a peak is measured again if the work was faster than the peak permits.
 const MAX_REMEASURED: usize = 3;
 
 struct Measured {
