@@ -184,7 +184,9 @@ fn run_all(context: &Context, only: &[&str]) -> bool {
     }
     let good = report.finish();
     if tier == Tier::Merge && only.is_empty() {
-        println!("Steps of which this tier ran only a sample, and what the sample contains; --nightly runs everything:");
+        println!(
+            "Steps of which this tier ran only a sample, and what the sample contains; --nightly runs everything:"
+        );
         for step in STEPS {
             if let In::Sample(what) = step.tiers {
                 println!("  {:<16} {what}", step.name);

@@ -228,7 +228,9 @@ fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
     let set = std::env::var("VIRTUAL_ENV").ok().filter(|v| !v.is_empty());
     notes.push(match &set {
         Some(v) => format!("Python is {python}, installed in {prefix}; VIRTUAL_ENV is {v}"),
-        None => format!("Python is {python}, installed in {prefix}; the checks run with this folder as VIRTUAL_ENV"),
+        None => format!(
+            "Python is {python}, installed in {prefix}; the checks run with this folder as VIRTUAL_ENV"
+        ),
     });
     set.is_none().then_some(prefix)
 }

@@ -121,9 +121,12 @@ pub(crate) const SECTIONS: &[Section] = &[
     })
     .measures()
     .shown(),
-    Section::new("bench-memory", "bandwidth: element-wise ops, norms, GEMV, attention of one token", 50, |c| {
-        Ok(vec![own_section(c, "bench-memory")])
-    })
+    Section::new(
+        "bench-memory",
+        "bandwidth: element-wise ops, norms, GEMV, attention of one token",
+        50,
+        |c| Ok(vec![own_section(c, "bench-memory")]),
+    )
     .measures(),
     Section::new("bench-copies", "copies between page-locked memory and the device", 25, |c| {
         Ok(vec![own_section(c, "bench-copies")])

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Maximum number of symbolic links to follow, as in Linux.
 const LINKS: usize = 40;
 
-/// A file being written. Dropping it without [`Output::finish`] leaves the target unchanged.
+/// A file being written. Dropping it without [`Output::finish`] leaves a regular file unchanged.
 #[derive(Debug)]
 pub struct Output {
     /// The path given by the user, for messages.
@@ -189,7 +189,7 @@ impl Output {
         matches!(self.to, Destination::Stream { .. })
     }
 
-    /// Moves the complete file to its final name. Returns its size in bytes.
+    /// Moves the complete file to its final name, or flushes a stream. Returns the number of bytes written.
     ///
     /// # Errors
     /// [`Error::Io`]; the old file is then unchanged.

@@ -36,8 +36,9 @@ pub fn any_seed() -> u64 {
     *SEED
 }
 
-/// A seed derived from [`any_seed`], which is printed, so that a failure can be repeated. A thread that asks
-/// again for the same test gets another seed: a test that draws in a loop draws different cases each time.
+/// A seed derived from [`any_seed`]. The seed of the process is printed, so that a failure can be repeated. A
+/// thread that asks again for the same test gets another seed: a test that draws in a loop draws different
+/// cases each time.
 pub fn seed(test: &str) -> u64 {
     thread_local! {
         static ASKED: RefCell<HashMap<String, u64>> = RefCell::default();

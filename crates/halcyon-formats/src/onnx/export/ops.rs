@@ -33,7 +33,9 @@ pub(super) fn node(e: &mut Emitter<'_>, id: NodeId) -> Result<Val> {
 
 fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> {
     match op {
-        Op::Input(_) | Op::Arg(_) => Err(Error::internal("an input or argument was exported as an ONNX node")),
+        Op::Input(_) | Op::Arg(_) => {
+            Err(Error::internal("an input or argument was exported as an ONNX node"))
+        }
         Op::Const(c) => Ok(e.weight(c)),
         Op::Full(v) => e.full(&ty, *v),
         Op::Iota { axis } => iota(e, &ty, *axis),
