@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Judges the command's results of the whole ONNX suite: the command gets only models and inputs, and this program compares what it saves.
+"""Judges the command's results of the whole ONNX suite: the command gets only models and inputs, and this program compares the
+results that the command saves.
 
 Needs numpy and onnx, and the environment variables HALCYON_BIN (the command) and HALCYON_TESTDATA (a folder with gen_suite.py's `suite`).
 Usage: check_suite.py [--backend NAME] [--kinds node,simple,…] [--one-in N] [--report FILE]

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Models for `halcyon-check`, as conformance cases. Their weights are too large to carry, so a case has no file of weights: the file is
-generated where it runs, by the same formula as here (`crates/halcyon-check/src/data.rs`). onnxruntime gives the outputs.
+"""Models for `halcyon-check`, as conformance cases. Their weights are too large to carry, so a case has no file of weights:
+`halcyon-check` generates the file on the machine that it checks, by the same formula as here (`crates/halcyon-check/src/data.rs`).
+onnxruntime computes the outputs.
 
 Needs numpy, onnx, onnxruntime.   Usage: gen_check.py [MINILM.onnx] OUT      writes
 OUT/light_resnet50   the ResNet-50 of the onnx package

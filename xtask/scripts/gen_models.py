@@ -4,7 +4,7 @@
 Needs numpy, onnx, onnxruntime.   Usage: gen_models.py OUT      writes
 OUT/light/NAME    the nine light models of the onnx package with their stored outputs (weights are mostly constants)
 OUT/random/NAME   the same graphs with seeded random weights of He's variance (2 / fan-in) and onnxruntime's outputs
-OUT/shapes/NAME   eleven graphs of the shapes that people run, small and with random weights, and onnxruntime's outputs
+OUT/shapes/NAME   eleven small graphs with the structure of common models, random weights and onnxruntime's outputs
 each as {model.onnx, tolerance.json, test_data_set_0/{input,output}_N.pb}.
 
 Outputs are compared with a relative tolerance of 1e-3, and of 1e-4 of the largest value where values are small. Where a result is

@@ -4,11 +4,11 @@
 Needs numpy, onnx, onnxruntime.   Usage: gen_squeezenet.py OUT      writes OUT/{model.onnx, input.npy, output.npy}
 
 The `onnx` package carries SqueezeNet's graph with most weights as `ConstantOfShape`, so that the file stays small. Here
-every such node becomes an initializer drawn from a seeded normal distribution with He's variance (2 / fan-in): with
-rectifiers that keeps activations at O(1) from layer to layer. Biases are drawn with a standard deviation of 0.1. The graph is not changed
+every such node becomes an initializer drawn from a seeded normal distribution with He's variance (2 / fan-in). In a
+network of rectifiers this variance keeps the size of activations about equal from layer to layer. Biases are drawn with a standard deviation of 0.1. The graph is not changed
 otherwise; it stays at opset 9, where Softmax flattens its input to two dimensions.
 The last convolution's weights are then scaled so that the logits have a standard deviation of 1: the
-probabilities differ by class without one of them swallowing the rest.
+probabilities differ by class, and none of them is close to 1.
 """
 import pathlib
 import sys
@@ -80,7 +80,7 @@ def main(out):
     np.save(out / "output.npy", y)
     print(f"squeezenet: logit spread {spread:.3f} -> {np.log(y).std():.3f}, largest probability {y.max():.4f} of {y.size}")
     if not (np.isfinite(y).all() and 0.002 < y.max() < 0.5):
-        sys.exit("the output is saturated or flat: a wrong engine could compute the same output")
+        sys.exit("the output is saturated or flat: a wrong implementation could compute the same output")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Compiles HIP sources with hipRTC, no GPU needed.
+"""Compiles HIP sources with hipRTC, which needs no GPU.
 
     python hiprtc_compile.py ARCH[,ARCH...] FILE...
 
-Prints each compiler log and exits 1 if a file does not compile, 77 if hipRTC is not installed
-(Debian: libamdhip64-5 libhiprtc-builtins5 rocm-device-libs).
+Prints "ok" or the compiler's log for each file and architecture. Exits 1 if a file does not compile, and 77 if
+hipRTC is not installed (Debian packages: libamdhip64-5 libhiprtc-builtins5 rocm-device-libs).
 """
 
 import ctypes

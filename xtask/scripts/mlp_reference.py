@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""100 steps of plain SGD on the digits data in NumPy float64: what the gradient pass has to follow.
+"""100 steps of plain SGD on the digits data in NumPy float64: the results of the gradient pass are compared with these.
 
 Needs numpy.   Usage: mlp_reference.py models/digits.npz OUT
 
@@ -8,7 +8,7 @@ x = train_images / 16, flattened to [n, 64]; step s (0..99) takes the 64 rows (6
     z = h w1 + b1              w1 [32, 10], b1 [10]
     loss = mean over the batch of the cross entropy of softmax(z)
     every parameter p: p -= 0.1 * d loss / d p
-OUT gets w0, b0, w1, b1 (.npy, float32: where the run starts), losses.npy (float64 [100], each before its step's update),
+OUT gets w0, b0, w1, b1 (.npy, float32: the starting weights), losses.npy (float64 [100], each before its step's update),
 final_{w0,b0,w1,b1}.npy (float64). The starting weights are rounded to float32 first, so both runs start at the same point.
 """
 import pathlib

@@ -2,8 +2,8 @@
 
     python nvrtc_compile.py ARCH[,ARCH...] FILE...
 
-Prints the compiler's log of each file that does not compile. Exits 1 if there is such a file, and 77 if NVRTC
-is not installed (`pip install nvidia-cuda-nvrtc`).
+Prints "ok" or the compiler's log for each file and architecture. Exits 1 if a file does not compile, and 77 if
+NVRTC is not installed (`pip install nvidia-cuda-nvrtc`).
 """
 
 import ctypes

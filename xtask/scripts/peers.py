@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures one peer (an engine) for `cargo xtask bench peers`. xtask/src/bench.rs describes the protocol.
+"""Measures one peer for `cargo xtask bench peers`. xtask/src/bench.rs describes the protocol.
 
 Usage: peers.py --engine numpy|onnxruntime|openvino|torch --threads N                  (serves until its input ends)
        peers.py --engine onnxruntime --threads N --start MODEL INPUT.npy      (one answer from a fresh process)

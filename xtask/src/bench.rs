@@ -37,7 +37,7 @@
 //!   (bytes read plus written). The answers also contain `"work": W`, the amount of work done in `seconds`.
 //!
 //! `start` is not a request: the parent starts a process that classifies one image and exits, and measures
-//! the wall time. Halcyon's process is `halcyon run MODEL --input FILE`. The environment variable
+//! the wall time. Halcyon's process is `halcyon run MODEL --input FILE --threads N`. The environment variable
 //! `HALCYON_MNIST` can name a folder with the model, `mnist.onnx`, and the image, `digit-7.npy`. Without it,
 //! the model is `models/digits.onnx`.
 //!

@@ -1,13 +1,15 @@
 //! Checks the comments of all source files: they have at most 110 columns, and each `SAFETY:` gives a reason.
-//! The step also checks that list items in documents begin their own lines, the names that `mentions.rs`
-//! reads, and that the glossary has 60 to 100 entries.
+//! The step also checks that list items in documents begin their own lines, that code does not name
+//! composites by strings and documents name only existing files (`mentions.rs`), and that the glossary has 60
+//! to 100 entries.
 
 use crate::mentions;
 use crate::report::Outcome;
 use std::path::{Path, PathBuf};
 
 const COLUMNS: usize = 110;
-/// Folders of the repository with files that people write. The files at its root belong to them.
+/// Folders of the repository with files that people write. The files at the repository's root are checked
+/// too.
 const FOLDERS: &[&str] = &[".ci", "crates", "docs", "examples", "fuzz", "models", "xtask"];
 /// Maximum number of findings that a failed step lists.
 const MAX_LISTED: usize = 20;

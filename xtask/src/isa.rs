@@ -1,5 +1,6 @@
-//! Runs the tests of the op table, the models and mixed precision under the machine's instruction sets,
-//! except the best one, which the step `tests` uses. `HALCYON_CPU_ISA` selects the set.
+//! Runs the tests of the op table, the models, mixed precision and the CPU's kernels under the machine's
+//! instruction sets, except the best one, which the step `tests` uses. The merge tier runs a sample.
+//! `HALCYON_CPU_ISA` selects the set.
 
 use crate::report::{Counts, Outcome, run};
 use crate::test::{Context, cargo_tests};
@@ -57,8 +58,8 @@ pub(crate) fn step(context: &Context) -> Outcome {
     let nightly = context.tier == Tier::Nightly;
     let lower: Vec<&str> = lower.iter().map(String::as_str).collect();
     let names = if nightly { lower } else { context.draw.sample("instruction sets", DRAWN, &lower) };
-    // The kernels' unit tests run with each `Isa` by themselves. Only the variable changes which extensions
-    // they use, such as AVX512_VNNI.
+    // The kernels' unit tests always run with each `Isa`. The extensions that they use, such as AVX512_VNNI,
+    // depend on the variable.
     let unit = if nightly { names.clone() } else { context.draw.sample("kernel tests", 1, &names) };
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for name in &names {

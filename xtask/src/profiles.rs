@@ -12,7 +12,8 @@ pub(crate) fn workspace() -> Result<PathBuf, String> {
     let crates = root.join("crates");
     let entries = std::fs::read_dir(&crates).map_err(|e| format!("{}: {e}", crates.display()))?;
     for entry in entries.flatten() {
-        // From outside, the settings for "*" also hold for Halcyon's own crates. These get their own back.
+        // In another workspace, the settings for "*" also apply to Halcyon's crates. So each crate gets the
+        // settings that it has in Halcyon's workspace.
         let name = entry.file_name().display().to_string();
         let table = format!("[profile.dev.package.{name}]\n");
         let own = "debug = \"line-tables-only\"\n";

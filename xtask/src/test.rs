@@ -67,7 +67,8 @@ enum In {
     All,
     /// The merge tier and nightly.
     Merge,
-    /// The merge tier, with a sample only, and nightly. The text names what the sample leaves out.
+    /// The merge tier, with a sample only, and nightly. The text says what the sample contains. (The step
+    /// `tests` also runs in the fast tier.)
     Sample(&'static str),
     /// Nightly only, with the reason.
     Nightly(&'static str),
@@ -122,9 +123,9 @@ const STEPS: &[Step] = &[
     step("binary", In::Merge, binary),
     step("asan", In::Nightly("a build of its own, and kernels that run several times slower"), asan),
     step("neon", In::Nightly("a build of its own, and an emulator"), neon),
-    step("miri", In::Nightly("it interprets the code it tests"), miri::step),
+    step("miri", In::Nightly("it interprets the code, which is slow"), miri::step),
     step("fuzz", In::Nightly("a minute for each target"), fuzz::step),
-    step("gpu-check", In::Nightly("it measures, for up to nine minutes, what other tests check"), |_| {
+    step("gpu-check", In::Nightly("it measures code that other tests check, for up to nine minutes"), |_| {
         gpu_check::step()
     }),
     step(
@@ -148,7 +149,7 @@ fn left_out(step: &Step, tier: Tier, draw: Draw) -> Option<String> {
     match (&step.tiers, tier) {
         (_, Tier::Nightly) | (In::All, _) => None,
         (In::Sample(_), Tier::Fast) if step.name == "tests" => None,
-        (_, Tier::Fast) => Some("--fast runs formatting, clippy and the tests".into()),
+        (_, Tier::Fast) => Some("--fast runs only formatting, comments, clippy and the tests".into()),
         (In::Merge | In::Sample(_), Tier::Merge) => None,
         (In::Nightly(why), Tier::Merge) => Some(format!("--nightly runs it: {why}")),
         (In::OneOf(group, why), Tier::Merge) => {
@@ -183,7 +184,9 @@ fn run_all(context: &Context, only: &[&str]) -> bool {
     }
     let good = report.finish();
     if tier == Tier::Merge && only.is_empty() {
-        println!("Steps of which this tier ran only a sample, with the sample; --nightly runs everything:");
+        println!(
+            "Steps of which this tier ran only a sample, and what the sample contains; --nightly runs everything:"
+        );
         for step in STEPS {
             if let In::Sample(what) = step.tiers {
                 println!("  {:<16} {what}", step.name);
@@ -205,7 +208,7 @@ fn list() {
             In::Merge => "merge and nightly".into(),
             In::Sample(what) => {
                 let tiers = if s.name == "tests" { "all tiers" } else { "merge and nightly" };
-                format!("{tiers}; except in nightly only a sample: {what}")
+                format!("{tiers}; outside of nightly only a sample: {what}")
             }
             In::Nightly(why) => format!("nightly: {why}"),
             In::OneOf(group, why) => format!("nightly; merge draws one of the steps with {group}: {why}"),
@@ -476,7 +479,7 @@ fn doc(context: &Context) -> Outcome {
     context.outcome(run(&mut command).map(|()| String::new()))
 }
 
-/// Checks that each backend's feature can be switched on or off alone.
+/// Runs clippy with the feature sets of [`FEATURES`].
 fn features(context: &Context) -> Outcome {
     let (mut passed, mut bad) = (0, Vec::new());
     let (always, others) = FEATURES.split_at(FEATURES_ALWAYS);
@@ -670,7 +673,8 @@ fn checks(context: &Context) -> Outcome {
 
 /// Minimum gain of ResNet-50 on one thread by each transformation, with and without AVX-512. Blocked layouts
 /// gain 1.25 to 1.7 with AVX-512 and 1.03 to 1.11 without, depending on the processor. Such a small gain is
-/// within the noise of a busy machine. So without AVX-512 the test only fails if more than a tenth is lost.
+/// within the noise of a busy machine. So without AVX-512 the step fails only if blocked layouts make the
+/// model more than a tenth slower.
 const GAINS: &[(&str, f64, f64)] = &[("blocked layouts", 1.15, 0.9), ("packed constants", 1.15, 1.15)];
 
 /// Measures the receipts of ResNet-50 twice. The two measurements must agree within 15 %, and figures that do

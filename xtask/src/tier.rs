@@ -7,7 +7,7 @@ pub(crate) const SEED: &str = "HALCYON_SEED";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tier {
-    /// Formatting, clippy and the tests.
+    /// Formatting, comments, clippy and the tests.
     Fast,
     /// The checks before a merge: everything cheap, and a sample of the rest.
     Merge,

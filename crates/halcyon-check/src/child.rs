@@ -51,11 +51,11 @@ fn follow(pipe: Option<impl Read + Send + 'static>) -> Shared {
     to
 }
 
-/// Lets the command start in a new process group, which the processes that it starts belong to as well.
+/// Makes the command start in a new process group. The processes that it starts belong to the same group.
 fn own_group(command: &mut Command) {
     #[cfg(unix)]
     std::os::unix::process::CommandExt::process_group(command, 0);
-    // Windows has no process groups that could be killed. There, the processes end when their pipes close.
+    // On Windows a process group cannot be killed. There, the processes end when their standard input closes.
     #[cfg(not(unix))]
     let _ = command;
 }
@@ -64,7 +64,7 @@ fn own_group(command: &mut Command) {
 fn end_group(child: &Child) {
     #[cfg(unix)]
     if let Some(group) = rustix::process::Pid::from_raw(child.id() as i32) {
-        // Usually the group is already empty, which is reported as an error.
+        // The error is ignored: usually the group is already empty.
         let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
     }
     #[cfg(not(unix))]

@@ -132,7 +132,7 @@ fn generate(list: &Path) -> Done<()> {
     let w: Weights = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", list.display()))?;
     if w.bytes > MAX_CONTENT || Path::new(&w.file).components().count() != 1 {
         return Err(format!(
-            "{}: \"{}\" of {} bytes must be a plain file name and at most {MAX_CONTENT} bytes",
+            "{}: the weights file \"{}\" of {} bytes must have a name without folders and at most {MAX_CONTENT} bytes",
             list.display(),
             w.file,
             w.bytes

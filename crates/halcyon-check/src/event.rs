@@ -66,7 +66,7 @@ impl Figure {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub(crate) enum Event {
-    /// Announces the work that runs next. If no event follows, this work ended the process.
+    /// Announces the work that runs next. If no event follows, the process ended during this work.
     Begin {
         what: String,
     },

@@ -80,7 +80,7 @@ pub(crate) struct SectionResult {
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Verdict {
     Ok,
-    /// A figure is below its target, or something was not measured or not run.
+    /// A figure missed its target or had nothing to be compared with, or something was not run.
     Missed,
     Skipped,
     Wrong,
@@ -357,7 +357,7 @@ impl Report {
     }
 }
 
-/// Writes the list of a section's cases that did not pass.
+/// Writes the list of a section's cases that did not pass, and of its warnings.
 fn failures(s: &SectionResult, out: &mut String) {
     let _ = writeln!(out, "\n## What did not pass: {} on {}\n", s.name, s.backend);
     // List wrong results before unsupported features.

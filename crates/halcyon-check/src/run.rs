@@ -227,8 +227,10 @@ fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
     }
     let set = std::env::var("VIRTUAL_ENV").ok().filter(|v| !v.is_empty());
     notes.push(match &set {
-        Some(v) => format!("{python} of {prefix}; VIRTUAL_ENV is {v}"),
-        None => format!("{python} of {prefix}; the checks run with this VIRTUAL_ENV"),
+        Some(v) => format!("Python is {python}, installed in {prefix}; VIRTUAL_ENV is {v}"),
+        None => format!(
+            "Python is {python}, installed in {prefix}; the checks run with this folder as VIRTUAL_ENV"
+        ),
     });
     set.is_none().then_some(prefix)
 }
@@ -243,8 +245,8 @@ fn warm_torch() {
     });
 }
 
-/// Gives the command this run's caches and none of the user's settings. `prefix` is Python's folder if no
-/// variable names it yet.
+/// Gives the command this run's caches, and hides the user's configuration file and the variables named
+/// below. `prefix` is Python's folder if no variable names it yet.
 fn own_environment(command: &mut Command, work: &Path, prefix: Option<&str>) {
     let cache = work.join("cache");
     command.env("XDG_CACHE_HOME", &cache).env("LOCALAPPDATA", &cache).env("HALCYON_CONFIG", "off");
@@ -284,7 +286,7 @@ fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<S
         }
     }
     if found.iter().any(|b| native(b)) {
-        // OpenCL would check the same card again.
+        // OpenCL lists the same card again, so it is left out.
         let (before, again) = (found.len(), BackendType::OpenCl.id());
         found.retain(|b| b != again);
         if found.len() < before {

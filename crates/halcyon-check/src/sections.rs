@@ -116,14 +116,17 @@ pub(crate) const SECTIONS: &[Section] = &[
         Ok(with_and_without(c, "bench-attention"))
     })
     .measures(),
-    Section::new("bench-capture", "what a launch of a captured graph costs", 20, |c| {
+    Section::new("bench-capture", "launches of a captured graph", 20, |c| {
         Ok(vec![own_section(c, "bench-capture")])
     })
     .measures()
     .shown(),
-    Section::new("bench-memory", "bandwidth: element-wise, norms, GEMV", 50, |c| {
-        Ok(vec![own_section(c, "bench-memory")])
-    })
+    Section::new(
+        "bench-memory",
+        "bandwidth: element-wise ops, norms, GEMV, attention of one token",
+        50,
+        |c| Ok(vec![own_section(c, "bench-memory")]),
+    )
     .measures(),
     Section::new("bench-copies", "copies between page-locked memory and the device", 25, |c| {
         Ok(vec![own_section(c, "bench-copies")])

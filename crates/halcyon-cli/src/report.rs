@@ -34,7 +34,7 @@ pub(crate) fn quiet() -> bool {
     VERBOSITY.get().is_some_and(|v| v.quiet)
 }
 
-/// Longest line that is printed. Names in a model may have any length.
+/// Longest line of an error message in bytes. Names in a model may have any length.
 const LINE: usize = 4096;
 
 /// A model's name for text output: on one line and without characters that a terminal would interpret. JSON
@@ -286,7 +286,7 @@ pub(crate) fn figures(rows: Vec<Vec<String>>, right: &[usize]) -> String {
     table(&rows)
 }
 
-/// Width of the output in columns: the terminal's, or COLUMNS, at most 100.
+/// Width of the output in columns: the terminal's, or COLUMNS, limited to the range from 40 to 100.
 pub(crate) fn columns() -> usize {
     let asked = std::env::var("COLUMNS").ok().and_then(|v| v.parse().ok());
     let wide = terminal_size::terminal_size().map(|(w, _)| usize::from(w.0)).or(asked);
@@ -354,7 +354,7 @@ pub(crate) fn summary(x: &ConstData) -> Summary {
     Summary { min: some(min), max: some(max), mean: some(sum / n.max(1) as f64), nan }
 }
 
-/// A number in at most six digits.
+/// A number with six significant digits; integers below 10^15 have all digits.
 pub(crate) fn number(v: f64) -> String {
     if v == 0.0 || v.is_finite() && v.fract() == 0.0 && v.abs() < 1e15 {
         format!("{v}")

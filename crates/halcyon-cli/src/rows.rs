@@ -13,7 +13,7 @@ const PICTURES: &[&str] = &[
     "png", "jpg", "jpeg", "bmp", "gif", "webp", "tif", "tiff", "avif", "heic", "pbm", "pgm", "ppm", "pnm",
     "pam", "jp2",
 ];
-/// Limit on the files that a pattern or folder may give.
+/// Limit on the files of all folders and patterns together.
 const MAX_FILES: usize = 1 << 24;
 
 /// The values that a run is repeated for.

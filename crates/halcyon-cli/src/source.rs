@@ -485,7 +485,7 @@ pub(crate) fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> 
 
 fn from_archive(z: &Npz, array: &str, p: &Port, path: &Path) -> Result<Input> {
     let source = format!("{}[{array}]", path.display());
-    // Checks the header before unpacking an array that does not fit.
+    // Check the header first, so that an array that does not fit is not unpacked.
     let (dtype, dims) = z.head(array)?;
     check_fits(p, dtype, &dims, &source)?;
     let data = convert_for(p, z.get(array)?, &source)?;

@@ -69,7 +69,7 @@ pub(crate) struct Encoder {
     ids: usize,
     mask: Option<usize>,
     types: Option<usize>,
-    /// The model's token limit, and the file that declares it.
+    /// The token limit, and the file or input shape that declares it.
     most: Option<(usize, String)>,
     /// The number of tokens if the model fixes it.
     exact: Option<usize>,

@@ -80,10 +80,11 @@ pub fn init_backend(preference: BackendPreference) -> Result<Backend> {
     preferred(preference)?.build()
 }
 
-/// Like [`init_backend`], considering only devices with at least `bytes` bytes free.
+/// Like [`init_backend`], but considers only devices with at least `bytes` bytes of free memory.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if no device has enough, with the bytes that each lacks.
+/// The errors of [`init_backend`]; [`Error::OutOfMemory`] if no device has enough memory, with the bytes that
+/// each lacks.
 pub fn init_backend_with_memory_check(preference: BackendPreference, bytes: u64) -> Result<Backend> {
     preferred(preference)?.memory_needed(bytes).build()
 }

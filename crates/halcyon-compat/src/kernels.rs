@@ -149,7 +149,7 @@ impl CpuBackend {
 fn put(op: &str, t: &Tensor, out: &mut ArrayViewMut1<'_, f32>) -> Result<()> {
     let v = t.to_vec::<f32>()?;
     if v.len() != out.len() {
-        let what = format!("the result has {} elements, the array for it {}", v.len(), out.len());
+        let what = format!("the result has {} elements, but the array for it has {}", v.len(), out.len());
         return Err(Error::shape(op, what));
     }
     out.iter_mut().zip(v).for_each(|(o, v)| *o = v);

@@ -42,7 +42,7 @@ impl Foreign {
                 "Fetch the file itself with `git lfs pull`, or download it from the page of the model"
             }
             Foreign::Html => {
-                "A page was saved instead of the model: take the link of its download (on Hugging Face \"resolve\" in place of \"blob\"), or sign in if the model requires it"
+                "A web page was saved instead of the model: use the download link (on Hugging Face its address has \"resolve\" in place of \"blob\"), or sign in if the model requires it"
             }
             Foreign::SafeTensors | Foreign::Gguf => {
                 "It holds weights without a graph: export the model to ONNX (Hugging Face models with `optimum-cli export onnx`)"

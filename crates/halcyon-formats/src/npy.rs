@@ -234,8 +234,8 @@ fn from_fortran(b: &[u8], size: usize, dims: &[usize], file: &str) -> Result<Byt
     Ok(out.into())
 }
 
-/// The three keys of the header. The text is a Python dict literal; only the fixed form that NumPy writes is
-/// accepted.
+/// The three keys of the header. The text is a Python dict literal; only these keys are accepted, in any
+/// order, with values in the form that NumPy writes.
 struct Header {
     descr: String,
     fortran: bool,

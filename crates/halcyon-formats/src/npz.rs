@@ -30,7 +30,9 @@ impl Npz {
     /// Reads one array.
     ///
     /// # Errors
-    /// [`Error::Argument`] if no array has this name, otherwise the errors of [`npy::parse`].
+    /// [`Error::Argument`] if no array has this name, [`Error::Format`] for a member that is damaged or
+    /// packed in an unsupported way, [`Error::OutOfMemory`] if its memory cannot be reserved, otherwise the
+    /// errors of [`npy::parse`].
     pub fn get(&self, name: &str) -> Result<ConstData> {
         let m = self.find(name)?;
         // Checks the header against the size in the directory before unpacking the member.
@@ -60,7 +62,8 @@ impl Npz {
 }
 
 /// Writes arrays as an archive of stored members, as `numpy.savez` does. The errors are those of
-/// [`npy::write`], and [`Error::Unsupported`] for a member or archive above 4 GiB or a name above 64 KiB.
+/// [`npy::write`], and [`Error::Unsupported`] for a member or archive above 4 GiB, a name above 64 KiB or
+/// more than 65,535 arrays.
 pub fn write(path: &Path, arrays: &[(&str, &ConstData)]) -> Result<()> {
     crate::output::write(path, &encode(arrays)?)
 }

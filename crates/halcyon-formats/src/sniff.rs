@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Kinds of files that Halcyon reads.
+/// Kinds of files that are recognised. Halcyon cannot read GGUF files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// An ONNX model (`ModelProto`).

@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// `(free, total)` bytes: the smallest of the machine's memory, the limit of the process's control group and
-/// its address space limit. `None` if the system does not report its memory.
+/// `(free, total)` bytes. Each is the smallest of three figures: of the machine's memory, of the limit of the
+/// process's control group, and of its address space limit. `None` if the system does not report its memory.
 pub fn memory() -> Option<(u64, u64)> {
     let machine = machine(&std::fs::read_to_string("/proc/meminfo").ok()?)?;
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();

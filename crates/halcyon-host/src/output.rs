@@ -1,8 +1,8 @@
 //! Files that this project writes. Every result file is written through [`Output`].
 //!
 //! - A regular file is replaced as a whole: the bytes go to a new file in the same folder, which is renamed
-//!   when it is complete. After a failure (a full disk, a signal) the old file is unchanged, or there is
-//!   still none.
+//!   when it is complete. After a failure (a full disk, a signal) the old file is unchanged; if there was no
+//!   file, none appears.
 //! - Symbolic links are followed: the link stays, and the file that it names is replaced. The new file has
 //!   the permissions of the old file, and its owner if the system permits. Other hard links to the old file
 //!   keep the old bytes.
@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Maximum number of symbolic links to follow, as in Linux.
 const LINKS: usize = 40;
 
-/// A file being written. Dropping it without [`Output::finish`] leaves the target unchanged.
+/// A file being written. Dropping it without [`Output::finish`] leaves a regular file unchanged.
 #[derive(Debug)]
 pub struct Output {
     /// The path given by the user, for messages.
@@ -189,7 +189,7 @@ impl Output {
         matches!(self.to, Destination::Stream { .. })
     }
 
-    /// Moves the complete file to its final name. Returns its size in bytes.
+    /// Moves the complete file to its final name, or flushes a stream. Returns the number of bytes written.
     ///
     /// # Errors
     /// [`Error::Io`]; the old file is then unchanged.

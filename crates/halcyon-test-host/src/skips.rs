@@ -36,8 +36,9 @@ pub fn any_seed() -> u64 {
     *SEED
 }
 
-/// A seed derived from [`any_seed`], which is printed, so that a failure can be repeated. A thread that asks
-/// again for the same test gets another seed: a test that draws in a loop draws different cases each time.
+/// A seed derived from [`any_seed`]. The seed of the process is printed, so that a failure can be repeated. A
+/// thread that asks again for the same test gets another seed: a test that draws in a loop draws different
+/// cases each time.
 pub fn seed(test: &str) -> u64 {
     thread_local! {
         static ASKED: RefCell<HashMap<String, u64>> = RefCell::default();
@@ -47,8 +48,8 @@ pub fn seed(test: &str) -> u64 {
     ASKED.with_borrow_mut(|asked| {
         let n = asked.entry(test.to_string()).or_default();
         *n += 1;
-        // A large odd factor keeps the seeds apart. It must not be the increment of a generator that takes
-        // them: the generator's sequences would then be shifted copies of each other.
+        // A large odd factor keeps the seeds apart. It must differ from the increments of the generators that
+        // these seeds start. Otherwise their sequences would be shifted copies of each other.
         seed.wrapping_add((*n - 1).wrapping_mul(0xd134_2543_de82_ef95))
     })
 }
@@ -65,7 +66,8 @@ pub fn one_in(usual: usize) -> usize {
     }
 }
 
-/// The index of the case that is drawn among `n`; `None` if `HALCYON_CASES` is `all` or 1, and all are run.
+/// The index of the one case that is run among `n` cases. `None` if all are run, because `HALCYON_CASES` is
+/// `all` or 1.
 pub fn drawn(what: &str, n: usize) -> Option<usize> {
     if one_in(n.max(2)) == 1 {
         return None;

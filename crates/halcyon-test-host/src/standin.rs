@@ -43,7 +43,7 @@ pub fn folder() -> Option<PathBuf> {
     let compiler = Command::new("c++").arg("--version").output();
     if !cfg!(target_os = "linux") || compiler.is_err() {
         assert!(!required(), "the stand-ins need Linux and c++, and HALCYON_REQUIRE_ALL=1 requires them");
-        eprintln!("skipped on the stand-ins of cuda and rocm: there is no c++");
+        eprintln!("skipped on the stand-ins of cuda and rocm: they need Linux and c++");
         return None;
     }
     Some(dir())
@@ -113,7 +113,7 @@ impl<D> StandIn<D> {
         StandIn::open(kind, &build(kind, dir), driver)
     }
 
-    /// A copy with separate state. `name` is its file name in a directory of this process.
+    /// A copy with separate state. `name` is the name of its file, in a folder of this process's copies.
     pub fn copy(&self, name: &str, driver: impl FnOnce(&Kind, &str) -> D) -> StandIn<D> {
         let from = Path::new(&self.path);
         let dir = from.with_extension("copies");

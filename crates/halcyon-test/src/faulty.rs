@@ -27,7 +27,7 @@ pub enum Call {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum After {
     Works,
-    /// Every later call fails.
+    /// Every later call of these kinds fails, and so does `synchronize`.
     Lost,
 }
 

@@ -8,7 +8,7 @@ use halcyon::ir::composite::CompositeKind;
 use halcyon::prelude::*;
 use serde_json::json;
 
-/// The rate to reach, as a fraction of PyTorch's: the time may be 1.3 times PyTorch's time.
+/// Minimum share of PyTorch's rate: the time may be 1.3 times PyTorch's time.
 const TARGET: f64 = 1.0 / 1.3;
 
 /// Each has a name; the batch size, query heads, key heads, queries, keys and head size; and whether it is
@@ -26,8 +26,8 @@ const STAND_IN_SHAPES: &[(&str, [usize; 6], bool)] =
 pub(crate) fn main(o: &SectionArgs) -> Result<()> {
     let mut bench = Bench::new(o);
     let b = o.open(Level::O2)?;
-    // Runs without the vendors' libraries have no target. They leave out shapes with one query: libraries do
-    // not support these, so the run with libraries has measured the generated kernels.
+    // Runs without the vendors' libraries have no target. They leave out shapes with one query: no library
+    // has kernels for these shapes, so the run with libraries already measures the generated kernels.
     let target = (!o.generated).then_some(TARGET);
     let shapes = if o.tiny { STAND_IN_SHAPES } else { SHAPES };
     let shapes: Vec<_> = shapes.iter().filter(|(_, s, _)| !o.generated || s[3] > 1).collect();

@@ -15,8 +15,8 @@ const SIZES: &[[usize; 3]] = &[[1024, 1024, 1024], [4096, 4096, 4096], [8192, 81
 /// Sizes for generated kernels: one with full tiles only, one with partial tiles.
 const GENERATED: &[[usize; 3]] = &[[4096, 4096, 4096], [1000, 1500, 700]];
 const STAND_IN_SHAPES: &[[usize; 3]] = &[[32, 48, 32]];
-/// Up to this many multiply-adds, launch overhead matters. PyTorch's side is then a captured graph, like
-/// ours.
+/// For products of at most this many multiply-adds, launch overhead matters. For these PyTorch also launches
+/// a captured graph.
 const SMALL: usize = 1 << 30;
 
 /// A type of product. To add a type, add a row to [`KINDS`].
@@ -24,7 +24,7 @@ const SMALL: usize = 1 << 30;
 struct Kind {
     name: &'static str,
     dtype: DType,
-    /// Precision allowed for f32 products.
+    /// The least precision that f32 products may have.
     precision: MatmulPrecision,
     /// PyTorch's name of the type.
     theirs: &'static str,
@@ -80,7 +80,7 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
         (_, true) => GENERATED,
         _ => SIZES,
     };
-    // Without the vendors' libraries there is no target.
+    // Runs without the vendors' libraries have no target.
     let target = (!o.generated).then_some(TARGET);
     for kind in KINDS {
         let b = Backend::builder().backend_type(o.kind).level(Level::O2).precision(kind.precision).build()?;

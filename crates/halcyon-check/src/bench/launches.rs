@@ -1,11 +1,11 @@
-//! The overhead of launching a captured graph.
+//! The time of launching a captured graph, divided by the number of its kernels.
 
 use super::{Bench, Timed, part, random_normal, results, time};
 use crate::child_section::SectionArgs;
 use halcyon::Error;
 use halcyon::prelude::*;
 
-/// Target in seconds per launch.
+/// Target in seconds per kernel of the graph.
 const TARGET_SECONDS: f64 = 10e-6;
 
 pub(crate) fn main(o: &SectionArgs) -> Result<()> {
@@ -20,7 +20,7 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
         let chain = |x: &Tensor, s: &Tensor| (0..steps).fold(x.clone(), |x, _| (x.matmul(&w) * s).tanh());
         let factor = |v: f32| Tensor::scalar(&b, v, DType::F32);
         let s = factor(1.5);
-        // A first run of the same plan, without a capture.
+        // The first run of the same plan. It is not captured.
         let first = chain(&x, &factor(1.5));
         first.eval()?;
         let g = b.capture_graph(|| [chain(&x, &s)])?;
@@ -37,7 +37,7 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
         let t = bench.time_capture(false, &b, &g)?;
         let result = || g.outputs().map(|o| o[0].clone());
         results::same(&result()?, &first)?;
-        // Launches use new values of the run-time argument and new inputs.
+        // The next launches use new values of the run-time argument, and then new inputs.
         g.set_argument(&s, 0.75f32)?;
         g.launch()?;
         results::same(&result()?, &chain(&x, &factor(0.75)))?;

@@ -24,7 +24,8 @@ const ROUNDS: usize = 5;
 const SECONDS_PER_TURN: f64 = 0.05;
 /// Maximum number of runs per turn.
 const MAX_RUNS_PER_TURN: f64 = 2000.0;
-/// Runs that determine the number of runs per turn. `peer.py` uses the same constants.
+/// If one run is shorter than a turn, this many runs determine the number of runs per turn. `peer.py` uses
+/// the same constants.
 const BATCH: usize = 10;
 
 /// Measures Halcyon and, if it was requested, PyTorch in another process.

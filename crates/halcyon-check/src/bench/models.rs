@@ -19,7 +19,7 @@ const MODELS: &[(&str, &str, usize, usize)] = &[
     ("seeded/minilm/model.onnx", "minilm", 1, 128),
     ("seeded/minilm/model.onnx", "minilm", 32, 128),
 ];
-/// The models of a rehearsal on stand-ins, where the others take too long.
+/// The models of a rehearsal on stand-ins, where larger models take too long.
 const STAND_IN_MODELS: &[(&str, &str, usize, usize)] = &[("mnist/mnist.onnx", "mnist", 1, 0)];
 const TINY_CPU: &[(&str, &str, usize, usize)] = &[("seeded/light_resnet50/model.onnx", "resnet50", 1, 0)];
 

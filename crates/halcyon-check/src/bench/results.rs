@@ -1,5 +1,6 @@
-//! Checks that the measured work computes correct results: a random sample of them is compared with f64 sums
-//! on the host.
+//! Checks that the measured work computes correct results. [`product`] and [`attention`] compare a random
+//! sample with sums in f64 on the host, [`compare_epilogue`] compares every element with such sums, [`rows`]
+//! compares random rows with the CPU backend, and [`same`] compares two runs on the device.
 
 use super::FigureError;
 use halcyon::Error;
@@ -22,7 +23,7 @@ const fn bits(n: u32) -> f64 {
 impl Exactness {
     /// Unrounded factors, sums in f32.
     pub(crate) const F32: Exactness = Exactness { factors: 0.0, sums: bits(23), result: bits(23) };
-    /// Factors with ten significand bits. Some devices truncate instead of rounding.
+    /// Factors with ten fraction bits. Some devices truncate instead of rounding.
     pub(crate) const TF32: Exactness = Exactness { factors: bits(10), ..Exactness::F32 };
     pub(crate) const F16: Exactness = Exactness { result: bits(10), ..Exactness::F32 };
     pub(crate) const BF16: Exactness = Exactness { result: bits(7), ..Exactness::F32 };
@@ -95,7 +96,7 @@ impl Mismatches {
     fn verdict(self) -> Result<String, FigureError> {
         match self.first {
             None if self.compared == 0 => Err(Error::internal("no result was compared").into()),
-            None => Ok(format!("{} results as in f64", self.compared)),
+            None => Ok(format!("{} results as expected", self.compared)),
             Some(first) => {
                 Err(FigureError::Wrong(format!("{} of {} results: {first}", self.bad, self.compared)))
             }
@@ -179,7 +180,7 @@ pub(crate) fn attention(
             }
             for (j, want) in want.into_iter().enumerate() {
                 let root = squares[j].sqrt();
-                // The weights are rounded like results. Scores and sums are in f32.
+                // The weights are rounded to the type of the results. Scores and sums are in f32.
                 let rounded = e.result * (want.abs() + 4.0 * root);
                 let sums = e.sums * (64.0 + 4.0 * (sk as f64).sqrt()) * (want.abs() + root);
                 let at = || format!("[{}, {}, {query}, {j}]", head / h, head % h);
@@ -190,8 +191,8 @@ pub(crate) fn attention(
     wrong.verdict()
 }
 
-/// Compares all results of a product with bias and activation. `e` is the precision of the product, `more`
-/// the error that the activation may add.
+/// Compares every element of `y`, which is `f(x · w + bias)`, with the same expression computed in f64. `e`
+/// is the precision of the product, and `more` the error that the activation may add.
 pub(crate) fn compare_epilogue(
     [x, w, bias, y]: [&Tensor; 4],
     f: fn(f64) -> f64,
@@ -208,7 +209,7 @@ pub(crate) fn compare_epilogue(
             // The product may be rounded before the bias is added.
             let rounded = e.result * (want - bias[j]).abs();
             let slack = 1.2 * (e.slack(k, want, squares.sqrt()) + rounded) + more;
-            // A comparison with a NaN slack would always fail.
+            // With a NaN slack, even equal values would not pass, unless both are NaN.
             let slack = if slack.is_nan() { 0.0 } else { slack };
             wrong.compare(&|| format!("[{i}, {j}]"), got[i * n + j], f(want), slack);
         }
@@ -216,8 +217,9 @@ pub(crate) fn compare_epilogue(
     wrong.verdict()
 }
 
-/// Compares some rows of `y`, the result of `make` for the operands `x`, with the CPU's results. `make`
-/// computes each row independently. An operand is a matrix with one row per row of the result, or a vector.
+/// Compares some rows of `y`, the result of `make` for the operands `x`, with the results of the CPU backend
+/// in the same types. `make` computes each row independently. An operand is a matrix with one row per row of
+/// the result, or a vector.
 pub(crate) fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> Result<String, FigureError> {
     let dims = y.dims()?;
     let at = places(dims[0], 8, &mut Rng::new(Rng::fresh_seed()));
@@ -240,8 +242,8 @@ pub(crate) fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> R
     wrong.verdict()
 }
 
-/// Checks that two results of one plan, one from a capture and one from a run without, are equal in some
-/// rows.
+/// Checks that a captured run and a run without a capture gave equal values in a random sample of rows. NaN
+/// equals NaN; an infinity counts as wrong.
 pub(crate) fn same(captured: &Tensor, submitted: &Tensor) -> Result<(), FigureError> {
     let dims = captured.dims()?;
     let last = dims.last().copied().unwrap_or(1);
@@ -251,7 +253,7 @@ pub(crate) fn same(captured: &Tensor, submitted: &Tensor) -> Result<(), FigureEr
     let (a, b) = (of(captured)?, of(submitted)?);
     let mut wrong = Mismatches::default();
     for (i, (a, b)) in a.iter().zip(&b).enumerate() {
-        wrong.compare(&|| format!("captured, [{}, {}]", at[i / last], i % last), *a, *b, 0.0);
+        wrong.compare(&|| format!("[{}, {}] of the captured run", at[i / last], i % last), *a, *b, 0.0);
     }
     wrong.verdict().map(drop)
 }
@@ -285,11 +287,11 @@ mod tests {
         let b = Backend::cpu().unwrap();
         let (x, w) = (Tensor::randn(&b, [12, 40], DType::F32, 1), Tensor::randn(&b, [40, 20], DType::F32, 2));
         let y = x.matmul(&w);
-        assert_eq!(product(&x, &w, false, &y, Exactness::F32).ok().unwrap(), "240 results as in f64");
+        assert_eq!(product(&x, &w, false, &y, Exactness::F32).ok().unwrap(), "240 results as expected");
         assert!(product(&x, &w.transpose(0, 1), true, &y, Exactness::F32).is_ok());
         assert!(is_wrong(product(&x, &w, false, &changed(&y, 239, 1e-3), Exactness::F32)));
         assert!(is_wrong(product(&x, &w, false, &(&y * f64::NAN), Exactness::BF16)));
-        // Factors truncated to ten bits are acceptable for TF32 but not for f32.
+        // Factors truncated to ten fraction bits are acceptable for TF32 but not for f32.
         let cut = |t: &Tensor| {
             let v: Vec<f32> =
                 t.to_vec::<f32>().unwrap().iter().map(|v| f32::from_bits(v.to_bits() & !0x1FFF)).collect();

@@ -54,16 +54,16 @@ pub(crate) struct BackendArgs {
     pub memory_limit: Option<String>,
     /// How buffers get their memory. POOL is exclusive (an allocation for each buffer, the default),
     /// best-fit, first-fit or buddy (ranges of large chunks), with a limit (best-fit:512MiB) or a first size
-    /// and a limit (buddy:64MiB..2GiB); with ",defragment" added, buffers are moved together when a request
-    /// would fail. Default: `memory_pool` of the configuration file
+    /// and a limit (buddy:64MiB..2GiB). With ",defragment" at the end of POOL, buffers are moved together
+    /// when a request would fail. Default: `memory_pool` of the configuration file
     #[arg(long, value_name = "POOL")]
     pub memory_pool: Option<String>,
     /// Switches a transformation off, by its name in the receipt; repeatable
     #[arg(long, value_name = "NAME")]
     pub without: Vec<String>,
-    /// When kernels are tuned, at O2: off (results in the cache are not used either), cached (never, but
-    /// results in the cache are used), background, or a budget in seconds. Default: HALCYON_TUNING, else
-    /// `tuning` of the configuration file, else cached
+    /// When kernels are tuned, at O2: off (results in the cache are not used either), cached (nothing is
+    /// tuned, but results in the cache are used), background, or a budget in seconds. Default:
+    /// HALCYON_TUNING, else `tuning` of the configuration file, else cached
     #[arg(long, value_name = "MODE")]
     pub tuning: Option<String>,
     /// File for the results of tuning. Default: HALCYON_TUNING_CACHE (off for none), else

@@ -73,7 +73,7 @@ counts as two FLOPs; the bytes are those of all inputs and outputs, each counted
 the multiply-add rate (for bf16, the rate of f32 if that is higher), and the bandwidth on a working set of the same size (of reading if less \
 than a tenth of the bytes is written, else of the triad). The share is the time that the slower limit allows, divided by the measured time. The \
 spread is the range of the middle half of the runs, divided by the median. In a comparison, a ratio above 1 means that the operation is faster \
-now, and * marks a difference larger than both spreads.
+now, and * marks rows where the middle halves of the runs, now and before, do not overlap.
 
 Examples:
   halcyon bench ops --only softmax

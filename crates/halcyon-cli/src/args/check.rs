@@ -42,7 +42,7 @@ pub(crate) struct DoctorArgs {
 const DOCTOR: &str = "\
 Each backend is examined in a process of its own: its library, its devices, a kernel, copies and a matrix product. The result of each step is pass, \
 absent (the backend is not on this machine or not in this build), warn or fail, with the reason and what to do. Results are compared \
-with the host's; copies and the product are timed. -q leaves out the steps that passed.
+with the host's; copies and the product are timed. -q prints only warnings and failures.
 
 Exit codes: 0 everything that is present works, 1 warnings, 2 failures (or the requested backend is absent).
 
@@ -112,8 +112,8 @@ pub(crate) struct OpsArgs {
 const OPS: &str = "\
 Results are compared with the reference: in f64 for ops that round, in the op's own type where every bit counts. The cases have odd, \
 empty and large shapes, views, NaN and infinities. A cell of the matrix is an op's share of the machine's peak, which is measured in the \
-same run (FLOP/s or bytes/s, whichever the op needs longer for; ! marks a rate above the measured peak); ok where it was not measured; no where it is not supported; FAIL where it is \
-wrong. The exit code is 0 if nothing is wrong, else 1.
+same run (FLOP/s or bytes/s, whichever the op needs longer for; ! marks a rate above the measured peak). Other cells are ok (right, but \
+not measured), no (not supported) and FAIL (wrong). The exit code is 0 if nothing is wrong, else 1.
 
 Examples:
   halcyon conformance ops --op matmul --op softmax --dtype f32,bf16
@@ -143,7 +143,7 @@ pub(crate) struct OnnxArgs {
 
 const CONFORMANCE: &str = "\
 A case is a folder of model.onnx, test_data_set_*/input_N.pb and output_N.pb, and optionally tolerance.json with \"rtol\" and \"atol\" \
-(1e-3 and 1e-7 without). Element types and shapes must be the expected ones, integers and booleans equal, floats within \
+(by default 1e-3 and 1e-7). Element types and shapes must be the expected ones, integers and booleans equal, floats within \
 atol + rtol * |expected|, with an rtol of at least 1/64 for bf16; NaN equals NaN. For models that draw random numbers, only types and \
 shapes are compared. The exit code is 0 if no case is wrong and none fails.
 

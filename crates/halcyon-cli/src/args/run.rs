@@ -137,7 +137,7 @@ pub(crate) struct RunArgs {
 }
 
 const RUN: &str = "\
-Images: values are scaled to 0..1, then replaced by (x - mean) / std. The model's number of channels decides between grey and colour, its shape the size.
+Images: values are scaled to 0..1, then replaced by (x - mean) / std. The model's shape determines the size, and its number of channels whether the image is read as grey or as colour.
 
 Several pictures: repeat --input, or name a folder (its images: PNG, JPEG, TIFF, WebP, BMP, PNM) or a pattern ('pics/*.png'). Each picture is a row, in natural order (2.png before 10.png). If a picture cannot be read, it is reported, the other pictures run, and the exit code is 1.
 

@@ -42,7 +42,8 @@ pub(crate) fn main(a: &DoctorArgs) -> Result<u8> {
         Some(BackendType::Auto) => None,
         other => other,
     };
-    // Drivers remembered as crashing or hanging must be examined again.
+    // The remembered results of probes are discarded, so that drivers that crashed or hung are examined
+    // again.
     probe::forget();
     let kinds: Vec<BackendType> = asked.map_or_else(backend::all, |k| vec![k]);
     let mut sections = vec![Section { id: "host", lines: machine(), printed: vec![] }];
@@ -92,7 +93,7 @@ fn line(check: &str, status: Status, text: String, fix: Option<String>, facts: V
     Line { check: check.into(), device: None, status, text, fix, facts }
 }
 
-/// Checks the memory, the configuration file and the cache directory.
+/// Reports the memory, and checks the configuration file and the cache directory.
 fn machine() -> Vec<Line> {
     let mut lines = vec![];
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
@@ -129,7 +130,8 @@ fn machine() -> Vec<Line> {
                         "{} cannot be written ({e}): every start compiles kernels and packs weights again",
                         dir.display()
                     );
-                    let fix = "Make it writable, or set XDG_CACHE_HOME to a writable directory".to_string();
+                    let variables = cache::variables().join(" or ");
+                    let fix = format!("Make it writable, or set {variables} to a writable directory");
                     line("cache", Status::Warn, text, Some(fix), facts)
                 }
             }
@@ -208,14 +210,14 @@ fn lines(out: &str, end: Option<String>) -> Vec<Line> {
             check,
             device,
             status: Status::Fail,
-            fix: Some("Update or remove the driver: it crashes the programs that use it".into()),
+            fix: Some("Update or remove the driver: the programs that use it crash or hang".into()),
             facts: Value::Null,
         });
     }
     lines
 }
 
-/// The steps of a section; with `-q` only those that did not pass.
+/// The steps of a section; with `-q` only warnings and failures.
 fn text(s: &Section) -> String {
     let lines: Vec<&Line> =
         s.lines.iter().filter(|l| !report::quiet() || l.status > Status::Absent).collect();

@@ -14,7 +14,7 @@ use std::collections::HashSet;
 use std::path::Path;
 
 pub(crate) fn main(a: &ExportArgs) -> Result<u8> {
-    // The model takes the report's place on stdout, so the report goes to stderr.
+    // If the model goes to stdout, the report goes to stderr.
     let piped = output::is_stdout(&a.output);
     if piped && a.json {
         return Err(Error::argument("export", "the model and --json both go to standard output; choose one"));

@@ -16,13 +16,13 @@ pub(crate) fn main(a: &HelpArgs) -> Result<u8> {
     let mut c = command();
     c.build();
     let mut at = &mut c;
-    for name in &a.of {
+    for (depth, name) in a.of.iter().enumerate() {
         let known: Vec<String> =
             at.get_subcommands().filter(|s| !s.is_hide_set()).map(|s| s.get_name().to_string()).collect();
-        let whole = at.get_name().to_string();
         at = at.find_subcommand_mut(name).filter(|s| !s.is_hide_set()).ok_or_else(|| {
             let known = match known.is_empty() {
-                true => format!("`halcyon {whole}` has no commands of its own"),
+                true => format!("`halcyon {}` has no commands of its own", a.of[..depth].join(" ")),
+                false if depth > 0 => format!("expected one of {}", known.join(", ")),
                 false => format!("expected one of {}, or the topic environment", known.join(", ")),
             };
             Error::argument("help", format!("\"{name}\" is not a command: {known}"))

@@ -224,7 +224,8 @@ impl Loaded {
     /// with enough memory, unless the user chose the device.
     ///
     /// # Errors
-    /// `e` if the user chose the device; [`Error::OutOfMemory`] with the bytes that each device lacks.
+    /// `e` if it is another error, if the user chose the device, or if the model is not a single graph;
+    /// otherwise [`Error::OutOfMemory`] with the bytes that each device lacks.
     pub(crate) fn move_to_other_device(&mut self, path: &Path, b: &BackendArgs, e: Error) -> Result<()> {
         if !matches!(e, Error::OutOfMemory { .. }) || b.kind()? != BackendType::Auto {
             return Err(e);

@@ -27,7 +27,7 @@ pub(crate) fn main(a: &TraceArgs) -> Result<u8> {
     let exe = session.prepare(&inputs)?;
     let prepare = start.elapsed();
 
-    // The first run includes one-time costs of the device; the second run is shown.
+    // The first run includes one-time costs of the device. The times of steps are those of the second run.
     let start = Instant::now();
     session.run(&inputs)?;
     let first = start.elapsed();

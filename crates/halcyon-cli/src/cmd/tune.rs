@@ -266,7 +266,7 @@ fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<Tu
 fn gain(k: &TunedKernel) -> String {
     let b = &k.best;
     match b.variant == b.default {
-        true => "the default stays".into(),
+        true => "the default is kept".into(),
         false => format!("{:.2}x ({:.2} to {:.2})", b.gain, b.interval.0, b.interval.1),
     }
 }

@@ -65,8 +65,8 @@ fn name(model: &Path) -> PathBuf {
     PathBuf::from(model.file_stem().unwrap_or("model".as_ref())).with_extension("replay")
 }
 
-/// The path, with a number appended if another kind of file exists there. The program chose the path, not the
-/// user, so an existing file must not be overwritten.
+/// The path, with a number appended if a file of another kind exists there. The program chose the path, not
+/// the user, so it may overwrite only replay files.
 fn free(first: PathBuf) -> PathBuf {
     let ours = |p: &Path| {
         let mut head = [0; 7];

@@ -76,7 +76,7 @@ fn what_cannot_be_read_or_written_is_an_error() {
     tune(&file, &["--tuning", "often"]).fails(2, &["often"]);
     tune(&file, &[DIGITS, "--backend", "cpu", "--level", "O1"]).fails(2, &["O2"]);
     tune(&bad.join("x.json"), &[DIGITS, "--backend", "cpu"]).fails(1, &["bad.json"]);
-    // A cache of another version is rejected and left unchanged (tests/outputs.rs tests damaged ones).
+    // A cache of another version is rejected and left unchanged (`outputs.rs` tests damaged caches).
     let before = std::fs::read(&bad).expect("the file");
     tune(&bad, &["--list"]).fails(1, &["format 7"]);
     tune(&bad, &[DIGITS, "--backend", "cpu"]).fails(1, &["format 7"]);

@@ -214,7 +214,7 @@ fn s3_12_mixed_precision_is_configured() {
     let with = |compute_dtype, accum_dtype, scale_factor| {
         let c = MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor };
         let b = BackendBuilder::new().backend_type(B::Cpu).enable_mixed_precision(c)?;
-        // Force it, because processors that are slower in bf16 would otherwise compute in f32.
+        // Force bf16, because processors that are slower in bf16 would otherwise compute in f32.
         b.force_amp(compute_dtype != DType::F32).build()
     };
     let product = |b: &Backend| {

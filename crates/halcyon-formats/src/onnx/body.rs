@@ -11,8 +11,8 @@ use super::stage::{Engine, Handle, subgraph, value_of};
 use halcyon_ir::{ConstData, DType, Error, Graph, NodeId, Result, Scalar, TensorType};
 use std::collections::HashMap;
 
-/// The first allocation for the rows of a scanned result has at most this many bytes, but space for one row
-/// at least. When the memory is full, its size is doubled.
+/// The first allocation for the rows of a scanned result has at most this many bytes, but has space for at
+/// least one row. When the memory is full, its size is doubled.
 const FIRST_CAPACITY: usize = 32 << 20;
 
 /// The context in which bodies run.

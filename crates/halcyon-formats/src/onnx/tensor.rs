@@ -55,8 +55,8 @@ impl External {
     /// The bytes that `t` refers to. `want` is the size in bytes that follows from its type and sizes.
     ///
     /// The location must be a relative path inside the model's folder, both as text and after resolving
-    /// symbolic links (unless [`External::links`] allows them). Otherwise a downloaded model, or an archive
-    /// with links, could read any file of the machine.
+    /// symbolic links, unless a link stays in its Hugging Face cache or [`External::links`] allows it.
+    /// Otherwise a downloaded model, or an archive with links, could read any file of the machine.
     fn slice(&self, t: &TensorProto, want: usize, what: &str) -> Result<Bytes> {
         let fail = |why: String| bad(what, why);
         let entry = |key: &str| t.external_data.iter().find(|e| e.key == key).map(|e| e.value.as_str());

@@ -89,9 +89,10 @@ pub fn selects(what: &str, rows: &[Row]) -> bool {
     false
 }
 
-/// Runs the cases of rows; `HALCYON_ROW` selects the rows whose name contains it. On a device that builds a
-/// program for each case, runs a sample of each row. `HALCYON_CASES` overrides this on every device. It is
-/// `all`, or the number N to run one case in N.
+/// Runs the cases of rows. If `HALCYON_ROW` is set, runs all cases of the rows whose name contains it.
+/// Otherwise runs all cases on the CPU, and a sample of each row on devices that build a program for each
+/// case. `HALCYON_CASES` replaces this choice on every device: it is `all`, or the number N to run one case
+/// in N.
 pub fn check_rows(what: &str, rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
     let cpu = backends.iter().any(|b| b.device().info().backend == BackendType::Cpu);
     check_some(what, rows, backends, if cpu { 1 } else { SAMPLE }, rng)

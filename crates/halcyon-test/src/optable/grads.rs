@@ -26,7 +26,7 @@ fn loss(c: &Case, d: DType) -> Result<(Graph, Vec<usize>)> {
 
 /// The derivative of the loss with respect to some elements of input `k`, as (element, value). Two step sizes
 /// must agree: if not, the op switches between two values within the step, and there is no derivative to
-/// compare with.
+/// compare with. Such elements are left out; it is an error if they are more than half.
 fn differences(g: &Graph, at: &[ConstData], k: usize, rng: &mut Rng) -> Result<Vec<(usize, f64)>> {
     let n = at[k].numel();
     let picked: Vec<usize> =

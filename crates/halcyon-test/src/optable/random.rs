@@ -1,5 +1,5 @@
-//! Random graphs of element-wise ops, views, reductions and products, which compare fused chains with the
-//! reference.
+//! Random graphs of element-wise ops, views, reductions and products. Fused chains are tested with them
+//! against the reference.
 
 use super::check::run;
 use crate::Rng;
@@ -57,8 +57,8 @@ pub fn graph(nodes: usize, rng: &mut Rng) -> Result<(Graph, Vec<ConstData>)> {
             m.values.push(id);
         }
     }
-    // Every value that nothing reads is an output, so nothing is optimised away; some inner values are
-    // outputs too.
+    // Values that nothing reads are outputs, so that little is optimised away; some inner values are outputs
+    // too. A graph has at most six outputs.
     let mut read = vec![false; m.g.nodes().len()];
     m.g.nodes().iter().for_each(|n| n.inputs.iter().for_each(|i| read[i.index()] = true));
     let outs: Vec<NodeId> =

@@ -123,7 +123,7 @@ impl EarlierReport {
     /// The line above a table of comparisons.
     pub(super) fn text(&self) -> String {
         format!(
-            "compared with {}: a ratio above 1 means faster now; * marks a difference larger than both spreads\n",
+            "compared with {}: a ratio above 1 means faster now; * marks rows where the middle halves of the runs, now and before, do not overlap\n",
             self.file.display()
         )
     }

@@ -167,8 +167,8 @@ pub(crate) fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec
     Ok(all)
 }
 
-/// Sizes in bytes of working sets, of all threads together, that fit the second-level caches, the third-level
-/// cache, and memory. The error is the reason why there is none.
+/// Sizes in bytes of three working sets, of all threads together: for the second-level caches, for the
+/// third-level cache, and for memory. The error is the reason why there is none.
 pub(crate) fn working_sets(threads: usize) -> [(&'static str, std::result::Result<usize, String>); 3] {
     let c = Caches::get();
     let l2 = c.l2 * threads;
@@ -180,7 +180,8 @@ pub(crate) fn working_sets(threads: usize) -> [(&'static str, std::result::Resul
             c.l3 >> 10
         ))
     } else {
-        // Well above the second-level caches, and only part of the third, which other programs may use too.
+        // The working set is well above the second-level caches, and only a part of the third-level cache,
+        // which other programs may use too.
         Ok((4 * l2).min(c.l3 / 2))
     };
     [("L2", Ok(l2 / 2)), ("L3", l3), ("DRAM", Ok((2 * c.l3).clamp(256 << 20, MAX_WORKING_SET as usize)))]

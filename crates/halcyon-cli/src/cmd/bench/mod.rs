@@ -78,8 +78,8 @@ impl Sample {
 /// Seconds to milliseconds, the unit of reports.
 pub(crate) const MS: f64 = 1e3;
 
-/// Calls `f` the requested number of times. Without a request, calls it at least `least` times and until
-/// `time` has passed.
+/// Calls `f` the requested number of times. Without a request, calls it at least `least` times, and then
+/// until `time` has passed or 10,000 calls are done.
 fn repeat(asked: Option<u32>, least: usize, time: Duration, mut f: impl FnMut() -> Result<()>) -> Result<()> {
     const MAX_RUNS: usize = 10_000;
     let start = Instant::now();
@@ -101,7 +101,7 @@ fn settings(b: &Backend) -> Value {
         "name": b.info().name,
         "threads": threads(b),
         "level": b.level().to_string(),
-        // Omitted for f32, so that reports that were made before there was a choice stay comparable.
+        // Omitted for f32, so that reports made before this setting existed can still be compared.
         "precision": Some(b.amp()).filter(|p| *p != halcyon::AmpPolicy::None),
         "matmul_precision":
             Some(b.precision()).filter(|p| *p != halcyon::MatmulPrecision::Highest).map(|p| p.to_string()),
@@ -128,7 +128,7 @@ pub(crate) fn three(v: f64) -> String {
     }
 }
 
-/// A rate in 10⁹ per second; empty without work.
+/// A rate in 10⁹ per second; an empty text if there was no work.
 fn giga(work: u64, seconds: f64) -> String {
     if work == 0 { String::new() } else { three(work as f64 / seconds.max(1e-12) / 1e9) }
 }

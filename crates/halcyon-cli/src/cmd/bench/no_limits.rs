@@ -1,5 +1,4 @@
-//! Replaces `limits.rs` in builds without the CPU backend, which cannot measure the highest rates of a
-//! machine.
+//! Replaces `limits.rs` in builds without the CPU backend, which cannot measure the peaks of a machine.
 
 use halcyon::{Backend, Error, Result};
 
@@ -20,7 +19,7 @@ impl Work {
     }
 }
 
-/// The least time for some work at the machine's highest rates.
+/// The least time for some work at the machine's peaks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit {
     pub seconds: f64,

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// Runs before the first that is measured.
+/// Number of unmeasured runs before the measured ones.
 const WARM_UP: usize = 2;
 /// Without `--repeat`: at least this many runs, and as many as fit in this time.
 const MIN_RUNS: usize = 7;
@@ -52,7 +52,7 @@ pub(super) fn main(a: &BenchOpsArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// How often a peak is measured again if the work was faster than the peak permits.
+/// Maximum number of times that a peak is measured again if the work was faster than the peak permits.
 const MAX_REMEASURED: usize = 3;
 
 struct Measured {
@@ -87,7 +87,7 @@ fn measure(b: &Backend, item: &Item, runs: Option<u32>, limits: Option<&mut Limi
         if keep {
             times.push(start.elapsed().as_secs_f64());
         }
-        // The time has been taken before: freeing memory is not part of the work.
+        // The results are dropped after the time is taken, because freeing memory is not part of the work.
         drop(out);
         Ok(())
     };

@@ -19,7 +19,7 @@ pub(super) fn main(a: &BenchReceiptsArgs) -> Result<u8> {
     let loaded = load(&a.model, &a.input, &a.backend, true, false)?;
     let graph = loaded.graph("receipts")?.graph.clone();
     let inputs: Vec<ConstData> = loaded.data().iter().filter_map(|d| d.tensor().cloned()).collect();
-    report::note("measuring receipts: plans with and without every transformation, and level O0");
+    report::note("measuring receipts: plans with and without each transformation, and level O0");
     let effort = Effort { pairs: a.repeat as usize, ..Effort::default() };
     let session = Session::new(&loaded.backend, graph);
     let measured = measure(&session, &inputs, effort, |without| match without {

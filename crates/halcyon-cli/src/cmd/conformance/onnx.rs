@@ -176,7 +176,7 @@ fn check_case(backend: &Backend, dir: &Path, save: Option<&Path>) -> (Status, St
 
 enum Verdict {
     Equal,
-    /// Differs; describes the first difference.
+    /// Differs; describes the first output that differs.
     Differs(String),
     Unjudged,
     /// The type and shape are as expected; the values are random.

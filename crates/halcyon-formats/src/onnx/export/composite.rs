@@ -51,7 +51,7 @@ pub(super) fn node(e: &mut Emitter<'_>, c: &Composite, x: &[Val], ty: TensorType
         Kind::BatchNorm => ("BatchNormalization", vec![eps()?]),
         Kind::Attention => {
             let scale = c.float("scale").ok_or_else(lost)?;
-            // Engines do not broadcast the last two axes of the mask.
+            // Other software does not broadcast the last two axes of the mask.
             if let Some(mask) = x.get(3) {
                 let mut s = mask.shape().clone();
                 let r = s.rank();

@@ -5,7 +5,7 @@
 //! the other primitives. A composite becomes the ONNX operator of the same definition (`composite`), or else
 //! its body.
 //!
-//! Where ONNX leaves a result undefined, the result depends on the engine that runs the model: an index out
+//! Where ONNX leaves a result undefined, the result depends on the software that runs the model: an index out
 //! of range, integer division by zero, a cast of a float to an integer that cannot hold it, the maximum of
 //! two zeros of different sign or of a NaN.
 
@@ -41,7 +41,7 @@ pub struct ExportOptions {
 }
 
 impl Default for ExportOptions {
-    /// Version 21, which engines have supported for years, and a single file.
+    /// Version 21, which other software has supported for years, and a single file.
     fn default() -> ExportOptions {
         ExportOptions { opset: 21, external_data: false }
     }

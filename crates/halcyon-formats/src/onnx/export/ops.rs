@@ -33,7 +33,9 @@ pub(super) fn node(e: &mut Emitter<'_>, id: NodeId) -> Result<Val> {
 
 fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> {
     match op {
-        Op::Input(_) | Op::Arg(_) => Err(Error::internal("an input has no node")),
+        Op::Input(_) | Op::Arg(_) => {
+            Err(Error::internal("an input or argument was exported as an ONNX node"))
+        }
         Op::Const(c) => Ok(e.weight(c)),
         Op::Full(v) => e.full(&ty, *v),
         Op::Iota { axis } => iota(e, &ty, *axis),
@@ -83,8 +85,8 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
             scatter_rows(e, &x[0], &places, &x[1], *axis, ScatterKind::Set)
         }
         Op::ClassIndex { ignore, .. } => {
-            // The index is checked by the engine: the index operator that reads the result rejects values
-            // that are too large.
+            // The model does not check the range. The software that runs it does: the indexing operator (such
+            // as GatherElements) that reads the result rejects indices that are too large.
             let i = e.cast(&x[0], I64);
             match ignore {
                 None => Ok(i),
@@ -130,8 +132,8 @@ fn reduce(
         ReduceKind::Max => ("ReduceMax", MIN_MAX_TYPES),
         ReduceKind::Min => ("ReduceMin", MIN_MAX_TYPES),
     };
-    // If the reduction has no elements, a wider type would return the limit of its own range instead of the
-    // dtype's.
+    // A maximum or minimum over no elements is the limit of the element type. `within` may compute in a wider
+    // type, which has another limit, so the identity of `ty.dtype` is written as a constant.
     if axes.iter().any(|&a| x[0].shape()[a].is(0)) {
         return e.full(&ty, kind.identity(ty.dtype));
     }
@@ -143,10 +145,11 @@ fn reduce(
     })
 }
 
-/// Casts as Halcyon defines it: a float that is cast to an integer of 8 bits or more saturates at the
-/// integer's range, and a cast to a smaller integer keeps the low bits, as ONNX `Cast` does. There is no
-/// clamp for 32- and 64-bit integers, because floats cannot represent all their limits. So the engine decides
-/// what becomes of floats outside their range.
+/// Casts as Halcyon defines it. A float saturates at the range of an integer type of 8 or 16 bits. Of a float
+/// that is cast to a 2- or 4-bit integer, the low bits are kept, as ONNX `Cast` does. 32- and 64-bit integers
+/// are not clamped, because floats cannot represent all their limits: there the software that runs the model
+/// decides what becomes of a float out of range. The same holds for NaN in every integer type, because `Clip`
+/// passes it on to `Cast`, which leaves it undefined.
 fn cast(e: &mut Emitter<'_>, x: &Val, to: DType) -> Result<Val> {
     let mut x = x.clone();
     if x.dtype() == to {

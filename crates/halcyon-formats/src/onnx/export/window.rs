@@ -123,7 +123,7 @@ fn transposed(
     Ok(Some(e.node("ConvTranspose", &[x, &v], attrs, ty.clone())))
 }
 
-/// Whether the padding is at least as wide as the kernel, which other ONNX engines reject.
+/// Whether the padding is at least as wide as the kernel, which other ONNX software rejects.
 fn wide(p: &Pool) -> bool {
     p.pad.iter().zip(&p.kernel).any(|(p, k)| p.0 >= *k || p.1 >= *k)
 }

@@ -300,7 +300,7 @@ fn behind_cache(b: &mut Builder, c: &Call<'_>, k: Value, v: Value) -> Result<(Va
             Ok((b.concat(&[pk, &k], 2)?, b.concat(&[pv, &v], 2)?, past))
         }
         (None, None) => Ok((k, v, Dim::from(0))),
-        _ => Err(c.invalid("of past_key and past_value only one is present")),
+        _ => Err(c.invalid("only one of past_key and past_value is present")),
     }
 }
 
