@@ -1,5 +1,5 @@
-//! `Compiled` and `CapturedGraph`: plans kept by the user. The first is a function compiled once per set
-//! of input types; the second is one plan with its bindings.
+//! `Compiled` and `CapturedGraph`: plans kept by the user. A `Compiled` is a function that is compiled once
+//! per set of input types. A `CapturedGraph` is one plan with its bindings.
 //!
 //! An evaluation finds its plan by hashing the graph of the pending operations. [`Backend::compile`] and
 //! [`Backend::capture_graph`] build that graph once; later calls compare only the types of their inputs, or

@@ -22,8 +22,8 @@ use std::sync::{Arc, Mutex};
 
 /// Maximum number of plans that a planner caches.
 const PLAN_CACHE: usize = 256;
-/// Transformations that cost memory. A plan that does not fit is made again without the first, then without
-/// both.
+/// Transformations that cost memory. A plan that does not fit is made again without the first of them, then
+/// without both.
 const MEMORY_COSTLY: [&str; 2] = [PACKED, BLOCKED];
 
 /// How graphs are lowered.
