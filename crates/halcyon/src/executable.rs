@@ -483,7 +483,8 @@ pub(crate) enum OutputMemory {
 }
 
 impl Lease {
-    /// Captures commands at the first run, without waiting for a second one, because these bindings are kept.
+    /// Lets the first run capture its commands, because these bindings are kept. (If the plan has library
+    /// kernels, the second run with the same buffers captures them.)
     pub(crate) fn capture_at_once(&mut self) {
         self.captured.at_once = true;
     }

@@ -139,7 +139,8 @@ impl Planner {
     }
 
     /// Calls `take` with plans that need less and less memory, until `take` returns something else than an
-    /// out-of-memory error. Returns this result and the number of transformations that were left out.
+    /// out-of-memory error. Returns this result, and how many entries of [`MEMORY_COSTLY`] the plan does
+    /// without (0 for the fastest plan).
     fn first_that_fits<T>(
         &self,
         graph: &Graph,
