@@ -270,8 +270,8 @@ impl Executable {
             c.over = true;
             (c.kept, c.recent) = (vec![], VecDeque::new());
             self.captures.note(format!(
-                "{MAX_WASTED} captures were dropped before they were launched {MIN_LAUNCHES} more times, because \
-                 the runs used other buffers"
+                "{MAX_WASTED} captures were dropped before they were launched {MIN_LAUNCHES} more times, \
+                 because the runs used other buffers"
             ));
         }
     }
