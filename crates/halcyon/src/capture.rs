@@ -628,11 +628,12 @@ impl CapturedGraph {
     }
 
     /// Runs the plan with the current bindings. Outputs reuse the memory of the previous run's outputs.
-    /// Memory is allocated only for outputs that something still holds, and for donated inputs that something
-    /// else reads.
+    /// After the first launch, memory is allocated only for outputs that something still holds, and for
+    /// donated inputs that something else reads.
     ///
     /// # Errors
-    /// [`Error::Donated`] if the memory of an input was donated, to an earlier launch or elsewhere.
+    /// [`Error::Donated`] if the memory of an input was donated, to an earlier launch or elsewhere; errors of
+    /// the device.
     pub fn launch(&self) -> Result<()> {
         let _running = self.backend.running();
         self.run(&mut lock(&self.bound))
