@@ -317,8 +317,8 @@ impl DiskCache {
         // SAFETY: the map is read-only and private to this process, and its bytes are only ever read as plain
         // integers and floats, for which every bit pattern is valid. Entries are written under another name
         // and then renamed, and deleted as whole files, so no process that runs this program changes a mapped
-        // file. Changes and truncation by others are outside what any mapping can guard against;
-        // `DiskCache::map` names them.
+        // file. No mapping can guard against changes by other programs; the documentation of `DiskCache::map`
+        // says so.
         let map = unsafe {
             memmap2::MmapOptions::new().offset(LARGE_START as u64).len(bytes).populate().map(&file)
         };

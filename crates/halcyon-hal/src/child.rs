@@ -26,7 +26,7 @@ const MAX_OUTPUT: usize = 16 << 20;
 #[derive(Debug)]
 pub struct LinkedChild {
     process: Child,
-    /// Moved out of `process`, because `Child::wait` would close it.
+    /// The write end of the pipe. It is moved out of `process`, because `Child::wait` would close it.
     _line: Option<ChildStdin>,
 }
 

@@ -56,7 +56,8 @@ fn path() -> Option<(PathBuf, bool)> {
 ///
 /// # Errors
 /// [`Error::Io`] for a file that cannot be read, and for a file that `HALCYON_CONFIG` names but that does not
-/// exist; [`Error::Format`] for invalid TOML or unknown settings.
+/// exist (a file in the default place to which access is denied is ignored, with a warning);
+/// [`Error::Format`] for invalid TOML or unknown settings.
 pub fn load() -> Result<Option<(PathBuf, Config)>> {
     let Some((path, named)) = path() else { return Ok(None) };
     let text = match input::text_of(&path, input::TEXT) {

@@ -38,8 +38,9 @@ impl<'a> CallForm<'a> {
     }
 
     /// The kernel of the best form of the call that has one. Forms with a packed constant are tried before
-    /// those without, and then forms with an epilogue before those without. If no form has a kernel, returns
-    /// the error of the plain form. `packs` says whether there are kernels that read packed constants.
+    /// forms without one. Of two forms that differ only in the epilogue, the form with the epilogue is tried
+    /// first. If no form has a kernel, returns the error of the plain form. `packs` says whether there are
+    /// kernels that read packed constants.
     pub(crate) fn first<K>(
         call: &LibraryCall<'_>,
         packs: bool,

@@ -344,7 +344,7 @@ impl<S: Source> Pool<S> {
     /// more.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] with the size that would fit.
+    /// [`Error::OutOfMemory`] with the size that would fit; errors of `defragment`.
     pub fn alloc(self: &Arc<Self>, bytes: usize, tag: Tag, defragment: Defragment<'_>) -> Result<Block<S>> {
         let class = self.footprint(bytes, tag);
         let mut s = self.lock();
@@ -426,7 +426,7 @@ impl<S: Source> Pool<S> {
             return Ok((raw, k));
         }
         if s.stats.limit.is_some_and(|l| s.stats.allocated.saturating_add(class as u64) > l) {
-            return Err(PoolError { why: "over the limit set for this device".into(), scattered: false });
+            return Err(PoolError { why: "over the limit of this device".into(), scattered: false });
         }
         let mut gave = 0;
         while s.room() < class as u64
@@ -510,7 +510,7 @@ impl<S: Source> Pool<S> {
     /// Adds one chunk, within the limit.
     fn add_chunk(&self, s: &mut State<S>, bytes: usize) -> std::result::Result<u64, PoolError> {
         if bytes as u64 > s.room() {
-            return Err(PoolError { why: "over the limit set for this device".into(), scattered: false });
+            return Err(PoolError { why: "over the limit of this device".into(), scattered: false });
         }
         Counts::add(&self.counts.allocations, 1);
         let raw = self.source.allocate(bytes).map_err(|why| PoolError { why, scattered: false })?;
@@ -568,10 +568,11 @@ impl<S: Source> Pool<S> {
         self.lock().trim()
     }
 
-    /// Moves buffers together, then frees the empty chunks; the largest of them is kept if no other free
-    /// range is as large. `copy` is called for one move after another. The caller must ensure that no command
-    /// runs or is being submitted meanwhile, and that commands submitted later run after the copies. `copy`
-    /// must not call the pool.
+    /// Moves buffers together, then frees the empty chunks. The largest empty chunk is kept if no other free
+    /// range is as large. The strategy exclusive has no chunks, so only the kept memory is released. `copy`
+    /// is called for one move after another. The caller must ensure that no command runs or is being
+    /// submitted meanwhile, and that commands submitted later run after the copies. `copy` must not call the
+    /// pool.
     ///
     /// # Errors
     /// Errors of `copy`, and [`Error::Driver`] if a new location cannot be created. Earlier moves stay in

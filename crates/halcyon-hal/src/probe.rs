@@ -4,9 +4,10 @@
 //! compiler) takes tens of milliseconds to load. The first probe therefore runs in a child process if the
 //! program provides an executable for it ([`set_executable`]), and so does the first opening of each device.
 //! The result is stored on disk under a digest of what the devices depend on, together with the state of
-//! every library that was loaded ([`files`]). While all of this is unchanged, no child is needed. If all
-//! devices were software devices (which automatic selection tries last), or no library was loaded, listing
-//! the devices does not load the drivers at all.
+//! every library that was loaded ([`files`]). While all of this is unchanged, no child is needed. Listing the
+//! devices does not load the drivers at all in two cases: if all devices were software devices (which
+//! automatic selection tries last), or if no device was found and either no library was loaded or the machine
+//! has no device nodes of drivers.
 
 pub mod files;
 
@@ -512,7 +513,7 @@ pub fn report(kind: BackendType) -> Option<String> {
 /// [`Error::Unavailable`] if this build has no such driver.
 pub fn report_open(kind: BackendType, index: usize) -> Result<String> {
     let before = files::mapped();
-    // The driver's error is reported by the parent.
+    // The parent opens the device too, and reports the driver's error.
     let opened = registry::driver(kind)?.open(index, &Options::default()).ok();
     let text = line(None, &before);
     drop(opened);

@@ -11,7 +11,7 @@ fn built_in() -> Vec<Arc<dyn Driver>> {
     BUILT_IN.iter().filter_map(|b| (b.driver)()).collect()
 }
 
-/// All drivers of this build, in registration order.
+/// All drivers of this process, in registration order.
 pub fn drivers() -> Vec<Arc<dyn Driver>> {
     DRIVERS.read().unwrap_or_else(|e| e.into_inner()).clone()
 }
@@ -19,7 +19,8 @@ pub fn drivers() -> Vec<Arc<dyn Driver>> {
 /// Adds a driver, or replaces the one of the same backend. Its names can be parsed and selected from then on.
 ///
 /// # Errors
-/// [`Error::Argument`] if the names of a registered backend are malformed or belong to another backend.
+/// [`Error::Argument`] if the names of a backend that is not built in are malformed or belong to another
+/// backend; also for [`BackendType::Auto`].
 pub fn register(d: Arc<dyn Driver>) -> Result<()> {
     let kind = d.kind();
     let mut v = DRIVERS.write().unwrap_or_else(|e| e.into_inner());

@@ -382,8 +382,8 @@ impl Search<'_, '_> {
     }
 
     /// The first device in an order that accepts the work. Software devices come last overall or, if the
-    /// order names each backend (`named`), last within their backend. With `only`, no other device is tried
-    /// if the first one that exists does not accept the work.
+    /// order names each backend (`named`), last within their backend. With `only`, no later backend and no
+    /// software device is tried once an existing device has not accepted the work.
     fn first_of(&mut self, order: &[BackendType], only: bool, named: bool) -> Option<OpenedDevice> {
         let by_priority = Policy::default().backends() == order;
         let (mut chosen, mut software) = (None, vec![]);

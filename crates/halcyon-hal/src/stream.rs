@@ -2,9 +2,9 @@
 //!
 //! - A stream runs its work in order. Streams of one device and the device's own queue
 //!   ([`Device::submit`](crate::Device::submit)) run concurrently if the device can. Hazards are resolved
-//!   automatically: work that writes memory which other work reads or writes waits for it, in the order of
-//!   the calls; reads do not exclude each other. Results are therefore defined without any events; events add
-//!   further ordering.
+//!   automatically: if two pieces of work use the same memory and at least one of them writes it, the one
+//!   that was enqueued later waits for the other one. Results are therefore defined without any events;
+//!   events add further ordering.
 //! - A call enqueues work and returns. The commands, programs and memory in use stay alive until the work has
 //!   run, even if the caller drops them. Host memory that a copy reads is owned by the copy or shared with
 //!   it.

@@ -452,7 +452,7 @@ impl TuningCache {
     ///
     /// # Errors
     /// [`Error::Io`] if the file or its directory cannot be written, or another process holds the lock for
-    /// more than ten seconds. The results stay in memory.
+    /// more than ten seconds; [`Error::Format`] for another kind of file. The results stay in memory.
     pub fn save(&self) -> Result<()> {
         self.edit(|_| ())
     }
@@ -623,7 +623,7 @@ impl Guard {
     /// Records a candidate before it runs.
     ///
     /// # Errors
-    /// [`Error::Io`]
+    /// [`Error::Io`] if the record cannot be written.
     pub fn begin(&mut self, device: &str, key: &str, variant: &Variant) -> Result<()> {
         let r = RunningCandidate { device: device.into(), key: key.into(), variant: variant.clone() };
         self.write(&text(&r))
@@ -632,7 +632,7 @@ impl Guard {
     /// Clears the record after the candidate has run.
     ///
     /// # Errors
-    /// [`Error::Io`]
+    /// [`Error::Io`] if the record cannot be written.
     pub fn end(&mut self) -> Result<()> {
         self.write("")
     }

@@ -31,7 +31,7 @@ pub enum DType {
     I2,
     U4,
     I4,
-    /// Two exponent bits and one significand bit: magnitudes 0 to 6, no infinity, no NaN (OCP MX).
+    /// Two exponent bits and one fraction bit: magnitudes 0 to 6, no infinity, no NaN (OCP MX).
     F4E2M1,
     /// The largest number is 448. It has NaN, but no infinity (OCP).
     F8E4M3FN,

@@ -119,8 +119,8 @@ fn place(at: &Span) -> String {
     if at.is_known() { format!(" (at {at})") } else { String::new() }
 }
 
-/// The text of an argument error. With a span it may quote a model, so it is put on one line. Without one it
-/// is our own text and keeps its line breaks.
+/// The text of an argument error. With a span it may quote a model, so it is put on one line. Without a span,
+/// the text is Halcyon's own and keeps its line breaks.
 fn lines<'a>(what: &'a str, at: &Span) -> Cow<'a, str> {
     if at.is_known() { one_line(what) } else { Cow::Borrowed(what) }
 }

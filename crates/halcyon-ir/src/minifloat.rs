@@ -20,7 +20,7 @@ pub enum Special {
     Finite,
 }
 
-/// A format with sign, exponent and significand bits. (E8M0 has exponent bits only and is not a `Format`.)
+/// A format with sign, exponent and fraction bits. (E8M0 has exponent bits only and is not a `Format`.)
 #[derive(Clone, Copy, Debug)]
 pub struct Format {
     pub exponent: u32,

@@ -1,5 +1,5 @@
-//! `Compiled` and `CapturedGraph`: plans kept by the user. The first is a function compiled once per set
-//! of input types; the second is one plan with its bindings.
+//! `Compiled` and `CapturedGraph`: plans kept by the user. A `Compiled` is a function that is compiled once
+//! per set of input types. A `CapturedGraph` is one plan with its bindings.
 //!
 //! An evaluation finds its plan by hashing the graph of the pending operations. [`Backend::compile`] and
 //! [`Backend::capture_graph`] build that graph once; later calls compare only the types of their inputs, or
@@ -628,11 +628,12 @@ impl CapturedGraph {
     }
 
     /// Runs the plan with the current bindings. Outputs reuse the memory of the previous run's outputs.
-    /// Memory is allocated only for outputs that something still holds, and for donated inputs that something
-    /// else reads.
+    /// After the first launch, memory is allocated only for outputs that something still holds, and for
+    /// donated inputs that something else reads.
     ///
     /// # Errors
-    /// [`Error::Donated`] if the memory of an input was donated, to an earlier launch or elsewhere.
+    /// [`Error::Donated`] if the memory of an input was donated, to an earlier launch or elsewhere; errors of
+    /// the device.
     pub fn launch(&self) -> Result<()> {
         let _running = self.backend.running();
         self.run(&mut lock(&self.bound))

@@ -120,7 +120,8 @@ pub fn examine(kind: BackendType, tell: &mut dyn FnMut(Event)) {
         let mut backend = None;
         let open = step("open", &mut || {
             let start = Instant::now();
-            // This device with exact sums, regardless of the environment and the configuration file.
+            // Opens this device, without a fallback and without mixed precision, even if the environment or
+            // the configuration file requests them.
             let b = Backend::builder().backend_type(driver.kind()).device(info.index);
             backend = Some(b.fallback(Fallback::Never).amp(AmpPolicy::None).build()?);
             let took = start.elapsed().as_secs_f64();
@@ -277,7 +278,8 @@ fn copies(d: &dyn Device) -> Result<(String, Value)> {
     Ok((text, json!({ "upload": up, "download": down, "device": inside, "bytes": size })))
 }
 
-/// Computes a matrix product whose sums are known exactly, and measures its rate.
+/// Computes a matrix product whose sums are exact in f32, compares five of its elements, and measures its
+/// rate.
 fn product(b: &Backend) -> Result<(String, Value)> {
     let mut g = Graph::new();
     let ty = TensorType::new(DType::F32, [SIDE, SIDE]);

@@ -133,7 +133,7 @@ fn fits(device: &dyn Device, plan: &Plan) -> Result<()> {
 
 impl Executable {
     /// Compiles the programs of a plan and puts its constants on the device. `level` is the level that the
-    /// plan was made at: from O2 on, runs are captured.
+    /// plan was made at: from O2 on, runs may be captured.
     pub(crate) fn new(runtime: &Arc<Runtime>, level: Level, plan: Plan) -> Result<Executable> {
         fits(&*runtime.device, &plan)?;
         let programs = plan
@@ -181,8 +181,8 @@ impl Executable {
         seen
     }
 
-    /// Takes bindings that no run is using, or makes new ones. Runs in different streams get separate scratch
-    /// memory, so that they need not wait for each other.
+    /// Takes bindings that a run in the queue `on` may use now, or makes new ones. Runs in different streams
+    /// get separate scratch memory, so that they need not wait for each other.
     pub(crate) fn lease(&self, on: Option<&Queue>) -> Result<Lease> {
         let mut leases = lock(&self.leases);
         let free = |l: &Lease| match (&l.last, on) {
@@ -361,8 +361,8 @@ impl Executable {
         Ok((lease, outputs))
     }
 
-    /// Submits the plan with the current bindings. Allocates nothing, except for host steps and in streams.
-    /// Returns the event of the run's completion if it is in a stream.
+    /// Submits the plan with the current bindings. Allocates nothing, except for host steps, in streams, and
+    /// when it captures the commands. Returns the event of the run's completion if it is in a stream.
     pub(crate) fn submit(
         &self,
         lease: &mut Lease,
@@ -483,7 +483,8 @@ pub(crate) enum OutputMemory {
 }
 
 impl Lease {
-    /// Captures commands at the first run, without waiting for a second one, because these bindings are kept.
+    /// Lets the first run capture its commands, because these bindings are kept. (If the plan has library
+    /// kernels, the second run with the same buffers captures them.)
     pub(crate) fn capture_at_once(&mut self) {
         self.captured.at_once = true;
     }

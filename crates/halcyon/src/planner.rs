@@ -22,8 +22,8 @@ use std::sync::{Arc, Mutex};
 
 /// Maximum number of plans that a planner caches.
 const PLAN_CACHE: usize = 256;
-/// Transformations that cost memory. A plan that does not fit is made again without the first, then without
-/// both.
+/// Transformations that cost memory. A plan that does not fit is made again without the first of them, then
+/// without both.
 const MEMORY_COSTLY: [&str; 2] = [PACKED, BLOCKED];
 
 /// How graphs are lowered.
@@ -139,7 +139,8 @@ impl Planner {
     }
 
     /// Calls `take` with plans that need less and less memory, until `take` returns something else than an
-    /// out-of-memory error. Returns this result and the number of transformations that were left out.
+    /// out-of-memory error. Returns this result, and how many entries of [`MEMORY_COSTLY`] the plan does
+    /// without (0 for the fastest plan).
     fn first_that_fits<T>(
         &self,
         graph: &Graph,

@@ -44,7 +44,7 @@ impl Session {
         self.prepare_for(&types(inputs))
     }
 
-    /// As [`Session::prepare`], given the inputs' types instead of their values.
+    /// Like [`Session::prepare`], given the inputs' types instead of their values.
     pub(crate) fn prepare_for(&self, inputs: &[TensorType]) -> Result<Arc<Executable>> {
         let shapes = self.shapes(inputs)?;
         let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
@@ -102,7 +102,7 @@ impl Session {
     /// copies results to the host.
     ///
     /// # Errors
-    /// As [`Session::prepare`].
+    /// The errors of [`Session::prepare`].
     #[track_caller]
     pub fn capture(&self, inputs: &[ConstData]) -> Result<CapturedGraph> {
         let span = Span::caller();
@@ -151,7 +151,7 @@ impl Session {
     /// Tunes the kernels of the plan for inputs of these sizes.
     ///
     /// # Errors
-    /// As [`Backend::tune`]; errors of binding the graph's symbols.
+    /// The errors of [`Backend::tune`]; errors of binding the graph's symbols.
     pub fn tune(&self, inputs: &[ConstData], options: &TuneOptions<'_>) -> Result<TuningReport> {
         let shapes: Vec<Shape> = inputs.iter().map(|x| Shape::from(&x.dims)).collect();
         let graph = self.graph().bind(&self.graph().solve(&shapes)?)?;

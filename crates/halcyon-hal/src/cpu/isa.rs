@@ -2,8 +2,8 @@
 //!
 //! `HALCYON_CPU_ISA` names the highest set that kernels may use, one of [`IsaLevel::ALL`]. Every query for
 //! instructions respects it: [`Isa::best`], [`Isa::available`], [`amx::available`] and the `has_*` methods.
-//! With the limit, a machine with AVX-512 chooses the kernels, packings and plans of a machine without it, so
-//! its tests cover both.
+//! If the limit is `avx2`, a machine with AVX-512 chooses the kernels, packings and plans of a machine
+//! without AVX-512, so tests on one machine cover both.
 
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_imports))]
 use super::{amx, sys::Isa};
@@ -175,7 +175,8 @@ mod tests {
             (best.has_bf16(), IsaLevel::Avx512Bf16),
             (amx::available() != amx::Amx::default(), IsaLevel::Amx),
         ] {
-            // A processor may support a higher level without a lower one; only a limit excludes it.
+            // A processor may support a higher level without a lower one, and its instructions are used then,
+            // unless a limit excludes them.
             assert!(has || used < step, "{used:?} without {step:?}");
             if limit().unwrap().is_some_and(|l| l < step) {
                 assert!(!has, "{step:?} beyond the limit {used:?}");

@@ -1,9 +1,9 @@
 //! Measures the peaks of this machine: multiply-add rates, memory bandwidth, and the time a team takes to
 //! start a job. Reported shares of a peak refer to these figures.
 //!
-//! Each measurement returns one figure per burst, so that the caller can take the best, the median or the
-//! spread. The threads of a burst start together. In the bandwidth loops each thread has its own part of the
-//! arrays, which stays in its own caches.
+//! Each measurement runs a loop in many short bursts and returns one figure per burst, so that the caller can
+//! take the best, the median or the spread. The threads of a burst start together. In the bandwidth loops
+//! each thread has its own part of the arrays, which stays in its own caches.
 
 use super::library::simd::{Simd, Sizes, dispatch_simd};
 use super::memory::HostMemory;

@@ -44,7 +44,7 @@ fn poly64<const FMA: bool, const N: usize>(x: f64, c: [f64; N]) -> f64 {
     r
 }
 
-/// Adding this constant (1.5 * 2^23) rounds to an integer, which is then in the low mantissa bits.
+/// Adding this constant (1.5 * 2^23) rounds to an integer, which is then in the low bits of the significand.
 const MAGIC: f32 = 12_582_912.0;
 const MAGIC64: f64 = 6_755_399_441_055_744.0;
 /// ln 2 as a 15-bit head, whose products with small integers are exact, and a tail.

@@ -185,8 +185,8 @@ struct NoopDevice {
     number: u64,
 }
 
-/// Validates and counts commands for the device and its streams. Both run commands at once, so the commands
-/// run in order.
+/// Validates and counts commands for the device and its streams. Both run commands immediately, so the
+/// commands run in order.
 #[derive(Debug)]
 struct Checker {
     id: String,

@@ -33,7 +33,7 @@ pub(super) struct Queue {
     raw: Arc<Owned<CommandQueue>>,
     fault: Owned<MemoryObject>,
     pub(super) id: Arc<str>,
-    /// For the figures of out-of-memory errors.
+    /// The pool whose statistics are reported in out-of-memory errors.
     pool: Arc<Pool<ClSource>>,
     profile: bool,
     /// Whether the queue belongs to a stream. The commands of a stream are timed together.

@@ -347,7 +347,8 @@ pub(super) fn candidates() -> Vec<String> {
 /// Loads the OpenCL library. Failures are not remembered, so a library installed later is found.
 ///
 /// # Errors
-/// [`Error::Unavailable`] with the loader's message for every name tried.
+/// [`Error::Unavailable`] if no library could be used. It lists for every name the loader's message, or the
+/// function that the library lacks.
 pub(super) fn load() -> Result<&'static Api> {
     load_from(&candidates())
 }
@@ -362,8 +363,9 @@ pub(super) fn load_from(names: &[String]) -> Result<&'static Api> {
         if let Some(api) = loaded.get(name) {
             return Ok(api);
         }
-        // SAFETY: loading runs the library's initialisers. It is an OpenCL library: it has the standard name,
-        // or the user named it.
+        // SAFETY: loading runs the initialisers of the library, and a library that lacks a function is
+        // unloaded again. Both are sound for an OpenCL library, and this is one: it has the standard name, or
+        // the user named it.
         let lib = match unsafe { libloading::Library::new(name) } {
             Ok(l) => l,
             Err(e) => {
@@ -373,7 +375,8 @@ pub(super) fn load_from(names: &[String]) -> Result<&'static Api> {
         };
         match Api::resolve(&lib, name.clone()) {
             Ok(api) => {
-                // Drivers leave threads and exit handlers behind, so the library is never unloaded.
+                // Drivers leave threads and exit handlers behind, so a library that is used is never
+                // unloaded.
                 std::mem::forget(lib);
                 let api: &'static Api = Box::leak(Box::new(api));
                 loaded.insert(name.clone(), api);

@@ -102,7 +102,7 @@ fn cached_memory_counts_and_is_freed_oldest_first() {
     let b = p.get(6 << 20, Tag::Weights).unwrap();
     let s = p.stats();
     assert_eq!((s.reserved, s.cached, s.largest_free, s.trims), (10 << 20, 4 << 20, 4 << 20, 1));
-    // A request that cannot fit leaves the cache alone.
+    // A request that cannot fit does not change the cache.
     assert!(p.get(5 << 20, Tag::Weights).is_err());
     assert_eq!(p.stats().cached, 4 << 20);
     drop(b);

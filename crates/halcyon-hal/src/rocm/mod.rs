@@ -122,10 +122,10 @@ pub static PROBE: ProbeSpec = ProbeSpec {
 };
 
 /// The compiler's name of the device at a PCI address (`0000:65:00.0`), from the kernel driver's files below
-/// a root directory. The file has it as the number `gfx_target_version`: its last four decimal digits are two
-/// for the minor version and two for the stepping, which the name has in hexadecimal, so 90010 is gfx90a. As
-/// in the runtime, the environment variable `HSA_OVERRIDE_GFX_VERSION` overrides the version for all devices,
-/// and `HSA_OVERRIDE_GFX_VERSION_N` for node N.
+/// a root directory. These files give the name as the number `gfx_target_version`. The last four decimal
+/// digits of the number are two for the minor version and two for the stepping. The name has both in
+/// hexadecimal, so 90010 is gfx90a. As in the runtime, the environment variable `HSA_OVERRIDE_GFX_VERSION`
+/// overrides the version for all devices, and `HSA_OVERRIDE_GFX_VERSION_N` for node N.
 fn architecture(bus: &str, root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
     let mut numbers = bus.split([':', '.']).map(|n| u32::from_str_radix(n, 16));
     let mut next = || numbers.next()?.ok();

@@ -29,7 +29,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// Programs kept in memory. Beyond this number, those without other users are dropped.
+/// Number of programs kept in memory. Beyond this number, programs that nothing else uses are dropped.
 const MAX_PROGRAMS: usize = 2048;
 
 /// The state shared by the queues of one device.

@@ -129,9 +129,9 @@ impl SimtDriver {
     /// A driver that uses exactly these libraries and no vendor kernels.
     ///
     /// # Safety
-    /// `runtime` and `compiler` must be libraries that can be loaded and never unloaded, now and whenever the
-    /// driver is used. Any function of the family's runtime and compiler in them must have the type that the
-    /// vendor declares.
+    /// Loading `runtime` and `compiler`, and unloading them again if they lack a function, must be sound, now
+    /// and whenever the driver is used. Every function of the family's runtime and compiler in them must have
+    /// the type that the vendor declares.
     pub unsafe fn over(family: &'static Family, runtime: &str, compiler: &str) -> SimtDriver {
         SimtDriver { family, libraries: Some((runtime.into(), vec![compiler.into()])), kernels: None }
     }

@@ -470,7 +470,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         if let Current::Context { release, .. } = self.api.current {
             // SAFETY: `new` retained the context once. Everything that was created in the context holds a
-            // reference to this value, so it has already been destroyed.
+            // reference to this `Context`, so all of it was destroyed before this drop.
             let code = unsafe { release(self.device) };
             if code != SUCCESS {
                 tracing::warn!(device = self.id, code = %code_name(self.api.family, code), "the context could not be released");
@@ -621,11 +621,13 @@ impl Family {
     /// Loads the runtime. Failures are not remembered, so a library installed later is found.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with the loader's message for every name tried.
+    /// [`Error::Unavailable`] if no library could be used. It lists for every name the loader's message, or
+    /// the function that the library lacks.
     ///
     /// # Safety
-    /// Each of `names` must be a library that can be loaded and never unloaded. Any function of this family's
-    /// runtime in it must have the type that the vendor declares.
+    /// Loading each of `names`, which runs its initialisers, must be sound, and so must unloading it again if
+    /// it lacks a function. A name that cannot be loaded is skipped. Every function of this family's runtime
+    /// in a library must have the type that the vendor declares.
     pub unsafe fn load(&'static self, names: &[String]) -> Result<&'static Api> {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
         let resolve = |lib: &Library, name: &str| {
@@ -634,8 +636,8 @@ impl Family {
             let peers = Peers::resolve(lib, self.side);
             Ok(Api { f, graphs, peers, current, library: name.into(), family: self })
         };
-        // SAFETY: `load` requires names of libraries that can be loaded, and functions with the types that
-        // the vendor declares, which are the types that `resolve` gives them.
+        // SAFETY: `load` requires that loading and unloading the libraries is sound, and functions with the
+        // types that the vendor declares, which are the types that `resolve` gives them.
         unsafe { self.first(&LOADED, names, RUNTIME, self.fix, &resolve) }
     }
 
@@ -645,7 +647,7 @@ impl Family {
     /// The errors of [`Family::load`].
     ///
     /// # Safety
-    /// The contract of [`Family::load`], for the functions of the compiler.
+    /// The contract of [`Family::load`], but for libraries of the compiler and its functions.
     pub unsafe fn compiler(&'static self, names: &[String]) -> Result<&'static Compiler> {
         static LOADED: Mutex<BTreeMap<String, &'static Compiler>> = Mutex::new(BTreeMap::new());
         let resolve = |lib: &Library, name: &str| {
@@ -660,17 +662,18 @@ impl Family {
             let generations = ptx.as_ref().map_or_else(Vec::new, PtxFunctions::architectures);
             Ok(Compiler { f, ptx, library: name.into(), family: self, version, generations })
         };
-        // SAFETY: `compiler` requires names of libraries that can be loaded, and functions with the types
-        // that the vendor declares, which are the types that `resolve` gives them.
+        // SAFETY: `compiler` requires that loading and unloading the libraries is sound, and functions with
+        // the types that the vendor declares, which are the types that `resolve` gives them.
         unsafe { self.first(&LOADED, names, "run-time compiler", self.compiler_fix, &resolve) }
     }
 
-    /// Loads the first library of `names` in which `resolve` finds every function. The library is never
-    /// unloaded.
+    /// Loads the first library of `names` in which `resolve` finds every function. This library is never
+    /// unloaded. A library that lacks a function is unloaded again.
     ///
     /// # Safety
-    /// Each of `names` must be a library that can be loaded and never unloaded. Every function that `resolve`
-    /// looks up and that the library has must have the type that `resolve` gives it.
+    /// Loading each of `names`, which runs its initialisers, must be sound, and so must unloading it again if
+    /// it lacks a function. A name that cannot be loaded is skipped. If a library has a function that
+    /// `resolve` looks up, the function must have the type that `resolve` gives it.
     pub(super) unsafe fn first<T>(
         &self,
         loaded: &Mutex<BTreeMap<String, &'static T>>,
@@ -688,7 +691,8 @@ impl Family {
             if let Some(t) = loaded.get(&key) {
                 return Ok(t);
             }
-            // SAFETY: loading runs the library's initialisers; `first` requires a library that can be loaded.
+            // SAFETY: `first` requires that loading the library, which runs its initialisers, is sound, and
+            // that unloading it is, too.
             let lib = match unsafe { Library::new(name) } {
                 Ok(l) => l,
                 Err(e) => {
@@ -698,7 +702,8 @@ impl Family {
             };
             match resolve(&lib, name) {
                 Ok(t) => {
-                    // Drivers leave threads and exit handlers behind, so the library is never unloaded.
+                    // Drivers leave threads and exit handlers behind, so a library that is used is never
+                    // unloaded.
                     std::mem::forget(lib);
                     let t: &'static T = Box::leak(Box::new(t));
                     loaded.insert(key, t);

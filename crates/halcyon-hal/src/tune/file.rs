@@ -33,7 +33,7 @@ pub(super) enum FileState {
 pub(super) fn classify(path: &Path) -> Result<FileState> {
     let not = |what: &str| {
         let what = format!(
-            "{what}, not a tuning cache of this version; it is left as it is. Name another file in HALCYON_TUNING_CACHE, or off"
+            "{what}, not a tuning cache of this version; it is left as it is. Name another file in HALCYON_TUNING_CACHE, or set it to off"
         );
         Ok(FileState::NotOurs(Error::Format { file: path.display().to_string(), what }))
     };

@@ -19,7 +19,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Largest number of programs kept in memory. Once it is reached, programs without other users are dropped.
+/// Number of programs kept in memory. Once it is reached, programs that nothing else uses are dropped.
 const MAX_PROGRAMS: usize = 2048;
 
 /// An open device, its queue and its pool.

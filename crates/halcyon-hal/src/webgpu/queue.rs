@@ -58,7 +58,7 @@ pub struct Queue {
     ring_group: wgpu::BindGroup,
     ring_align: u32,
     max_groups: u32,
-    /// Gives the figures in out-of-memory errors.
+    /// The pool whose statistics are reported in out-of-memory errors.
     pool: Arc<Pool<WgSource>>,
     clock: Option<Clock>,
     stray: Arc<UnscopedError>,

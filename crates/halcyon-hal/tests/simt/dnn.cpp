@@ -194,7 +194,7 @@ static int forward(Handle h, const void* alpha, Handle hx, Address x, Handle hw,
         (bias && !inside(bias, (size_t)tw.dims[0] * type_size(ty.type))))
         return DNN_FAILED;
     if (!apart(y, ty.bytes(), x, tx.bytes()) || !apart(y, ty.bytes(), w, tw.bytes())) return DNN_BAD;
-    // Bits of the significand that factors keep: 8 for Winograd, whose transforms lose precision; 10 for
+    // Number of fraction bits that factors keep: 8 for Winograd, whose transforms lose precision; 10 for
     // TF32; 0 stands for all.
     int digits = algorithm == 6 ? 8 : tx.type == R32 && c.math != 3 ? 10 : 0;
     winograds_ += algorithm == 6;

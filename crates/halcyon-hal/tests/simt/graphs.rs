@@ -111,8 +111,8 @@ pub(crate) fn check(s: &StandIn) {
         );
     }
 
-    // Number of runtime calls: set the device, launch, record an event. New values add their copy, and an
-    // event that records the last use of their entry in the ring.
+    // Number of runtime calls: set the device, launch, record an event. A launch with new values adds a copy
+    // of them, and an event that records the last use of their entry in the ring.
     let calls = |v| {
         let n = s.get("calls");
         assert!(w.launch(&r, v));

@@ -311,7 +311,7 @@ pub enum Read {
 pub enum MatrixType {
     F16,
     BF16,
-    /// f32 with a 10-bit significand: rounded to nearest, ties away from zero, when the operand is loaded.
+    /// f32 with 10 fraction bits: rounded to nearest, ties away from zero, when the operand is loaded.
     Tf32,
 }
 

@@ -267,11 +267,11 @@ struct Lowerer<'a> {
     buffer: Vec<Option<BufId>>,
     inlined: usize,
     plan: Plan,
-    /// Last root that reads a base, in node order. The last step is not known until the end, so in-place
-    /// decisions use node order.
+    /// For each base (a node whose buffer is read directly or through views): the last root whose step reads
+    /// it, in node order. The last step is not known until the end, so in-place decisions use node order.
     last_read: Vec<u32>,
     in_place: usize,
-    /// First root that reads a base.
+    /// For each base: the first root whose step reads it.
     first_read: Vec<u32>,
     /// Products that are computed together with the chain that reads them, because the chain may become their
     /// epilogue.

@@ -48,7 +48,7 @@ pub(crate) enum CompositeGradient {
     Closed(fn(&Composite, &mut Backward<'_>) -> Result<Gradient>),
 }
 
-/// The number of operations of a composite that needs a few for each element of its result.
+/// The number of operations of a composite that performs a few operations for each element of its result.
 pub(super) fn some_per_element(_: &Composite, _: &[Operand], output: &Operand) -> u64 {
     8 * output.view.numel() as u64
 }

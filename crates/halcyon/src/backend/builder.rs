@@ -113,7 +113,7 @@ impl BackendBuilder {
     }
 
     /// Whether the CPU device uses instruction sets beyond the target's baseline (AVX2, AVX-512). If not set,
-    /// it does.
+    /// it uses them.
     pub fn enable_simd(mut self, on: bool) -> Self {
         self.0.options.simd = Some(on);
         self

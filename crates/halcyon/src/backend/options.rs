@@ -75,7 +75,8 @@ pub(super) fn unused_order(b: &Settings, s: &Selection) -> Option<String> {
     })
 }
 
-/// One line for each option that was set and has no effect on the device.
+/// One line for each option that was set and has no effect on the device, and for each kind of work that
+/// stays in f32 despite the mixed-precision policy.
 pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &KeptInF32) -> Vec<String> {
     let (id, cpu) = (&d.info().id, d.info().backend == BackendType::Cpu);
     let mut all = vec![];

@@ -2,8 +2,8 @@
 //!
 //! Packing reads all constants once. Loading a cached file also reads them once, for the digest of the
 //! constants from which the file was made, and it reads the file to check it. Which is faster depends on the
-//! packing and on the machine. So both are measured when constants are packed, and a file is written only if
-//! loading is faster.
+//! packing and on the machine. So the packing is timed, the time of loading is estimated from the digest of a
+//! sample, and a file is written only if loading would be faster.
 
 use halcyon_hal::cache::{self, DiskCache};
 use halcyon_hal::{BufferRef, Device};
@@ -35,8 +35,8 @@ impl PackedCache {
         PackedCache { disk: DiskCache::new(dir.join("packed"), LIMIT), always }
     }
 
-    /// The cache in the given directory or the user's, depending on `HALCYON_CACHE`: `off` and `programs`
-    /// cache no packed constants, `packed` always caches them.
+    /// The cache in the given directory or, without one, in the user's. If `HALCYON_CACHE` is `off`, only a
+    /// given directory is used. `programs` caches no packed constants, `packed` always caches them.
     pub(crate) fn open(asked: Option<PathBuf>) -> Option<PackedCache> {
         // An unknown value was rejected before the device was opened.
         let kept = cache::policy().unwrap_or(cache::CachePolicy::Nothing);

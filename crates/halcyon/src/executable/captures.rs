@@ -4,7 +4,8 @@
 //! A capture is valid for the buffers it was made with. Runs bind new buffers (a result is a new buffer each
 //! time), but mostly get the same memory again from the pool. So captures are looked up by the addresses of
 //! buffers, and commands are captured when the same addresses occur a second time. A few captures are kept
-//! per set of bindings; if captures are repeatedly made without being launched again, no more are made.
+//! per set of bindings. If the captures of a set are repeatedly dropped before they are launched again, no
+//! more are made for this set.
 
 use super::{Executable, Lease};
 use crate::queue::Queue;
@@ -23,7 +24,7 @@ use std::sync::{Arc, Mutex};
 const MAX_CAPTURES: usize = 4;
 const REMEMBERED_RUNS: usize = 4;
 /// A capture that is dropped before it was launched `MIN_LAUNCHES` more times counts as wasted. After
-/// `MAX_WASTED` wasted captures no more are made.
+/// `MAX_WASTED` wasted captures of a set of bindings, no more are made for this set.
 const MIN_LAUNCHES: u64 = 2;
 const MAX_WASTED: u32 = 8;
 
@@ -36,7 +37,8 @@ pub struct Captures {
     pub launched: u64,
     /// Runs whose commands were submitted individually.
     pub submitted: u64,
-    /// Why commands are not captured, or are no longer captured; `None` while they are captured.
+    /// Why commands are not captured, or are no longer captured for some of the plan's bindings. `None` if
+    /// all are captured.
     pub reason: Option<String>,
 }
 
@@ -46,7 +48,7 @@ pub(super) struct CaptureState {
     made: AtomicU64,
     launched: AtomicU64,
     pub(super) submitted: AtomicU64,
-    /// Whether no more captures are made; `reason` says why.
+    /// Whether no more captures are made for any bindings; `reason` says why.
     pub(super) off: AtomicBool,
     reason: Mutex<Option<String>>,
     /// Whether the values of run-time arguments are part of a capture, because library kernels take them.
@@ -119,7 +121,8 @@ struct Capture {
 /// The captures of one set of bindings, most recently launched first.
 #[derive(Debug, Default)]
 pub(super) struct Bound {
-    /// Whether to capture at the first run: set for bindings that are kept.
+    /// Whether to capture at the first run, if the plan has no library kernels. Set for bindings that are
+    /// kept.
     pub(super) at_once: bool,
     kept: Vec<Capture>,
     /// Buffer addresses of earlier runs.
@@ -260,15 +263,15 @@ impl Executable {
         self.runtime.device.capture(&Recording { commands: &commands, buffers, variables: &variables })
     }
 
-    /// Drops a capture. If too many were wasted, no more are made.
+    /// Drops a capture. If too many were wasted, no more are made for these bindings.
     fn dropped(&self, c: &mut Bound, old: Capture) {
         c.wasted += (old.again < MIN_LAUNCHES) as u32;
         if c.wasted >= MAX_WASTED {
             c.over = true;
             (c.kept, c.recent) = (vec![], VecDeque::new());
             self.captures.note(format!(
-                "{MAX_WASTED} captures were dropped before they were launched {MIN_LAUNCHES} times, because \
-                 the runs used other buffers"
+                "{MAX_WASTED} captures were dropped before they were launched {MIN_LAUNCHES} more times, \
+                 because the runs used other buffers"
             ));
         }
     }

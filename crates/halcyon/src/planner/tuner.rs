@@ -14,7 +14,7 @@ impl Planner {
     /// Tunes the kernels that the plans of these graphs use and that are not tuned yet.
     ///
     /// # Errors
-    /// As [`crate::Backend::tune`].
+    /// The errors of [`crate::Backend::tune`].
     pub(crate) fn tune(&self, graphs: &[Graph], options: &TuneOptions<'_>) -> Result<TuningReport> {
         let (lowering, level) = (self.lower_options(), self.lowering.level);
         if lowering.tuned.is_none() || !lowering.passes.does(TUNED) {

@@ -1,10 +1,10 @@
 //! Narrow, split and chunk: parts of a tensor along an axis.
 //!
-//! The start of a part is a run-time argument, like a literal, so cutting data into batches builds one plan
-//! for all offsets. This holds for data: values on the device, inputs of compiled functions, and results
+//! In a narrow of data, the start is a run-time argument, like a literal, so cutting data into batches builds
+//! one plan for all offsets. Data are values on the device, inputs of compiled functions, and results
 //! computed element by element from those. For such results, the narrow is moved through the operations to
-//! the data, so that only that part is computed. A narrow of any other result (a product, say) is part of the
-//! model's structure; it stays a view, which costs nothing.
+//! the data, so that only that part is computed. A narrow of any other result (a product, say) is a view,
+//! which costs nothing; its start is fixed in the plan. Split and chunk always make such views.
 
 use super::{Node, Tensor};
 use halcyon_ir::composite::CompositeKind;
@@ -29,7 +29,7 @@ struct Narrow {
 impl Tensor {
     /// A part of the tensor: `len` elements from `start` along `axis` (negative counts from the end). If the
     /// tensor is data (a value on the device, or computed element by element from such values), `start` is a
-    /// run-time argument. So a loop over batches uses one plan:
+    /// run-time argument, so a loop over batches uses one plan:
     ///
     /// ```
     /// use halcyon::prelude::*;

@@ -141,7 +141,8 @@ impl Measured<'_> {
         Ok(best)
     }
 
-    /// Compiles and runs the default kernels. They run in every plan, so if they fail, the device has failed.
+    /// Compiles and runs the default kernels. They run in every plan, so most of their failures are failures
+    /// of the device.
     fn baseline(&self) -> Result<Baseline<'_>, NotTuned> {
         let t = self.tunable;
         let bench = Bench::new(&*self.runtime.device, t)?;

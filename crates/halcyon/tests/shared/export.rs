@@ -1,8 +1,8 @@
 //! Exports every case of the op table as an ONNX model, imports it again and evaluates it with the reference.
 //!
 //! If `HALCYON_EXPORTED` names a folder, the models are written there, with their inputs and the reference's
-//! results, in the layout of the ONNX backend tests. `xtask/scripts/check_export.py` runs them in other
-//! engines. `HALCYON_ROW` selects rows by a part of their name.
+//! results, in the layout of the ONNX backend tests. `xtask/scripts/check_export.py` runs them in
+//! onnxruntime. `HALCYON_ROW` selects rows by a part of their name.
 
 use halcyon::ir::{Graph, reference};
 use halcyon::{ConstData, DType, Error, Result, Scalar};
@@ -94,9 +94,9 @@ fn round_trips(what: &str, opset: i64, types: &dyn Fn(DType) -> bool) {
     t.finish(what);
 }
 
-/// Whether the ONNX operators of a case define its result, so that another engine must agree: no integer
-/// division by zero, no integer overflow, no cast to an integer dtype that cannot represent the value, no NaN
-/// to order, no two updates of one element.
+/// Whether the ONNX operators of a case define its result, so that other software must compute the same: no
+/// integer division by zero, no integer overflow, no cast to an integer dtype that cannot represent the
+/// value, no NaN to order, no two updates of one element.
 fn settled(row: &Row, c: &Case, d: DType, opset: i64) -> bool {
     let whole =
         !d.is_float() && ["div", "rem", "mod", "pow", "shl", "shr", "abs", "neg"].contains(&&*row.name);

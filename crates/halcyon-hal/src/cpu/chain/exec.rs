@@ -44,7 +44,7 @@ struct BlockExecutor<'a> {
     held: SmallVec<[isize; 64]>,
     /// Block number along each axis.
     pos: [usize; MAX_AXES],
-    /// Room for one more block, for conversions before stores.
+    /// Room for one more block, in which values are converted before they are stored.
     spare: *mut u8,
     acc: *mut u64,
 }

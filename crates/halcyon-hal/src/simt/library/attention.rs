@@ -234,7 +234,7 @@ impl AttentionPlan {
         let below = x.b.pointwise(Pointwise::Sub, F32, &[scores, top], F32)?;
         let weights = x.b.pointwise(Pointwise::Exp, F32, &[below], F32)?;
         let sum = x.b.reduce(Reduce::Add, weights)?;
-        // The statistics that training would store (see the module's documentation).
+        // The logarithm of the sums, which nothing uses (see the module's documentation).
         let log = x.b.pointwise(Pointwise::Log, F32, &[sum], F32)?;
         x.b.pointwise(Pointwise::Add, F32, &[top, log], F32)?;
         let shares = x.b.pointwise(Pointwise::Div, F32, &[weights, sum], of)?;

@@ -1,8 +1,8 @@
 //! cuDNN's backend API (`cudnn_graph.h`): graphs of operations.
 //!
-//! A descriptor is created, gets attributes and is finalised; it does not change afterwards. Operations
-//! connected by virtual tensors form a graph. The library proposes engines for it, best first. An engine
-//! yields a plan, which runs with a pack of addresses.
+//! A descriptor is created, given attributes and finalised. It does not change afterwards. Operations
+//! connected by virtual tensors form a graph. The library proposes engines (implementations) of the graph,
+//! best first. An engine gives a plan, which runs with a pack of addresses.
 
 use super::cudnn::status;
 use super::functions_of_one;
@@ -27,7 +27,7 @@ type LastError = unsafe extern "system" fn(*mut c_char, usize);
 /// The loaded API.
 pub(super) struct Graphs {
     f: Functions,
-    /// Exists since version 9.
+    /// cuDNN has this function since version 9.
     last_error: Option<LastError>,
 }
 
@@ -35,7 +35,7 @@ pub(super) struct Graphs {
 #[derive(Clone, Copy)]
 struct Kind(c_int, &'static str);
 
-const POINTWISE: Kind = Kind(0, "an element-wise function");
+const POINTWISE: Kind = Kind(0, "the settings of an element-wise operation");
 const ENGINE: Kind = Kind(2, "an engine");
 const CONFIG: Kind = Kind(3, "an engine's configuration");
 const HEURISTICS: Kind = Kind(4, "the choice of engines");
@@ -44,10 +44,10 @@ const OPERATION_POINTWISE: Kind = Kind(13, "an element-wise operation");
 const GRAPH: Kind = Kind(15, "a graph");
 const PACK: Kind = Kind(16, "a pack of addresses");
 const TENSOR: Kind = Kind(17, "a tensor");
-const MATMUL: Kind = Kind(18, "a product");
-const OPERATION_MATMUL: Kind = Kind(19, "a product's operation");
-const REDUCTION: Kind = Kind(21, "a reduction");
-const OPERATION_REDUCTION: Kind = Kind(22, "a reduction's operation");
+const MATMUL: Kind = Kind(18, "the settings of a product");
+const OPERATION_MATMUL: Kind = Kind(19, "a product");
+const REDUCTION: Kind = Kind(21, "the settings of a reduction");
+const OPERATION_REDUCTION: Kind = Kind(22, "a reduction");
 
 /// Types of attributes (`cudnnBackendAttributeType_t`).
 mod is {
@@ -146,7 +146,8 @@ const MAX_NOTES: usize = 32;
 /// Maximum length of an error text.
 const MAX_TEXT: usize = 256;
 
-/// A call that the library rejected.
+/// A call that the library rejected, or that [`Builder::keep`] did not make (code -1), because an attribute
+/// refers to something outside of the graph.
 #[derive(Debug)]
 pub struct CallError {
     pub call: String,
@@ -235,7 +236,7 @@ unsafe impl Sync for Description {}
 
 impl Drop for Description {
     fn drop(&mut self) {
-        // SAFETY: the library created `raw` once; descriptors that refer to it were dropped before.
+        // SAFETY: the library created `raw` once. Descriptors that refer to it were dropped before it.
         unsafe { (self.api.f.destroy)(self.raw) };
     }
 }
@@ -341,8 +342,8 @@ impl Builder {
             let text = "it refers to something outside of its graph".into();
             return Err(CallError { call: format!("making {}", kind.1), code: -1, text });
         }
-        // SAFETY: the descriptors among the attributes are in `parts`, checked above, which drops this one
-        // before them; there are no handles or addresses.
+        // SAFETY: the check above ensures that the attributes hold no handle or address, and that every
+        // descriptor among them is in `parts`, which drops the new descriptor before them.
         let made = unsafe { Description::new(self.api, kind, attributes) }?;
         let raw = made.raw;
         self.parts.0.push(made);
@@ -389,7 +390,7 @@ impl Builder {
     }
 
     /// Applies a function to up to three operands, computed in type `precision`, and stores to `out`. `axis`
-    /// is the axis of an index.
+    /// is the axis along which [`Pointwise::Index`] counts, and `None` for other functions.
     pub(super) fn pointwise_into(
         &mut self,
         mode: Pointwise,
@@ -486,7 +487,7 @@ impl Builder {
         let heuristics = unsafe { Description::new(self.api, HEURISTICS, &attributes) };
         self.parts.0.push(graph);
         let heuristics = heuristics?;
-        // SAFETY: `n` is 0, so nothing is written but the number of results.
+        // SAFETY: `n` is 0, so only the number of results is written.
         let found = unsafe { heuristics.get(at::HEURISTICS_RESULTS, is::DESCRIPTION, 0, ptr::null_mut()) }?;
         let made = (0..found.min(MAX_ENGINES)).map(|_| Description::empty(self.api, CONFIG));
         let configs = made.collect::<Result<Vec<_>, _>>()?;

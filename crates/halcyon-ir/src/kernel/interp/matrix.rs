@@ -199,7 +199,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
     }
 }
 
-/// Rounds to a 10-bit significand: to nearest, ties away from zero. Infinities and NaN are unchanged.
+/// Rounds to 10 fraction bits: to nearest, ties away from zero. Infinities and NaN are unchanged.
 fn tf32(x: f32) -> f32 {
     if x.is_finite() { f32::from_bits(x.to_bits().wrapping_add(0x1000) & !0x1fff) } else { x }
 }

@@ -37,10 +37,10 @@ struct h_rows { float r[H_ROWS]; };
 ";
 
 /// With MFMA, work-item `l` has four elements of row `l % 16` of A, and of column `l % 16` of B, from
-/// position `4 (l / 16)` along k on. Of the sums it has, in column `l % 16`, four rows from row `4 (l / 16)`
-/// on. With WMMA, work-item `l` has all sixteen elements of row `l % 16` of A, and of column `l % 16` of B,
-/// so both halves of the wave have the same elements. Of the sums it has, in column `l % 16`, every second
-/// row from row `l / 16` on.
+/// position `4 (l / 16)` along k on. Its sums are in column `l % 16`, in four rows from row `4 (l / 16)` on.
+/// With WMMA, work-item `l` has all sixteen elements of row `l % 16` of A, and of column `l % 16` of B, so
+/// both halves of the wave have the same elements. Its sums are in column `l % 16`, in every second row from
+/// row `l / 16` on.
 pub(super) const HIP_HEADER: &str = "\
 #if defined(__gfx90a__) || defined(__gfx940__) || defined(__gfx941__) || defined(__gfx942__) || defined(__gfx950__)
 #define H_OPERAND 2

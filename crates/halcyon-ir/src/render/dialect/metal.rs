@@ -28,8 +28,9 @@ pub static DIALECT: Dialect = Dialect {
     barrier_local: "threadgroup_barrier(mem_flags::mem_threadgroup);",
     barrier_global: "threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);",
     atomic_add: "atomic_fetch_add_explicit((device atomic_$t*)&$p, $v, memory_order_relaxed)",
-    // This keeps the largest code instead of the first, which is as good. Keeping the first would need a
-    // compare-exchange, and Metal has only a weak one, which may fail spuriously.
+    // This keeps the largest code instead of the first one. Either code reports a fault that occurred.
+    // Keeping the first one would need a compare-exchange, and Metal has only a weak one, which may fail
+    // spuriously.
     set_error: "atomic_fetch_max_explicit((device atomic_uint*)&$p, $v, memory_order_relaxed);",
     types: ["bool", "int", "uint", "long", "ulong", "float", "", "float2", "float4", "uint4"],
     storage: [

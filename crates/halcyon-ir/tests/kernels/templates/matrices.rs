@@ -20,7 +20,7 @@ use halcyon_ir::{DType, Scalar, TensorType};
 use halcyon_test_host::drawn;
 use std::sync::Arc;
 
-/// Rounds to a 10-bit significand, ties away from zero.
+/// Rounds to 10 fraction bits, ties away from zero.
 fn tf32(v: f64) -> f64 {
     let step = 2f64.powi(v.abs().log2().floor() as i32 - 10);
     if v == 0.0 { 0.0 } else { (v.abs() / step + 0.5).floor() * step * v.signum() }
