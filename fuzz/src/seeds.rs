@@ -12,7 +12,7 @@ use image::{DynamicImage, ImageFormat};
 use prost::Message;
 use std::collections::{BTreeMap, HashSet};
 use std::error::Error;
-use std::io::Cursor;
+use std::io::{Cursor, Write};
 use std::path::{Path, PathBuf};
 
 /// Maximum sizes in bytes of a model and of a tensor.
@@ -135,6 +135,31 @@ fn main() -> Result<(), Box<dyn Error>> {
             c.put("torch", &e.file_name().to_string_lossy(), &std::fs::read(e.path())?)?;
         }
     }
+
+    // Datasets. The first byte selects the format (`fuzz_targets/dataset.rs`).
+    let idx = |code: u8, dims: &[u32], body: &[u8]| {
+        let sizes: Vec<u8> = dims.iter().flat_map(|d| d.to_be_bytes()).collect();
+        [&[0, 0, code, dims.len() as u8], &sizes[..], body].concat()
+    };
+    let bytes = idx(0x08, &[2, 1, 3], &[0, 1, 2, 3, 4, 255]);
+    let floats = idx(0x0d, &[2], &[0x3f, 0x80, 0, 0, 0xc0, 0, 0, 0]);
+    for (name, kind, content) in [
+        ("idx-bytes", 0u8, &bytes[..]),
+        ("idx-floats", 0, &floats),
+        ("idx-bytes-gzip", 1, &bytes),
+        ("idx-floats-gzip", 1, &floats),
+        ("csv-classes", 2, b"a,y\n1,u\n-2.5e1,\"v,\"\"w\"\n"),
+        ("csv-numbers", 2, b"\xef\xbb\xbfa, y\r\n1,0.5\r\n\r\n2, 3\r\n"),
+        ("csv-no-header", 2 | 3 << 2, b"1\t2\n3\t4\n"),
+        ("csv-no-label", 2 | 4 << 2, b"a,b\n1,2\n"),
+        ("text", 3, "the \u{e4}hre \u{1f33e}".as_bytes()),
+        ("text-windows", 3 | 2 << 2, b"hello hello"),
+    ] {
+        c.put("dataset", name, &[&[kind], content].concat())?;
+    }
+    let mut packed = flate2::write::GzEncoder::new(vec![0u8], flate2::Compression::fast());
+    packed.write_all(&bytes)?;
+    c.put("dataset", "idx-file-gzip", &packed.finish()?)?;
 
     // Images of every colour type, and those of the suite's image decoder tests.
     for p in found.iter().filter(|p| p.ends_with("test_data_set_0/input_0.pb")) {

@@ -23,6 +23,7 @@ const TARGETS: &[(&str, u32)] = &[
     ("torch", 8192),
     ("image", 8192),
     ("picture", 8192),
+    ("dataset", 4096),
     ("graph", 32_768),
     ("replay", 32_768),
 ];

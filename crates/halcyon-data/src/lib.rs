@@ -1,0 +1,64 @@
+//! Datasets and a loader that prefetches batches, for training and evaluation.
+//!
+//! A [`Dataset`] has rows. Each row has one array per [`Column`]: an image and its label, a window of text
+//! and the characters that follow. [`Arrays`] holds columns in memory; [`idx`], [`read_csv`], [`ImageFolder`]
+//! and [`Text`] read files; [`open`] makes a dataset from a description ([`DataSpec`]), such as a table of a
+//! TOML file. [`DatasetExt`] has subsets, splits and transforms.
+//!
+//! A [`DataLoader`] makes batches of a dataset, on threads if asked, and always in the same order. Its
+//! position ([`LoaderState`]) can be saved and restored, so that an interrupted training goes on with exactly
+//! the batches that it would have seen.
+//!
+//! ```
+//! use halcyon_data::{Arrays, ConstData, DataLoader, DatasetExt, LoaderOptions};
+//!
+//! # fn main() -> halcyon_data::Result<()> {
+//! let x = ConstData::from_slice(&[6, 2], &[0u8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])?;
+//! let y = ConstData::from_slice(&[6], &[0i32, 1, 0, 1, 0, 1])?;
+//! let data = Arrays::new([("x", x), ("y", y)])?.scale("x", 255.0)?;
+//! let mut loader = DataLoader::new(data, LoaderOptions::new(4).shuffle(18).workers(2))?;
+//! for epoch in 0..3 {
+//!     for batch in loader.epoch() {
+//!         let batch = batch?;
+//!         assert_eq!((batch.epoch, batch.arrays.len()), (epoch, 2));
+//!         // let tensors = batch.to(&backend)?;
+//!     }
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Files may be truncated, damaged or hostile. Every length is checked against the file before memory is
+//! allocated for it, and a rejected file gives an [`halcyon_ir::Error::Format`] that names the file and the
+//! place.
+#![forbid(unsafe_code)]
+
+mod arrays;
+mod compose;
+mod dataset;
+pub mod idx;
+mod images;
+mod loader;
+mod order;
+mod resize;
+mod spec;
+mod table;
+mod text;
+mod transform;
+
+pub use arrays::Arrays;
+pub use compose::{Concat, Select, Subset};
+pub use dataset::{Column, Dataset, DatasetExt};
+pub use halcyon_ir::{ConstData, DType, Error, Result};
+pub use images::{ImageFolder, ImageOptions};
+pub use loader::{Batch, DataLoader, Epoch, LoaderOptions, LoaderState};
+pub use order::permutation;
+pub use spec::{DataSpec, Kind, Normalise, Part, Subrange, open};
+pub use table::{CsvOptions, LabelKind, parse_csv, read_csv};
+pub use text::{Text, TextOptions, Vocabulary};
+pub use transform::Mapped;
+
+/// An [`Error::Format`] about `file`.
+pub(crate) fn bad(file: &str, what: impl Into<String>) -> Error {
+    Error::Format { file: file.into(), what: what.into() }
+}

@@ -1,0 +1,428 @@
+//! Batches of a dataset, made ahead by threads, in an order that does not depend on them.
+
+use crate::dataset::{Column, Dataset};
+use crate::order;
+use halcyon::{Backend, Tensor};
+use halcyon_ir::{ConstData, Error, Result};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+/// The most threads of a loader.
+const MAX_WORKERS: usize = 256;
+/// How many epochs' orders are kept: threads at the end of an epoch and threads in the next one use two.
+const ORDERS: usize = 2;
+
+/// How a [`DataLoader`] makes batches.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoaderOptions {
+    batch_size: usize,
+    seed: Option<u64>,
+    drop_last: bool,
+    workers: usize,
+    prefetch: Option<usize>,
+}
+
+impl LoaderOptions {
+    /// Batches of `batch_size` rows in the order of the dataset, made by one thread ahead.
+    pub fn new(batch_size: usize) -> LoaderOptions {
+        LoaderOptions { batch_size, seed: None, drop_last: false, workers: 1, prefetch: None }
+    }
+
+    /// Shuffles the rows, each epoch in another order that depends on the seed, the number of the epoch and
+    /// the number of rows ([`permutation`](crate::permutation)).
+    pub fn shuffle(mut self, seed: u64) -> LoaderOptions {
+        self.seed = Some(seed);
+        self
+    }
+
+    /// Leaves out the last batch of an epoch if it has fewer rows than the others.
+    pub fn drop_last(mut self, drop: bool) -> LoaderOptions {
+        self.drop_last = drop;
+        self
+    }
+
+    /// The number of threads. With 0, each batch is made when it is asked for, by the caller's thread.
+    pub fn workers(mut self, workers: usize) -> LoaderOptions {
+        self.workers = workers;
+        self
+    }
+
+    /// How many batches are made ahead, at least 1. If not set, two per thread. It also bounds the number of
+    /// threads, because each works on a batch.
+    pub fn prefetch(mut self, batches: usize) -> LoaderOptions {
+        self.prefetch = Some(batches);
+        self
+    }
+}
+
+/// The position of a loader: which batch comes next. It is stored in checkpoints.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LoaderState {
+    pub epoch: u64,
+    /// The number of the next batch in the epoch.
+    pub next_batch: u64,
+    /// The seed of the order; `None` if rows are not shuffled.
+    pub seed: Option<u64>,
+    /// The number of rows of the dataset. Order and batches depend on it.
+    pub rows: u64,
+    pub batch_size: u64,
+    pub drop_last: bool,
+}
+
+/// A batch of rows.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    /// For each column of the dataset, an array `[rows, ..dims]`.
+    pub arrays: Vec<ConstData>,
+    /// The number of the epoch, from 0.
+    pub epoch: u64,
+    /// The number of the batch in the epoch, from 0.
+    pub index: u64,
+    /// Whether it is the last batch of the epoch.
+    pub last: bool,
+    /// The rows of the dataset that are in it.
+    pub rows: Vec<usize>,
+    /// The position after this batch. A loader that is restored to it goes on with the next batch.
+    pub after: LoaderState,
+    columns: Arc<[Column]>,
+}
+
+impl Batch {
+    /// The columns of [`Batch::arrays`].
+    pub fn columns(&self) -> &[Column] {
+        &self.columns
+    }
+
+    /// The array of the column with this name.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there is none.
+    pub fn array(&self, column: &str) -> Result<&ConstData> {
+        Ok(&self.arrays[crate::dataset::find(&self.columns, column)?])
+    }
+
+    /// Copies the arrays to a device.
+    ///
+    /// # Errors
+    /// Those of [`Tensor::from_data`].
+    pub fn to(&self, backend: &Backend) -> Result<Vec<Tensor>> {
+        self.arrays.iter().map(|x| Tensor::from_data(backend, x)).collect()
+    }
+}
+
+/// The number of an epoch and of a batch in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    epoch: u64,
+    batch: u64,
+}
+
+impl Place {
+    /// The place `by` batches later, in epochs of `batches` batches.
+    fn advance(self, by: u64, batches: u64) -> Place {
+        let batch = self.batch.saturating_add(by);
+        Place { epoch: self.epoch.saturating_add(batch / batches), batch: batch % batches }
+    }
+}
+
+/// What the threads of a loader share.
+struct Shared {
+    data: Arc<dyn Dataset>,
+    columns: Arc<[Column]>,
+    options: LoaderOptions,
+    seed: Option<u64>,
+    batches: u64,
+    /// The newest orders, each with the number of its epoch.
+    orders: Mutex<Vec<(u64, Arc<[usize]>)>>,
+}
+
+impl Shared {
+    fn order(&self, seed: u64, epoch: u64) -> Arc<[usize]> {
+        // An order is stored as a whole, so a thread that panicked leaves nothing half done.
+        let mut orders = self.orders.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, order)) = orders.iter().find(|(e, _)| *e == epoch) {
+            return order.clone();
+        }
+        let order: Arc<[usize]> = order::permutation(self.data.len(), seed, epoch).into();
+        if orders.len() == ORDERS {
+            orders.remove(0);
+        }
+        orders.push((epoch, order.clone()));
+        order
+    }
+
+    fn make(&self, at: Place) -> Result<Batch> {
+        let size = self.options.batch_size;
+        let start = at.batch as usize * size;
+        let end = start.saturating_add(size).min(self.data.len());
+        let rows = match self.seed {
+            Some(seed) => self.order(seed, at.epoch)[start..end].to_vec(),
+            None => (start..end).collect(),
+        };
+        let arrays = self.data.batch(&rows)?;
+        if arrays.len() != self.columns.len() {
+            let what = format!("a batch has {} arrays for {} columns", arrays.len(), self.columns.len());
+            return Err(Error::shape("dataset", what));
+        }
+        let last = at.batch + 1 == self.batches;
+        let after = self.state(at.advance(1, self.batches));
+        let columns = self.columns.clone();
+        Ok(Batch { arrays, epoch: at.epoch, index: at.batch, last, rows, after, columns })
+    }
+
+    fn state(&self, at: Place) -> LoaderState {
+        LoaderState {
+            epoch: at.epoch,
+            next_batch: at.batch,
+            seed: self.seed,
+            rows: self.data.len() as u64,
+            batch_size: self.options.batch_size as u64,
+            drop_last: self.options.drop_last,
+        }
+    }
+}
+
+/// Makes the batches of a dataset, epoch after epoch, without an end.
+///
+/// Threads make batches ahead, also those of the next epoch. The batches and their order are the same with
+/// any number of threads. Dropping the loader ends its threads; a thread that is making a batch ends after
+/// it.
+///
+/// An error of the dataset arrives in the place of its batch. The position then stays before that batch.
+pub struct DataLoader {
+    shared: Arc<Shared>,
+    at: Place,
+    pipeline: Option<Pipeline>,
+}
+
+impl fmt::Debug for DataLoader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Shared { data, options, batches, .. } = &*self.shared;
+        write!(f, "DataLoader({data:?}; {options:?}; {batches} batches, next {:?})", self.at)
+    }
+}
+
+impl DataLoader {
+    /// # Errors
+    /// [`Error::Argument`] for a batch size or prefetch of 0, more than 256 threads, and a dataset that has
+    /// no batch.
+    pub fn new(data: impl Dataset + 'static, options: LoaderOptions) -> Result<DataLoader> {
+        let bad = |what: String| Err(Error::argument("DataLoader", what));
+        let (rows, size) = (data.len(), options.batch_size);
+        if size == 0 {
+            return bad("the batch size is 0; it is at least 1".into());
+        }
+        if options.workers > MAX_WORKERS {
+            return bad(format!("{} workers; at most {MAX_WORKERS} are allowed", options.workers));
+        }
+        if options.prefetch == Some(0) && options.workers > 0 {
+            return bad("workers that prefetch 0 batches; set workers to 0 instead".into());
+        }
+        let batches = if options.drop_last { rows / size } else { rows.div_ceil(size) } as u64;
+        if batches == 0 {
+            return bad(format!(
+                "{rows} rows give no batch of {size}{}",
+                if rows > 0 { " (drop_last)" } else { "" }
+            ));
+        }
+        let (columns, seed) = (data.columns().into(), options.seed);
+        let data: Arc<dyn Dataset> = Arc::new(data);
+        let shared = Shared { data, columns, options, seed, batches, orders: Mutex::default() };
+        Ok(DataLoader { shared: Arc::new(shared), at: Place { epoch: 0, batch: 0 }, pipeline: None })
+    }
+
+    /// The number of batches of an epoch.
+    pub fn batches(&self) -> u64 {
+        self.shared.batches
+    }
+
+    /// The dataset.
+    pub fn dataset(&self) -> &Arc<dyn Dataset> {
+        &self.shared.data
+    }
+
+    /// Returns the next batch. After the last batch of an epoch comes the first of the next one.
+    ///
+    /// # Errors
+    /// Those of the dataset; [`Error::Argument`] if it panicked in a thread; [`Error::Io`] if the system
+    /// gives no thread.
+    pub fn next_batch(&mut self) -> Result<Batch> {
+        let batch = match self.shared.options.workers {
+            0 => self.shared.make(self.at),
+            _ => self.receive(),
+        };
+        match &batch {
+            Ok(_) => self.at = self.at.advance(1, self.shared.batches),
+            // The threads are past the failed batch. The next call starts others at it.
+            Err(_) => self.pipeline = None,
+        }
+        batch
+    }
+
+    fn receive(&mut self) -> Result<Batch> {
+        if self.pipeline.is_none() {
+            self.pipeline = Some(Pipeline::start(&self.shared, self.at)?);
+        }
+        match &mut self.pipeline {
+            Some(pipeline) => pipeline.receive(),
+            None => Err(Error::internal("a loader without threads")),
+        }
+    }
+
+    /// The rest of the current epoch: all of it, or what is left after a break or a restored position. The
+    /// iterator ends after an error.
+    pub fn epoch(&mut self) -> Epoch<'_> {
+        Epoch { loader: self, ended: false }
+    }
+
+    /// The position: the epoch and the batch that come next.
+    pub fn state(&self) -> LoaderState {
+        self.shared.state(self.at)
+    }
+
+    /// Goes to a position that [`DataLoader::state`] or [`Batch::after`] gave. The following batches are
+    /// exactly those that followed then, also with another number of threads. The seed of the position
+    /// replaces that of the loader.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the position is one of other batches: of another number of rows, another batch
+    /// size, or past the end of its epoch.
+    pub fn restore(&mut self, state: &LoaderState) -> Result<()> {
+        let own = self.state();
+        let bad = |what: String| Err(Error::argument("DataLoader", what));
+        let kind = |s: &LoaderState| {
+            let last = if s.drop_last { ", the last one left out if smaller" } else { "" };
+            format!("{} rows in batches of {}{last}", s.rows, s.batch_size)
+        };
+        if (own.rows, own.batch_size, own.drop_last) != (state.rows, state.batch_size, state.drop_last) {
+            return bad(format!(
+                "the saved position is for {}, but the loader has {}",
+                kind(state),
+                kind(&own)
+            ));
+        }
+        let batches = self.shared.batches;
+        if state.next_batch > batches {
+            return bad(format!("batch {} of the saved position; an epoch has {batches}", state.next_batch));
+        }
+        self.pipeline = None;
+        if state.seed != self.shared.seed {
+            let Shared { data, columns, options, batches, .. } = &*self.shared;
+            self.shared = Arc::new(Shared {
+                data: data.clone(),
+                columns: columns.clone(),
+                options: options.clone(),
+                seed: state.seed,
+                batches: *batches,
+                orders: Mutex::default(),
+            });
+        }
+        self.at = Place { epoch: state.epoch, batch: 0 }.advance(state.next_batch, batches);
+        Ok(())
+    }
+
+    /// Goes to the first batch of an epoch.
+    pub fn set_epoch(&mut self, epoch: u64) {
+        let at = Place { epoch, batch: 0 };
+        if self.at != at {
+            (self.at, self.pipeline) = (at, None);
+        }
+    }
+}
+
+/// The batches of one epoch: see [`DataLoader::epoch`].
+#[derive(Debug)]
+pub struct Epoch<'a> {
+    loader: &'a mut DataLoader,
+    ended: bool,
+}
+
+impl Iterator for Epoch<'_> {
+    type Item = Result<Batch>;
+
+    fn next(&mut self) -> Option<Result<Batch>> {
+        if self.ended {
+            return None;
+        }
+        let batch = self.loader.next_batch();
+        self.ended = batch.as_ref().map_or(true, |b| b.last);
+        Some(batch)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let left = if self.ended { 0 } else { self.loader.shared.batches - self.loader.at.batch };
+        // An error ends the epoch early.
+        (usize::from(!self.ended), usize::try_from(left).ok())
+    }
+}
+
+/// The threads of a loader. Thread `k` of `n` makes each `n`-th batch, beginning with the `k`-th, and has a
+/// channel of its own. Reading the channels in turn gives the batches in order.
+struct Pipeline {
+    receivers: Vec<Receiver<Result<Batch>>>,
+    threads: Vec<Option<JoinHandle<()>>>,
+    turn: usize,
+}
+
+impl Pipeline {
+    fn start(shared: &Arc<Shared>, at: Place) -> Result<Pipeline> {
+        let workers = shared.options.workers;
+        let prefetch = shared.options.prefetch.unwrap_or(2 * workers);
+        let workers = workers.min(prefetch).max(1);
+        let mut pipeline = Pipeline { receivers: vec![], threads: vec![], turn: 0 };
+        for k in 0..workers {
+            // A thread holds one batch ahead while it waits for room in its channel.
+            let ahead = prefetch / workers + usize::from(k < prefetch % workers);
+            let (sender, receiver) = sync_channel(ahead.saturating_sub(1));
+            let shared = shared.clone();
+            let first = at.advance(k as u64, shared.batches);
+            let spawned = thread::Builder::new()
+                .name(format!("halcyon-data-{k}"))
+                .spawn(move || work(&shared, first, workers as u64, &sender));
+            let thread = spawned.map_err(|e| Error::Io {
+                path: "a thread of the data loader".into(),
+                what: format!("{e}; set workers to 0 to read without threads"),
+            })?;
+            pipeline.receivers.push(receiver);
+            pipeline.threads.push(Some(thread));
+        }
+        Ok(pipeline)
+    }
+
+    fn receive(&mut self) -> Result<Batch> {
+        let turn = self.turn;
+        self.turn = (turn + 1) % self.receivers.len();
+        if let Ok(batch) = self.receivers[turn].recv() {
+            return batch;
+        }
+        let panic = self.threads[turn].take().and_then(|t| t.join().err());
+        let what = panic.as_ref().and_then(|p| {
+            p.downcast_ref::<String>().map(String::as_str).or(p.downcast_ref::<&str>().copied())
+        });
+        let what = format!("the dataset panicked in a thread: {}", what.unwrap_or("without a message"));
+        Err(Error::argument("DataLoader", what))
+    }
+}
+
+impl Drop for Pipeline {
+    fn drop(&mut self) {
+        // Senders fail from here on, so the threads end.
+        self.receivers.clear();
+        self.threads.iter_mut().filter_map(Option::take).for_each(|t| drop(t.join()));
+    }
+}
+
+/// What a thread does: each `step`-th batch from `at` on, until the loader is dropped or a batch fails.
+fn work(shared: &Shared, mut at: Place, step: u64, sender: &SyncSender<Result<Batch>>) {
+    loop {
+        let batch = shared.make(at);
+        let failed = batch.is_err();
+        if sender.send(batch).is_err() || failed {
+            return;
+        }
+        at = at.advance(step, shared.batches);
+    }
+}
