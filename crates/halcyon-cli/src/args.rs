@@ -7,6 +7,7 @@ pub(crate) mod common;
 pub(crate) mod help;
 mod model;
 mod run;
+mod train;
 mod tune;
 
 use crate::cmd::Command;
@@ -18,6 +19,7 @@ pub(crate) use common::Verbosity;
 pub(crate) use help::{CompletionsArgs, HelpArgs, ManArgs, command};
 pub(crate) use model::*;
 pub(crate) use run::*;
+pub(crate) use train::*;
 pub(crate) use tune::*;
 
 #[derive(Parser, Debug)]

@@ -16,6 +16,7 @@ pub(crate) mod run;
 pub(crate) mod select;
 mod split;
 pub(crate) mod trace;
+pub(crate) mod train;
 pub(crate) mod tune;
 mod verify;
 
@@ -69,6 +70,8 @@ commands! {
     Devices(args::DevicesArgs) => devices::main;
     /// Checks that each backend works, step by step
     Doctor(args::DoctorArgs) => doctor::main;
+    /// Trains a model as a configuration file says
+    Train(args::TrainArgs) => train::main;
     /// Compares results with the expected results
     Conformance(args::ConformanceArgs) => conformance::main;
     /// Repeats a failure from its replay file

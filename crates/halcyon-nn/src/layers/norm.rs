@@ -310,20 +310,21 @@ impl BatchNorm {
     /// updated; the running variance gets the unbiased one.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
-        let (Ok(dims), Ok(dtype)) = (x.dims(), x.dtype()) else { return x.clone() };
-        if dims.len() < 2 || dims[1] != self.channels {
-            let what = format!("{} channels expected, the input is {:?}", self.channels, dims.as_slice());
+        // The batch may be a symbol in evaluation.
+        let (Ok(shape), Ok(dtype)) = (x.shape(), x.dtype()) else { return x.clone() };
+        if shape.len() < 2 || shape[1].known() != Some(self.channels) {
+            let what = format!("{} channels expected, the input is {shape}", self.channels);
             let e = halcyon::ir::error::Error::shape(CompositeKind::BatchNorm, what);
             return placed(Tensor::build(&[x], |_, _| Err(e)), &self.weight, x);
         }
         let (mean, var) = match is_training() {
             false => (self.running_mean.value(), self.running_var.value()),
-            true => match self.of_batch(x, &dims) {
+            true => match x.dims().and_then(|dims| self.of_batch(x, &dims)) {
                 Ok(both) => both,
                 Err(e) => return placed(Tensor::build(&[x], |_, _| Err(e)), &self.weight, x),
             },
         };
-        let constant = |v: f64| Tensor::full(x.backend(), [dims[1]], v, dtype);
+        let constant = |v: f64| Tensor::full(x.backend(), [self.channels], v, dtype);
         let scale = self.weight.as_ref().map_or_else(|| constant(1.0), Param::value);
         let bias = self.bias.as_ref().map_or_else(|| constant(0.0), Param::value);
         let y = x.batch_norm(&scale, &bias, &mean.cast(dtype), &var.cast(dtype), self.options.eps);

@@ -1,0 +1,176 @@
+//! Reading a checkpoint.
+
+use super::like;
+use super::manifest::Manifest;
+use super::tensors::{Tensors, record};
+use halcyon::ir::error::{Error, Result};
+use halcyon::{ConstData, DType, Tensor};
+use halcyon_nn::{LoadWeights, Module, ModuleExt, Strictness, TrainStep, Unmatched};
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+
+/// A checkpoint that was opened: its `checkpoint.json` was read.
+#[derive(Debug)]
+pub struct Checkpoint {
+    folder: PathBuf,
+    manifest: Manifest,
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint of a folder.
+    ///
+    /// # Errors
+    /// `Error::Io`; `Error::Format` for a malformed `checkpoint.json`; `Error::Unsupported` for a newer
+    /// version of the format.
+    pub fn open(folder: &Path) -> Result<Checkpoint> {
+        Ok(Checkpoint { folder: folder.into(), manifest: Manifest::read(folder)? })
+    }
+
+    /// What `checkpoint.json` says.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Its folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Compares sizes and checksums of all files with `checkpoint.json`.
+    ///
+    /// # Errors
+    /// `Error::Io`; `Error::Format` for a file that differs.
+    pub fn verify(&self) -> Result<()> {
+        for (name, want) in &self.manifest.files {
+            let path = self.folder.join(name);
+            let have = record(&path)?;
+            if have != *want {
+                let what = format!(
+                    "it is damaged: {} bytes with the checksum {:08x}, but checkpoint.json says {} bytes with {:08x}",
+                    have.bytes, have.crc32, want.bytes, want.crc32
+                );
+                return Err(Error::Format { file: path.display().to_string(), what });
+            }
+        }
+        Ok(())
+    }
+
+    fn tensors(&self, stem: &str) -> Result<Tensors> {
+        let prefix = |n: &String| n.starts_with(stem);
+        if !self.manifest.files.keys().any(prefix) {
+            let what = format!("checkpoint.json lists no file of the {stem}");
+            return Err(Error::Format { file: self.folder.display().to_string(), what });
+        }
+        Tensors::open(&self.folder, stem)
+    }
+
+    /// Replaces the model's parameters and buffers only. Dtypes are converted to the model's, and values are
+    /// copied to its device. All or nothing.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::verify`] and [`LoadWeights::load_state_dict`].
+    pub fn load_model(&self, model: &dyn Module, strictness: Strictness) -> Result<Unmatched> {
+        self.verify()?;
+        let tensors = self.tensors("model")?;
+        let names: Vec<String> = tensors.names().map(str::to_string).collect();
+        model.load_state_dict(&|n| tensors.get(n), &names, strictness)
+    }
+
+    /// Replaces the model's parameters and buffers, and the step's optimizer state, loss scaler, number of
+    /// steps and seed. Values are copied to the device of the run, and converted where its dtypes differ. With
+    /// equal dtypes every bit is kept. All or nothing.
+    ///
+    /// A run in f32 takes the f32 copies that a run in f16 or bf16 kept of its parameters. A run without a
+    /// loss scaler ignores the scaler's state.
+    ///
+    /// # Errors
+    /// `Error::Argument` for a tensor that is missing or has no counterpart, and for another optimizer;
+    /// `Error::Shape` for one of another shape, with its name; `Error::Format` for damaged files; errors of
+    /// the device.
+    pub fn load(&self, model: &dyn Module, step: &mut TrainStep<'_>) -> Result<()> {
+        self.verify()?;
+        self.same_optimizer(step)?;
+        let (weights, state) = (self.tensors("model")?, self.tensors("optimizer")?);
+        let (new, used) = optimizer_state(step, &weights, &state)?;
+        let masters = masters(model, &state)?;
+        let extra = |n: &&str| !used.contains(*n) && !masters.contains_key(*n) && !n.starts_with("scaler.");
+        let extra: Vec<&str> = state.names().filter(extra).collect();
+        if !extra.is_empty() {
+            let unexpected = extra.iter().map(|n| (*n).to_string()).collect();
+            let unmatched = Unmatched { missing: vec![], unexpected };
+            let what = format!("the optimizer keeps other state: {unmatched}");
+            return Err(Error::argument("load", what));
+        }
+        let names: Vec<String> = weights.names().map(str::to_string).collect();
+        let get = |n: &str| match masters.get(&format!("{n}.master")) {
+            Some(data) => Some(Ok(data.clone())),
+            None => weights.get(n),
+        };
+        halcyon::eval(&new.iter().map(|(_, t)| t.clone()).collect::<Vec<_>>())?;
+        model.load_state_dict(&get, &names, Strictness::Strict)?;
+        step.load_state(new)?;
+        let skipped = match (&self.manifest.scaler, step.scale()?) {
+            // Steps that were skipped do not count for an optimizer without a scaler.
+            (Some(s), None) => s.skipped,
+            _ => 0,
+        };
+        step.with_optimizer(|o| o.set_steps(self.manifest.optimizer.steps.saturating_sub(skipped)));
+        step.set_seed(self.manifest.seed);
+        Ok(())
+    }
+
+    fn same_optimizer(&self, step: &TrainStep<'_>) -> Result<()> {
+        let have: Vec<String> = step.with_optimizer(|o| o.groups().map(|g| g.0.to_string()).collect());
+        let want: Vec<&str> = self.manifest.optimizer.groups.iter().map(|g| g.rule.as_str()).collect();
+        match have == want {
+            true => Ok(()),
+            false => {
+                let (want, have) = (want.join(", "), have.join(", "));
+                let what = format!("the checkpoint's optimizer is {want}, that of the run {have}");
+                Err(Error::argument("load", what))
+            }
+        }
+    }
+}
+
+/// The new tensors of [`TrainStep::load_state`], and the names in the file that they come from.
+fn optimizer_state(
+    step: &TrainStep<'_>,
+    weights: &Tensors,
+    state: &Tensors,
+) -> Result<(Vec<(String, Tensor)>, HashSet<String>)> {
+    let (mut new, mut used, mut missing) = (vec![], HashSet::new(), vec![]);
+    for (name, old) in step.state() {
+        // A run in f32 kept no f32 copies: they are its parameters.
+        let data = state.get(&name).or_else(|| weights.get(name.strip_suffix(".master")?));
+        match data {
+            Some(data) => new.push((name.clone(), like(&name, &data?, &old)?)),
+            // A run without a loss scaler saved none; the scaler begins anew.
+            None if name.starts_with("scaler.") => {}
+            None => missing.push(name.clone()),
+        }
+        used.insert(name);
+    }
+    match missing.is_empty() {
+        true => Ok((new, used)),
+        false => {
+            let unmatched = Unmatched { missing, unexpected: vec![] };
+            Err(Error::argument("load", format!("the optimizer's state: {unmatched}")))
+        }
+    }
+}
+
+/// The f32 copies of parameters in the file, by name, for parameters that the run has in f32 or f64.
+fn masters(model: &dyn Module, state: &Tensors) -> Result<HashMap<String, ConstData>> {
+    let mut out = HashMap::new();
+    for (path, slot) in model.parameters() {
+        let name = format!("{path}.master");
+        if !matches!(slot.value().dtype()?, DType::F32 | DType::F64) {
+            continue;
+        }
+        if let Some(data) = state.get(&name) {
+            out.insert(name, data?);
+        }
+    }
+    Ok(out)
+}

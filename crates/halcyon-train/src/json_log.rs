@@ -1,0 +1,97 @@
+//! A log of JSON lines.
+
+use crate::callback::{Callback, EpochReport, Flow, StepReport};
+use halcyon::ir::error::{Error, Result};
+use serde_json::{Value, json};
+use std::fs::{File, OpenOptions};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// Longest accepted log of an earlier run in bytes.
+const MOST: u64 = 1 << 30;
+
+/// Appends one JSON object per step and per epoch to a file: `{"step":…,"epoch":…,"loss":…,"samples_per_s":…}`
+/// and the same with `"kind":"epoch"` and the metrics. Lines are on the disk after each epoch. Epochs count
+/// from 1. When a run is resumed, lines of steps after its checkpoint are removed.
+#[derive(Debug)]
+pub struct JsonLog {
+    path: PathBuf,
+    file: Option<BufWriter<File>>,
+}
+
+impl JsonLog {
+    /// A log in the file `path`, whose folder must exist when training starts.
+    pub fn new(path: impl Into<PathBuf>) -> JsonLog {
+        JsonLog { path: path.into(), file: None }
+    }
+
+    fn failed(&self, e: &std::io::Error) -> Error {
+        Error::Io { path: self.path.display().to_string(), what: e.to_string() }
+    }
+
+    fn line(&mut self, v: &Value, flush: bool) -> Result<()> {
+        let Some(file) = &mut self.file else { return Ok(()) };
+        let done = writeln!(file, "{v}").and_then(|()| if flush { file.flush() } else { Ok(()) });
+        done.map_err(|e| self.failed(&e))
+    }
+}
+
+/// Keeps the lines of steps up to `step`.
+fn cut(path: &Path, step: u64) -> Result<()> {
+    let text = halcyon_host::input::text_of(path, MOST).map_err(|e| e.error(path))?;
+    let kept = |l: &&str| {
+        let v: Option<Value> = serde_json::from_str(l).ok();
+        v.and_then(|v| v["step"].as_u64()).is_some_and(|s| s <= step)
+    };
+    let mut out = String::new();
+    for l in text.lines().filter(kept) {
+        out.push_str(l);
+        out.push('\n');
+    }
+    match out == text {
+        true => Ok(()),
+        false => halcyon_host::output::write(path, out.as_bytes()),
+    }
+}
+
+/// A number as JSON. One that is not finite is a string, because JSON has no such numbers.
+pub(crate) fn number(x: f64) -> Value {
+    if x.is_finite() { json!(x) } else { json!(x.to_string()) }
+}
+
+impl Callback for JsonLog {
+    fn on_start(&mut self, step: u64) -> Result<()> {
+        if self.path.exists() {
+            cut(&self.path, step)?;
+        }
+        let file = OpenOptions::new().create(true).append(true).open(&self.path);
+        self.file = Some(BufWriter::new(file.map_err(|e| self.failed(&e))?));
+        Ok(())
+    }
+
+    fn on_step(&mut self, r: &StepReport) -> Result<Flow> {
+        let v = json!({
+            "kind": "step", "step": r.step, "epoch": r.epoch + 1, "loss": number(r.loss),
+            "samples_per_s": number(r.samples_per_s),
+        });
+        self.line(&v, false)?;
+        Ok(Flow::Continue)
+    }
+
+    fn on_epoch(&mut self, r: &EpochReport) -> Result<Flow> {
+        let mut v = json!({
+            "kind": "epoch", "step": r.step, "epoch": r.epoch + 1, "loss": number(r.loss),
+            "samples_per_s": number(r.samples_per_s),
+        });
+        r.metrics.iter().for_each(|(k, x)| v[k] = number(*x));
+        self.line(&v, true)?;
+        Ok(Flow::Continue)
+    }
+
+    fn on_end(&mut self) -> Result<()> {
+        match self.file.as_mut().map(Write::flush) {
+            Some(Err(e)) => Err(self.failed(&e)),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,434 @@
+//! The configuration file.
+
+use crate::checkpoint::Goal;
+use halcyon::ir::DType;
+use halcyon::ir::error::{Error, Result};
+use halcyon_nn::{
+    AdaGrad, Adafactor, Adam, Clip, Lion, Module, Optimizer, OptimizerBuilder, RmsProp, Schedule, Sgd,
+};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+use toml::{Table, Value};
+
+/// A training: what `halcyon train` reads.
+///
+/// Relative paths in a file are relative to its folder, except `output` and `export`, which are relative to the
+/// current folder, as are all paths of `--set`.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    pub model: ModelConfig,
+    /// The `path` of [`Config::train`] and [`Config::test`] where they give none.
+    #[serde(default)]
+    pub data: Option<PathBuf>,
+    /// The data to train on: a [`halcyon_data::DataSpec`], or `kind = "mnist"` for a folder with MNIST's files.
+    pub train: Table,
+    /// The data to evaluate on after each epoch.
+    #[serde(default)]
+    pub test: Option<Table>,
+    #[serde(default)]
+    pub optimizer: OptimizerConfig,
+    /// Default: 10.
+    #[serde(default = "epochs")]
+    pub epochs: u64,
+    /// Number of steps, in place of epochs.
+    #[serde(default)]
+    pub steps: Option<u64>,
+    /// Samples of a batch. A smaller last batch of an epoch is left out. Default: 64.
+    #[serde(default = "batch")]
+    pub batch: usize,
+    /// The seed of initial values, order and dropout. Default: 1.
+    #[serde(default = "seed")]
+    pub seed: u64,
+    /// Type of the parameters. f16 trains with loss scaling. Default: f32.
+    #[serde(default)]
+    pub dtype: DTypeName,
+    /// Threads that prepare batches; 0 prepares each when it is needed. Default: 1.
+    #[serde(default = "workers")]
+    pub workers: usize,
+    /// The run's folder. Default: `runs/NAME`, where NAME is that of the file.
+    #[serde(default)]
+    pub output: PathBuf,
+    /// Losses are read every so many steps. Default: 10.
+    #[serde(default = "read_every")]
+    pub read_every: u64,
+    /// A checkpoint is written after each epoch, and every so many steps if set.
+    #[serde(default)]
+    pub checkpoint_every: Option<u64>,
+    /// Number of newest checkpoints that are kept; 0 keeps all. Default: 3.
+    #[serde(default = "keep")]
+    pub keep: usize,
+    /// Also keeps the best checkpoint by a metric.
+    #[serde(default)]
+    pub best: Option<Watch>,
+    /// Ends the training when a metric no longer improves.
+    #[serde(default)]
+    pub early_stopping: Option<Watch>,
+    /// Writes TensorBoard's files.
+    #[serde(default)]
+    pub tensorboard: bool,
+    /// Names the op that makes a NaN or an infinity. Steps take longer.
+    #[serde(default)]
+    pub detect_anomaly: bool,
+    /// Writes the trained model as ONNX.
+    #[serde(default)]
+    pub export: Option<PathBuf>,
+}
+
+fn epochs() -> u64 {
+    10
+}
+fn batch() -> usize {
+    64
+}
+fn seed() -> u64 {
+    1
+}
+fn workers() -> usize {
+    1
+}
+fn read_every() -> u64 {
+    10
+}
+fn keep() -> usize {
+    3
+}
+
+/// A model.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase", deny_unknown_fields)]
+pub enum ModelConfig {
+    /// Fully connected layers with ReLU between them.
+    Mlp {
+        /// Sizes of the hidden layers.
+        hidden: Vec<usize>,
+        #[serde(default)]
+        dropout: f64,
+    },
+    /// For each number of channels a convolution 3×3, batch normalisation, ReLU and a maximum over 2×2; then a
+    /// fully connected layer.
+    Cnn {
+        channels: Vec<usize>,
+        #[serde(default)]
+        dropout: f64,
+    },
+    /// A character model: embeddings of characters and places, blocks of causal attention and a fully connected
+    /// part with normalisation before each (Radford et al. 2019), and the embeddings again as the last layer.
+    Chars {
+        layers: usize,
+        /// Elements of an embedding.
+        size: usize,
+        heads: usize,
+        #[serde(default)]
+        dropout: f64,
+    },
+}
+
+/// Type of parameters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DTypeName {
+    #[default]
+    F32,
+    BF16,
+    F16,
+}
+
+impl DTypeName {
+    pub(crate) fn dtype(self) -> DType {
+        match self {
+            DTypeName::F32 => DType::F32,
+            DTypeName::BF16 => DType::BF16,
+            DTypeName::F16 => DType::F16,
+        }
+    }
+}
+
+/// A metric that is watched.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Watch {
+    /// `loss`, `test_loss`, `accuracy` or `perplexity`.
+    pub metric: String,
+    pub goal: GoalName,
+    /// For early stopping: epochs without an improvement. Default: 5.
+    #[serde(default = "patience")]
+    pub patience: u64,
+    /// For early stopping: the least change that counts. Default: 0.
+    #[serde(default)]
+    pub least: f64,
+}
+
+fn patience() -> u64 {
+    5
+}
+
+/// Which value is the best.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GoalName {
+    Largest,
+    Smallest,
+}
+
+impl From<GoalName> for Goal {
+    fn from(g: GoalName) -> Goal {
+        match g {
+            GoalName::Largest => Goal::Largest,
+            GoalName::Smallest => Goal::Smallest,
+        }
+    }
+}
+
+/// The optimizer. Settings that are not given have the rule's defaults.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerConfig {
+    #[serde(default)]
+    pub kind: OptimizerKind,
+    #[serde(default)]
+    pub rate: Option<f64>,
+    #[serde(default)]
+    pub weight_decay: Option<f64>,
+    /// Of `sgd` and `rmsprop`.
+    #[serde(default)]
+    pub momentum: Option<f64>,
+    /// Bounds the norm of all gradients together.
+    #[serde(default)]
+    pub clip_norm: Option<f64>,
+    /// A [`Schedule`]. Where `steps` is not given, it is the number of steps of the training; where a cycle has
+    /// no `most`, it is the rate.
+    #[serde(default)]
+    pub schedule: Option<Table>,
+}
+
+/// An update rule.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerKind {
+    Sgd,
+    Adam,
+    #[default]
+    AdamW,
+    AdaGrad,
+    RmsProp,
+    Adafactor,
+    Lion,
+}
+
+impl OptimizerConfig {
+    /// The optimizer of a model for a training of `steps` steps.
+    ///
+    /// # Errors
+    /// `Error::Argument` for settings out of range, or a momentum of a rule that has none.
+    pub(crate) fn build<M: Module>(&self, model: &M, steps: u64) -> Result<Optimizer> {
+        let mut b = self.rule()?;
+        if let Some(c) = self.clip_norm {
+            b = b.clip(Clip::Norm(c));
+        }
+        if let Some(s) = self.schedule(steps)? {
+            b = b.schedule(s);
+        }
+        b.build(model)
+    }
+
+    fn rule(&self) -> Result<OptimizerBuilder> {
+        let (rate, decay) = (self.rate, self.weight_decay);
+        if self.momentum.is_some() && !matches!(self.kind, OptimizerKind::Sgd | OptimizerKind::RmsProp) {
+            let what = format!("momentum is for sgd and rmsprop, not for {:?}", self.kind).to_lowercase();
+            return Err(Error::argument("optimizer", what));
+        }
+        let momentum = self.momentum.unwrap_or(0.0);
+        macro_rules! rule {
+            ($r:expr) => {{
+                let mut r = $r;
+                r.rate = rate.unwrap_or(r.rate);
+                r.weight_decay = decay.unwrap_or(r.weight_decay);
+                Optimizer::builder(r)
+            }};
+        }
+        Ok(match self.kind {
+            OptimizerKind::Sgd => rule!(Sgd { momentum, ..Sgd::default() }),
+            OptimizerKind::Adam => rule!(Adam::new()),
+            OptimizerKind::AdamW => rule!(Adam::w()),
+            OptimizerKind::AdaGrad => rule!(AdaGrad::default()),
+            OptimizerKind::RmsProp => rule!(RmsProp { momentum, ..RmsProp::default() }),
+            OptimizerKind::Adafactor => rule!(Adafactor::default()),
+            OptimizerKind::Lion => rule!(Lion::default()),
+        })
+    }
+
+    fn schedule(&self, steps: u64) -> Result<Option<Schedule>> {
+        let Some(mut table) = self.schedule.clone() else { return Ok(None) };
+        let kind = table.get("kind").and_then(Value::as_str).unwrap_or_default().to_string();
+        if matches!(kind.as_str(), "one_cycle" | "cosine" | "linear") && !table.contains_key("steps") {
+            table.insert("steps".into(), Value::Integer(i64::try_from(steps).unwrap_or(i64::MAX)));
+        }
+        if let (true, Some(rate)) = (kind == "one_cycle" && !table.contains_key("most"), self.rate) {
+            table.insert("most".into(), Value::Float(rate));
+        }
+        let schedule = table.try_into().map_err(|e: toml::de::Error| {
+            Error::argument("optimizer", format!("schedule: {}", e.message()))
+        })?;
+        Ok(Some(schedule))
+    }
+}
+
+impl Config {
+    /// Reads a file and then applies settings of the form `key=value`, where `key` may have dots
+    /// (`optimizer.rate=0.1`) and `value` is TOML, or text without quotes.
+    ///
+    /// # Errors
+    /// `Error::Io`; `Error::Format` for a file that is no TOML or has unknown keys or wrong types, with the
+    /// line; `Error::Argument` for a setting that is no `key=value`.
+    pub fn read(path: &Path, settings: &[String]) -> Result<Config> {
+        let text = halcyon_host::input::text(path)?;
+        let malformed = |what: String| Error::Format { file: path.display().to_string(), what };
+        let mut table: Table = toml::from_str(&text).map_err(|e| malformed(located(&e, &text)))?;
+        // Errors of the file's own keys name their line, so they are found before settings are added.
+        let typed = |t: &Table| t.clone().try_into::<Config>();
+        if settings.is_empty() {
+            toml::from_str::<Config>(&text).map_err(|e| malformed(located(&e, &text)))?;
+        }
+        let folder = path.parent().unwrap_or(Path::new(""));
+        for key in
+            [&["data"][..], &["train", "path"], &["train", "labels"], &["test", "path"], &["test", "labels"]]
+        {
+            if let Some(Value::String(p)) = at(&mut table, key) {
+                *p = folder.join(&p).display().to_string();
+            }
+        }
+        for s in settings {
+            set(&mut table, s)?;
+        }
+        let mut config = typed(&table).map_err(|e| malformed(e.message().to_string()))?;
+        if config.output.as_os_str().is_empty() {
+            config.output = Path::new("runs").join(path.file_stem().unwrap_or_default());
+        }
+        config.check()?;
+        Ok(config)
+    }
+
+    fn check(&self) -> Result<()> {
+        let bad = |what: &str| Err(Error::argument("train", what));
+        match (self.batch, self.epochs, self.steps) {
+            (0, _, _) => bad("a batch of 0 samples"),
+            (_, 0, None) | (_, _, Some(0)) => bad("a training of 0 steps"),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The message of a TOML error with its line.
+fn located(e: &toml::de::Error, text: &str) -> String {
+    match e.span() {
+        Some(span) => {
+            let line = text[..span.start.min(text.len())].matches('\n').count() + 1;
+            format!("line {line}: {}", e.message())
+        }
+        None => e.message().to_string(),
+    }
+}
+
+fn at<'t>(table: &'t mut Table, path: &[&str]) -> Option<&'t mut Value> {
+    match path {
+        [key] => table.get_mut(*key),
+        [key, rest @ ..] => at(table.get_mut(*key)?.as_table_mut()?, rest),
+        [] => None,
+    }
+}
+
+/// Applies one setting.
+fn set(table: &mut Table, setting: &str) -> Result<()> {
+    let bad = |what: String| Error::argument("--set", what);
+    let (key, text) = setting
+        .split_once('=')
+        .filter(|(k, _)| !k.trim().is_empty())
+        .ok_or_else(|| bad(format!("`{setting}` is not of the form key=value, as in optimizer.rate=0.01")))?;
+    let parsed: std::result::Result<Table, _> = toml::from_str(&format!("value = {text}"));
+    let value = match parsed.ok().and_then(|mut t| t.remove("value")) {
+        Some(v) => v,
+        None => Value::String(text.to_string()),
+    };
+    let (mut table, mut parts) = (table, key.trim().split('.').peekable());
+    while let Some(part) = parts.next() {
+        if parts.peek().is_none() {
+            table.insert(part.to_string(), value);
+            return Ok(());
+        }
+        let entry = table.entry(part.to_string()).or_insert_with(|| Value::Table(Table::new()));
+        table = match entry {
+            Value::Table(t) => t,
+            _ => return Err(bad(format!("`{part}` of `{key}` is a value, not a table"))),
+        };
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MLP: &str =
+        "epochs = 2\n[model]\nkind = \"mlp\"\nhidden = [8]\n[train]\nkind = \"npz\"\npath = \"a.npz\"\n";
+
+    fn read(text: &str, settings: &[&str]) -> Result<Config> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("small.toml");
+        std::fs::write(&path, text).unwrap();
+        let settings: Vec<String> = settings.iter().map(|s| (*s).to_string()).collect();
+        let c = Config::read(&path, &settings);
+        if let Ok(c) = &c {
+            let own = c.train.get("path").and_then(Value::as_str).unwrap_or_default();
+            assert!(own == "b.npz" || Path::new(own) == dir.path().join("a.npz"), "{own}");
+        }
+        c
+    }
+
+    #[test]
+    fn settings_replace_keys_of_the_file() {
+        let c =
+            read(MLP, &["optimizer.rate=0.5", "epochs=7", "train.path=b.npz", "optimizer.kind=sgd"]).unwrap();
+        assert_eq!((c.epochs, c.optimizer.rate, c.optimizer.kind), (7, Some(0.5), OptimizerKind::Sgd));
+        assert_eq!((c.batch, c.output.as_path()), (64, Path::new("runs/small")));
+        for (setting, part) in [
+            ("epochs", "key=value"),
+            ("=3", "key=value"),
+            ("epochs=many", "invalid type"),
+            ("epochs.x=1", "not a table"),
+            ("epoch=3", "epoch"),
+            ("batch=0", "0 samples"),
+            ("optimizer.kind=adan", "adan"),
+        ] {
+            let e = read(MLP, &[setting]).unwrap_err().to_string();
+            assert!(e.contains(part), "{setting}: {e}");
+        }
+    }
+
+    #[test]
+    fn errors_of_a_file_name_the_line() {
+        for (text, line, part) in [
+            (format!("{MLP}shuffle = true\n[other]\n"), 9, "other"),
+            (MLP.replace("epochs = 2", "epochs = \"two\""), 1, "invalid type"),
+            (MLP.replace("mlp", "mpl"), 2, "mpl"),
+            (MLP.replace("epochs = 2", "epochs = "), 1, ""),
+        ] {
+            let e = read(&text, &[]).unwrap_err().to_string();
+            let want = format!("line {line}");
+            assert!(e.contains(&want) && e.contains(part) && e.contains("small.toml"), "{e}");
+        }
+    }
+
+    #[test]
+    fn schedules_get_the_length_of_the_training() {
+        let with = |s: &str| {
+            let text = format!("kind = \"adamw\"\nrate = 0.1\n{s}");
+            toml::from_str::<OptimizerConfig>(&text).unwrap().schedule(50)
+        };
+        assert_eq!(with("schedule = { kind = \"one_cycle\" }").unwrap(), Some(Schedule::one_cycle(0.1, 50)));
+        let cosine = Schedule::Cosine { steps: 9, least: 0.0 };
+        assert_eq!(with("schedule = { kind = \"cosine\", steps = 9, least = 0.0 }").unwrap(), Some(cosine));
+        assert!(with("schedule = { kind = \"cosine\" }").is_err());
+        assert!(with("schedule = { kind = \"sine\" }").unwrap_err().to_string().contains("sine"));
+    }
+}

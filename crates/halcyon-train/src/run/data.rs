@@ -1,0 +1,131 @@
+//! The datasets of a configuration.
+
+use super::config::Config;
+use halcyon::ir::error::{Error, Result};
+use halcyon_data::idx::Split;
+use halcyon_data::{Column, DataSpec, Dataset, DatasetExt, Kind, Subrange, open};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use toml::{Table, Value};
+
+/// Rows of MNIST's test part that are trained on where the training part is missing. The rest is for the test.
+const MNIST_TRAINED: usize = 8000;
+
+/// What the model answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Target {
+    /// One of so many classes.
+    Classes(usize),
+    /// Numbers.
+    Values,
+}
+
+/// Opened datasets with input and target columns.
+pub(super) struct Data {
+    pub(super) train: Arc<dyn Dataset>,
+    pub(super) test: Option<Arc<dyn Dataset>>,
+    pub(super) input: Column,
+    pub(super) output: Column,
+    pub(super) target: Target,
+}
+
+impl Data {
+    pub(super) fn open(config: &Config) -> Result<Data> {
+        let train = part(config, &config.train, "train", &[])?;
+        let [input, output] = train.columns() else {
+            let names: Vec<&str> = train.columns().iter().map(|c| c.name.as_str()).collect();
+            let what =
+                format!("the data has the columns {}, expected an input and a target", names.join(", "));
+            return Err(Error::argument("train", what));
+        };
+        let (input, output) = (input.clone(), output.clone());
+        let test = config.test.as_ref().map(|t| part(config, t, "test", &output.classes)).transpose()?;
+        if let Some(t) = &test {
+            let same = |a: &Column, b: &Column| (a.dtype, &a.dims) == (b.dtype, &b.dims);
+            let fits =
+                t.columns().len() == 2 && t.columns().iter().zip(train.columns()).all(|(a, b)| same(a, b));
+            if !fits {
+                let what = format!("the test data is {t:?}, the training data {train:?}");
+                return Err(Error::argument("train", what));
+            }
+        }
+        let target = match output.dtype.is_float() {
+            true => Target::Values,
+            false => Target::Classes(classes(&output, [Some(&train), test.as_ref()])?),
+        };
+        Ok(Data { train, test, input, output, target })
+    }
+}
+
+/// The number of classes: that of the names, else the largest class number of the data and one.
+fn classes(output: &Column, parts: [Option<&Arc<dyn Dataset>>; 2]) -> Result<usize> {
+    if !output.classes.is_empty() {
+        return Ok(output.classes.len());
+    }
+    let mut largest = 0;
+    for part in parts.into_iter().flatten() {
+        let targets = part.clone().select(&[&output.name])?;
+        for start in (0..targets.len()).step_by(4096) {
+            let rows: Vec<usize> = (start..targets.len().min(start + 4096)).collect();
+            for column in targets.batch(&rows)? {
+                for v in column.to_vec::<i64>() {
+                    if !(0..1 << 24).contains(&v) {
+                        let what = format!("the target {v} is no class number: they begin at 0");
+                        return Err(Error::argument("train", what));
+                    }
+                    largest = largest.max(v);
+                }
+            }
+        }
+    }
+    Ok(largest as usize + 1)
+}
+
+/// Opens one part. `names` are the classes or characters of the training data.
+fn part(config: &Config, table: &Table, which: &str, names: &[String]) -> Result<Arc<dyn Dataset>> {
+    let mut table = table.clone();
+    if let (false, Some(path)) = (table.contains_key("path"), &config.data) {
+        table.insert("path".into(), Value::String(path.display().to_string()));
+    }
+    let bad = |what: String| Error::argument("train", format!("[{which}]: {what}"));
+    if table.get("kind").and_then(Value::as_str) == Some("mnist") {
+        let path = table.get("path").and_then(Value::as_str);
+        let path = path.ok_or_else(|| bad("give the folder of MNIST's files with --set data=DIR".into()))?;
+        if let Some(other) = table.keys().find(|k| !["kind", "path"].contains(&k.as_str())) {
+            return Err(bad(format!("`{other}` has no effect on data of the kind mnist")));
+        }
+        return mnist(Path::new(path), which == "train");
+    }
+    let mut spec: DataSpec = table.try_into().map_err(|e: toml::de::Error| bad(e.message().to_string()))?;
+    match spec.kind {
+        // Another text has other characters, but their numbers must be those of the training.
+        Kind::Text if spec.vocabulary.is_none() && !names.is_empty() => {
+            let text: String = names.concat();
+            spec.vocabulary = Some(halcyon_data::Vocabulary::of(&text));
+        }
+        Kind::Images | Kind::Csv if spec.classes.is_empty() && !names.is_empty() => {
+            spec.classes = names.to_vec();
+        }
+        _ => {}
+    }
+    let data = open(&spec)?;
+    match data.is_empty() {
+        true => Err(bad("the data has no rows".into())),
+        false => Ok(data),
+    }
+}
+
+/// MNIST's parts; where the folder has the test part only, its first rows are for training.
+fn mnist(folder: &Path, train: bool) -> Result<Arc<dyn Dataset>> {
+    let exists = |name: &str| folder.join(name).is_file();
+    let names = ["train-images-idx3-ubyte", "train-images.idx3-ubyte"];
+    let whole = names.iter().any(|n| exists(n) || exists(&format!("{n}.gz")));
+    let mut spec = DataSpec::new(Kind::Idx, PathBuf::from(folder));
+    spec.split = Some(if whole && train { Split::Train } else { Split::Test });
+    if !whole {
+        let all = open(&spec)?.len();
+        let rows = if train { [0, MNIST_TRAINED.min(all)] } else { [MNIST_TRAINED.min(all), all] };
+        spec.subset = Some(Subrange::Rows(rows));
+    }
+    open(&spec)
+}

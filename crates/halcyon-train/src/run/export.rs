@@ -1,0 +1,35 @@
+//! The trained model as ONNX.
+
+use super::data::{Data, Target};
+use super::models::Model;
+use halcyon::ir::error::Result;
+use halcyon::ir::passes::{cse, fold, simplify};
+use halcyon::{DType, Dim, Shape, Tensor};
+use halcyon_formats::onnx::export::{ExportOptions, write as write_onnx};
+use std::path::Path;
+
+/// Writes the forward of the model, in evaluation, in the dtypes of its parameters with an f32 input. Classes
+/// become probabilities. The input's name is that of the data's column. The batch is a symbol, except of a
+/// character model, whose batch is 1. Returns the size in bytes.
+pub(super) fn write(model: &Model, data: &Data, path: &Path) -> Result<u64> {
+    let backend = model.backend();
+    let batch = match model {
+        Model::Chars(_) => Dim::from(1),
+        _ => Dim::sym("batch"),
+    };
+    let shape: Shape = std::iter::once(batch).chain(data.input.dims.iter().map(|d| Dim::from(*d))).collect();
+    let dtype = if data.input.dtype.is_float() { DType::F32 } else { data.input.dtype };
+    let x = Tensor::placeholder(&backend, dtype, shape);
+    let y = super::answers(model, model.dtype()?, &x);
+    let (name, y) = match data.target {
+        Target::Classes(_) => ("probabilities", y.softmax(-1)),
+        Target::Values => ("values", y),
+    };
+    y.check()?;
+    let graph = Tensor::trace(&[(&data.input.name, &x)], &[(name, &y)])?;
+    let (graph, _) = fold::run_lean(&graph)?;
+    let (graph, _) = simplify::run(&graph)?;
+    let (graph, _) = cse::run(&graph)?;
+    let written = write_onnx(&graph, path, &ExportOptions::default())?;
+    Ok(written.model_bytes + written.data.map_or(0, |(_, n)| n))
+}

@@ -1,0 +1,480 @@
+//! The loop over epochs and steps.
+
+use crate::anomaly::find_anomaly;
+use crate::callback::{Callback, EpochReport, Flow, StepReport};
+use crate::checkpoint::{Checkpoint, Checkpoints, Progress};
+use crate::metrics::MeanLoss;
+use halcyon::ir::DType;
+use halcyon::ir::error::{Error, Result};
+use halcyon::{Backend, ConstData, Tensor};
+use halcyon_data::{DataLoader, LoaderState};
+use halcyon_nn::{Module, ModuleExt, StepGraph, TrainStep};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// A batch on the host.
+#[derive(Clone, Debug)]
+pub struct StepBatch {
+    /// What the step gets, in order.
+    pub arrays: Vec<ConstData>,
+    pub samples: u64,
+    /// The number of the batch in its epoch, from 0, and the number of batches of the epoch.
+    pub index: u64,
+    pub batches: u64,
+    /// The position after this batch, for [`Batches::restore`].
+    pub position: Value,
+}
+
+/// Where a trainer gets its batches, epoch after epoch.
+pub trait Batches {
+    /// The next batch.
+    ///
+    /// # Errors
+    /// As the implementation says.
+    fn next(&mut self) -> Result<StepBatch>;
+
+    /// Goes to a position of [`StepBatch::position`].
+    ///
+    /// # Errors
+    /// `Error::Argument` if the position is one of other data.
+    fn restore(&mut self, position: &Value) -> Result<()>;
+}
+
+impl Batches for DataLoader {
+    fn next(&mut self) -> Result<StepBatch> {
+        let (batches, b) = (self.batches(), self.next_batch()?);
+        let position = serde_json::to_value(&b.after).map_err(|e| Error::internal(e.to_string()))?;
+        Ok(StepBatch { arrays: b.arrays, samples: b.rows.len() as u64, index: b.index, batches, position })
+    }
+
+    fn restore(&mut self, position: &Value) -> Result<()> {
+        let state = LoaderState::deserialize(position)
+            .map_err(|e| Error::argument("restore", format!("the checkpoint's position in the data: {e}")))?;
+        DataLoader::restore(self, &state)
+    }
+}
+
+/// How long and how a [`Trainer`] trains.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TrainerOptions {
+    /// Number of epochs. Default: 1.
+    pub epochs: u64,
+    /// Training also ends after this number of steps. Default: none.
+    pub steps: Option<u64>,
+    /// Losses are read from the device every so many steps; until then, the host runs ahead of it. Default:
+    /// 10.
+    pub read_every: u64,
+    /// A checkpoint is written after each epoch, and every so many steps if set.
+    pub checkpoint_every: Option<u64>,
+    /// Checks the results of every step, and for one with a NaN or an infinity names the op that made it. The
+    /// step then has no effect. Each step takes longer and keeps the old values of all parameters.
+    pub detect_anomaly: bool,
+}
+
+impl Default for TrainerOptions {
+    fn default() -> TrainerOptions {
+        TrainerOptions {
+            epochs: 1,
+            steps: None,
+            read_every: 10,
+            checkpoint_every: None,
+            detect_anomaly: false,
+        }
+    }
+}
+
+/// Why a training ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stopped {
+    /// All epochs or steps were taken.
+    Done,
+    /// A callback returned [`Flow::Stop`].
+    Callback,
+    /// The flag of [`Trainer::interrupt`] was set.
+    Interrupted,
+}
+
+/// The result of [`Trainer::fit`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Report {
+    /// Number of epochs completed, and of steps taken, in all.
+    pub epoch: u64,
+    pub step: u64,
+    /// The mean loss of the last epoch.
+    pub loss: f64,
+    /// The metrics of the last evaluation.
+    pub metrics: BTreeMap<String, f64>,
+    pub stopped: Stopped,
+    /// The checkpoint that was written last.
+    pub checkpoint: Option<PathBuf>,
+}
+
+/// What the trainer keeps in a checkpoint. The sum is text, because JSON readers round numbers.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Kept {
+    loss_sum: String,
+    samples: u64,
+}
+
+type Evaluate<'a> = Box<dyn FnMut() -> Result<BTreeMap<String, f64>> + 'a>;
+
+/// Trains a model; see the [crate's example](crate).
+pub struct Trainer<'a> {
+    model: &'a dyn Module,
+    step: TrainStep<'a>,
+    options: TrainerOptions,
+    callbacks: Vec<Box<dyn Callback + 'a>>,
+    evaluate: Option<Evaluate<'a>>,
+    checkpoints: Option<Checkpoints>,
+    stop: Arc<AtomicBool>,
+    epoch: u64,
+    taken: u64,
+    /// The loss of the current epoch.
+    loss: MeanLoss,
+    metrics: BTreeMap<String, f64>,
+    position: Value,
+    saved: Option<PathBuf>,
+    /// Whether a callback stops the training after this epoch.
+    stopping: bool,
+    /// The mean loss of the last epoch.
+    last: f64,
+}
+
+impl fmt::Debug for Trainer<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Trainer(epoch {}, {} steps, {:?})", self.epoch, self.taken, self.options)
+    }
+}
+
+/// Losses that were not read yet, and the time of training.
+struct Pending {
+    losses: Vec<(u64, Tensor, u64, (u64, u64))>,
+    since: Instant,
+    /// Samples and time of the epoch, in training only.
+    samples: u64,
+    busy: Duration,
+}
+
+impl<'a> Trainer<'a> {
+    /// A trainer of `model`, the model of `step`.
+    pub fn new(model: &'a dyn Module, step: TrainStep<'a>, options: TrainerOptions) -> Trainer<'a> {
+        Trainer {
+            model,
+            step,
+            options,
+            callbacks: vec![],
+            evaluate: None,
+            checkpoints: None,
+            stop: Arc::default(),
+            epoch: 0,
+            taken: 0,
+            loss: MeanLoss::default(),
+            metrics: BTreeMap::new(),
+            position: Value::Null,
+            saved: None,
+            stopping: false,
+            last: f64::NAN,
+        }
+    }
+
+    /// Adds a callback. Callbacks are called in the order in which they were added.
+    pub fn callback(mut self, callback: impl Callback + 'a) -> Self {
+        self.callbacks.push(Box::new(callback));
+        self
+    }
+
+    /// Sets what is measured after each epoch, such as an accuracy on data that the training does not use.
+    pub fn evaluate(mut self, f: impl FnMut() -> Result<BTreeMap<String, f64>> + 'a) -> Self {
+        self.evaluate = Some(Box::new(f));
+        self
+    }
+
+    /// Writes checkpoints.
+    pub fn checkpoints(mut self, checkpoints: Checkpoints) -> Self {
+        self.checkpoints = Some(checkpoints);
+        self
+    }
+
+    /// A flag that ends the training after the current step, with a checkpoint if there are checkpoints. It
+    /// may be set from another thread, or by a signal.
+    pub fn interrupt(&self) -> Arc<AtomicBool> {
+        self.stop.clone()
+    }
+
+    /// Uses `flag` as the flag of [`Trainer::interrupt`].
+    pub fn interrupted_by(mut self, flag: Arc<AtomicBool>) -> Self {
+        self.stop = flag;
+        self
+    }
+
+    /// Number of steps taken.
+    pub fn steps(&self) -> u64 {
+        self.taken
+    }
+
+    /// The training step.
+    pub fn step(&self) -> &TrainStep<'a> {
+        &self.step
+    }
+
+    /// Moves model and training step to another backend. Batches follow. An evaluation must use the backend of
+    /// the model's parameters.
+    ///
+    /// # Errors
+    /// Those of [`TrainStep::to_device`].
+    pub fn to_device(&mut self, backend: &Backend) -> Result<()> {
+        self.step.to_device(backend)
+    }
+
+    /// Continues from a checkpoint: model, optimizer, loss scaler, position in the data. The following steps
+    /// are those that would have followed, on the same backend with the same bits.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::load`] and [`Batches::restore`].
+    pub fn resume(&mut self, folder: &Path, data: &mut dyn Batches) -> Result<()> {
+        let checkpoint = Checkpoint::open(folder)?;
+        let m = checkpoint.manifest();
+        let malformed = |what: String| Error::Format {
+            file: folder.join("checkpoint.json").display().to_string(),
+            what: format!("trainer: {what}"),
+        };
+        let kept = Kept::deserialize(&m.trainer).map_err(|e| malformed(e.to_string()))?;
+        let sum: f64 =
+            kept.loss_sum.parse().map_err(|_| malformed("the sum of losses is no number".into()))?;
+        if !m.data.is_null() {
+            data.restore(&m.data)?;
+        }
+        checkpoint.load(self.model, &mut self.step)?;
+        (self.epoch, self.taken) = (m.epoch, m.step);
+        self.loss = MeanLoss::restored(sum, kept.samples);
+        (self.metrics, self.position) = (m.metrics.clone(), m.data.clone());
+        self.last = self.metrics.remove("loss").unwrap_or(f64::NAN);
+        Ok(())
+    }
+
+    /// Trains until all epochs or steps are done, a callback stops it, or the flag is set.
+    ///
+    /// # Errors
+    /// Errors of steps, data, callbacks, the evaluation and checkpoints; with `detect_anomaly`,
+    /// `Error::Argument` with the op that made a NaN or an infinity.
+    pub fn fit(&mut self, data: &mut dyn Batches) -> Result<Report> {
+        let taken = self.taken;
+        self.callbacks.iter_mut().try_for_each(|c| c.on_start(taken))?;
+        let ended = self.epochs(data);
+        // Logs are complete also after an error.
+        let closed = self.callbacks.iter_mut().map(|c| c.on_end()).collect::<Vec<_>>();
+        let stopped = ended?;
+        closed.into_iter().collect::<Result<()>>()?;
+        Ok(Report {
+            epoch: self.epoch,
+            step: self.taken,
+            loss: self.last,
+            metrics: self.metrics.clone(),
+            stopped,
+            checkpoint: self.saved.clone(),
+        })
+    }
+
+    fn epochs(&mut self, data: &mut dyn Batches) -> Result<Stopped> {
+        self.stopping = false;
+        while self.epoch < self.options.epochs {
+            if self.options.steps.is_some_and(|most| self.taken >= most) {
+                return Ok(Stopped::Done);
+            }
+            let mut pending =
+                Pending { losses: vec![], since: Instant::now(), samples: 0, busy: Duration::ZERO };
+            let ended = self.rest_of_epoch(data, &mut pending)?;
+            self.last = self.loss.mean();
+            if let Some(stopped) = ended {
+                return Ok(stopped);
+            }
+            self.stopping |= self.end_epoch(&pending)?;
+            if self.stop.load(Ordering::Relaxed) {
+                return Ok(Stopped::Interrupted);
+            }
+            if self.stopping {
+                return Ok(Stopped::Callback);
+            }
+        }
+        Ok(Stopped::Done)
+    }
+
+    /// The rest of an epoch. `None` if it was completed.
+    fn rest_of_epoch(&mut self, data: &mut dyn Batches, pending: &mut Pending) -> Result<Option<Stopped>> {
+        loop {
+            let batch = data.next()?;
+            let tensors = batch.arrays.iter().map(|x| Tensor::from_data(self.step.backend(), x));
+            let tensors = tensors.collect::<Result<Vec<_>>>()?;
+            let refs: Vec<&Tensor> = tensors.iter().collect();
+            let loss = match self.options.detect_anomaly {
+                true => self.checked(&refs)?,
+                false => self.step.run(&refs)?,
+            };
+            let loss = loss.into_iter().next().ok_or_else(|| Error::internal("a step without a loss"))?;
+            self.taken += 1;
+            self.position = batch.position;
+            let place = (batch.index + 1, batch.batches);
+            pending.losses.push((self.taken, loss, batch.samples, place));
+            let last = place.0 >= place.1;
+            let every = |n: Option<u64>| n.is_some_and(|n| n > 0 && self.taken.is_multiple_of(n));
+            let save = every(self.options.checkpoint_every);
+            let enough = self.options.steps.is_some_and(|most| self.taken >= most);
+            let stop = self.stop.load(Ordering::Relaxed);
+            let due = pending.losses.len() as u64 >= self.options.read_every.max(1);
+            let flow =
+                if due || save || last || enough || stop { self.read(pending)? } else { Flow::Continue };
+            if let Flow::MoveTo(b) = &flow {
+                self.to_device(b)?;
+            }
+            if last {
+                self.stopping |= matches!(flow, Flow::Stop);
+                return Ok(None);
+            }
+            let stopped = match flow {
+                Flow::Stop => Some(Stopped::Callback),
+                _ if stop => Some(Stopped::Interrupted),
+                _ if enough => Some(Stopped::Done),
+                _ => None,
+            };
+            if save || stopped.is_some() {
+                self.save()?;
+                pending.since = Instant::now();
+            }
+            if stopped.is_some() {
+                return Ok(stopped);
+            }
+        }
+    }
+
+    /// Reads the losses of the last steps and reports them.
+    fn read(&mut self, pending: &mut Pending) -> Result<Flow> {
+        let losses = std::mem::take(&mut pending.losses);
+        let values = losses.iter().map(|(_, t, _, _)| t.item::<f64>()).collect::<Result<Vec<_>>>()?;
+        let time = pending.since.elapsed();
+        let samples: u64 = losses.iter().map(|(_, _, n, _)| n).sum();
+        pending.samples += samples;
+        pending.busy += time;
+        let mut flow = Flow::Continue;
+        for ((step, _, n, batches), loss) in losses.into_iter().zip(values) {
+            self.loss.add(loss, n);
+            let report =
+                StepReport { step, epoch: self.epoch, loss, samples_per_s: rate(samples, time), batches };
+            for c in &mut self.callbacks {
+                match c.on_step(&report)? {
+                    Flow::Continue => {}
+                    other => flow = other,
+                }
+            }
+        }
+        pending.since = Instant::now();
+        Ok(flow)
+    }
+
+    /// Evaluates, reports and saves. Returns whether a callback stops the training.
+    fn end_epoch(&mut self, pending: &Pending) -> Result<bool> {
+        if let Some(f) = &mut self.evaluate {
+            self.metrics = halcyon_nn::evaluation(f)?;
+        }
+        let report = EpochReport {
+            epoch: self.epoch,
+            step: self.taken,
+            loss: self.loss.mean(),
+            samples: self.loss.samples(),
+            samples_per_s: rate(pending.samples, pending.busy),
+            metrics: self.metrics.clone(),
+        };
+        self.epoch += 1;
+        self.loss = MeanLoss::default();
+        let mut stop = false;
+        for i in 0..self.callbacks.len() {
+            match self.callbacks[i].on_epoch(&report)? {
+                Flow::Continue => {}
+                Flow::Stop => stop = true,
+                Flow::MoveTo(b) => self.step.to_device(&b)?,
+            }
+        }
+        self.metrics.insert("loss".into(), report.loss);
+        let saved = self.save();
+        self.metrics.remove("loss");
+        saved.map(|()| stop)
+    }
+
+    fn save(&mut self) -> Result<()> {
+        let Some(checkpoints) = &self.checkpoints else { return Ok(()) };
+        let kept = Kept { loss_sum: format!("{:?}", self.loss.sum()), samples: self.loss.samples() };
+        let progress = Progress {
+            step: self.taken,
+            epoch: self.epoch,
+            metrics: self.metrics.clone(),
+            data: self.position.clone(),
+            trainer: serde_json::to_value(&kept).map_err(|e| Error::internal(e.to_string()))?,
+        };
+        let path = checkpoints.save(self.model, &self.step, &progress)?;
+        self.callbacks.iter_mut().try_for_each(|c| c.on_checkpoint(&path))?;
+        self.saved = Some(path);
+        Ok(())
+    }
+
+    /// A step whose results are checked. After a NaN or infinity, everything has its old value again.
+    fn checked(&mut self, batch: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let before = self.step.graph(batch)?;
+        let results = self.step.run(batch)?;
+        let slots = self.model.slots().into_iter().map(|(_, s)| s.value());
+        let state = self.step.state().into_iter().map(|(_, t)| t);
+        let all: Vec<Tensor> = results.iter().take(1).cloned().chain(slots).chain(state).collect();
+        if all_finite(&all)? {
+            return Ok(results);
+        }
+        let found = find_anomaly(&before)?;
+        self.restore(&before)?;
+        let step = self.taken + 1;
+        Err(found.unwrap_or_else(|| {
+            let device = self.step.backend().id();
+            let what = format!(
+                "step {step} made a NaN or an infinity on {device}, but the same ops on the host do not; compare \
+                 them with Session::verify"
+            );
+            Error::argument("detect_anomaly", what)
+        }))
+    }
+
+    /// Gives parameters, buffers and state their values of before a step.
+    fn restore(&mut self, before: &StepGraph) -> Result<()> {
+        let names: BTreeMap<String, Tensor> = self.step.state().into_iter().collect();
+        let (state, rest): (Vec<_>, Vec<_>) =
+            before.inputs.iter().cloned().partition(|(n, _)| names.contains_key(n));
+        let slots = self.model.slots();
+        for (name, value) in rest {
+            if let Some((_, slot)) = slots.iter().find(|(n, _)| *n == name) {
+                slot.set(value)?;
+            }
+        }
+        self.step.load_state(state)?;
+        self.step.with_optimizer(|o| o.set_steps(o.steps().saturating_sub(1)));
+        Ok(())
+    }
+}
+
+fn rate(samples: u64, time: Duration) -> f64 {
+    samples as f64 / time.as_secs_f64().max(1e-9)
+}
+
+/// Whether all elements of all floats are finite, computed on the device.
+fn all_finite(tensors: &[Tensor]) -> Result<bool> {
+    let mut sum: Option<Tensor> = None;
+    for t in tensors {
+        if t.dtype()?.is_float() {
+            // Zero times an infinity or NaN is NaN, and a sum with NaN is NaN.
+            let zero = (t.cast(DType::F32) * 0.0).sum(..);
+            sum = Some(sum.map_or_else(|| zero.clone(), |s| s + &zero));
+        }
+    }
+    sum.map_or(Ok(true), |s| Ok(!s.item::<f64>()?.is_nan()))
+}
