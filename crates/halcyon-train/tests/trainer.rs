@@ -207,7 +207,7 @@ fn an_anomaly_names_the_op_that_made_it() {
         let step = TrainStep::new(&model, optimizer, |net: &&Net, x: &[Tensor]| {
             let h = net.fc1.forward(&x[0]).relu();
             let h = h.log();
-            Ok(vec![(net.fc2.forward(&h.maximum(-5.0)) * 1.0).sqr().mean(..) * x[0].index((0, 0))])
+            Ok(vec![net.fc2.forward(&h).sqr().mean(..)])
         })
         .unwrap();
         let o = TrainerOptions { detect_anomaly: true, ..options(1) };

@@ -344,8 +344,11 @@ impl BatchNorm {
         let var = (&x - &mean).sqr().mean(axes.as_slice());
         let mean = mean.reshape([dims[1]]);
         let m = self.options.momentum;
-        let blend =
-            |old: &Buffer, new: &Tensor, factor: f64| old.write(old.value() * (1.0 - m) + new * (m * factor));
+        // A model that was cast to a smaller float has its running statistics in it too.
+        let blend = |old: &Buffer, new: &Tensor, factor: f64| {
+            let (old_value, dtype) = (old.value().cast(DType::F32), old.value().dtype()?);
+            old.write((old_value * (1.0 - m) + new * (m * factor)).cast(dtype))
+        };
         blend(&self.running_mean, &mean, 1.0)?;
         blend(&self.running_var, &var, n as f64 / (n - 1) as f64)?;
         self.num_batches_tracked.write(self.num_batches_tracked.value() + 1)?;

@@ -410,7 +410,7 @@ mod tests {
         for (text, line, part) in [
             (format!("{MLP}shuffle = true\n[other]\n"), 9, "other"),
             (MLP.replace("epochs = 2", "epochs = \"two\""), 1, "invalid type"),
-            (MLP.replace("mlp", "mpl"), 2, "mpl"),
+            (MLP.replace("mlp", "mpl"), 3, "mpl"),
             (MLP.replace("epochs = 2", "epochs = "), 1, ""),
         ] {
             let e = read(&text, &[]).unwrap_err().to_string();
