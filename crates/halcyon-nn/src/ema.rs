@@ -87,7 +87,8 @@ impl Ema {
     pub fn apply(&self) -> Result<()> {
         for (_, slot, s) in &self.of {
             let v = s.value();
-            let new = v.cast(slot.stored().dtype()?) + Tensor::scalar(v.backend(), 0.0, slot.stored().dtype()?);
+            let new =
+                v.cast(slot.stored().dtype()?) + Tensor::scalar(v.backend(), 0.0, slot.stored().dtype()?);
             new.eval()?;
             slot.set(new)?;
         }

@@ -140,7 +140,13 @@ impl Graph {
             change[end + 1] -= i128::from(self.stored_bytes(i));
         }
         let mut now = 0i128;
-        change.iter().map(|c| { now += c; now.max(0) as u64 }).collect()
+        change
+            .iter()
+            .map(|c| {
+                now += c;
+                now.max(0) as u64
+            })
+            .collect()
     }
 
     /// The bytes of a node's value if it is computed, 0 for leaves and views.
@@ -173,9 +179,9 @@ impl Graph {
             let half = total / (2 * parts as u64);
             let even = (u128::from(total) * u128::from(k) / parts as u128) as u64;
             let (low, high) = (place(even.saturating_sub(half)).max(1), place(even.saturating_add(half)));
-            let best = (low..=high.max(low)).filter(|at| *at < n).min_by_key(|at| {
-                (crossing[*at], before[*at].abs_diff(even))
-            });
+            let best = (low..=high.max(low))
+                .filter(|at| *at < n)
+                .min_by_key(|at| (crossing[*at], before[*at].abs_diff(even)));
             cuts.extend(best.filter(|at| cuts.last().is_some_and(|last| at > last)));
         }
         cuts.windows(2).map(|w| w[0]..w[1]).collect()

@@ -42,8 +42,8 @@ macro_rules! tuned_template {
 mod attention;
 mod blocked;
 mod byte_matmul;
-mod class_index;
 mod checkpoint;
+mod class_index;
 pub(crate) mod composite;
 mod concat;
 mod conv;

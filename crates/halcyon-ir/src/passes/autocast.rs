@@ -182,7 +182,10 @@ impl MixedOps {
             return vec![format!("{MIXED}: {why}; run it once with values, or use bf16")];
         }
         let kept = |what: &String| {
-            format!("{MIXED}: {what} stays in f32: only values below {} are computed in f16", F16_MAX / RANGE_MARGIN)
+            format!(
+                "{MIXED}: {what} stays in f32: only values below {} are computed in f16",
+                F16_MAX / RANGE_MARGIN
+            )
         };
         self.too_large.values().map(kept).collect()
     }

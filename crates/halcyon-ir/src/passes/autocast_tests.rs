@@ -50,7 +50,8 @@ impl Net {
     }
 
     fn low(&self) -> (Graph, usize, u64) {
-        let (h, n, saved) = run(&self.g, DType::BF16, KeptInF32::default(), &MixedOps::default(), &|_| true).unwrap();
+        let (h, n, saved) =
+            run(&self.g, DType::BF16, KeptInF32::default(), &MixedOps::default(), &|_| true).unwrap();
         // Checks that every node follows its type rule.
         h.bind(&Default::default()).unwrap();
         for (a, b) in self.g.inputs().iter().zip(h.inputs()) {
@@ -218,7 +219,8 @@ fn random_transformer_blocks_follow_float64() {
             let e = n.error(&h);
             assert!(e > 0.0 && e < 3e-2, "{e}\n{h}");
             // If the target does not claim composites, they stay in f32.
-            let (h, ops, _) = run(&n.g, DType::BF16, KeptInF32::default(), &MixedOps::default(), &|_| false).unwrap();
+            let (h, ops, _) =
+                run(&n.g, DType::BF16, KeptInF32::default(), &MixedOps::default(), &|_| false).unwrap();
             assert_eq!(ops, 12);
             assert!(types(&h, "attention").iter().all(|d| *d == DType::F32));
             assert!(n.error(&h) < 3e-2);
@@ -314,7 +316,11 @@ fn other_types_are_not_touched() {
         let x = g.input("x", TensorType::new(d, [3usize, 3]));
         let y = g.matmul(x, x).unwrap();
         g.output("y", y);
-        assert_eq!(run(&g, DType::BF16, KeptInF32::default(), &MixedOps::default(), &|_| true).unwrap().1, 0, "{d}");
+        assert_eq!(
+            run(&g, DType::BF16, KeptInF32::default(), &MixedOps::default(), &|_| true).unwrap().1,
+            0,
+            "{d}"
+        );
     }
     // A bf16 value that the model widened is read in its bf16 form.
     let mut g = Graph::new();

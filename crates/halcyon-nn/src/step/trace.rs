@@ -150,9 +150,12 @@ impl Parts<'_> {
         let mut grads = graded.grads;
         if let Some(n) = self.micro_batches {
             grads = x.sums.iter().zip(&grads).map(|g| add(g) * (1.0 / n as f64)).collect();
-            sums.extend(x.sums.iter().map(|s| s.shape().and_then(|shape| {
-                Ok(Tensor::zeros(s.backend(), shape, s.dtype()?))
-            })).collect::<Result<Vec<_>>>()?);
+            sums.extend(
+                x.sums
+                    .iter()
+                    .map(|s| s.shape().and_then(|shape| Ok(Tensor::zeros(s.backend(), shape, s.dtype()?))))
+                    .collect::<Result<Vec<_>>>()?,
+            );
         }
         let (new, averages, scale) = match (&self.scaler, x.scaler) {
             (Some(scaler), [factor, good, skipped]) => {
