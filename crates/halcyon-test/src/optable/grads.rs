@@ -146,7 +146,8 @@ fn seen_through(o: &OperandSpec, how: Through) -> OperandSpec {
             }
         }
         Through::Broadcast => {
-            if let Some(n) = dims.iter_mut().rev().find(|n| **n > 1) {
+            // The first axis: over equal elements of a row, norms have no stable gradient.
+            if let Some(n) = dims.iter_mut().find(|n| **n > 1) {
                 *n = 1;
             }
         }
