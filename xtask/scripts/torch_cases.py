@@ -422,8 +422,35 @@ def schedules(folder):
     (folder / "schedules.json").write_text(json.dumps(out, separators=(",", ":")) + "\n")
 
 
+def scaler(folder):
+    """The scale of a GradScaler after each of 60 steps, some of whose gradients overflow."""
+    rng = np.random.default_rng(18)
+    out = []
+    for init, growth, backoff, interval in [(65536.0, 2.0, 0.5, 2000), (1024.0, 2.0, 0.5, 3), (8.0, 4.0, 0.25, 5)]:
+        p = torch.ones(3, requires_grad=True)
+        o = torch.optim.SGD([p], lr=0.5)
+        s = torch.amp.GradScaler("cpu", init_scale=init, growth_factor=growth, backoff_factor=backoff,
+                                 growth_interval=interval)
+        gradients, scales, values = [], [], []
+        for _ in range(60):
+            g = rng.choice([0.25, -0.5, 1.0], size=3)
+            if rng.random() < 0.15:
+                g[rng.integers(3)] = np.inf
+            gradients.append([str(v) for v in g])
+            o.zero_grad()
+            s.scale((p * torch.tensor(g, dtype=torch.float32)).sum()).backward()
+            s.step(o)
+            s.update()
+            scales.append(s.get_scale())
+            values.append(p.tolist())
+        out.append(dict(initial=init, growth=growth, backoff=backoff, interval=interval, gradients=gradients,
+                        scales=scales, values=values))
+    (folder / "scaler.json").write_text(json.dumps(out, separators=(",", ":")) + "\n")
+
+
 folder = Path(sys.argv[1])
 folder.mkdir(parents=True, exist_ok=True)
 layers(folder, int(sys.argv[2]) if len(sys.argv) > 2 else 600)
 optimizers(folder)
 schedules(folder)
+scaler(folder)

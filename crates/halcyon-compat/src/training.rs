@@ -14,7 +14,9 @@
 use crate::BackendError;
 use halcyon::hal::{Driver, registry};
 use halcyon::summary::gigabytes;
-use halcyon::{Backend, BackendType, DType, DeviceInfo, Error, Fallback, MatmulPrecision};
+use halcyon::{
+    AmpPolicy, Backend, BackendBuilder, BackendType, DType, DeviceInfo, Error, Fallback, MatmulPrecision,
+};
 use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
@@ -161,6 +163,27 @@ pub struct AmpConfig {
     pub dtype: Option<DType>,
     /// Whether gradients should be scaled, because f16 has a small range.
     pub use_grad_scaler: bool,
+}
+
+impl AmpConfig {
+    /// The settings for opening a backend with this policy. With gradient scaling, training steps of
+    /// `halcyon-nn` on that backend begin with a scale of 65536.
+    ///
+    /// # Errors
+    /// [`BackendErrorKind`](crate::BackendErrorKind)`::Unsupported` if the dtype is none of f16 and bf16.
+    pub fn apply(&self, builder: BackendBuilder) -> Result<BackendBuilder, BackendError> {
+        let policy = match self.dtype.filter(|_| self.enabled) {
+            None => AmpPolicy::None,
+            Some(DType::F16) => AmpPolicy::F16,
+            Some(DType::BF16) => AmpPolicy::Bf16,
+            Some(d) => {
+                let what = format!("mixed precision in {d}");
+                return Err(Error::unsupported(what, "Use F16 or BF16").into());
+            }
+        };
+        let builder = builder.amp(policy);
+        Ok(if self.use_grad_scaler { builder.loss_scale(65536.0) } else { builder })
+    }
 }
 
 /// Mixed precision in f16 on CUDA, ROCm and Metal, with gradient scaling on CUDA and ROCm; no mixed precision

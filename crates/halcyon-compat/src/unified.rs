@@ -62,12 +62,14 @@ impl BackendBuilder {
         self.with(|b| b.enable_tensor_cores(on))
     }
 
-    /// Sets mixed precision ([`halcyon::BackendBuilder::amp`]), which takes effect at level O2.
+    /// Sets mixed precision ([`halcyon::BackendBuilder::amp`]), which takes effect at level O2, and the scale
+    /// of the loss in training steps ([`halcyon::BackendBuilder::loss_scale`]). The scale is that of the first
+    /// step; later it changes with the gradients. 1.0 means that bf16 and f32 use no scale.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if `accum_dtype` is not f32, `compute_dtype` is none of f32, f16 and bf16, or
-    /// `scale_factor` is not 1 for f32 or bf16. [`BackendBuilder::build`] reports a dtype that the device
-    /// does not support.
+    /// [`Error::Unsupported`] if `accum_dtype` is not f32, or `compute_dtype` is none of f32, f16 and bf16;
+    /// [`Error::Argument`] if `scale_factor` is not a positive number. [`BackendBuilder::build`] reports a
+    /// dtype that the device does not support.
     pub fn enable_mixed_precision(self, config: MixedPrecisionConfig) -> Result<Self> {
         let MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor } = config;
         if accum_dtype != DType::F32 {
@@ -81,13 +83,15 @@ impl BackendBuilder {
         let policy = policy.ok_or_else(|| {
             Error::unsupported(format!("mixed precision in {compute_dtype}"), "Use BF16, F16 or F32")
         })?;
-        if policy != AmpPolicy::F16 && scale_factor != 1.0 {
-            return Err(Error::unsupported(
-                format!("gradients scaled by {scale_factor}"),
-                "Use scale_factor 1.0: only f16 needs scaled gradients",
-            ));
+        if !(scale_factor.is_finite() && scale_factor > 0.0) {
+            let what = format!("scale_factor is {scale_factor}, and a positive number is needed");
+            return Err(Error::argument("enable_mixed_precision", what));
         }
-        Ok(self.with(|b| b.amp(policy)))
+        let scales = policy == AmpPolicy::F16 || scale_factor != 1.0;
+        Ok(self.with(|b| {
+            let b = b.amp(policy);
+            if scales { b.loss_scale(scale_factor) } else { b }
+        }))
     }
 
     /// [`halcyon::BackendBuilder::force_amp`].
@@ -114,8 +118,7 @@ pub struct MixedPrecisionConfig {
     pub compute_dtype: DType,
     /// Dtype of the sums of products.
     pub accum_dtype: DType,
-    /// Factor of the loss before gradients are computed. For bf16 it must be 1; for other types it is
-    /// ignored.
+    /// Factor of the loss before gradients are computed, in the first training step. 65536 is usual for f16.
     pub scale_factor: f64,
 }
 

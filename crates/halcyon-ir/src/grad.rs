@@ -6,6 +6,7 @@
 //! of them receives all of it); rounding functions and comparisons have gradient zero; integers and bools
 //! have no gradient.
 
+use crate::composite::CompositeKind;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
 use crate::ops::Op;
@@ -204,14 +205,21 @@ impl Backward<'_> {
     }
 }
 
-/// Appends the body of a composite. Returns its first node and its result.
+/// Appends the body of a composite. Returns the first node added and the result. The body of a checkpoint
+/// reads its operands through [`Op::Recompute`], so that no pass merges it with the body of the forward.
 fn inline(g: &mut Graph, node: &Node) -> Result<(usize, NodeId)> {
     let Op::Composite(c) = &node.op else {
         return Err(Error::internal(format!("{} has no body", node.op.name())));
     };
     let from = g.nodes().len();
     let root = c.result()?;
-    let roots = g.inline(&c.body, &node.inputs, &[root])?;
+    let mut operands = node.inputs.clone();
+    if c.kind == CompositeKind::Checkpoint {
+        for x in &mut operands {
+            *x = g.push(Op::Recompute, &[*x], None)?;
+        }
+    }
+    let roots = g.inline(&c.body, &operands, &[root])?;
     let root = roots.first().ok_or_else(|| Error::internal("a composite has no result"))?;
     Ok((from, *root))
 }

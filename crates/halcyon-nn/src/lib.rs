@@ -43,6 +43,8 @@
 // The derive names this crate by its path, also in this crate's own tests.
 extern crate self as halcyon_nn;
 
+mod checkpoint;
+mod ema;
 mod grad;
 pub mod init;
 pub mod layers;
@@ -55,6 +57,8 @@ mod slot;
 mod step;
 mod weights;
 
+pub use checkpoint::{checkpoint, checkpoint_many};
+pub use ema::Ema;
 pub use grad::{ModuleGrads, loss_and_grads};
 pub use halcyon_derive::Module;
 pub use init::{Fan, Init};
@@ -65,5 +69,5 @@ pub use optim::*;
 pub use scaler::LossScaler;
 pub use scope::{evaluation, is_training, training, uniform};
 pub use slot::{Buffer, Param, Slot, SlotKind};
-pub use step::{StepGraph, TrainStep};
+pub use step::{MemoryBudget, StepGraph, TrainStep};
 pub use weights::{LoadWeights, Strictness};

@@ -32,6 +32,8 @@ pub(crate) enum Writes {
     Listed(Vec<Slot>),
     /// The scope keeps the value in its `values`.
     Kept,
+    /// As `Kept`, and the scope lists the buffer.
+    KeptAndListed(Vec<Slot>),
 }
 
 thread_local! {
@@ -74,6 +76,13 @@ pub(crate) fn keep(slot: &Slot, new: &Tensor) -> Result<bool> {
                     }
                     return Ok(false);
                 }
+                Writes::KeptAndListed(written) => {
+                    if written.iter().all(|w| w.id() != slot.id()) {
+                        written.push(slot.clone());
+                    }
+                    scope.values.insert(slot.id(), new.clone());
+                    return Ok(true);
+                }
                 Writes::Kept => {
                     scope.values.insert(slot.id(), new.clone());
                     return Ok(true);
@@ -82,6 +91,11 @@ pub(crate) fn keep(slot: &Slot, new: &Tensor) -> Result<bool> {
         }
         Ok(false)
     })
+}
+
+/// Whether a scope has a key of random numbers.
+pub(crate) fn has_key() -> bool {
+    SCOPES.with_borrow(|s| s.iter().any(|s| s.key.is_some()))
 }
 
 /// Whether modules behave as in training. False outside of [`training`], [`crate::loss_and_grads`] and

@@ -88,6 +88,14 @@ impl Slot {
         self.state().write(new).map_err(|e| self.name_in(e))
     }
 
+    /// Offers the new value of a buffer to the scopes, and stores it if none keeps it.
+    pub(crate) fn write(&self, new: Tensor) -> Result<()> {
+        match scope::keep(self, &new)? {
+            true => Ok(()),
+            false => self.set(new),
+        }
+    }
+
     /// Replaces the value by one of another dtype, on another device, or both. The shape must be the same.
     ///
     /// # Errors
@@ -223,10 +231,7 @@ impl Buffer {
     /// # Errors
     /// Those of [`Slot::set`].
     pub fn write(&self, new: Tensor) -> Result<()> {
-        match scope::keep(&self.0, &new)? {
-            true => Ok(()),
-            false => self.0.set(new),
-        }
+        self.0.write(new)
     }
 }
 

@@ -14,7 +14,7 @@ use halcyon_hal::cache::{self, DiskCache};
 use halcyon_hal::{BackendType, DeviceInfo, Options, Tag, registry};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::ops::Conv;
-use halcyon_ir::passes::autocast::{KeptInF32, Rates};
+use halcyon_ir::passes::autocast::{KeptInF32, MixedOps, Rates};
 use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::{ConstData, DType, Graph, TensorType};
 use std::collections::HashMap;
@@ -82,7 +82,9 @@ fn measure(simd: Option<bool>, amp: AmpPolicy) -> Result<[Rates; 2]> {
     let options = Options { threads: Some(1), simd, ..Options::default() };
     let device = registry::driver(BackendType::Cpu)?.open(0, &options)?;
     let planner = |amp| {
-        let lowering = Lowering { level: Level::O2, amp, ..Lowering::default() };
+        // The numbers of the chains are small, so no check of their range is needed.
+        let mixed = MixedOps { in_range: true, ..MixedOps::default() };
+        let lowering = Lowering { level: Level::O2, amp, mixed, ..Lowering::default() };
         let tuning = Tuning::new(TuningMode::Cached, TuningCache::memory(), String::new());
         Planner::new(Arc::new(Runtime::new(device.clone(), None)), lowering, tuning)
     };

@@ -6,7 +6,7 @@ mod settings;
 
 use crate::constants::PackedCache;
 use crate::executable::Executable;
-use crate::planner::{Lowering, Planner};
+use crate::planner::{Lowering, Mixed, Planner};
 use crate::runtime::Runtime;
 pub use crate::stats::CacheStats;
 use crate::sync::lock;
@@ -23,6 +23,7 @@ use halcyon_ir::Graph;
 use halcyon_ir::error::Error;
 use halcyon_ir::error::Result;
 use halcyon_ir::lower::LowerOptions;
+use halcyon_ir::passes::autocast::{self, MixedOps};
 use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::plan::Plan;
 use halcyon_ir::target::MatmulPrecision;
@@ -48,6 +49,30 @@ struct Inner {
     /// Held while a run collects its inputs and submits its commands: two threads must not decide about the
     /// donation of one buffer at the same time.
     running: Mutex<()>,
+}
+
+/// Mixed precision of a compiled function ([`Backend::compile_mixed`]).
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MixedPrecision {
+    pub policy: AmpPolicy,
+    /// The names of the ops that take the half type, such as `matmul`, `conv`, `attention`. `None`: all that
+    /// can ([`autocast`]).
+    pub only: Option<Vec<String>>,
+    /// What stays in f32: names of ops, and places such as `model.rs:42`. A place also keeps the gradients of
+    /// its ops in f32.
+    pub f32: Vec<String>,
+    /// Whether the dtype is used even where the processor is slower in it
+    /// ([`BackendBuilder::force_amp`]).
+    pub force: bool,
+    /// Whether the function deals with values that overflow f16, as a training step with a loss scaler does.
+    /// If not, the values of the first call decide which ops are computed in f16.
+    pub guarded: bool,
+}
+
+impl From<AmpPolicy> for MixedPrecision {
+    fn from(policy: AmpPolicy) -> MixedPrecision {
+        MixedPrecision { policy, ..MixedPrecision::default() }
+    }
 }
 
 /// The parts from which a backend is assembled.
@@ -197,6 +222,33 @@ impl Backend {
     pub fn amp(&self) -> AmpPolicy {
         let l = &self.0.planner.lowering;
         if l.amp_kept.is_everything() { AmpPolicy::None } else { l.amp }
+    }
+
+    /// The mixed precision of one plan. Under [`MixedPrecision::force`], work that is slower in the half type
+    /// uses it too.
+    pub(crate) fn mixed(&self, m: &MixedPrecision) -> Result<Mixed> {
+        autocast::check(m.policy, self.device().as_target().caps(), self.id())?;
+        let own = self.0.built.clone().unwrap_or_else(|| BackendBuilder::of(&self.0.planner.lowering));
+        let kept = own.level(self.level()).force_amp(m.force).kept_now(&**self.device(), m.policy);
+        let ops = MixedOps {
+            only: m.only.as_ref().map(|o| o.iter().cloned().collect()),
+            f32: m.f32.iter().cloned().collect(),
+            in_range: m.guarded,
+            too_large: Default::default(),
+        };
+        Ok(Mixed { policy: m.policy, kept, ops })
+    }
+
+    /// Whether plans need the values of a first run, because f16 has a small range.
+    pub(crate) fn needs_sample(&self) -> bool {
+        let l = &self.0.planner.lowering;
+        l.amp == AmpPolicy::F16 && l.level >= Level::O2
+    }
+
+    /// The first scale of the loss with which training steps on this backend begin, if it was set
+    /// ([`BackendBuilder::loss_scale`]).
+    pub fn loss_scale(&self) -> Option<f64> {
+        self.0.built.as_ref().and_then(BackendBuilder::loss_scale_set)
     }
 
     /// One line for each requested option that has no effect on this device, or less effect than requested.

@@ -6,7 +6,10 @@
 //! nothing at all.
 
 use crate::backend::Backend;
+use crate::backend::MixedPrecision;
 use crate::executable::{Executable, Lease, OutputMemory, submit};
+use crate::fit::Fit;
+use crate::planner::{Mixed, Wanted};
 use crate::state::State;
 use crate::sync::lock;
 use crate::tensor::{Collector, Mode, Tensor};
@@ -60,8 +63,9 @@ fn collect(outputs: &[Tensor], given: &[Tensor], mode: Mode) -> Result<Collector
     for t in given {
         c.declare("", t);
     }
-    for t in outputs {
-        c.visit(t)?;
+    match mode {
+        Mode::Compile => c.visit_in_order(outputs)?,
+        _ => outputs.iter().try_for_each(|t| c.visit(t))?,
     }
     for t in outputs {
         let id = c.ids[&Arc::as_ptr(&t.0)];
@@ -104,6 +108,8 @@ fn expect(op: &str, i: usize, got: &Tensor, want: &TensorType) -> Result<()> {
 pub struct Compiled<F> {
     backend: Backend,
     f: F,
+    /// Mixed precision, if it is not the backend's.
+    mixed: Option<Arc<Mixed>>,
     /// Most recently used first.
     plans: Mutex<Vec<Arc<Entry>>>,
 }
@@ -176,7 +182,40 @@ impl Backend {
         F: Fn(&[Tensor]) -> R,
         R: Outputs,
     {
-        Compiled { backend: self.clone(), f, plans: Mutex::default() }
+        Compiled { backend: self.clone(), f, mixed: None, plans: Mutex::default() }
+    }
+
+    /// Like [`Backend::compile`], with its own mixed precision in place of the backend's.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the device does not store the policy's dtype.
+    pub fn compile_mixed<F, R>(&self, f: F, mixed: &MixedPrecision) -> Result<Compiled<F>>
+    where
+        F: Fn(&[Tensor]) -> R,
+        R: Outputs,
+    {
+        let mixed = Some(Arc::new(self.mixed(mixed)?));
+        Ok(Compiled { backend: self.clone(), f, mixed, plans: Mutex::default() })
+    }
+
+    /// The memory that a compiled function with these placeholders and results takes, apart from its inputs.
+    /// `donated` says for each placeholder whether the function may overwrite it. Nothing is allocated or
+    /// compiled.
+    ///
+    /// # Errors
+    /// Errors that the tensors carry, errors of planning, and the errors of [`Backend::compile_mixed`].
+    pub fn fit_of(
+        &self,
+        placeholders: &[Tensor],
+        donated: &[bool],
+        results: &[Tensor],
+        mixed: Option<&MixedPrecision>,
+    ) -> Result<Fit> {
+        let c = collect(results, placeholders, Mode::Compile)?;
+        let mut donated = donated.to_vec();
+        donated.resize(placeholders.len() + c.leaves.len(), false);
+        let mixed = mixed.map(|m| self.mixed(m)).transpose()?.map(Arc::new);
+        self.planner().fit(&c.graph, donated, mixed.as_ref())
     }
 }
 
@@ -312,7 +351,7 @@ impl<F> Compiled<F> {
             let (_, donated) = self.gather(inputs, asked)?;
             let entry = match self.find(inputs, &donated) {
                 Some(e) => e,
-                None => self.trace(inputs, &donated)?,
+                None => self.trace(inputs, &donated, args)?,
             };
             let running = self.backend.running();
             let (buffers, now) = self.gather(inputs, asked)?;
@@ -382,7 +421,7 @@ impl<F> Compiled<F> {
         Some(plans[0].clone())
     }
 
-    fn trace<R>(&self, inputs: &[&Tensor], donated: &[bool]) -> Result<Arc<Entry>>
+    fn trace<R>(&self, inputs: &[&Tensor], donated: &[bool], args: &[Scalar]) -> Result<Arc<Entry>>
     where
         F: Fn(&[Tensor]) -> R,
         R: Outputs,
@@ -398,8 +437,15 @@ impl<F> Compiled<F> {
         let mut donated = donated.to_vec();
         donated.resize(inputs.len() + c.leaves.len(), false);
         let Collector { graph, leaves, numbers, .. } = c;
-        let args = numbers.into_iter().zip(graph.args().iter().copied()).collect();
-        let exe = self.backend.plan(graph, donated.clone())?;
+        let given = args;
+        let args: Vec<(u32, DType)> = numbers.into_iter().zip(graph.args().iter().copied()).collect();
+        let all = inputs.iter().copied().chain(&leaves);
+        let sample = all.map(|t| t.ready()).collect::<Result<Vec<BufferRef>>>()?;
+        let values: Option<Vec<Scalar>> =
+            args.iter().map(|(k, d)| given.get(*k as usize).map(|v| v.cast(*d))).collect();
+        let sample = values.as_ref().map(|v| (&sample[..], &v[..]));
+        let wanted = Wanted { mixed: self.mixed.as_ref(), sample };
+        let exe = self.backend.planner().plan_for(graph, donated.clone(), wanted)?;
         let entry = Arc::new(Entry {
             inputs: inputs.iter().zip(donated).map(|(t, d)| (t.0.ty.clone(), d)).collect(),
             exe,
@@ -492,7 +538,10 @@ impl Backend {
         let literals = c.literals();
         let Collector { graph, leaves, args, .. } = c;
         let donated: Vec<bool> = leaves.iter().map(Tensor::is_donated).collect();
-        let exe = self.plan(graph, donated.clone())?;
+        let sample = leaves.iter().map(Tensor::ready).collect::<Result<Vec<BufferRef>>>()?;
+        let wanted = Wanted { sample: Some((&sample, &args)), mixed: None };
+        let exe = self.planner().plan_for(graph, donated.clone(), wanted)?;
+        drop(sample);
         let mut g = CapturedGraph::new(self, exe, leaves, donated, span)?;
         g.literals = literals;
         lock(&g.bound).args = args;

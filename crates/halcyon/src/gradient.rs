@@ -2,7 +2,8 @@
 
 use crate::tensor::{Collector, Mode, Tensor, lift};
 use halcyon_ir::error::{Error, Result};
-use halcyon_ir::{NodeId, grad};
+use halcyon_ir::passes::rebuild::DROPPED;
+use halcyon_ir::{Graph, NodeId, grad};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -56,21 +57,37 @@ fn gradients_of(loss: &Tensor, wrt: Option<&[Tensor]>) -> Result<Vec<(Tensor, Te
     let ids: Vec<Option<NodeId>> = params.iter().map(|p| c.ids.get(&Arc::as_ptr(&p.0)).copied()).collect();
     let root = c.ids[&Arc::as_ptr(&loss.0)];
     let known = c.graph.nodes().len();
-    let wanted: Vec<NodeId> = ids.iter().flatten().copied().collect();
-    let mut found = grad::gradients(&mut c.graph, root, &wanted, None)?.into_iter();
     // Nodes built from tensors map back to those tensors; the argument node of a literal maps to the literal.
-    let mut map: HashMap<NodeId, Tensor> =
-        (0..known.min(c.order.len())).map(|i| (NodeId(i as u32), c.order[i].clone())).collect();
-    let mut out = vec![];
-    for (p, id) in params.iter().zip(ids) {
-        let g = match id.and_then(|_| found.next().flatten()) {
-            Some(n) => lift(&loss.0.backend, &c.graph, &[n], &mut map, true)?.pop(),
-            None => None,
-        };
-        let zero = || Tensor::zeros(p.backend(), p.0.ty.shape.clone(), p.0.ty.dtype);
-        out.push((p.clone(), g.unwrap_or_else(zero)));
-    }
-    Ok(out)
+    let map = (0..known.min(c.order.len())).map(|i| (NodeId(i as u32), c.order[i].clone())).collect();
+    let grads = lifted(loss, &mut c.graph, root, &ids, map)?.1;
+    Ok(params.iter().cloned().zip(with_zeros(&params, grads)).collect())
+}
+
+/// Appends the gradients of the node `root` with respect to `ids` to a graph. Returns the tensors of the root
+/// and of the gradients. `map` has the tensors of nodes that exist already.
+fn lifted(
+    loss: &Tensor,
+    g: &mut Graph,
+    root: NodeId,
+    ids: &[Option<NodeId>],
+    mut map: HashMap<NodeId, Tensor>,
+) -> Result<(Tensor, Vec<Option<Tensor>>)> {
+    let wanted: Vec<NodeId> = ids.iter().flatten().copied().collect();
+    let mut found = grad::gradients(g, root, &wanted, None)?.into_iter();
+    let nodes: Vec<Option<NodeId>> = ids.iter().map(|id| id.and_then(|_| found.next().flatten())).collect();
+    // The forward first, where it is new.
+    let value = lift(&loss.0.backend, g, &[root], &mut map, false)?.pop();
+    // All at once, so that the tensors are made in the order of the backward pass.
+    let all: Vec<NodeId> = nodes.iter().flatten().copied().collect();
+    let mut made = lift(&loss.0.backend, g, &all, &mut map, true)?.into_iter();
+    let grads = nodes.into_iter().map(|n| n.and_then(|_| made.next())).collect();
+    Ok((value.ok_or_else(|| Error::internal("a loss was lost"))?, grads))
+}
+
+/// The gradients, zeros for parameters without one.
+fn with_zeros(params: &[Tensor], grads: Vec<Option<Tensor>>) -> impl Iterator<Item = Tensor> {
+    let zero = |p: &Tensor| Tensor::zeros(p.backend(), p.0.ty.shape.clone(), p.0.ty.dtype);
+    params.iter().zip(grads).map(move |(p, g)| g.unwrap_or_else(|| zero(p)))
 }
 
 impl Tensor {
@@ -95,4 +112,37 @@ pub fn value_and_grad(
     let loss = f(params)?;
     let g = gradients_of(&loss, Some(params))?;
     Ok((loss.without_history(), g.into_iter().map(|(_, g)| g).collect()))
+}
+
+/// Like [`value_and_grad`], but keeps only some of the values that `f` computes, and computes the others
+/// again for the gradients. The forward is divided into `parts` parts of about the same number of bytes, at
+/// places where few bytes pass from part to part; only these are kept. With 1 part this is
+/// [`value_and_grad`]. In [`crate::Backend::compile`] the plan then needs less scratch memory and more time.
+/// [`crate::checkpoint`] chooses the parts by hand. The value has no gradient history.
+///
+/// # Errors
+/// The errors of [`value_and_grad`].
+pub fn value_and_grad_in_parts(
+    params: &[Tensor],
+    parts: usize,
+    f: impl FnOnce(&[Tensor]) -> Result<Tensor>,
+) -> Result<(Tensor, Vec<Tensor>)> {
+    let loss = f(params)?;
+    if parts <= 1 {
+        let g = gradients_of(&loss, Some(params))?;
+        return Ok((loss.without_history(), g.into_iter().map(|(_, g)| g).collect()));
+    }
+    loss.check()?;
+    let mut c = Collector { mode: Mode::Gradient, ..Collector::default() };
+    c.visit_in_order(std::slice::from_ref(&loss))?;
+    c.graph.output("", c.ids[&Arc::as_ptr(&loss.0)]);
+    let (mut g, new) = c.graph.checkpoint_ranges(&c.graph.even_ranges(parts))?;
+    // Only leaves keep their tensors: the other nodes are computed from checkpoints now.
+    let leaf = |i: &usize| c.graph.nodes()[*i].op.is_leaf() && new[*i] != DROPPED;
+    let map = (0..c.order.len()).filter(leaf).map(|i| (new[i], c.order[i].clone())).collect();
+    let of = |t: &Tensor| c.ids.get(&Arc::as_ptr(&t.0)).map(|id| new[id.index()]).filter(|n| *n != DROPPED);
+    let ids: Vec<Option<NodeId>> = params.iter().map(of).collect();
+    let root = of(&loss).ok_or_else(|| Error::internal("a loss was lost"))?;
+    let (loss, grads) = lifted(&loss, &mut g, root, &ids, map)?;
+    Ok((loss.without_history(), with_zeros(params, grads).collect()))
 }

@@ -153,6 +153,7 @@ pub mod backend;
 mod bad_index;
 pub mod blas;
 pub mod capture;
+mod checkpoint;
 mod constants;
 pub mod doctor;
 pub mod executable;
@@ -181,12 +182,13 @@ mod timing;
 pub mod tune;
 pub mod verify;
 
-pub use backend::{Backend, BackendBuilder};
+pub use backend::{Backend, BackendBuilder, MixedPrecision};
 pub use blas::{BatchNorm, ConvConfig};
 pub use capture::{CapturedGraph, Compiled};
+pub use checkpoint::checkpoint;
 pub use executable::{Captures, Executable};
 pub use fit::Fit;
-pub use gradient::{Gradients, value_and_grad};
+pub use gradient::{Gradients, value_and_grad, value_and_grad_in_parts};
 #[cfg(feature = "onnx")]
 pub use halcyon_formats as formats;
 pub use halcyon_hal as hal;

@@ -3,6 +3,7 @@
 use crate::backend::Backend;
 use crate::capture::CapturedGraph;
 use crate::executable::Executable;
+use crate::planner::Wanted;
 use crate::tensor::Tensor;
 use crate::tune::{TuneOptions, TuningReport};
 use halcyon_hal::{BufferRef, Tag};
@@ -41,23 +42,37 @@ impl Session {
     /// Checks the number, dtypes and shapes of the inputs against the graph, binds the graph's symbols and
     /// compiles it.
     pub fn prepare(&self, inputs: &[ConstData]) -> Result<Arc<Executable>> {
-        self.prepare_for(&types(inputs))
+        let types = types(inputs);
+        // The values of the first run decide which ops may be computed in f16.
+        if self.backend.needs_sample() && self.cached(&self.shapes(&types)?).is_none() {
+            return self.prepare_with(&types, Some(&self.upload(inputs)?));
+        }
+        self.prepare_with(&types, None)
     }
 
-    /// Like [`Session::prepare`], given the inputs' types instead of their values.
-    pub(crate) fn prepare_for(&self, inputs: &[TensorType]) -> Result<Arc<Executable>> {
+    /// The last run's plan, if it was for these shapes and no kernel was tuned since.
+    fn cached(&self, shapes: &[Shape]) -> Option<Arc<Executable>> {
+        let last = self.last.lock().unwrap_or_else(|e| e.into_inner());
+        let (s, g, e) = last.as_ref()?;
+        (s.as_slice() == shapes && *g == self.backend.tuning_generation()).then(|| e.clone())
+    }
+
+    /// Like [`Session::prepare`], given the inputs' types instead of their values. `sample` are inputs of
+    /// these types.
+    pub(crate) fn prepare_with(
+        &self,
+        inputs: &[TensorType],
+        sample: Option<&[BufferRef]>,
+    ) -> Result<Arc<Executable>> {
         let shapes = self.shapes(inputs)?;
-        let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
-        let generation = self.backend.tuning_generation();
-        if let Some((s, g, e)) = &*last
-            && *s == shapes
-            && *g == generation
-        {
-            return Ok(e.clone());
+        if let Some(e) = self.cached(&shapes) {
+            return Ok(e);
         }
+        let generation = self.backend.tuning_generation();
         let bindings = self.graph.solve(&shapes)?;
-        let e = self.backend.plan(self.graph.bind(&bindings)?, vec![])?;
-        *last = Some((shapes, generation, e.clone()));
+        let wanted = Wanted { sample: sample.map(|s| (s, &[] as &[Scalar])), mixed: None };
+        let e = self.backend.planner().plan_for(self.graph.bind(&bindings)?, vec![], wanted)?;
+        *self.last.lock().unwrap_or_else(|e| e.into_inner()) = Some((shapes, generation, e.clone()));
         Ok(e)
     }
 

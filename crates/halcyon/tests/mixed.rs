@@ -6,7 +6,7 @@ use halcyon::ir::ops::{Conv, Op};
 use halcyon::ir::passes::{MIXED, RECOGNITION};
 use halcyon::ir::plan::{Plan, StepWork};
 use halcyon::ir::reference::{self, eval_f64};
-use halcyon::ir::{Error, Graph, TensorType};
+use halcyon::ir::{Graph, TensorType};
 use halcyon::prelude::*;
 use halcyon::{AmpPolicy, ConstData, Session, session};
 use halcyon_formats::onnx::{Model, Outcome};
@@ -252,9 +252,48 @@ fn it_is_asked_for_has_a_receipt_and_can_be_switched_off() {
             .force_amp(true);
         let p = plan(&o1.build().unwrap(), &g);
         assert!(mixed(&p).is_none() && p.warnings.iter().any(|w| w.starts_with(MIXED)), "{:?}", p.warnings);
-        // The error for f16, which is not supported, names the type.
-        let e = Backend::builder().backend_type(b.info().backend).amp(AmpPolicy::F16).build().unwrap_err();
-        assert!(matches!(e, Error::Unsupported { .. }) && e.to_string().contains("f16"), "{e}");
+    }
+}
+
+/// f16 is used where the values of the first run fit into its range with a margin; a warning names the other
+/// ops.
+#[test]
+fn f16_follows_the_range_of_the_first_run() {
+    let what = "f16_follows_the_range_of_the_first_run";
+    let mut rng = Rng::fresh(what);
+    for b in devices(what, Level::O2) {
+        let low = with(&b, AmpPolicy::F16, &[]);
+        let mut g = Graph::new();
+        let x = g.input("x", TensorType::new(DType::F32, [4usize, 8]));
+        let w = g.input("w", TensorType::new(DType::F32, [8usize, 8]));
+        let small = g.matmul(x, w).unwrap();
+        let scale = g.lit(small, 3000.0);
+        let large = g.mul(small, scale).unwrap();
+        let large = g.matmul(large, w).unwrap();
+        g.output("small", small);
+        g.output("large", large);
+        let draw = |rng: &mut Rng, dims: [usize; 2]| {
+            let v: Vec<f32> = (0..dims[0] * dims[1]).map(|_| rng.uniform(0.5, 2.0) as f32).collect();
+            ConstData::from_slice(&dims, &v).unwrap()
+        };
+        let inputs = [draw(&mut rng, [4, 8]), draw(&mut rng, [8, 8])];
+        let s = Session::new(&low, g.clone());
+        let exe = s.prepare(&inputs).unwrap();
+        let said = &exe.plan().warnings;
+        assert_eq!(mixed(exe.plan()).map(|r| r.count), Some(1), "{}: {said:?}", b.id());
+        assert!(said.iter().any(|w| w.contains("matmul") && w.contains("stays in f32")), "{said:?}");
+        let got = s.run(&inputs).unwrap();
+        let want = eval_f64(&g, &inputs, &[]).unwrap();
+        for (y, w) in got.iter().zip(&want) {
+            let off = session::difference(
+                &[y.clone()],
+                &[w.clone()].map(|w| ConstData::from_slice(&w.dims, &w.to_vec::<f32>()).unwrap()),
+            );
+            assert!(off < 4e-3, "{}: {off}", b.id());
+        }
+        // The same graph without values is planned in f32, and says so.
+        let p = lower(&g, low.device().as_target(), &low.lower_options()).unwrap();
+        assert!(mixed(&p).is_none() && p.warnings.iter().any(|w| w.contains("sample")), "{:?}", p.warnings);
     }
 }
 

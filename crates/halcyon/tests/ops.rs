@@ -11,7 +11,7 @@ use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::ops::{KINDS, PoolKind, ReduceKind, ScatterKind};
 use halcyon::ir::{Graph, Op, ScalarOp, scalar_op};
 use halcyon::prelude::*;
-use halcyon::{Order, Scan};
+use halcyon::{AmpPolicy, Order, Scan};
 use halcyon_test::devices::{devices, open, test_backends};
 use halcyon_test::optable::case::Row;
 use halcyon_test::optable::check::{Tally, check_rows, check_some, selects};
@@ -71,6 +71,54 @@ fn gradients_agree_with_finite_differences() {
         let backends = devices(what, Level::O1);
         grads::check_rows(&graded, &backends, &mut Rng::fresh(what)).finish(what);
     }
+}
+
+fn gradients_through(how: grads::Through) {
+    let what = format!("gradients through {how:?}");
+    let backends = devices(&what, Level::O2);
+    let t = grads::check_through(&rows(), how, &backends, &mut Rng::fresh(&what));
+    let drawn = std::env::var_os("HALCYON_ROW").is_some() || backends.is_empty();
+    assert!(drawn || t.cases >= 10, "only {} gradients were compared", t.cases);
+    t.finish(&what);
+}
+
+#[test]
+fn gradients_through_views() {
+    gradients_through(grads::Through::Views);
+}
+
+#[test]
+fn gradients_through_broadcasts() {
+    gradients_through(grads::Through::Broadcast);
+}
+
+#[test]
+fn gradients_through_checkpoints() {
+    gradients_through(grads::Through::Checkpoint);
+}
+
+#[test]
+fn gradients_in_mixed_precision() {
+    let what = "gradients in mixed precision";
+    let mixed = |b: &Backend| {
+        let n = Backend::builder().backend_type(b.info().backend).level(Level::O2);
+        n.amp(AmpPolicy::Bf16).force_amp(true).build().unwrap()
+    };
+    let backends: Vec<Backend> = devices(what, Level::O2).iter().map(mixed).collect();
+    // Operands and results are rounded by 2^-9 each, and the gradients of the loss by as much.
+    let t = grads::check_mixed(&rows(), 0.03, &backends, &mut Rng::fresh(what));
+    assert!(std::env::var_os("HALCYON_ROW").is_some() || backends.is_empty() || t.cases >= 5);
+    t.finish(what);
+}
+
+#[test]
+fn second_gradients_agree_with_finite_differences() {
+    let what = "second gradients";
+    let backends = devices(what, Level::O1);
+    let (t, without) = grads::check_second(&rows(), &backends, &mut Rng::fresh(what));
+    let drawn = std::env::var_os("HALCYON_ROW").is_some() || backends.is_empty();
+    assert!(drawn || t.cases > without, "{} have a second gradient, {without} have none", t.cases);
+    t.finish(what);
 }
 
 #[test]

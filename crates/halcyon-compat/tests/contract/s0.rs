@@ -97,6 +97,23 @@ fn s0_05_mixed_precision_by_device() {
     assert_eq!(of("cpu"), AmpConfig { enabled: false, dtype: None, use_grad_scaler: false });
 }
 
+/// What `resolve_amp_config` returns can be applied.
+#[test]
+fn s0_05_the_policy_can_be_applied() {
+    use halcyon::{AmpPolicy, Backend};
+    let open =
+        |c: AmpConfig| c.apply(Backend::builder().backend_type(B::Cpu).device(0)).unwrap().build().unwrap();
+    let cpu = resolve_amp_config(&resolve_device("cpu").unwrap());
+    let b = open(cpu);
+    assert_eq!((b.amp(), b.loss_scale()), (AmpPolicy::None, None));
+    for (use_grad_scaler, scale) in [(true, Some(65536.0)), (false, None)] {
+        let b = open(AmpConfig { enabled: true, dtype: Some(DType::F16), use_grad_scaler });
+        assert_eq!((b.lower_options().passes.amp, b.loss_scale()), (AmpPolicy::F16, scale));
+    }
+    let odd = AmpConfig { enabled: true, dtype: Some(DType::I8), use_grad_scaler: false };
+    assert!(odd.apply(Backend::builder()).is_err());
+}
+
 #[test]
 fn s0_07_errors_have_a_kind_and_say_what_to_do() {
     let _m = machine::with(&[]);

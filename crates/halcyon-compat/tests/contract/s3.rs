@@ -228,15 +228,53 @@ fn s3_12_mixed_precision_is_configured() {
     assert_eq!((plain.amp(), mixed.amp()), (AmpPolicy::None, AmpPolicy::Bf16));
     assert!((product(&plain) - 32.0 * (1.0 + (0.5f64).powi(10)).powi(2)).abs() < 1e-4);
     assert_eq!(product(&mixed), 32.0, "the factors were rounded");
-    // f16 requires a check of value ranges that is not implemented.
+    // As the row writes it: f16 with a scale. 1 + 2^-10 is a number of f16, 1 + 2^-11 is not.
+    let half = with(DType::F16, DType::F32, 65536.0).unwrap();
+    assert_eq!((half.amp(), half.loss_scale()), (AmpPolicy::F16, Some(65536.0)));
+    assert_eq!(plain.loss_scale(), None);
+    let x = Tensor::full(&half, [32, 32], 1.0 + (0.5f64).powi(11), DType::F32);
+    eval(std::slice::from_ref(&x)).unwrap();
+    assert_eq!(x.matmul(&x).to_vec::<f64>().unwrap()[0], 32.0, "the factors were rounded");
+    // Products that would exceed the range of f16 stay in f32.
+    let x = Tensor::full(&half, [32, 32], 100.0 + (0.5f64).powi(11), DType::F32);
+    eval(std::slice::from_ref(&x)).unwrap();
+    let exact = 32.0 * (100.0 + (0.5f64).powi(11)).powi(2);
+    assert!((x.matmul(&x).to_vec::<f64>().unwrap()[0] - exact).abs() < 0.1);
     for (compute, sums, scale) in [
-        (DType::F16, DType::F32, 65536.0),
         (DType::BF16, DType::BF16, 1.0),
-        (DType::BF16, DType::F32, 65536.0),
         (DType::I8, DType::F32, 1.0),
+        (DType::F16, DType::F32, 0.0),
+        (DType::F16, DType::F32, f64::NAN),
     ] {
         let e = with(compute, sums, scale).unwrap_err();
-        assert!(matches!(e, Error::Unsupported { .. }), "{compute} {sums} {scale}: {e}");
+        assert!(matches!(e.exit_code(), 2 | 3), "{compute} {sums} {scale}: {e}");
+    }
+}
+
+/// The scale of `MixedPrecisionConfig` is that of a training step on the backend.
+#[test]
+fn s3_12_the_scale_reaches_the_training_step() {
+    use halcyon_nn::{Optimizer, Param, Sgd, TrainStep};
+    for (compute_dtype, scale_factor, want) in
+        [(DType::F16, 1024.0, Some(1024.0)), (DType::BF16, 65536.0, Some(65536.0)), (DType::BF16, 1.0, None)]
+    {
+        let c = MixedPrecisionConfig { compute_dtype, accum_dtype: DType::F32, scale_factor };
+        let b = BackendBuilder::new().backend_type(B::Cpu).enable_mixed_precision(c).unwrap();
+        let b = b.force_amp(true).build().unwrap();
+        let w = Param::new(Tensor::ones(&b, [4, 4], DType::F32));
+        let optimizer = Optimizer::new(&w, Sgd::new().rate(0.5)).unwrap();
+        let f = |w: &&Param, x: &[Tensor]| Ok(vec![x[0].matmul(&w.value()).sum(..)]);
+        let mut step = TrainStep::new(&w, optimizer, f).unwrap();
+        let x = Tensor::ones(&b, [4, 4], DType::F32);
+        let loss = step.run(&[&x]).unwrap()[0].item::<f32>().unwrap();
+        assert_eq!((loss, step.scale().unwrap().map(|s| s.0)), (64.0, want), "{compute_dtype}");
+        assert_eq!(w.value().to_vec::<f32>().unwrap(), [-1.0; 16]);
+        // An overflow in the factors of the product skips the step.
+        if compute_dtype == DType::F16 {
+            step.run(&[&(x * 1e6)]).unwrap();
+            assert_eq!(step.scale().unwrap(), Some((512.0, 1)));
+            assert_eq!(w.value().to_vec::<f32>().unwrap(), [-1.0; 16]);
+        }
     }
 }
 

@@ -66,6 +66,25 @@ pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Resu
     Ok(traced(graph, target, options)?.0)
 }
 
+/// The f32 values whose range decides which ops of a graph may be computed in f16
+/// ([`passes::autocast::ranged_ops`]), and the graph that has them, as the mixed-precision pass gets it.
+///
+/// # Errors
+/// Errors of the passes.
+pub fn ranged(
+    graph: &Graph,
+    target: &dyn Target,
+    options: &LowerOptions,
+) -> Result<(Graph, Vec<(NodeId, Vec<NodeId>)>)> {
+    let cache = KernelCache::new(target);
+    let claims = |c: &Composite| claims(&cache, options, c);
+    let passes = PassOptions { amp: AmpPolicy::None, ..options.passes.clone() };
+    let (g, _) = passes::optimize(graph, &passes, &claims)?;
+    let whole = passes.does(COMPOSITES);
+    let ops = passes::autocast::ranged_ops(&g, &|c| whole && claims(c))?;
+    Ok((g, ops))
+}
+
 /// Like [`lower`], but also returns which part of the graph each step computes, for callers that run the
 /// steps one by one.
 ///
@@ -127,6 +146,7 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
     }
     if let Some(low) = amp.dtype().filter(|_| passes.does(MIXED)) {
         plan.warnings.extend(passes.kept.warnings(graph, low));
+        plan.warnings.extend(passes.mixed.warnings(amp));
     }
     if options.passes.does(COMPOSITES) {
         let missed: Vec<String> = graph

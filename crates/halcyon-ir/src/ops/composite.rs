@@ -2,7 +2,7 @@
 
 use super::{
     Cost, Facts, HalfForm, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types,
-    attention, blocked, byte_matmul, checked_count, norm, slice_at, softmax,
+    attention, blocked, byte_matmul, checked_count, checkpoint, norm, slice_at, softmax,
 };
 use crate::composite::Composite;
 use crate::dtype::DType;
@@ -42,7 +42,8 @@ pub struct CompositeRow {
 /// How a composite is differentiated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CompositeGradient {
-    /// Through a copy of the composite's body.
+    /// Through a copy of the composite's body. Passes merge the copy with the body that the forward computes,
+    /// except that of [`CompositeKind::Checkpoint`], whose operands the copy reads through [`Op::Recompute`].
     Body,
     /// In closed form. The rule returns [`Gradient::Body`] if the body is not the built-in one.
     Closed(fn(&Composite, &mut Backward<'_>) -> Result<Gradient>),
@@ -114,6 +115,8 @@ built_in! {
     BlockedPool => blocked::BLOCKED_POOL,
     /// `a bᵀ` of bytes (`crate::passes::bytes`).
     ByteMatmul => byte_matmul::BYTE_MATMUL,
+    /// A part of a graph that the gradient pass computes again ([`crate::Graph::checkpoint`]).
+    Checkpoint => checkpoint::CHECKPOINT,
 }
 
 /// `for_each_composite_method!(m)` calls the macro `m` with the composites whose tensor method follows from

@@ -42,6 +42,7 @@ macro_rules! tuned_template {
 mod attention;
 mod blocked;
 mod byte_matmul;
+mod checkpoint;
 mod class_index;
 pub(crate) mod composite;
 mod concat;
@@ -162,7 +163,7 @@ pub enum Op {
         exclusive: bool,
         reverse: bool,
     },
-    /// The view ops are `Reshape`, `Permute`, `Expand`, `Slice` and `Pad`.
+    /// The view ops are `Reshape`, `Permute`, `Expand`, `Slice`, `Pad` and `Recompute`.
     Reshape,
     Permute(Axes),
     Expand,
@@ -176,6 +177,10 @@ pub enum Op {
     Concat {
         axis: usize,
     },
+    /// The operand, as a value that passes keep apart from it: what is computed from it is not merged with
+    /// what is computed from the operand. Checkpointing puts it before values that are computed again
+    /// ([`crate::Graph::checkpoint`]).
+    Recompute,
     /// A named function of primitive ops, which a target may run whole.
     Composite(Arc<Composite>),
     /// An op registered by the user.
@@ -523,6 +528,7 @@ kinds! {
     Op::Slice(axes) => "slice", &view::Slice(axes);
     Op::Pad { lo, hi, value } => "pad", &view::Pad { lo, hi, value: *value };
     Op::Concat { axis } => "concat", &concat::Concat { axis: *axis };
+    Op::Recompute => "recompute", &view::Recompute;
     Op::Composite(c) => "composite", &**c;
     Op::Custom(c) => "custom", c;
 }

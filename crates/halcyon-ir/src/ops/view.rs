@@ -99,6 +99,32 @@ impl Rules for Reshape {
     }
 }
 
+pub(super) struct Recompute;
+
+impl Rules for Recompute {
+    view_rules!(moves: |_| Op::Recompute);
+
+    fn name(&self) -> String {
+        "recompute".into()
+    }
+    fn attributes(&self) -> String {
+        String::new()
+    }
+    fn infer(&self, t: &Types<'_>) -> Result<TensorType> {
+        t.arity(1)?;
+        Ok(t.x[0].clone())
+    }
+    fn restride(&self, out: &[usize]) -> Option<Restride> {
+        Some(Restride::Permute((0..out.len()).collect()))
+    }
+    fn reference(&self, e: &Eval<'_>) -> Result<Tensor> {
+        e.made(e.x[0].v.clone())
+    }
+    fn gradient(&self, b: &mut Backward<'_>) -> Result<Gradient> {
+        Ok(b.only(b.dy))
+    }
+}
+
 pub(super) struct Permute<'a>(pub &'a Axes);
 
 impl Rules for Permute<'_> {

@@ -11,7 +11,8 @@
 //!
 //! Products stay in f32 if their result is a phase (argument of sine or cosine), is rounded, or becomes an
 //! integer, as in rotary embeddings and integer models. Products with a constant outside of the half type's
-//! range also stay in f32.
+//! range also stay in f32, and so do, for f16, products whose values are near the end of its range on a sample
+//! ([`MixedOps::too_large`]).
 
 use super::MIXED;
 use super::derived::{Derived, derived_bytes};
@@ -24,7 +25,7 @@ use crate::graph::{Graph, Node, NodeId, Operands};
 use crate::ops::{HalfForm, HalfWhen, MixedRole, Moves, Op, RatedWork};
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -37,7 +38,8 @@ pub enum AmpPolicy {
     #[default]
     #[serde(rename = "f32")]
     None,
-    /// IEEE half precision, largest value 65,504.
+    /// IEEE half precision, largest value 65,504. Ops whose values come near to it on a sample stay in f32
+    /// ([`RANGE_MARGIN`]); the sample is the first run.
     F16,
     /// bfloat16: 8 bits of precision, with the range of f32.
     Bf16,
@@ -136,6 +138,72 @@ impl KeptInF32 {
     }
 }
 
+/// The largest finite value of f16.
+pub const F16_MAX: f64 = 65504.0;
+
+/// How far below the largest value of f16 the values of a sample must stay: an op whose operands or result
+/// exceed `F16_MAX / RANGE_MARGIN` on the sample stays in f32.
+pub const RANGE_MARGIN: f64 = 4.0;
+
+/// Which ops mixed precision applies to.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
+pub struct MixedOps {
+    /// The names of the ops that take the half type, such as `matmul`, `conv` and `attention`. `None`: all
+    /// that can.
+    pub only: Option<BTreeSet<String>>,
+    /// Ops that stay in f32: names of ops, and places in the program or model such as `model.rs:42`. A place
+    /// also keeps the gradients of its ops in f32.
+    pub f32: BTreeSet<String>,
+    /// Whether f16 may be used: the values of a sample were checked, or a loss scaler skips steps that
+    /// overflow. Other policies do not need it.
+    pub in_range: bool,
+    /// Ops whose values were too large on the sample, by their number in the graph that the pass gets, with
+    /// a description.
+    pub too_large: BTreeMap<u32, String>,
+}
+
+impl MixedOps {
+    /// Whether the op stays in f32.
+    fn keeps(&self, id: NodeId, n: &Node) -> bool {
+        let name = n.op.name();
+        let listed = |all: &BTreeSet<String>| {
+            let at = || n.span.text().to_string();
+            all.contains(&name) || all.iter().any(|p| p.contains(':') && at().ends_with(p.as_str()))
+        };
+        self.only.as_ref().is_some_and(|o| !o.contains(&name))
+            || !self.f32.is_empty() && listed(&self.f32)
+            || self.too_large.contains_key(&id.0)
+    }
+
+    /// One line for each op that the sample keeps in f32, and one if f16 has no effect.
+    pub fn warnings(&self, amp: AmpPolicy) -> Vec<String> {
+        if amp == AmpPolicy::F16 && !self.in_range {
+            let why = "f16 needs a sample, from which the range of the values is known, and there was none";
+            return vec![format!("{MIXED}: {why}; run it once with values, or use bf16")];
+        }
+        let kept = |what: &String| {
+            format!(
+                "{MIXED}: {what} stays in f32: only values below {} are computed in f16",
+                F16_MAX / RANGE_MARGIN
+            )
+        };
+        self.too_large.values().map(kept).collect()
+    }
+}
+
+/// The values whose range decides whether an op may be computed in f16: for each op that the pass would
+/// change, its operands and its result, f32.
+pub fn ranged_ops(g: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<Vec<(NodeId, Vec<NodeId>)>> {
+    let live = Rebuild::live(g);
+    let mut p = Pass::new(g, DType::F16, KeptInF32::default(), MixedOps::default());
+    p.choose(&live, claims)?;
+    let of = |id: NodeId| {
+        let operands = g.node(id).inputs.iter().copied().filter(|x| p.is_f32(*x));
+        (id, operands.chain([id]).collect())
+    };
+    Ok(p.products(&live).map(of).collect())
+}
+
 fn kept_text(what: &str, low: DType, r: Rates) -> String {
     let gflops = |mflops: u64| format!("{:.1}", mflops as f64 / 1e3);
     format!(
@@ -152,23 +220,11 @@ pub fn run(
     g: &Graph,
     low: DType,
     keep: KeptInF32,
+    ops: &MixedOps,
     claims: &dyn Fn(&Composite) -> bool,
 ) -> Result<(Graph, usize, u64)> {
     let live = Rebuild::live(g);
-    let mut p = Pass {
-        g,
-        r: Rebuild::new(g),
-        low_type: low,
-        keep,
-        whole: vec![None; g.nodes().len()],
-        asked: vec![false; g.nodes().len()],
-        kept: vec![false; g.nodes().len()],
-        low: vec![DROPPED; g.nodes().len()],
-        constants: HashMap::new(),
-        outputs: vec![false; g.nodes().len()],
-        ops: 0,
-    };
-    g.outputs().iter().for_each(|o| p.outputs[o.node.index()] = true);
+    let mut p = Pass::new(g, low, keep, ops.clone());
     p.choose(&live, claims)?;
     if p.products(&live).next().is_none() {
         return Ok((g.clone(), 0, 0));
@@ -221,6 +277,7 @@ struct Pass<'a> {
     r: Rebuild<'a>,
     low_type: DType,
     keep: KeptInF32,
+    mixed: MixedOps,
     whole: Vec<Option<Whole>>,
     /// Values that are stored in the half type because an op reads them in that type.
     asked: Vec<bool>,
@@ -234,7 +291,27 @@ struct Pass<'a> {
     ops: usize,
 }
 
-impl Pass<'_> {
+impl<'a> Pass<'a> {
+    fn new(g: &'a Graph, low_type: DType, keep: KeptInF32, mixed: MixedOps) -> Pass<'a> {
+        let n = g.nodes().len();
+        let mut p = Pass {
+            g,
+            r: Rebuild::new(g),
+            low_type,
+            keep,
+            mixed,
+            whole: vec![None; n],
+            asked: vec![false; n],
+            kept: vec![false; n],
+            low: vec![DROPPED; n],
+            constants: HashMap::new(),
+            outputs: vec![false; n],
+            ops: 0,
+        };
+        g.outputs().iter().for_each(|o| p.outputs[o.node.index()] = true);
+        p
+    }
+
     fn is_f32(&self, id: NodeId) -> bool {
         self.g.dtype(id) == DType::F32
     }
@@ -281,14 +358,15 @@ impl Pass<'_> {
             let n = g.node(id);
             let role = self.role(id);
             match (role, &n.op) {
+                (MixedRole::Whole(_), _) if self.mixed.keeps(id, n) => {}
                 (MixedRole::Whole(h), _) if h.rate.and_then(|w| self.keep.rates(w)).is_some() => {}
                 (MixedRole::Whole(h), Op::Composite(c)) if self.is_f32(id) => {
                     self.whole[id.index()] =
                         half_composite(c, h, self.low_type)?.filter(|w| claims(&w.composite));
                 }
                 (MixedRole::Product(work), _) => {
-                    let slow = self.keep.rates(work).is_some();
-                    self.kept[id.index()] = exact[id.index()] || !self.is_f32(id) || slow;
+                    let f32 = self.keep.rates(work).is_some() || self.mixed.keeps(id, n);
+                    self.kept[id.index()] = exact[id.index()] || !self.is_f32(id) || f32;
                     // The need for exact values is not passed on to the operands, because it concerns the
                     // rounding of the product, not that of its operands.
                     continue;
@@ -572,20 +650,15 @@ fn round(f32s: &[u8], low: DType) -> Option<Vec<u8>> {
     (!overflow).then_some(out)
 }
 
-/// Checks that mixed-precision policy `amp` can be used on a device with these abilities.
+/// Checks that mixed-precision policy `amp` can be used on a device with these abilities. A device without
+/// arithmetic in the type computes in f32 and stores the type.
 ///
 /// # Errors
-/// [`Error::Unsupported`] if the device does not store the type, and always for f16: activations of ordinary
-/// networks can exceed its range, which is not checked.
+/// [`Error::Unsupported`] if the device does not store the type.
 pub fn check(amp: AmpPolicy, caps: &crate::target::Caps, device: &str) -> Result<()> {
-    let Some(d) = amp.dtype() else { return Ok(()) };
-    let what = format!("mixed precision in {amp} on {device}");
-    match amp {
-        AmpPolicy::F16 => Err(Error::unsupported(
-            what,
-            "f16 needs a check of the range of activations, which does not exist yet; use bf16",
-        )),
-        _ if !caps.storage.contains(&d) => {
+    match amp.dtype() {
+        Some(d) if !caps.storage.contains(&d) => {
+            let what = format!("mixed precision in {amp} on {device}");
             Err(Error::unsupported(what, "The device does not store the type; use f32"))
         }
         _ => Ok(()),

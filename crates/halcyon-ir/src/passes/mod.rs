@@ -117,6 +117,9 @@ pub struct PassOptions {
     /// Kinds of work that stay in f32 under mixed precision.
     #[serde(default)]
     pub kept: autocast::KeptInF32,
+    /// The ops that mixed precision applies to.
+    #[serde(default)]
+    pub mixed: autocast::MixedOps,
 }
 
 impl PassOptions {
@@ -189,9 +192,10 @@ pub fn optimize(
     }
     // Mixed precision comes after the passes that match f32 patterns. It rounds constants itself, so no
     // folding is needed after it.
-    if let Some(low) = options.amp.dtype().filter(|_| options.does(MIXED)) {
+    let in_range = options.amp != AmpPolicy::F16 || options.mixed.in_range;
+    if let Some(low) = options.amp.dtype().filter(|_| in_range && options.does(MIXED)) {
         let claims = |c: &Composite| whole && claims(c);
-        let (h, n, bytes) = autocast::run(&g, low, options.kept, &claims)?;
+        let (h, n, bytes) = autocast::run(&g, low, options.kept, &options.mixed, &claims)?;
         if n > 0 {
             g = h;
             receipts.push(Receipt { bytes: Some(bytes), ..Receipt::new(MIXED, n) });

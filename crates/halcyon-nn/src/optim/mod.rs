@@ -403,6 +403,11 @@ impl Optimizer {
         self.entries.iter().map(Entry::states).collect()
     }
 
+    /// The paths and slots of the parameters.
+    pub(crate) fn named_slots(&self) -> impl Iterator<Item = (&str, &Slot)> {
+        self.entries.iter().map(|e| (e.path.as_str(), &e.slot))
+    }
+
     pub(crate) fn slots(&self) -> impl Iterator<Item = &Slot> {
         self.entries.iter().map(|e| &e.slot)
     }

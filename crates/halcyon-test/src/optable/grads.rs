@@ -1,11 +1,14 @@
-//! Gradients compared with central finite differences of the graph in f64.
+//! Gradients compared with central finite differences of the graph in f64: of the cases as they are, with
+//! operands that are read through views and broadcast, in checkpoints, in mixed precision, and of the
+//! gradients themselves.
 
 use super::check::{Tally, has};
 use crate::{Rng, one_in};
-use halcyon::ir::graph::Graph;
-use halcyon::ir::reference;
+use halcyon::ir::graph::{Graph, NodeId};
+use halcyon::ir::{grad, reference};
 use halcyon::optable::case::{Case, Fill, OperandSpec, Row};
-use halcyon::{Backend, BackendType, ConstData, DType, Error, Result, Tensor, value_and_grad};
+use halcyon::{Backend, BackendType, ConstData, DType, Dim, Error, Result, Tensor, value_and_grad};
+use std::sync::Arc;
 
 /// Maximum number of elements of an operand whose derivative is checked; larger operands are sampled.
 const SAMPLES: usize = 24;
@@ -85,10 +88,22 @@ fn check(
     d: DType,
     inputs: &[ConstData],
     want: &[(usize, Vec<(usize, f64)>)],
+    tolerance: Option<f64>,
 ) -> std::result::Result<(), String> {
     let float: Vec<usize> = want.iter().map(|w| w.0).collect();
     let got = gradients(b, c, inputs, &float).map_err(|e| e.to_string())?;
-    let tol = if d == DType::F64 { 1e-6 } else { 2e-4 };
+    compare(got, d, inputs, want, tolerance)
+}
+
+/// Compares gradients with finite differences.
+fn compare(
+    got: Vec<Tensor>,
+    d: DType,
+    inputs: &[ConstData],
+    want: &[(usize, Vec<(usize, f64)>)],
+    tolerance: Option<f64>,
+) -> std::result::Result<(), String> {
+    let tol = tolerance.unwrap_or(if d == DType::F64 { 1e-6 } else { 2e-4 });
     for ((k, diffs), g) in want.iter().zip(got) {
         let g = g.to_data().map_err(|e| e.to_string())?;
         if g.dims != inputs[*k].dims || g.dtype != d {
@@ -105,6 +120,270 @@ fn check(
         }
     }
     Ok(())
+}
+
+/// How a case is changed before its gradient is checked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Through {
+    /// Each float operand is a slice of a permuted leaf.
+    Views,
+    /// Each float operand is broadcast along one axis.
+    Broadcast,
+    /// The op is in a checkpoint, so its gradient computes it again.
+    Checkpoint,
+}
+
+/// A float operand's leaf, and the view of it that the case reads.
+fn seen_through(o: &OperandSpec, how: Through) -> OperandSpec {
+    let mut dims = o.dims.clone();
+    match how {
+        Through::Checkpoint => {}
+        Through::Views => {
+            dims.reverse();
+            match dims.first_mut() {
+                Some(n) => *n += 1,
+                None => dims.push(2),
+            }
+        }
+        Through::Broadcast => {
+            // The first axis: over equal elements of a row, norms have no stable gradient.
+            if let Some(n) = dims.iter_mut().find(|n| **n > 1) {
+                *n = 1;
+            }
+        }
+    }
+    OperandSpec { dims, ..o.clone() }
+}
+
+/// The operand of sizes `to`, from a leaf that [`seen_through`] made.
+fn view(g: &mut Graph, x: NodeId, to: &[usize], how: Through) -> Result<NodeId> {
+    match how {
+        Through::Checkpoint => Ok(x),
+        Through::Broadcast => g.expand(x, &to.into()),
+        Through::Views => {
+            let mut from: Vec<usize> = to.iter().rev().copied().collect();
+            if from.is_empty() {
+                from.push(1);
+            }
+            let start: Vec<Dim> = (0..from.len()).map(|k| Dim::from(usize::from(k == 0))).collect();
+            let len: Vec<Dim> = from.iter().map(|n| Dim::from(*n)).collect();
+            let part = g.slice(x, &start, &vec![1; from.len()], &len[..])?;
+            let back: Vec<usize> = (0..to.len()).rev().collect();
+            if to.is_empty() { g.reshape(part, to) } else { g.permute(part, &back) }
+        }
+    }
+}
+
+/// The case with its operands or its op changed.
+fn changed(c: &Case, how: Through) -> Case {
+    let float = |o: &OperandSpec| o.dtype.is_none_or(|d| d.is_float());
+    let ins = c.ins.iter().map(|o| if float(o) { seen_through(o, how) } else { o.clone() }).collect();
+    let (build, old) = (c.build.clone(), c.ins.clone());
+    let build = move |g: &mut Graph, x: &[NodeId]| match how {
+        Through::Checkpoint => g.checkpoint(x, |g, x| build(g, x)),
+        _ => {
+            let one = |g: &mut Graph, (x, o): (&NodeId, &OperandSpec)| match float(o) {
+                true => view(g, *x, &o.dims, how),
+                false => Ok(*x),
+            };
+            let x = x.iter().zip(&old).map(|pair| one(g, pair)).collect::<Result<Vec<_>>>()?;
+            build(g, &x)
+        }
+    };
+    Case { ins, build: Arc::new(build), label: format!("{}, {how:?}", c.label), ..c.clone() }
+}
+
+/// Draws one case in this many for each device.
+fn drawn(b: &Backend, rng: &mut Rng) -> bool {
+    let cpu = b.info().backend == BackendType::Cpu;
+    let every = if std::env::var_os("HALCYON_ROW").is_some() { 1 } else { one_in(if cpu { 6 } else { 24 }) };
+    rng.below(every) == 0
+}
+
+/// Values of inputs, and finite differences: for an input, elements with their derivatives.
+type Values = (Vec<ConstData>, Vec<(usize, Vec<(usize, f64)>)>);
+
+/// The values of the loss's inputs, and the finite differences of the loss for the float operands among the
+/// first `n`; `None` if there is no derivative to compare with.
+fn prepared(g: &Graph, inputs: Vec<ConstData>, n: usize, rng: &mut Rng) -> Result<Option<Values>> {
+    let wide: Vec<ConstData> = inputs.iter().map(widen).collect::<Result<_>>()?;
+    let p = reference::promote(g)?;
+    let mut want = vec![];
+    for k in (0..n).filter(|k| inputs[*k].dtype.is_float()) {
+        match differences(&p, &wide, k, rng) {
+            Ok(d) => want.push((k, d)),
+            // Equal elements that a maximum compares, and the like.
+            Err(Error::Internal(_)) => return Ok(None),
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(Some((inputs, want)))
+}
+
+fn graded(rows: &[Row]) -> impl Iterator<Item = (&Row, &Case)> {
+    let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
+    let rows = rows.iter().filter(move |r| r.name.contains(&pick));
+    rows.flat_map(|r| r.cases.iter().filter(|c| c.grad).map(move |c| (r, c)))
+}
+
+/// Checks the gradients of the cases with `Case::grad`, changed in this way: a sample on each device.
+pub fn check_through(rows: &[Row], how: Through, backends: &[Backend], rng: &mut Rng) -> Tally {
+    let mut t = Tally::default();
+    for (row, c) in graded(rows).filter(|(r, _)| r.dtypes.contains(&DType::F32)) {
+        let d = if rng.below(4) == 0 && row.dtypes.contains(&DType::F64) { DType::F64 } else { DType::F32 };
+        let c = changed(c, how);
+        let on: Vec<&Backend> =
+            backends.iter().filter(|b| c.takes(d) && has(b, d) && drawn(b, rng)).collect();
+        if on.is_empty() {
+            continue;
+        }
+        let at = format!("gradient of {} {d} [{}]", row.name, c.label);
+        let of = |rng: &mut Rng| {
+            let (g, dims) = loss(&c, d)?;
+            let mut inputs = c.inputs(d, rng)?;
+            inputs.push(OperandSpec { dims, dtype: None, fill: Fill::Range(0.5, 2.0) }.data(d, rng)?);
+            let n = inputs.len() - 1;
+            prepared(&g, inputs, n, rng)
+        };
+        match of(rng) {
+            Err(e) => t.failures.push(format!("{at}: reference: {e}")),
+            Ok(None) => {}
+            Ok(Some((inputs, want))) => {
+                for b in on {
+                    t.cases += 1;
+                    if let Err(e) = check(b, &c, d, &inputs, &want, None) {
+                        t.failures.push(format!("{at} {}: {e}", b.id()));
+                    }
+                }
+            }
+        }
+    }
+    t
+}
+
+/// Checks the gradients of products, convolutions and attention on backends in mixed precision. `tolerance`
+/// is relative to the largest derivative.
+pub fn check_mixed(rows: &[Row], tolerance: f64, backends: &[Backend], rng: &mut Rng) -> Tally {
+    let mut t = Tally::default();
+    let d = DType::F32;
+    for (row, c) in graded(rows).filter(|(r, c)| r.dtypes.contains(&d) && c.takes(d)) {
+        let at = format!("gradient of {} in mixed precision [{}]", row.name, c.label);
+        let of = |rng: &mut Rng| {
+            let (g, dims) = loss(c, d)?;
+            if !g.nodes().iter().any(|n| n.op.rated().is_some()) {
+                return Ok(None);
+            }
+            let mut inputs = c.inputs(d, rng)?;
+            inputs.push(OperandSpec { dims, dtype: None, fill: Fill::Range(0.5, 2.0) }.data(d, rng)?);
+            let n = inputs.len() - 1;
+            prepared(&g, inputs, n, rng)
+        };
+        match of(rng) {
+            Err(e) => t.failures.push(format!("{at}: reference: {e}")),
+            Ok(None) => {}
+            Ok(Some((inputs, want))) => {
+                for b in backends.iter().filter(|b| has(b, d)) {
+                    if !drawn(b, rng) && b.info().backend != BackendType::Cpu {
+                        continue;
+                    }
+                    t.cases += 1;
+                    if let Err(e) = check(b, c, d, &inputs, &want, Some(tolerance)) {
+                        t.failures.push(format!("{at} {}: {e}", b.id()));
+                    }
+                }
+            }
+        }
+    }
+    t
+}
+
+/// The graph of `Σ v·(d Σ y·w / d x)`, whose inputs are those of the loss, then one `v` for each float
+/// operand; `None` if an op has no second derivative.
+fn second_loss(c: &Case, d: DType, float: &[usize]) -> Result<Option<Graph>> {
+    let (mut g, _) = loss(c, d)?;
+    let root = g.outputs()[0].node;
+    g.set_outputs(vec![]);
+    let x: Vec<NodeId> = float.iter().map(|k| g.inputs()[*k].node).collect();
+    let first = grad::gradients(&mut g, root, &x, None)?;
+    let mut sum = g.full(d, halcyon::Shape::scalar(), 0.0);
+    for (k, dx) in x.iter().zip(first) {
+        let v = g.input("v", g.ty(*k).clone());
+        if let Some(dx) = dx {
+            let p = g.mul(dx, v)?;
+            let axes: Vec<usize> = (0..g.shape(p).rank()).collect();
+            let s = g.sum(p, &axes, false)?;
+            sum = g.add(sum, s)?;
+        }
+    }
+    g.output("loss", sum);
+    // Differentiate once more, to know whether every op can be.
+    match grad::gradients(&mut g.clone(), sum, &x, None) {
+        Ok(_) => Ok(Some(g)),
+        Err(Error::Unsupported { .. }) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// The gradients of `Σ v·(d Σ y·w / d x)` on a backend.
+fn second(b: &Backend, c: &Case, inputs: &[ConstData], float: &[usize]) -> Result<Vec<Tensor>> {
+    let leaves: Vec<Tensor> = inputs.iter().map(|x| Tensor::from_data(b, x)).collect::<Result<_>>()?;
+    let params: Vec<Tensor> = float.iter().map(|k| leaves[*k].requires_grad()).collect::<Result<_>>()?;
+    let n = c.ins.len();
+    let (_, grads) = value_and_grad(&params, |p| {
+        let (_, first) = value_and_grad(p, |p| {
+            let mut x: Vec<&Tensor> = leaves[..n].iter().collect();
+            p.iter().zip(float).for_each(|(p, k)| x[*k] = p);
+            let y = Tensor::build(&x, |g, ids| (c.build)(g, ids));
+            Ok((&y * &leaves[n]).sum(..))
+        })?;
+        let sums = first.iter().zip(&leaves[n + 1..]).map(|(g, v)| (g * v).sum(..));
+        sums.reduce(|a, b| a + b).ok_or_else(|| Error::internal("no operand is a float"))
+    })?;
+    halcyon::eval(&grads)?;
+    Ok(grads)
+}
+
+/// Checks the gradients of the gradients, of a sample of the cases that have them. Returns also how many
+/// cases of those drawn have none.
+pub fn check_second(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> (Tally, usize) {
+    let (mut t, mut without) = (Tally::default(), 0);
+    for (row, c) in graded(rows) {
+        let d = match () {
+            () if row.dtypes.contains(&DType::F64) && rng.below(2) == 0 => DType::F64,
+            () => DType::F32,
+        };
+        let on: Vec<&Backend> =
+            backends.iter().filter(|b| c.takes(d) && has(b, d) && drawn(b, rng)).collect();
+        if on.is_empty() || !row.dtypes.contains(&d) {
+            continue;
+        }
+        let at = format!("second gradient of {} {d} [{}]", row.name, c.label);
+        let of = |rng: &mut Rng| -> Result<Option<(Values, Vec<usize>)>> {
+            let mut inputs = c.inputs(d, rng)?;
+            let n = inputs.len();
+            let float: Vec<usize> = (0..n).filter(|k| inputs[*k].dtype.is_float()).collect();
+            let Some(g) = second_loss(c, d, &float)? else { return Ok(None) };
+            for i in &g.inputs()[n..] {
+                let dims = g.shape(i.node).dims()?.to_vec();
+                inputs.push(OperandSpec { dims, dtype: None, fill: Fill::Range(0.5, 2.0) }.data(d, rng)?);
+            }
+            Ok(prepared(&g, inputs, n, rng)?.map(|p| (p, float)))
+        };
+        match of(rng) {
+            Err(e) => t.failures.push(format!("{at}: reference: {e}")),
+            Ok(None) => without += 1,
+            Ok(Some(((inputs, want), float))) => {
+                for b in on {
+                    t.cases += 1;
+                    let got = second(b, c, &inputs, &float).map_err(|e| e.to_string());
+                    if let Err(e) = got.and_then(|got| compare(got, d, &inputs, &want, None)) {
+                        t.failures.push(format!("{at} {}: {e}", b.id()));
+                    }
+                }
+            }
+        }
+    }
+    (t, without)
 }
 
 /// On devices that build programs for each case, one gradient in this many is checked.
@@ -143,7 +422,7 @@ pub fn check_rows(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
                                 continue;
                             }
                             t.cases += 1;
-                            if let Err(e) = check(b, c, d, &inputs, &want) {
+                            if let Err(e) = check(b, c, d, &inputs, &want, None) {
                                 t.failures.push(format!("{at} {}: {e}", b.id()));
                             }
                         }

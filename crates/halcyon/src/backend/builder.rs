@@ -85,8 +85,9 @@ impl BackendBuilder {
     /// Mixed precision, at level O2: products and convolutions read and write the policy's dtype, and so do
     /// attention, norms and softmax if the device has kernels for them. Everything else computes in f32
     /// ([`autocast`]). Inputs, outputs and states keep their dtypes. It also works for training: parameters
-    /// stay f32. If not set: the environment variable `HALCYON_PRECISION` (`f32`, `bf16`), else
-    /// [`AmpPolicy::None`].
+    /// stay f32. In f16, ops whose values come near the end of its range in the first run stay in f32, and a
+    /// warning of the plan names them. If not set: the environment variable `HALCYON_PRECISION` (`f32`,
+    /// `bf16`, `f16`), else [`AmpPolicy::None`].
     pub fn amp(mut self, policy: AmpPolicy) -> Self {
         self.0.amp = Some(policy);
         self
@@ -98,6 +99,37 @@ impl BackendBuilder {
     pub fn force_amp(mut self, on: bool) -> Self {
         self.0.force_amp = on;
         self
+    }
+
+    /// The ops that take the dtype of [`BackendBuilder::amp`], by name: `matmul`, `conv`, `attention` and
+    /// others ([`autocast`]). If not set, all that can.
+    pub fn amp_only<S: Into<String>>(mut self, ops: impl IntoIterator<Item = S>) -> Self {
+        self.0.mixed.only = Some(ops.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// What stays in f32 under [`BackendBuilder::amp`]: names of ops, and places such as `model.rs:42`. A
+    /// place also keeps the gradients of its ops in f32.
+    pub fn amp_f32<S: Into<String>>(mut self, ops: impl IntoIterator<Item = S>) -> Self {
+        self.0.mixed.f32 = ops.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// The factor with which training steps scale their loss in the first step, so that small gradients do
+    /// not vanish in f16.
+    pub fn loss_scale(mut self, scale: f64) -> Self {
+        self.0.loss_scale = Some(scale);
+        self
+    }
+
+    pub(super) fn loss_scale_set(&self) -> Option<f64> {
+        self.0.loss_scale
+    }
+
+    /// The work that stays in f32 under a policy on this device.
+    pub(super) fn kept_now(mut self, device: &dyn Device, amp: AmpPolicy) -> KeptInF32 {
+        self.0.amp_kept = None;
+        self.kept_in_f32(device, amp)
     }
 
     /// Sets the kinds of work that stay in f32, without measuring.
@@ -343,6 +375,7 @@ impl BackendBuilder {
             precision: options::precision(&self.0, &*device),
             amp,
             amp_kept,
+            mixed: self.0.mixed.clone(),
             without: self.0.without.clone(),
         };
         let tuning = Tuning::new(*mode, cache, key);
@@ -373,6 +406,7 @@ impl BackendBuilder {
             precision: Some(l.precision),
             amp: Some(l.amp),
             amp_kept: Some(l.amp_kept),
+            mixed: l.mixed.clone(),
             without: l.without.clone(),
             ..Settings::default()
         })

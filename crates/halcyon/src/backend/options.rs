@@ -31,6 +31,10 @@ pub(super) fn check(b: &Settings, amp: AmpPolicy) -> Result<()> {
         let what = "tensor cores are switched off, and a precision below highest is requested; leave one out";
         return Err(Error::argument("enable_tensor_cores", what));
     }
+    if let Some(s) = b.loss_scale.filter(|s| !(s.is_finite() && *s > 0.0)) {
+        let what = format!("the scale {s} of the loss is not a positive number");
+        return Err(Error::argument("loss_scale", what));
+    }
     if b.force_amp && amp == AmpPolicy::None {
         let what = "mixed precision is not requested; add amp(AmpPolicy::Bf16) (--precision bf16)";
         return Err(Error::argument("force_amp (--force-precision)", what));

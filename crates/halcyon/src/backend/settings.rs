@@ -3,7 +3,7 @@
 use halcyon_hal::policy::{Fallback, Policy};
 use halcyon_hal::tune::TuningMode;
 use halcyon_hal::{BackendType, Options};
-use halcyon_ir::passes::autocast::KeptInF32;
+use halcyon_ir::passes::autocast::{KeptInF32, MixedOps};
 use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::target::MatmulPrecision;
 use std::path::PathBuf;
@@ -24,6 +24,10 @@ pub(super) struct Settings {
     pub(super) force_amp: bool,
     /// The work that stays in f32 under `amp`, if it has been measured already.
     pub(super) amp_kept: Option<KeptInF32>,
+    /// The ops that `amp` applies to.
+    pub(super) mixed: MixedOps,
+    /// The first scale of the loss in training.
+    pub(super) loss_scale: Option<f64>,
     pub(super) without: std::collections::BTreeSet<String>,
     pub(super) options: Options,
     pub(super) keep_packed: Option<bool>,

@@ -2,6 +2,7 @@
 
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease, OutputMemory, submit};
+use crate::planner::Wanted;
 use halcyon_formats::onnx::{Engine, Handle};
 use halcyon_hal::{BufferRef, Command, Tag};
 use halcyon_host as host;
@@ -89,8 +90,9 @@ impl DeviceEngine {
 
 impl Engine for DeviceEngine {
     fn run(&mut self, graph: Graph, inputs: &[Handle]) -> Result<Vec<Handle>> {
-        let exe = self.backend.plan(graph, vec![])?;
         let buffers = inputs.iter().map(|h| Ok(device(h)?.buffer.clone())).collect::<Result<Vec<_>>>()?;
+        let wanted = Wanted { sample: Some((&buffers, &[])), mixed: None };
+        let exe = self.backend.planner().plan_for(graph, vec![], wanted)?;
         let out = exe.run(&buffers, &[])?;
         Ok(out.into_iter().zip(&exe.plan().outputs).map(|(b, o)| tensor(b, o)).collect())
     }

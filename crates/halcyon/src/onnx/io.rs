@@ -269,9 +269,9 @@ impl OnnxSession {
         match &*self.made_for(&types, &host, &read)? {
             PreparedModel::Staged { why } => self.run_on_host(&inputs, why, at),
             PreparedModel::Graph(g) => {
-                let exe = g.0.prepare_for(&types)?;
                 let buffers: Vec<BufferRef> =
                     inputs.iter().map(|v| buffer(self.backend(), v)).collect::<Result<_>>()?;
+                let exe = g.0.prepare_with(&types, Some(&buffers))?;
                 let running = self.backend().running();
                 let on = self.backend().runtime().queues.current();
                 let (made, event) = exe.run_on(&buffers, &[], on.as_deref()).map_err(|f| f.error)?;

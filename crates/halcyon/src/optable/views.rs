@@ -2,7 +2,7 @@
 
 use super::case::*;
 use crate::ir::graph::{Graph, NodeId};
-use crate::ir::ops::ReduceKind;
+use crate::ir::ops::{Op, ReduceKind};
 use crate::{DType, Dim, Result, Shape};
 
 /// A strided slice with known sizes.
@@ -73,6 +73,30 @@ fn views() -> Vec<Row> {
             ],
         )
         .bench(case("1 Mi elements", [x([1024, 1024])], |g, x| g.reshape(x[0], [1usize << 20]))),
+        row(
+            "recompute",
+            all(),
+            Tol::Exact,
+            [
+                case("of an input", [x([3, 5])], |g, x| g.push(Op::Recompute, &[x[0]], None)).grad(),
+                case("of a permuted", [x([3, 5])], |g, x| {
+                    let p = g.permute(x[0], &[1, 0])?;
+                    g.push(Op::Recompute, &[p], None)
+                }),
+            ],
+        ),
+        row(
+            "checkpoint",
+            floats(),
+            Tol::Ulps(8.0),
+            [case("two ops", [x([3, 5])], |g, x| {
+                g.checkpoint(&[x[0]], |g, x| {
+                    let y = g.tanh(x[0])?;
+                    g.mul(y, x[0])
+                })
+            })
+            .grad()],
+        ),
         row(
             "permute",
             all(),

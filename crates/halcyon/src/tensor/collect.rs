@@ -1,7 +1,8 @@
 //! Makes the nodes of tensors that are computed later, collects nodes in a graph, and evaluates the graph.
 
-use super::{Inner, Node, Tensor, Value, mixed, release};
+use super::{Inner, Node, SERIAL, Tensor, Value, mixed, release};
 use crate::backend::Backend;
+use crate::planner::Wanted;
 use halcyon_hal::{BufferRef, Event};
 use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::dtype::{Element, Scalar};
@@ -75,6 +76,7 @@ impl Tensor {
             span: new.span,
             tracked: new.tracked,
             of_gradient: new.of_gradient,
+            serial: SERIAL.fetch_add(1, Ordering::Relaxed),
             inner: Mutex::new(Inner { value: new.value, inputs: new.inputs, completion: None }),
             readers: AtomicUsize::new(0),
             donate: AtomicBool::new(false),
@@ -181,37 +183,66 @@ impl Collector {
     pub(crate) fn visit(&mut self, root: &Tensor) -> Result<()> {
         let mut stack: Vec<(Tensor, bool)> = vec![(root.clone(), false)];
         while let Some((t, expanded)) = stack.pop() {
-            let key = Arc::as_ptr(&t.0);
-            if self.ids.contains_key(&key) {
+            if self.ids.contains_key(&Arc::as_ptr(&t.0)) {
                 continue;
             }
-            let inner = t.0.lock();
-            match &inner.value {
-                Value::Failed(e) => return Err(e.clone()),
-                Value::Donated { by } => return Err(Error::Donated { by: by.clone() }),
-                _ => {}
-            }
-            let history = self.mode == Mode::Gradient && t.0.tracked && !inner.inputs.is_empty();
-            let ready = matches!(inner.value, Value::Ready(_)) && !history;
-            if !expanded && !ready && !inner.inputs.is_empty() {
-                let ins: Vec<Tensor> = inner.inputs.to_vec();
-                drop(inner);
+            let operands = self.operands_of(&t)?;
+            if !expanded && !operands.is_empty() {
                 stack.push((t, true));
-                stack.extend(ins.into_iter().rev().map(|i| (i, false)));
+                stack.extend(operands.into_iter().rev().map(|i| (i, false)));
                 continue;
             }
-            let ins: SmallVec<[NodeId; 3]> = if ready {
-                SmallVec::new()
-            } else {
-                inner.inputs.iter().map(|i| self.ids[&Arc::as_ptr(&i.0)]).collect()
-            };
-            drop(inner);
-            self.graph.span = t.0.span.clone();
-            let id = self.add(&t, ready, ins)?;
-            self.ids.insert(key, id);
-            self.order.resize(id.index() + 1, t.clone());
-            self.order[id.index()] = t;
+            self.place(t, &operands)?;
         }
+        Ok(())
+    }
+
+    /// Adds the nodes that `roots` depend on, and the roots, in the order in which they were made. So the
+    /// steps of a plan are in the program's order, and the gradient of a parameter is computed beside the
+    /// gradients that the backward pass computes with it, not after all of them.
+    pub(crate) fn visit_in_order(&mut self, roots: &[Tensor]) -> Result<()> {
+        let mut stack: Vec<Tensor> = roots.to_vec();
+        let mut seen: HashSet<*const Node> = HashSet::new();
+        let mut all: Vec<(Tensor, SmallVec<[Tensor; 3]>)> = vec![];
+        while let Some(t) = stack.pop() {
+            let key = Arc::as_ptr(&t.0);
+            if self.ids.contains_key(&key) || !seen.insert(key) {
+                continue;
+            }
+            let operands = self.operands_of(&t)?;
+            stack.extend(operands.iter().cloned());
+            all.push((t, operands));
+        }
+        all.sort_by_key(|(t, _)| t.0.serial);
+        all.into_iter().try_for_each(|(t, operands)| self.place(t, &operands))
+    }
+
+    /// Whether a tensor's value is used instead of the operation that computed it.
+    fn uses_value(&self, t: &Tensor, inner: &Inner) -> bool {
+        let history = self.mode == Mode::Gradient && t.0.tracked && !inner.inputs.is_empty();
+        matches!(inner.value, Value::Ready(_)) && !history
+    }
+
+    /// The operands from which the graph computes a tensor; none if it uses the tensor's value.
+    fn operands_of(&self, t: &Tensor) -> Result<SmallVec<[Tensor; 3]>> {
+        let inner = t.0.lock();
+        match &inner.value {
+            Value::Failed(e) => return Err(e.clone()),
+            Value::Donated { by } => return Err(Error::Donated { by: by.clone() }),
+            _ => {}
+        }
+        Ok(if self.uses_value(t, &inner) { SmallVec::new() } else { inner.inputs.clone() })
+    }
+
+    /// Adds the node of a tensor whose operands have been added.
+    fn place(&mut self, t: Tensor, operands: &[Tensor]) -> Result<()> {
+        let ready = self.uses_value(&t, &t.0.lock());
+        let ins: SmallVec<[NodeId; 3]> = operands.iter().map(|i| self.ids[&Arc::as_ptr(&i.0)]).collect();
+        self.graph.span = t.0.span.clone();
+        let id = self.add(&t, ready, ins)?;
+        self.ids.insert(Arc::as_ptr(&t.0), id);
+        self.order.resize(id.index() + 1, t.clone());
+        self.order[id.index()] = t;
         Ok(())
     }
 
@@ -366,7 +397,8 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
             _ => Err(Error::internal("a leaf lost its value")),
         })
         .collect::<Result<_>>()?;
-    let exe = backend.planner().plan(graph, donated.clone())?;
+    let wanted = Wanted { sample: Some((&inputs, &args)), mixed: None };
+    let exe = backend.planner().plan_for(graph, donated.clone(), wanted)?;
     let by = first.0.span.clone();
     let take = || leaves.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
     let on = backend.runtime().queues.current();

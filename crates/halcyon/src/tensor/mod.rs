@@ -24,7 +24,7 @@ pub use index::{Ellipsis, Index, IndexItem, NewAxis, step};
 use smallvec::SmallVec;
 use std::fmt;
 use std::panic::Location;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A handle on a value that is computed on demand. Cloning shares the value.
@@ -49,6 +49,8 @@ pub(crate) struct Node {
     pub(crate) tracked: bool,
     /// Whether the gradient pass made this node. If so, evaluating it keeps no residuals.
     of_gradient: bool,
+    /// Nodes made later have larger numbers, and operands are made before the nodes that read them.
+    serial: u64,
     inner: Mutex<Inner>,
     /// Number of pending nodes that have this one as an operand.
     readers: AtomicUsize,
@@ -64,6 +66,9 @@ struct Inner {
     /// The completion event of the work that computes the value, if a stream computes it.
     completion: Option<Event>,
 }
+
+/// The serial number of the next node.
+static SERIAL: AtomicU64 = AtomicU64::new(0);
 
 impl Node {
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -348,6 +353,20 @@ impl Tensor {
     /// A placeholder that a traced function gets as an argument, in place of an input.
     pub(crate) fn stand_in(backend: &Backend, ty: TensorType) -> Tensor {
         Tensor::leaf(backend, ty, Value::Pending, Span::default())
+    }
+
+    /// The serial number that the next tensor gets.
+    pub(crate) fn next_serial() -> u64 {
+        SERIAL.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn serial(&self) -> u64 {
+        self.0.serial
+    }
+
+    /// The operands, as long as the tensor keeps them.
+    pub(crate) fn operands(&self) -> SmallVec<[Tensor; 3]> {
+        self.0.lock().inputs.clone()
     }
 
     /// The buffer of an evaluated value.

@@ -135,7 +135,8 @@ const OPTIONS: &[(&str, Set, Case)] = &[
     ("memory_needed", |b| b.memory_needed(1 << 60), |_, _| Refuses("the caller needs")),
     ("mixed precision at O1", |b| b.level(Level::O1).amp(AmpPolicy::Bf16), |_, _| Warns("level O2")),
     ("forced bf16", |b| b.amp(AmpPolicy::Bf16).force_amp(true), |_, _| Acts(|b| b.amp() == AmpPolicy::Bf16)),
-    ("f16", |b| b.amp(AmpPolicy::F16), |_, _| Refuses("range of activations")),
+    ("f16", |b| b.amp(AmpPolicy::F16).force_amp(true), |_, _| Acts(|b| b.amp() == AmpPolicy::F16)),
+    ("a scale of 0", |b| b.loss_scale(0.0), |_, _| Refuses("not a positive number")),
     ("force alone", |b| b.amp(AmpPolicy::None).force_amp(true), |_, _| Refuses("force_amp")),
     ("tuning at O1", |b| b.level(Level::O1).tuning(TuningMode::Background), |_, _| Warns("tuned kernels")),
     (

@@ -1,0 +1,382 @@
+//! Options of training steps: checkpoints, memory budgets, accumulation, moving averages, mixed precision.
+
+mod gpt;
+
+use gpt::{Gpt, Sizes, batch};
+use halcyon::prelude::*;
+use halcyon::{AmpPolicy, MixedPrecision};
+use halcyon_nn::*;
+use halcyon_test::devices::devices;
+
+const SMALL: Sizes = Sizes { layers: 4, width: 32, heads: 2, context: 16, vocabulary: 40, dropout: 0.1 };
+
+/// Rows of a batch: enough for activations to take most of the memory.
+const ROWS: usize = 24;
+
+/// A language model with the weights of seed 1, its step, and the parameters after `steps` steps.
+fn trained(b: &Backend, s: Sizes, checkpointed: bool, steps: usize) -> (u64, Vec<f32>, Vec<Vec<u8>>) {
+    b.manual_seed(1);
+    let model = Gpt::new(b, s, checkpointed).unwrap();
+    let optimizer = Optimizer::new(&model, Sgd::new().rate(0.1)).unwrap();
+    let mut step =
+        TrainStep::new(&model, optimizer, |m: &&Gpt, x: &[Tensor]| Ok(vec![m.loss(&x[0], &x[1])?]))
+            .unwrap()
+            .seed(7);
+    let first = batch(b, s, ROWS, 1).unwrap();
+    let fit = step.fit(&[&first[0], &first[1]]).unwrap();
+    let mut losses = vec![];
+    for k in 0..steps as u64 {
+        let [x, y] = batch(b, s, ROWS, k + 1).unwrap();
+        losses.push(step.run(&[&x, &y]).unwrap()[0].item().unwrap());
+    }
+    let params =
+        model.parameters().iter().map(|(_, p)| p.value().to_data().unwrap().bytes().to_vec()).collect();
+    (fit.activations + fit.workspace, losses, params)
+}
+
+/// Dropout included: the second computation repeats the draws of the first.
+#[test]
+fn checkpoints_change_no_bit_and_take_less_memory() {
+    let what = "checkpoints_change_no_bit_and_take_less_memory";
+    for b in devices(what, Level::O1) {
+        let (_, losses, params) = trained(&b, SMALL, false, 3);
+        let (_, other, same) = trained(&b, SMALL, true, 3);
+        assert_eq!(losses, other, "{}", b.id());
+        assert!(params == same, "{}", b.id());
+    }
+    // From O2 on, an epilogue may round the sums of a product once less.
+    for b in devices(what, Level::O2) {
+        let (kept, losses, _) = trained(&b, SMALL, false, 3);
+        let (again, other, _) = trained(&b, SMALL, true, 3);
+        assert!(
+            losses.iter().zip(&other).all(|(a, o)| (a - o).abs() < 1e-5),
+            "{}: {losses:?} {other:?}",
+            b.id()
+        );
+        assert!(2 * again <= kept, "{}: {again} bytes with checkpoints, {kept} without", b.id());
+    }
+}
+
+#[test]
+fn a_memory_budget_is_kept_or_refused() {
+    let b = Backend::cpu().unwrap();
+    let sizes = Sizes { layers: 6, ..SMALL };
+    let run = |budget: Option<u64>| {
+        b.manual_seed(1);
+        let model = Gpt::new(&b, sizes, false).unwrap();
+        let optimizer = Optimizer::new(&model, Sgd::new().rate(0.1)).unwrap();
+        let f = |m: &&Gpt, x: &[Tensor]| Ok(vec![m.loss(&x[0], &x[1])?]);
+        let mut step = TrainStep::new(&model, optimizer, f).unwrap().seed(7);
+        if let Some(bytes) = budget {
+            step = step.memory_budget(MemoryBudget(bytes));
+        }
+        let [x, y] = batch(&b, sizes, ROWS, 1).unwrap();
+        let fit = step.fit(&[&x, &y])?;
+        let loss: f32 = step.run(&[&x, &y])?[0].item()?;
+        let second: f32 = step.run(&[&x, &y])?[0].item()?;
+        Ok::<_, halcyon::Error>((fit.activations + fit.workspace, loss, second, step.recomputed_parts()))
+    };
+    let plain = run(None).unwrap();
+    assert_eq!(plain.3, 1);
+    assert_eq!(run(Some(plain.0)).unwrap().3, 1);
+    let half = run(Some(plain.0 / 2)).unwrap();
+    assert!(half.0 <= plain.0 / 2 && half.3 > 1, "{half:?}, {plain:?}");
+    assert!((half.1 - plain.1).abs() < 1e-5 && (half.2 - plain.2).abs() < 1e-4, "{half:?}, {plain:?}");
+    let e = run(Some(1000)).unwrap_err();
+    assert!(matches!(&e, halcyon::Error::OutOfMemory { free: 1000, .. }), "{e}");
+    assert!(e.to_string().contains("Raise the memory budget"), "{e}");
+}
+
+/// Running statistics are written once, although the forward is computed twice.
+#[test]
+fn buffers_in_a_checkpoint_are_written_once() {
+    for b in devices("buffers_in_a_checkpoint_are_written_once", Level::O2) {
+        let run = |again: bool| {
+            b.manual_seed(3);
+            let model = (Linear::new(&b, 4, 3).unwrap(), BatchNorm::new(&b, 3).unwrap());
+            let forward = |m: &(Linear, BatchNorm), x: &Tensor| m.1.forward(&m.0.forward(x)).tanh();
+            let optimizer = Optimizer::new(&model, Sgd::new().rate(0.1)).unwrap();
+            let f = move |m: &&(Linear, BatchNorm), x: &[Tensor]| {
+                let y = match again {
+                    true => checkpoint(&x[0], |x| forward(m, x)),
+                    false => forward(m, &x[0]),
+                };
+                Ok(vec![y.sqr().sum(..)])
+            };
+            let mut step = TrainStep::new(&model, optimizer, f).unwrap();
+            let x = b.randn([8, 4], DType::F32);
+            (0..3).for_each(|_| drop(step.run(&[&x]).unwrap()));
+            let all: Vec<Vec<f32>> = model.slots().iter().map(|(_, s)| s.value().to_vec().unwrap()).collect();
+            // Also outside of a step.
+            let (_, grads) = loss_and_grads(&model, |m| {
+                Ok(if again { checkpoint(&x, |x| forward(m, x)) } else { forward(m, &x) }.sum(..))
+            })
+            .unwrap();
+            let g = grads.get("0.weight").unwrap().to_vec::<f32>().unwrap();
+            let count = model.1.num_batches_tracked.value().item::<i64>().unwrap();
+            (all, g, count)
+        };
+        let (plain, again) = (run(false), run(true));
+        let pairs =
+            plain.0.concat().into_iter().zip(again.0.concat()).chain(plain.1.into_iter().zip(again.1));
+        for (a, c) in pairs {
+            assert!((a - c).abs() < 1e-5, "{}: {a}, {c}", b.id());
+        }
+        assert_eq!((plain.2, again.2), (4, 4));
+    }
+}
+
+#[test]
+fn an_error_in_a_checkpoint_names_its_op() {
+    let b = Backend::cpu().unwrap();
+    let x = Tensor::ones(&b, [2, 3], DType::F32);
+    let y = checkpoint(&x, |x| x.matmul(x));
+    assert!(y.to_vec::<f32>().unwrap_err().to_string().contains("matmul"));
+    assert!(checkpoint_many(&[], |_| Ok(vec![])).is_err());
+}
+
+/// `n` micro-batches and one update are a step with the whole batch.
+#[test]
+fn accumulated_gradients_are_those_of_the_whole_batch() {
+    for b in devices("accumulated_gradients_are_those_of_the_whole_batch", Level::O2) {
+        let x = b.randn([12, 5], DType::F32);
+        let y = b.randn([12, 2], DType::F32);
+        let run = |n: usize| {
+            b.manual_seed(5);
+            let m = Linear::new(&b, 5, 2).unwrap();
+            let optimizer = Optimizer::builder(Adam::w().rate(0.01)).clip(Clip::Norm(0.5)).build(&m).unwrap();
+            let mut step = TrainStep::new(&m, optimizer, |m: &&Linear, x: &[Tensor]| {
+                Ok(vec![(m.forward(&x[0]) - &x[1]).sqr().mean(..)])
+            })
+            .unwrap()
+            .accumulate(n as u64)
+            .unwrap();
+            let size = 12 / n;
+            let mut before = m.weight.value().to_vec::<f32>().unwrap();
+            for _ in 0..4 {
+                for k in 0..n {
+                    let part = |t: &Tensor| t.narrow(0, k * size, size);
+                    step.run(&[&part(&x), &part(&y)]).unwrap();
+                    let now = m.weight.value().to_vec::<f32>().unwrap();
+                    // Only the last micro-batch changes the parameters.
+                    assert_eq!(now != before, k + 1 == n, "{} {k} of {n}", b.id());
+                    assert_eq!(step.accumulated() as usize, (k + 1) % n);
+                    before = now;
+                }
+            }
+            assert_eq!(step.with_optimizer(|o| o.steps()), 4);
+            assert_eq!(step.plans(), if n == 1 { 1 } else { 2 });
+            before
+        };
+        let whole = run(1);
+        for n in [2, 3, 12] {
+            for (a, w) in run(n).iter().zip(&whole) {
+                assert!((a - w).abs() <= 2e-6 * w.abs().max(1.0), "{}: {a}, {w} with {n}", b.id());
+            }
+        }
+    }
+    let b = Backend::cpu().unwrap();
+    let m = Linear::new(&b, 1, 1).unwrap();
+    let step = TrainStep::new(&m, Optimizer::new(&m, Sgd::new()).unwrap(), |_: &&Linear, x: &[Tensor]| {
+        Ok(x.to_vec())
+    });
+    assert!(step.unwrap().accumulate(0).is_err());
+}
+
+#[test]
+fn moving_averages_follow_their_formula() {
+    for b in devices("moving_averages_follow_their_formula", Level::O2) {
+        let w = Param::new(Tensor::from_slice(&b, [2], &[1.0f32, -3.0]).unwrap());
+        let optimizer = Optimizer::new(&w, Sgd::new().rate(0.5)).unwrap();
+        let f = |w: &&Param, g: &[Tensor]| Ok(vec![(w.value() * &g[0]).sum(..)]);
+        let mut step = TrainStep::new(&w, optimizer, f).unwrap().ema(0.9).unwrap();
+        let (mut want, mut param) = ([1.0f64, -3.0], [1.0f64, -3.0]);
+        for k in 0..5 {
+            let g = [0.25 * k as f32, -1.0];
+            step.run(&[&Tensor::from_slice(&b, [2], &g).unwrap()]).unwrap();
+            for i in 0..2 {
+                param[i] -= 0.5 * f64::from(g[i]);
+                want[i] += 0.1 * (param[i] - want[i]);
+            }
+        }
+        let near = |t: &Tensor, want: &[f64]| {
+            let got = t.to_vec::<f64>().unwrap();
+            assert!(got.iter().zip(want).all(|(a, w)| (a - w).abs() < 1e-5), "{}: {got:?} {want:?}", b.id());
+        };
+        let ema = step.averages().unwrap();
+        near(&ema.state()[0].1, &want);
+        near(&w.value(), &param);
+        near(&ema.evaluate(|| w.value()), &want);
+        assert!(ema.evaluate(|| !is_training()));
+        near(&w.value(), &param);
+        let kept = Tensor::from_slice(&b, [2], &[9.0f32, 8.0]).unwrap();
+        let path = ema.state()[0].0.clone();
+        ema.set_state(&path, kept).unwrap();
+        assert!(ema.set_state("nothing", w.value()).is_err());
+        ema.apply().unwrap();
+        near(&w.value(), &[9.0, 8.0]);
+        // The next step still works on its own memory.
+        step.run(&[&Tensor::ones(&b, [2], DType::F32)]).unwrap();
+        near(&w.value(), &[8.5, 7.5]);
+    }
+    let b = Backend::cpu().unwrap();
+    let w = Param::new(Tensor::ones(&b, [1], DType::F32));
+    let step =
+        TrainStep::new(
+            &w,
+            Optimizer::new(&w, Sgd::new()).unwrap(),
+            |_: &&Param, x: &[Tensor]| Ok(x.to_vec()),
+        );
+    assert!(step.unwrap().ema(1.0).is_err());
+}
+
+/// Losses of 60 steps of a classifier of three layers.
+fn losses(
+    b: &Backend,
+    policy: AmpPolicy,
+    more: impl Fn(MixedPrecision) -> MixedPrecision,
+) -> (Vec<f64>, u64) {
+    b.manual_seed(11);
+    let net =
+        (Linear::new(b, 16, 64).unwrap(), Linear::new(b, 64, 64).unwrap(), Linear::new(b, 64, 4).unwrap());
+    type Net = (Linear, Linear, Linear);
+    let optimizer = Optimizer::new(&net, Adam::w().rate(3e-3)).unwrap();
+    let f = |m: &&Net, x: &[Tensor]| {
+        let y = m.2.forward(&m.1.forward(&m.0.forward(&x[0]).relu()).relu());
+        Ok(vec![cross_entropy(&y, &x[1], CrossEntropyOptions::default())])
+    };
+    // Forced, because only the results matter here, even on processors that are slower in the half type.
+    let mixed = MixedPrecision { force: true, ..policy.into() };
+    let mut step = TrainStep::new(&net, optimizer, f).unwrap().amp(more(mixed)).unwrap();
+    let x = b.randn([128, 16], DType::F32);
+    let labels = x.narrow(1, 0, 4usize).argmax(1);
+    let all = (0..60).map(|_| step.run(&[&x, &labels]).unwrap()[0].item::<f64>().unwrap()).collect();
+    (all, step.scale().unwrap().map_or(0, |s| s.1))
+}
+
+#[test]
+fn half_types_end_within_two_percent_of_f32() {
+    for b in devices("half_types_end_within_two_percent_of_f32", Level::O2) {
+        let (full, _) = losses(&b, AmpPolicy::None, |m| m);
+        assert!(full[59] < 0.6 * full[0], "{}: {full:?}", b.id());
+        for policy in [AmpPolicy::Bf16, AmpPolicy::F16] {
+            let (half, skipped) = losses(&b, policy, |m| m);
+            let off = (half[59] - full[59]).abs() / full[59];
+            assert!(off < 0.02, "{} {policy}: {} after {}", b.id(), half[59], full[59]);
+            assert!(half != full, "{} {policy}: nothing was rounded", b.id());
+            assert!(skipped < 5, "{} {policy}: {skipped} steps were skipped", b.id());
+            // With no op allowed, or all products excepted, the step computes in f32.
+            if policy == AmpPolicy::Bf16 {
+                let none = losses(&b, policy, |m| MixedPrecision { only: Some(vec!["conv".into()]), ..m });
+                assert_eq!(none.0, full, "{}", b.id());
+                let none = losses(&b, policy, |m| MixedPrecision { f32: vec!["matmul".into()], ..m });
+                assert_eq!(none.0, full, "{}", b.id());
+            }
+        }
+    }
+}
+
+/// A parameter whose product with the batch overflows f16 in one step.
+#[test]
+fn a_planted_overflow_skips_exactly_its_step() {
+    for b in devices("a_planted_overflow_skips_exactly_its_step", Level::O2) {
+        let layer = Linear::new(&b, 8, 8).unwrap();
+        let optimizer = Optimizer::new(&layer, Adam::new().rate(0.01)).unwrap();
+        let f = |m: &&Linear, x: &[Tensor]| Ok(vec![m.forward(&x[0]).sqr().mean(..)]);
+        let mixed = MixedPrecision { force: true, ..AmpPolicy::F16.into() };
+        let mut step = TrainStep::new(&layer, optimizer, f).unwrap().amp(mixed).unwrap();
+        step = step.loss_scaler(Some(LossScaler { initial: 256.0, ..LossScaler::default() })).unwrap();
+        step = step.ema(0.5).unwrap();
+        let mut before = layer.weight.value().to_vec::<f32>().unwrap();
+        for k in 0..6 {
+            let size = if k == 3 { 3e5 } else { 1.0 };
+            let x = b.randn([4, 8], DType::F32) * size;
+            step.run(&[&x]).unwrap();
+            let now = layer.weight.value().to_vec::<f32>().unwrap();
+            assert_eq!(now == before, k == 3, "{}: step {k}", b.id());
+            let want = if k < 3 { (256.0, 0) } else { (128.0, 1) };
+            assert_eq!(step.scale().unwrap(), Some(want), "{}: step {k}", b.id());
+            before = now;
+        }
+        assert!(
+            step.averages()
+                .unwrap()
+                .state()
+                .iter()
+                .all(|(_, t)| { t.to_vec::<f32>().unwrap().iter().all(|v| v.is_finite()) })
+        );
+    }
+}
+
+/// The scale and the parameter after each step equal those of PyTorch's GradScaler.
+#[test]
+fn the_scale_follows_pytorch() {
+    let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/scaler.json");
+    let cases: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    for b in devices("the_scale_follows_pytorch", Level::O2) {
+        for c in cases.as_array().unwrap() {
+            let number = |k: &str| c[k].as_f64().unwrap();
+            let scaler = LossScaler {
+                initial: number("initial"),
+                growth: number("growth"),
+                backoff: number("backoff"),
+                interval: number("interval") as u32,
+            };
+            let w = Param::new(Tensor::ones(&b, [3], DType::F32));
+            let optimizer = Optimizer::new(&w, Sgd::new().rate(0.5)).unwrap();
+            let f = |w: &&Param, g: &[Tensor]| Ok(vec![(w.value() * &g[0]).sum(..)]);
+            let mut step = TrainStep::with_scaler(&w, optimizer, scaler, f).unwrap();
+            let rows = |k: &str| c[k].as_array().unwrap().clone();
+            for (k, ((g, scale), value)) in
+                rows("gradients").iter().zip(rows("scales")).zip(rows("values")).enumerate()
+            {
+                let g: Vec<f32> =
+                    g.as_array().unwrap().iter().map(|v| v.as_str().unwrap().parse().unwrap()).collect();
+                step.run(&[&Tensor::from_slice(&b, [3], &g).unwrap()]).unwrap();
+                assert_eq!(step.scale().unwrap().unwrap().0, scale.as_f64().unwrap(), "{} step {k}", b.id());
+                let got = w.value().to_vec::<f64>().unwrap();
+                for (a, v) in got.iter().zip(value.as_array().unwrap()) {
+                    assert!((a - v.as_f64().unwrap()).abs() < 1e-6, "{} step {k}: {got:?}", b.id());
+                }
+            }
+        }
+    }
+}
+
+/// Scratch memory and time of a language model with and without checkpoints. Prints figures; run it by name.
+#[test]
+#[ignore = "measures a large model"]
+fn gpt_mini_with_and_without_checkpoints() {
+    let b = Backend::cpu().unwrap();
+    let s = Sizes { layers: 6, width: 384, heads: 6, context: 256, vocabulary: 65, dropout: 0.0 };
+    let mut results = vec![];
+    for (checkpointed, budget) in [(false, None), (true, None), (false, Some(1u64 << 28))] {
+        b.manual_seed(1);
+        let model = Gpt::new(&b, s, checkpointed).unwrap();
+        let optimizer = Optimizer::new(&model, Adam::w().rate(1e-3)).unwrap();
+        let mut step =
+            TrainStep::new(&model, optimizer, |m: &&Gpt, x: &[Tensor]| Ok(vec![m.loss(&x[0], &x[1])?]))
+                .unwrap();
+        if let Some(bytes) = budget {
+            step = step.memory_budget(MemoryBudget(bytes));
+        }
+        let [x, y] = batch(&b, s, 16, 1).unwrap();
+        let fit = step.fit(&[&x, &y]).unwrap();
+        step.run(&[&x, &y]).unwrap()[0].item::<f32>().unwrap();
+        let mut times = vec![];
+        for _ in 0..3 {
+            let start = std::time::Instant::now();
+            step.run(&[&x, &y]).unwrap()[0].item::<f32>().unwrap();
+            times.push(start.elapsed().as_secs_f64());
+        }
+        times.sort_by(f64::total_cmp);
+        println!(
+            "checkpointed {checkpointed}, budget {budget:?}: scratch {} MB, {:.2} s, {} parts",
+            (fit.activations + fit.workspace) >> 20,
+            times[1],
+            step.recomputed_parts()
+        );
+        results.push((fit.activations + fit.workspace, times[1]));
+    }
+    assert!(2 * results[1].0 <= results[0].0 && results[1].1 < 1.4 * results[0].1, "{results:?}");
+}

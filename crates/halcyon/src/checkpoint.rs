@@ -1,0 +1,86 @@
+//! Activation checkpointing of tensors.
+
+use crate::tensor::{Collector, Mode, Tensor};
+use halcyon_ir::composite::{Attrs, Composite, CompositeKind};
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::{Graph, Op};
+use std::collections::HashSet;
+use std::sync::Arc;
+
+/// The tensors that `f` returns for `inputs`, computed so that gradients do not keep what `f` computes in
+/// between: they compute it again, when they need it. This takes the time of `f` once more, and memory only
+/// for `inputs` and the results. The gradients have the same values.
+///
+/// Tensors that `f` captures and that were made before this call are further inputs. Numbers that `f` makes
+/// itself are constants of the plan. Random tensors in `f` are drawn once: the second computation repeats
+/// their values. `f` gets placeholders and cannot read values.
+///
+/// ```
+/// use halcyon::prelude::*;
+/// # fn main() -> halcyon::Result<()> {
+/// let b = Backend::cpu()?;
+/// let w = Tensor::from_slice(&b, [2], &[0.5f32, -1.0])?.requires_grad()?;
+/// let (_, grads) = halcyon::value_and_grad(std::slice::from_ref(&w), |w| {
+///     let y = halcyon::checkpoint(&[&w[0]], |x| Ok(vec![x[0].sqr().exp()]))?;
+///     Ok(y[0].sum(..))
+/// })?;
+/// let got = grads[0].to_vec::<f32>()?;
+/// assert!((got[0] - 0.25f32.exp()).abs() < 1e-6);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// `Error::Argument` without inputs; errors of `f`, also those that its results carry.
+#[track_caller]
+pub fn checkpoint(
+    inputs: &[&Tensor],
+    f: impl FnOnce(&[Tensor]) -> Result<Vec<Tensor>>,
+) -> Result<Vec<Tensor>> {
+    let Some(first) = inputs.first() else {
+        return Err(Error::argument("checkpoint", "there are no inputs; give the tensors that f reads"));
+    };
+    let backend = first.backend().clone();
+    inputs.iter().try_for_each(|t| t.check())?;
+    let given: Vec<Tensor> = inputs.iter().map(|t| Tensor::stand_in(&backend, t.0.ty.clone())).collect();
+    let start = Tensor::next_serial();
+    let results = f(&given)?;
+    results.iter().try_for_each(|t| t.check())?;
+    let outside = captured(&results, &given, start);
+    let mut c = Collector { mode: Mode::Compile, ..Collector::default() };
+    for t in given.iter().chain(&outside) {
+        c.declare("", t);
+    }
+    c.visit_in_order(&results)?;
+    let operands: Vec<&Tensor> = inputs.iter().copied().chain(&outside).collect();
+    let one = |t: &Tensor| {
+        // Every result is a checkpoint of its own. Passes merge what they have in common.
+        let mut body: Graph = c.graph.clone();
+        body.output("", c.ids[&Arc::as_ptr(&t.0)]);
+        let composite = Composite { kind: CompositeKind::Checkpoint, attrs: Attrs::new(), body };
+        let y = Tensor::build(&operands, |g, x| g.push(Op::Composite(Arc::new(composite)), x, None));
+        y.check().map(|()| y)
+    };
+    results.iter().map(one).collect()
+}
+
+/// The tensors that the results depend on and that were made before `start`, or that have a value or no
+/// operands. The `given` tensors are not among them.
+fn captured(results: &[Tensor], given: &[Tensor], start: u64) -> Vec<Tensor> {
+    let key = |t: &Tensor| Arc::as_ptr(&t.0);
+    let mut seen: HashSet<_> = given.iter().map(key).collect();
+    let (mut stack, mut found) = (results.to_vec(), vec![]);
+    while let Some(t) = stack.pop() {
+        if !seen.insert(key(&t)) {
+            continue;
+        }
+        let placeholder = matches!(t.0.op, Op::Input(_) | Op::Arg(_));
+        if t.serial() < start || t.is_ready() || placeholder {
+            found.push(t);
+        } else {
+            stack.extend(t.operands());
+        }
+    }
+    found.sort_by_key(Tensor::serial);
+    found
+}
