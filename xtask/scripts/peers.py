@@ -5,6 +5,7 @@ Usage: peers.py --engine numpy|onnxruntime|openvino|torch --threads N           
        peers.py --engine onnxruntime --threads N --start MODEL INPUT.npy      (one answer from a fresh process)
 """
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -250,6 +251,8 @@ class Torch:
 
     def prepare(self, item):
         torch = self.torch
+        if item.startswith(("train.", "train16.")):
+            return training_step(torch, item), None
         kind, size = parse(item)
         if kind in ("gemm16", "gemv16"):
             a = torch.randn(size[0], size[-1]).bfloat16()
@@ -295,6 +298,80 @@ class Torch:
         return None
 
 
+def training_step(torch, item):
+    """One step per call, with AdamW: the networks of crates/halcyon-nn/examples/bench_train.rs."""
+    from torch import nn
+
+    torch.set_grad_enabled(True)
+    kind, name = item.split(".")
+
+    class Block(nn.Module):
+        def __init__(self, width, heads):
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            self.heads = heads
+
+        def forward(self, x):
+            batch, length, width = x.shape
+            # [batch, heads, length, width of a head]
+            split = lambda t: t.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            q, k, v = (split(t) for t in self.qkv(self.norm1(x)).split(width, dim=2))
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+            return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+    class Gpt(nn.Module):
+        def __init__(self, vocabulary, context, width):
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+            self.blocks = nn.Sequential(*(Block(width, 6) for _ in range(6)))
+            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+            self.register_buffer("places", torch.arange(context))
+
+        def forward(self, x):
+            x = self.tokens(x) + self.positions(self.places)
+            return self.head(self.norm(self.blocks(x))).flatten(0, 1)
+
+    if name == "mlp":
+        net = nn.Sequential(
+            nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+        data = lambda: (torch.rand(128, 784), torch.randint(0, 10, (128,)))
+    elif name == "cnn":
+        net = nn.Sequential(
+            nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25),
+            nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10))
+        data = lambda: (torch.rand(64, 1, 28, 28), torch.randint(0, 10, (64,)))
+    else:
+        net = Gpt(65, 256, 384)
+        data = lambda: (torch.randint(0, 65, (16, 256)), torch.randint(0, 65, (16 * 256,)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    # With one batch the gradients would soon vanish, and arithmetic with denormal numbers is slow.
+    batches = itertools.cycle([data() for _ in range(32)])
+    low = torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "train16")
+
+    def step():
+        x, y = next(batches)
+        optimizer.zero_grad(set_to_none=True)
+        with low:
+            loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def peak_memory():
+    """The largest resident size of this process so far, in bytes; None where the system does not tell."""
+    try:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+    except OSError:
+        return None
+
+
 ENGINES = {"numpy": Numpy, "onnxruntime": OnnxRuntime, "openvino": OpenVino, "torch": Torch}
 
 
@@ -319,7 +396,7 @@ def serve(engine):
             continue
         run, work = prepared
         run()
-        answer(seconds=timed(run), **({"work": work} if work else {}))
+        answer(seconds=timed(run), peak_memory=peak_memory(), **({"work": work} if work else {}))
 
 
 def main():

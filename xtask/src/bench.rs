@@ -31,6 +31,11 @@
 //!   symbols.
 //! - `model16.NAME.SIZES`: as `model.NAME.SIZES`, with products and convolutions allowed in bfloat16 (mixed
 //!   precision).
+//! - `train.NAME`, `train16.NAME`: one training step with AdamW, batch upload and loss included: `mlp` (784-512-512-10,
+//!   batch 128), `cnn` (two convolutions and two linear layers on images of 28x28, batch 64), `gpt` (6 layers,
+//!   384 wide, context 256, batch 16). `train16` allows products and convolutions in bfloat16. Ours is the
+//!   example `bench_train` of `halcyon-nn`. Each of these items has processes of its own, whose peak memory
+//!   is reported (`"peak_memory"`, bytes).
 //! - `peak.fma`, `peak.bf16`, `peak.int8`, `peak.read`, `peak.copy`: the machine's peaks
 //!   with N threads. These are multiply-adds in registers of float32, bfloat16 and bytes (work in operations,
 //!   two per multiply-add), reads of memory far larger than the caches (bytes), and copies of such memory
@@ -76,6 +81,8 @@ pub(crate) enum Work {
     Copy(f64),
     /// Wall time only.
     Run,
+    /// Wall time of a training step, and the peak memory of its process.
+    Training,
     /// Wall time of a separate process.
     Start,
 }
@@ -106,6 +113,12 @@ const ITEMS: &[(&str, Work)] = &[
     ("model16.resnet50.8", Work::Run),
     ("model16.minilm.1x128", Work::Run),
     ("model16.minilm.32x128", Work::Run),
+    ("train.mlp", Work::Training),
+    ("train.cnn", Work::Training),
+    ("train.gpt", Work::Training),
+    ("train16.mlp", Work::Training),
+    ("train16.cnn", Work::Training),
+    ("train16.gpt", Work::Training),
     ("start", Work::Start),
 ];
 
@@ -117,7 +130,7 @@ impl Work {
             Work::Int8(_) => Some("peak.int8"),
             Work::Read(_) => Some("peak.read"),
             Work::Copy(_) => Some("peak.copy"),
-            Work::Run | Work::Start => None,
+            Work::Run | Work::Training | Work::Start => None,
         }
     }
 
@@ -127,7 +140,7 @@ impl Work {
             Work::Flops(n) | Work::Bf16(n) | Work::Int8(n) | Work::Read(n) | Work::Copy(n) => {
                 Some(n / seconds / 1e9)
             }
-            Work::Run | Work::Start => None,
+            Work::Run | Work::Training | Work::Start => None,
         }
     }
 
@@ -136,7 +149,7 @@ impl Work {
             Work::Flops(_) | Work::Bf16(_) => "GFLOP/s",
             Work::Int8(_) => "GOP/s",
             Work::Read(_) | Work::Copy(_) => "GB/s",
-            Work::Run | Work::Start => "",
+            Work::Run | Work::Training | Work::Start => "",
         }
     }
 }
@@ -149,6 +162,8 @@ pub(crate) struct Side {
     answers: BufReader<ChildStdout>,
     /// Command of the process for `start`; None if this side does not take part in it.
     start: Option<Vec<PathBuf>>,
+    /// Peak memory of the process in bytes, from its last answer.
+    memory: Option<u64>,
 }
 
 impl Side {
@@ -161,7 +176,8 @@ impl Side {
             .map_err(|e| format!("`{program}` did not start: {e}"))?;
         let requests = child.stdin.take();
         let stdout = child.stdout.take().ok_or("no pipe from the child")?;
-        let mut side = Side { name: program, child, requests, answers: BufReader::new(stdout), start };
+        let mut side =
+            Side { name: program, child, requests, answers: BufReader::new(stdout), start, memory: None };
         let hello = side.read()?;
         side.name = hello["name"]
             .as_str()
@@ -209,6 +225,7 @@ impl Side {
         if !answer["unsupported"].is_null() {
             return Ok(None);
         }
+        self.memory = answer["peak_memory"].as_u64();
         match answer["seconds"].as_f64() {
             Some(seconds) if seconds > 0.0 => Ok(Some(seconds)),
             _ => Err(format!(
@@ -276,8 +293,9 @@ impl Options {
 /// mode.
 pub(crate) fn build() -> Result<(), Failure> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let what = ["-p", "halcyon-cli", "-p", "halcyon", "--bin", "halcyon", "--example", "bench_server"];
-    run(Command::new(cargo).current_dir(crate::root()).args(["build", "--release"]).args(what))?;
+    let what =
+        "-p halcyon-cli -p halcyon -p halcyon-nn --bin halcyon --example bench_server --example bench_train";
+    run(Command::new(cargo).current_dir(crate::root()).args(["build", "--release"]).args(what.split(' ')))?;
     Ok(())
 }
 
@@ -308,6 +326,10 @@ pub(crate) fn peers(args: &[&str]) -> Result<bool, Failure> {
     let peaks = measure_peaks(&mut sides, &items)?;
     let mut rows = Vec::new();
     for &&(item, work) in &items {
+        if work == Work::Training {
+            rows.extend(training(&options, &venv, torch, item)?);
+            continue;
+        }
         let rounds = interleave(&mut sides, item, work, options.rounds)?;
         rows.push(report_item(item, work, &names, &rounds, &peaks));
     }
@@ -364,6 +386,32 @@ fn spawn_sides(options: &Options, venv: &Venv, models: &Path, torch: bool) -> Re
         sides.push(Side::spawn(command, start)?);
     }
     Ok(sides)
+}
+
+/// Measures a training step. The only peer is torch.
+fn training(options: &Options, venv: &Venv, torch: bool, item: &str) -> Result<Option<Value>, String> {
+    if !torch {
+        println!("{item}: not measured, because torch is missing; add `--with torch`");
+        return Ok(None);
+    }
+    let threads = options.threads.to_string();
+    let exe = format!("release/examples/bench_train{}", std::env::consts::EXE_SUFFIX);
+    let mut ours = Command::new(crate::target_dir().join(exe));
+    ours.args(["--serve", "--threads", &threads]);
+    let mut theirs = Command::new(venv.python());
+    theirs.arg(crate::root().join("xtask/scripts/peers.py"));
+    theirs.args(["--engine", "torch", "--threads", &threads]);
+    let mut sides = [Side::spawn(ours, None)?, Side::spawn(theirs, None)?];
+    let names: Vec<String> = sides.iter().map(|side| side.name.clone()).collect();
+    let rounds = interleave(&mut sides, item, Work::Training, options.rounds)?;
+    let mut row = report_item(item, Work::Training, &names, &rounds, &Peaks::new());
+    for (side, i) in sides.iter().zip(0..) {
+        if let Some(bytes) = side.memory {
+            println!("  {:<24} {:>10.1} MB at most", side.name, bytes as f64 / 1e6);
+            row["sides"][i]["peak_memory"] = json!(bytes);
+        }
+    }
+    Ok(Some(row))
 }
 
 /// The model for `start`, its input as a file for the command, and the same input as an array for the peer.

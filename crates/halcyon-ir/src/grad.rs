@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
 use crate::ops::Op;
 use smallvec::{SmallVec, smallvec};
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::{BinaryHeap, HashMap, HashSet};
 
 pub(crate) mod conv;
 pub(crate) mod scalar;
@@ -77,14 +77,14 @@ fn reverse(g: &mut Graph, loss: NodeId, wrt: &[NodeId], seed: Option<NodeId>) ->
     // The nodes in `todo` are processed from the largest id down, so that every user of a node comes before
     // it. The body of a composite is appended when the composite is processed, so its ids are larger than all
     // ids in `todo`.
-    let mut parts: HashMap<NodeId, SmallVec<[NodeId; 2]>> = HashMap::new();
+    let mut parts = Parts::new();
     let mut todo = BinaryHeap::new();
     let mut done: HashMap<NodeId, NodeId> = HashMap::new();
     if needs[loss.index()] {
         parts.insert(loss, smallvec![first]);
         todo.push(loss);
     }
-    let wanted: std::collections::HashSet<NodeId> = wrt.iter().copied().collect();
+    let wanted: HashSet<NodeId> = wrt.iter().copied().collect();
     while let Some(id) = todo.pop() {
         let node = g.node(id).clone();
         g.span = node.span.clone();
@@ -103,11 +103,15 @@ fn reverse(g: &mut Graph, loss: NodeId, wrt: &[NodeId], seed: Option<NodeId>) ->
             continue;
         }
         let rule = |g: &mut Graph| {
-            let mut b = Backward { g, id, node: &node, dy, need: &need };
+            let mut b = Backward { g, id, node: &node, dy, need: &need, wanted: &wanted };
             node.op.rules(|r| r.gradient(&mut b))
         };
         let grads = match rule(g)? {
             Gradient::Of(grads) => grads,
+            Gradient::Before { grads, source, d } => {
+                contribute(g, &node, &mut parts, &mut todo, (source, d))?;
+                grads
+            }
             Gradient::Body => {
                 let (from, root) = inline(g, &node)?;
                 needs.resize(from, false);
@@ -121,21 +125,33 @@ fn reverse(g: &mut Graph, loss: NodeId, wrt: &[NodeId], seed: Option<NodeId>) ->
         };
         for ((x, d), need) in node.inputs.iter().zip(grads).zip(need) {
             let Some(d) = d.filter(|_| need) else { continue };
-            if g.ty(d) != g.ty(*x) {
-                return Err(Error::shape(
-                    node.op.name(),
-                    format!("the gradient of an operand of type {} is {}", g.ty(*x), g.ty(d)),
-                )
-                .at(&node.span));
-            }
-            let p = parts.entry(*x).or_default();
-            if p.is_empty() {
-                todo.push(*x);
-            }
-            p.push(d);
+            contribute(g, &node, &mut parts, &mut todo, (*x, d))?;
         }
     }
     Ok(wrt.iter().map(|w| done.get(w).copied()).collect())
+}
+
+/// The gradients of nodes, one for each user that was processed.
+type Parts = HashMap<NodeId, SmallVec<[NodeId; 2]>>;
+
+/// Records `d`, which the rule of `node` gave, as a part of the gradient of `x`.
+fn contribute(
+    g: &Graph,
+    node: &Node,
+    parts: &mut Parts,
+    todo: &mut BinaryHeap<NodeId>,
+    (x, d): (NodeId, NodeId),
+) -> Result<()> {
+    if g.ty(d) != g.ty(x) {
+        let what = format!("the gradient of an operand of type {} is {}", g.ty(x), g.ty(d));
+        return Err(Error::shape(node.op.name(), what).at(&node.span));
+    }
+    let p = parts.entry(x).or_default();
+    if p.is_empty() {
+        todo.push(x);
+    }
+    p.push(d);
+    Ok(())
 }
 
 /// Extends `needs` to the nodes from `from` on.
@@ -150,6 +166,8 @@ fn mark(g: &Graph, needs: &mut Vec<bool>, from: usize) {
 pub(crate) enum Gradient {
     /// A node for each operand; `None` for an operand without a gradient.
     Of(Grads),
+    /// Like `Of`, and `d` is the gradient of `source`, from which an operand without a gradient is expanded.
+    Before { grads: Grads, source: NodeId, d: NodeId },
     /// Differentiation goes through a copy of the composite's body.
     Body,
 }
@@ -163,6 +181,7 @@ pub(crate) struct Backward<'a> {
     /// The gradient of the node's result.
     pub(crate) dy: NodeId,
     need: &'a [bool],
+    wanted: &'a HashSet<NodeId>,
 }
 
 impl Backward<'_> {
@@ -174,6 +193,20 @@ impl Backward<'_> {
     /// Whether the gradient of operand `k` is needed.
     pub(crate) fn needs_grad(&self, k: usize) -> bool {
         self.need.get(k).copied().unwrap_or(false)
+    }
+
+    /// The node from which operand `k` is expanded, if all its axes but the last two have size 1 and nothing
+    /// needs the gradient of the expanded operand itself.
+    pub(crate) fn expanded_matrix(&self, k: usize) -> Option<NodeId> {
+        let x = self.x(k);
+        let node = self.g.node(x);
+        if !matches!(node.op, Op::Expand { .. }) || self.wanted.contains(&x) {
+            return None;
+        }
+        let source = node.inputs[0];
+        let dims = &self.g.shape(source).0;
+        let batch = dims.len().checked_sub(2)?;
+        dims[..batch].iter().all(|d| d.is(1)).then_some(source)
     }
 
     /// `None` for each operand, to be filled in.

@@ -121,20 +121,30 @@ fn sigmoid(x: f64) -> f64 {
 
 /// Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 /// Returns the first word for key `(k0, k1)` and counter `(c, 0)`.
+// Inlined and without a loop over rounds, so that loops over elements become vector code.
+#[inline(always)]
 pub fn threefry(k0: u32, k1: u32, c: u32) -> u32 {
-    const R: [u32; 8] = [13, 15, 26, 6, 17, 29, 16, 24];
     let ks = [k0, k1, 0x1BD1_1BDA ^ k0 ^ k1];
     let (mut x0, mut x1) = (c.wrapping_add(k0), k1);
-    for r in 0..20 {
-        x0 = x0.wrapping_add(x1);
-        x1 = x1.rotate_left(R[r % 8]) ^ x0;
-        if r % 4 == 3 {
-            let j = r / 4 + 1;
-            x0 = x0.wrapping_add(ks[j % 3]);
-            x1 = x1.wrapping_add(ks[(j + 1) % 3]).wrapping_add(j as u32);
-        }
+    macro_rules! four_rounds {
+        ($j:literal: $($r:literal)*) => {
+            $(x0 = x0.wrapping_add(x1);
+            x1 = x1.rotate_left($r) ^ x0;)*
+            x0 = x0.wrapping_add(ks[$j % 3]);
+            x1 = x1.wrapping_add(ks[($j + 1) % 3]).wrapping_add($j);
+        };
     }
-    x0
+    four_rounds!(1: 13 15 26 6);
+    four_rounds!(2: 17 29 16 24);
+    four_rounds!(3: 13 15 26 6);
+    four_rounds!(4: 17 29 16 24);
+    x0 = x0.wrapping_add(x1);
+    x1 = x1.rotate_left(13) ^ x0;
+    x0 = x0.wrapping_add(x1);
+    x1 = x1.rotate_left(15) ^ x0;
+    x0 = x0.wrapping_add(x1);
+    x1 = x1.rotate_left(26) ^ x0;
+    x0.wrapping_add(x1).wrapping_add(ks[2])
 }
 
 const ANY: (f64, f64) = (-3.0, 3.0);

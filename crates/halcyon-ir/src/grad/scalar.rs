@@ -209,9 +209,11 @@ pub(crate) fn gelu_tanh(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
     g.add(a, b)
 }
 
-pub(crate) fn relu(g: &mut Graph, x: &[NodeId], _: NodeId, dy: NodeId, _: usize) -> Result<Option<NodeId>> {
-    let z = g.lit(x[0], 0.0);
-    let up = g.gt(x[0], z)?;
+// By the result, which is positive where the operand is. The operand then need not be kept, and the op can be
+// the epilogue of the product before it.
+pub(crate) fn relu(g: &mut Graph, _: &[NodeId], y: NodeId, dy: NodeId, _: usize) -> Result<Option<NodeId>> {
+    let z = g.lit(y, 0.0);
+    let up = g.gt(y, z)?;
     keep(g, up, dy).map(Some)
 }
 

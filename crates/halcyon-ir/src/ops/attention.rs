@@ -1,10 +1,11 @@
 //! Scaled dot-product attention.
 
 use super::composite::{CompositeGradient, CompositeKind, CompositeRow};
-use super::{HalfForm, HalfWhen, RatedWork, count};
+use super::{HalfForm, HalfWhen, Op, RatedWork, count};
 use crate::composite::{Attr, Composite, attrs, float};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::grad::{Backward, Gradient};
 use crate::graph::{Graph, NodeId};
 use crate::kernel::lower::Template;
 use crate::kernel::templates;
@@ -26,8 +27,103 @@ pub(super) static ATTENTION: CompositeRow = CompositeRow {
     half: Some(HalfForm { rounded: 3, when: HalfWhen::Always, rate: Some(RatedWork::Products) }),
     template: Some(&TEMPLATE),
     flops,
+    gradient: CompositeGradient::Closed(gradient),
+};
+
+pub(super) static ATTENTION_GRAD: CompositeRow = CompositeRow {
+    name: "attention_grad",
+    has_builder: true,
+    has_kernels: true,
+    packs: false,
+    summed: None,
+    half: None,
+    template: None,
+    flops: grad_flops,
     gradient: CompositeGradient::Body,
 };
+
+/// Five products instead of two.
+fn grad_flops(c: &Composite, inputs: &[Operand], y: &Operand) -> u64 {
+    (flops(c, inputs, y) / 2).saturating_mul(5)
+}
+
+/// One composite for the gradients of queries, keys and values. The gradient of a mask, and those of shared
+/// key heads, go through the body.
+fn gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
+    let (Some(scale), causal) = (c.float("scale"), c.flag("causal")) else { return Ok(Gradient::Body) };
+    let sizes = |g: &Graph, x: NodeId| g.shape(x).known();
+    let (Some(q), Some(k), Some(v)) = (sizes(b.g, b.x(0)), sizes(b.g, b.x(1)), sizes(b.g, b.x(2))) else {
+        return Ok(Gradient::Body);
+    };
+    let mask = b.node.inputs.get(3).copied();
+    if b.needs_grad(3) || q[1] != k[1] || !is_own(c, b, mask, causal, scale)? {
+        return Ok(Gradient::Body);
+    }
+    let all = b.g.attention_grad([b.x(0), b.x(1), b.x(2), b.dy], mask, causal, scale)?;
+    let mut out = b.no_grads();
+    let mut from = 0usize;
+    for (i, dims) in [q, k, v].into_iter().enumerate() {
+        let n: usize = dims.iter().product();
+        if b.needs_grad(i) {
+            let part = b.g.narrow(all, 0, from, n)?;
+            out[i] = Some(b.g.reshape(part, &dims[..])?);
+        }
+        from += n;
+    }
+    Ok(Gradient::Of(out))
+}
+
+/// Whether the composite equals the one that [`Graph::attention`] makes. Another crate may have made one of
+/// the same name with another body.
+fn is_own(c: &Composite, b: &Backward<'_>, mask: Option<NodeId>, causal: bool, scale: f64) -> Result<bool> {
+    let mut own = Graph::new();
+    let x: Vec<NodeId> = b
+        .node
+        .inputs
+        .iter()
+        .enumerate()
+        .map(|(i, x)| own.input(&format!("x{i}"), b.g.ty(*x).clone()))
+        .collect();
+    let y = own.attention(x[0], x[1], x[2], mask.map(|_| x[3]), causal, scale)?;
+    Ok(matches!(&own.node(y).op, Op::Composite(o) if **o == *c))
+}
+
+/// The weights `softmax(q·kᵀ·scale + mask)`, for keys with as many heads as the queries.
+fn weights(
+    g: &mut Graph,
+    (q, k): (NodeId, NodeId),
+    mask: Option<NodeId>,
+    causal: bool,
+    scale: f64,
+) -> Result<NodeId> {
+    let kt = g.transpose(k, 2, 3)?;
+    let mut s = g.matmul(q, kt)?;
+    let c = g.lit(s, scale);
+    s = g.mul(s, c)?;
+    if let Some(m) = mask {
+        s = g.add(s, m)?;
+    }
+    if causal {
+        let (queries, keys) = (g.shape(q)[2], g.shape(k)[2]);
+        let t = Shape::from([queries, keys]);
+        let (i, j) = (g.iota(DType::I32, &t, 0)?, g.iota(DType::I32, &t, 1)?);
+        let off = match (queries.known(), keys.known()) {
+            (Some(a), Some(b)) => b as i64 - a as i64,
+            _ => {
+                return Err(Error::unsupported(
+                    "causal attention over symbolic lengths",
+                    "Bind the sizes first",
+                ));
+            }
+        };
+        let o = g.lit(i, off);
+        let lim = g.add(i, o)?;
+        let ok = g.le(j, lim)?;
+        let ninf = g.lit(s, f64::NEG_INFINITY);
+        s = g.select(ok, s, ninf)?;
+    }
+    g.softmax(s, 3)
+}
 
 /// Two products with `d` multiply-adds per score, and the softmax, which counts 12 FLOPs per score.
 fn flops(c: &Composite, inputs: &[Operand], _: &Operand) -> u64 {
@@ -88,34 +184,56 @@ impl Graph {
                 g.reshape(e, [s[0], h.into(), s[2], s[3]])
             };
             let kk = rep(g, x[1])?;
-            let kt = g.transpose(kk, 2, 3)?;
-            let mut s = g.matmul(x[0], kt)?;
-            let c = g.lit(s, scale);
-            s = g.mul(s, c)?;
-            if let Some(m) = x.get(3) {
-                s = g.add(s, *m)?;
-            }
-            if causal {
-                let t = Shape::from([sq[2], sk[2]]);
-                let (i, j) = (g.iota(DType::I32, &t, 0)?, g.iota(DType::I32, &t, 1)?);
-                let off = match (sq[2].known(), sk[2].known()) {
-                    (Some(a), Some(b)) => b as i64 - a as i64,
-                    _ => {
-                        return Err(Error::unsupported(
-                            "causal attention over symbolic lengths",
-                            "Bind the sizes first",
-                        ));
-                    }
-                };
-                let o = g.lit(i, off);
-                let lim = g.add(i, o)?;
-                let ok = g.le(j, lim)?;
-                let ninf = g.lit(s, f64::NEG_INFINITY);
-                s = g.select(ok, s, ninf)?;
-            }
-            let p = g.softmax(s, 3)?;
+            let p = weights(g, (x[0], kk), x.get(3).copied(), causal, scale)?;
             let vv = rep(g, x[2])?;
             g.matmul(p, vv)
+        })
+    }
+
+    /// The gradients of [`Graph::attention`] with as many key heads as query heads. `of` are the queries, keys
+    /// and values and the gradient of the result. The result has one axis: the gradients of queries, keys and
+    /// values one after the other. (Dao et al. 2022.)
+    pub fn attention_grad(
+        &mut self,
+        of: [NodeId; 4],
+        mask: Option<NodeId>,
+        causal: bool,
+        scale: f64,
+    ) -> Result<NodeId> {
+        let name = ATTENTION_GRAD.name;
+        self.need_float(name, of[0])?;
+        let shapes = of.map(|x| self.shape(x).clone());
+        if shapes.iter().any(|s| s.rank() != 4) {
+            let what = format!("operands {shapes:?}: expected [b, h, s, d] each");
+            return Err(Error::shape(name, what).at(&self.span));
+        }
+        let mut ins = of.to_vec();
+        ins.extend(mask);
+        let a = attrs([("causal", Attr::Bool(causal)), ("scale", float(scale))]);
+        self.composite(CompositeKind::AttentionGrad, a, &ins, |g, x| {
+            let (q, k, v, dy) = (x[0], x[1], x[2], x[3]);
+            let p = weights(g, (q, k), x.get(4).copied(), causal, scale)?;
+            let pt = g.transpose(p, 2, 3)?;
+            let dv = g.matmul(pt, dy)?;
+            let vt = g.transpose(v, 2, 3)?;
+            let dp = g.matmul(dy, vt)?;
+            let both = g.mul(p, dp)?;
+            let sum = g.sum(both, &[3], true)?;
+            let d = g.sub(dp, sum)?;
+            let c = g.lit(p, scale);
+            let scaled = g.mul(p, c)?;
+            let ds = g.mul(scaled, d)?;
+            let dq = g.matmul(ds, k)?;
+            let dst = g.transpose(ds, 2, 3)?;
+            let dk = g.matmul(dst, q)?;
+            let flat = [dq, dk, dv]
+                .map(|t| {
+                    let n = g.shape(t).numel();
+                    g.reshape(t, Shape([n].into_iter().collect()))
+                })
+                .into_iter()
+                .collect::<Result<Vec<_>>>()?;
+            g.concat(&flat, 0)
         })
     }
 }

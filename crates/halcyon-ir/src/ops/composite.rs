@@ -106,6 +106,8 @@ built_in! {
     RmsNorm => norm::RMS_NORM,
     BatchNorm => norm::BATCH_NORM,
     Attention => attention::ATTENTION,
+    /// The gradients of queries, keys and values ([`crate::Graph::attention_grad`]).
+    AttentionGrad => attention::ATTENTION_GRAD,
     /// A slice at a run-time position ([`crate::Graph::slice_at`]).
     SliceAt => slice_at::SLICE_AT,
     /// Operands: a blocked image (or a plain one `[N, C, H, W]`), weights `[O, C / groups, KH, KW]`. Result:

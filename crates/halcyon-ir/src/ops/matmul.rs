@@ -7,11 +7,12 @@ use super::{
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::grad::{Backward, Gradient};
+use crate::graph::{Graph, NodeId};
 use crate::kernel::lower::{KernelCall, Lowered, Template};
 use crate::kernel::templates;
 use crate::layout::Restride;
 use crate::reference::{Eval, Tensor, Vals, mixed, wrap};
-use crate::shape::TensorType;
+use crate::shape::{Dim, Shape, TensorType};
 use crate::target::{Declined, Operand};
 
 const TEMPLATE: Template = tuned_template!(matmul);
@@ -74,10 +75,18 @@ impl Rules for Matmul {
             let t = b.g.transpose(w, r - 2, r - 1)?;
             out[0] = Some(b.g.matmul(dy, t)?);
         }
-        if b.needs_grad(1) {
-            let t = b.g.transpose(x, r - 2, r - 1)?;
-            out[1] = Some(b.g.matmul(t, dy)?);
+        if !b.needs_grad(1) {
+            return Ok(Gradient::Of(out));
         }
+        let flipped = is_transposed(b.g, w);
+        if let Some(source) = b.expanded_matrix(1).filter(|_| r > 2) {
+            let (x, dy) = (all_rows(b.g, x)?, all_rows(b.g, dy)?);
+            let d = left_transposed(b.g, x, dy, flipped)?;
+            let shape = b.g.shape(source).clone();
+            let d = b.g.reshape(d, shape)?;
+            return Ok(Gradient::Before { grads: out, source, d });
+        }
+        out[1] = Some(left_transposed(b.g, x, dy, flipped)?);
         Ok(Gradient::Of(out))
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
@@ -103,6 +112,47 @@ impl Rules for Matmul {
     }
     fn kernels(&self, call: &KernelCall<'_>) -> Result<Lowered, Declined> {
         Err(call.no_template())
+    }
+}
+
+/// All rows of a batch of matrices, as one matrix. If the products of a batch share their right operand, its
+/// gradient is one product over all rows. A product per batch item would write as many matrices, to be summed.
+fn all_rows(g: &mut Graph, x: NodeId) -> Result<NodeId> {
+    let dims = g.shape(x).0.clone();
+    let (last, others) = (dims[dims.len() - 1], &dims[..dims.len() - 1]);
+    let rows = others.iter().fold(Dim::from(1), |n, d| n.mul(*d));
+    g.reshape(x, Shape([rows, last].into_iter().collect()))
+}
+
+/// `xᵀ dy`. If `flipped`, it is computed as the transpose of `dyᵀ x`, so that its transpose is in memory row
+/// by row.
+fn left_transposed(g: &mut Graph, x: NodeId, dy: NodeId, flipped: bool) -> Result<NodeId> {
+    let r = g.shape(x).rank();
+    let (a, b) = if flipped { (dy, x) } else { (x, dy) };
+    let t = g.transpose(a, r - 2, r - 1)?;
+    let d = g.matmul(t, b)?;
+    if flipped { g.transpose(d, r - 2, r - 1) } else { Ok(d) }
+}
+
+/// Whether a node is the transpose of a matrix in memory, possibly with leading axes of size 1 or expanded.
+fn is_transposed(g: &Graph, mut x: NodeId) -> bool {
+    loop {
+        let node = g.node(x);
+        match &node.op {
+            Op::Expand | Op::Reshape => {
+                let (from, to) = (&g.shape(node.inputs[0]).0, &g.shape(x).0);
+                let last = |s: &[Dim]| s.len().checked_sub(2).map(|i| s[i..].to_vec());
+                if last(from).is_none() || last(from) != last(to) {
+                    return false;
+                }
+                x = node.inputs[0];
+            }
+            Op::Permute(p) => {
+                let r = p.len();
+                return r >= 2 && (p[r - 2], p[r - 1]) == (r - 1, r - 2);
+            }
+            _ => return false,
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod layers;
 mod optimizers;
+mod runs;
 
 use halcyon::ConstData;
 use halcyon::prelude::*;

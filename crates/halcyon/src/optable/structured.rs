@@ -394,7 +394,7 @@ fn composites() -> Vec<Row> {
     let mut out = softmaxes();
     out.push(mean());
     out.extend(norms());
-    out.extend([attention(), leaky_relu(), cross_entropy()]);
+    out.extend([attention(), attention_grad(), leaky_relu(), cross_entropy()]);
     out
 }
 
@@ -517,6 +517,49 @@ fn norms() -> Vec<Row> {
     ]
 }
 
+fn attention_grad() -> Row {
+    let of = |causal: bool, mask: bool| {
+        move |g: &mut Graph, x: &[NodeId]| {
+            g.attention_grad([x[0], x[1], x[2], x[3]], mask.then(|| x[4]), causal, 0.35)
+        }
+    };
+    let q = |d: [usize; 4]| x(d).range(-1.0, 1.0);
+    row(
+        CompositeKind::AttentionGrad,
+        floats(),
+        Tol::Norm(64.0),
+        [
+            case(
+                "plain",
+                [q([2, 3, 5, 8]), q([2, 3, 7, 8]), q([2, 3, 7, 6]), q([2, 3, 5, 6])],
+                of(false, false),
+            ),
+            case(
+                "causal",
+                [q([1, 2, 9, 8]), q([1, 2, 13, 8]), q([1, 2, 13, 8]), q([1, 2, 9, 8])],
+                of(true, false),
+            ),
+            case(
+                "several blocks of queries",
+                [q([1, 2, 150, 12]), q([1, 2, 160, 12]), q([1, 2, 160, 12]), q([1, 2, 150, 12])],
+                of(true, false),
+            ),
+            case(
+                "mask",
+                [q([2, 2, 4, 8]), q([2, 2, 6, 8]), q([2, 2, 6, 8]), q([2, 2, 4, 8]), q([2, 1, 1, 6])],
+                of(false, true),
+            )
+            .only(&[DType::F32, DType::F64])
+            .grad(),
+        ],
+    )
+    .bench(case(
+        "6 heads, 256 queries and keys, causal",
+        [q([4, 6, 256, 64]), q([4, 6, 256, 64]), q([4, 6, 256, 64]), q([4, 6, 256, 64])],
+        of(true, false),
+    ))
+}
+
 fn attention() -> Row {
     let attention = |causal: bool, mask: bool| {
         move |g: &mut Graph, x: &[NodeId]| g.attention(x[0], x[1], x[2], mask.then(|| x[3]), causal, 0.35)
@@ -585,6 +628,13 @@ fn attention() -> Row {
             case("gradient", [q([1, 2, 3, 4]), q([1, 1, 3, 4]), q([1, 1, 3, 4])], attention(true, false))
                 .only(&[DType::F32, DType::F64])
                 .grad(),
+            case(
+                "gradient, as many key heads",
+                [q([1, 2, 3, 4]), q([1, 2, 4, 4]), q([1, 2, 4, 5])],
+                attention(true, false),
+            )
+            .only(&[DType::F32, DType::F64])
+            .grad(),
         ],
     )
     .bench(case(

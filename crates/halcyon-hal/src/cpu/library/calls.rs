@@ -1,6 +1,8 @@
 //! Turns library calls into kernels: matrix products, convolutions, pooling, row kernels and attention.
 
+use super::attention::grad::{GradOperands, attention_grad};
 use super::attention::{Attention, Heads, Operands, attention};
+use super::conv::max_grad;
 use super::conv::plain::{Conv, ConvOperands, ConvWeights, conv_f32, conv_rows};
 use super::conv::pool::{Pool, pool};
 use super::conv::window::Window;
@@ -350,7 +352,7 @@ pub(crate) fn pooling(call: &CallForm<'_>, p: &ops::Pool) -> Result<CpuKernel, D
 
 /// Gradient of pooling with operands x, y and dy (y is not read). Each plane is summed in f64 and rounded
 /// once.
-pub(crate) fn pool_grad(call: &CallForm<'_>, p: &ops::Pool) -> Result<CpuKernel, Declined> {
+pub(crate) fn pool_grad(isa: Isa, call: &CallForm<'_>, p: &ops::Pool) -> Result<CpuKernel, Declined> {
     let [x, _, dy] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
     };
@@ -364,6 +366,14 @@ pub(crate) fn pool_grad(call: &CallForm<'_>, p: &ops::Pool) -> Result<CpuKernel,
         return Err(Declined::because("dy has another size"));
     }
     let (kind, d, xv, gv) = (pool_kind(p), x.dtype, x.view.clone(), dy.view.clone());
+    if d == DType::F32 && kind == Pool::Max && max_grad::is_separate(&window) {
+        return CpuKernel::new(format!("cpu.max_pool_grad.{}", isa.name()), call, move |r| {
+            let (x, g) = (ptr::<f32>(r, 0, &xv), ptr::<f32>(r, 2, &gv));
+            // SAFETY: `CpuKernel::run` has checked that the dense operands and the output lie in their
+            // buffers and do not overlap; the sizes were checked above.
+            unsafe { max_grad::run(r.team, r.isa, planes, &window, (x, g), r.bufs[3].ptr as *mut f32) }
+        });
+    }
     CpuKernel::new("cpu.pool_grad", call, move |r| {
         with_type!(d, T => {
             let (xs, gs) = (SharedConst(ptr::<T>(r, 0, &xv)), SharedConst(ptr::<T>(r, 2, &gv)));
@@ -645,6 +655,42 @@ fn attend(isa: Isa, call: &CallForm<'_>, causal: bool, scale: f32) -> Result<Cpu
     })
 }
 
+fn attend_grad(isa: Isa, call: &CallForm<'_>, causal: bool, scale: f32) -> Result<CpuKernel, Declined> {
+    let [q, k, v, dy] = call.inputs else {
+        return Err(Declined::because("four operands are needed, without a mask"));
+    };
+    if call.inputs.iter().chain(call.outputs).any(|o| o.dtype != DType::F32) {
+        return Err(Declined::because("f32 is needed"));
+    }
+    if call.inputs.iter().any(|o| o.view.rank() != 4) {
+        return Err(Declined::because("operands [b, h, s, d] are needed"));
+    }
+    let (qs, ks, dv) = (&q.view.shape, &k.view.shape, v.view.shape[3]);
+    let (batch, heads, queries, keys, d) = (qs[0], qs[1], qs[2], ks[2], qs[3]);
+    let a = Attention { batch, heads, kv_heads: heads, queries, keys, d, dv, scale, causal };
+    let shapes =
+        [(k, [batch, heads, keys, d]), (v, [batch, heads, keys, dv]), (dy, [batch, heads, queries, dv])];
+    if shapes.iter().any(|(o, s)| o.view.shape[..] != s[..]) {
+        return Err(Declined::because("the shapes of the operands do not fit together"));
+    }
+    if causal && queries > keys {
+        return Err(Declined::because("some queries attend to no key"));
+    }
+    like(call, &[batch * heads * (queries * d + keys * (d + dv))], DType::F32)?;
+    let views: Vec<View> = call.inputs.iter().map(|o| o.view.clone()).collect();
+    CpuKernel::new(format!("cpu.{}.{}", CompositeKind::AttentionGrad, isa.name()), call, move |r| {
+        let heads = |i: usize| {
+            let s = &views[i].strides;
+            Heads { ptr: SharedConst(ptr::<f32>(r, i, &views[i])), strides: [s[0], s[1], s[2], s[3]] }
+        };
+        let out = SharedMut(r.bufs[4].ptr as *mut f32);
+        let o = GradOperands { q: heads(0), k: heads(1), v: heads(2), dy: heads(3), out };
+        // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers, and that the dense output
+        // of the size checked above shares no buffer with an input.
+        unsafe { attention_grad(r.team, r.isa, &a, o) }
+    })
+}
+
 /// Kernels for composites. A composite without a kernel is declined, and its body replaces it.
 pub(crate) fn composite(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
     let axis =
@@ -660,6 +706,10 @@ pub(crate) fn composite(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<
         CompositeKind::Attention => {
             let scale = c.float("scale").ok_or_else(|| Declined::because("no scale"))?;
             attend(isa, call, c.flag("causal"), scale as f32)
+        }
+        CompositeKind::AttentionGrad => {
+            let scale = c.float("scale").ok_or_else(|| Declined::because("no scale"))?;
+            attend_grad(isa, call, c.flag("causal"), scale as f32)
         }
         kind => Err(Declined::because(format!("the CPU has no kernel for {kind}"))),
     }

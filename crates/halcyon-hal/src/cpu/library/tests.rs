@@ -364,6 +364,34 @@ fn pools_and_their_gradients() {
 }
 
 #[test]
+fn gradients_of_separate_windows() {
+    let dev = device();
+    let mut rng = Rng::new();
+    let axes = [(2, 2), (2, 3), (3, 3), (1, 2), (4, 4), (2, 1)];
+    for _ in 0..20 {
+        let [h, w] = [axes[rng.below(5)], axes[rng.below(6)]];
+        let pad = |k: usize, rng: &mut Rng| (rng.below(k) as i64, rng.below(k) as i64);
+        let p = Pool {
+            kind: PoolKind::Max,
+            kernel: smallvec![h.0, w.0],
+            stride: smallvec![h.1, w.1],
+            pad: smallvec![pad(h.0, &mut rng), pad(w.0, &mut rng)],
+            dilation: smallvec![1, 1],
+        };
+        // Few values, so that elements of a window tie.
+        let shape = [2, 3, 4 + rng.below(15), 4 + rng.below(40)];
+        let x: Vec<Scalar> = (0..shape.iter().product())
+            .map(|_| Scalar::F(rng.below(7) as f64 - 3.0).cast(DType::F32))
+            .collect();
+        let x = tensor(DType::F32, &shape, &x);
+        let ty = Op::Pool(p.clone()).infer(&[&TensorType::new(DType::F32, &x.dims)], None).unwrap();
+        let y = reference::eval_op(&Op::Pool(p.clone()), &[&x], &ty, &[]).unwrap();
+        let dy = random(&mut rng, DType::F32, &y.dims);
+        check(&dev, &Op::PoolGrad(p), &[&x, &y, &dy], None);
+    }
+}
+
+#[test]
 fn gathers_of_every_type() {
     let dev = device();
     let mut rng = Rng::new();

@@ -10,6 +10,7 @@
 mod flash;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod flash_bf16;
+pub(super) mod grad;
 
 use crate::cpu::library::gemm::gemv::{ROWS, few_rows_inline};
 use crate::cpu::library::gemm::panels::{Left, inline_floats, panels_inline};

@@ -74,6 +74,9 @@ pub(crate) fn conv(
     if bf16 {
         return conv16(isa, threads, call, conv, b, out);
     }
+    if call.packed.is_none() && call.epilogue.is_none() && conv.has_few_positions() {
+        return no("with few positions per image, the plain layout is faster");
+    }
     let Some(k) = Blocked::new(isa, conv, b).filter(|_| out[4] == lanes(isa)) else {
         return no("the channels do not fill whole vectors");
     };

@@ -11,6 +11,8 @@ pub(super) mod blocked_calls;
 #[cfg(test)]
 mod blocked_tests;
 mod blocked_tile;
+mod few_positions;
+pub(super) mod max_grad;
 pub mod plain;
 #[cfg(test)]
 mod plain_tests;

@@ -7,6 +7,7 @@
 //! outputs per channel, dilated inputs (transposed convolution) and other element types are computed row by
 //! row instead.
 
+use super::few_positions::conv_few_positions;
 pub use super::window::Window;
 use crate::cpu::library::accumulator::Accumulated;
 use crate::cpu::library::epilogue::BoundChain;
@@ -346,6 +347,10 @@ pub unsafe fn conv_f32(
     let ConvOperands { x, w, bias, relu, chain, y } = *operands;
     if conv.output_len() == 0 {
         return;
+    }
+    if packed.is_none() && bias.is_null() && !relu && !chain.is_some() && conv.has_few_positions() {
+        // SAFETY: `conv_f32` requires operands of these lengths; there is no epilogue.
+        return unsafe { conv_few_positions(team, isa, conv, operands) };
     }
     if conv.by_rows() {
         // SAFETY: `conv_f32` requires operands of the lengths that `conv` states, as both callees do. The

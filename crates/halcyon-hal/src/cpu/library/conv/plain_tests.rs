@@ -190,6 +190,51 @@ fn lines_of_one_column_follow_f64() {
     }
 }
 
+/// Convolutions like those of weight gradients: a kernel about as large as the image, few outputs.
+#[test]
+fn few_positions_follow_f64_between_guard_pages() {
+    let mut rng = Rng::new();
+    for isa in Isa::available() {
+        for round in 0..12 {
+            let dims = 1 + rng.below(3);
+            let list = |rng: &mut Rng, lo: usize, n: usize| -> Vec<usize> {
+                (0..dims).map(|_| lo + rng.below(n)).collect()
+            };
+            let kernel = list(&mut rng, [90, 11, 6][dims - 1], [60, 8, 2][dims - 1]);
+            let extra = list(&mut rng, 0, 3);
+            let dilation: Vec<usize> = (0..dims).map(|_| if round % 3 == 0 { 2 } else { 1 }).collect();
+            let input: Vec<usize> =
+                kernel.iter().zip(&dilation).zip(&extra).map(|((k, d), e)| (k - 1) * d + 1 + e).collect();
+            let pads: Vec<(isize, isize)> =
+                (0..dims).map(|_| (rng.below(2) as isize, rng.below(2) as isize)).collect();
+            let w = Window::new(&input, &kernel, &vec![1; dims], &dilation, &pads, &vec![1; dims]).unwrap();
+            let c = Conv::new(8 + rng.below(5), 12 + rng.below(9), 8 + rng.below(30), 1, w).unwrap();
+            if !c.has_few_positions() {
+                continue;
+            }
+            let side = [Side::Start, Side::End][rng.below(2)];
+            let (xs, ws) = (rng.vec(c.input_len()), rng.vec(c.weight_len()));
+            let (x, f) = (Guarded::new(&xs, side), Guarded::new(&ws, side));
+            let wide = |v: &[f32]| v.iter().map(|v| f64::from(*v)).collect::<Vec<_>>();
+            let want = reference(&c, &wide(&xs), &wide(&ws), None, false);
+            let mut first: Option<Vec<f32>> = None;
+            for threads in [1, 3] {
+                let y = Guarded::new(&vec![f32::NAN; c.output_len()], side);
+                // SAFETY: the operands have the lengths of the convolution, and the output is apart from them.
+                unsafe {
+                    let o = ConvOperands::new(x.ptr(), f.ptr(), y.mut_ptr());
+                    conv_f32(&Team::new(threads), isa, &c, None, &o);
+                }
+                for (got, (want, size)) in y.slice().iter().zip(&want) {
+                    close(*got, *want, *size, sum_tolerance(c.k()), &c);
+                }
+                let all = first.get_or_insert_with(|| y.slice().to_vec());
+                assert_eq!(all, y.slice(), "{threads} threads change the results");
+            }
+        }
+    }
+}
+
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     let mut rng = Rng::new();

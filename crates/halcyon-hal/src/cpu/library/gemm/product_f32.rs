@@ -185,11 +185,19 @@ fn inline_floats_of<A: Storage, B>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>) -> usize 
     floats.next_multiple_of(1024)
 }
 
+/// Floats of scratch memory that suffice for [`gemm_inline`] with operands of any strides.
+pub(crate) fn inline_floats_at_most(isa: Isa, (m, n, k): (usize, usize, usize)) -> usize {
+    let few = gemv::item_floats(m, n, k).max(gemv::item_floats(n, m, k));
+    let panels = inline_floats(isa, m, n, k, true).max(inline_floats(isa, m, n, k, false));
+    few.max(panels).next_multiple_of(1024)
+}
+
 /// [`gemm`] on the calling thread, with the same results.
 ///
 /// # Safety
-/// As [`gemm`]; `buf` is writable for [`inline_floats_of`] floats and used by no other thread.
-unsafe fn gemm_inline<A: Storage, B: Storage>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>, buf: *mut f32) {
+/// As [`gemm`]; `buf` is writable for [`inline_floats_of`] floats, or as many as [`inline_floats_at_most`]
+/// gives, and used by no other thread.
+pub(crate) unsafe fn gemm_inline<A: Storage, B: Storage>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>, buf: *mut f32) {
     // SAFETY: `gemm_inline` requires the conditions of `gemm`, which are those of the three functions, and a
     // `buf` of the size that `inline_floats_of` computes for the same form.
     unsafe {
