@@ -53,6 +53,7 @@ mod leaf;
 mod matmul;
 mod norm;
 mod pool;
+pub mod quantize;
 mod reduce;
 mod scan;
 mod scatter;
