@@ -140,3 +140,7 @@ fn scales(r: &mut Rebuild<'_>, f: &Finder<'_>, found: &Found) -> Result<Option<N
         (a, b) => Ok(a.or(b)),
     }
 }
+
+#[cfg(test)]
+#[path = "byte_conv_tests.rs"]
+mod tests;

@@ -97,3 +97,7 @@ fn zero_points(minima: &ConstData, scales: &ConstData, [n, blocks]: [usize; 2]) 
     }
     ConstData::new(DType::U8, &[n * row], Arc::new(packed))
 }
+
+#[cfg(test)]
+#[path = "quantized_tests.rs"]
+mod tests;
