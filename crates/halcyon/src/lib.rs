@@ -166,6 +166,7 @@ pub mod onnx;
 pub mod ops;
 pub mod optable;
 mod planner;
+pub mod quantize;
 mod queue;
 pub mod random;
 pub mod receipts;

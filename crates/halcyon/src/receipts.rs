@@ -134,6 +134,51 @@ impl<'a> Side<'a> {
     }
 }
 
+/// The times of pairs of bursts.
+struct Bursts {
+    /// For each pair, the time of the other side over the time of this side.
+    ratios: Vec<f64>,
+    /// The mean times of a run in seconds.
+    ours: Vec<f64>,
+    theirs: Vec<f64>,
+}
+
+/// Runs pairs of bursts until the median of their ratios is certain enough. The side that is first
+/// alternates.
+fn bursts(ours: &Side<'_>, theirs: &Side<'_>, effort: Effort) -> Result<Bursts> {
+    let mut all = Bursts { ratios: vec![], ours: vec![], theirs: vec![] };
+    let least = effort.pairs.max(1);
+    let unsure = |r: &[f64]| {
+        let (low, high) = median_interval(r);
+        high - low > effort.interval * median(r)
+    };
+    for i in 0..least * MAX_GROWTH {
+        if i >= least && !unsure(&all.ratios) {
+            break;
+        }
+        let (a, b) = if i % 2 == 0 {
+            let a = ours.burst(effort.burst)?;
+            (a, theirs.burst(effort.burst)?)
+        } else {
+            let b = theirs.burst(effort.burst)?;
+            (ours.burst(effort.burst)?, b)
+        };
+        all.ratios.push(b / a.max(1e-12));
+        all.ours.push(a);
+        all.theirs.push(b);
+    }
+    Ok(all)
+}
+
+/// The time of a run of `theirs` over that of `ours`, for pairs of bursts that run directly after each other.
+///
+/// # Errors
+/// The errors of [`Session::prepare`] and of the runs.
+pub fn compare(ours: &Session, theirs: &Session, inputs: &[ConstData], effort: Effort) -> Result<Vec<f64>> {
+    let (ours, theirs) = (Side::new(ours, inputs)?, Side::new(theirs, inputs)?);
+    bursts(&ours, &theirs, effort).map(|b| b.ratios)
+}
+
 /// Measures the receipts of a session's plan. `rebuild` opens the same backend with one transformation
 /// disabled, or at level O0 for `None`. The two bursts of a pair run directly after each other, and the side
 /// that is first alternates, so that drift in the machine's speed cancels. On a noisy machine more pairs are
@@ -160,27 +205,8 @@ pub fn measure(
         let other = Session::new(&rebuild(Some(&transformation))?, session.graph().clone());
         let error = difference(&other.run(inputs)?, &reference);
         let theirs = Side::new(&other, inputs)?;
-        let (mut ratios, mut without) = (vec![], vec![]);
-        let least = effort.pairs.max(1);
-        let unsure = |r: &[f64]| {
-            let (low, high) = median_interval(r);
-            high - low > effort.interval * median(r)
-        };
-        for i in 0..least * MAX_GROWTH {
-            if i >= least && !unsure(&ratios) {
-                break;
-            }
-            let (a, b) = if i % 2 == 0 {
-                let a = ours.burst(effort.burst)?;
-                (a, theirs.burst(effort.burst)?)
-            } else {
-                let b = theirs.burst(effort.burst)?;
-                (ours.burst(effort.burst)?, b)
-            };
-            ratios.push(b / a.max(1e-12));
-            with.push(a);
-            without.push(b);
-        }
+        let Bursts { ratios, ours: more, theirs: without } = bursts(&ours, &theirs, effort)?;
+        with.extend(more);
         let tally = Tally::of(theirs.exe.plan());
         gains.push(Gain { transformation, count, ratios, without, tally, error });
     }

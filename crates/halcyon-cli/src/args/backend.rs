@@ -30,7 +30,8 @@ pub(crate) struct BackendArgs {
     /// named backend), next (the next in the order; default for auto) or cpu
     #[arg(long, value_name = "WHAT")]
     pub fallback: Option<String>,
-    /// Optimisation level: O0 (none, debug), O1 (conservative) or O2 (balanced)
+    /// Optimisation level: O0 (none, debug), O1 (conservative), O2 (balanced) or O3 (aggressive: products and
+    /// convolutions in 8 or 4 bits, for `run` and `optimize`)
     #[arg(long, value_name = "LEVEL", default_value = "O2")]
     pub level: String,
     /// Type of products and convolutions, at O2: f32 or bf16. f32 keeps the model's types; bf16 is for the
@@ -156,8 +157,21 @@ impl BackendArgs {
         Ok(b)
     }
 
-    /// Checks the arguments as [`BackendArgs::open`] does, without opening a device.
+    /// Checks the arguments as [`BackendArgs::open`] does, without opening a device. Refuses level O3, for
+    /// commands that do not quantise a model.
     pub(crate) fn check(&self) -> Result<()> {
+        self.check_with_o3()?;
+        match self.level()? {
+            Level::O3 => Err(Error::unsupported(
+                "level O3 in this command",
+                "Use `halcyon run --level O3`, or `halcyon optimize` and this command on the written model",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Like [`BackendArgs::check`], for commands that quantise a model at level O3.
+    pub(crate) fn check_with_o3(&self) -> Result<()> {
         self.kind()?;
         self.level()?;
         self.precision()?;

@@ -1,6 +1,6 @@
 //! Arguments of `halcyon run`, and the input arguments shared with other commands.
 
-use super::{BackendArgs, SplitArgs};
+use super::{BackendArgs, QuantizeArgs, SplitArgs};
 use clap::{Args, ValueEnum};
 use halcyon::onnx::MAX_ITERATIONS;
 use std::path::PathBuf;
@@ -83,6 +83,8 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub backend: BackendArgs,
     #[command(flatten)]
+    pub quantize: QuantizeArgs,
+    #[command(flatten)]
     pub split: SplitArgs,
     /// Writes the outputs to a file: .npy, .npz, .json or .csv, or - for standard output. Repeatable
     ///
@@ -151,4 +153,5 @@ Examples:
   halcyon run models/digits.onnx -i image=models/digit-7.png --image-mean 0.1
   halcyon run models/digits.onnx -i random:16x1x8x8 --output-dir out
   halcyon run models/digits.onnx -i ones --level O1 --repeat 20 --receipts
-  halcyon run models/digits.onnx -i ones --backend cpu --verify cpu:5%";
+  halcyon run models/digits.onnx -i ones --backend cpu --verify cpu:5%
+  halcyon run models/digits.onnx -i models/digit-7.png --level O3 --max-error 0.1";

@@ -10,6 +10,7 @@ pub(crate) mod export;
 pub(crate) mod fit;
 pub(crate) mod help;
 pub(crate) mod inspect;
+pub(crate) mod optimize;
 pub(crate) mod probe;
 pub(crate) mod replay;
 pub(crate) mod run;
@@ -66,6 +67,8 @@ commands! {
     Select(args::SelectArgs) => select::main;
     /// Writes an ONNX model again: checked, folded, simplified
     Export(args::ExportArgs) => export::main;
+    /// Quantises an ONNX model and writes it
+    Optimize(args::OptimizeArgs) => optimize::main;
     /// Lists the devices of this machine
     Devices(args::DevicesArgs) => devices::main;
     /// Checks that each backend works, step by step

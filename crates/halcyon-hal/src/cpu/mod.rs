@@ -30,6 +30,12 @@ pub use device::CpuDevice;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;
 
+/// Whether the CPU device sums products of bytes without saturation in one instruction (AVX512_VNNI, AMX).
+/// Without it, pairs of products saturate 16 bits unless weights have 7 bits.
+pub fn multiplies_bytes() -> bool {
+    sys::Isa::best().has_vnni()
+}
+
 /// The host processor as a device. Always present.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuDriver;

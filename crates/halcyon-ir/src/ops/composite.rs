@@ -2,7 +2,7 @@
 
 use super::{
     Cost, Facts, HalfForm, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types,
-    attention, blocked, byte_matmul, checked_count, checkpoint, norm, slice_at, softmax,
+    attention, blocked, byte_matmul, checked_count, checkpoint, norm, quantize, slice_at, softmax,
 };
 use crate::composite::Composite;
 use crate::dtype::DType;
@@ -119,6 +119,14 @@ built_in! {
     ByteMatmul => byte_matmul::BYTE_MATMUL,
     /// A part of a graph that the gradient pass computes again ([`crate::Graph::checkpoint`]).
     Checkpoint => checkpoint::CHECKPOINT,
+    /// f32 to 8-bit integers ([`crate::Graph::quantize`]).
+    Quantize => quantize::QUANTIZE,
+    /// 8-bit integers to f32 ([`crate::Graph::dequantize`]).
+    Dequantize => quantize::DEQUANTIZE,
+    /// Convolution of 8-bit integers with sums in f32 (`crate::passes::byte_conv`).
+    ByteConv => quantize::BYTE_CONV,
+    /// Product with weights of 4 bits ([`crate::Graph::quantized_matmul`]).
+    QuantizedMatmul => quantize::QUANTIZED_MATMUL,
 }
 
 /// `for_each_composite_method!(m)` calls the macro `m` with the composites whose tensor method follows from

@@ -54,6 +54,7 @@ mod leaf;
 mod matmul;
 mod norm;
 mod pool;
+pub mod quantize;
 mod reduce;
 mod scan;
 mod scatter;

@@ -4,6 +4,7 @@
 //! tolerance of level O2.
 
 use super::rebuild::{Rebuild, prune};
+use crate::composite::CompositeKind;
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
 use crate::ops::Op;
@@ -37,7 +38,8 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     for id in g.ids().filter(|i| live[i.index()]) {
         let n = g.node(id);
         let new = r.copy(id)?;
-        if matches!(n.op, Op::Conv(_) | Op::Matmul) && n.ty.dtype.is_float() {
+        let bytes = matches!(&n.op, Op::Composite(c) if c.kind == CompositeKind::ByteConv);
+        if (bytes || matches!(n.op, Op::Conv(_) | Op::Matmul)) && n.ty.dtype.is_float() {
             known.insert(id, Affine { base: new, scale: None, shift: None, ops: 0 });
             continue;
         }

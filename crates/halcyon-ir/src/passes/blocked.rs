@@ -12,13 +12,15 @@
 //! operands that have another block size. A bf16 convolution that the target does not run in blocks of bf16
 //! is computed in f32 and rounded, which gives the same result; the f32 kernels support all geometries.
 
+use super::byte_conv::{self, BLOCK as BYTE_BLOCK};
 use super::rebuild::{DROPPED, Rebuild};
 use crate::composite::{Attrs, Composite, CompositeKind};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
-use crate::ops::Op;
-use crate::shape::{Dim, Shape};
+use crate::ops::quantize::byte_conv_body;
+use crate::ops::{Conv, Op};
+use crate::shape::{Dim, Shape, TensorType};
 use std::collections::HashMap;
 
 /// Channels per block for images of a dtype: [`crate::target::Target::channel_block`].
@@ -37,6 +39,7 @@ pub fn run(g: &Graph, blocks: Blocks<'_>, claims: &dyn Fn(&Composite) -> bool) -
         claims,
         convs: 0,
         widened: 0,
+        plain_bytes: false,
     };
     let live = Rebuild::live(g);
     for id in g.ids().filter(|i| live[i.index()]) {
@@ -45,10 +48,10 @@ pub fn run(g: &Graph, blocks: Blocks<'_>, claims: &dyn Fn(&Composite) -> bool) -
     for o in g.outputs() {
         p.plain(o.node)?;
     }
-    let (n, widened) = (p.convs, p.widened);
+    let (n, widened, plain_bytes) = (p.convs, p.widened, p.plain_bytes);
     let g = super::rebuild::prune(&p.r.finish()?.0)?;
     // Widen the weights now, not in every run.
-    let g = if widened > 0 { super::fold::run(&g)?.0 } else { g };
+    let g = if widened > 0 || plain_bytes { super::fold::run(&g)?.0 } else { g };
     Ok((g, n + widened))
 }
 
@@ -69,6 +72,27 @@ struct Pass<'a> {
     convs: usize,
     /// Number of bf16 convolutions that are computed in f32.
     widened: usize,
+    /// Whether a convolution of bytes became one of f32.
+    plain_bytes: bool,
+}
+
+/// The composite of a convolution of bytes in the blocked layout, for an image and weights of these types.
+///
+/// # Errors
+/// Sizes that do not belong together.
+pub(super) fn byte_conv([x, w]: [&TensorType; 2], attrs: &Conv) -> Result<Composite> {
+    let mut g = Graph::new();
+    let d = x.shape.dims()?;
+    let blocks = shape_of(&[d[0], d[1] / BYTE_BLOCK, d[2], d[3], BYTE_BLOCK]);
+    let x0 = g.input("x0", TensorType { dtype: x.dtype, shape: blocks });
+    let x1 = g.input("x1", w.clone());
+    let y = g.permute(x0, &[0, 1, 4, 2, 3])?;
+    let y = g.reshape(y, x.shape.clone())?;
+    let y = byte_conv_body(&mut g, y, x1, attrs.clone())?;
+    let d = g.shape(y).dims()?;
+    let y = split(&mut g, y, [d[0], d[1], d[2], d[3]], BYTE_BLOCK)?;
+    g.output("y", y);
+    Ok(Composite { kind: CompositeKind::BlockedConv, attrs: Attrs::new(), body: g })
 }
 
 fn shape_of(d: &[usize]) -> Shape {
@@ -98,6 +122,7 @@ impl Pass<'_> {
         self.r.new.span = n.span.clone();
         let made = match &n.op {
             Op::Conv(_) => self.conv(id, n)?,
+            Op::Composite(c) if c.kind == CompositeKind::ByteConv => self.conv_of_bytes(id, n, c)?,
             Op::Scalar(_) | Op::Cast => self.element_wise(id, n)?,
             Op::Pool(_) => self.pool(n)?,
             Op::Concat { axis } => self.concat(id, n, *axis)?,
@@ -248,12 +273,37 @@ impl Pass<'_> {
         Ok(None)
     }
 
+    /// The convolution of bytes on blocked operands. If the target has declined it, it is one of f32.
+    fn conv_of_bytes(&mut self, id: NodeId, n: &Node, c: &Composite) -> Result<Option<Made>> {
+        let lost = || Error::internal("a convolution of bytes has no convolution in its body");
+        let attrs = byte_conv::inner(c).ok_or_else(lost)?.clone();
+        let [x, w] = n.inputs[..] else { return Err(lost()) };
+        let weights = self.plain(w)?;
+        if let (Some(d), Some(_)) = (self.image(x, BYTE_BLOCK), self.image(id, BYTE_BLOCK)) {
+            let (shape, image) = (self.g.shape(x).clone(), self.blocked_form(x, d, BYTE_BLOCK)?);
+            let kind = CompositeKind::BlockedConv;
+            let made = self.composite(kind, &[image, weights], Some(&shape), BYTE_BLOCK, |g, x| {
+                byte_conv_body(g, x[0], x[1], attrs.clone())
+            })?;
+            if let Some(y) = made {
+                self.convs += 1;
+                return Ok(Some((y, BYTE_BLOCK)));
+            }
+        }
+        let x = self.plain(x)?;
+        let y = byte_conv_body(&mut self.r.new, x, weights, attrs)?;
+        self.plain_bytes = true;
+        self.plain[id.index()] = y;
+        self.r.set(id, y);
+        Ok(None)
+    }
+
     /// The convolution on blocked operands of `dtype`, if the target claims it.
     fn conv_in(
         &mut self,
         id: NodeId,
         n: &Node,
-        attrs: &crate::ops::Conv,
+        attrs: &Conv,
         dtype: DType,
         block: usize,
     ) -> Result<Option<NodeId>> {

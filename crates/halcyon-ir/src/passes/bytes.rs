@@ -161,14 +161,19 @@ struct ProductMatch {
     shifted: [bool; 2],
 }
 
-struct Finder<'a> {
+pub(super) struct Finder<'a> {
     g: &'a Graph,
     /// Readers of each node. `None` in the list stands for a graph output.
     readers: HashMap<NodeId, SmallVec<[Option<NodeId>; 2]>>,
 }
 
 impl<'a> Finder<'a> {
-    fn new(g: &'a Graph, live: &[bool]) -> Finder<'a> {
+    /// The graph that is searched.
+    pub(super) fn graph(&self) -> &'a Graph {
+        self.g
+    }
+
+    pub(super) fn new(g: &'a Graph, live: &[bool]) -> Finder<'a> {
         let mut readers: HashMap<NodeId, SmallVec<[Option<NodeId>; 2]>> = HashMap::new();
         for id in g.ids().filter(|i| live[i.index()]) {
             g.node(id).inputs.iter().for_each(|x| readers.entry(*x).or_default().push(Some(id)));
@@ -190,7 +195,7 @@ impl<'a> Finder<'a> {
     }
 
     /// The single-element node that this node repeats.
-    fn uniform(&self, mut id: NodeId) -> Option<NodeId> {
+    pub(super) fn uniform(&self, mut id: NodeId) -> Option<NodeId> {
         for _ in 0..MAX_DEPTH {
             if self.g.shape(id).numel().is(1) {
                 return Some(id);
@@ -204,7 +209,7 @@ impl<'a> Finder<'a> {
     }
 
     /// Whether all elements along an axis are equal.
-    fn constant_along(&self, mut id: NodeId, mut axis: usize) -> bool {
+    pub(super) fn constant_along(&self, mut id: NodeId, mut axis: usize) -> bool {
         for _ in 0..MAX_DEPTH {
             let n = self.g.node(id);
             if n.ty.shape.get(axis).is_some_and(|d| d.is(1)) {
@@ -258,7 +263,7 @@ impl<'a> Finder<'a> {
         }
     }
 
-    fn zero(&self, id: NodeId) -> bool {
+    pub(super) fn zero(&self, id: NodeId) -> bool {
         self.leaf(id, |id| self.all_elements(id, |v| v == 0.0))
     }
 

@@ -3,6 +3,7 @@
 pub mod affine;
 pub mod autocast;
 pub mod blocked;
+pub mod byte_conv;
 pub mod bytes;
 pub mod cse;
 mod derived;
@@ -14,7 +15,7 @@ pub mod recognize;
 pub mod simplify;
 pub mod small_types;
 
-use crate::composite::Composite;
+use crate::composite::{Composite, CompositeKind};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node};
@@ -38,11 +39,14 @@ pub enum Level {
     /// may be rounded differently.
     #[default]
     O2,
+    /// O2 for a model whose products and convolutions were quantised to 8 or 4 bits. The passes are those of
+    /// O2; the quantisation, which needs the model's samples, precedes them.
+    O3,
 }
 
 impl Level {
     pub fn name(self) -> &'static str {
-        ["O0", "O1", "O2"][self as usize]
+        ["O0", "O1", "O2", "O3"][self as usize]
     }
 }
 
@@ -59,12 +63,12 @@ impl FromStr for Level {
             "o0" | "0" | "none" | "debug" => Ok(Level::O0),
             "o1" | "1" | "conservative" => Ok(Level::O1),
             "o2" | "2" | "balanced" => Ok(Level::O2),
-            "o3" | "3" | "aggressive" => {
-                Err(Error::unsupported(format!("level {s}"), "Use O0, O1 or O2; O3 comes in a later version"))
-            }
+            "o3" | "3" | "aggressive" => Ok(Level::O3),
             _ => Err(Error::argument(
                 "level",
-                format!("\"{s}\" is not a level; use O0 (none, debug), O1 (conservative) or O2 (balanced)"),
+                format!(
+                    "\"{s}\" is not a level; use O0 (none, debug), O1 (conservative), O2 (balanced) or O3 (aggressive)"
+                ),
             )),
         }
     }
@@ -84,6 +88,8 @@ pub const BLOCKED: &str = "blocked layouts";
 pub const RECOGNITION: &str = "composite recognition";
 pub const MIXED: &str = "mixed precision";
 pub const TUNED: &str = "tuned kernels";
+/// Precedes the passes: `halcyon::quantize` rewrites the graph.
+pub const QUANTIZED: &str = "quantisation";
 
 /// All transformations that have a receipt and can be switched off.
 pub const ALL: &[&str] = &[
@@ -100,6 +106,7 @@ pub const ALL: &[&str] = &[
     RECOGNITION,
     MIXED,
     TUNED,
+    QUANTIZED,
 ];
 
 /// Transformations that O2 adds.
@@ -129,7 +136,11 @@ impl PassOptions {
 
     /// Whether the level includes the transformation `name` and it is not switched off.
     pub fn does(&self, name: &str) -> bool {
-        let from = if FROM_O2.contains(&name) { Level::O2 } else { Level::O1 };
+        let from = match name {
+            QUANTIZED => Level::O3,
+            _ if FROM_O2.contains(&name) => Level::O2,
+            _ => Level::O1,
+        };
         self.level >= from && !self.without.contains(name)
     }
 }
@@ -157,6 +168,11 @@ pub fn optimize(
     if whole && options.does(RECOGNITION) && has_byte_products(&g) {
         // Must run before 8-bit floats are rewritten to native types.
         (g, recognized) = bytes::run(&g, claims)?;
+    }
+    // Its composites exist only in the blocked layout.
+    if whole && options.does(RECOGNITION) && options.does(BLOCKED) && has_byte_convs(&g) {
+        let (h, n) = byte_conv::run(&g, claims)?;
+        (g, recognized) = (h, recognized + n);
     }
     if has_small_types(&g) {
         g = small_types::run(&g)?;
@@ -219,6 +235,16 @@ pub fn has_byte_products(g: &Graph) -> bool {
     any(&|n| n.op == Op::Matmul) && any(&|n| bytes::is_f8(n.ty.dtype) || bytes::is_int8(n.ty.dtype))
 }
 
+/// Whether the graph may contain convolutions of bytes.
+fn has_byte_convs(g: &Graph) -> bool {
+    let any = |is: &dyn Fn(&Node) -> bool| g.nodes().iter().any(is);
+    any(&|n| matches!(n.op, Op::Conv(_))) && any(&|n| bytes::is_int8(n.ty.dtype))
+}
+
+fn convolves_bytes(n: &Node) -> bool {
+    matches!(&n.op, Op::Composite(c) if c.kind == CompositeKind::ByteConv)
+}
+
 /// Whether a graph has values that are known without its inputs. If not, nothing can be folded, and no chain
 /// is affine. The graph of tensors in evaluation often has none: its leaves are inputs and arguments.
 fn folds(g: &Graph) -> bool {
@@ -236,12 +262,14 @@ pub fn block_layouts<'g>(
     claims: &dyn Fn(&Composite) -> bool,
 ) -> Result<(Cow<'g, Graph>, Option<Receipt>)> {
     // The pass starts from convolutions; a graph without them stays as it is.
+    let bytes = options.does(BLOCKED) && g.nodes().iter().any(convolves_bytes);
     let convolves = || g.nodes().iter().any(|n| matches!(n.op, Op::Conv(_)));
     let has_blocks = || [DType::F32, DType::BF16].iter().any(|d| blocks(*d).is_some());
-    if options.does(BLOCKED) && convolves() && has_blocks() {
+    if bytes || options.does(BLOCKED) && convolves() && has_blocks() {
         let (h, n) = blocked::run(g, blocks, claims)?;
-        if n > 0 {
-            return Ok((Cow::Owned(h), Some(Receipt::new(BLOCKED, n))));
+        if n > 0 || bytes {
+            let receipt = (n > 0).then(|| Receipt::new(BLOCKED, n));
+            return Ok((Cow::Owned(h), receipt));
         }
     }
     Ok((Cow::Borrowed(g), None))
@@ -259,7 +287,8 @@ mod level_tests {
         assert_eq!("Conservative".parse::<Level>().unwrap(), Level::O1);
         assert_eq!("DEBUG".parse::<Level>().unwrap(), Level::O0);
         assert_eq!("balanced".parse::<Level>().unwrap(), Level::O2);
-        assert_eq!("o3".parse::<Level>().unwrap_err().exit_code(), 3);
+        assert_eq!("o3".parse::<Level>().unwrap(), Level::O3);
+        assert_eq!("Aggressive".parse::<Level>().unwrap().to_string(), "O3");
         assert_eq!("fast".parse::<Level>().unwrap_err().exit_code(), 2);
     }
 }

@@ -21,6 +21,7 @@
 pub mod case;
 pub mod check;
 pub mod elementwise;
+pub mod quantized;
 mod rng;
 pub mod small;
 pub mod structured;
@@ -39,5 +40,6 @@ pub fn rows() -> Vec<Row> {
     r.extend(views::rows());
     r.extend(structured::rows());
     r.extend(windows::rows());
+    r.extend(quantized::rows());
     r
 }

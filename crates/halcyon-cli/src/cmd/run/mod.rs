@@ -9,14 +9,16 @@ mod report;
 pub(crate) use report::receipts_text;
 
 use super::verify;
-use super::{Loaded, load_model, split, with_tokenizer};
+use super::{Loaded, load_model, optimize, split, with_tokenizer};
 use crate::args::{InputArgs, Print, RunArgs};
 use crate::cmd::bounds;
 use crate::report::{self as tell, Progress, spread};
 use crate::{json, rows, source, suggest};
 use halcyon::host::{AnonymousPeak, MemorySampler};
+use halcyon::ir::passes::QUANTIZED;
 use halcyon::ir::plan::{Plan, Receipt};
 use halcyon::onnx::Run;
+use halcyon::quantize::Quantized;
 use halcyon::split::Split;
 use halcyon::{Backend, ConstData, Counters, Error, Level, MemoryStats, Result, Session};
 use halcyon_formats::input as file_input;
@@ -44,13 +46,21 @@ struct Job<'a> {
     model: Model,
     decode: Duration,
     targets: Vec<Target>,
+    /// What level O3 made of the model.
+    quantized: Option<Quantized>,
 }
 
 pub(crate) fn main(a: &RunArgs) -> Result<u8> {
     bounds::set(a.max_iterations);
     let labels = a.labels.as_deref().map(read_labels).transpose()?;
     split::check(&a.split)?;
-    a.backend.check()?;
+    a.backend.check_with_o3()?;
+    let o3 = a.backend.level()? == Level::O3;
+    if o3 {
+        a.quantize.options().map(drop)?
+    } else {
+        a.quantize.only_at_o3()?
+    }
     output::check(a)?;
     verify::spec(a)?;
     let start = Instant::now();
@@ -64,16 +74,42 @@ pub(crate) fn main(a: &RunArgs) -> Result<u8> {
     let targets = output::targets(a, &names)?;
     let many = rows::of(&ports, &input)?;
     output::fits(&targets, &names, a.top_k.is_some() || labels.is_some())?;
-    let job = Job { a, input, labels, model, decode, targets };
+    let (model, quantized) = match o3 {
+        true => quantized(a, model, &input, many.is_some())?,
+        false => (model, None),
+    };
+    let job = Job { a, input, labels, model, decode, targets, quantized };
     match many {
         Some((rows, rest)) => many::main(job, rows, rest),
         None => once(job),
     }
 }
 
+/// The model at level O3. The error is measured on the run's own inputs, or for several runs on a part of
+/// the calibration samples.
+fn quantized(a: &RunArgs, model: Model, input: &InputArgs, many: bool) -> Result<(Model, Option<Quantized>)> {
+    let backend = a.backend.open(false)?;
+    model.check(backend.info().backend.id())?;
+    if many && a.quantize.calibrate.is_none() {
+        return Err(Error::argument("--level", "O3 on several inputs needs samples; add --calibrate"));
+    }
+    let own = match many {
+        true => vec![],
+        false => vec![optimize::sample(&model.inputs()?, input)?],
+    };
+    let q = optimize::quantized(&model, &backend, &a.quantize, input, own)?;
+    if !q.changed() {
+        return Ok((model, Some(q)));
+    }
+    if !a.json {
+        tell::note(&q.report.to_string());
+    }
+    Ok((optimize::as_model(&q, &a.model)?, Some(q)))
+}
+
 /// Runs one set of inputs.
 fn once(job: Job<'_>) -> Result<u8> {
-    let Job { a, input, labels, model, decode, targets } = job;
+    let Job { a, input, labels, model, decode, targets, quantized } = job;
     let watch = MemorySampler::start(SAMPLING_INTERVAL);
     let look = || watch.as_ref().inspect(|w| w.read());
     let spec = verify::spec(a)?;
@@ -137,7 +173,10 @@ fn once(job: Job<'_>) -> Result<u8> {
         loaded.outputs.iter().zip(&last.outputs).flat_map(|(n, d)| leaves(n, d)).collect();
 
     let plan = exe.as_ref().map(|e| e.plan());
-    let receipts = receipts(a, &loaded, &inputs, plan)?;
+    let mut receipts = receipts(a, &loaded, &inputs, plan)?;
+    if let Some(q) = quantized.as_ref().filter(|q| q.changed()) {
+        receipts.insert(0, quantized_receipt(a, q, &loaded, &inputs)?);
+    }
     let files = match &a.output_dir {
         Some(dir) => output::save(dir, &outputs)?,
         None => vec![],
@@ -157,6 +196,7 @@ fn once(job: Job<'_>) -> Result<u8> {
         verified: verified.as_ref(),
         outputs: &outputs,
         receipts: &receipts,
+        quantized: quantized.as_ref().map(|q| &q.report),
         times,
         compile,
         files,
@@ -182,6 +222,19 @@ fn receipts(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], plan: Option<&Plan>)
         None => a.backend.open_at(Level::O0, None, false),
         name => a.backend.open_at(a.backend.level()?, name, false),
     })
+}
+
+/// The receipt of the quantisation, measured if `--receipts` is given.
+fn quantized_receipt(a: &RunArgs, q: &Quantized, loaded: &Loaded, inputs: &[Datum]) -> Result<Receipt> {
+    let tensors: Vec<ConstData> = inputs.iter().filter_map(|d| d.tensor().cloned()).collect();
+    match a.receipts {
+        true => q.receipt(&loaded.backend, &tensors, RECEIPT_RUNS),
+        false => Ok(Receipt {
+            error: Some(q.report.error),
+            bytes: q.report.bytes_saved(),
+            ..Receipt::new(QUANTIZED, q.report.quantized())
+        }),
+    }
 }
 
 /// Prints the requested results. If values go to standard output, everything else goes to stderr.

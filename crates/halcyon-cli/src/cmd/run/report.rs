@@ -9,6 +9,7 @@ use crate::report::{self, ms, size, spread, summary, table, time};
 use halcyon::host::AnonymousPeak;
 use halcyon::ir::plan::{Plan, Receipt};
 use halcyon::onnx::Run;
+use halcyon::quantize::QuantizeReport;
 use halcyon::split::Split;
 use halcyon::{Counters, MemoryStats};
 use serde::ser::{Serialize, SerializeMap, Serializer};
@@ -29,6 +30,8 @@ pub(super) struct RunReport<'a> {
     pub verified: Option<&'a Verified>,
     pub outputs: &'a [(String, Leaf<'a>)],
     pub receipts: &'a [Receipt],
+    /// What level O3 did.
+    pub quantized: Option<&'a QuantizeReport>,
     pub times: Vec<Duration>,
     pub compile: Duration,
     /// Files in --output-dir, one for each output.
@@ -201,6 +204,7 @@ impl RunReport<'_> {
             "counters": l.backend.counters(),
             "caches": l.backend.cache_stats(),
             "receipts": self.receipts,
+            "quantisation": self.quantized,
             "warnings": self.warnings().collect::<Vec<_>>(),
             "verify": self.verified.map(Verified::json),
             "staged": self.run.staged,

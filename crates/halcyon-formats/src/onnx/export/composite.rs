@@ -1,6 +1,7 @@
 //! Exports composites for which ONNX has an operator of the same definition.
 
 use super::emit::{Emitter, Val, float, int};
+use super::quantized;
 use halcyon_ir::composite::{Composite, CompositeKind as Kind};
 use halcyon_ir::{DType, Error, Result, Shape, TensorType};
 
@@ -12,6 +13,7 @@ pub(super) fn direct(c: &Composite, opset: i64) -> bool {
     let d = inputs.first().map(|i| c.body.dtype(i.node));
     match &c.kind {
         Kind::Softmax | Kind::LogSoftmax => true,
+        Kind::Quantize | Kind::Dequantize | Kind::QuantizedMatmul => quantized::direct(c),
         // These operators compute statistics in f32 and have f32 attributes, which is less precise than f64.
         Kind::BatchNorm | Kind::LayerNorm | Kind::RmsNorm if d == Some(DType::F64) => false,
         Kind::BatchNorm => true,
@@ -42,6 +44,9 @@ pub(super) fn node(e: &mut Emitter<'_>, c: &Composite, x: &[Val], ty: TensorType
     let lost = || Error::internal(format!("composite {} lacks an attribute", c.kind));
     let axis = || c.int("axis").map(|a| int("axis", a)).ok_or_else(lost);
     let eps = || c.float("eps").map(|v| float("epsilon", v)).ok_or_else(lost);
+    if matches!(c.kind, Kind::Quantize | Kind::Dequantize) {
+        return quantized::linear(e, c, x, ty);
+    }
     let mut operands = x.to_vec();
     let (op, attrs) = match &c.kind {
         Kind::Softmax => ("Softmax", vec![axis()?]),

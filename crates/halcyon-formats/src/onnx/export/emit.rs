@@ -70,6 +70,10 @@ pub(super) struct Emitter<'g> {
     span: Span,
 }
 
+/// onnxruntime's operator set for operators that ONNX lacks, and its version.
+pub(super) const MICROSOFT: &str = "com.microsoft";
+const MICROSOFT_VERSION: i64 = 1;
+
 /// Literals of at most this many elements are stored, larger ones computed by a node.
 const DENSE: usize = 16;
 /// Constants of at most this many bytes are looked up by content.
@@ -164,6 +168,10 @@ impl<'g> Emitter<'g> {
         let output: Vec<ValueInfoProto> = g.outputs().iter().map(|o| ports(&o.name, g.ty(o.node))).collect();
         let outputs: HashSet<&str> = g.outputs().iter().map(|o| &*o.name).collect();
         let value_info = self.types.iter().filter(|(n, _)| !outputs.contains(&**n));
+        let mut opset_import = vec![OperatorSetIdProto { domain: String::new(), version: self.opset }];
+        if self.nodes.iter().any(|n| n.domain == MICROSOFT) {
+            opset_import.push(OperatorSetIdProto { domain: MICROSOFT.into(), version: MICROSOFT_VERSION });
+        }
         let graph = GraphProto {
             name: "halcyon".into(),
             input,
@@ -175,7 +183,7 @@ impl<'g> Emitter<'g> {
         };
         Ok(ModelProto {
             ir_version: ir_version(self.opset),
-            opset_import: vec![OperatorSetIdProto { domain: String::new(), version: self.opset }],
+            opset_import,
             producer_name: "halcyon".into(),
             producer_version: env!("CARGO_PKG_VERSION").into(),
             metadata_props: states(g)?,
@@ -355,6 +363,22 @@ impl<'g> Emitter<'g> {
     /// A node with one result.
     pub(super) fn node(&mut self, op: &str, x: &[&Val], attrs: Vec<AttributeProto>, ty: TensorType) -> Val {
         self.node_of(op, x, attrs, vec![ty]).swap_remove(0)
+    }
+
+    /// A node of another operator set, with one result.
+    pub(super) fn node_in(
+        &mut self,
+        domain: &str,
+        op: &str,
+        x: &[&Val],
+        attrs: Vec<AttributeProto>,
+        ty: TensorType,
+    ) -> Val {
+        let y = self.node(op, x, attrs, ty);
+        if let Some(n) = self.nodes.last_mut() {
+            n.domain = domain.into();
+        }
+        y
     }
 
     /// A node with one result per type in `types`, which must not be empty.

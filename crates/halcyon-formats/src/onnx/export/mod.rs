@@ -13,6 +13,7 @@ mod composite;
 mod emit;
 mod file;
 mod ops;
+mod quantized;
 mod scalar;
 mod shape;
 #[cfg(test)]

@@ -3,8 +3,9 @@
 use super::composite;
 use super::emit::{Emitter, Val, int, text};
 use super::scalar::{self, Types, within};
-use super::window;
+use super::{quantized, window};
 use DType::{BF16, Bool, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64};
+use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::ops::{ReduceKind, ScatterKind, SliceAxis};
 use halcyon_ir::{DType, Dim, Error, NodeId, Op, Result, Scalar, Shape, TensorType};
 
@@ -18,6 +19,13 @@ const SORTED: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F6
 /// computed in the next wider type.
 pub(super) fn node(e: &mut Emitter<'_>, id: NodeId) -> Result<Val> {
     let n = e.g.node(id);
+    if let Op::Composite(c) = &n.op
+        && c.kind == CompositeKind::QuantizedMatmul
+    {
+        // The weights are written in another shape.
+        let x = e.operand(id, 0)?;
+        return quantized::matmul(e, id, &x, n.ty.clone());
+    }
     let x = if matches!(n.op, Op::Full(_)) { vec![] } else { e.operands(id)? };
     let plain =
         matches!(n.op, Op::Input(_) | Op::Const(_) | Op::Cast | Op::Bitcast | Op::Reshape | Op::Permute(_));

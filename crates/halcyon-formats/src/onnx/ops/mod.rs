@@ -22,6 +22,7 @@ mod linear_attention;
 mod loss;
 mod matrix;
 mod ml;
+mod nbits;
 mod nn;
 mod norm;
 mod pad;
@@ -75,7 +76,7 @@ pub fn latest(domain: &str) -> i64 {
     match plain(domain) {
         "" => LATEST,
         "ai.onnx.ml" => 5,
-        "ai.onnx.preview" | "ai.onnx.preview.training" => 1,
+        "ai.onnx.preview" | "ai.onnx.preview.training" | "com.microsoft" => 1,
         _ => 0,
     }
 }
@@ -161,6 +162,7 @@ const TABLES: &[&[Row]] = &[
     ml::map::ROWS,
     ml::svm::ROWS,
     ml::tree::ROWS,
+    nbits::ROWS,
     nn::ROWS,
     norm::ROWS,
     pad::ROWS,

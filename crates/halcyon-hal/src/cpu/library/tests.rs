@@ -375,7 +375,7 @@ fn gradients_of_separate_windows() {
             kind: PoolKind::Max,
             kernel: smallvec![h.0, w.0],
             stride: smallvec![h.1, w.1],
-            pad: smallvec![pad(h.0, &mut rng), pad(w.0, &mut rng)],
+            pad: [h.0, w.0].map(|k| pad(k as usize, &mut rng)).into_iter().collect(),
             dilation: smallvec![1, 1],
         };
         // Few values, so that elements of a window tie.

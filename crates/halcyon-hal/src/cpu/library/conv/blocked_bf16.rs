@@ -20,8 +20,9 @@
 //! on vectors.
 
 use super::blocked::Buffers;
-use super::blocked_bf16_parts::{Job, Part, Rect};
+use super::blocked_bf16_parts::{After, Job, Part, Rect};
 use super::blocked_bf16_tile::{HALF, PIXELS};
+use super::blocked_int8::Bytes;
 use super::blocked_tile::Activation;
 use super::plain::Conv;
 use super::window::Window;
@@ -114,6 +115,8 @@ pub struct Blocked16 {
     /// Whether to use tile registers; else vectors.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     pub(super) tiles: bool,
+    /// If the values are bytes: how they are multiplied. `conv` then counts pairs of input channels.
+    pub(super) bytes: Option<Bytes>,
     cut: Cut,
     pub(super) stage: Stage,
     /// For each step, the offset in bytes from a pixel to the input that the step reads.
@@ -129,6 +132,17 @@ impl Blocked16 {
     /// 16 channels and no dilation of columns. `threads` is the team's number of threads. `tiles`: whether to
     /// use tile registers; set it only if [`amx::available`] reports them for bf16.
     pub fn new(conv: Conv, inner: usize, threads: usize, tiles: bool) -> Option<Blocked16> {
+        Blocked16::with(conv, inner, threads, tiles, None)
+    }
+
+    /// As [`Blocked16::new`]. With `bytes`, two bytes of consecutive channels take the place of a bf16.
+    pub(super) fn with(
+        conv: Conv,
+        inner: usize,
+        threads: usize,
+        tiles: bool,
+        bytes: Option<Bytes>,
+    ) -> Option<Blocked16> {
         let w = &conv.window;
         let whole = |c: usize| (c / conv.groups).is_multiple_of(BLOCK);
         let channels = match inner {
@@ -164,6 +178,7 @@ impl Blocked16 {
             inner,
             threads: threads.max(1),
             tiles,
+            bytes,
             cut: Cut::Channels { blocks: 1 },
             stage: Stage::default(),
             offsets: vec![],
@@ -178,7 +193,7 @@ impl Blocked16 {
 
     /// Number of steps of one sum. A step covers one tap of a block of input channels, or a piece of a row of
     /// taps.
-    fn depth(&self) -> usize {
+    pub(super) fn depth(&self) -> usize {
         let w = &self.conv.window;
         match self.inner {
             1 => w.kernel[1] * self.pieces,
@@ -471,6 +486,16 @@ impl Blocked16 {
     /// # Panics
     /// If the team has another number of threads than this was made for.
     pub(crate) unsafe fn run(&self, team: &Team, isa: Isa, buffers: Buffers<u16, u8>, after: Bf16Epilogue) {
+        // SAFETY: `run` has the contract of `run_with`.
+        unsafe { self.run_with(team, isa, buffers, After::Half(after)) }
+    }
+
+    /// [`Blocked16::run`] with the epilogue of the values' type.
+    ///
+    /// # Safety
+    /// The contract of [`Blocked16::run`]. For bytes, `x` and `w` hold bytes, as
+    /// [`super::blocked_int8::Blocked8`] describes.
+    pub(super) unsafe fn run_with(&self, team: &Team, isa: Isa, buffers: Buffers<u16, u8>, after: After) {
         let Buffers { x, w, y, work } = buffers;
         assert_eq!(team.threads(), self.threads, "the kernel was made for another team");
         let (c, s) = (&self.conv, &self.stage);

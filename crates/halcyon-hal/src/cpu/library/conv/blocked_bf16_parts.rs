@@ -4,9 +4,11 @@
 use super::blocked_bf16::{Bf16Epilogue, Blocked16, PIXEL};
 #[cfg(target_arch = "x86_64")]
 use super::blocked_bf16_tile::config;
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use super::blocked_bf16_tile::on_tiles;
 use super::blocked_bf16_tile::{BLOCK, Bf16TileEpilogue, PIXELS, Place, Steps, Sums, finish, on_vectors};
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use super::blocked_bf16_tile::{on_signed_tiles, on_tiles, on_unsigned_tiles};
+use super::blocked_int8::ByteEpilogue;
+use super::blocked_int8_tile::{self as int8, ByteTile};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::amx;
 use crate::cpu::sys::Isa;
@@ -32,6 +34,13 @@ pub(super) struct Part {
     pub next: Option<usize>,
 }
 
+/// The epilogue of sums of bf16 products, or of products of bytes.
+#[derive(Clone, Copy)]
+pub(super) enum After {
+    Half(Bf16Epilogue),
+    Bytes(ByteEpilogue),
+}
+
 /// The operands that all parts share.
 pub(super) struct Job<'a> {
     pub b: &'a Blocked16,
@@ -39,7 +48,7 @@ pub(super) struct Job<'a> {
     pub bf16: bool,
     pub w: SharedConst<u8>,
     pub y: SharedMut<u8>,
-    pub after: Bf16Epilogue,
+    pub after: After,
 }
 
 /// The tiles of a part. The part has `lines` lines of `pixels` pixels each (a single line if the rows are
@@ -186,19 +195,47 @@ impl Job<'_> {
         unsafe {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             if b.tiles {
-                on_tiles(&steps, &at[..pair.n], to, || self.done(line));
+                let done = || self.done(line);
+                match b.bytes {
+                    None => on_tiles(&steps, &at[..pair.n], to, done),
+                    Some(bytes) if bytes.signed => on_signed_tiles(&steps, &at[..pair.n], to, done),
+                    Some(_) => on_unsigned_tiles(&steps, &at[..pair.n], to, done),
+                }
             } else {
-                self.done(line);
-                on_vectors(self.isa, &steps, &at[..pair.n], to);
+                self.on_vectors(line, &steps, &at[..pair.n], (ob, to));
             }
             #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-            {
-                self.done(line);
-                on_vectors(self.isa, &steps, &at[..pair.n], to);
-            }
+            self.on_vectors(line, &steps, &at[..pair.n], (ob, to));
         }
         line.last = Some((*pair, ob, to));
         line.sums.swap(0, 1);
+    }
+
+    /// [`Job::pair`] without tile registers.
+    ///
+    /// # Safety
+    /// The contract of [`Job::pair`]; `to` is the buffer of sums that is not in `line.last`.
+    unsafe fn on_vectors(
+        &self,
+        line: &Line,
+        steps: &Steps<'_>,
+        at: &[*const u8],
+        (ob, to): (usize, *mut f32),
+    ) {
+        // SAFETY: `on_vectors` has the contract of `pair`. The weights of bytes end with the trailer that
+        // `Blocked8::pack` wrote.
+        unsafe {
+            self.done(line);
+            match &self.b.bytes {
+                None => on_vectors(self.isa, steps, at, to),
+                Some(bytes) => {
+                    let all = self.b.out_blocks();
+                    let end = self.w.get().add(all * self.b.block_weights()) as *const i32;
+                    let small = *end.add(all * BLOCK) != 0;
+                    int8::on_vectors(bytes, small, steps, at, to as *mut i32, end.add(ob * BLOCK));
+                }
+            }
+        }
     }
 
     /// Applies the epilogue to the sums that were computed last and stores them.
@@ -235,14 +272,13 @@ impl Job<'_> {
     ) {
         let (b, w) = (self.b, &self.b.conv.window);
         let (n, line, first) = place;
-        let plane = ((p.images.0 + n) * b.out_blocks() + ob) * w.out_size();
-        let cols = p.rect.cols.1 - p.rect.cols.0;
-        let channel = |v: SharedConst<f32>| match v.get().is_null() {
-            true => v.get(),
-            false => v.get().wrapping_add(ob * BLOCK),
+        // Blocks of the output, and the part of the block that these sums are.
+        let (blocks, of, part) = match b.bytes {
+            None => (b.out_blocks(), ob, 0),
+            Some(_) => (b.out_blocks() / 2, ob / 2, ob % 2),
         };
-        let residual = Place { at: self.after.residual.get() as *mut u8, wide: self.after.residual_wide };
-        let y = Place { at: self.y.get(), wide: self.after.wide };
+        let plane = ((p.images.0 + n) * blocks + of) * w.out_size();
+        let cols = p.rect.cols.1 - p.rect.cols.0;
         let mut done = 0;
         while done < g.rows {
             let (row, col) = ((first + done) / g.pitch, (first + done) % g.pitch);
@@ -250,18 +286,52 @@ impl Job<'_> {
             let useful = cols.saturating_sub(col).min(run);
             if useful > 0 {
                 let at = plane + (p.rect.rows.0 + line + row) * w.output[2] + p.rect.cols.0 + col;
-                let f = Bf16TileEpilogue {
-                    scale: channel(self.after.scale),
-                    bias: channel(self.after.bias),
-                    residual: residual.after(at * BLOCK),
-                    act: self.after.act,
-                    y: y.after(at * BLOCK),
-                };
                 // SAFETY: `done + useful <= g.rows` pixels of sums are readable, and the pixels from `at` lie
                 // in the part's output, which only this thread writes.
-                unsafe { finish(self.isa, self.bf16, useful, sums.add(done * BLOCK), &f) };
+                unsafe { self.finish(useful, sums.add(done * BLOCK), ob, (at, part)) };
             }
             done += run;
+        }
+    }
+
+    /// Applies the epilogue to the sums of `n` pixels, which begin at pixel `at` of the output.
+    ///
+    /// # Safety
+    /// `sums` is readable for `n` pixels; the output and the operands of the epilogue are valid for these
+    /// pixels, and no other thread writes them.
+    #[inline(always)]
+    unsafe fn finish(&self, n: usize, sums: *const f32, ob: usize, (at, part): (usize, usize)) {
+        let channel = |v: SharedConst<f32>| match v.get().is_null() {
+            true => v.get(),
+            false => v.get().wrapping_add(ob * BLOCK),
+        };
+        match &self.after {
+            After::Half(after) => {
+                let residual = Place { at: after.residual.get() as *mut u8, wide: after.residual_wide };
+                let f = Bf16TileEpilogue {
+                    scale: channel(after.scale),
+                    bias: channel(after.bias),
+                    residual: residual.after(at * BLOCK),
+                    act: after.act,
+                    y: Place { at: self.y.get(), wide: after.wide }.after(at * BLOCK),
+                };
+                // SAFETY: `finish` of the tile has this contract.
+                unsafe { finish(self.isa, self.bf16, n, sums, &f) }
+            }
+            After::Bytes(after) => {
+                let first = 2 * at * BLOCK + part * BLOCK;
+                let residual = after.residual.get();
+                let f = ByteTile {
+                    scale: channel(after.scale),
+                    bias: channel(after.bias),
+                    residual: if residual.is_null() { residual } else { residual.wrapping_add(first) },
+                    act: after.act,
+                    to: after.to,
+                    y: self.y.get().wrapping_add(first * after.to.size()),
+                };
+                // SAFETY: the sums of bytes are i32 in the same places.
+                unsafe { int8::finish(self.isa, n, sums as *const i32, &f) }
+            }
         }
     }
 }

@@ -35,112 +35,131 @@ pub(crate) struct Steps<'a> {
     pub lines: usize,
 }
 
-/// Computes the sums of one or two tiles of pixels, at the addresses `x`, by one output channel block on tile
-/// registers. `meanwhile` runs while the products are in progress.
-///
-/// # Safety
-/// The thread's tile registers are configured by [`config`], for `s.rows` and `s.pairs`. For every pixel of
-/// the tiles, `4 * s.pairs` bytes are readable at every step's offset; `s.w` holds the weights of all steps
-/// (at least one). `out` is writable for `s.rows * BLOCK` floats per tile. `meanwhile` does not use tile
-/// registers.
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-#[inline(always)]
-pub(crate) unsafe fn on_tiles(s: &Steps<'_>, x: &[*const u8], out: *mut f32, meanwhile: impl FnOnce()) {
-    use std::arch::asm;
-    let (list, n) = (s.offsets.as_ptr(), s.offsets.len());
-    // SAFETY: by contract the registers are configured and the loads and stores stay in the pixels, the
-    // weights and the sums. Compiled Rust code never uses tile registers, so their contents survive
-    // `meanwhile`.
-    unsafe {
-        if let [x0, x1] = *x {
-            asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
-                "2:",
-                "mov {t}, qword ptr [{list}]",
-                "lea {u}, [{x1} + {t}]",
-                "add {t}, {x0}",
-                "tileloadd tmm6, [{w} + {sw}*1]",
-                "tileloadd tmm4, [{t} + {sx}*1]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{w} + {sw}*1 + 1024]",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tileloadd tmm5, [{u} + {sx}*1]",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "mov {t}, {lines}",
-                "test {t}, {t}",
-                "jz 4f",
-                "3:",
-                "prefetcht1 byte ptr [{ahead}]",
-                "add {ahead}, 64",
-                "dec {t}",
-                "jnz 3b",
-                "4:",
-                "add {w}, 2048",
-                "add {list}, 8",
-                "dec {n}",
-                "jnz 2b",
-                x0 = in(reg) x0, x1 = in(reg) x1, sx = in(reg) s.pixel, sw = in(reg) 64usize,
-                w = inout(reg) s.w => _, list = inout(reg) list => _, n = inout(reg) n => _,
-                ahead = inout(reg) s.ahead => _, lines = in(reg) s.lines,
-                t = out(reg) _, u = out(reg) _,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                options(nostack, readonly)
-            );
-            meanwhile();
-            let below = out.add(s.rows * BLOCK);
-            asm!(
-                "tilestored [{a} + {s}*1], tmm0",
-                "tilestored [{a} + {s}*1 + 64], tmm1",
-                "tilestored [{b} + {s}*1], tmm2",
-                "tilestored [{b} + {s}*1 + 64], tmm3",
-                a = in(reg) out, b = in(reg) below, s = in(reg) 4 * BLOCK,
-                options(nostack, preserves_flags)
-            );
-        } else {
-            asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "2:",
-                "mov {t}, qword ptr [{list}]",
-                "add {t}, {x0}",
-                "tileloadd tmm6, [{w} + {sw}*1]",
-                "tileloadd tmm4, [{t} + {sx}*1]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{w} + {sw}*1 + 1024]",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "mov {t}, {lines}",
-                "test {t}, {t}",
-                "jz 4f",
-                "3:",
-                "prefetcht1 byte ptr [{ahead}]",
-                "add {ahead}, 64",
-                "dec {t}",
-                "jnz 3b",
-                "4:",
-                "add {w}, 2048",
-                "add {list}, 8",
-                "dec {n}",
-                "jnz 2b",
-                x0 = in(reg) x[0], sx = in(reg) s.pixel, sw = in(reg) 64usize,
-                w = inout(reg) s.w => _, list = inout(reg) list => _, n = inout(reg) n => _,
-                ahead = inout(reg) s.ahead => _, lines = in(reg) s.lines, t = out(reg) _,
-                out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
-                options(nostack, readonly)
-            );
-            meanwhile();
-            asm!(
-                "tilestored [{a} + {s}*1], tmm0",
-                "tilestored [{a} + {s}*1 + 64], tmm1",
-                a = in(reg) out, s = in(reg) 4 * BLOCK,
-                options(nostack, preserves_flags)
-            );
+/// Defines the function that computes the sums of one or two tiles by one output channel block with the
+/// instruction `$dot`.
+macro_rules! tile_products {
+    ($(#[$about:meta])* $name:ident, $dot:literal) => {
+        $(#[$about])*
+        ///
+        /// # Safety
+        /// The thread's tile registers are configured by [`config`], for `s.rows` and `s.pairs`. For every
+        /// pixel of the tiles, `4 * s.pairs` bytes are readable at every step's offset; `s.w` holds the
+        /// weights of all steps (at least one). `out` is writable for `s.rows * BLOCK` sums per tile.
+        /// `meanwhile` does not use tile registers. The process may use the instruction.
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        #[inline(always)]
+        pub(crate) unsafe fn $name(s: &Steps<'_>, x: &[*const u8], out: *mut f32, meanwhile: impl FnOnce()) {
+            use std::arch::asm;
+            let (list, n) = (s.offsets.as_ptr(), s.offsets.len());
+            // SAFETY: by contract the registers are configured and the loads and stores stay in the pixels, the
+            // weights and the sums. Compiled Rust code never uses tile registers, so their contents survive
+            // `meanwhile`.
+            unsafe {
+                if let [x0, x1] = *x {
+                    asm!(
+                        "tilezero tmm0",
+                        "tilezero tmm1",
+                        "tilezero tmm2",
+                        "tilezero tmm3",
+                        "2:",
+                        "mov {t}, qword ptr [{list}]",
+                        "lea {u}, [{x1} + {t}]",
+                        "add {t}, {x0}",
+                        "tileloadd tmm6, [{w} + {sw}*1]",
+                        "tileloadd tmm4, [{t} + {sx}*1]",
+                        concat!($dot, " tmm0, tmm4, tmm6"),
+                        "tileloadd tmm7, [{w} + {sw}*1 + 1024]",
+                        concat!($dot, " tmm1, tmm4, tmm7"),
+                        "tileloadd tmm5, [{u} + {sx}*1]",
+                        concat!($dot, " tmm2, tmm5, tmm6"),
+                        concat!($dot, " tmm3, tmm5, tmm7"),
+                        "mov {t}, {lines}",
+                        "test {t}, {t}",
+                        "jz 4f",
+                        "3:",
+                        "prefetcht1 byte ptr [{ahead}]",
+                        "add {ahead}, 64",
+                        "dec {t}",
+                        "jnz 3b",
+                        "4:",
+                        "add {w}, 2048",
+                        "add {list}, 8",
+                        "dec {n}",
+                        "jnz 2b",
+                        x0 = in(reg) x0, x1 = in(reg) x1, sx = in(reg) s.pixel, sw = in(reg) 64usize,
+                        w = inout(reg) s.w => _, list = inout(reg) list => _, n = inout(reg) n => _,
+                        ahead = inout(reg) s.ahead => _, lines = in(reg) s.lines,
+                        t = out(reg) _, u = out(reg) _,
+                        out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                        out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                        options(nostack, readonly)
+                    );
+                    meanwhile();
+                    let below = out.add(s.rows * BLOCK);
+                    asm!(
+                        "tilestored [{a} + {s}*1], tmm0",
+                        "tilestored [{a} + {s}*1 + 64], tmm1",
+                        "tilestored [{b} + {s}*1], tmm2",
+                        "tilestored [{b} + {s}*1 + 64], tmm3",
+                        a = in(reg) out, b = in(reg) below, s = in(reg) 4 * BLOCK,
+                        options(nostack, preserves_flags)
+                    );
+                } else {
+                    asm!(
+                        "tilezero tmm0",
+                        "tilezero tmm1",
+                        "2:",
+                        "mov {t}, qword ptr [{list}]",
+                        "add {t}, {x0}",
+                        "tileloadd tmm6, [{w} + {sw}*1]",
+                        "tileloadd tmm4, [{t} + {sx}*1]",
+                        concat!($dot, " tmm0, tmm4, tmm6"),
+                        "tileloadd tmm7, [{w} + {sw}*1 + 1024]",
+                        concat!($dot, " tmm1, tmm4, tmm7"),
+                        "mov {t}, {lines}",
+                        "test {t}, {t}",
+                        "jz 4f",
+                        "3:",
+                        "prefetcht1 byte ptr [{ahead}]",
+                        "add {ahead}, 64",
+                        "dec {t}",
+                        "jnz 3b",
+                        "4:",
+                        "add {w}, 2048",
+                        "add {list}, 8",
+                        "dec {n}",
+                        "jnz 2b",
+                        x0 = in(reg) x[0], sx = in(reg) s.pixel, sw = in(reg) 64usize,
+                        w = inout(reg) s.w => _, list = inout(reg) list => _, n = inout(reg) n => _,
+                        ahead = inout(reg) s.ahead => _, lines = in(reg) s.lines, t = out(reg) _,
+                        out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
+                        options(nostack, readonly)
+                    );
+                    meanwhile();
+                    asm!(
+                        "tilestored [{a} + {s}*1], tmm0",
+                        "tilestored [{a} + {s}*1 + 64], tmm1",
+                        a = in(reg) out, s = in(reg) 4 * BLOCK,
+                        options(nostack, preserves_flags)
+                    );
+                }
+            }
         }
-    }
+    };
+}
+
+tile_products! {
+    /// The sums of tiles of bf16 pixels, at the addresses `x`, in f32. `meanwhile` runs while the products
+    /// are in progress.
+    on_tiles, "tdpbf16ps"
+}
+tile_products! {
+    /// The sums of tiles of u8 pixels and i8 weights, in i32 (stored as the bits of floats).
+    on_unsigned_tiles, "tdpbusd"
+}
+tile_products! {
+    /// The sums of tiles of i8 pixels and i8 weights, in i32 (stored as the bits of floats).
+    on_signed_tiles, "tdpbssd"
 }
 
 /// The tile register configuration of [`on_tiles`]: sums in 0 to 3, pixels in 4 and 5, weights in 6 and 7.

@@ -4,6 +4,7 @@ use super::blocked::{AffineEpilogue, Blocked, Buffers};
 use super::blocked_bf16::{Bf16Epilogue, Blocked16};
 use super::blocked_bf16_tile::BLOCK;
 use super::blocked_bf16_vector::{Depthwise16, pool as pool16};
+use super::blocked_int8_calls::conv8;
 use super::blocked_tile::{Activation, pool as pool_tiles};
 use super::plain::Conv;
 use super::window::Window;
@@ -21,9 +22,10 @@ use halcyon_ir::ops::Op;
 use halcyon_ir::target::Epilogue;
 use halcyon_ir::{DType, ScalarOp};
 
-/// The first node of the composite's body that is neither a leaf nor a view.
+/// The first node of the composite's body that is neither a leaf nor a view nor a cast.
 fn inner(c: &Composite) -> Result<&Op, Declined> {
-    let mut ops = c.body.nodes().iter().map(|n| &n.op).filter(|op| !op.is_leaf() && !op.is_view());
+    let calculates = |op: &&Op| !op.is_leaf() && !op.is_view() && **op != Op::Cast;
+    let mut ops = c.body.nodes().iter().map(|n| &n.op).filter(calculates);
     ops.next().ok_or_else(|| Declined::because("the body is empty"))
 }
 
@@ -38,7 +40,7 @@ fn blocks(shape: &[usize]) -> Option<[usize; 5]> {
 
 /// Sizes of a convolution's result in blocks of `block` channels. The call's output must be compared with
 /// them, because the body of a composite could give other sizes.
-fn result_of(conv: &Conv, block: usize) -> [usize; 5] {
+pub(super) fn result_of(conv: &Conv, block: usize) -> [usize; 5] {
     [conv.batch, conv.c_out / block, conv.window.output[1], conv.window.output[2], block]
 }
 
@@ -63,9 +65,10 @@ pub(crate) fn conv(
     if w.view.rank() != 4 || y.view.rank() != 5 {
         return no("a result in blocks, and weights of two spatial axes, are needed");
     }
+    let bytes = matches!(x.dtype, DType::I8 | DType::U8) && w.dtype == DType::I8;
     let bf16 = [x.dtype, w.dtype] == [DType::BF16; 2] && matches!(y.dtype, DType::F32 | DType::BF16);
-    if !bf16 && [x.dtype, w.dtype, y.dtype] != [DType::F32; 3] {
-        return no("f32 or bf16 is needed");
+    if !bf16 && !bytes && [x.dtype, w.dtype, y.dtype] != [DType::F32; 3] {
+        return no("f32, bf16 or bytes are needed");
     }
     let ws = &w.view.shape;
     let pads: Vec<(isize, isize)> = o.pad.iter().map(|p| (p.0 as isize, p.1 as isize)).collect();
@@ -73,6 +76,9 @@ pub(crate) fn conv(
     let conv = reason(Conv::new(n, cb * b, ws[0], o.groups, window))?;
     if bf16 {
         return conv16(isa, threads, call, conv, b, out);
+    }
+    if bytes {
+        return conv8(isa, threads, call, conv, b, out);
     }
     if call.packed.is_none() && call.epilogue.is_none() && conv.has_few_positions() {
         return no("with few positions per image, the plain layout is faster");
@@ -251,22 +257,22 @@ fn conv16(
 
 /// The operands of an epilogue simple enough for the micro-kernels: scale, bias, residual, activation.
 #[derive(Clone, Copy, Debug, Default)]
-struct Simple {
+pub(super) struct Simple {
     /// Index of the buffer, and offset of the first element.
     scale: Option<(usize, isize)>,
     bias: Option<(usize, isize)>,
     residual: Option<(usize, isize)>,
     act: Option<Activation>,
     /// Whether the residual is bf16; otherwise it is f32.
-    half_residual: bool,
+    pub(super) half_residual: bool,
     /// Whether the result is bf16; otherwise it is f32.
-    half_out: bool,
+    pub(super) half_out: bool,
 }
 
 impl Simple {
     /// The epilogue over `[N, O / B, pixels, B]`, if it is affine, is computed in f32, and its product and
     /// result are f32 or bf16. Of its operands, only the residual may be bf16.
-    fn of(call: &CallForm<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
+    pub(super) fn of(call: &CallForm<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
         let mut a = e.fused.as_affine(e.product, &dims, &[1, 3]).ok()?;
         let half = |d: DType| matches!(d, DType::F32 | DType::BF16).then_some(d == DType::BF16);
         half(a.product)?;
@@ -324,7 +330,7 @@ impl Simple {
         }
     }
 
-    fn bind(&self, r: &Run<'_>) -> AffineEpilogue {
+    pub(super) fn bind(&self, r: &Run<'_>) -> AffineEpilogue {
         let at = |p: Option<(usize, isize)>| {
             SharedConst(p.map_or(std::ptr::null(), |(k, offset)| {
                 (r.bufs[k].ptr as *const f32).wrapping_offset(offset)

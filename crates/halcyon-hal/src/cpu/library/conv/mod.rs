@@ -8,6 +8,11 @@ mod blocked_bf16_tests;
 mod blocked_bf16_tile;
 mod blocked_bf16_vector;
 pub(super) mod blocked_calls;
+pub mod blocked_int8;
+mod blocked_int8_calls;
+#[cfg(test)]
+mod blocked_int8_tests;
+mod blocked_int8_tile;
 #[cfg(test)]
 mod blocked_tests;
 mod blocked_tile;

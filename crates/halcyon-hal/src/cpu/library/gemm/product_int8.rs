@@ -9,7 +9,8 @@
 //! per column of B during packing: `sum a b = sum a' b' - 128 s_a sum b' + 128 u_b sum a`, where a' and b'
 //! are the packed bytes, s_a is 1 for signed A, and u_b is 1 for unsigned B. `vpdpbusd` sums do not saturate.
 //! AVX2 and other processors widen to 16 bits and multiply pairs (`vpmaddwd`, or plain integers), which is
-//! exact as well. So the result is the same on every processor and for any number of threads. Zero points x
+//! exact as well. If the magnitudes of each pair of a signed right operand sum to at most 128 (weights of 7
+//! bits), AVX2 multiplies pairs of bytes (`vpmaddubsw`), whose sums then do not saturate 16 bits. So the result is the same on every processor and for any number of threads. Zero points x
 //! and y are left to the caller: `sum (a - x)(b - y)` needs a correction of the same form.
 //!
 //! Cost. One K group of the 12 x 32 tile takes 24 instructions of 64 multiply-adds on 12 + 32 lanes of 4
@@ -297,6 +298,9 @@ pub(crate) enum Code {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// AVX2, for a signed right operand whose products do not saturate 16 bits.
+    #[cfg(target_arch = "x86_64")]
+    Avx2Small,
     Vnni,
     /// Tile registers.
     Tiles,
@@ -321,6 +325,25 @@ impl Code {
     }
 }
 
+/// Fewest rows for which examining the right operand costs little.
+const MANY: usize = 8;
+
+impl Code {
+    /// The best instructions for this right operand, among those that run wherever `self` does.
+    ///
+    /// # Safety
+    /// The `k x n` elements of `b` are readable.
+    unsafe fn for_right<B: Byte>(self, b: Mat<u8>, k: usize, n: usize) -> Code {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `for_right` requires a readable `b`.
+        if self == Code::Avx2 && B::SIGNED && unsafe { product_int8_vectors::is_small(b, k, n) } {
+            return Code::Avx2Small;
+        }
+        let _ = (b, k, n);
+        self
+    }
+}
+
 /// Runs `$e` with `$k` as the [`Kind`] of product for `$code`.
 macro_rules! with_kind {
     ($code:expr, $signs:expr, $k:ident => $e:expr) => {
@@ -333,6 +356,11 @@ macro_rules! with_kind {
             #[cfg(target_arch = "x86_64")]
             Code::Avx2 => {
                 let $k = product_int8_vectors::Avx2($signs);
+                $e
+            }
+            #[cfg(target_arch = "x86_64")]
+            Code::Avx2Small => {
+                let $k = product_int8_vectors::Avx2Small($signs.a);
                 $e
             }
             _ => {
@@ -373,6 +401,8 @@ pub(crate) unsafe fn on_threads<A: Byte, B: Byte>(
             tile_registers_int8::on_tiles(team, threads, &g.with_b((&b, B::SIGNED)))
         };
     }
+    // SAFETY: `on_threads` requires a readable B.
+    let code = if g.m >= MANY { unsafe { code.for_right::<B>(bytes(g.b), g.k, g.n) } } else { code };
     let b = Right::Plain(bytes(g.b));
     with_kind!(code, Signs { a: A::SIGNED, b: B::SIGNED }, kind => {
         // SAFETY: `on_threads` requires readable A and B, a writable C and the instructions of `code`.
@@ -478,6 +508,8 @@ impl PackedI8 {
             return PackedI8(Form8::Tiles { rows, shape, signed: B::SIGNED });
         }
         let b = bytes(b);
+        // SAFETY: `b_for` requires a readable `k x n` matrix.
+        let code = unsafe { code.for_right::<B>(b, k, n) };
         // B's head is always computed for a signed A; `Vnni::tile` ignores it if A is unsigned.
         with_kind!(code, Signs { a: true, b: B::SIGNED }, kind => {
             // SAFETY: `b_for` requires a readable `k x n` matrix and the instructions of `code`.

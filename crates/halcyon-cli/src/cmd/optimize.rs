@@ -1,0 +1,273 @@
+//! `halcyon optimize`, and the quantisation of a model at level O3.
+
+use super::with_tokenizer;
+use crate::args::{InputArgs, OptimizeArgs, QuantizeArgs};
+use crate::report::{self, size};
+use crate::source::{self, Input};
+use halcyon::ir::Graph;
+use halcyon::ir::plan::Receipt;
+use halcyon::quantize::{Quantized, quantize};
+use halcyon::{Backend, ConstData, Error, Level, Result, Shape};
+use halcyon_formats::npz::Npz;
+use halcyon_formats::onnx::export::{ExportOptions, export, write};
+use halcyon_formats::onnx::tensor::External;
+use halcyon_formats::onnx::{Model, Port};
+use halcyon_formats::{input as file_input, output};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+
+/// The newest operator set, in which a quantised model is kept in memory.
+const IN_MEMORY: i64 = halcyon_formats::onnx::ops::LATEST;
+/// One sample of this many measures the error.
+const SHARE: usize = 4;
+/// Pairs of bursts for a receipt.
+const RECEIPT_RUNS: usize = 7;
+
+/// A sample: the inputs of one run.
+pub(crate) type Sample = Vec<ConstData>;
+
+pub(crate) fn main(a: &OptimizeArgs) -> Result<u8> {
+    a.backend.check_with_o3()?;
+    if output::is_stdout(&a.output) {
+        return Err(Error::argument("-o", "name a file; the report goes to standard output"));
+    }
+    a.quantize.options()?;
+    let model = super::open(&a.model)?;
+    let input = with_tokenizer(&a.model, &a.input);
+    let backend = a.backend.open_at(Level::O3, None, false)?;
+    model.check(backend.info().backend.id())?;
+    let ports = model.inputs()?;
+    let own = match input.inputs.is_empty() && a.quantize.calibrate.is_some() {
+        true => vec![],
+        false => vec![sample(&ports, &input)?],
+    };
+    let q = quantized(&model, &backend, &a.quantize, &input, own.clone())?;
+    if !q.changed() {
+        return Err(Error::argument(
+            "--without",
+            "the quantisation is switched off, so nothing would change",
+        ));
+    }
+    let written =
+        write(&q.graph, &a.output, &ExportOptions { opset: a.opset, external_data: a.external_data })?;
+    let receipt = match (a.receipts, own.first()) {
+        (false, _) => None,
+        (true, Some(inputs)) => Some(q.receipt(&backend, inputs, RECEIPT_RUNS)?),
+        (true, None) => {
+            let samples = samples(&ports, &a.quantize, &input)?;
+            samples.first().map(|s| q.receipt(&backend, s, RECEIPT_RUNS)).transpose()?
+        }
+    };
+    if a.json {
+        report::print_json(&json!({
+            "model": report::path(&a.model),
+            "output": report::path(&a.output),
+            "opset": a.opset,
+            "nodes": written.nodes,
+            "model_bytes": written.model_bytes,
+            "data": written.data.as_ref().map(|(p, n)| json!({ "file": report::path(p), "bytes": n })),
+            "backend": super::backend_json(&backend),
+            "quantisation": q.report,
+            "receipt": receipt,
+        }))?;
+        return Ok(0);
+    }
+    let (before, after) = q.report.bytes;
+    let mut text = format!("{}\n", q.report);
+    text += &format!("weights {} instead of {}\n", size(after), size(before));
+    if let Some(Receipt { gain: Some(gain), .. }) = &receipt {
+        text += &format!("{gain:.2}x as fast as at O2 on {}\n", backend.id());
+    }
+    text += &format!(
+        "saved {} ({}): opset {}, {} nodes\n",
+        report::path_text(&a.output),
+        size(written.model_bytes),
+        a.opset,
+        written.nodes
+    );
+    report::print(&text)?;
+    Ok(0)
+}
+
+/// Quantises a model for `backend`. `own` are samples that are used if there is nothing to calibrate with,
+/// and to measure the error if there is only one calibration sample.
+pub(crate) fn quantized(
+    model: &Model,
+    backend: &Backend,
+    a: &QuantizeArgs,
+    input: &InputArgs,
+    own: Vec<Sample>,
+) -> Result<Quantized> {
+    let ports = model.inputs()?;
+    let all = samples(&ports, a, input)?;
+    let held = if own.is_empty() { all.len().div_ceil(SHARE).min(all.len().saturating_sub(1)) } else { 0 };
+    // Every fourth sample, so that the order of the files does not matter.
+    let is_held = |i: &usize| held > 0 && i % SHARE == SHARE - 1 || held == 1 && *i == all.len() - 1;
+    let (mut calibration, mut check) = (vec![], own);
+    for (i, s) in all.iter().enumerate() {
+        if is_held(&i) { check.push(s.clone()) } else { calibration.push(s.clone()) }
+    }
+    if check.is_empty() {
+        return Err(Error::argument(
+            "--calibrate",
+            "one sample is not enough: at least one more is needed to measure the error; add samples or --input",
+        ));
+    }
+    report::note(&format!(
+        "quantising with {} calibration samples; the error is measured on {} others",
+        calibration.len(),
+        check.len()
+    ));
+    quantize(backend, &graph(model, &check[0], &ports)?, &calibration, &check, &a.options()?)
+}
+
+/// The model's graph with open sizes, or for the sizes of this sample if it cannot have open ones.
+fn graph(model: &Model, sample: &Sample, ports: &[Port]) -> Result<Graph> {
+    match model.import(&[]) {
+        Ok(i) if i.fixed.is_empty() => Ok(i.graph),
+        _ => {
+            let shapes: Vec<(&str, Shape)> =
+                ports.iter().zip(sample).map(|(p, x)| (p.name.as_str(), Shape::from(&x.dims))).collect();
+            let values: Vec<(&str, ConstData)> =
+                ports.iter().zip(sample).map(|(p, x)| (p.name.as_str(), x.clone())).collect();
+            Ok(model.import_with(&shapes, &values)?.graph)
+        }
+    }
+}
+
+/// A model of the quantised graph.
+pub(crate) fn as_model(q: &Quantized, path: &Path) -> Result<Model> {
+    let proto = export(&q.graph, &ExportOptions { opset: IN_MEMORY, external_data: false })?;
+    Model::new(proto, External::in_folder_of(path), &path.display().to_string())
+}
+
+/// The tensors of one run's inputs.
+pub(crate) fn sample(ports: &[Port], input: &InputArgs) -> Result<Sample> {
+    tensors(source::resolve(ports, input, false)?)
+}
+
+fn tensors(inputs: Vec<Input>) -> Result<Sample> {
+    let one = |i: Input| {
+        i.data.tensor().cloned().ok_or_else(|| {
+            Error::unsupported(
+                format!("level O3 for the input '{}', which is {}", i.name, i.data.describe()),
+                "Use level O2",
+            )
+        })
+    };
+    inputs.into_iter().map(one).collect()
+}
+
+/// The calibration samples.
+fn samples(ports: &[Port], a: &QuantizeArgs, input: &InputArgs) -> Result<Vec<Sample>> {
+    let Some(path) = &a.calibrate else { return Ok(vec![]) };
+    if !path.is_dir() {
+        return of_file(ports, path, input);
+    }
+    let failed = |e: std::io::Error| Error::Io { path: path.display().to_string(), what: e.to_string() };
+    let mut files: Vec<PathBuf> = vec![];
+    for entry in std::fs::read_dir(path).map_err(failed)? {
+        let file = entry.map_err(failed)?.path();
+        let hidden = file.file_name().is_some_and(|n| n.to_string_lossy().starts_with('.'));
+        if file.is_file() && !hidden {
+            files.push(file);
+        }
+    }
+    files.sort();
+    let mut all = vec![];
+    for f in &files {
+        all.extend(of_file(ports, f, input)?);
+    }
+    match all.is_empty() {
+        true => Err(Error::argument("--calibrate", format!("{} has no files", path.display()))),
+        false => Ok(all),
+    }
+}
+
+/// The samples in a file.
+fn of_file(ports: &[Port], path: &Path, input: &InputArgs) -> Result<Vec<Sample>> {
+    let of = |text: String| sample(ports, &InputArgs { inputs: vec![text], ..input.clone() });
+    let shown = path.display().to_string();
+    match path.extension().map(|e| e.to_string_lossy().to_lowercase()).as_deref() {
+        Some("npz") => of_archive(ports, path),
+        Some("txt") => {
+            let text = file_input::text(path)?;
+            let lines = text.lines().map(str::trim).filter(|l| !l.is_empty());
+            lines.map(|l| of(format!("text:{l}"))).collect()
+        }
+        _ => {
+            let x = of(shown)?;
+            Ok(rows(ports, x))
+        }
+    }
+}
+
+fn of_archive(ports: &[Port], path: &Path) -> Result<Vec<Sample>> {
+    let z = Npz::open(path)?;
+    let mut arrays = vec![];
+    for p in ports {
+        let found = z.names().find(|n| *n == p.name).map(str::to_string);
+        let name = found.ok_or_else(|| {
+            let names: Vec<&str> = z.names().collect();
+            let what = format!(
+                "{} has no array for the input '{}'; it has {}",
+                path.display(),
+                p.name,
+                names.join(", ")
+            );
+            Error::argument("--calibrate", what)
+        })?;
+        arrays.push(cast(p, z.get(&name)?)?);
+    }
+    let stacked =
+        ports.iter().zip(&arrays).all(|(p, x)| p.shape().is_some_and(|s| x.dims.len() == s.rank() + 1));
+    if !stacked {
+        return Ok(rows(ports, arrays));
+    }
+    let n = arrays.iter().map(|x| x.dims[0]).min().unwrap_or(0);
+    if arrays.iter().any(|x| x.dims[0] != n) {
+        let what = format!("the arrays of {} have different numbers of samples", path.display());
+        return Err(Error::argument("--calibrate", what));
+    }
+    (0..n).map(|i| arrays.iter().map(|x| part(x, i, true)).collect()).collect()
+}
+
+/// An array in the input's type; NumPy files hold floats as f64 too.
+fn cast(p: &Port, x: ConstData) -> Result<ConstData> {
+    let want = p.dtype()?;
+    if x.dtype == want {
+        return Ok(x);
+    }
+    ConstData::from_scalars(want, &x.dims, x.scalars().map(|v| v.cast(want)))
+}
+
+/// Splits a batch into rows, if the model takes single rows.
+fn rows(ports: &[Port], x: Sample) -> Vec<Sample> {
+    let open = |p: &Port| {
+        p.shape().and_then(|s| s.first().copied()).is_some_and(|d| d.known().is_none_or(|n| n == 1))
+    };
+    let n = x.first().and_then(|x| x.dims.first().copied()).unwrap_or(0);
+    let same = n > 1 && x.iter().all(|x| x.dims.first() == Some(&n));
+    if !same || !ports.iter().all(open) {
+        return vec![x];
+    }
+    let row = |i: usize| x.iter().map(|x| part(x, i, false)).collect::<Result<Sample>>();
+    (0..n).map(row).collect::<Result<Vec<Sample>>>().unwrap_or(vec![x.clone()])
+}
+
+/// Index `i` of the first axis, without this axis (`drop`) or with size 1.
+fn part(x: &ConstData, i: usize, drop: bool) -> Result<ConstData> {
+    let n = x.dims[0].max(1);
+    let len = x.bytes().len() / n;
+    let mut dims = x.dims.to_vec();
+    match drop {
+        true => drop_first(&mut dims),
+        false => dims[0] = 1,
+    }
+    let bytes = x.bytes()[i * len..(i + 1) * len].to_vec();
+    ConstData::new(x.dtype, &dims, std::sync::Arc::new(bytes))
+}
+
+fn drop_first(dims: &mut Vec<usize>) {
+    dims.remove(0);
+}

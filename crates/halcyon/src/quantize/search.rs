@@ -1,0 +1,246 @@
+//! Measures errors, and searches the layers that can be quantised within the bound.
+
+use super::calibrate::Range;
+use super::layers::Layer;
+use super::report::{LayerReport, QuantizeReport};
+use super::rewrite::{Rounded, rewrite};
+use super::{QuantizeOptions, WeightType};
+use crate::backend::Backend;
+use crate::session::Session;
+use halcyon_ir::composite::CompositeKind;
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::{ConstData, Graph, NodeId};
+use std::collections::HashMap;
+
+/// The error of results: for each output, the largest difference from the reference over the standard
+/// deviation of the reference, both over all samples; the largest over the outputs. An output that is
+/// constant in the reference counts with its largest magnitude instead of the deviation. Infinite if shapes
+/// or types differ, or if a value is not finite and not equal to the reference.
+///
+/// Each item holds the outputs for one sample.
+pub fn error(got: &[Vec<ConstData>], reference: &[Vec<ConstData>]) -> f64 {
+    let outputs = reference.first().map_or(0, Vec::len);
+    (0..outputs).map(|k| one_output(got, reference, k)).fold(0.0, f64::max)
+}
+
+fn one_output(got: &[Vec<ConstData>], reference: &[Vec<ConstData>], k: usize) -> f64 {
+    let (mut worst, mut n, mut mean, mut squares, mut top) = (0f64, 0f64, 0f64, 0f64, 0f64);
+    if got.len() != reference.len() {
+        return f64::INFINITY;
+    }
+    for (g, r) in got.iter().zip(reference) {
+        let (Some(g), Some(r)) = (g.get(k), r.get(k)) else { return f64::INFINITY };
+        if g.dims != r.dims || g.dtype != r.dtype {
+            return f64::INFINITY;
+        }
+        for (a, b) in g.scalars().zip(r.scalars()) {
+            let (a, b) = (a.as_f64(), b.as_f64());
+            if !a.is_finite() || !b.is_finite() {
+                if a != b && !(a.is_nan() && b.is_nan()) {
+                    return f64::INFINITY;
+                }
+                continue;
+            }
+            worst = worst.max((a - b).abs());
+            top = top.max(b.abs());
+            // Welford's method, which does not cancel.
+            n += 1.0;
+            let d = b - mean;
+            mean += d / n;
+            squares += d * (b - mean);
+        }
+    }
+    if worst == 0.0 {
+        return 0.0;
+    }
+    let deviation = (squares / n.max(1.0)).sqrt();
+    worst / if deviation > 1e-6 * top { deviation } else { top.max(f64::MIN_POSITIVE) }
+}
+
+/// What the search compares.
+pub(super) struct Trial<'a> {
+    pub backend: &'a Backend,
+    pub reference: &'a Backend,
+    pub original: &'a Graph,
+    pub layers: &'a [Layer],
+}
+
+/// The state of a search.
+struct Search<'a> {
+    trial: &'a Trial<'a>,
+    ranges: &'a HashMap<NodeId, Range>,
+    samples: &'a [Vec<ConstData>],
+    want: Vec<Vec<ConstData>>,
+    options: &'a QuantizeOptions,
+    rounded: Rounded,
+    trials: usize,
+}
+
+impl Trial<'_> {
+    /// Quantises as many layers as the bound allows.
+    pub(super) fn search(
+        &self,
+        ranges: &HashMap<NodeId, Range>,
+        samples: &[Vec<ConstData>],
+        options: &QuantizeOptions,
+    ) -> Result<(Graph, QuantizeReport)> {
+        let session = Session::new(self.reference, self.original.clone());
+        let want = samples.iter().map(|s| session.run(s)).collect::<Result<Vec<_>>>()?;
+        let rounded = Rounded::default();
+        Search { trial: self, ranges, samples, want, options, rounded, trials: 0 }.run()
+    }
+}
+
+/// A set of layers, by their place in the list: the graph with them quantised, and its error.
+struct Tried {
+    which: Vec<usize>,
+    graph: Graph,
+    error: f64,
+}
+
+impl Search<'_> {
+    fn run(mut self) -> Result<(Graph, QuantizeReport)> {
+        let layers = self.trial.layers;
+        let able: Vec<usize> =
+            (0..layers.len()).filter(|k| layers[*k].quantizable(self.options).is_ok()).collect();
+        let all = self.measure(able.clone(), usize::MAX)?;
+        if self.options.weights == WeightType::F8 {
+            self.need_products_of_f8(&all.graph)?;
+        }
+        if all.error <= self.options.max_error {
+            let error = all.error;
+            return self.report(all, error, &HashMap::new());
+        }
+        // Each layer by itself, on the first sample, only to order them.
+        let mut alone = HashMap::new();
+        for &k in &able {
+            alone.insert(k, self.measure(vec![k], 1)?.error);
+        }
+        let mut order = able.clone();
+        let of = |k: &usize| alone.get(k).copied().unwrap_or(f64::INFINITY);
+        order.sort_by(|a, b| of(a).total_cmp(&of(b)));
+        // The most layers, from the least error on, whose error together is within the bound.
+        let (mut best, mut least) = (None, None);
+        let (mut low, mut high) = (0, order.len());
+        while high - low > 1 || best.is_none() && low == 0 {
+            let n = (low + high).div_ceil(2).min(high.max(2) - 1).max(1);
+            let mut which = order[..n].to_vec();
+            which.sort_unstable();
+            let tried = self.measure(which, usize::MAX)?;
+            if n == 1 {
+                least = Some((order[0], tried.error));
+            }
+            if tried.error <= self.options.max_error {
+                (low, best) = (n, Some(tried));
+            } else if n == 1 {
+                break;
+            } else {
+                high = n;
+            }
+        }
+        match best {
+            Some(best) => self.report(best, all.error, &alone),
+            None => Err(self.refusal(all.error, least)),
+        }
+    }
+
+    fn refusal(&self, all: f64, least: Option<(usize, f64)>) -> Error {
+        let o = self.options;
+        let one = match least {
+            Some((k, e)) => {
+                let l = &self.trial.layers[k];
+                format!(", and {e:.3e} with only one, {} {:?}", l.op(), l.dims)
+            }
+            None => String::new(),
+        };
+        Error::unsupported(
+            format!(
+                "quantisation to {} within an error of {:e}: the measured error is {all:.3e} with all layers{one}",
+                o.weights, o.max_error
+            ),
+            format!("Raise the bound to {all:.1e} or more, or use level O2"),
+        )
+    }
+
+    /// The error with these layers quantised, on the first `most` samples.
+    fn measure(&mut self, which: Vec<usize>, most: usize) -> Result<Tried> {
+        let t = self.trial;
+        let layers: Vec<&Layer> = which.iter().map(|k| &t.layers[*k]).collect();
+        let graph = rewrite(t.original, &layers, self.ranges, &mut self.rounded, self.options)?;
+        let session = Session::new(t.backend, graph.clone());
+        let n = self.samples.len().min(most);
+        let got = self.samples[..n].iter().map(|s| session.run(s)).collect::<Result<Vec<_>>>()?;
+        self.trials += 1;
+        let error = error(&got, &self.want[..n]);
+        tracing::debug!(layers = which.len(), error, "quantised");
+        Ok(Tried { which, graph, error })
+    }
+
+    /// Refuses f8 on a device that does not multiply it.
+    fn need_products_of_f8(&self, graph: &Graph) -> Result<()> {
+        let session = Session::new(self.trial.backend, graph.clone());
+        let exe = session.prepare(&self.samples[0])?;
+        let name = CompositeKind::ByteMatmul.to_string();
+        if exe.plan().steps.iter().any(|s| s.op.starts_with(&name)) {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            format!("products of 8-bit floats on {}", self.trial.backend.id()),
+            "Use int8 or int4; NVIDIA devices from sm_89 and AMD devices from gfx940 multiply 8-bit floats",
+        ))
+    }
+
+    fn report(
+        self,
+        tried: Tried,
+        error_of_all: f64,
+        alone: &HashMap<usize, f64>,
+    ) -> Result<(Graph, QuantizeReport)> {
+        let (mut before, mut after) = (0, 0);
+        let row = |(k, l): (usize, &Layer)| {
+            let to = tried.which.contains(&k).then_some(self.options.weights);
+            let bytes = l.data.bytes().len() as u64;
+            before += bytes;
+            after += self.rounded.bytes(l).filter(|_| to.is_some()).unwrap_or(bytes);
+            let reason = match (to, l.quantizable(self.options)) {
+                (Some(_), _) => None,
+                (None, Err(why)) => Some(why),
+                (None, Ok(())) => Some("the error would exceed the bound".to_string()),
+            };
+            let (name, op) = (l.name.clone(), l.op().to_string());
+            LayerReport { name, op, weights: l.dims.clone(), to, reason, error: alone.get(&k).copied() }
+        };
+        let layers: Vec<LayerReport> = self.trial.layers.iter().enumerate().map(row).collect();
+        let report = QuantizeReport {
+            options: self.options.clone(),
+            error: tried.error,
+            error_of_all,
+            trials: self.trials,
+            bytes: (before, after),
+            layers,
+        };
+        Ok((tried.graph, report))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn data(v: &[f32]) -> Vec<ConstData> {
+        vec![ConstData::from_slice(&[v.len()], v).unwrap()]
+    }
+
+    #[test]
+    fn errors_are_differences_over_the_deviation() {
+        // The deviation of 1, 3, 1, 3 over both samples is 1.
+        let want = [data(&[1.0, 3.0]), data(&[1.0, 3.0])];
+        assert_eq!(error(&[data(&[1.0, 3.0]), data(&[1.25, 3.0])], &want), 0.25);
+        assert_eq!(error(&want, &want), 0.0);
+        // A constant output counts with its magnitude.
+        assert_eq!(error(&[data(&[4.0, 5.0])], &[data(&[4.0, 4.0])]), 0.25);
+        assert_eq!(error(&[data(&[f32::NAN, 1.0])], &[data(&[f32::NAN, 1.0])]), 0.0);
+        assert_eq!(error(&[data(&[f32::NAN, 1.0])], &[data(&[2.0, 1.0])]), f64::INFINITY);
+        assert_eq!(error(&[data(&[1.0])], &[data(&[2.0, 1.0])]), f64::INFINITY);
+    }
+}
