@@ -99,7 +99,7 @@ pub fn loss_and_grads<M: Module>(
     let of = params.into_iter().zip(grads).map(|((path, slot), g)| (path, slot, g)).collect();
     let written = match scope.writes {
         Writes::Listed(written) => written,
-        Writes::Outer | Writes::Kept => vec![],
+        Writes::Outer | Writes::Kept | Writes::Refused => vec![],
     };
     Ok((loss, ModuleGrads { of, written }))
 }

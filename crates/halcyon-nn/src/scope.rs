@@ -3,7 +3,7 @@
 
 use crate::slot::{Slot, SlotId};
 use halcyon::ir::DType;
-use halcyon::ir::error::Result;
+use halcyon::ir::error::{Error, Result};
 use halcyon::ir::shape::Shape;
 use halcyon::{Backend, Tensor};
 use std::cell::RefCell;
@@ -32,6 +32,8 @@ pub(crate) enum Writes {
     Listed(Vec<Slot>),
     /// The scope keeps the value in its `values`.
     Kept,
+    /// Writing is an error: the results depend on the inputs alone.
+    Refused,
 }
 
 thread_local! {
@@ -73,6 +75,10 @@ pub(crate) fn keep(slot: &Slot, new: &Tensor) -> Result<bool> {
                         written.push(slot.clone());
                     }
                     return Ok(false);
+                }
+                Writes::Refused => {
+                    let what = format!("a forward that writes the buffer `{}`, for inference", slot.path());
+                    return Err(Error::unsupported(what, "Return the value as an output"));
                 }
                 Writes::Kept => {
                     scope.values.insert(slot.id(), new.clone());

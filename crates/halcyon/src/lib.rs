@@ -166,6 +166,7 @@ pub mod ops;
 pub mod optable;
 mod planner;
 mod queue;
+pub mod prepare;
 pub mod random;
 pub mod receipts;
 mod runtime;

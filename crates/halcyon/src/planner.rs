@@ -42,7 +42,8 @@ pub(crate) struct Lowering {
 pub(crate) struct Planner {
     pub(crate) runtime: Arc<Runtime>,
     pub(crate) lowering: Lowering,
-    pub(crate) tuning: Tuning,
+    /// Shared by the planners of one runtime.
+    pub(crate) tuning: Arc<Tuning>,
     plans: Mutex<Lru<PlanKey, Arc<Executable>>>,
 }
 
@@ -61,8 +62,12 @@ impl fmt::Debug for PlanKey {
 }
 
 impl Planner {
-    pub(crate) fn new(runtime: Arc<Runtime>, lowering: Lowering, tuning: Tuning) -> Arc<Planner> {
-        Arc::new(Planner { runtime, lowering, tuning, plans: Mutex::new(Lru::new(PLAN_CACHE)) })
+    pub(crate) fn new(
+        runtime: Arc<Runtime>,
+        lowering: Lowering,
+        tuning: impl Into<Arc<Tuning>>,
+    ) -> Arc<Planner> {
+        Arc::new(Planner { runtime, lowering, tuning: tuning.into(), plans: Mutex::new(Lru::new(PLAN_CACHE)) })
     }
 
     /// The options with which plans are lowered.

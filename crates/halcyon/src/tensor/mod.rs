@@ -292,11 +292,16 @@ impl Tensor {
     }
 
     /// The tensor on another backend: a copy, through host memory. For the backend that the tensor is on,
-    /// returns the same tensor. No other call moves data between devices.
+    /// returns the same tensor; for another handle on the same open device ([`Backend::with_level`]), a tensor
+    /// of that handle that shares the memory. No other call moves data between devices.
     #[track_caller]
     pub fn to(&self, backend: &Backend) -> Result<Tensor> {
-        if self.0.backend.is_same(backend) {
+        if self.0.backend.plans_alike(backend) {
             return Ok(self.clone());
+        }
+        if self.0.backend.is_same(backend) {
+            let (ty, span) = (self.0.ty.clone(), self.0.span.clone());
+            return Ok(Tensor::at(backend, ty, self.buffer()?, span));
         }
         Tensor::from_data(backend, &self.to_data()?)
     }

@@ -16,6 +16,7 @@ mod levels;
 #[cfg(feature = "onnx")]
 mod onnx_api;
 mod packed;
+mod prepare;
 mod queries;
 mod random;
 mod receipts;
