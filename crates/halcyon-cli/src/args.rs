@@ -6,6 +6,7 @@ mod check;
 pub(crate) mod common;
 pub(crate) mod help;
 mod model;
+mod prepare;
 mod run;
 mod tune;
 
@@ -17,6 +18,7 @@ use clap::Parser;
 pub(crate) use common::Verbosity;
 pub(crate) use help::{CompletionsArgs, HelpArgs, ManArgs, command};
 pub(crate) use model::*;
+pub(crate) use prepare::*;
 pub(crate) use run::*;
 pub(crate) use tune::*;
 

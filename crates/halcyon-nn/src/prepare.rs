@@ -215,9 +215,8 @@ fn weights<M: Module>(module: &M) -> Result<Vec<(SlotId, ConstData)>> {
 fn constants(backend: &Backend, weights: &[(SlotId, ConstData)]) -> HashMap<SlotId, Tensor> {
     // An operation needs an operand, which says on which backend it runs.
     let any = Tensor::placeholder(backend, DType::F32, [1usize]);
-    let one = |(id, data): &(SlotId, ConstData)| {
-        (*id, Tensor::build(&[&any], |g, _| Ok(g.constant(data.clone()))))
-    };
+    let one =
+        |(id, data): &(SlotId, ConstData)| (*id, Tensor::build(&[&any], |g, _| Ok(g.constant(data.clone()))));
     weights.iter().map(one).collect()
 }
 
@@ -288,10 +287,8 @@ impl<'a> Inference<'a> {
     /// # Errors
     /// Errors of the forward.
     pub fn session(&self, inputs: &[TensorType]) -> Result<Session> {
-        let places: Vec<Tensor> = inputs
-            .iter()
-            .map(|t| Tensor::placeholder(&self.backend, t.dtype, t.shape.clone()))
-            .collect();
+        let places: Vec<Tensor> =
+            inputs.iter().map(|t| Tensor::placeholder(&self.backend, t.dtype, t.shape.clone())).collect();
         let outputs = (self.traced)(&self.backend, &places)?;
         let named = |what: &str, n: usize| (0..n).map(|i| format!("{what}{i}")).collect::<Vec<_>>();
         let (ins, outs) = (named("input", places.len()), named("output", outputs.len()));
@@ -357,7 +354,8 @@ pub fn report<'a>(
     sample: &[&Tensor],
     options: &ReportOptions,
 ) -> Result<(Inference<'a>, OptimizationReport)> {
-    let types = sample.iter().map(|t| Ok(TensorType::new(t.dtype()?, t.shape()?))).collect::<Result<Vec<_>>>()?;
+    let types =
+        sample.iter().map(|t| Ok(TensorType::new(t.dtype()?, t.shape()?))).collect::<Result<Vec<_>>>()?;
     let data = sample.iter().map(|t| t.to_data()).collect::<Result<Vec<_>>>()?;
     let session = inference.session(&types)?;
     let optimizer = ModelOptimizer::new(inference.backend());

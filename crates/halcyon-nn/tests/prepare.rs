@@ -1,9 +1,9 @@
 //! Prepared modules, compiled inference, training on a prepared module.
 
+use halcyon::Error;
 use halcyon::ir::TensorType;
 use halcyon::ir::passes;
 use halcyon::prelude::*;
-use halcyon::Error;
 use halcyon_nn::*;
 use halcyon_test::{Rng, devices::devices};
 
@@ -75,8 +75,7 @@ fn compiled_inference_has_its_weights_as_constants() {
         let session = inference.session(&[TensorType::new(DType::F32, [6, 16])]).unwrap();
         let host = [x.to_data().unwrap()];
         let exe = session.prepare(&host).unwrap();
-        let applied: Vec<&str> =
-            exe.plan().receipts.iter().map(|r| r.transformation.as_str()).collect();
+        let applied: Vec<&str> = exe.plan().receipts.iter().map(|r| r.transformation.as_str()).collect();
         assert!(applied.contains(&passes::FOLD), "{}: {applied:?}", b.id());
         assert!(!exe.plan().consts.is_empty() || !exe.plan().packed.is_empty());
         let y = session.run(&host).unwrap()[0].to_vec::<f64>();
@@ -113,8 +112,7 @@ fn training_goes_on_on_another_device() {
         let b = m.slot("0.weight").unwrap().value().backend().clone();
         let x = Tensor::from_slice(&b, [12, 16], &data).unwrap();
         // Without dropout, so that all runs compute the same.
-        let (loss, grads) =
-            loss_and_grads(m, |m| Ok(evaluation(|| m.forward(&x)).sqr().mean(..))).unwrap();
+        let (loss, grads) = loss_and_grads(m, |m| Ok(evaluation(|| m.forward(&x)).sqr().mean(..))).unwrap();
         o.step(&grads).unwrap();
         loss.item::<f64>().unwrap()
     };

@@ -67,7 +67,12 @@ impl Planner {
         lowering: Lowering,
         tuning: impl Into<Arc<Tuning>>,
     ) -> Arc<Planner> {
-        Arc::new(Planner { runtime, lowering, tuning: tuning.into(), plans: Mutex::new(Lru::new(PLAN_CACHE)) })
+        Arc::new(Planner {
+            runtime,
+            lowering,
+            tuning: tuning.into(),
+            plans: Mutex::new(Lru::new(PLAN_CACHE)),
+        })
     }
 
     /// The options with which plans are lowered.

@@ -227,7 +227,8 @@ fn error_section(r: &OptimizationReport) -> String {
 
 fn memory_section(r: &OptimizationReport) -> String {
     let m = &r.result.metrics;
-    let bar = |label: String, bytes: u64, colour| Bar { label, note: size(bytes), length: bytes as f64, colour };
+    let bar =
+        |label: String, bytes: u64, colour| Bar { label, note: size(bytes), length: bytes as f64, colour };
     let both = |name: &str, before: u64, after: u64| {
         [bar(format!("{name}, O0"), before, BEFORE), bar(format!("{name}, optimised"), after, AFTER)]
     };

@@ -237,8 +237,7 @@ impl ModelOptimizer {
         level: Level,
         sample: &[ConstData],
     ) -> Result<(M, OptimizationResult)> {
-        let options =
-            ReportOptions { effort: BRIEF, gains: false, ops: false, ..ReportOptions::default() };
+        let options = ReportOptions { effort: BRIEF, gains: false, ops: false, ..ReportOptions::default() };
         let (model, report) = self.report(model, level, sample, &options)?;
         Ok((model, report.result))
     }

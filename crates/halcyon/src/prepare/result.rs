@@ -1,5 +1,6 @@
 //! The result of an optimisation, as data.
 
+use halcyon_ir::error::one_line;
 use halcyon_ir::passes::Level;
 use halcyon_ir::plan::Receipt;
 use serde::{Deserialize, Serialize};
@@ -144,13 +145,13 @@ impl fmt::Display for OptimizationResult {
         writeln!(f, "error    {}", error(m.error))?;
         for o in &m.outputs {
             let deviations = o.deviations.map_or(String::new(), |d| format!(", {d:.1e} deviations"));
-            writeln!(f, "  {}: {}{deviations}", o.name, error(o.relative))?;
+            writeln!(f, "  {}: {}{deviations}", one_line(&o.name), error(o.relative))?;
         }
         for a in &self.optimizations_applied {
             writeln!(f, "applied  {a}")?;
         }
         for w in &self.warnings {
-            writeln!(f, "warning  {w}")?;
+            writeln!(f, "warning  {}", one_line(w))?;
         }
         Ok(())
     }
@@ -158,7 +159,7 @@ impl fmt::Display for OptimizationResult {
 
 impl fmt::Display for OptimizationReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "model    {}", self.model)?;
+        writeln!(f, "model    {}", one_line(&self.model))?;
         writeln!(f, "device   {} ({})", self.device, self.device_name)?;
         write!(f, "{}", self.result)?;
         for r in &self.receipts {
@@ -167,7 +168,7 @@ impl fmt::Display for OptimizationReport {
         }
         for (when, ops) in [("before", &self.ops_before), ("after", &self.ops_after)] {
             for o in ops.iter().flatten() {
-                writeln!(f, "{when:8} {} in {} steps of {}", time(o.time_ms), o.steps, o.op)?;
+                writeln!(f, "{when:8} {} in {} steps of {}", time(o.time_ms), o.steps, one_line(&o.op))?;
             }
         }
         match &self.no_ops {
