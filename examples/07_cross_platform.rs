@@ -13,7 +13,7 @@ const BATCHES: usize = 8;
 
 /// What a run gives.
 #[derive(Debug)]
-pub struct Trained {
+pub(crate) struct Trained {
     /// Mean loss of each epoch.
     pub losses: Vec<f64>,
     /// Share of the points that the trained model classifies right.
@@ -31,12 +31,12 @@ fn batch(number: usize) -> (Vec<f32>, Vec<i32>) {
 }
 
 /// The warning for a program that found no accelerator.
-pub fn cpu_warning(backend: &Backend) -> Option<&'static str> {
+pub(crate) fn cpu_warning(backend: &Backend) -> Option<&'static str> {
     (backend.backend_name() == "cpu").then_some("Warning: running on the CPU, which limits the speed")
 }
 
 /// Trains a small network on a backend; `None` takes the best.
-pub fn train(name: Option<&str>, epochs: usize) -> Result<Trained> {
+pub(crate) fn train(name: Option<&str>, epochs: usize) -> Result<Trained> {
     let backend = get_backend(name)?;
     println!("Training on: {}", backend.backend_name());
     if let Some(warning) = cpu_warning(&backend) {
@@ -51,7 +51,7 @@ pub fn train(name: Option<&str>, epochs: usize) -> Result<Trained> {
 
     let model = backend.prepare_model(model, OptimizationLevel::O2)?;
     let (model, optimizer) = backend.optimize_for_training(model, optimizer, None)?;
-    let forward = |m: &&Prepared<Prepared<Sequential>>, batch: &[Tensor]| {
+    let forward = |m: &&Prepared<Sequential>, batch: &[Tensor]| {
         let logits = m.forward(&batch[0]);
         Ok(vec![cross_entropy(&logits, &batch[1], CrossEntropyOptions::default())])
     };
@@ -86,6 +86,7 @@ pub fn train(name: Option<&str>, epochs: usize) -> Result<Trained> {
 fn main() -> Result<()> {
     let name = std::env::args().nth(1);
     let run = train(name.as_deref(), 20)?;
-    println!("accuracy {:.3}", run.accuracy);
+    let (first, last) = (run.losses.first().copied(), run.losses.last().copied());
+    println!("loss {first:?} -> {last:?}, accuracy {:.3}", run.accuracy);
     Ok(())
 }

@@ -7,8 +7,8 @@ use halcyon_compat::factory::{BackendFactory, BaseBackend, OptimizationLevel, Ve
 use halcyon_nn::{Activation, LayerNorm, Linear, Sequential};
 use std::time::Instant;
 
-pub const WARM_UPS: usize = 3;
-pub const ITERATIONS: usize = 100;
+pub(crate) const WARM_UPS: usize = 3;
+pub(crate) const ITERATIONS: usize = 100;
 
 fn model(b: &Backend) -> Result<Sequential> {
     Ok(Sequential::new()
@@ -19,7 +19,7 @@ fn model(b: &Backend) -> Result<Sequential> {
 }
 
 /// Milliseconds of an iteration, the device's name, and the number of runs of the device.
-pub fn measure(kind: BackendType) -> Result<(f64, String, u64)> {
+pub(crate) fn measure(kind: BackendType) -> Result<(f64, String, u64)> {
     let backend = BackendFactory::create(kind, None)?;
     let model = backend.prepare_model(model(&backend)?, OptimizationLevel::O2)?;
     let model = backend.optimize_for_inference(model, None, None)?;

@@ -8,7 +8,7 @@ use halcyon_nn::{Activation, Forward, Linear, Sequential};
 
 /// Prepares a model at the highest level that this version has, and returns a function that runs it. The
 /// function takes inputs on any device and waits for the result.
-pub fn create_inference_pipeline<M: Forward + 'static>(
+pub(crate) fn create_inference_pipeline<M: Forward + 'static>(
     name: Option<&str>,
     make: impl FnOnce(&Backend) -> Result<M>,
     sample_input: Option<&Tensor>,

@@ -23,14 +23,14 @@ pub use direct::{AmdBackend, CpuBackend, IntelBackend, NvidiaBackend, TpuBackend
 pub use halcyon::prepare::{Metrics, OptimizationResult, Scope, Strategy, levels};
 pub use halcyon_nn::{Inference, Prepared};
 pub use models::{
-    Dictionary, ForInference, LevelName, Movable, OfModule, OfPrepared, OfSession, OfTensor, Optimizer,
-    PrepareModel, get_optimizer,
+    Dictionary, ForInference, ForTraining, LevelName, Movable, OfModule, OfPrepared, OfSession, OfTensor,
+    Optimizer, PrepareModel, get_optimizer,
 };
 
 use halcyon::hal::select::BackendReport;
 use halcyon::hal::{registry, select};
 use halcyon::{Backend, BackendType, DType, DeviceInfo, Error, Fallback, Level, MemoryStats, Policy, Result};
-use halcyon_nn::{Module, TrainingOptimizer};
+use halcyon_nn::TrainingOptimizer;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -326,16 +326,17 @@ pub trait BaseBackend {
         dtype: Option<DType>,
     ) -> Result<M::Optimized>;
     /// The module, and the optimizer if one is given (otherwise `()`), on this backend for training. With a
-    /// dtype, products and convolutions of training steps compute in it.
+    /// dtype, products and convolutions of training steps compute in it. A module that is not prepared gets
+    /// the backend's level; one that does not implement `Forward` must be prepared first.
     ///
     /// # Errors
     /// As [`BaseBackend::optimize_for_inference`].
-    fn optimize_for_training<M: Module, O: TrainingOptimizer>(
+    fn optimize_for_training<K, M: ForTraining<K>, O: TrainingOptimizer>(
         &self,
         model: M,
         optimizer: O,
         dtype: Option<DType>,
-    ) -> Result<O::With<M>>;
+    ) -> Result<O::With<M::Module>>;
     /// Replaces this backend by another device with the same settings.
     ///
     /// # Errors
@@ -391,13 +392,13 @@ impl BaseBackend for Backend {
         model.for_inference(self, sample, dtype)
     }
 
-    fn optimize_for_training<M: Module, O: TrainingOptimizer>(
+    fn optimize_for_training<K, M: ForTraining<K>, O: TrainingOptimizer>(
         &self,
         model: M,
         optimizer: O,
         dtype: Option<DType>,
-    ) -> Result<O::With<M>> {
-        halcyon_nn::prepare::optimize_for_training(self, model, optimizer, dtype)
+    ) -> Result<O::With<M::Module>> {
+        halcyon_nn::prepare::optimize_for_training(model.for_training(self)?, optimizer, dtype)
     }
 
     fn set_device(&mut self, device_id: usize) -> Result<()> {

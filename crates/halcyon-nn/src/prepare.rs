@@ -143,8 +143,9 @@ impl TrainingOptimizer for Optimizer {
     }
 }
 
-/// Moves a module, and its optimizer if one is given, to a backend for training. With a `dtype`, products and
-/// convolutions of training steps compute in it; parameters keep their dtypes. Gradients in f16 need a
+/// A prepared module for training, on its backend and at its level; and the optimizer, if one is given, with
+/// its state on that backend. With a `dtype`, products and convolutions of training steps compute in it;
+/// parameters keep their dtypes. Gradients in f16 need a
 /// [`crate::LossScaler`]; see [`crate::TrainStep::with_scaler`].
 ///
 /// ```
@@ -154,7 +155,8 @@ impl TrainingOptimizer for Optimizer {
 /// let b = Backend::cpu()?;
 /// let layer = Linear::new(&b, 2, 1)?;
 /// let optimizer = Optimizer::new(&layer, Adam::new().rate(0.1))?;
-/// let (layer, optimizer) = prepare::optimize_for_training(&b, layer, optimizer, None)?;
+/// let layer = prepare::prepare_model(&b, layer, Level::O2)?;
+/// let (layer, optimizer) = prepare::optimize_for_training(layer, optimizer, None)?;
 /// let x = Tensor::ones(layer.backend(), [3, 2], DType::F32);
 /// let mut step = TrainStep::new(&*layer, optimizer, |m: &&Linear, x: &[Tensor]| {
 ///     Ok(vec![m.forward(&x[0]).sqr().mean(..)])
@@ -168,12 +170,12 @@ impl TrainingOptimizer for Optimizer {
 /// `Error::Argument` for a dtype that is no policy of mixed precision, or below level O2;
 /// `Error::Unsupported` for one that the device does not support; errors of the copies.
 pub fn optimize_for_training<M: Module, O: TrainingOptimizer>(
-    backend: &Backend,
-    module: M,
+    module: Prepared<M>,
     optimizer: O,
     dtype: Option<DType>,
 ) -> Result<O::With<M>> {
-    let backend = with_dtype(backend, dtype)?;
+    let backend = with_dtype(module.backend(), dtype)?;
+    let module = module.into_inner();
     module.to_device(&backend)?;
     optimizer.join(Prepared { module, backend })
 }

@@ -131,28 +131,70 @@ fn training_goes_on_on_another_device() {
     for b in devices(test, Level::O2) {
         let (m, mut o) = fresh();
         let mut losses: Vec<f64> = (0..3).map(|_| step(&m, &mut o)).collect();
-        let (m, mut o) = prepare::optimize_for_training(&b, m, o, None).unwrap();
+        let m = prepare::prepare_model(&b, m, Level::O2).unwrap();
+        let (m, mut o) = prepare::optimize_for_training(m, o, None).unwrap();
         assert!(o.state().iter().all(|(_, t)| t.backend().id() == b.id()));
         losses.extend((0..3).map(|_| step(&m, &mut o)));
         assert!(losses[5] < losses[0] && close(&losses, &want, 1e-4), "{}: {losses:?} {want:?}", b.id());
     }
 }
 
+/// A step traces the forward, which moves the step's placeholders to the module's handle.
+#[test]
+fn a_step_of_a_prepared_module_runs_at_its_level() {
+    let test = "a_step_of_a_prepared_module_runs_at_its_level";
+    for b in devices(test, Level::O2) {
+        let x = input(&b, test, 6);
+        let mut steps = vec![];
+        let mut losses = vec![];
+        for level in [Level::O0, Level::O2] {
+            b.manual_seed(11);
+            let layers = Sequential::new()
+                .then(Linear::new(&b, 16, 8).unwrap())
+                .then(Activation::Tanh)
+                .then(Linear::new(&b, 8, 1).unwrap());
+            let m = prepare::prepare_model(&b, layers, level).unwrap();
+            let o = Optimizer::new(&m, Adam::new().rate(0.01)).unwrap();
+            let (m, o) = prepare::optimize_for_training(m, o, None).unwrap();
+            let f = |m: &&Prepared<Sequential>, x: &[Tensor]| Ok(vec![m.forward(&x[0]).sqr().mean(..)]);
+            let mut step = TrainStep::new(&m, o, f).unwrap();
+            // The batch is on another handle of the device than the module.
+            let run = |step: &mut TrainStep<'_>| step.run(&[&x]).unwrap()[0].item::<f64>().unwrap();
+            run(&mut step);
+            let before = b.cache_stats().steps;
+            losses.push(run(&mut step));
+            steps.push(b.cache_stats().steps - before);
+            // Gradients flow through a tensor that moves to another handle.
+            let (_, grads) = loss_and_grads(&m, |m| Ok(m.forward(&x).sqr().mean(..))).unwrap();
+            let g = grads.get("0.weight").unwrap().to_vec::<f32>().unwrap();
+            assert!(g.iter().any(|v| *v != 0.0), "{}", b.id());
+        }
+        assert!(steps[0] > steps[1], "{}: {steps:?}", b.id());
+        assert!((losses[0] - losses[1]).abs() < 1e-5, "{}: {losses:?}", b.id());
+        let x = x.requires_grad().unwrap();
+        let plain = b.with_level(Level::O0).unwrap();
+        let y = (x.to(&plain).unwrap() * 3.0).sum(..);
+        let grads = y.backward().unwrap();
+        assert!(grads.get(&x).unwrap().to_vec::<f32>().unwrap().iter().all(|g| *g == 3.0));
+    }
+}
+
 #[test]
 fn a_dtype_without_a_policy_is_refused() {
     let b = Backend::cpu().unwrap();
-    let bad = |b: &Backend, d| prepare::optimize_for_training(b, net(b), (), Some(d)).unwrap_err();
-    let e = bad(&b, DType::I32);
+    let of = |b: &Backend, d| {
+        let prepared = prepare::prepare_model(b, net(b), b.level()).unwrap();
+        prepare::optimize_for_training(prepared, (), Some(d))
+    };
+    let e = of(&b, DType::I32).unwrap_err();
     assert!(matches!(e, Error::Argument { .. }) && e.to_string().contains("bf16"), "{e}");
-    let e = bad(&b.with_level(Level::O1).unwrap(), DType::BF16);
+    let e = of(&b.with_level(Level::O1).unwrap(), DType::BF16).unwrap_err();
     assert!(e.to_string().contains("needs level O2"), "{e}");
     // Forced, so that a processor that is slower in bf16 computes in it too.
     let forced = Backend::builder().backend_type(BackendType::Cpu).amp(halcyon::AmpPolicy::Bf16);
     let forced = forced.force_amp(true).build().unwrap();
-    let p = prepare::optimize_for_training(&forced, net(&forced), (), Some(DType::BF16)).unwrap();
-    assert_eq!(p.amp(), halcyon::AmpPolicy::Bf16);
-    let exact = prepare::optimize_for_training(&forced, net(&forced), (), Some(DType::F32)).unwrap();
-    assert_eq!(exact.amp(), halcyon::AmpPolicy::None);
+    assert_eq!(of(&forced, DType::BF16).unwrap().amp(), halcyon::AmpPolicy::Bf16);
+    assert_eq!(of(&forced, DType::F32).unwrap().amp(), halcyon::AmpPolicy::None);
 }
 
 #[test]

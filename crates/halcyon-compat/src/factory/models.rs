@@ -111,6 +111,33 @@ impl<M: Module> PrepareModel<OfModule> for M {
     }
 }
 
+/// A module that [`BaseBackend::optimize_for_training`](super::BaseBackend::optimize_for_training) takes.
+pub trait ForTraining<Kind> {
+    /// The module.
+    type Module: Module;
+
+    /// The module on a backend, prepared.
+    ///
+    /// # Errors
+    /// Errors of moving it.
+    fn for_training(self, backend: &Backend) -> Result<Prepared<Self::Module>>;
+}
+
+impl<M: Module> ForTraining<OfPrepared> for Prepared<M> {
+    type Module = M;
+    fn for_training(self, backend: &Backend) -> Result<Prepared<M>> {
+        let level = self.level();
+        halcyon_nn::prepare::prepare_model(backend, self.into_inner(), level)
+    }
+}
+
+impl<M: Forward> ForTraining<OfModule> for M {
+    type Module = M;
+    fn for_training(self, backend: &Backend) -> Result<Prepared<M>> {
+        halcyon_nn::prepare::prepare_model(backend, self, backend.level())
+    }
+}
+
 /// A model that [`BaseBackend::optimize_for_inference`](super::BaseBackend::optimize_for_inference) takes.
 pub trait ForInference<Kind> {
     /// A module takes a tensor; others take their inputs on the host, in order.

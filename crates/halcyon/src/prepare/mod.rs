@@ -68,6 +68,12 @@ pub trait Preparable: Sized {
     /// # Errors
     /// [`Error::Unsupported`] if the model runs in stages for such inputs; errors about the inputs.
     fn session(&self, sample: &[ConstData]) -> Result<Session>;
+
+    /// Runs the model once, so that later runs with inputs of these types plan and compile nothing.
+    ///
+    /// # Errors
+    /// Errors about the inputs, of planning and of running.
+    fn warm_up(&self, sample: &[ConstData]) -> Result<()>;
 }
 
 impl Preparable for Session {
@@ -81,6 +87,10 @@ impl Preparable for Session {
 
     fn session(&self, _: &[ConstData]) -> Result<Session> {
         self.on(Session::backend(self))
+    }
+
+    fn warm_up(&self, sample: &[ConstData]) -> Result<()> {
+        self.run(sample).map(drop)
     }
 }
 
@@ -103,6 +113,11 @@ impl Preparable for OnnxSession {
                 "prepare_model prepares it without measuring",
             )),
         }
+    }
+
+    fn warm_up(&self, sample: &[ConstData]) -> Result<()> {
+        let data: Vec<Datum> = sample.iter().cloned().map(Datum::Tensor).collect();
+        self.run_data(&data).map(drop)
     }
 }
 
@@ -166,7 +181,7 @@ pub fn optimize_for_inference<M: Preparable>(
         Some(d) => model.on(&backend.with_amp(policy(d, backend.level())?)?)?,
     };
     if let Some(sample) = sample {
-        model.session(sample)?.run(sample)?;
+        model.warm_up(sample)?;
     }
     Ok(model)
 }

@@ -2,7 +2,7 @@
 
 use super::networks;
 use crate::backend::Backend;
-use crate::receipts::{self, Effort, median};
+use crate::receipts::{self, Effort};
 use crate::session::Session;
 #[cfg(not(target_arch = "wasm32"))]
 use halcyon_hal::cache::{self, DiskCache};
@@ -20,8 +20,8 @@ pub struct Strategy {
     /// Its name in receipts, and for `--without`.
     pub name: String,
     pub description: String,
-    /// Time without it divided by time with it: the geometric mean over the networks that it changed on this
-    /// device; `None` if it changed none of them, or if it could not be measured.
+    /// Time without it divided by time with it: the geometric mean over the small networks that it changed on
+    /// this device; `None` if it changed none of them, or if it could not be measured.
     pub speedup_estimate: Option<f64>,
     /// The levels that include it.
     pub applicable_levels: Vec<Level>,
@@ -33,9 +33,8 @@ type Gains = BTreeMap<String, f64>;
 /// Maximum bytes of all gains on disk.
 #[cfg(not(target_arch = "wasm32"))]
 const LIMIT: u64 = 1 << 20;
-/// Ratios of one pair of bursts scatter by some percent, which the median of five reduces enough for an
-/// estimate.
-const EFFORT: Effort = Effort { pairs: 5, interval: f64::INFINITY, burst: Duration::from_millis(3) };
+/// The best burst of each side counts, so disturbed bursts do not matter.
+const EFFORT: Effort = Effort { pairs: 9, interval: f64::INFINITY, burst: Duration::from_millis(2) };
 
 fn description(name: &str) -> &'static str {
     match name {
@@ -142,10 +141,14 @@ fn read(_: &(String, Option<PathBuf>)) -> Option<Gains> {
 #[cfg(target_arch = "wasm32")]
 fn write(_: &(String, Option<PathBuf>), _: &Gains) {}
 
+fn best(seconds: &[f64]) -> f64 {
+    seconds.iter().copied().fold(f64::INFINITY, f64::min)
+}
+
 /// Measures every transformation on every network that it changes.
 fn measure(backend: &Backend) -> Result<Gains> {
     let start = Instant::now();
-    let best = backend.with_amp(AmpPolicy::None)?.with_level(Level::O2)?;
+    let full = backend.with_amp(AmpPolicy::None)?.with_level(Level::O2)?;
     let mut ratios: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     let mut measure = |over: &Backend, only: &dyn Fn(&str) -> bool| -> Result<()> {
         for n in networks::all()? {
@@ -155,15 +158,22 @@ fn measure(backend: &Backend) -> Result<Gains> {
                 None => over.with_level(Level::O0),
                 Some(name) => over.with_transformation_off(name),
             })?;
-            for g in found.gains.iter().filter(|g| only(&g.transformation)) {
-                ratios.entry(g.transformation.clone()).or_default().push(median(&g.ratios));
+            // The bursts with the transformation follow each other in the order of the gains.
+            let mut with = &found.with[..];
+            for g in &found.gains {
+                let (own, after) = with.split_at(g.ratios.len());
+                with = after;
+                if only(&g.transformation) {
+                    let gain = best(&g.without) / best(own).max(1e-12);
+                    ratios.entry(g.transformation.clone()).or_default().push(gain);
+                }
             }
         }
         Ok(())
     };
-    measure(&best, &|_| true)?;
+    measure(&full, &|_| true)?;
     // Only if the device computes in the type, and is faster in it.
-    match best.with_amp(AmpPolicy::Bf16) {
+    match full.with_amp(AmpPolicy::Bf16) {
         Ok(mixed) if mixed.amp() != AmpPolicy::None => measure(&mixed, &|name| name == passes::MIXED)?,
         Ok(_) => {}
         Err(e) => tracing::debug!(device = backend.id(), error = %e, "mixed precision is not measured"),

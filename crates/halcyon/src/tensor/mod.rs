@@ -300,10 +300,26 @@ impl Tensor {
             return Ok(self.clone());
         }
         if self.0.backend.is_same(backend) {
-            let (ty, span) = (self.0.ty.clone(), self.0.span.clone());
-            return Ok(Tensor::at(backend, ty, self.buffer()?, span));
+            self.check()?;
+            return Ok(self.on_handle(backend));
         }
         Tensor::from_data(backend, &self.to_data()?)
+    }
+
+    /// The tensor on another handle of its device. A value is shared; what is still to be computed, or has a
+    /// gradient history, becomes the operand of a view that changes nothing.
+    fn on_handle(&self, backend: &Backend) -> Tensor {
+        let n = &self.0;
+        let leaf = NewNode::leaf(n.ty.clone(), Value::Pending, n.span.clone());
+        let value = n.lock().value.clone();
+        let new = match value {
+            Value::Ready(_) if !n.tracked => NewNode { value, ..leaf },
+            _ => {
+                let inputs = std::iter::once(self.clone()).collect();
+                NewNode { op: Op::Reshape, inputs, tracked: n.tracked, of_gradient: n.of_gradient, ..leaf }
+            }
+        };
+        Tensor::make(backend.clone(), new)
     }
 
     /// Allows the next evaluation that reads this tensor to reuse its memory. Operations already pending on
