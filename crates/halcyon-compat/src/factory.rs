@@ -1,4 +1,4 @@
-//! Backends by vendor name, with a common interface to query their devices and memory.
+//! Backends by vendor name, with a common interface to query their devices and memory and to prepare models.
 //!
 //! ```
 //! use halcyon_compat::factory::*;
@@ -6,18 +6,33 @@
 //! let backend = BackendFactory::create("cpu", None)?;
 //! assert_eq!((backend.backend_name(), backend.device_type().as_str()), ("cpu", "cpu"));
 //! println!("{:?} MB allocated", backend.get_memory_stats().allocated_mb());
+//!
+//! let model = halcyon_nn::Linear::new(&backend, 4, 2)?;
+//! let model = backend.prepare_model(model, "balanced")?;
+//! let model = backend.optimize_for_inference(model, None, None)?;
+//! let x = halcyon::Tensor::ones(&backend, [1, 4], halcyon::DType::F32);
+//! assert_eq!(model.forward(&x)?.dims()?.as_slice(), [1, 2]);
 //! # Ok(())
 //! # }
 //! ```
 
+mod direct;
+mod models;
+
+pub use direct::{AmdBackend, CpuBackend, IntelBackend, NvidiaBackend, TpuBackend};
+pub use halcyon::prepare::{Metrics, OptimizationResult, Scope, Strategy, levels};
+pub use halcyon_nn::{Inference, Prepared};
+pub use models::{
+    Dictionary, ForInference, ForTraining, LevelName, Movable, OfModule, OfPrepared, OfSession, OfTensor,
+    Optimizer, PrepareModel, get_optimizer,
+};
+
 use halcyon::hal::select::BackendReport;
 use halcyon::hal::{registry, select};
-use halcyon::{
-    Backend, BackendType, DType, DeviceInfo, Error, Fallback, Level, MemoryStats, Policy, Result, Tensor,
-};
+use halcyon::{Backend, BackendType, DType, DeviceInfo, Error, Fallback, Level, MemoryStats, Policy, Result};
+use halcyon_nn::TrainingOptimizer;
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::ops::Deref;
 
 /// Optimisation levels, under the name that this interface has for them.
 pub use halcyon::Level as OptimizationLevel;
@@ -257,7 +272,9 @@ impl StandardDeviceInfo {
     }
 }
 
-/// Queries that every backend answers.
+/// What every backend does: answer queries, move data, and prepare models.
+///
+/// A model is a module of `halcyon-nn`, a [`halcyon::Session`] or an imported ONNX model.
 pub trait BaseBackend {
     /// The vendor's name: `nvidia`, `amd`, `tpu`, `intel`, `cpu`.
     fn backend_name(&self) -> &'static str;
@@ -274,18 +291,57 @@ pub trait BaseBackend {
     fn get_device_info(&self, device_id: Option<usize>) -> Result<StandardDeviceInfo>;
     /// Memory use in bytes; `allocated_mb()` and `free_mb()` return MB.
     fn get_memory_stats(&self) -> MemoryStats;
-    /// A copy of the tensor on this backend, or the tensor itself if it is there already.
+    /// As [`BaseBackend::get_device_info`], as a dictionary: the form of earlier versions of this interface.
     ///
     /// # Errors
-    /// Errors of evaluating and copying it.
-    fn to_device(&self, t: &Tensor) -> Result<Tensor>;
+    /// Those of [`BaseBackend::get_device_info`].
+    #[deprecated(note = "use `get_device_info`, and `to_dict` for a dictionary")]
+    fn get_device_info_dict(&self, device_id: Option<usize>) -> Result<serde_json::Value> {
+        self.get_device_info(device_id)?.to_dict()
+    }
+    /// Moves to this backend: a tensor gives its copy here, or itself if it is here already; of a module, all
+    /// parameters and buffers move.
+    ///
+    /// # Errors
+    /// Errors of evaluating and copying.
+    fn to_device<K, T: Movable<K> + ?Sized>(&self, what: &T) -> Result<T::Moved>;
+    /// The model on this backend at a level: an [`OptimizationLevel`], its name or alias, or `None` for the
+    /// backend's own.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an unknown level, [`Error::Unsupported`] for one that is not supported; errors
+    /// of moving the model.
+    fn prepare_model<K, M: PrepareModel<K>>(&self, model: M, level: impl LevelName) -> Result<M::Prepared>;
+    /// The model compiled for inference; for a module, weights are constants. With a sample, the plan is made
+    /// and has run once. With a dtype, products and convolutions compute in it. A module that is not prepared
+    /// gets the backend's level; other models keep theirs.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a dtype that is no policy of mixed precision; [`Error::Unsupported`] for one
+    /// that the device does not support; errors of the model and the device.
+    fn optimize_for_inference<K, M: ForInference<K>>(
+        &self,
+        model: M,
+        sample: Option<&M::Sample>,
+        dtype: Option<DType>,
+    ) -> Result<M::Optimized>;
+    /// The module, and the optimizer if one is given (otherwise `()`), on this backend for training. With a
+    /// dtype, products and convolutions of training steps compute in it. A module that is not prepared gets
+    /// the backend's level; one that does not implement `Forward` must be prepared first.
+    ///
+    /// # Errors
+    /// As [`BaseBackend::optimize_for_inference`].
+    fn optimize_for_training<K, M: ForTraining<K>, O: TrainingOptimizer>(
+        &self,
+        model: M,
+        optimizer: O,
+        dtype: Option<DType>,
+    ) -> Result<O::With<M::Module>>;
     /// Replaces this backend by another device with the same settings.
     ///
     /// # Errors
     /// Errors of opening the device; the backend then stays unchanged.
     fn set_device(&mut self, device_id: usize) -> Result<()>;
-    /// A guard that derefs to the backend. When it is dropped, the backend's caches are emptied.
-    fn scope(&self) -> Scope<'_>;
 }
 
 impl BaseBackend for Backend {
@@ -319,8 +375,30 @@ impl BaseBackend for Backend {
         self.memory()
     }
 
-    fn to_device(&self, t: &Tensor) -> Result<Tensor> {
-        t.to(self)
+    fn to_device<K, T: Movable<K> + ?Sized>(&self, what: &T) -> Result<T::Moved> {
+        what.moved(self)
+    }
+
+    fn prepare_model<K, M: PrepareModel<K>>(&self, model: M, level: impl LevelName) -> Result<M::Prepared> {
+        model.prepared(self, level.level(self)?)
+    }
+
+    fn optimize_for_inference<K, M: ForInference<K>>(
+        &self,
+        model: M,
+        sample: Option<&M::Sample>,
+        dtype: Option<DType>,
+    ) -> Result<M::Optimized> {
+        model.for_inference(self, sample, dtype)
+    }
+
+    fn optimize_for_training<K, M: ForTraining<K>, O: TrainingOptimizer>(
+        &self,
+        model: M,
+        optimizer: O,
+        dtype: Option<DType>,
+    ) -> Result<O::With<M::Module>> {
+        halcyon_nn::prepare::optimize_for_training(model.for_training(self)?, optimizer, dtype)
     }
 
     fn set_device(&mut self, device_id: usize) -> Result<()> {
@@ -328,26 +406,5 @@ impl BaseBackend for Backend {
             *self = self.on_device(device_id)?;
         }
         Ok(())
-    }
-
-    fn scope(&self) -> Scope<'_> {
-        Scope(self)
-    }
-}
-
-/// A guard that empties the backend's caches when it is dropped.
-#[derive(Debug)]
-pub struct Scope<'a>(&'a Backend);
-
-impl Deref for Scope<'_> {
-    type Target = Backend;
-    fn deref(&self) -> &Backend {
-        self.0
-    }
-}
-
-impl Drop for Scope<'_> {
-    fn drop(&mut self) {
-        self.0.empty_cache();
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::slot::{Slot, SlotId};
 use halcyon::ir::DType;
-use halcyon::ir::error::Result;
+use halcyon::ir::error::{Error, Result};
 use halcyon::ir::shape::Shape;
 use halcyon::{Backend, Tensor};
 use std::cell::RefCell;
@@ -34,6 +34,8 @@ pub(crate) enum Writes {
     Kept,
     /// As `Kept`, and the scope lists the buffer.
     KeptAndListed(Vec<Slot>),
+    /// Writing is an error: the results depend on the inputs alone.
+    Refused,
 }
 
 thread_local! {
@@ -82,6 +84,10 @@ pub(crate) fn keep(slot: &Slot, new: &Tensor) -> Result<bool> {
                     }
                     scope.values.insert(slot.id(), new.clone());
                     return Ok(true);
+                }
+                Writes::Refused => {
+                    let what = format!("a forward that writes the buffer `{}`, for inference", slot.path());
+                    return Err(Error::unsupported(what, "Return the value as an output"));
                 }
                 Writes::Kept => {
                     scope.values.insert(slot.id(), new.clone());

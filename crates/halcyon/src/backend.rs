@@ -3,6 +3,7 @@
 mod builder;
 mod options;
 mod settings;
+mod view;
 
 use crate::constants::PackedCache;
 use crate::executable::Executable;
@@ -45,10 +46,10 @@ struct Inner {
     /// The settings it was built with; `None` if it was made from a device.
     built: Option<BackendBuilder>,
     /// Seed of the next [`Backend::randn`].
-    seed: AtomicU64,
+    seed: Arc<AtomicU64>,
     /// Held while a run collects its inputs and submits its commands: two threads must not decide about the
     /// donation of one buffer at the same time.
-    running: Mutex<()>,
+    running: Arc<Mutex<()>>,
 }
 
 /// Mixed precision of a compiled function ([`Backend::compile_mixed`]).
@@ -95,8 +96,8 @@ impl Parts {
             selection: self.selection,
             warnings: self.warnings,
             built: self.built,
-            seed: AtomicU64::new(0),
-            running: Mutex::new(()),
+            seed: Arc::default(),
+            running: Arc::default(),
         }))
     }
 }
@@ -418,8 +419,14 @@ impl Backend {
         self.0.seed.store(seed, Ordering::Relaxed);
     }
 
-    /// Whether two handles are of one backend.
+    /// Whether two handles are of one open device. Their plans may be made differently
+    /// ([`Backend::with_level`]).
     pub(crate) fn is_same(&self, o: &Backend) -> bool {
+        Arc::ptr_eq(&self.0.runtime, &o.0.runtime)
+    }
+
+    /// Whether two handles are of one open device and make plans in the same way.
+    pub(crate) fn plans_alike(&self, o: &Backend) -> bool {
         Arc::ptr_eq(&self.0, &o.0)
     }
 

@@ -167,6 +167,7 @@ pub mod ops;
 pub mod optable;
 mod planner;
 pub mod quantize;
+pub mod prepare;
 mod queue;
 pub mod random;
 pub mod receipts;

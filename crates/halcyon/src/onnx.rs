@@ -39,7 +39,7 @@ const SHAPES: usize = 64;
 #[derive(Debug)]
 pub struct OnnxSession {
     backend: Backend,
-    model: Model,
+    model: Arc<Model>,
     inputs: Vec<String>,
     ports: Vec<Port>,
     outputs: Vec<String>,
@@ -82,12 +82,24 @@ impl OnnxSession {
     /// # Errors
     /// [`Error::UnsupportedOps`] with all operators of the model that are not supported.
     pub fn new(backend: &Backend, model: Model) -> Result<OnnxSession> {
+        OnnxSession::over(backend, Arc::new(model))
+    }
+
+    fn over(backend: &Backend, model: Arc<Model>) -> Result<OnnxSession> {
         model.check(backend.info().backend.id())?;
         let ports = model.inputs()?;
         let inputs = ports.iter().map(|p| p.name.clone()).collect();
         let outputs = model.outputs()?.into_iter().map(|p| p.name).collect();
         let (options, made) = (RunOptions::default(), Mutex::new(Lru::new(SHAPES)));
         Ok(OnnxSession { backend: backend.clone(), model, inputs, ports, outputs, options, made })
+    }
+
+    /// A session of the same model on another backend. The sessions share the model's weights in host memory.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedOps`] if that backend does not support all operators of the model.
+    pub fn on(&self, backend: &Backend) -> Result<OnnxSession> {
+        Ok(OnnxSession::over(backend, self.model.clone())?.with_options(self.options.clone()))
     }
 
     /// Limits the iterations of the model's loops, and lets another thread cancel a run.

@@ -46,7 +46,8 @@ pub(crate) struct Lowering {
 pub(crate) struct Planner {
     pub(crate) runtime: Arc<Runtime>,
     pub(crate) lowering: Lowering,
-    pub(crate) tuning: Tuning,
+    /// Shared by the planners of one runtime.
+    pub(crate) tuning: Arc<Tuning>,
     plans: Mutex<Lru<PlanKey, Arc<Executable>>>,
     /// The ops of graphs whose values have been checked for f16.
     ranges: Mutex<Lru<(Arc<Graph>, Option<Arc<Mixed>>), Arc<Mixed>>>,
@@ -86,9 +87,13 @@ impl fmt::Debug for PlanKey {
 }
 
 impl Planner {
-    pub(crate) fn new(runtime: Arc<Runtime>, lowering: Lowering, tuning: Tuning) -> Arc<Planner> {
+    pub(crate) fn new(
+        runtime: Arc<Runtime>,
+        lowering: Lowering,
+        tuning: impl Into<Arc<Tuning>>,
+    ) -> Arc<Planner> {
         let (plans, ranges) = (Mutex::new(Lru::new(PLAN_CACHE)), Mutex::new(Lru::new(PLAN_CACHE)));
-        Arc::new(Planner { runtime, lowering, tuning, plans, ranges })
+        Arc::new(Planner { runtime, lowering, tuning: tuning.into(), plans, ranges })
     }
 
     /// The options with which plans are lowered.

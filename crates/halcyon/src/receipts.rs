@@ -97,7 +97,7 @@ pub struct Measured {
 }
 
 /// A plan with inputs on the device, to be run many times.
-struct Side<'a> {
+pub(crate) struct Side<'a> {
     backend: &'a Backend,
     exe: Arc<Executable>,
     inputs: Vec<BufferRef>,
@@ -107,7 +107,7 @@ struct Side<'a> {
 const SLEEP_DELAY: Duration = Duration::from_millis(1);
 
 impl<'a> Side<'a> {
-    fn new(session: &'a Session, inputs: &[ConstData]) -> Result<Side<'a>> {
+    pub(crate) fn new(session: &'a Session, inputs: &[ConstData]) -> Result<Side<'a>> {
         Ok(Side {
             backend: session.backend(),
             exe: session.prepare(inputs)?,
@@ -122,7 +122,7 @@ impl<'a> Side<'a> {
 
     /// Measures the mean time of a run in seconds. A first run, which is not timed, refills the caches that
     /// the other side evicted.
-    fn burst(&self, time: Duration) -> Result<f64> {
+    pub(crate) fn burst(&self, time: Duration) -> Result<f64> {
         std::thread::sleep(SLEEP_DELAY);
         self.run()?;
         let (start, mut n) = (Instant::now(), 0u32);

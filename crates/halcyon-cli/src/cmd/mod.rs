@@ -11,6 +11,7 @@ pub(crate) mod fit;
 pub(crate) mod help;
 pub(crate) mod inspect;
 pub(crate) mod optimize;
+pub(crate) mod prepare;
 pub(crate) mod probe;
 pub(crate) mod replay;
 pub(crate) mod run;
@@ -63,6 +64,8 @@ commands! {
     Inspect(args::InspectArgs) => inspect::main;
     /// Computes the memory that a model needs, and the largest batch
     Fit(args::FitArgs) => fit::main;
+    /// Measures what a level changes: time, memory, differences
+    Prepare(args::PrepareArgs) => prepare::main;
     /// Shows which device a model would run on, and why
     Select(args::SelectArgs) => select::main;
     /// Writes an ONNX model again: checked, folded, simplified

@@ -18,6 +18,7 @@ mod mistakes;
 mod names;
 #[cfg(unix)]
 mod outputs;
+mod prepare;
 mod run;
 mod select;
 mod start;

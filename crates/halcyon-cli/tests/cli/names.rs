@@ -30,6 +30,7 @@ fn paths_need_not_be_text() {
         (&["trace"], &[]),
         (&["bench", "model"], &["--repeat", "1"]),
         (&["bench", "receipts"], &["--repeat", "1"]),
+        (&["prepare"], &["--repeat", "1"]),
     ] {
         let done = run(before, &[&cpu, after, &["--json"]].concat()).ok();
         let v = done.json();

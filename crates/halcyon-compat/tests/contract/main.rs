@@ -4,6 +4,7 @@
 
 mod machine;
 mod orders;
+mod prepare;
 mod s0;
 mod s1;
 mod s3;

@@ -358,6 +358,45 @@ impl BackendBuilder {
         }
     }
 
+    /// How these settings lower graphs for a device.
+    fn lowering(&self, device: &dyn Device, amp: AmpPolicy) -> Lowering {
+        Lowering {
+            level: self.0.level,
+            precision: options::precision(&self.0, device),
+            amp,
+            amp_kept: self.kept_in_f32(device, amp),
+            mixed: self.0.mixed.clone(),
+            without: self.0.without.clone(),
+        }
+    }
+
+    /// The lowering for a device that is open already, and one line for each setting without effect.
+    ///
+    /// # Errors
+    /// Those of [`BackendBuilder::build`] that concern lowering.
+    pub(super) fn lowering_for(
+        &self,
+        device: &dyn Device,
+        amp: AmpPolicy,
+    ) -> Result<(Lowering, Vec<String>)> {
+        options::check(&self.0, amp)?;
+        autocast::check(amp, device.as_target().caps(), &device.info().id)?;
+        let lowering = self.lowering(device, amp);
+        let warnings = options::warnings(&self.0, device, amp, &lowering.amp_kept);
+        Ok((lowering, warnings))
+    }
+
+    /// The directory that [`BackendBuilder::cache_dir`] set.
+    pub(super) fn own_cache_dir(&self) -> Option<PathBuf> {
+        self.0.options.cache_dir.clone()
+    }
+
+    /// Lets the device's rates decide again which work stays in f32.
+    pub(super) fn amp_unmeasured(mut self) -> Self {
+        self.0.amp_kept = None;
+        self
+    }
+
     fn over(
         &self,
         device: Arc<dyn Device>,
@@ -365,19 +404,11 @@ impl BackendBuilder {
         amp: AmpPolicy,
         (mode, file): &(TuningMode, Option<PathBuf>),
     ) -> Backend {
-        let amp_kept = self.kept_in_f32(&*device, amp);
-        let mut warnings = options::warnings(&self.0, &*device, amp, &amp_kept);
+        let lowering = self.lowering(&*device, amp);
+        let mut warnings = options::warnings(&self.0, &*device, amp, &lowering.amp_kept);
         warnings.extend(options::unused_order(&self.0, &selection));
         let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);
         let key = tune::device_key(device.info(), device.as_target().caps());
-        let lowering = Lowering {
-            level: self.0.level,
-            precision: options::precision(&self.0, &*device),
-            amp,
-            amp_kept,
-            mixed: self.0.mixed.clone(),
-            without: self.0.without.clone(),
-        };
         let tuning = Tuning::new(*mode, cache, key);
         let (packed, built) = (self.packed_cache(), Some(self.clone()));
         Parts { device, selection, lowering, tuning, packed, warnings, built }.assemble()

@@ -297,13 +297,34 @@ impl Tensor {
     }
 
     /// The tensor on another backend: a copy, through host memory. For the backend that the tensor is on,
-    /// returns the same tensor. No other call moves data between devices.
+    /// returns the same tensor; for another handle on the same open device ([`Backend::with_level`]), a tensor
+    /// of that handle that shares the memory. No other call moves data between devices.
     #[track_caller]
     pub fn to(&self, backend: &Backend) -> Result<Tensor> {
-        if self.0.backend.is_same(backend) {
+        if self.0.backend.plans_alike(backend) {
             return Ok(self.clone());
         }
+        if self.0.backend.is_same(backend) {
+            self.check()?;
+            return Ok(self.on_handle(backend));
+        }
         Tensor::from_data(backend, &self.to_data()?)
+    }
+
+    /// The tensor on another handle of its device. A value is shared; what is still to be computed, or has a
+    /// gradient history, becomes the operand of a view that changes nothing.
+    fn on_handle(&self, backend: &Backend) -> Tensor {
+        let n = &self.0;
+        let leaf = NewNode::leaf(n.ty.clone(), Value::Pending, n.span.clone());
+        let value = n.lock().value.clone();
+        let new = match value {
+            Value::Ready(_) if !n.tracked => NewNode { value, ..leaf },
+            _ => {
+                let inputs = std::iter::once(self.clone()).collect();
+                NewNode { op: Op::Reshape, inputs, tracked: n.tracked, of_gradient: n.of_gradient, ..leaf }
+            }
+        };
+        Tensor::make(backend.clone(), new)
     }
 
     /// Allows the next evaluation that reads this tensor to reuse its memory. Operations already pending on

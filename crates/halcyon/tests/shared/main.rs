@@ -17,6 +17,7 @@ mod levels;
 mod onnx_api;
 mod packed;
 mod quantize;
+mod prepare;
 mod queries;
 mod random;
 mod receipts;

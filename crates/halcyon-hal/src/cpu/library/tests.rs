@@ -370,12 +370,12 @@ fn gradients_of_separate_windows() {
     let axes = [(2, 2), (2, 3), (3, 3), (1, 2), (4, 4), (2, 1)];
     for _ in 0..20 {
         let [h, w] = [axes[rng.below(5)], axes[rng.below(6)]];
-        let pad = |k: usize, rng: &mut Rng| (rng.below(k) as i64, rng.below(k) as i64);
+        let mut pad = |k: usize| (rng.below(k), rng.below(k));
         let p = Pool {
             kind: PoolKind::Max,
             kernel: smallvec![h.0, w.0],
             stride: smallvec![h.1, w.1],
-            pad: [h.0, w.0].map(|k| pad(k as usize, &mut rng)).into_iter().collect(),
+            pad: [h.0, w.0].map(&mut pad).into_iter().collect(),
             dilation: smallvec![1, 1],
         };
         // Few values, so that elements of a window tie.

@@ -1,0 +1,62 @@
+//! Backends constructed directly, by their vendor's name and with a level.
+
+use super::{BackendConfig, BackendFactory, LevelName};
+use halcyon::{Backend, BackendType, Level, Result};
+use std::ops::{Deref, DerefMut};
+
+macro_rules! direct {
+    ($($(#[$about:meta])* $name:ident => $kind:ident;)*) => {
+        $(
+            $(#[$about])*
+            #[doc = ""]
+            #[doc = "It derefs to [`Backend`]."]
+            #[derive(Clone, Debug)]
+            pub struct $name(Backend);
+
+            impl $name {
+                /// Opens the first device of this backend at a level, such as `"O2"`.
+                ///
+                /// # Errors
+                /// Those of [`BackendFactory::create`], and of the level's name.
+                pub fn new(optimization_level: impl LevelName) -> Result<$name> {
+                    let level = optimization_level.or(Level::default())?;
+                    $name::with_config(BackendConfig { level, ..BackendConfig::default() })
+                }
+
+                /// Opens a device of this backend with options.
+                ///
+                /// # Errors
+                /// Those of [`BackendFactory::create`].
+                pub fn with_config(config: BackendConfig) -> Result<$name> {
+                    BackendFactory::create(BackendType::$kind, Some(config)).map($name)
+                }
+            }
+
+            impl Deref for $name {
+                type Target = Backend;
+                fn deref(&self) -> &Backend {
+                    &self.0
+                }
+            }
+
+            impl DerefMut for $name {
+                fn deref_mut(&mut self) -> &mut Backend {
+                    &mut self.0
+                }
+            }
+        )*
+    };
+}
+
+direct! {
+    /// A CUDA device.
+    NvidiaBackend => Cuda;
+    /// A ROCm device.
+    AmdBackend => Rocm;
+    /// An Intel GPU through oneAPI, which no driver of this version opens.
+    IntelBackend => Intel;
+    /// A TPU, which this version detects but does not run on.
+    TpuBackend => Tpu;
+    /// The CPU.
+    CpuBackend => Cpu;
+}

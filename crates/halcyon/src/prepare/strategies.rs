@@ -1,0 +1,185 @@
+//! The transformations as strategies, with the speed-up that each brings on a device.
+
+use super::networks;
+use crate::backend::Backend;
+use crate::receipts::{self, Effort};
+use crate::session::Session;
+#[cfg(not(target_arch = "wasm32"))]
+use halcyon_hal::cache::{self, DiskCache};
+use halcyon_ir::error::Result;
+use halcyon_ir::passes::{self, AmpPolicy, Level, PassOptions};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// A transformation that the optimizer knows.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Strategy {
+    /// Its name in receipts, and for `--without`.
+    pub name: String,
+    pub description: String,
+    /// Time without it divided by time with it: the geometric mean over the small networks that it changed on
+    /// this device; `None` if it changed none of them, or if it could not be measured.
+    pub speedup_estimate: Option<f64>,
+    /// The levels that include it.
+    pub applicable_levels: Vec<Level>,
+}
+
+/// Speed-ups by transformation.
+type Gains = BTreeMap<String, f64>;
+
+/// Maximum bytes of all gains on disk.
+#[cfg(not(target_arch = "wasm32"))]
+const LIMIT: u64 = 1 << 20;
+/// The best burst of each side counts, so disturbed bursts do not matter.
+const EFFORT: Effort = Effort { pairs: 9, interval: f64::INFINITY, burst: Duration::from_millis(2) };
+
+fn description(name: &str) -> &'static str {
+    match name {
+        passes::FOLD => "computes values that depend only on constants once, when the plan is made",
+        passes::SIMPLIFY => "applies identities that keep every bit, and drops ops without effect",
+        passes::CSE => "computes equal values once",
+        passes::FUSION => "computes element-wise ops inside the kernel that reads their result",
+        passes::COMPOSITES => "runs softmax, norms and attention as one kernel each",
+        passes::IN_PLACE => "writes updated slices into the tensor that they update",
+        passes::PACKED => "stores constants once in the layout that the kernel reads",
+        passes::EPILOGUES => "computes the ops after a product or convolution on its tiles",
+        passes::AFFINE => "merges additions and multiplications by constants after a product",
+        passes::BLOCKED => "keeps images in blocks of channels from convolution to convolution",
+        passes::RECOGNITION => "finds attention, norms and activations that are written as separate ops",
+        passes::MIXED => "computes products and convolutions in a 16-bit type",
+        passes::TUNED => "uses the variants of kernels that tuning found fastest",
+        _ => "a transformation of plans",
+    }
+}
+
+pub(super) fn of(backend: &Backend) -> Vec<Strategy> {
+    let gains = gains(backend);
+    let one = |name: &&str| Strategy {
+        name: name.to_string(),
+        description: description(name).into(),
+        speedup_estimate: gains.get(*name).copied(),
+        applicable_levels: levels_of(name),
+    };
+    passes::ALL.iter().map(one).collect()
+}
+
+fn levels_of(name: &str) -> Vec<Level> {
+    super::levels().into_iter().filter(|l| PassOptions::at(*l).does(name)).collect()
+}
+
+/// The gains on a device, measured once. If the measurement fails, there are none, and the log has the
+/// reason.
+fn gains(backend: &Backend) -> Gains {
+    static KNOWN: Mutex<Option<HashMap<(String, Option<PathBuf>), Gains>>> = Mutex::new(None);
+    // Held while measuring: concurrent measurements would disturb each other.
+    let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
+    let known = known.get_or_insert_default();
+    let place = (identity(backend), backend.cache_dir());
+    if let Some(g) = known.get(&place) {
+        return g.clone();
+    }
+    let gains = match read(&place) {
+        Some(g) => g,
+        None => match measure(backend) {
+            Ok(g) => {
+                write(&place, &g);
+                g
+            }
+            Err(e) => {
+                tracing::warn!(device = backend.id(), error = %e, "speed-ups could not be measured");
+                return Gains::new();
+            }
+        },
+    };
+    known.insert(place, gains.clone());
+    gains
+}
+
+/// What the gains depend on: the device, its driver and settings, and this build.
+fn identity(b: &Backend) -> String {
+    let d = b.info();
+    let build = if cfg!(debug_assertions) { "debug" } else { "release" };
+    format!(
+        "{} {build} {} {} {:?} {:?} {} {:?}",
+        env!("CARGO_PKG_VERSION"),
+        d.id,
+        d.name,
+        d.driver_version,
+        d.properties,
+        b.precision(),
+        b.tuning_mode()
+    )
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+fn disk((identity, dir): &(String, Option<PathBuf>)) -> Option<(DiskCache, u128)> {
+    let cache = DiskCache::new(dir.as_ref()?.join("gains"), LIMIT);
+    Some((cache, cache::digest(&[identity.as_bytes()])))
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+fn read(place: &(String, Option<PathBuf>)) -> Option<Gains> {
+    let (cache, key) = disk(place)?;
+    serde_json::from_slice(&cache.get(key)?).ok()
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+fn write(place: &(String, Option<PathBuf>), gains: &Gains) {
+    if let (Some((cache, key)), Ok(text)) = (disk(place), serde_json::to_vec(gains)) {
+        cache.put(key, &text);
+    }
+}
+
+#[cfg(target_arch = "wasm32")]
+fn read(_: &(String, Option<PathBuf>)) -> Option<Gains> {
+    None
+}
+
+#[cfg(target_arch = "wasm32")]
+fn write(_: &(String, Option<PathBuf>), _: &Gains) {}
+
+fn best(seconds: &[f64]) -> f64 {
+    seconds.iter().copied().fold(f64::INFINITY, f64::min)
+}
+
+/// Measures every transformation on every network that it changes.
+fn measure(backend: &Backend) -> Result<Gains> {
+    let start = Instant::now();
+    let full = backend.with_amp(AmpPolicy::None)?.with_level(Level::O2)?;
+    let mut ratios: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+    let mut measure = |over: &Backend, only: &dyn Fn(&str) -> bool| -> Result<()> {
+        for n in networks::all()? {
+            let session = Session::new(over, n.graph);
+            let input = std::slice::from_ref(&n.input);
+            let found = receipts::measure(&session, input, EFFORT, |without| match without {
+                None => over.with_level(Level::O0),
+                Some(name) => over.with_transformation_off(name),
+            })?;
+            // The bursts with the transformation follow each other in the order of the gains.
+            let mut with = &found.with[..];
+            for g in &found.gains {
+                let (own, after) = with.split_at(g.ratios.len());
+                with = after;
+                if only(&g.transformation) {
+                    let gain = best(&g.without) / best(own).max(1e-12);
+                    ratios.entry(g.transformation.clone()).or_default().push(gain);
+                }
+            }
+        }
+        Ok(())
+    };
+    measure(&full, &|_| true)?;
+    // Only if the device computes in the type, and is faster in it.
+    match full.with_amp(AmpPolicy::Bf16) {
+        Ok(mixed) if mixed.amp() != AmpPolicy::None => measure(&mixed, &|name| name == passes::MIXED)?,
+        Ok(_) => {}
+        Err(e) => tracing::debug!(device = backend.id(), error = %e, "mixed precision is not measured"),
+    }
+    let mean = |r: Vec<f64>| (r.iter().map(|x| x.max(1e-12).ln()).sum::<f64>() / r.len() as f64).exp();
+    let gains: Gains = ratios.into_iter().map(|(name, r)| (name, mean(r))).collect();
+    tracing::debug!(device = backend.id(), elapsed = ?start.elapsed(), ?gains, "measured speed-ups");
+    Ok(gains)
+}
