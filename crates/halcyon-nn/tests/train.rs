@@ -1,4 +1,5 @@
-//! Whole trainings: the example on digits, loss scaling, files of weights.
+//! Tests of training as a whole and of modules: the digits example, loss scaling, weight files, failed steps,
+//! the derive, parameter groups, initial values, LoRA, dropout.
 
 #[path = "../../../examples/05_digits_cnn.rs"]
 mod digits;
@@ -14,7 +15,8 @@ fn digits_reach_97_percent() {
     assert!(accuracy >= 0.97, "{accuracy}");
 }
 
-/// A step on `w · g` with the gradient `g`, in f16, and a loss scaler.
+/// Steps with a loss scaler. The loss is the sum of `w · g`, so the gradient of `w` is the input `g`, which
+/// overflows if it holds an infinity or NaN.
 #[test]
 fn an_overflow_skips_its_step_and_halves_the_scale() {
     for b in halcyon_test::devices::devices("an_overflow_skips_its_step_and_halves_the_scale", Level::O2) {
@@ -44,8 +46,8 @@ fn an_overflow_skips_its_step_and_halves_the_scale() {
             (512.0, 2),
         ];
         assert_eq!(scales, want, "{}", b.id());
-        assert_eq!(values[1], values[2], "the parameters stay in a skipped step");
-        assert_eq!(values[5], values[6], "the parameters stay in a skipped step");
+        assert_eq!(values[1], values[2], "a skipped step leaves the parameters unchanged");
+        assert_eq!(values[5], values[6], "a skipped step leaves the parameters unchanged");
         // Skipped steps do not count: the others equal those of a run without them.
         let plain = Param::new(Tensor::ones(&b, [4], DType::F32));
         let optimizer = Optimizer::new(&plain, Adam::new().rate(0.1)).unwrap();
@@ -146,7 +148,8 @@ fn a_wrong_shape_names_the_module_the_shapes_and_the_line() {
     assert!(e.contains("inner: ") && e.contains("[1, 2, 2]") && e.contains("[1, 9, 2]"), "{e}");
 }
 
-/// A step that fails before it runs leaves everything as it was, and values that the program holds stay.
+/// A step that fails before it runs changes nothing. A parameter value to which the caller holds a handle
+/// keeps its contents after a step, because the step does not overwrite its memory.
 #[test]
 fn failed_steps_and_held_values_lose_nothing() {
     for b in halcyon_test::devices::devices("failed_steps_and_held_values_lose_nothing", Level::O2) {
@@ -162,7 +165,7 @@ fn failed_steps_and_held_values_lose_nothing() {
         let initial = model.0.weight.value();
         let values = initial.to_vec::<f32>().unwrap();
         step.run(&[&x]).unwrap();
-        assert_eq!(initial.to_vec::<f32>().unwrap(), values, "{}: the value that is held", b.id());
+        assert_eq!(initial.to_vec::<f32>().unwrap(), values, "{}: a value to which the test holds a handle", b.id());
         drop(initial);
         step.run(&[&x]).unwrap();
         let after = model.0.weight.value().to_vec::<f32>().unwrap();
@@ -172,7 +175,8 @@ fn failed_steps_and_held_values_lose_nothing() {
         assert_eq!(model.0.weight.value().to_vec::<f32>().unwrap(), after, "{}", b.id());
         step.run(&[&x]).unwrap();
         assert_eq!(model.1.num_batches_tracked.value().item::<i64>().unwrap(), 3);
-        // One plan that keeps the value held in the first step, and one for the others.
+        // One plan for the first step, which must not overwrite the weight that the test holds, and one for
+        // the later steps, which overwrite every old value.
         assert_eq!(step.plans(), 2);
         let before = b.cache_stats();
         step.run(&[&x]).unwrap();
@@ -305,7 +309,7 @@ fn initial_values_have_their_distribution() {
         (Init::XavierNormal { gain: 1.0 }, 0.0, (2.0f64 / (fan_in + fan_out)).sqrt()),
         (Init::KaimingUniform { gain: 1.5, fan: Fan::In }, 0.0, 1.5 / fan_in.sqrt()),
         (Init::KaimingNormal { gain: 1.0, fan: Fan::Out }, 0.0, 1.0 / fan_out.sqrt()),
-        // Of a standard normal between -1 and 1 the variance is 0.2911.
+        // A standard normal truncated to [-1, 1] has the variance 0.2911, so the standard deviation 0.5396.
         (Init::TruncNormal { mean: 0.0, std: 1.0, low: -1.0, high: 1.0 }, 0.0, 0.5396),
     ] {
         let (m, s) = moments(&of(init, &dims));

@@ -1,4 +1,4 @@
-//! Measures copies between page-locked host memory and the device.
+//! Measures copies between host memory, page-locked if the driver can lock it, and the device.
 
 use super::{Bench, part, rate};
 use crate::child_section::SectionArgs;

@@ -18,7 +18,7 @@ pub(super) struct Stages {
 }
 
 /// Walks the stages. Every value that a decision depends on is assumed to be zero, so sizes that depend on
-/// such a value are too small.
+/// such a value are usually too small.
 pub(super) fn stages(model: &Model, inputs: &[Datum]) -> Stages {
     let graphs = Rc::new(RefCell::new(vec![]));
     let mut s = Stages::default();
@@ -30,7 +30,8 @@ pub(super) fn stages(model: &Model, inputs: &[Datum]) -> Stages {
     s
 }
 
-/// An empty value of a type; symbolic sizes are 1.
+/// A placeholder of a type: zeros or empty strings, with 1 for symbolic sizes. Sequences, maps and optionals
+/// are empty.
 pub(super) fn empty(ty: &PortType) -> Result<Datum> {
     Ok(match ty {
         PortType::Tensor { dtype, shape } => {
@@ -64,7 +65,7 @@ struct DryRunEngine {
     graphs: Rc<RefCell<Vec<Graph>>>,
 }
 
-/// Limit in bytes on the zeros that a stage may request.
+/// Limit in bytes on one value of a dry run; a string counts as 64 bytes.
 pub(super) const ZEROS: usize = 1 << 28;
 
 impl Engine for DryRunEngine {
@@ -116,7 +117,8 @@ impl Engine for DryRunEngine {
         let dims = t.shape.dims()?;
         let n = dims.iter().try_fold(1usize, |a, d| a.checked_mul(*d)).filter(|n| t.dtype.bytes(*n) <= ZEROS);
         if n.is_none() {
-            return Err(Error::unsupported(format!("a stage that reads {t}"), "Give smaller inputs"));
+            let what = format!("a stage that reads {t}, more than {} MiB, in a dry run", ZEROS >> 20);
+            return Err(Error::unsupported(what, "Give smaller inputs"));
         }
         ConstData::splat(t.dtype, &dims, Scalar::I(0))
     }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// One row of the table.
 pub(crate) struct Item {
     pub name: String,
-    /// Operands and result, as text.
+    /// The operands as text; for a convolution also the kernel and the output channels.
     pub what: String,
     /// The type in which its products are computed.
     pub arithmetic: &'static str,
@@ -100,7 +100,7 @@ fn attention(causal: bool) -> Item {
     })
 }
 
-/// The `k` largest or smallest elements of every row in order, with their indices if requested.
+/// The elements of every row in order. With `k`, only the first `k`, and also their indices.
 fn sorted(g: &mut Graph, x: NodeId, descending: bool, k: Option<usize>) -> Result<Vec<NodeId>> {
     let order = g.argsort(x, 1, descending)?;
     let index = match k {
@@ -152,8 +152,8 @@ pub(crate) fn all() -> Vec<Item> {
     v
 }
 
-/// The operations that `--only` names. Each argument names the operation with this name, and all operations
-/// whose names begin with the argument and a dash.
+/// The operations that `--only` selects; all if it is not given. Each argument selects the operation whose
+/// name equals it, and all operations whose names begin with it and a dash.
 ///
 /// # Errors
 /// [`Error::Argument`] for an unknown name, with a list of all names.

@@ -32,7 +32,8 @@ functions_of_one! {
     }
 }
 
-/// Status codes besides success that a call in a memory query returns if it succeeds.
+/// In a memory query, a supported call returns one of these codes (the required size increased, or did not
+/// change) or `SUCCESS`.
 const INCREASED: Code = 9;
 const UNCHANGED: Code = 10;
 /// `rocblas_operation_none` and `rocblas_operation_transpose`.
@@ -77,7 +78,7 @@ pub(super) struct Api {
 /// The location of rocBLAS's kernels.
 const KERNELS: Kernels = Kernels { title: "rocBLAS", folder: "rocblas", variable: "ROCBLAS_TENSILE_LIBPATH" };
 
-/// Handles of the library on one device. Their workspace is set before each call.
+/// Handles of the library on one device. Their workspace is set before each product is enqueued.
 pub(super) struct RocBlas {
     api: &'static Api,
     handles: Mutex<Handles>,
@@ -89,7 +90,7 @@ pub(super) struct RocBlas {
 
 /// The handles, which are not thread-safe.
 struct Handles {
-    /// The handle for work outside of captures. Its stream is set before each call.
+    /// The handle for work outside of captures. Its stream is set before each product is enqueued.
     usual: Handle,
     /// The handle for captures, and the only stream that it is used with. Setting a stream queries the
     /// stream's state, which ROCm before 6.2 forbids during captures (rocBLAS #1432, #1438), so the stream is
@@ -120,7 +121,8 @@ impl RocBlas {
         let resolve = |lib: &libloading::Library, name: &str| {
             Ok(Api { f: Functions::resolve(lib, family.side)?, library: name.into() })
         };
-        // SAFETY: `open` requires names of the library `l`, whose functions `resolve` gets with their types.
+        // SAFETY: `open` requires that `names` are names of the library `l` and that loading them is sound.
+        // `resolve` gives each function the type that the library declares.
         let api = unsafe { family.first(&LOADED, names, l.title, l.fix, &resolve) }?;
         KERNELS.check(context, api.f.gemm as usize)?;
         let own = Memory::new(context, MIN_WORKSPACE).map_err(|code| Error::Driver {
@@ -342,8 +344,8 @@ impl KernelCall for Plan {
         blas.check("preparing a product", code)?;
         for [x, y, z] in &self.calls {
             let place = |base: Address, by: &isize| base.wrapping_add_signed(*by as i64);
-            // SAFETY: `enqueue` requires buffers that passed `SimtKernel::check`: the views lie in them, and
-            // the result overlaps with none. The handle is locked and live.
+            // SAFETY: `enqueue` requires buffers that passed `SimtKernel::check`: each view lies in its
+            // buffer, and the result does not overlap with any other buffer. The handle is locked and live.
             let code = unsafe { self.call(handle, place(at[0], x), place(at[1], y), place(at[2], z)) };
             blas.check("a product", code)?;
         }

@@ -90,12 +90,12 @@ half_storage!(f16 load_f16 |s: &[f16], d| s.convert_to_f32_slice(d), |s, d: &mut
 half_storage!(bf16 load_bf16 widen_bf16_best, narrow_bf16_best);
 
 fn widen_bf16_best(src: &[bf16], dst: &mut [f32]) {
-    // SAFETY: `Isa::best` returns a set that is available here.
+    // SAFETY: the function has no conditions.
     unsafe { widen_bf16(Isa::best(), src, dst) }
 }
 
 fn narrow_bf16_best(src: &[f32], dst: &mut [bf16]) {
-    // SAFETY: `Isa::best` returns a set that is available here.
+    // SAFETY: the function has no conditions.
     unsafe { narrow_bf16(Isa::best(), src, dst) }
 }
 
@@ -160,7 +160,7 @@ mod tests {
         let x: Vec<f32> = bits.map(f32::from_bits).collect();
         for isa in Isa::available() {
             let (mut y, mut z) = (vec![bf16::ZERO; x.len()], vec![0f32; x.len()]);
-            // SAFETY: `isa` is one of the available sets.
+            // SAFETY: the functions have no conditions.
             unsafe {
                 narrow_bf16(isa, &x, &mut y);
                 widen_bf16(isa, &y, &mut z);
