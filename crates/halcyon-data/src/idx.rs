@@ -17,7 +17,7 @@ const MAX_RATIO: usize = 1032;
 /// Bytes unpacked at a time.
 const UNPACK_CHUNK: usize = 1 << 18;
 /// The first two bytes of a gzip file (RFC 1952).
-const GZIP: &[u8] = &[0x1f, 0x8b];
+pub(crate) const GZIP: &[u8] = &[0x1f, 0x8b];
 
 /// The two parts of MNIST.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -130,8 +130,22 @@ pub enum Part {
     Second,
 }
 
+impl Kind {
+    /// The name in a description.
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Idx => "idx",
+            Kind::Csv => "csv",
+            Kind::Images => "images",
+            Kind::Text => "text",
+            Kind::Npz => "npz",
+            Kind::Safetensors => "safetensors",
+        }
+    }
+}
+
 impl DataSpec {
-    /// A description with the required keys of every kind.
+    /// A description with the keys that every kind requires.
     pub fn new(kind: Kind, path: impl Into<PathBuf>) -> DataSpec {
         DataSpec {
             kind,
@@ -188,7 +202,9 @@ impl DataSpec {
     fn check(&self) -> Result<()> {
         let unused = self.keys().into_iter().find(|(_, set, kinds)| *set && !kinds.contains(&self.kind));
         match unused {
-            Some((key, ..)) => Err(bad(format!("`{key}` has no effect on data of the kind {:?}", self.kind))),
+            Some((key, ..)) => {
+                Err(bad(format!("`{key}` has no effect on data of the kind {}", self.kind.name())))
+            }
             None => Ok(()),
         }
     }
@@ -207,7 +223,7 @@ fn bad(what: String) -> Error {
 pub fn open(spec: &DataSpec) -> Result<Arc<dyn Dataset>> {
     spec.check()?;
     let need = |name: &str, v: Option<usize>| {
-        v.ok_or_else(|| bad(format!("data of the kind {:?} needs `{name}`", spec.kind)))
+        v.ok_or_else(|| bad(format!("data of the kind {} needs `{name}`", spec.kind.name())))
     };
     let data = match spec.kind {
         Kind::Idx => open_idx(spec)?,
@@ -253,7 +269,7 @@ fn open_idx(spec: &DataSpec) -> Result<Arc<dyn Dataset>> {
         (None, Some(labels)) => idx::open(&spec.path, labels)?,
         (None, None) => {
             return Err(
-                bad("data of the kind Idx needs `split` for a folder, or `labels` for a file".into()),
+                bad("data of the kind idx needs `split` for a folder, or `labels` for a file".into()),
             );
         }
     };

@@ -73,7 +73,8 @@ pub fn read_csv(path: &Path, options: &CsvOptions) -> Result<Arrays> {
 /// # Errors
 /// [`Error::Format`] with the line and the column for a value that is missing or no finite f32, for a line
 /// with more or fewer values than the first, for a label that is none of the given classes, and for more than
-/// 65,536 classes; [`Error::Argument`] for options that do not fit the file.
+/// 65,536 classes; [`Error::Argument`] for options that do not fit the file; [`Error::Unsupported`] for a
+/// compressed file.
 pub fn parse_csv(content: &[u8], file: &str, options: &CsvOptions) -> Result<Arrays> {
     let mut table = Table::open(content, file, options)?;
     let plan = Plan::new(&table, options)?;
@@ -130,6 +131,9 @@ impl<'a> Table<'a> {
             let what = format!("{:?} cannot separate values; give one ASCII character", options.delimiter);
             Error::argument("csv", what)
         })?;
+        if content.starts_with(crate::idx::GZIP) {
+            return Err(Error::unsupported(format!("the compressed table {file}"), "Unpack it first"));
+        }
         // UTF-8's byte order mark.
         let content = content.strip_prefix(b"\xef\xbb\xbf").unwrap_or(content);
         let mut builder = ReaderBuilder::new();
@@ -446,6 +450,7 @@ mod tests {
     fn options_that_do_not_fit() {
         let table = "a,b\n1,2\n";
         assert!(fails("", &with("a")).contains("empty"));
+        assert!(matches!(parse_csv(b"\x1f\x8b", "t", &with("a")), Err(Error::Unsupported { .. })));
         assert!(fails("a,b\n", &with("a")).contains("no line of values"));
         assert!(fails("a,a\n1,2\n", &with("a")).contains("two columns are called 'a'"));
         assert!(fails(table, &with("z")).contains("has no column 'z'; it has a, b"));

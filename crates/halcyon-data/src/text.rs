@@ -6,6 +6,7 @@ use bytes::Bytes;
 use halcyon_formats::mmap;
 use halcyon_ir::{ConstData, DType, Error, Result};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -18,11 +19,12 @@ pub struct Vocabulary(Arc<[char]>);
 impl Vocabulary {
     /// The characters that occur in a text.
     pub fn of(text: &str) -> Vocabulary {
-        let mut seen = vec![false; char::MAX as usize + 1];
-        text.chars().for_each(|c| seen[c as usize] = true);
-        Vocabulary(
-            (0..=u32::from(char::MAX)).filter(|c| seen[*c as usize]).filter_map(char::from_u32).collect(),
-        )
+        let mut seen = BTreeSet::new();
+        // Not collected, which would sort a copy of the whole text.
+        for c in text.chars() {
+            seen.insert(c);
+        }
+        Vocabulary(seen.into_iter().collect())
     }
 
     /// The characters, in the order of their numbers.

@@ -3,4 +3,6 @@
 
 mod hostile;
 mod loader;
+#[cfg(feature = "images")]
+mod pictures;
 mod sources;
