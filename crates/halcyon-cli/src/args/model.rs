@@ -114,6 +114,10 @@ pub(crate) struct FitArgs {
     /// other dimension of the same name
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 31))]
     pub batch: Option<u64>,
+    /// The memory of training instead of running: parameters, gradients, the state of Adam, and activations,
+    /// kept or computed again
+    #[arg(long)]
+    pub train: bool,
     #[command(flatten)]
     pub backend: BackendArgs,
     /// Prints one JSON object
@@ -127,9 +131,14 @@ alone (NAME=8x3x224x224); those that are not given have the declared sizes, with
 fits and 5 if not. `halcyon run --json` reports the measured figures under \"memory\". The figures of `fit` are exact for the \
 device; for anonymous memory they leave out scratch that kernels of the CPU keep for themselves (some MiB).
 
+With --train every float initialiser with more than one element is a parameter, and the loss is a mean of the outputs. \
+Activations can be computed again for the gradients, which takes up to a third more time; the figure is that of the division of \
+the forward that takes the least.
+
 Examples:
   halcyon fit models/digits.onnx --batch 1000
   halcyon fit models/digits.onnx --input image=64x1x8x8 --backend cpu --json
+  halcyon fit models/digits.onnx --train --batch 64
   halcyon fit models/digits.onnx --memory-limit 2G";
 
 #[derive(Args, Debug)]

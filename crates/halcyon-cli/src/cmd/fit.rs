@@ -1,6 +1,6 @@
 //! `halcyon fit`: the memory that a model needs according to its plan, and the largest batch that fits.
 
-use super::{backend_json, backend_text, dry_run, tags_json};
+use super::{backend_json, backend_text, dry_run, fit_train, tags_json};
 use crate::args::{FitArgs, InputArgs};
 use crate::report::{self, Progress, size, table};
 use crate::source::{self, PendingInput};
@@ -58,6 +58,9 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
             "--batch",
             format!("the model fixes the first dimension of each input; its inputs are {all}"),
         ));
+    }
+    if a.train {
+        return ask.training(a, batch);
     }
     let made = ask.make(batch)?;
     if let Some(w) = &watch {
@@ -235,19 +238,80 @@ impl FitRequest<'_> {
         Ok(all)
     }
 
-    fn make(&self, batch: Option<usize>) -> Result<FitResult> {
-        if let Some(p) = self.ports.iter().find(|p| !matches!(p.ty, PortType::Tensor { .. })) {
-            return self.staged(batch, format!("'{}' is {}", p.name, p.ty.kind()));
+    /// Prints what training takes.
+    fn training(&self, a: &FitArgs, batch: Option<usize>) -> Result<u8> {
+        let now = self.batch(batch);
+        let (needs, count) = self.training_needs(batch)?;
+        let largest = match (now, self.room.free) {
+            (None, _) => Err("the model fixes the first dimension of its inputs".into()),
+            (_, None) => Err("the free memory of the device is not known".into()),
+            (Some(_), Some(free)) => {
+                Ok(fit_train::largest(free, &|n| self.training_needs(Some(n)).map(|(needs, _)| needs))?)
+            }
+        };
+        let (backend, free) = (self.backend.id().to_string(), self.room.free);
+        let fits = free.is_none_or(|free| needs.recomputed.total() <= free);
+        let r = fit_train::Report { backend, count, batch: now, needs, free, largest };
+        match a.json {
+            true => {
+                let mut v = json!({
+                    "model": report::path(&a.model), "backend": backend_json(self.backend), "fits": fits,
+                });
+                v["training"] = r.json();
+                report::print_json(&v)?;
+            }
+            false => {
+                let mut out = format!("model    {}\n", report::path_text(&a.model));
+                out += &backend_text(self.backend);
+                out += &r.text();
+                // Writing to a string cannot fail.
+                let _ = writeln!(out, "memory   {}", room_text(&self.room, self.backend));
+                report::print(&out)?;
+            }
         }
+        // As for an inference plan that does not fit.
+        Ok(if fits { 0 } else { 5 })
+    }
+
+    fn training_needs(&self, batch: Option<usize>) -> Result<(fit_train::Needs, u64)> {
         let sizes = self.sizes(batch)?;
+        let g = match self.outcome(&sizes)? {
+            Ok(g) => g,
+            Err(why) => {
+                let what = format!("the memory of training a model that is not a single graph: {why}");
+                return Err(Error::unsupported(what, "Give the inputs' sizes with --input"));
+            }
+        };
+        let shapes: Vec<Shape> = sizes.iter().map(|(_, d)| d.as_slice().into()).collect();
+        let graph = g.graph.bind(&g.graph.solve(&shapes)?)?;
+        let bytes: Vec<usize> = sizes.iter().map(|(t, d)| t.bytes(d.iter().product())).collect();
+        fit_train::needs(self.backend, &graph, &bytes)
+    }
+
+    fn make(&self, batch: Option<usize>) -> Result<FitResult> {
+        let sizes = match self.ports.iter().find(|p| !matches!(p.ty, PortType::Tensor { .. })) {
+            None => self.sizes(batch)?,
+            Some(p) => return self.staged(batch, format!("'{}' is {}", p.name, p.ty.kind())),
+        };
+        match self.outcome(&sizes)? {
+            Err(why) => self.staged(batch, why),
+            Ok(g) => self.planned(g, sizes).map(|p| FitResult::Whole(Box::new(p))),
+        }
+    }
+
+    /// The model's graph for inputs of these sizes, or why it is not a single graph.
+    fn outcome(&self, sizes: &[(DType, Vec<usize>)]) -> Result<std::result::Result<Imported, String>> {
+        if let Some(p) = self.ports.iter().find(|p| !matches!(p.ty, PortType::Tensor { .. })) {
+            return Ok(Err(format!("'{}' is {}", p.name, p.ty.kind())));
+        }
         let shapes: Vec<(&str, Shape)> = self
             .wanted
             .iter()
-            .zip(&sizes)
+            .zip(sizes)
             .map(|(w, (_, d))| (w.name.as_str(), d.as_slice().into()))
             .collect();
         let mut values: Vec<(&str, ConstData)> = vec![];
-        for (w, (_, dims)) in self.wanted.iter().zip(&sizes) {
+        for (w, (_, dims)) in self.wanted.iter().zip(sizes) {
             // A value of another size than requested cannot be used.
             if let Some(v) = w.small(MAX_SHAPE_INPUT)?
                 && v.dims.as_slice() == dims.as_slice()
@@ -255,10 +319,10 @@ impl FitRequest<'_> {
                 values.push((w.name.as_str(), v));
             }
         }
-        match self.model.outcome(&shapes, &values)? {
-            Outcome::Staged(why) => self.staged(batch, why),
-            Outcome::Graph(g) => self.planned(*g, sizes).map(|p| FitResult::Whole(Box::new(p))),
-        }
+        Ok(match self.model.outcome(&shapes, &values)? {
+            Outcome::Staged(why) => Err(why),
+            Outcome::Graph(g) => Ok(*g),
+        })
     }
 
     /// Plans like `Session::prepare`, without the work on the device.
@@ -498,6 +562,19 @@ fn fit_json(f: &Fit, p: &Plan) -> Value {
     })
 }
 
+fn room_text(r: &AvailableMemory, b: &Backend) -> String {
+    let of = |free: Option<u64>, total: Option<u64>| match (free, total) {
+        (Some(f), Some(t)) => format!("{} free of {}", size(f), size(t)),
+        (Some(f), None) => format!("{} free", size(f)),
+        _ => "not known".into(),
+    };
+    let host = match r.host {
+        Some((f, t)) if !r.shared => format!(", host {}", of(Some(f), Some(t))),
+        _ => String::new(),
+    };
+    format!("{}{}{host}", of(r.free, r.total), b.device().unknown_free())
+}
+
 impl Report<'_> {
     fn text(&self) -> String {
         let mut out = format!("model    {}\n", report::path_text(&self.a.model));
@@ -509,21 +586,6 @@ impl Report<'_> {
             FitResult::Staged(s) => self.staged_text(s, &mut out),
         }
         out
-    }
-
-    fn room_text(&self) -> String {
-        let r = &self.ask.room;
-        let of = |free: Option<u64>, total: Option<u64>| match (free, total) {
-            (Some(f), Some(t)) => format!("{} free of {}", size(f), size(t)),
-            (Some(f), None) => format!("{} free", size(f)),
-            _ => "not known".into(),
-        };
-        let host = match r.host {
-            Some((f, t)) if !r.shared => format!(", host {}", of(Some(f), Some(t))),
-            _ => String::new(),
-        };
-        let told = self.ask.backend.device().unknown_free();
-        format!("{}{told}{host}", of(r.free, r.total))
     }
 
     fn whole_text(&self, p: &Planned, out: &mut String) {
@@ -576,7 +638,7 @@ impl Report<'_> {
         };
         rows.push(row("", self.ask.anonymous(p), what.into()));
         *out += &table(&rows);
-        let _ = writeln!(out, "memory   {}", self.room_text());
+        let _ = writeln!(out, "memory   {}", room_text(&self.ask.room, self.ask.backend));
         let _ = writeln!(out, "fits     {}", if self.refused.is_none() { "yes" } else { "no" });
         match &self.largest {
             Err(why) => {
@@ -637,7 +699,7 @@ impl Report<'_> {
         if let Some(why) = &s.stopped {
             let _ = writeln!(out, "the later stages are not known: {}", why.replace('\n', " "));
         }
-        let _ = writeln!(out, "memory   {}", self.room_text());
+        let _ = writeln!(out, "memory   {}", room_text(&self.ask.room, self.ask.backend));
     }
 
     fn json(&self) -> Value {

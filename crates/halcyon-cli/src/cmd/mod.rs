@@ -8,6 +8,7 @@ pub(crate) mod doctor;
 mod dry_run;
 pub(crate) mod export;
 pub(crate) mod fit;
+mod fit_train;
 pub(crate) mod help;
 pub(crate) mod inspect;
 pub(crate) mod optimize;

@@ -256,6 +256,11 @@ impl Lowerer<'_> {
         if reduced == 0 && self.as_epilogue(root, &chain)? {
             return Ok(());
         }
+        let in_place = self.overwritten(root, &chain);
+        let chain = match in_place {
+            Some(k) => chain.reading_first(k),
+            None => chain,
+        };
         let Chain { fused: f, sources, inputs, nodes, name, .. } = chain;
         let bytes = self.plan.buffers[buffer.0 as usize].bytes;
         let dtype = self.g.dtype(root);
@@ -264,8 +269,16 @@ impl Lowerer<'_> {
         buffers.push(buffer);
         let call = LibraryCall {
             precision: self.options.precision,
+            in_place: in_place.is_some(),
             ..LibraryCall::new(Work::Fused(&f), &inputs, &outputs)
         };
+        let first = in_place.and_then(|_| sources.first()).map(|s| &self.g.node(*s).op);
+        if let Some(Op::Input(k)) = first {
+            self.compute_readers(buffers[0])?;
+            self.plan.buffers[buffer.0 as usize].storage = Storage::Input(*k);
+            self.overwriting.insert(buffer);
+            self.in_place += 1;
+        }
         let (work, tunable) = match self.cache.library(&call) {
             Ok(k) => (StepWork::Library(k), None),
             Err(_) => {
@@ -404,7 +417,51 @@ struct Chain {
     name: String,
 }
 
+impl Chain {
+    /// The chain with source `k` as the first.
+    fn reading_first(mut self, k: usize) -> Chain {
+        self.sources.swap(0, k);
+        self.inputs.swap(0, k);
+        let mut f = (*self.fused).clone();
+        for l in &mut f.loads {
+            l.input = match l.input as usize {
+                n if n == k => 0,
+                0 => k as u32,
+                n => n as u32,
+            };
+        }
+        self.fused = Arc::new(f);
+        self
+    }
+}
+
 impl Lowerer<'_> {
+    /// The source whose memory the result of a chain takes over: a donated input of the same type that the
+    /// chain reads element by element as it writes, and that nothing reads later. The result must be an
+    /// output of the graph. So an optimizer's step writes parameters and moments in place.
+    fn overwritten(&self, root: NodeId, chain: &Chain) -> Option<usize> {
+        let f = &chain.fused;
+        let [out] = f.outs.as_slice() else { return None };
+        let output = self.g.outputs().iter().any(|o| o.node == root);
+        if !self.options.passes.does(IN_PLACE) || !self.is_expr(root) || f.reduced > 0 || !output {
+            return None;
+        }
+        let free = |s: NodeId| {
+            let Op::Input(k) = self.g.node(s).op else { return false };
+            let donated = self.options.donated.get(k as usize).copied().unwrap_or(false);
+            let taken = |b: &BufId| self.plan.buffers[b.0 as usize].storage == Storage::Input(k);
+            donated
+                && self.g.ty(s) == self.g.ty(root)
+                && self.last_read[s.index()] <= root.0
+                && !self.overwriting.iter().any(taken)
+        };
+        let same = |k: usize| {
+            let mut loads = f.loads.iter().filter(|l| l.input as usize == k);
+            loads.all(|l| l.view == out.view && l.dtype == out.dtype && l.fill.is_none())
+        };
+        (0..chain.sources.len()).find(|k| free(chain.sources[*k]) && same(*k))
+    }
+
     /// Computes the products in `waiting`, which were postponed until the chain that reads them was known. If
     /// the kernel of one of them applies the chain, one step at the chain's place in the plan computes both.
     /// The steps of the other products get the places of these products. The products are tried from the last

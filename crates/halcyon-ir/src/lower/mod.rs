@@ -291,6 +291,8 @@ struct Lowerer<'a> {
     /// it, in node order. The last step is not known until the end, so in-place decisions use node order.
     last_read: Vec<u32>,
     in_place: usize,
+    /// Buffers of outputs that are the memory of donated inputs.
+    overwriting: HashSet<BufId>,
     /// For each base: the first root whose step reads it.
     first_read: Vec<u32>,
     /// Products that are computed together with the chain that reads them, because the chain may become their
@@ -348,6 +350,7 @@ impl<'a> Lowerer<'a> {
             plan: Plan { args: g.args().to_vec(), ..Plan::default() },
             last_read: vec![0; n],
             in_place: 0,
+            overwriting: HashSet::new(),
             first_read: vec![u32::MAX; n],
             waiting: BTreeSet::new(),
             epilogues: 0,
@@ -378,6 +381,7 @@ impl<'a> Lowerer<'a> {
             let mut b = self.buffer_of(*id)?;
             // An output that is an unchanged input or constant, or that is listed twice, is copied.
             let own = matches!(self.plan.buffers[b.0 as usize].storage, Storage::Slot(_))
+                || self.overwriting.contains(&b)
                 || self.updated_in_place(*id);
             if !own || taken.contains(&b) {
                 let p = BufferView { base: *id, view: View::dense(&self.dims[id.index()]), fill: None };

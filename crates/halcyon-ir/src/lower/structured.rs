@@ -97,7 +97,7 @@ impl Lowerer<'_> {
     }
 
     /// Computes the postponed products that read this buffer, because it is about to be overwritten.
-    fn compute_readers(&mut self, buffer: BufId) -> Result<()> {
+    pub(super) fn compute_readers(&mut self, buffer: BufId) -> Result<()> {
         let in_buffer = |p: BufferView| self.buffer[p.base.index()] == Some(buffer);
         let reads =
             |id: &NodeId| self.g.node(*id).inputs.iter().any(|x| self.placement(*x).is_some_and(in_buffer));

@@ -1,0 +1,286 @@
+//! `halcyon fit --train`: the memory that training a model takes, with and without computing activations
+//! again, and the largest batch that fits.
+
+use crate::report::{size, table};
+use halcyon::hal::Tag;
+use halcyon::ir::composite::CompositeKind;
+use halcyon::ir::grad::gradients;
+use halcyon::ir::graph::NodeId;
+use halcyon::ir::lower::{LowerOptions, lower};
+use halcyon::ir::passes::inline::inline_composites;
+use halcyon::ir::passes::rebuild::Rebuild;
+use halcyon::ir::{Graph, Op};
+use halcyon::{Backend, DType, Error, Fit, Result, Shape};
+use serde_json::{Value, json};
+use std::fmt::Write;
+
+/// The numbers of parts into which the forward is divided, of which the one that takes the least is reported.
+const PARTS: [usize; 6] = [2, 4, 8, 16, 32, 64];
+/// Largest batch that is tried.
+const MAX_BATCH: usize = 1 << 24;
+
+/// The memory of one training step of a plan, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct TrainFit {
+    pub(crate) parameters: u64,
+    pub(crate) gradients: u64,
+    /// The two moments of Adam for each parameter.
+    pub(crate) optimizer: u64,
+    /// Scratch without gradients.
+    pub(crate) activations: u64,
+    /// Batch, results and constants.
+    pub(crate) others: u64,
+    /// The parts into which the forward is divided; 1 if nothing is computed twice.
+    pub(crate) parts: usize,
+}
+
+impl TrainFit {
+    pub(crate) fn total(&self) -> u64 {
+        let all = [self.parameters, self.gradients, self.optimizer, self.activations, self.others];
+        all.into_iter().fold(0, u64::saturating_add)
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "activations": self.activations, "others": self.others, "total": self.total(), "parts": self.parts,
+        })
+    }
+}
+
+/// The needs of a batch: as it is, and with activations computed again.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Needs {
+    pub(crate) plain: TrainFit,
+    pub(crate) recomputed: TrainFit,
+}
+
+/// A largest batch; `None` if not even 1 fits.
+pub(crate) type Largest = Option<usize>;
+
+/// The answer of `fit --train`.
+pub(crate) struct Report {
+    pub(crate) backend: String,
+    pub(crate) count: u64,
+    pub(crate) batch: Option<usize>,
+    pub(crate) needs: Needs,
+    pub(crate) free: Option<u64>,
+    /// Largest batches as it is and with activations computed again; `Err` gives the reason why they were not
+    /// searched.
+    pub(crate) largest: Result<[Largest; 2], String>,
+}
+
+/// A constant becomes a parameter if it is a float with more than one element.
+fn trained(op: &Op) -> bool {
+    matches!(op, Op::Const(c) if c.dtype.is_float() && c.dtype.is_native() && c.numel() > 1)
+}
+
+/// The graph with its parameters as further inputs, and a scalar loss: the sum of the means of its float
+/// outputs. Composites that have no gradient rule of their own are replaced by their bodies.
+fn with_loss(g: &Graph) -> Result<(Graph, Vec<NodeId>, NodeId)> {
+    // A plan for training differentiates what the passes find later, so recognised composites stay.
+    let (g, _) = inline_composites(g, &|c| c.kind != CompositeKind::BatchNorm)?;
+    let live = Rebuild::live(&g);
+    let mut r = Rebuild::new(&g);
+    let mut params = vec![];
+    for id in g.ids().filter(|i| live[i.index()]) {
+        let n = g.node(id);
+        match trained(&n.op) {
+            true => {
+                r.new.span = n.span.clone();
+                let p = r.new.input("", n.ty.clone());
+                r.set(id, p);
+                params.push(p);
+            }
+            false => {
+                r.copy(id)?;
+            }
+        }
+    }
+    if params.is_empty() {
+        let what = "training a model without parameters";
+        return Err(Error::unsupported(what, "Its float initialisers with more than one element are trained"));
+    }
+    let (mut new, _) = r.finish()?;
+    let outputs: Vec<NodeId> = new.outputs().iter().map(|o| o.node).collect();
+    let mut loss: Option<NodeId> = None;
+    for y in outputs.into_iter().filter(|y| g_is_float(&new, *y)) {
+        let wide = new.cast(y, DType::F32)?;
+        let axes: Vec<usize> = (0..new.shape(wide).rank()).collect();
+        let mean = new.mean(wide, &axes, false)?;
+        loss = Some(match loss {
+            Some(sum) => new.add(sum, mean)?,
+            None => mean,
+        });
+    }
+    let loss = loss.ok_or_else(|| {
+        Error::unsupported("training a model without a float output", "Choose a model with one")
+    })?;
+    Ok((new, params, loss))
+}
+
+fn g_is_float(g: &Graph, y: NodeId) -> bool {
+    g.dtype(y).is_float()
+}
+
+/// The training step of a graph with its forward in `parts` parts: its outputs are the loss, and the new
+/// parameters and moments of Adam. Returns also which inputs it may overwrite.
+fn step(forward: &Graph, params: &[NodeId], loss: NodeId, parts: usize) -> Result<(Graph, Vec<bool>)> {
+    let mut g = forward.clone();
+    g.set_outputs(vec![]);
+    g.output("loss", loss);
+    let (mut g, new) = match parts {
+        1 => (g.clone(), g.ids().collect()),
+        _ => g.checkpoint_ranges(&g.even_ranges(parts))?,
+    };
+    let own: Vec<NodeId> = params.iter().map(|p| new[p.index()]).collect();
+    let loss = new[loss.index()];
+    let inputs = g.inputs().len();
+    let mut donated = vec![false; inputs];
+    for p in &own {
+        if let Op::Input(k) = g.node(*p).op {
+            donated[k as usize] = true;
+        }
+    }
+    let grads = gradients(&mut g, loss, &own, None)?;
+    let rate = g.arg(DType::F32);
+    let mut results = vec![];
+    for (p, grad) in own.iter().zip(grads) {
+        // Parameters that the loss does not depend on stay.
+        let Some(grad) = grad else { continue };
+        let ty = g.ty(*p).clone();
+        let (m, v) = (g.input("m", ty.clone()), g.input("v", ty.clone()));
+        donated.extend([true, true]);
+        let blend = |g: &mut Graph, old: NodeId, new: NodeId, by: f64| -> Result<NodeId> {
+            let (d, k) = (g.sub(new, old)?, g.lit(old, by));
+            let d = g.mul(d, k)?;
+            g.add(old, d)
+        };
+        let m = blend(&mut g, m, grad, 0.1)?;
+        let square = g.mul(grad, grad)?;
+        let v = blend(&mut g, v, square, 0.001)?;
+        let root = g.sqrt(v)?;
+        let eps = g.lit(root, 1e-8);
+        let divisor = g.add(root, eps)?;
+        let by = g.div(m, divisor)?;
+        let rate = g.cast(rate, ty.dtype)?;
+        let by = g.mul(by, rate)?;
+        results.extend([g.sub(*p, by)?, m, v]);
+    }
+    results.iter().for_each(|r| g.output("", *r));
+    Ok((g, donated))
+}
+
+/// The needs of a graph without symbols.
+pub(crate) fn needs(b: &Backend, graph: &Graph, input_bytes: &[usize]) -> Result<(Needs, u64)> {
+    let (forward, params, loss) = with_loss(graph)?;
+    let bytes: Vec<usize> =
+        params.iter().map(|p| Ok(forward.dtype(*p).bytes(numel(forward.shape(*p))?))).collect::<Result<_>>()?;
+    let count = params.iter().map(|p| Ok(numel(forward.shape(*p))? as u64)).sum::<Result<u64>>()?;
+    let d = &**b.device();
+    let stored: u64 = bytes.iter().map(|n| d.footprint(*n, Tag::Weights) as u64).fold(0, u64::saturating_add);
+    let gradients: u64 = bytes.iter().fold(0, |n, b| n.saturating_add(*b as u64));
+    let of = |parts: usize| -> Result<TrainFit> {
+        let (g, donated) = step(&forward, &params, loss, parts)?;
+        let plan = lower(&g, d.as_target(), &LowerOptions { donated, ..b.lower_options() })?;
+        let fit = Fit::of(d, &plan, input_bytes);
+        let scratch = fit.activations.saturating_add(fit.workspace);
+        let others = [fit.inputs, fit.outputs, fit.weights, fit.packed, fit.weights_in_place];
+        Ok(TrainFit {
+            parameters: stored,
+            gradients: gradients.min(scratch),
+            optimizer: stored.saturating_mul(2),
+            activations: scratch.saturating_sub(gradients),
+            others: others.into_iter().fold(0, u64::saturating_add),
+            parts,
+        })
+    };
+    let plain = of(1)?;
+    let mut recomputed = plain;
+    for parts in PARTS {
+        let now = of(parts)?;
+        if now.total() < recomputed.total() {
+            recomputed = now;
+        }
+    }
+    Ok((Needs { plain, recomputed }, count))
+}
+
+fn numel(s: &Shape) -> Result<usize> {
+    Ok(s.dims()?.iter().product())
+}
+
+/// The largest batches for which the need, as it is and with activations computed again, is at most `free`.
+/// `of` gives the needs of a batch. Assumes that if a batch does not fit, no larger batch does.
+pub(crate) fn largest(free: u64, of: &dyn Fn(usize) -> Result<Needs>) -> Result<[Largest; 2]> {
+    let one = |total: fn(&Needs) -> u64| -> Result<Largest> {
+        let fits = |n: usize| Ok::<bool, Error>(total(&of(n)?) <= free);
+        let (mut low, mut high) = (0, 1);
+        while high <= MAX_BATCH && fits(high)? {
+            (low, high) = (high, high * 2);
+        }
+        while high - low > 1 {
+            let mid = low + (high - low) / 2;
+            if fits(mid)? { low = mid } else { high = mid }
+        }
+        Ok((low > 0).then_some(low))
+    };
+    Ok([one(|n| n.plain.total())?, one(|n| n.recomputed.total())?])
+}
+
+impl Report {
+    pub(crate) fn text(&self) -> String {
+        let (p, r) = (&self.needs.plain, &self.needs.recomputed);
+        let mut out = String::new();
+        // Writing to a string cannot fail.
+        if let Some(n) = self.batch {
+            let _ = writeln!(out, "batch    {n}");
+        }
+        let row = |what: &str, bytes: u64, note: String| vec![what.to_string(), size(bytes), note];
+        let again = match r.parts {
+            1 => "computing them again takes no less".to_string(),
+            n => format!("and {} if {n} parts of the forward are computed again", size(r.activations)),
+        };
+        out += &table(&[
+            row("parameters", p.parameters, format!("{} numbers", self.count)),
+            row("gradients", p.gradients, "as large as the parameters".into()),
+            row("optimizer", p.optimizer, "Adam: two moments for each parameter".into()),
+            row("activations", p.activations, again),
+            row("others", p.others, "the batch, the results and constants".into()),
+            row("total", p.total(), format!("on {}, {} with parts computed again", self.backend, size(r.total()))),
+        ]);
+        match &self.largest {
+            Err(why) => {
+                let _ = writeln!(out, "largest batch: not searched, since {why}");
+            }
+            Ok(found) => {
+                for (what, n) in ["", " with parts computed again"].into_iter().zip(found) {
+                    let _ = match n {
+                        Some(n) => writeln!(out, "largest batch{what}: {n}"),
+                        None => writeln!(out, "largest batch{what}: not even 1 fits"),
+                    };
+                }
+            }
+        }
+        out
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        let (p, r) = (&self.needs.plain, &self.needs.recomputed);
+        let mut v = json!({
+            "parameters": { "count": self.count, "bytes": p.parameters },
+            "gradients": p.gradients,
+            "optimizer": { "name": "adam", "bytes": p.optimizer },
+            "plain": p.json(),
+            "recomputed": r.json(),
+            "batch": self.batch,
+            "free": self.free,
+        });
+        match &self.largest {
+            Ok([plain, recomputed]) => {
+                v["largest_batch"] = json!({ "plain": plain, "recomputed": recomputed });
+            }
+            Err(why) => v["no_largest_batch_because"] = json!(why),
+        }
+        v
+    }
+}
