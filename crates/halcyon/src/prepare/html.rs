@@ -232,7 +232,7 @@ fn memory_section(r: &OptimizationReport) -> String {
     let both = |name: &str, before: u64, after: u64| {
         [bar(format!("{name}, O0"), before, BEFORE), bar(format!("{name}, optimised"), after, AFTER)]
     };
-    let mut all: Vec<Bar> = both("all", m.memory_before_bytes, m.memory_after_bytes).into();
+    let mut all: Vec<Bar> = both("on the device in all", m.memory_before_bytes, m.memory_after_bytes).into();
     r.memory.iter().for_each(|p| all.extend(both(&p.name, p.before, p.after)));
     format!("<h2>Memory of a run</h2>\n{}", chart("memory of a run", &all, None))
 }

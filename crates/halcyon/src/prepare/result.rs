@@ -164,11 +164,11 @@ impl fmt::Display for OptimizationReport {
         write!(f, "{}", self.result)?;
         for r in &self.receipts {
             let gain = r.gain.map_or("gain not measured".into(), |g| format!("{g:.3}x"));
-            writeln!(f, "receipt  {}: applied {} times, {gain}", r.transformation, r.count)?;
+            writeln!(f, "receipt  {} × {}: {gain}", r.count, r.transformation)?;
         }
         for (when, ops) in [("before", &self.ops_before), ("after", &self.ops_after)] {
             for o in ops.iter().flatten() {
-                writeln!(f, "{when:8} {} in {} steps of {}", time(o.time_ms), o.steps, one_line(&o.op))?;
+                writeln!(f, "{when:8} {:>9}  {} × {}", time(o.time_ms), o.steps, one_line(&o.op))?;
             }
         }
         match &self.no_ops {
