@@ -64,8 +64,8 @@ fn dequantize() -> Row {
 
 fn quantized_matmul() -> Row {
     let product = |g: &mut Graph, x: &[NodeId]| g.quantized_matmul(x[0], x[1], x[2], x.get(3).copied());
-    let codes = |n, k| x([n, k / 2]).of(DType::U8).fill(Fill::Bits);
-    let part = |n, k| x([n, k / 32]).range(-0.5, 0.5);
+    let codes = |n: usize, k: usize| x([n, k / 2]).of(DType::U8).fill(Fill::Bits);
+    let part = |n: usize, k: usize| x([n, k / 32]).range(-0.5, 0.5);
     row(
         CompositeKind::QuantizedMatmul,
         f32s(),
