@@ -148,7 +148,10 @@ fn exit_codes_and_messages() {
     halcyon(&seven(&["--device", "0"])).fails(2, &["--backend"]);
     halcyon(&seven(&["--labels", ".gitignore", "--top-k", "1"])).fails(2, &["10 classes"]);
     // Exit code 3: not supported.
-    halcyon(&seven(&["--level", "O3"])).fails(3, &["O3", "Use O0, O1 or O2"]);
+    let o3 = ["--level", "O3", "--max-error", "1e-9"];
+    halcyon(&seven(&o3)).fails(3, &["the measured error is", "Raise the bound"]);
+    halcyon(&["trace", "models/digits.onnx", "--level", "O3"]).fails(3, &["O3", "optimize"]);
+    halcyon(&seven(&["--max-error", "0.1"])).fails(2, &["--max-error", "--level O3"]);
     // Exit code 4: not available.
     halcyon(&seven(&["--backend", "cuda"])).fails(4, &["cuda"]);
     halcyon(&seven(&["--backend", "cpu", "--device", "9"])).fails(4, &["no device 9", "cpu:0"]);
@@ -161,7 +164,7 @@ fn exit_codes_and_messages() {
 #[test]
 fn errors_are_json_where_json_is_asked_for() {
     for (args, code, kind) in [
-        (seven(&["--json", "--level", "O3"]), 3, "Unsupported"),
+        (seven(&["--json", "--level", "O3", "--max-error", "1e-9"]), 3, "Unsupported"),
         (seven(&["--json", "--backend", "metal"]), 4, "Unavailable"),
         (seven(&["--json", "--no-such-option"]), 2, "Usage"),
         (vec!["run", "gone.onnx", "--json"], 1, "Io"),

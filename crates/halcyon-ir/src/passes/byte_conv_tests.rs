@@ -30,7 +30,7 @@ const PLAIN: Case = Case { image: DType::U8, zero: 0, weights: DType::I8, channe
 
 fn build(c: &Case) -> (Graph, Vec<ConstData>) {
     let (mut g, n) = (Graph::new(), c.channels);
-    let x = g.input("x", TensorType::new(c.image, &[1, n, 4, 3]));
+    let x = g.input("x", TensorType::new(c.image, [1, n, 4, 3]));
     let s = g.constant(ConstData::from_slice(&[], &[0.03f32]).unwrap());
     let zero = g.constant(ConstData::splat(c.image, &[], Scalar::I(c.zero)).unwrap());
     let x = g.dequantize(x, s, Some(zero), None).unwrap();

@@ -2,6 +2,7 @@
 
 use super::{QuantizeOptions, WeightType};
 use halcyon_ir::ops::quantize::WEIGHT_BLOCK;
+use halcyon_ir::passes::byte_conv::BLOCK;
 use halcyon_ir::{ConstData, DType, Graph, NodeId, Op};
 
 /// Products with fewer weights than this stay as they are: there is nothing to gain.
@@ -45,7 +46,16 @@ impl Layer {
             (WeightType::Int8, Kind::Conv) if self.groups > 1 => {
                 return Err(format!("a convolution of {} groups is not faster in bytes", self.groups));
             }
-            (WeightType::Int8, _) => {}
+            (WeightType::Int8, Kind::Conv) => {
+                let (o, i) = (self.dims[0], self.dims[1]);
+                if !o.is_multiple_of(BLOCK) || !i.is_multiple_of(BLOCK) || self.dims.len() != 4 {
+                    let what = format!(
+                        "{i} to {o} channels do not fill blocks of {BLOCK}, so no kernel takes bytes"
+                    );
+                    return Err(what);
+                }
+            }
+            (WeightType::Int8, Kind::Product) => {}
             (_, Kind::Conv) => return Err(format!("convolutions have no form in {}", options.weights)),
             (WeightType::Int4 | WeightType::Int4Min, Kind::Product) => {
                 if !self.dims[0].is_multiple_of(WEIGHT_BLOCK) {

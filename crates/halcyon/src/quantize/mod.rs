@@ -16,7 +16,7 @@
 //! # fn main() -> halcyon::Result<()> {
 //! let backend = Backend::cpu()?;
 //! let mut g = Graph::new();
-//! let x = g.input("x", TensorType::new(DType::F32, &[4, 64]));
+//! let x = g.input("x", TensorType::new(DType::F32, [4usize, 64]));
 //! let weights: Vec<f32> = (0..64 * 32).map(|i| ((i * 37 % 101) as f32 - 50.0) / 100.0).collect();
 //! let w = g.constant(ConstData::from_slice(&[64, 32], &weights)?);
 //! let y = g.matmul(x, w)?;

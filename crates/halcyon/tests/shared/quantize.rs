@@ -24,7 +24,7 @@ fn data(rng: &mut Rng, dims: &[usize], by: f32) -> ConstData {
 /// pooling and a product.
 fn images(rng: &mut Rng) -> Graph {
     let mut g = Graph::new();
-    let x = g.input("image", TensorType::new(DType::F32, &[2, 64, 9, 7]));
+    let x = g.input("image", TensorType::new(DType::F32, [2, 64, 9, 7]));
     let conv = |g: &mut Graph, rng: &mut Rng, x: NodeId, [i, o, k]: [usize; 3], stride: usize| {
         let w = g.constant(data(rng, &[o, i, k, k], (2.0 / (i * k * k) as f32).sqrt() * 1.7));
         let mut attrs = Conv::new(2);
@@ -53,7 +53,7 @@ fn images(rng: &mut Rng) -> Graph {
 /// Rows of 64 values through two products.
 fn rows(rng: &mut Rng) -> Graph {
     let mut g = Graph::new();
-    let x = g.input("x", TensorType::new(DType::F32, &[6, 64]));
+    let x = g.input("x", TensorType::new(DType::F32, [6, 64]));
     let w = g.constant(data(rng, &[64, 96], 0.2));
     let y = g.matmul(x, w).unwrap();
     let y = g.gelu(y).unwrap();
@@ -229,7 +229,7 @@ fn bad_options_and_graphs_are_refused() {
     let o = QuantizeOptions { weight_bits: Some(6), ..within(0.5) };
     assert!(refused(&g, &[], &held, &o).contains("weight_bits"));
     let mut none = Graph::new();
-    let x = none.input("x", TensorType::new(DType::F32, &[6, 64]));
+    let x = none.input("x", TensorType::new(DType::F32, [6, 64]));
     let y = none.exp(x).unwrap();
     none.output("y", y);
     assert!(refused(&none, &[], &held, &within(0.5)).contains("no product or convolution"));

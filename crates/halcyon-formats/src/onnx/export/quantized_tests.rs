@@ -33,7 +33,7 @@ fn operators(m: &ModelProto) -> Vec<(String, String)> {
 #[test]
 fn layers_of_bytes_are_quantize_and_dequantize_operators() {
     let mut g = Graph::new();
-    let x = g.input("x", TensorType::new(DType::F32, &[3, 8]));
+    let x = g.input("x", TensorType::new(DType::F32, [3, 8]));
     let s = g.constant(ConstData::from_slice(&[], &[0.02f32]).unwrap());
     let z = g.constant(ConstData::from_slice(&[], &[120u8]).unwrap());
     let q = g.quantize(x, s, Some(z), DType::U8, None).unwrap();
@@ -55,8 +55,8 @@ fn layers_of_bytes_are_quantize_and_dequantize_operators() {
 #[test]
 fn a_scale_for_each_row_is_written_as_its_operations() {
     let mut g = Graph::new();
-    let x = g.input("x", TensorType::new(DType::F32, &[3, 8]));
-    let s = g.input("s", TensorType::new(DType::F32, &[3, 1]));
+    let x = g.input("x", TensorType::new(DType::F32, [3, 8]));
+    let s = g.input("s", TensorType::new(DType::F32, [3, 1]));
     let q = g.quantize(x, s, None, DType::I8, None).unwrap();
     g.output("y", q);
     let m = export(&g, &ExportOptions::default()).unwrap();
@@ -68,7 +68,7 @@ fn a_scale_for_each_row_is_written_as_its_operations() {
 
 fn four_bits(minima: Option<ConstData>) -> Graph {
     let mut g = Graph::new();
-    let x = g.input("x", TensorType::new(DType::F32, &[2, 96]));
+    let x = g.input("x", TensorType::new(DType::F32, [2, 96]));
     let codes = g.constant(bytes(DType::U8, &[7, 48]));
     let scales = g.constant(ConstData::splat(DType::F32, &[7, 3], halcyon_ir::Scalar::F(0.125)).unwrap());
     let minima = minima.map(|m| g.constant(m));
