@@ -261,6 +261,11 @@ impl<'a> TrainStep<'a> {
         self
     }
 
+    /// Like [`TrainStep::seed`], for a step that exists.
+    pub fn set_seed(&mut self, seed: u64) {
+        self.seed = seed;
+    }
+
     /// Runs `f` with the optimizer.
     pub fn with_optimizer<R>(&self, f: impl FnOnce(&mut Optimizer) -> R) -> R {
         f(&mut lock(&self.optimizer))
