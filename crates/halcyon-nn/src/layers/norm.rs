@@ -331,7 +331,7 @@ impl BatchNorm {
         placed(y, &self.weight, x)
     }
 
-    /// Mean and variance of the batch, in f32, after updating the running statistics.
+    /// Mean and variance of the batch, in f32 (in f64 if the input is), after updating the running statistics.
     fn of_batch(&self, x: &Tensor, dims: &[usize]) -> Result<(Tensor, Tensor)> {
         let n: usize = dims[0] * dims[2..].iter().product::<usize>();
         if n < 2 {
@@ -339,14 +339,15 @@ impl BatchNorm {
             return Err(invalid("BatchNorm", what));
         }
         let axes: Vec<i64> = (0..dims.len() as i64).filter(|a| *a != 1).collect();
-        let x = x.cast(DType::F32);
+        let wide = if x.dtype()? == DType::F64 { DType::F64 } else { DType::F32 };
+        let x = x.cast(wide);
         let mean = x.mean_keepdim(axes.as_slice());
         let var = (&x - &mean).sqr().mean(axes.as_slice());
         let mean = mean.reshape([dims[1]]);
         let m = self.options.momentum;
         // A model that was cast to a smaller float has its running statistics in it too.
         let blend = |old: &Buffer, new: &Tensor, factor: f64| {
-            let (old_value, dtype) = (old.value().cast(DType::F32), old.value().dtype()?);
+            let (old_value, dtype) = (old.value().cast(wide), old.value().dtype()?);
             old.write((old_value * (1.0 - m) + new * (m * factor)).cast(dtype))
         };
         blend(&self.running_mean, &mean, 1.0)?;
