@@ -13,7 +13,7 @@
 //! ```
 
 use halcyon::hal::registry;
-use halcyon::{AmpPolicy, BatchNorm, Error, Fallback, Level, State};
+use halcyon::{AmpPolicy, BatchNorm, Compiled, Error, Fallback, Level, Scalar, State};
 use halcyon::{Backend as Core, BackendBuilder as CoreBuilder};
 
 pub use halcyon::{Backend, BackendType, ConvConfig, DType, Result, Tensor};
@@ -120,6 +120,113 @@ pub struct MixedPrecisionConfig {
     pub accum_dtype: DType,
     /// Factor of the loss before gradients are computed, in the first training step. 65536 is usual for f16.
     pub scale_factor: f64,
+}
+
+type Adam = Compiled<fn(&[Tensor]) -> Vec<Tensor>>;
+
+/// The moments and the number of steps that [`fused_adam_step`] keeps.
+#[derive(Debug, Default)]
+pub struct AdamState {
+    /// The first and the second moment of each parameter in turn.
+    moments: Vec<State>,
+    steps: u64,
+    update: Option<Adam>,
+}
+
+impl AdamState {
+    /// No steps yet.
+    pub fn new() -> AdamState {
+        AdamState::default()
+    }
+
+    /// The number of steps taken.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// The first and the second moment of parameter `i`.
+    pub fn moments(&self, i: usize) -> Option<[Tensor; 2]> {
+        Some([self.moments.get(2 * i)?.value(), self.moments.get(2 * i + 1)?.value()])
+    }
+}
+
+/// The new parameters and moments. `x` are the gradients, the parameters, and the moments in turn.
+fn adam(x: &[Tensor]) -> Vec<Tensor> {
+    let n = x.len() / 4;
+    let (mut params, mut moments) = (vec![], vec![]);
+    for i in 0..n {
+        let (g, p, m, v) = (&x[i], &x[n + i], &x[2 * n + 2 * i], &x[2 * n + 2 * i + 1]);
+        let number = |k: u32| Tensor::argument(g.backend(), k, DType::F32);
+        let m = m + (g - m) * number(0);
+        let v = v * number(1) + g.sqr() * number(2);
+        params.push(p - &m / (v.sqrt() * number(3) + 1e-8) * number(4));
+        moments.extend([m, v]);
+    }
+    params.into_iter().chain(moments).collect()
+}
+
+/// One step of Adam (Kingma and Ba 2014, eps 1e-8) of all parameters, f32, submitted as one plan. New values
+/// are written over the old ones, except where the program holds a handle on an old value.
+///
+/// ```
+/// use halcyon::State;
+/// use halcyon_compat::unified::*;
+/// # fn main() -> halcyon::Result<()> {
+/// let backend = cpu().build()?;
+/// let w = State::new(Tensor::ones(&backend, [3], DType::F32));
+/// let mut state = AdamState::new();
+/// let g = Tensor::full(&backend, [3], 0.5, DType::F32);
+/// fused_adam_step(&[&w], &[&g], &mut state, 0.1, (0.9, 0.999))?;
+/// assert!((w.value().to_vec::<f32>()?[0] - 0.9).abs() < 1e-5);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`Error::Argument`] if the numbers of parameters and gradients differ, there are none, or `state` belongs
+/// to other parameters; [`Error::Shape`] if the type of a gradient is not that of its parameter; errors of
+/// the device.
+pub fn fused_adam_step(
+    params: &[&State],
+    grads: &[&Tensor],
+    state: &mut AdamState,
+    lr: f64,
+    betas: (f64, f64),
+) -> Result<()> {
+    let op = "fused_adam_step";
+    if params.is_empty() || params.len() != grads.len() {
+        let what = format!("{} parameters and {} gradients", params.len(), grads.len());
+        return Err(Error::argument(op, what));
+    }
+    for (p, g) in params.iter().zip(grads) {
+        let (p, own) = (p.value(), (g.dtype()?, g.shape()?));
+        if own != (p.dtype()?, p.shape()?) || own.0 != DType::F32 {
+            let what =
+                format!("the gradient is {} {}, the parameter {} {}", own.0, own.1, p.dtype()?, p.shape()?);
+            return Err(Error::shape(op, what));
+        }
+    }
+    let backend = grads[0].backend().clone();
+    if state.moments.is_empty() {
+        for p in params {
+            let shape = p.value().shape()?;
+            let zeros = || State::new(Tensor::zeros(&backend, shape.clone(), DType::F32));
+            state.moments.extend([zeros(), zeros()]);
+        }
+        state.update = Some(backend.compile(adam as fn(&[Tensor]) -> Vec<Tensor>));
+    }
+    let Some(update) = state.update.as_ref().filter(|_| state.moments.len() == 2 * params.len()) else {
+        let what = format!("{} parameters, and the state is of {}", params.len(), state.moments.len() / 2);
+        return Err(Error::argument(op, what));
+    };
+    let t = (state.steps + 1) as f64;
+    let (first, second) = (1.0 - betas.0.powf(t), 1.0 - betas.1.powf(t));
+    let args = [1.0 - betas.0, betas.1, 1.0 - betas.1, 1.0 / second.sqrt(), lr / first].map(Scalar::F);
+    let grads: Vec<Tensor> = grads.iter().map(|g| g.detach()).collect::<Result<_>>()?;
+    let states: Vec<&State> = params.iter().copied().chain(&state.moments).collect();
+    update.call_updating(&grads.iter().collect::<Vec<_>>(), &states, &args)?;
+    state.steps += 1;
+    Ok(())
 }
 
 /// Builds the CPU backend with options.

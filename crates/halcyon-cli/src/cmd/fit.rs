@@ -304,12 +304,8 @@ impl FitRequest<'_> {
         if let Some(p) = self.ports.iter().find(|p| !matches!(p.ty, PortType::Tensor { .. })) {
             return Ok(Err(format!("'{}' is {}", p.name, p.ty.kind())));
         }
-        let shapes: Vec<(&str, Shape)> = self
-            .wanted
-            .iter()
-            .zip(sizes)
-            .map(|(w, (_, d))| (w.name.as_str(), d.as_slice().into()))
-            .collect();
+        let shapes: Vec<(&str, Shape)> =
+            self.wanted.iter().zip(sizes).map(|(w, (_, d))| (w.name.as_str(), d.as_slice().into())).collect();
         let mut values: Vec<(&str, ConstData)> = vec![];
         for (w, (_, dims)) in self.wanted.iter().zip(sizes) {
             // A value of another size than requested cannot be used.

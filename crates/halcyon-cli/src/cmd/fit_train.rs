@@ -3,11 +3,9 @@
 
 use crate::report::{size, table};
 use halcyon::hal::Tag;
-use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::grad::gradients;
 use halcyon::ir::graph::NodeId;
 use halcyon::ir::lower::{LowerOptions, lower};
-use halcyon::ir::passes::inline::inline_composites;
 use halcyon::ir::passes::rebuild::Rebuild;
 use halcyon::ir::{Graph, Op};
 use halcyon::{Backend, DType, Error, Fit, Result, Shape};
@@ -75,12 +73,10 @@ fn trained(op: &Op) -> bool {
 }
 
 /// The graph with its parameters as further inputs, and a scalar loss: the sum of the means of its float
-/// outputs. Composites that have no gradient rule of their own are replaced by their bodies.
+/// outputs.
 fn with_loss(g: &Graph) -> Result<(Graph, Vec<NodeId>, NodeId)> {
-    // A plan for training differentiates what the passes find later, so recognised composites stay.
-    let (g, _) = inline_composites(g, &|c| c.kind != CompositeKind::BatchNorm)?;
-    let live = Rebuild::live(&g);
-    let mut r = Rebuild::new(&g);
+    let live = Rebuild::live(g);
+    let mut r = Rebuild::new(g);
     let mut params = vec![];
     for id in g.ids().filter(|i| live[i.index()]) {
         let n = g.node(id);
@@ -98,12 +94,18 @@ fn with_loss(g: &Graph) -> Result<(Graph, Vec<NodeId>, NodeId)> {
     }
     if params.is_empty() {
         let what = "training a model without parameters";
-        return Err(Error::unsupported(what, "Its float initialisers with more than one element are trained"));
+        return Err(Error::unsupported(
+            what,
+            "Its float initialisers with more than one element are trained",
+        ));
     }
     let (mut new, _) = r.finish()?;
     let outputs: Vec<NodeId> = new.outputs().iter().map(|o| o.node).collect();
     let mut loss: Option<NodeId> = None;
-    for y in outputs.into_iter().filter(|y| g_is_float(&new, *y)) {
+    for y in outputs {
+        if !new.dtype(y).is_float() {
+            continue;
+        }
         let wide = new.cast(y, DType::F32)?;
         let axes: Vec<usize> = (0..new.shape(wide).rank()).collect();
         let mean = new.mean(wide, &axes, false)?;
@@ -116,10 +118,6 @@ fn with_loss(g: &Graph) -> Result<(Graph, Vec<NodeId>, NodeId)> {
         Error::unsupported("training a model without a float output", "Choose a model with one")
     })?;
     Ok((new, params, loss))
-}
-
-fn g_is_float(g: &Graph, y: NodeId) -> bool {
-    g.dtype(y).is_float()
 }
 
 /// The training step of a graph with its forward in `parts` parts: its outputs are the loss, and the new
@@ -166,15 +164,19 @@ fn step(forward: &Graph, params: &[NodeId], loss: NodeId, parts: usize) -> Resul
         let by = g.mul(by, rate)?;
         results.extend([g.sub(*p, by)?, m, v]);
     }
-    results.iter().for_each(|r| g.output("", *r));
+    for r in results {
+        g.output("", r);
+    }
     Ok((g, donated))
 }
 
 /// The needs of a graph without symbols.
 pub(crate) fn needs(b: &Backend, graph: &Graph, input_bytes: &[usize]) -> Result<(Needs, u64)> {
     let (forward, params, loss) = with_loss(graph)?;
-    let bytes: Vec<usize> =
-        params.iter().map(|p| Ok(forward.dtype(*p).bytes(numel(forward.shape(*p))?))).collect::<Result<_>>()?;
+    let bytes: Vec<usize> = params
+        .iter()
+        .map(|p| Ok(forward.dtype(*p).bytes(numel(forward.shape(*p))?)))
+        .collect::<Result<_>>()?;
     let count = params.iter().map(|p| Ok(numel(forward.shape(*p))? as u64)).sum::<Result<u64>>()?;
     let d = &**b.device();
     let stored: u64 = bytes.iter().map(|n| d.footprint(*n, Tag::Weights) as u64).fold(0, u64::saturating_add);
@@ -246,7 +248,11 @@ impl Report {
             row("optimizer", p.optimizer, "Adam: two moments for each parameter".into()),
             row("activations", p.activations, again),
             row("others", p.others, "the batch, the results and constants".into()),
-            row("total", p.total(), format!("on {}, {} with parts computed again", self.backend, size(r.total()))),
+            row(
+                "total",
+                p.total(),
+                format!("on {}, {} with parts computed again", self.backend, size(r.total())),
+            ),
         ]);
         match &self.largest {
             Err(why) => {

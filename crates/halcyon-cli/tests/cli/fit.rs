@@ -347,3 +347,32 @@ fn resnet_50_takes_its_weights_and_little_more_than_its_live_activations() {
     assert!(measured.abs_diff(predicted) <= predicted / 20, "{predicted} predicted, {measured} measured");
     assert!(measured <= weights + live + live / 10 + 8 * MIB, "{measured} with {weights} and {live}");
 }
+
+/// `--train`: the parts add up, and computing activations again lets larger batches fit.
+#[test]
+fn training_is_predicted_by_kind() {
+    let more = ["--train", "--batch", "64", "--memory-limit", "64M"];
+    let v = command("fit", Path::new(DIGITS), &more).ok().json();
+    let t = &v["training"];
+    let count = figure(t, "/parameters/count");
+    assert_eq!(figure(t, "/gradients"), 4 * count);
+    assert!(figure(t, "/parameters/bytes") >= 4 * count);
+    assert_eq!(figure(t, "/optimizer/bytes"), 2 * figure(t, "/parameters/bytes"));
+    for form in ["plain", "recomputed"] {
+        let sum = ["/parameters/bytes", "/gradients", "/optimizer/bytes"].map(|p| figure(t, p));
+        let own = ["activations", "others"].map(|p| figure(t, &format!("/{form}/{p}")));
+        assert_eq!(figure(t, &format!("/{form}/total")), sum.iter().chain(&own).sum::<u64>(), "{form}: {t}");
+    }
+    assert!(figure(t, "/recomputed/total") <= figure(t, "/plain/total"));
+    let (plain, again) = (figure(t, "/largest_batch/plain"), figure(t, "/largest_batch/recomputed"));
+    assert!(plain >= 64 && again >= plain, "{t}");
+    // The largest batch fits, and twice as many do not.
+    let fits = |n: u64| {
+        let n = n.to_string();
+        let v = command("fit", Path::new(DIGITS), &["--train", "--batch", &n, "--memory-limit", "64M"]);
+        figure(&v.json()["training"], "/plain/total") <= 64 << 20
+    };
+    assert!(fits(plain) && !fits(2 * plain));
+    let text = halcyon(&[&["fit", DIGITS], &more[..], &CPU[..]].concat()).ok().out;
+    assert!(text.contains("optimizer") && text.contains("largest batch with parts computed again"), "{text}");
+}

@@ -209,6 +209,61 @@ fn s3_06_batch_norm_keeps_running_statistics() {
     }
 }
 
+/// One call updates all parameters, in place, by the formula of Adam.
+#[test]
+fn s3_07_one_call_updates_all_parameters() {
+    use unified::{AdamState, fused_adam_step};
+    for b in devices("s3_07_one_call_updates_all_parameters", Level::O2) {
+        let sizes = [[3usize, 4], [7, 1], [1, 33]];
+        let value = |k: usize, i: usize| ((k * 31 + i * 17) % 19) as f64 / 19.0 - 0.5;
+        let tensor = |f: &dyn Fn(usize) -> f64, d: [usize; 2]| {
+            let v: Vec<f32> = (0..d[0] * d[1]).map(|i| f(i) as f32).collect();
+            Tensor::from_slice(&b, d, &v).unwrap()
+        };
+        let params: Vec<State> =
+            sizes.iter().enumerate().map(|(k, d)| State::new(tensor(&|i| value(k, i), *d))).collect();
+        let mut want: Vec<Vec<[f64; 3]>> = sizes
+            .iter()
+            .enumerate()
+            .map(|(k, d)| (0..d[0] * d[1]).map(|i| [value(k, i), 0.0, 0.0]).collect())
+            .collect();
+        let mut state = AdamState::new();
+        let states: Vec<&State> = params.iter().collect();
+        let mut plans = 0;
+        for t in 1..=5usize {
+            let g: Vec<Tensor> =
+                sizes.iter().enumerate().map(|(k, d)| tensor(&|i| value(k + t, i), *d)).collect();
+            fused_adam_step(&states, &g.iter().collect::<Vec<_>>(), &mut state, 0.01, (0.9, 0.99)).unwrap();
+            for (k, all) in want.iter_mut().enumerate() {
+                for (i, [p, m, v]) in all.iter_mut().enumerate() {
+                    let g = value(k + t, i);
+                    *m = 0.9 * *m + 0.1 * g;
+                    *v = 0.99 * *v + 0.01 * g * g;
+                    let (m, v) = (*m / (1.0 - 0.9f64.powi(t as i32)), *v / (1.0 - 0.99f64.powi(t as i32)));
+                    *p -= 0.01 * m / (v.sqrt() + 1e-8);
+                }
+            }
+            if t == 2 {
+                plans = b.cache_stats().plans_built;
+            }
+        }
+        let now = b.cache_stats();
+        assert_eq!((now.plans_built, now.copies), (plans, 0), "{}", b.id());
+        assert_eq!(state.steps(), 5);
+        for (p, want) in params.iter().zip(&want) {
+            for (a, w) in p.value().to_vec::<f64>().unwrap().iter().zip(want) {
+                assert!((a - w[0]).abs() < 1e-5, "{}: {a}, {}", b.id(), w[0]);
+            }
+        }
+        let g = tensor(&|_| 1.0, [2, 2]);
+        let few = fused_adam_step(&states, &[&g], &mut state, 0.01, (0.9, 0.99)).unwrap_err();
+        assert!(matches!(few, Error::Argument { .. }), "{few}");
+        let odd = fused_adam_step(&states[..1], &[&g], &mut state, 0.01, (0.9, 0.99)).unwrap_err();
+        assert!(matches!(odd, Error::Shape { .. }), "{odd}");
+        assert!(state.moments(0).is_some() && state.moments(3).is_none());
+    }
+}
+
 #[test]
 fn s3_12_mixed_precision_is_configured() {
     let with = |compute_dtype, accum_dtype, scale_factor| {

@@ -230,6 +230,24 @@ fn moving_averages_follow_their_formula() {
     assert!(step.unwrap().ema(1.0).is_err());
 }
 
+/// The new parameters and moments are written over the old ones.
+#[test]
+fn an_update_is_in_place() {
+    for b in devices("an_update_is_in_place", Level::O2) {
+        let layer = Linear::new(&b, 256, 256).unwrap();
+        let f = |m: &&Linear, x: &[Tensor]| Ok(vec![m.forward(&x[0]).sqr().mean(..)]);
+        let mut step = TrainStep::new(&layer, Optimizer::new(&layer, Adam::w()).unwrap(), f).unwrap();
+        let x = b.randn([4, 256], DType::F32);
+        let fit = step.fit(&[&x]).unwrap();
+        // The loss only, not three tensors of 256 KiB.
+        assert!(fit.outputs < 1 << 16, "{}: {fit:?}", b.id());
+        for _ in 0..3 {
+            step.run(&[&x]).unwrap();
+        }
+        assert_eq!(step.with_optimizer(|o| o.steps()), 3);
+    }
+}
+
 /// Losses of 60 steps of a classifier of three layers.
 fn losses(
     b: &Backend,
