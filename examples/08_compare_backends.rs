@@ -12,9 +12,9 @@ pub(crate) const ITERATIONS: usize = 100;
 
 fn model(b: &Backend) -> Result<Sequential> {
     Ok(Sequential::new()
-        .then(Linear::new(b, 256, 64)?)
+        .then(Linear::new(b, 256, 32)?)
         .then(Activation::Relu)
-        .then(Linear::new(b, 64, 256)?)
+        .then(Linear::new(b, 32, 256)?)
         .then(LayerNorm::new(b, [256])?))
 }
 

@@ -223,8 +223,8 @@ fn constants(backend: &Backend, weights: &[(SlotId, ConstData)]) -> HashMap<Slot
 }
 
 impl<'a> Inference<'a> {
-    /// The forward `f` of a module, on a backend and at its level. `module` may be a reference. Modules behave
-    /// as in evaluation inside of `f`.
+    /// The forward `f` of a module, on a backend and at its level. `module` may be a reference. Modules
+    /// behave as in evaluation inside of `f`.
     ///
     /// # Errors
     /// Errors of reading the weights.
@@ -283,8 +283,8 @@ impl<'a> Inference<'a> {
         self.run(&[x])?.into_iter().next().ok_or_else(none)
     }
 
-    /// The forward as a graph for inputs of these types, as a session: for receipts, ONNX export, or inputs on
-    /// the host. Inputs are named `input0`, `input1`, …, outputs `output0`, `output1`, ….
+    /// The forward as a graph for inputs of these types, as a session: for receipts, ONNX export, or inputs
+    /// on the host. Inputs are named `input0`, `input1`, …, outputs `output0`, `output1`, ….
     ///
     /// # Errors
     /// Errors of the forward.

@@ -33,8 +33,11 @@ type Gains = BTreeMap<String, f64>;
 /// Maximum bytes of all gains on disk.
 #[cfg(not(target_arch = "wasm32"))]
 const LIMIT: u64 = 1 << 20;
-/// The best burst of each side counts, so disturbed bursts do not matter.
-const EFFORT: Effort = Effort { pairs: 9, interval: f64::INFINITY, burst: Duration::from_millis(2) };
+/// Number of the way of measuring. Gains that were measured in another way are not read.
+#[cfg(not(target_arch = "wasm32"))]
+const METHOD: u32 = 2;
+/// Bursts of one run each. The best run of each side counts, so disturbed runs do not matter.
+const EFFORT: Effort = Effort { pairs: 20, interval: f64::INFINITY, burst: Duration::ZERO };
 
 fn description(name: &str) -> &'static str {
     match name {
@@ -117,7 +120,7 @@ fn identity(b: &Backend) -> String {
 #[cfg(not(target_arch = "wasm32"))]
 fn disk((identity, dir): &(String, Option<PathBuf>)) -> Option<(DiskCache, u128)> {
     let cache = DiskCache::new(dir.as_ref()?.join("gains"), LIMIT);
-    Some((cache, cache::digest(&[identity.as_bytes()])))
+    Some((cache, cache::digest(&[&METHOD.to_le_bytes(), identity.as_bytes()])))
 }
 
 #[cfg(not(target_arch = "wasm32"))]

@@ -297,8 +297,8 @@ impl Tensor {
     }
 
     /// The tensor on another backend: a copy, through host memory. For the backend that the tensor is on,
-    /// returns the same tensor; for another handle on the same open device ([`Backend::with_level`]), a tensor
-    /// of that handle that shares the memory. No other call moves data between devices.
+    /// returns the same tensor; for another handle on the same open device ([`Backend::with_level`]), a
+    /// tensor of that handle that shares the memory. No other call moves data between devices.
     #[track_caller]
     pub fn to(&self, backend: &Backend) -> Result<Tensor> {
         if self.0.backend.plans_alike(backend) {
