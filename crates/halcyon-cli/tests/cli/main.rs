@@ -22,4 +22,5 @@ mod run;
 mod select;
 mod start;
 mod text;
+mod train;
 mod tune;
