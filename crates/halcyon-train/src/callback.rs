@@ -2,6 +2,7 @@
 
 use halcyon::Backend;
 use halcyon::ir::error::Result;
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -83,6 +84,20 @@ pub trait Callback {
     /// As the implementation says.
     fn on_checkpoint(&mut self, folder: &Path) -> Result<()> {
         let _ = folder;
+        Ok(())
+    }
+
+    /// What a resumed training needs of this callback. Checkpoints hold it.
+    fn state(&self) -> Value {
+        Value::Null
+    }
+
+    /// Takes the state of [`Callback::state`] of the checkpoint from which the training is resumed.
+    ///
+    /// # Errors
+    /// `Error::Format` if it is malformed.
+    fn restore(&mut self, state: &Value) -> Result<()> {
+        let _ = state;
         Ok(())
     }
 

@@ -27,6 +27,7 @@ const POINT: [u8; 3] = [215, 80, 30];
 #[derive(Debug)]
 pub struct LossChart {
     path: PathBuf,
+    log: Option<PathBuf>,
     steps: Vec<(u64, f64)>,
     epochs: Vec<(u64, f64)>,
 }
@@ -34,7 +35,13 @@ pub struct LossChart {
 impl LossChart {
     /// A picture in the file `path`.
     pub fn new(path: impl Into<PathBuf>) -> LossChart {
-        LossChart { path: path.into(), steps: vec![], epochs: vec![] }
+        LossChart { path: path.into(), log: None, steps: vec![], epochs: vec![] }
+    }
+
+    /// When a training is resumed, takes the earlier losses from this file of a [`crate::JsonLog`].
+    pub fn history(mut self, log: impl Into<PathBuf>) -> LossChart {
+        self.log = Some(log.into());
+        self
     }
 
     fn write(&self) -> Result<()> {
@@ -211,6 +218,14 @@ fn glyph(c: char) -> [u8; 7] {
 }
 
 impl Callback for LossChart {
+    fn on_start(&mut self, step: u64) -> Result<()> {
+        let Some(log) = self.log.as_ref().filter(|l| step > 0 && l.exists()) else { return Ok(()) };
+        for (of_epoch, at, loss) in crate::json_log::read(log, step)? {
+            if of_epoch { &mut self.epochs } else { &mut self.steps }.push((at, loss));
+        }
+        Ok(())
+    }
+
     fn on_step(&mut self, r: &StepReport) -> Result<Flow> {
         self.steps.push((r.step, r.loss));
         Ok(Flow::Continue)

@@ -3,6 +3,7 @@
 use crate::callback::{Callback, EpochReport, Flow};
 use crate::checkpoint::Goal;
 use halcyon::ir::error::{Error, Result};
+use serde_json::{Value, json};
 
 /// Stops after `patience` epochs in a row in which a metric has not improved by more than `least`.
 #[derive(Clone, Debug)]
@@ -29,6 +30,21 @@ impl EarlyStopping {
 }
 
 impl Callback for EarlyStopping {
+    fn state(&self) -> Value {
+        // Text, because JSON readers round numbers.
+        json!({ "best": format!("{:?}", self.best), "waited": self.waited })
+    }
+
+    fn restore(&mut self, state: &Value) -> Result<()> {
+        let best = state["best"].as_str().and_then(|b| b.parse().ok());
+        let (Some(best), Some(waited)) = (best, state["waited"].as_u64()) else {
+            let what = "the state of early stopping is malformed".to_string();
+            return Err(Error::Format { file: "checkpoint.json".into(), what });
+        };
+        (self.best, self.waited) = (best, waited);
+        Ok(())
+    }
+
     fn on_epoch(&mut self, report: &EpochReport) -> Result<Flow> {
         let value = match self.metric.as_str() {
             "loss" => Some(report.loss),

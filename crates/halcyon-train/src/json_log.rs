@@ -54,6 +54,17 @@ fn cut(path: &Path, step: u64) -> Result<()> {
     }
 }
 
+/// The lines of steps up to `step`: whether a line is of an epoch, its step, its loss.
+pub(crate) fn read(path: &Path, step: u64) -> Result<Vec<(bool, u64, f64)>> {
+    let text = halcyon_host::input::text_of(path, MOST).map_err(|e| e.error(path))?;
+    let one = |l: &str| {
+        let v: Value = serde_json::from_str(l).ok()?;
+        let loss = v["loss"].as_f64().or_else(|| v["loss"].as_str()?.parse().ok())?;
+        Some((v["kind"] == "epoch", v["step"].as_u64().filter(|s| *s <= step)?, loss))
+    };
+    Ok(text.lines().filter_map(one).collect())
+}
+
 /// A number as JSON. One that is not finite is a string, because JSON has no such numbers.
 pub(crate) fn number(x: f64) -> Value {
     if x.is_finite() { json!(x) } else { json!(x.to_string()) }

@@ -121,6 +121,8 @@ pub struct Report {
 struct Kept {
     loss_sum: String,
     samples: u64,
+    /// The states of the callbacks, in order.
+    callbacks: Vec<Value>,
 }
 
 type Evaluate<'a> = Box<dyn FnMut() -> Result<BTreeMap<String, f64>> + 'a>;
@@ -234,7 +236,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// Continues from a checkpoint: model, optimizer, loss scaler, position in the data. The following steps
-    /// are those that would have followed, on the same backend with the same bits.
+    /// are those that would have followed, on the same backend with the same bits. Add the callbacks before.
     ///
     /// # Errors
     /// Those of [`Checkpoint::load`] and [`Batches::restore`].
@@ -252,6 +254,11 @@ impl<'a> Trainer<'a> {
             data.restore(&m.data)?;
         }
         checkpoint.load(self.model, &mut self.step)?;
+        // With other callbacks than before, each begins anew.
+        if kept.callbacks.len() == self.callbacks.len() {
+            let both = self.callbacks.iter_mut().zip(&kept.callbacks).filter(|(_, s)| !s.is_null());
+            both.into_iter().try_for_each(|(c, s)| c.restore(s))?;
+        }
         (self.epoch, self.taken) = (m.epoch, m.step);
         self.loss = MeanLoss::restored(sum, kept.samples);
         (self.metrics, self.position) = (m.metrics.clone(), m.data.clone());
@@ -408,7 +415,9 @@ impl<'a> Trainer<'a> {
 
     fn save(&mut self) -> Result<()> {
         let Some(checkpoints) = &self.checkpoints else { return Ok(()) };
-        let kept = Kept { loss_sum: format!("{:?}", self.loss.sum()), samples: self.loss.samples() };
+        let callbacks = self.callbacks.iter().map(|c| c.state()).collect();
+        let loss_sum = format!("{:?}", self.loss.sum());
+        let kept = Kept { loss_sum, samples: self.loss.samples(), callbacks };
         let progress = Progress {
             step: self.taken,
             epoch: self.epoch,

@@ -171,6 +171,23 @@ fn logs_evaluation_and_early_stopping() {
     let epochs: Vec<_> = lines.iter().filter(|l| l["kind"] == "epoch").collect();
     assert_eq!((epochs.len(), epochs[1]["accuracy"].as_f64()), (5, Some(0.7)));
     assert!(dir.path().join("loss.png").metadata().unwrap().len() > 1000);
+    // Early stopping goes on where it was: one more epoch without an improvement is the last.
+    let mut stop = EarlyStopping::new("accuracy", Goal::Largest, 2);
+    let epoch = |accuracy: f64| EpochReport {
+        epoch: 0,
+        step: 1,
+        loss: 1.0,
+        samples: 1,
+        samples_per_s: 1.0,
+        metrics: [("accuracy".to_string(), accuracy)].into(),
+    };
+    for accuracy in [0.1, 0.7, 0.6] {
+        assert!(matches!(stop.on_epoch(&epoch(accuracy)).unwrap(), Flow::Continue));
+    }
+    let mut resumed = EarlyStopping::new("accuracy", Goal::Largest, 2);
+    resumed.restore(&stop.state()).unwrap();
+    assert!(matches!(resumed.on_epoch(&epoch(0.65)).unwrap(), Flow::Stop));
+    assert!(resumed.restore(&serde_json::json!({ "best": 1 })).is_err());
     // A resumed run removes the lines after its checkpoint.
     let mut again = JsonLog::new(&log);
     again.on_start(7).unwrap();

@@ -57,6 +57,11 @@ fn workplace() -> tempfile::TempDir {
     for e in fs::read_dir(root().join("models")).expect("the models").flatten() {
         fs::copy(e.path(), models.join(e.file_name())).expect("copied");
     }
+    let configurations = dir.path().join("examples/train");
+    fs::create_dir_all(&configurations).expect("a folder");
+    for e in fs::read_dir(root().join("examples/train")).expect("the configurations").flatten() {
+        fs::copy(e.path(), configurations.join(e.file_name())).expect("copied");
+    }
     // A case of the ONNX backend tests, and a replay file.
     let case = dir.path().join("target/testdata/conformance/add");
     fs::create_dir_all(case.join("test_data_set_0")).expect("a folder");

@@ -23,4 +23,5 @@ mod run;
 mod select;
 mod start;
 mod text;
+mod train;
 mod tune;

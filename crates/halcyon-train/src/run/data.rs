@@ -64,7 +64,8 @@ fn classes(output: &Column, parts: [Option<&Arc<dyn Dataset>>; 2]) -> Result<usi
     }
     let mut largest = 0;
     for part in parts.into_iter().flatten() {
-        let targets = part.clone().select(&[&output.name])?;
+        let Some(column) = part.columns().last() else { continue };
+        let targets = part.clone().select(&[&column.name])?;
         for start in (0..targets.len()).step_by(4096) {
             let rows: Vec<usize> = (start..targets.len().min(start + 4096)).collect();
             for column in targets.batch(&rows)? {

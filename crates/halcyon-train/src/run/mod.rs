@@ -113,7 +113,7 @@ pub fn train(config: &Config, options: RunOptions<'_>) -> Result<Outcome> {
         .checkpoints(checkpoints)
         .interrupted_by(interrupt)
         .callback(JsonLog::new(config.output.join("log.jsonl")))
-        .callback(LossChart::new(config.output.join("loss.png")))
+        .callback(LossChart::new(config.output.join("loss.png")).history(config.output.join("log.jsonl")))
         .callback(OnEpoch(on_epoch));
     if let Some(test) = &data.test {
         trainer = trainer.evaluate(evaluation(config, &model, test.clone(), &data)?);
