@@ -23,9 +23,13 @@ use crate::module::{Module, ModuleExt, Visit};
 use crate::optim::Optimizer;
 use crate::scope::{Scope, Writes, within};
 use crate::slot::SlotId;
+use halcyon::ir::NodeId;
 use halcyon::ir::error::{Error, Result};
 use halcyon::ir::shape::TensorType;
-use halcyon::prepare::{ModelOptimizer, OptimizationReport, OptimizationResult, ReportOptions, policy};
+use halcyon::prepare::{
+    ModelOptimizer, OptimizationReport, OptimizationResult, ReportOptions, needs_sample, policy,
+};
+use halcyon::quantize::{QuantizeOptions, Quantized, quantize};
 use halcyon::receipts::Effort;
 use halcyon::{AmpPolicy, Backend, Compiled, ConstData, DType, Level, Session, Tensor};
 use std::collections::HashMap;
@@ -253,6 +257,38 @@ impl<'a> Inference<'a> {
         Inference::over(backend, self.traced.clone())
     }
 
+    /// The forward quantised for its device, for inputs of the sample's types: level O3. The sample measures
+    /// the error ([`halcyon::quantize`]).
+    ///
+    /// # Errors
+    /// Those of [`halcyon::quantize::quantize`]; errors of the forward and of the device.
+    pub fn quantized(
+        &self,
+        sample: &[&Tensor],
+        options: &QuantizeOptions,
+    ) -> Result<(Inference<'a>, Quantized)> {
+        let types = types_of(sample)?;
+        let data = sample.iter().map(|t| t.to_data()).collect::<Result<Vec<_>>>()?;
+        let q = quantize(&self.backend, self.session(&types)?.graph(), &[], &[data], options)?;
+        let graph = q.graph.clone();
+        let traced = move |_: &Backend, inputs: &[Tensor]| {
+            let given = types_of(&inputs.iter().collect::<Vec<_>>())?;
+            if given != types {
+                let what = format!("the model was quantised for inputs {types:?}, not {given:?}");
+                return Err(Error::shape("Inference::run", what));
+            }
+            let inputs: Vec<&Tensor> = inputs.iter().collect();
+            let one = |root: NodeId| {
+                Tensor::build(&inputs, |g, x| {
+                    let roots = g.inline(&graph, x, &[root])?;
+                    roots.first().copied().ok_or_else(|| Error::internal("an output without a node"))
+                })
+            };
+            Ok(graph.outputs().iter().map(|o| one(o.node)).collect())
+        };
+        Ok((Inference::over(&self.backend, Arc::new(traced)), q))
+    }
+
     /// The handle on the device.
     pub fn backend(&self) -> &Backend {
         &self.backend
@@ -302,10 +338,12 @@ impl<'a> Inference<'a> {
 
 /// The compiled inference of a prepared module with one input and one output, at the module's level. With a
 /// `dtype`, products and convolutions compute in it; inputs and outputs keep their dtypes. With a sample, the
-/// plan is made and has run once. For other forwards use [`Inference::new`].
+/// plan is made and has run once. For other forwards use [`Inference::new`]. At level O3 the forward is
+/// quantised within the default bound of [`QuantizeOptions`], for inputs of the sample's type.
 ///
 /// # Errors
-/// `Error::Argument` for a dtype that is no policy of mixed precision, or below level O2;
+/// `Error::Argument` for a dtype that is no policy of mixed precision, or below level O2, and at level O3
+/// without a sample;
 /// `Error::Unsupported` for one that the device does not support; errors of the forward and the device.
 pub fn optimize_for_inference<'a, M: Forward + 'a>(
     module: Prepared<M>,
@@ -313,7 +351,11 @@ pub fn optimize_for_inference<'a, M: Forward + 'a>(
     dtype: Option<DType>,
 ) -> Result<Inference<'a>> {
     let backend = with_dtype(module.backend(), dtype)?;
-    let inference = Inference::new(&backend, module.into_inner(), one_to_one)?;
+    let mut inference = Inference::new(&backend, module.into_inner(), one_to_one)?;
+    if backend.level() == Level::O3 {
+        let x = sample.ok_or_else(needs_sample)?;
+        inference = inference.quantized(&[x], &QuantizeOptions::default())?.0;
+    }
     if let Some(x) = sample {
         inference.forward(x)?.eval()?;
     }
@@ -356,11 +398,18 @@ pub fn report<'a>(
     sample: &[&Tensor],
     options: &ReportOptions,
 ) -> Result<(Inference<'a>, OptimizationReport)> {
-    let types =
-        sample.iter().map(|t| Ok(TensorType::new(t.dtype()?, t.shape()?))).collect::<Result<Vec<_>>>()?;
+    let types = types_of(sample)?;
     let data = sample.iter().map(|t| t.to_data()).collect::<Result<Vec<_>>>()?;
     let session = inference.session(&types)?;
     let optimizer = ModelOptimizer::new(inference.backend());
     let (session, report) = optimizer.report(&session, level, &data, options)?;
-    Ok((inference.on(session.backend()), report))
+    let optimized = inference.on(session.backend());
+    if session.backend().level() == Level::O3 {
+        return Ok((optimized.quantized(sample, &options.quantize)?.0, report));
+    }
+    Ok((optimized, report))
+}
+
+fn types_of(tensors: &[&Tensor]) -> Result<Vec<TensorType>> {
+    tensors.iter().map(|t| Ok(TensorType::new(t.dtype()?, t.shape()?))).collect()
 }

@@ -13,11 +13,11 @@ use halcyon::ir::dtype::Scalar;
 use halcyon::ir::error::{Error, Result};
 use halcyon::ir::passes::AmpPolicy;
 use halcyon::{Backend, Compiled, Fit, MixedPrecision, State, Tensor};
+pub use state::StepGraph;
 use std::fmt;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-pub use state::StepGraph;
 use trace::Parts;
 
 type Forward<'a> = Rc<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;

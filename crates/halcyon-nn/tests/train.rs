@@ -165,7 +165,12 @@ fn failed_steps_and_held_values_lose_nothing() {
         let initial = model.0.weight.value();
         let values = initial.to_vec::<f32>().unwrap();
         step.run(&[&x]).unwrap();
-        assert_eq!(initial.to_vec::<f32>().unwrap(), values, "{}: a value to which the test holds a handle", b.id());
+        assert_eq!(
+            initial.to_vec::<f32>().unwrap(),
+            values,
+            "{}: a value to which the test holds a handle",
+            b.id()
+        );
         drop(initial);
         step.run(&[&x]).unwrap();
         let after = model.0.weight.value().to_vec::<f32>().unwrap();

@@ -233,7 +233,9 @@ mod tests {
         assert!(g.nodes().len() < before);
         let of = |g: &mut Graph, params: &[NodeId], loss: NodeId| {
             let grads = gradients(g, loss, params, None).unwrap();
-            grads.into_iter().for_each(|d| g.output("d", d.unwrap()));
+            for d in grads {
+                g.output("d", d.unwrap());
+            }
             g.check().unwrap();
             reference::eval(g, &values(g), &[]).unwrap()
         };

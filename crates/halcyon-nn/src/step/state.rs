@@ -153,7 +153,8 @@ impl TrainStep<'_> {
         let (averages, sums) = self.averages_and_sums();
         let name = |(n, _): (String, Arc<State>)| n;
         let names = lock(&self.optimizer).state_names();
-        let names = names.into_iter().chain(averages.into_iter().map(name)).chain(self.buffers.iter().map(path));
+        let names =
+            names.into_iter().chain(averages.into_iter().map(name)).chain(self.buffers.iter().map(path));
         let names = names.chain(sums.into_iter().map(name)).chain(SCALER.iter().map(|n| (*n).to_string()));
         inputs.extend(names.zip(self.states(Kind::Update).iter().map(|s| s.value())));
         let given =

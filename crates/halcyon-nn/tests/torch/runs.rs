@@ -144,7 +144,7 @@ fn batch(b: &Backend, kind: &str, step: usize) -> Result<(Tensor, Tensor)> {
     let seed = 1000 + step as u64 % 20;
     if kind == "gpt" {
         let first: Vec<i32> = unit(seed, 8).iter().map(|v| ((v + 1.0) * 5.5) as i32).collect();
-        let (mut x, mut y) = (vec![], vec![]);
+        let (mut x, mut y): (Vec<i32>, Vec<i32>) = (vec![], vec![]);
         for row in first.chunks(2) {
             let mut row: Vec<i32> = row.iter().map(|v| (*v).clamp(0, 10)).collect();
             while row.len() < 13 {

@@ -42,7 +42,8 @@ pub use strategies::Strategy;
 
 use crate::backend::Backend;
 #[cfg(feature = "onnx")]
-use crate::onnx::{Datum, OnnxSession, Outcome};
+use crate::onnx::{Datum, OnnxSession, Outcome, export};
+use crate::quantize::{QuantizeOptions, Quantized, quantize};
 use crate::receipts::{self, Effort};
 use crate::session::Session;
 use halcyon_hal::BackendType;
@@ -69,6 +70,14 @@ pub trait Preparable: Sized {
     /// [`Error::Unsupported`] if the model runs in stages for such inputs; errors about the inputs.
     fn session(&self, sample: &[ConstData]) -> Result<Session>;
 
+    /// The model quantised for its backend: level O3. The sample measures the error; scales of activations
+    /// are computed in each run. [`crate::quantize`] calibrates them with further samples.
+    ///
+    /// # Errors
+    /// Those of [`Preparable::session`] and [`quantize()`]: [`Error::Unsupported`] with the measured error if
+    /// the bound cannot be met.
+    fn quantized(&self, sample: &[ConstData], options: &QuantizeOptions) -> Result<(Self, Quantized)>;
+
     /// Runs the model once, so that later runs with inputs of these types plan and compile nothing.
     ///
     /// # Errors
@@ -87,6 +96,12 @@ impl Preparable for Session {
 
     fn session(&self, _: &[ConstData]) -> Result<Session> {
         self.on(Session::backend(self))
+    }
+
+    fn quantized(&self, sample: &[ConstData], options: &QuantizeOptions) -> Result<(Session, Quantized)> {
+        let b = Session::backend(self);
+        let q = quantize(b, self.graph(), &[], &[sample.to_vec()], options)?;
+        Ok((Session::new(b, q.graph.clone()), q))
     }
 
     fn warm_up(&self, sample: &[ConstData]) -> Result<()> {
@@ -115,6 +130,17 @@ impl Preparable for OnnxSession {
         }
     }
 
+    /// The quantised model takes inputs of the sample's types.
+    fn quantized(&self, sample: &[ConstData], options: &QuantizeOptions) -> Result<(OnnxSession, Quantized)> {
+        let b = OnnxSession::backend(self);
+        let q = quantize(b, self.session(sample)?.graph(), &[], &[sample.to_vec()], options)?;
+        let to = export::ExportOptions { opset: halcyon_formats::onnx::ops::LATEST, external_data: false };
+        let none = halcyon_formats::onnx::tensor::External::none();
+        let model =
+            halcyon_formats::onnx::Model::new(export::export(&q.graph, &to)?, none, "quantised model")?;
+        Ok((OnnxSession::new(b, model)?, q))
+    }
+
     fn warm_up(&self, sample: &[ConstData]) -> Result<()> {
         let data: Vec<Datum> = sample.iter().cloned().map(Datum::Tensor).collect();
         self.run_data(&data).map(drop)
@@ -126,14 +152,14 @@ pub fn levels() -> Vec<Level> {
     ["O0", "O1", "O2", "O3"].iter().filter_map(|name| name.parse().ok()).collect()
 }
 
-/// The one place where a model gets its level. Levels up to O2 change how a graph is planned, so another
-/// handle on the device is all they need. A level that changes the graph itself does so here.
+/// The one place where a model gets its level. A level changes how a graph is planned, so another handle on
+/// the device is all that is needed. O3 also changes the graph, for which it needs a sample.
 fn at_level<M: Preparable>(backend: &Backend, model: &M, level: Level) -> Result<M> {
     model.on(&backend.with_level(level)?)
 }
 
 /// The model on `backend`, at a level. The given model stays as it is; both share their weights in host
-/// memory.
+/// memory. At O3 the model is quantised when there is a sample: by [`optimize_for_inference`].
 ///
 /// # Errors
 /// Those of [`Preparable::on`] and [`Backend::with_level`].
@@ -165,10 +191,11 @@ pub fn policy(dtype: DType, level: Level) -> Result<AmpPolicy> {
 /// The model for inference, on its backend and at its level. With a `dtype`, products and convolutions
 /// compute in it ([`crate::BackendBuilder::amp`]); inputs and outputs keep their dtypes. With a sample, the
 /// plan is made, its kernels are compiled, its weights are on the device, and it has run once. So a later run
-/// with inputs of the same types does none of this.
+/// with inputs of the same types does none of this. At level O3 the model is quantised within the default
+/// bound of [`QuantizeOptions`], measured on the sample.
 ///
 /// # Errors
-/// [`Error::Argument`] for a dtype that is no policy, or below level O2; [`Error::Unsupported`] for a dtype
+/// [`Error::Argument`] for a dtype that is no policy, or below level O2, and at level O3 without a sample; [`Error::Unsupported`] for a dtype
 /// that the device does not support; errors of planning and running.
 pub fn optimize_for_inference<M: Preparable>(
     model: &M,
@@ -180,10 +207,20 @@ pub fn optimize_for_inference<M: Preparable>(
         None => model.on(backend)?,
         Some(d) => model.on(&backend.with_amp(policy(d, backend.level())?)?)?,
     };
+    let model = match (backend.level(), sample) {
+        (Level::O3, Some(sample)) => model.quantized(sample, &QuantizeOptions::default())?.0,
+        (Level::O3, None) => return Err(needs_sample()),
+        _ => model,
+    };
     if let Some(sample) = sample {
         model.warm_up(sample)?;
     }
     Ok(model)
+}
+
+/// The error of level O3 without a sample.
+pub fn needs_sample() -> Error {
+    Error::argument("sample", "level O3 measures its error on a sample: give one")
 }
 
 /// What [`ModelOptimizer::report`] measures.
@@ -197,11 +234,19 @@ pub struct ReportOptions {
     pub gains: bool,
     /// Whether the time of each op is measured. This opens the device a second time.
     pub ops: bool,
+    /// Options of level O3.
+    pub quantize: QuantizeOptions,
 }
 
 impl Default for ReportOptions {
     fn default() -> ReportOptions {
-        ReportOptions { name: "model".into(), effort: Effort::default(), gains: true, ops: true }
+        ReportOptions {
+            name: "model".into(),
+            effort: Effort::default(),
+            gains: true,
+            ops: true,
+            quantize: QuantizeOptions::default(),
+        }
     }
 }
 
@@ -245,7 +290,8 @@ impl ModelOptimizer {
     /// then `success` is false, a warning names the output, and the returned model is the one at O0.
     ///
     /// # Errors
-    /// Those of [`Preparable::session`]; errors of planning and running.
+    /// Those of [`Preparable::session`], and at O3 of [`Preparable::quantized`]; errors of planning and
+    /// running.
     pub fn optimize<M: Preparable>(
         &self,
         model: &M,
@@ -269,7 +315,15 @@ impl ModelOptimizer {
         sample: &[ConstData],
         options: &ReportOptions,
     ) -> Result<(M, OptimizationReport)> {
-        let optimized = at_level(&self.backend, model, level)?;
+        let mut optimized = at_level(&self.backend, model, level)?;
+        let quantized = match level {
+            Level::O3 => {
+                let (model, q) = optimized.quantized(sample, &options.quantize)?;
+                optimized = model;
+                Some(q)
+            }
+            _ => None,
+        };
         let plain = at_level(&self.backend, model, Level::O0)?;
         let (before, after) = (plain.session(sample)?, optimized.session(sample)?);
         let compared = measure::compare(&before, &after, sample, options.effort)?;
@@ -285,7 +339,13 @@ impl ModelOptimizer {
                 o.name
             ));
         }
-        let receipts = self.receipts(&after, sample, &new.plan().receipts, options)?;
+        let mut receipts = self.receipts(&after, sample, &new.plan().receipts, options)?;
+        if let Some(q) = quantized.filter(Quantized::changed) {
+            receipts.push(match options.gains {
+                true => q.receipt(optimized.backend(), sample, options.effort.pairs)?,
+                false => q.plain_receipt(),
+            });
+        }
         let applied = if success { &receipts[..] } else { &[] };
         let mut report = OptimizationReport {
             model: options.name.clone(),

@@ -261,11 +261,15 @@ impl Quantized {
         let (ours, theirs) =
             (Session::new(backend, self.graph.clone()), Session::new(backend, self.original.clone()));
         let ratios = compare(&ours, &theirs, inputs, Effort { pairs: n, ..Effort::default() })?;
-        Ok(Receipt {
-            gain: Some(median(&ratios)),
+        Ok(Receipt { gain: Some(median(&ratios)), ..self.plain_receipt() })
+    }
+
+    /// The receipt without a measured gain.
+    pub fn plain_receipt(&self) -> Receipt {
+        Receipt {
             error: Some(self.report.error),
             bytes: self.report.bytes_saved(),
             ..Receipt::new(QUANTIZED, self.report.quantized())
-        })
+        }
     }
 }

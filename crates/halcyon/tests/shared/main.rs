@@ -16,8 +16,8 @@ mod levels;
 #[cfg(feature = "onnx")]
 mod onnx_api;
 mod packed;
-mod quantize;
 mod prepare;
+mod quantize;
 mod queries;
 mod random;
 mod receipts;
