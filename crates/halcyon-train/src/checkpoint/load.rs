@@ -46,8 +46,8 @@ impl Checkpoint {
             let have = record(&path)?;
             if have != *want {
                 let what = format!(
-                    "it is damaged: {} bytes with the checksum {:08x}, but checkpoint.json says {} bytes with \
-                     {:08x}",
+                    "it is damaged: {} bytes with the checksum {:08x}, but checkpoint.json says {} bytes \
+                     with {:08x}",
                     have.bytes, have.crc32, want.bytes, want.crc32
                 );
                 return Err(Error::Format { file: path.display().to_string(), what });
