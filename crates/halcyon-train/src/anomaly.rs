@@ -40,9 +40,9 @@ impl Seen {
     }
 }
 
-/// Runs a training step op by op at O0 on the host, and returns an error that names the first op on the way to
-/// a NaN or an infinity in its results: the op, its module, the line of the program, and the operands' ranges.
-/// Infinite constants, as in masks, do not count. `None` if all results are finite.
+/// Runs a training step op by op at O0 on the host, and returns an error that names the first op on the way
+/// to a NaN or an infinity in its results: the op, its module, the line of the program, and the operands'
+/// ranges. Infinite constants, as in masks, do not count. `None` if all results are finite.
 ///
 /// # Errors
 /// Errors of the evaluation.

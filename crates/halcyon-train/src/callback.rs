@@ -59,8 +59,8 @@ pub trait Callback {
         Ok(())
     }
 
-    /// After a step. Losses are read from the device every few steps, so the calls for these steps follow each
-    /// other; see [`crate::TrainerOptions::read_every`].
+    /// After a step. Losses are read from the device every few steps, so the calls for these steps follow
+    /// each other; see [`crate::TrainerOptions::read_every`].
     ///
     /// # Errors
     /// As the implementation says.

@@ -10,9 +10,10 @@ use std::path::{Path, PathBuf};
 /// Longest accepted log of an earlier run in bytes.
 const MOST: u64 = 1 << 30;
 
-/// Appends one JSON object per step and per epoch to a file: `{"step":…,"epoch":…,"loss":…,"samples_per_s":…}`
-/// and the same with `"kind":"epoch"` and the metrics. Lines are on the disk after each epoch. Epochs count
-/// from 1. When a run is resumed, lines of steps after its checkpoint are removed.
+/// Appends one JSON object per step and per epoch to a file:
+/// `{"step":…,"epoch":…,"loss":…,"samples_per_s":…}` and the same with `"kind":"epoch"` and the metrics.
+/// Lines are on the disk after each epoch. Epochs count from 1. When a run is resumed, lines of steps after
+/// its checkpoint are removed.
 #[derive(Debug)]
 pub struct JsonLog {
     path: PathBuf,

@@ -101,7 +101,7 @@ impl Classification {
         }
         let answers = scores.argmax(-1).cast(DType::I32);
         let classes = Tensor::arange(scores.backend(), self.classes, DType::I32);
-        let own = classes.eq(&targets.cast(DType::I32).unsqueeze(-1));
+        let own = classes.eq(targets.cast(DType::I32).unsqueeze(-1));
         let lowest = Tensor::full(scores.backend(), [1usize], f64::NEG_INFINITY, scores.dtype()?);
         let score = own.select(scores, &lowest).max_keepdim(-1);
         // The number of classes that come before the target.

@@ -226,8 +226,8 @@ impl<'a> Trainer<'a> {
         &self.step
     }
 
-    /// Moves model and training step to another backend. Batches follow. An evaluation must use the backend of
-    /// the model's parameters.
+    /// Moves model and training step to another backend. Batches follow. An evaluation must use the backend
+    /// of the model's parameters.
     ///
     /// # Errors
     /// Those of [`TrainStep::to_device`].
@@ -447,8 +447,8 @@ impl<'a> Trainer<'a> {
         Err(found.unwrap_or_else(|| {
             let device = self.step.backend().id();
             let what = format!(
-                "step {step} made a NaN or an infinity on {device}, but the same ops on the host do not; compare \
-                 them with Session::verify"
+                "step {step} made a NaN or an infinity on {device}, but the same ops on the host do not; \
+                 compare them with Session::verify"
             );
             Error::argument("detect_anomaly", what)
         }))

@@ -372,8 +372,8 @@ fn kills_at_random_moments_lose_nothing_that_was_saved() {
     }
 }
 
-/// A write that fails in the middle, as on a full disk: here by the limit on the size of a file, whose signal is
-/// ignored so that the write returns an error.
+/// A write that fails in the middle, as on a full disk: here by the limit on the size of a file, whose signal
+/// is ignored so that the write returns an error.
 #[cfg(unix)]
 #[test]
 fn a_write_that_fails_loses_nothing() {
@@ -389,7 +389,7 @@ fn a_write_that_fails_loses_nothing() {
     let out = Command::new("bash").args(["-c", line]).arg(&exe).env(CHILD, dir.path()).output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout);
     assert!(text.contains("failed") && text.contains("too large") && !text.contains("saved 2"), "{text}");
-    assert_eq!(store.list().unwrap(), [path.clone()]);
+    assert_eq!(store.list().unwrap(), std::slice::from_ref(&path));
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the failed one is removed");
     Checkpoint::open(&path).unwrap().load(&model, &mut s).unwrap();
     assert_eq!(bits(&model, &s), before);

@@ -26,9 +26,10 @@ pub(crate) struct TrainArgs {
 }
 
 const TRAIN: &str = "\
-The run's folder (`output`, by default runs/NAME) gets the checkpoints, log.jsonl with the loss of every step, and loss.png. \
-Ctrl-C ends the training after the current step with a checkpoint; --resume continues it, on the same backend with the same bits.
+The run's folder (`output`, by default runs/NAME) gets the checkpoints, log.jsonl with the loss of every \
+step, and loss.png. Ctrl-C ends the training after the current step with a checkpoint; --resume continues it, \
+on the same backend with the same bits.
 
 Examples:
-  halcyon train examples/train/digits.toml --set epochs=1 --set output=runs/short --backend cpu
-  halcyon train examples/train/digits.toml --set epochs=2 --set output=runs/short --backend cpu --resume --json";
+  halcyon train examples/train/digits.toml --set epochs=1 --set output=short
+  halcyon train examples/train/digits.toml --set epochs=2 --set output=short --resume --json";

@@ -1,8 +1,8 @@
-//! A machine for the pickles that `torch.save` writes (opcodes of CPython's pickletools, protocols 2 to 5). It
-//! builds values and runs no code: a name of Python outside of the few in [`global`] is an error.
+//! A machine for the pickles that `torch.save` writes (opcodes of CPython's pickletools, protocols 2 to 5).
+//! It builds values and runs no code: a name of Python outside of the few in [`global`] is an error.
 //!
-//! Values are in one arena and refer to each other by number, so a pickle with cycles is freed like any other.
-//! Every opcode adds at most one value, so memory is in proportion to the pickle.
+//! Values are in one arena and refer to each other by number, so a pickle with cycles is freed like any
+//! other. Every opcode adds at most one value, so memory is in proportion to the pickle.
 
 use halcyon_ir::DType;
 use std::collections::HashMap;
@@ -144,8 +144,8 @@ fn global(module: &str, name: &str) -> Outcome<Global> {
     };
     known.ok_or_else(|| {
         format!(
-            "the Python object {module}.{name} is more than weights, and reading it would run code. Save only \
-             tensors: torch.save(model.state_dict(), file)"
+            "the Python object {module}.{name} is more than weights, and reading it would run code. Save \
+             only tensors: torch.save(model.state_dict(), file)"
         )
     })
 }

@@ -46,7 +46,8 @@ impl Checkpoint {
             let have = record(&path)?;
             if have != *want {
                 let what = format!(
-                    "it is damaged: {} bytes with the checksum {:08x}, but checkpoint.json says {} bytes with {:08x}",
+                    "it is damaged: {} bytes with the checksum {:08x}, but checkpoint.json says {} bytes \
+                     with {:08x}",
                     have.bytes, have.crc32, want.bytes, want.crc32
                 );
                 return Err(Error::Format { file: path.display().to_string(), what });
@@ -77,8 +78,8 @@ impl Checkpoint {
     }
 
     /// Replaces the model's parameters and buffers, and the step's optimizer state, loss scaler, number of
-    /// steps and seed. Values are copied to the device of the run, and converted where its dtypes differ. With
-    /// equal dtypes every bit is kept. All or nothing.
+    /// steps and seed. Values are copied to the device of the run, and converted where its dtypes differ.
+    /// With equal dtypes every bit is kept. All or nothing.
     ///
     /// A run in f32 takes the f32 copies that a run in f16 or bf16 kept of its parameters. A run without a
     /// loss scaler ignores the scaler's state.

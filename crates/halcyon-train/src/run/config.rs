@@ -12,8 +12,8 @@ use toml::{Table, Value};
 
 /// A training: what `halcyon train` reads.
 ///
-/// Relative paths in a file are relative to its folder, except `output` and `export`, which are relative to the
-/// current folder, as are all paths of `--set`.
+/// Relative paths in a file are relative to its folder, except `output` and `export`, which are relative to
+/// the current folder, as are all paths of `--set`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
@@ -21,7 +21,8 @@ pub struct Config {
     /// The `path` of [`Config::train`] and [`Config::test`] where they give none.
     #[serde(default)]
     pub data: Option<PathBuf>,
-    /// The data to train on: a [`halcyon_data::DataSpec`], or `kind = "mnist"` for a folder with MNIST's files.
+    /// The data to train on: a [`halcyon_data::DataSpec`], or `kind = "mnist"` for a folder with MNIST's
+    /// files.
     pub train: Table,
     /// The data to evaluate on after each epoch.
     #[serde(default)]
@@ -105,15 +106,16 @@ pub enum ModelConfig {
         #[serde(default)]
         dropout: f64,
     },
-    /// For each number of channels a convolution 3×3, batch normalisation, ReLU and a maximum over 2×2; then a
-    /// fully connected layer.
+    /// For each number of channels a convolution 3×3, batch normalisation, ReLU and a maximum over 2×2; then
+    /// a fully connected layer.
     Cnn {
         channels: Vec<usize>,
         #[serde(default)]
         dropout: f64,
     },
-    /// A character model: embeddings of characters and places, blocks of causal attention and a fully connected
-    /// part with normalisation before each (Radford et al. 2019), and the embeddings again as the last layer.
+    /// A character model: embeddings of characters and places, blocks of causal attention and a fully
+    /// connected part with normalisation before each (Radford et al. 2019), and the embeddings again as the
+    /// last layer.
     Chars {
         layers: usize,
         /// Elements of an embedding.
@@ -196,8 +198,8 @@ pub struct OptimizerConfig {
     /// Bounds the norm of all gradients together.
     #[serde(default)]
     pub clip_norm: Option<f64>,
-    /// A [`Schedule`]. Where `steps` is not given, it is the number of steps of the training; where a cycle has
-    /// no `most`, it is the rate.
+    /// A [`Schedule`]. Where `steps` is not given, it is the number of steps of the training; where a cycle
+    /// has no `most`, it is the rate.
     #[serde(default)]
     pub schedule: Option<Table>,
 }

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use toml::{Table, Value};
 
-/// Rows of MNIST's test part that are trained on where the training part is missing. The rest is for the test.
+/// Rows of MNIST's test part that are trained on where the training part is missing. The rest is for the
+/// test.
 const MNIST_TRAINED: usize = 8000;
 
 /// What the model answers.

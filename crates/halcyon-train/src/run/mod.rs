@@ -95,8 +95,8 @@ pub fn train(config: &Config, options: RunOptions<'_>) -> Result<Outcome> {
     let latest = checkpoints.latest()?;
     if let (Some(path), false) = (&latest, resume) {
         let what = format!(
-            "{} has checkpoints of an earlier run, the newest {}. Give --resume to continue it, or another folder \
-             with --set output=DIR",
+            "{} has checkpoints of an earlier run, the newest {}. Give --resume to continue it, or another \
+             folder with --set output=DIR",
             config.output.display(),
             path.file_name().unwrap_or_default().to_string_lossy()
         );

@@ -52,8 +52,8 @@ impl Model {
             ModelConfig::Cnn { channels, dropout } => {
                 let [c, h, w] = dims else {
                     let what = format!(
-                        "a cnn needs images [channels, height, width], the data has {dims:?}; give their shape, as \
-                         in train.shape = [1, 8, 8]"
+                        "a cnn needs images [channels, height, width], the data has {dims:?}; give their \
+                         shape, as in train.shape = [1, 8, 8]"
                     );
                     return Err(Error::argument("train", what));
                 };
@@ -154,7 +154,8 @@ impl Cnn {
         let (halves, most) = (channels.len(), h.min(w).checked_ilog2().unwrap_or(0) as usize);
         if halves == 0 || halves > most {
             let what = format!(
-                "{halves} convolutions halve an image of {h}×{w} as often, which is possible 1 to {most} times"
+                "{halves} convolutions halve an image of {h}×{w} as often, which is possible 1 to {most} \
+                 times"
             );
             return Err(Error::argument("train", what));
         }
