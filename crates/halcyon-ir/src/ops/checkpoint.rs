@@ -233,7 +233,9 @@ mod tests {
         assert!(g.nodes().len() < before);
         let of = |g: &mut Graph, params: &[NodeId], loss: NodeId| {
             let grads = gradients(g, loss, params, None).unwrap();
-            grads.into_iter().for_each(|d| g.output("d", d.unwrap()));
+            for d in grads {
+                g.output("d", d.unwrap());
+            }
             g.check().unwrap();
             reference::eval(g, &values(g), &[]).unwrap()
         };
@@ -249,7 +251,7 @@ mod tests {
     fn ranges_that_overlap_are_errors() {
         let (g, _, _) = chain(2);
         assert!(g.checkpoint_ranges(&[0..4, 3..6]).is_err());
-        assert!(g.checkpoint_ranges(&[0..1000]).is_err());
+        assert!(g.checkpoint_ranges(&[0..4, 900..1000]).is_err());
         assert_eq!(g.even_ranges(1), []);
     }
 }
