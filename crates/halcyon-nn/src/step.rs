@@ -145,11 +145,11 @@ impl<'a> TrainStep<'a> {
             parts: Arc::new(AtomicUsize::new(1)),
             backend,
         };
-        step.as_the_backend()
+        step.like_the_backend()
     }
 
     /// The settings that follow from the backend's.
-    fn as_the_backend(self) -> Result<TrainStep<'a>> {
+    fn like_the_backend(self) -> Result<TrainStep<'a>> {
         let scale = self.backend.loss_scale();
         let passes = self.backend.lower_options().passes;
         match (passes.amp, scale) {

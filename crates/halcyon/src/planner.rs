@@ -234,7 +234,7 @@ impl Planner {
         for ((id, values), name) in ops.iter().zip(names) {
             // A NaN counts as too large.
             let top = values.iter().map(most).fold(0.0, |a: f64, b| if b > a || b.is_nan() { b } else { a });
-            if !(top <= F16_MAX / RANGE_MARGIN) {
+            if top.is_nan() || top > F16_MAX / RANGE_MARGIN {
                 mixed.ops.too_large.insert(id.0, format!("{name} (largest value {top:.3e})"));
             }
         }

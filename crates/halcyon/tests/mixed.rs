@@ -286,7 +286,7 @@ fn f16_follows_the_range_of_the_first_run() {
         let want = eval_f64(&g, &inputs, &[]).unwrap();
         for (y, w) in got.iter().zip(&want) {
             let off = session::difference(
-                &[y.clone()],
+                std::slice::from_ref(y),
                 &[w.clone()].map(|w| ConstData::from_slice(&w.dims, &w.to_vec::<f32>()).unwrap()),
             );
             assert!(off < 4e-3, "{}: {off}", b.id());

@@ -93,7 +93,7 @@ pub(crate) fn batch(b: &Backend, s: Sizes, rows: usize, seed: u64) -> Result<[Te
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        let noise = state % 10 == 0;
+        let noise = state.is_multiple_of(10);
         (if noise { state as usize / 16 } else { i % 7 * 5 }) % s.vocabulary
     };
     let text: Vec<i64> = (0..rows * s.context + 1).map(|i| token(i) as i64).collect();

@@ -398,3 +398,40 @@ fn gpt_mini_with_and_without_checkpoints() {
     }
     assert!(2 * results[1].0 <= results[0].0 && results[1].1 < 1.4 * results[0].1, "{results:?}");
 }
+
+/// Steps and time of an update of 60 parameters. Prints figures; run it by name.
+#[test]
+#[ignore = "measures"]
+fn an_update_of_60_parameters() {
+    for kind in [BackendType::Cpu, BackendType::OpenCl] {
+        for without in ["", "in-place updates"] {
+            let b = Backend::builder().backend_type(kind);
+            let b = if without.is_empty() { b } else { b.without(without) };
+            let Ok(b) = b.build() else { continue };
+            let params: Vec<Param> =
+                (0..60).map(|_| Param::new(Tensor::ones(&b, [384, 384], DType::F32))).collect();
+            let optimizer = Optimizer::new(&params, Adam::w()).unwrap();
+            let mut step = TrainStep::new(&params, optimizer, |p: &&Vec<Param>, _: &[Tensor]| {
+                let sums: Vec<Tensor> = p.iter().map(|p| p.value().sqr().sum(..)).collect();
+                Ok(vec![sums.into_iter().reduce(|a, c| a + c).unwrap()])
+            })
+            .unwrap();
+            step.run(&[]).unwrap()[0].item::<f32>().unwrap();
+            let before = b.cache_stats().steps;
+            let mut times = vec![];
+            for _ in 0..20 {
+                let start = std::time::Instant::now();
+                step.run(&[]).unwrap()[0].item::<f32>().unwrap();
+                times.push(start.elapsed().as_secs_f64() * 1e3);
+            }
+            times.sort_by(f64::total_cmp);
+            let steps = (b.cache_stats().steps - before) / 20;
+            println!(
+                "{} without {without:?}: {steps} steps, {:.1} ms, {:?}",
+                b.id(),
+                times[10],
+                step.fit(&[]).unwrap()
+            );
+        }
+    }
+}
