@@ -17,8 +17,8 @@ pub(crate) struct QuantizeArgs {
     /// run is refused (exit code 3) with the measured error.
     #[arg(long, value_name = "ERROR")]
     pub max_error: Option<f64>,
-    /// Samples for the ranges of activations at O3: a folder (each file is a sample: .npz, .npy, image, .txt),
-    /// an .npz with an array for each input, or a .txt with a line of text for each sample. Without it,
+    /// Samples for the ranges of activations at O3: a folder (each file is a sample: .npz, .npy, image,
+    /// .txt), an .npz with an array for each input, or a .txt with a line of text for each sample. Without it,
     /// ranges are computed in each run
     ///
     /// If an array of an .npz has one axis more than the input, each index of its first axis is a sample. If
@@ -26,8 +26,8 @@ pub(crate) struct QuantizeArgs {
     /// one, if there are two) is not used for calibration, but to measure the error.
     #[arg(long, value_name = "DIR|FILE")]
     pub calibrate: Option<PathBuf>,
-    /// Type of weights at O3: int8, int4, int4min (4 bits with a minimum for each 32 weights) or f8 (on devices
-    /// that multiply it) [default: int8]
+    /// Type of weights at O3: int8, int4, int4min (4 bits with a minimum for each 32 weights) or f8 (on
+    /// devices that multiply it) [default: int8]
     #[arg(long, value_name = "TYPE")]
     pub weights: Option<String>,
     /// Ranges of activations at O3: dynamic (computed in each run), minmax, or percentile:P, which leaves out

@@ -110,7 +110,7 @@ pub(crate) fn quantized(
     if check.is_empty() {
         return Err(Error::argument(
             "--calibrate",
-            "one sample is not enough: at least one more is needed to measure the error; add samples or --input",
+            "one sample is not enough: another one must measure the error; add samples or --input",
         ));
     }
     report::note(&format!(

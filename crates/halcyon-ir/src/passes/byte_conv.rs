@@ -1,6 +1,6 @@
 //! Convolutions of bytes: a convolution whose operands are 8-bit integers, widened and scaled, becomes the
-//! composite [`crate::composite::CompositeKind::ByteConv`] of these integers, followed by one multiplication. This is the form
-//! of a quantised model (ONNX's DequantizeLinear before Conv).
+//! composite [`crate::composite::CompositeKind::ByteConv`] of these integers, followed by one multiplication.
+//! This is the form of a quantised model (ONNX's DequantizeLinear before Conv).
 //!
 //! Padding adds zeros to the dequantised image, so the zero point of the image must be 0. The weights are a
 //! constant of i8 with one scale, or one for each output channel. The composite is created only if the target
@@ -126,10 +126,18 @@ fn scales(r: &mut Rebuild<'_>, f: &Finder<'_>, found: &Found) -> Result<Option<N
     };
     let weights = match found.weights.scale {
         Some(s) => {
-            let mut s = r.get(s)?;
-            for axis in 1..4 {
+            // The vector before it is broadcast, which folding reads at no cost.
+            let mut before = s;
+            while f.graph().node(before).op == Op::Expand {
+                before = f.graph().node(before).inputs[0];
+            }
+            let channels = f.graph().shape(s)[0];
+            let whole = f.graph().shape(before).numel() == channels;
+            let mut s = r.get(if whole { before } else { s })?;
+            for axis in 1..if whole { 1 } else { 4 } {
                 s = r.new.narrow(s, axis, 0, 1)?;
             }
+            let s = r.new.reshape(s, [channels])?;
             let shape = Shape::from(vec![Dim::from(1), r.new.shape(s)[0], Dim::from(1), Dim::from(1)]);
             Some(r.new.reshape(s, shape)?)
         }

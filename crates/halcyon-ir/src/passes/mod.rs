@@ -67,7 +67,7 @@ impl FromStr for Level {
             _ => Err(Error::argument(
                 "level",
                 format!(
-                    "\"{s}\" is not a level; use O0 (none, debug), O1 (conservative), O2 (balanced) or O3 (aggressive)"
+                    "\"{s}\" is not a level; use O0 (none, debug), O1 (conservative), O2 (balanced), O3 (aggressive)"
                 ),
             )),
         }

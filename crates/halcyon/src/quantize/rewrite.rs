@@ -9,6 +9,7 @@ use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::passes::rebuild::{Rebuild, prune};
 use halcyon_ir::{ConstData, DType, Graph, NodeId, Op, Scalar};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 /// Largest finite number of f8e4m3fn.
 const MAX_F8: f64 = 448.0;
@@ -23,37 +24,41 @@ pub(super) struct Rounded(HashMap<NodeId, Vec<ConstData>>);
 impl Rounded {
     /// Rounds the weights of a layer, unless that was done before.
     fn of(&mut self, layer: &Layer, options: &QuantizeOptions) -> Result<&[ConstData]> {
-        if !self.0.contains_key(&layer.node) {
-            let values = layer.values();
-            let parts = match options.weights {
-                WeightType::Int8 => {
-                    let axis = if layer.kind == Kind::Conv { 0 } else { 1 };
-                    let w = int8(&values, &layer.dims, axis, options.weight_bits.unwrap_or(8))?;
-                    vec![w.codes, w.scales]
-                }
-                WeightType::Int4 | WeightType::Int4Min => {
-                    let minimum = options.weights == WeightType::Int4Min;
-                    let w = int4(&values, [layer.dims[0], layer.dims[1]], minimum)?;
-                    [w.codes, w.scales].into_iter().chain(w.minima).collect()
-                }
-                WeightType::F8 => {
-                    let top = values.iter().fold(0f32, |a, v| a.max(v.abs()));
-                    let scale = if top > 0.0 { f64::from(top) / MAX_F8 } else { 1.0 };
-                    let scaled = values.iter().map(|v| Scalar::F(f64::from(*v) / scale));
-                    vec![
-                        ConstData::from_scalars(DType::F8E4M3FN, &layer.dims, scaled)?,
-                        ConstData::from_slice(&[1], &[scale as f32])?,
-                    ]
-                }
-            };
-            self.0.insert(layer.node, parts);
+        match self.0.entry(layer.node) {
+            Entry::Occupied(e) => Ok(e.into_mut()),
+            Entry::Vacant(e) => Ok(e.insert(round(layer, options)?)),
         }
-        self.0.get(&layer.node).map(Vec::as_slice).ok_or_else(|| Error::internal("weights were not rounded"))
     }
 
     /// Bytes of a layer's rounded weights; `None` before they are rounded.
     pub(super) fn bytes(&self, layer: &Layer) -> Option<u64> {
         self.0.get(&layer.node).map(|p| p.iter().map(|c| c.bytes().len() as u64).sum())
+    }
+}
+
+/// The rounded weights of a layer: codes, scales, and minima if there are any.
+fn round(layer: &Layer, options: &QuantizeOptions) -> Result<Vec<ConstData>> {
+    let values = layer.values();
+    match options.weights {
+        WeightType::Int8 => {
+            let axis = if layer.kind == Kind::Conv { 0 } else { 1 };
+            let w = int8(&values, &layer.dims, axis, options.weight_bits.unwrap_or(8))?;
+            Ok(vec![w.codes, w.scales])
+        }
+        WeightType::Int4 | WeightType::Int4Min => {
+            let minimum = options.weights == WeightType::Int4Min;
+            let w = int4(&values, [layer.dims[0], layer.dims[1]], minimum)?;
+            Ok([w.codes, w.scales].into_iter().chain(w.minima).collect())
+        }
+        WeightType::F8 => {
+            let top = values.iter().fold(0f32, |a, v| a.max(v.abs()));
+            let scale = if top > 0.0 { f64::from(top) / MAX_F8 } else { 1.0 };
+            let scaled = values.iter().map(|v| Scalar::F(f64::from(*v) / scale));
+            Ok(vec![
+                ConstData::from_scalars(DType::F8E4M3FN, &layer.dims, scaled)?,
+                ConstData::from_slice(&[1], &[scale as f32])?,
+            ])
+        }
     }
 }
 

@@ -155,7 +155,7 @@ impl Search<'_> {
         };
         Error::unsupported(
             format!(
-                "quantisation to {} within an error of {:e}: the measured error is {all:.3e} with all layers{one}",
+                "quantisation to {} within {:e}: the measured error is {all:.3e} with all layers{one}",
                 o.weights, o.max_error
             ),
             format!("Raise the bound to {all:.1e} or more, or use level O2"),

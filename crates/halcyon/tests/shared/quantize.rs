@@ -7,7 +7,8 @@ use halcyon::ir::{Graph, TensorType};
 use halcyon::prelude::*;
 use halcyon::quantize::{Activations, QuantizeOptions, WeightType, error, quantize};
 use halcyon::{ConstData, Error, Session};
-use halcyon_test::{Rng, devices};
+use halcyon_test::Rng;
+use halcyon_test::devices::devices;
 
 fn cpu(level: Level, without: &[&str]) -> Backend {
     let b = Backend::builder().backend_type(BackendType::Cpu).level(level).num_threads(2);

@@ -144,6 +144,9 @@ fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         );
     }
     check_zero(c, zero, scale, x.dtype())?;
+    if let Some(y) = weights(b, c, to)? {
+        return one(y);
+    }
     let via = to.compute();
     let mut y = x.clone();
     if let Some(z) = zero {
@@ -158,6 +161,33 @@ fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let scale = broadcast_scale(b, c, &scale, x)?;
     let y = b.scalar(S::Mul, &[&y, &scale])?;
     one(b.cast(&y, to)?)
+}
+
+/// Constants of bytes with at least this many elements stay bytes.
+const WEIGHTS: usize = 1024;
+
+/// Weights of bytes as a composite, which the builder does not fold, so that kernels can multiply the bytes.
+fn weights(b: &mut Builder, c: &Call<'_>, to: DType) -> Result<Option<Value>> {
+    let (x, scale, zero) = (c.arg(0)?, c.arg(1)?, c.opt(2));
+    let bytes = matches!(x.dtype(), DType::I8 | DType::U8) && x.is_constant();
+    let large = x.shape().numel().known().is_some_and(|n| n >= WEIGHTS);
+    let vector = scale.shape().numel().is(1) || scale.rank() == 1;
+    if !bytes || !large || !vector || c.int("block_size", 0)? != 0 {
+        return Ok(None);
+    }
+    if [scale.dtype(), to] != [DType::F32; 2] {
+        return Ok(None);
+    }
+    // Checks the shapes.
+    broadcast_scale(b, c, scale, x)?;
+    let axis = match scale.shape().numel().is(1) || x.rank() == 1 {
+        true => Some(0),
+        false => Some(c.axis(c.int("axis", 1)?, x.rank())?),
+    };
+    let (x, scale) = (b.id(x)?, b.id(scale)?);
+    let zero = zero.map(|z| b.id(z)).transpose()?;
+    let y = b.g.dequantize(x, scale, zero, axis)?;
+    Ok(Some(b.value(y)))
 }
 
 /// Quantises to u8. Scale and zero point map the operand's range, extended to include 0, to the range of u8.

@@ -51,9 +51,9 @@ macro_rules! tile_products {
         pub(crate) unsafe fn $name(s: &Steps<'_>, x: &[*const u8], out: *mut f32, meanwhile: impl FnOnce()) {
             use std::arch::asm;
             let (list, n) = (s.offsets.as_ptr(), s.offsets.len());
-            // SAFETY: by contract the registers are configured and the loads and stores stay in the pixels, the
-            // weights and the sums. Compiled Rust code never uses tile registers, so their contents survive
-            // `meanwhile`.
+            // SAFETY: by contract the registers are configured and the loads and stores stay in the pixels,
+            // the weights and the sums. Compiled Rust code never uses tile registers, so their contents
+            // survive `meanwhile`.
             unsafe {
                 if let [x0, x1] = *x {
                     asm!(

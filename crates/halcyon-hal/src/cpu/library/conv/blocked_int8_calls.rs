@@ -39,6 +39,12 @@ fn store(f: &Fused) -> Option<(Cow<'_, Fused>, Store)> {
         _ => None,
     };
     let (mut at, mut zero) = (out.value, 0.0);
+    if let Some(i) = f.body.get(at as usize)
+        && i.kind == InstrKind::Cast
+        && i.dtype == out.dtype
+    {
+        at = i.args[0];
+    }
     if let Some((ScalarOp::Add, args)) = op(at) {
         zero = literal(f, args[1])?;
         at = args[0];

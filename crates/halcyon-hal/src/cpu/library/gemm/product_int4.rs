@@ -135,7 +135,15 @@ dispatch_simd! {
     ///
     /// # Safety
     /// The contract of [`product`], and the columns are in range.
-    unsafe fn columns[][](isa, range: (usize, usize), s: Size, x: *const f32, sums: *const f32, w: &Weights, y: *mut f32) = columns_body
+    unsafe fn columns[][](
+        isa,
+        range: (usize, usize),
+        s: Size,
+        x: *const f32,
+        sums: *const f32,
+        w: &Weights,
+        y: *mut f32,
+    ) = columns_body
 }
 
 /// # Safety

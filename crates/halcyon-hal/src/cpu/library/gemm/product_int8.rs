@@ -10,8 +10,9 @@
 //! are the packed bytes, s_a is 1 for signed A, and u_b is 1 for unsigned B. `vpdpbusd` sums do not saturate.
 //! AVX2 and other processors widen to 16 bits and multiply pairs (`vpmaddwd`, or plain integers), which is
 //! exact as well. If the magnitudes of each pair of a signed right operand sum to at most 128 (weights of 7
-//! bits), AVX2 multiplies pairs of bytes (`vpmaddubsw`), whose sums then do not saturate 16 bits. So the result is the same on every processor and for any number of threads. Zero points x
-//! and y are left to the caller: `sum (a - x)(b - y)` needs a correction of the same form.
+//! bits), AVX2 multiplies pairs of bytes (`vpmaddubsw`), whose sums then do not saturate 16 bits. So the
+//! result is the same on every processor and for any number of threads. Zero points x and y are left to the
+//! caller: `sum (a - x)(b - y)` needs a correction of the same form.
 //!
 //! Cost. One K group of the 12 x 32 tile takes 24 instructions of 64 multiply-adds on 12 + 32 lanes of 4
 //! bytes: 3,072 operations per 176 bytes read from cache, so the instruction's rate, four times that of f32,

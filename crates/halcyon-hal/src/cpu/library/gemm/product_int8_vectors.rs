@@ -167,8 +167,8 @@ impl Kind for Avx2 {
     }
 }
 
-/// Whether for each pair of consecutive K of a signed right operand the magnitudes sum to at most 128, so that
-/// [`SmallBytes`] may multiply them.
+/// Whether the magnitudes of each pair of consecutive K of a signed right operand sum to at most 128, so
+/// that [`SmallBytes`] may multiply them.
 ///
 /// # Safety
 /// The `k x n` elements are readable.
