@@ -9,7 +9,7 @@ use std::path::PathBuf;
 const WIDTH: usize = 800;
 const HEIGHT: usize = 480;
 const LEFT: usize = 80;
-const RIGHT: usize = 20;
+const RIGHT: usize = 36;
 const TOP: usize = 20;
 const BOTTOM: usize = 48;
 /// Side of a pixel of the font.
