@@ -29,7 +29,18 @@ const EVERYWHERE: &[&str] = &["--workspace", "--exclude", "xtask"];
 /// off and when it is the only one. The merge tier checks the first [`FEATURES_ALWAYS`] and a random
 /// [`FEATURES_DRAWN`] of the others.
 const FEATURES: &[(&str, &[&str])] = &[
-    ("", &["halcyon-hal", "halcyon", "halcyon-nn", "halcyon-compat", "halcyon-cli"]),
+    (
+        "",
+        &[
+            "halcyon-hal",
+            "halcyon",
+            "halcyon-nn",
+            "halcyon-data",
+            "halcyon-train",
+            "halcyon-compat",
+            "halcyon-cli",
+        ],
+    ),
     ("cpu,onnx", &["halcyon", "halcyon-compat"]),
     ("cpu", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
     ("cuda", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
