@@ -200,7 +200,7 @@ impl Backward<'_> {
     pub(crate) fn expanded_matrix(&self, k: usize) -> Option<NodeId> {
         let x = self.x(k);
         let node = self.g.node(x);
-        if !matches!(node.op, Op::Expand { .. }) || self.wanted.contains(&x) {
+        if !matches!(node.op, Op::Expand) || self.wanted.contains(&x) {
             return None;
         }
         let source = node.inputs[0];

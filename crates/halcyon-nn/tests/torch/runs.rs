@@ -53,8 +53,8 @@ struct Gpt {
 /// A network by its kind.
 enum Net {
     Mlp(Mlp),
-    Cnn(Cnn),
-    Gpt(Gpt),
+    Cnn(Box<Cnn>),
+    Gpt(Box<Gpt>),
 }
 
 impl Module for Net {
@@ -72,12 +72,12 @@ impl Net {
         let linear = |i, o| Linear::new(b, i, o);
         Ok(match kind {
             "mlp" => Net::Mlp(Mlp { fc1: linear(20, 32)?, fc2: linear(32, 24)?, fc3: linear(24, 5)? }),
-            "cnn" => Net::Cnn(Cnn {
+            "cnn" => Net::Cnn(Box::new(Cnn {
                 conv1: Conv2d::with(b, 1, 6, [3, 3], ConvOptions::default().padding(1))?,
                 conv2: Conv2d::with(b, 6, 8, [3, 3], ConvOptions::default())?,
                 norm: BatchNorm::new(b, 6)?,
                 fc: linear(72, 5)?,
-            }),
+            })),
             _ => {
                 let o = MultiHeadAttentionOptions { batch_first: true, ..Default::default() };
                 let block = |_| {
@@ -89,13 +89,13 @@ impl Net {
                         down: linear(64, 16)?,
                     })
                 };
-                Net::Gpt(Gpt {
+                Net::Gpt(Box::new(Gpt {
                     tokens: Embedding::new(b, 11, 16)?,
                     positions: Embedding::new(b, 12, 16)?,
                     blocks: (0..2).map(block).collect::<Result<_>>()?,
                     norm: LayerNorm::new(b, [16])?,
                     head: linear(16, 11)?,
-                })
+                }))
             }
         })
     }
