@@ -103,6 +103,8 @@ built_in! {
     Softmax => softmax::SOFTMAX,
     LogSoftmax => softmax::LOG_SOFTMAX,
     LayerNorm => norm::LAYER_NORM,
+    /// The gradients of operand, scale and bias ([`crate::Graph::layer_norm_grad`]).
+    LayerNormGrad => norm::LAYER_NORM_GRAD,
     RmsNorm => norm::RMS_NORM,
     BatchNorm => norm::BATCH_NORM,
     Attention => attention::ATTENTION,

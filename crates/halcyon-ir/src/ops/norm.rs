@@ -1,13 +1,16 @@
 //! Norms over trailing axes, and over channels.
 
 use super::composite::{CompositeGradient, CompositeKind, CompositeRow, some_per_element};
-use super::{HalfForm, HalfWhen};
-use crate::composite::{Attr, attrs, float};
+use super::{HalfForm, HalfWhen, Op};
+use crate::composite::{Attr, Composite, attrs, float};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::grad::{Backward, Gradient};
 use crate::graph::{Graph, NodeId};
 use crate::kernel::lower::Template;
 use crate::kernel::templates;
-use crate::shape::Dim;
+use crate::shape::{Dim, Dims, Shape};
+use crate::target::Operand;
 
 const TEMPLATE: Template = tuned_template!(norm);
 
@@ -23,8 +26,63 @@ pub(super) static LAYER_NORM: CompositeRow = CompositeRow {
     half: Some(HALF),
     template: Some(&TEMPLATE),
     flops: some_per_element,
+    gradient: CompositeGradient::Closed(layer_norm_gradient),
+};
+
+pub(super) static LAYER_NORM_GRAD: CompositeRow = CompositeRow {
+    name: "layer_norm_grad",
+    has_builder: true,
+    has_kernels: true,
+    packs: false,
+    summed: None,
+    half: None,
+    template: None,
+    flops: grad_flops,
     gradient: CompositeGradient::Body,
 };
+
+/// About 18 operations for each element of the operand.
+fn grad_flops(_: &Composite, inputs: &[Operand], _: &Operand) -> u64 {
+    inputs.first().map_or(0, |x| 18 * x.view.numel() as u64)
+}
+
+/// One composite for the gradients of operand, scale and bias, if scale and bias have the shape of a row and
+/// nothing is rounded.
+fn layer_norm_gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
+    let axis = c.int("axis").and_then(|a| usize::try_from(a).ok());
+    let (Some(axis), Some(eps)) = (axis, c.float("eps")) else { return Ok(Gradient::Body) };
+    let known: Option<Vec<Dims>> = b.node.inputs.iter().map(|x| b.g.shape(*x).known()).collect();
+    let Some(known) = known else { return Ok(Gradient::Body) };
+    let types = b.node.inputs.iter().map(|x| b.g.dtype(*x)).collect::<Vec<_>>();
+    let row = known[0].get(axis..).unwrap_or_default().to_vec();
+    let plain = matches!(types[0], DType::F32 | DType::F64) && types.iter().all(|d| *d == types[0]);
+    if !plain || row.is_empty() || known[1..].iter().any(|d| d[..] != row[..]) || !is_own(c, b, axis, eps)? {
+        return Ok(Gradient::Body);
+    }
+    let all = b.g.layer_norm_grad([b.x(0), b.x(1), b.dy], axis, eps)?;
+    let mut out = b.no_grads();
+    let mut from = 0usize;
+    for (i, dims) in known.iter().enumerate() {
+        let n: usize = dims.iter().product();
+        if b.needs_grad(i) {
+            let part = b.g.narrow(all, 0, from, n)?;
+            out[i] = Some(b.g.reshape(part, &dims[..])?);
+        }
+        from += n;
+    }
+    Ok(Gradient::Of(out))
+}
+
+/// Whether the composite equals the one that [`Graph::layer_norm`] makes. Another crate may have made one of
+/// the same name with another body.
+fn is_own(c: &Composite, b: &Backward<'_>, axis: usize, eps: f64) -> Result<bool> {
+    let mut own = Graph::new();
+    let x: Vec<NodeId> = (b.node.inputs.iter().enumerate())
+        .map(|(i, x)| own.input(&format!("x{i}"), b.g.ty(*x).clone()))
+        .collect();
+    let y = own.layer_norm(x[0], x[1], x.get(2).copied(), axis, eps)?;
+    Ok(matches!(&own.node(y).op, Op::Composite(o) if **o == *c))
+}
 
 pub(super) static RMS_NORM: CompositeRow = CompositeRow {
     name: "rms_norm",
@@ -87,6 +145,53 @@ impl Graph {
                 g.cast(y, dt)
             },
         )
+    }
+
+    /// The gradients of [`Graph::layer_norm`] for f32 and f64. `of` are the operand, the scale, which has the
+    /// shape of a row, and the gradient of the result. The result has one axis: the gradients of operand, scale
+    /// and bias one after the other.
+    pub fn layer_norm_grad(&mut self, of: [NodeId; 3], axis: usize, eps: f64) -> Result<NodeId> {
+        let name = LAYER_NORM_GRAD.name;
+        self.need_float(name, of[0])?;
+        let (x, scale, dy) =
+            (self.shape(of[0]).clone(), self.shape(of[1]).clone(), self.shape(of[2]).clone());
+        if axis >= x.rank() || scale[..] != x[axis..] || dy != x {
+            let what = format!("operand {x}, scale {scale}, gradient {dy}: rows begin at axis {axis}");
+            return Err(Error::shape(name, what).at(&self.span));
+        }
+        let a = attrs([("axis", Attr::Int(axis as i64)), ("eps", float(eps))]);
+        self.composite(CompositeKind::LayerNormGrad, a, &of, |g, v| {
+            let (x, scale, dy) = (v[0], v[1], v[2]);
+            let rank = g.shape(x).rank();
+            let (axes, others): (Vec<usize>, Vec<usize>) = ((axis..rank).collect(), (0..axis).collect());
+            let m = g.mean(x, &axes, true)?;
+            let d = g.sub(x, m)?;
+            let sq = g.mul(d, d)?;
+            let var = g.mean(sq, &axes, true)?;
+            let e = g.lit(var, eps);
+            let ve = g.add(var, e)?;
+            let r = g.rsqrt(ve)?;
+            let n = g.mul(d, r)?;
+            let dn = g.mul(dy, scale)?;
+            let a = g.mean(dn, &axes, true)?;
+            let p = g.mul(dn, n)?;
+            let b = g.mean(p, &axes, true)?;
+            let nb = g.mul(n, b)?;
+            let t = g.sub(dn, a)?;
+            let t = g.sub(t, nb)?;
+            let dx = g.mul(t, r)?;
+            let p = g.mul(dy, n)?;
+            let dscale = g.sum(p, &others, false)?;
+            let dbias = g.sum(dy, &others, false)?;
+            let flat = [dx, dscale, dbias]
+                .map(|t| {
+                    let n = g.shape(t).numel();
+                    g.reshape(t, Shape([n].into_iter().collect()))
+                })
+                .into_iter()
+                .collect::<Result<Vec<_>>>()?;
+            g.concat(&flat, 0)
+        })
     }
 
     /// `x / sqrt(mean(x²) + eps) * scale` over the last axis. Half types are computed in f32. (Zhang and

@@ -94,6 +94,7 @@ fn rewrite(g: &mut Graph, n: &Node, x: &[NodeId]) -> Option<NodeId> {
             let step: Vec<i64> = axes.iter().map(|a| a.step).collect();
             g.slice(inner?, &start, &step, &n.ty.shape).ok()
         }
+        (Op::Slice(a), Op::Concat { axis }) => part_of_concat(g, a, *axis, &under, n),
         (Op::Pad { lo, hi, .. }, _) if lo.iter().chain(hi).all(|n| *n == 0) => Some(first),
         (Op::Pad { lo, hi, value }, Op::Pad { lo: l, hi: h, value: v }) if value == v => {
             let sum = |a: &[usize], b: &[usize]| -> Vec<usize> {
@@ -111,6 +112,27 @@ fn rewrite(g: &mut Graph, n: &Node, x: &[NodeId]) -> Option<NodeId> {
         }
         _ => None,
     }
+}
+
+/// A slice that lies in one part of a concatenation, as a slice of that part.
+fn part_of_concat(g: &mut Graph, a: &[SliceAxis], axis: usize, under: &Node, n: &Node) -> Option<NodeId> {
+    let along = a.get(axis)?;
+    let (mut start, len) = (along.start.known()?, n.ty.shape[axis].known()?);
+    if along.step != 1 || len == 0 {
+        return None;
+    }
+    for part in &under.inputs {
+        let size = g.shape(*part)[axis].known()?;
+        if start < size {
+            let fits = start + len <= size;
+            let mut starts: Vec<Dim> = a.iter().map(|a| a.start).collect();
+            starts[axis] = Dim::from(start);
+            let steps: Vec<i64> = a.iter().map(|a| a.step).collect();
+            return fits.then(|| g.slice(*part, &starts, &steps, &n.ty.shape).ok()).flatten();
+        }
+        start -= size;
+    }
+    None
 }
 
 /// Composes slice `a` of slice `b` along one axis.

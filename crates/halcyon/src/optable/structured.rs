@@ -394,7 +394,7 @@ fn composites() -> Vec<Row> {
     let mut out = softmaxes();
     out.push(mean());
     out.extend(norms());
-    out.extend([attention(), attention_grad(), leaky_relu(), cross_entropy()]);
+    out.extend([attention(), attention_grad(), layer_norm_grad(), leaky_relu(), cross_entropy()]);
     out
 }
 
@@ -515,6 +515,23 @@ fn norms() -> Vec<Row> {
             |g: &mut Graph, x: &[NodeId]| g.batch_norm(x[0], x[1], x[2], x[3], x[4], 1e-5),
         )),
     ]
+}
+
+fn layer_norm_grad() -> Row {
+    let of =
+        |axis: usize| move |g: &mut Graph, x: &[NodeId]| g.layer_norm_grad([x[0], x[1], x[2]], axis, 1e-3);
+    row(
+        CompositeKind::LayerNormGrad,
+        vec![DType::F32, DType::F64],
+        Tol::Norm(64.0),
+        [
+            case("rows", [x([5, 7]), x([7]), x([5, 7])], of(1)),
+            case("two axes", [x([3, 4, 6]), x([4, 6]), x([3, 4, 6])], of(1)),
+            case("many rows", [x([150, 33]), x([33]), x([150, 33])], of(1)),
+            case("gradient", [x([3, 4]), x([4]), x([3, 4])], of(1)).grad(),
+        ],
+    )
+    .bench(case("4096 rows of 384", [x([4096, 384]), x([384]), x([4096, 384])], of(1)))
 }
 
 fn attention_grad() -> Row {

@@ -12,6 +12,7 @@ use super::gemm::product_any::{gemm_any, gemm_rounded};
 use super::gemm::product_bf16::Bf16Code;
 use super::gemm::product_f32::{Batch, Epilogue, Gemm, Mat, MatMut, matmul_f32};
 use super::gemm::product_int8::gemm_i8_wrapped;
+use super::rows::layer_norm_grad::layer_norm_grad;
 use super::rows::softmax;
 use super::wide::{Wide, Widened, with_type};
 use super::{CpuKernel, Run};
@@ -585,6 +586,32 @@ fn norm(isa: Isa, call: &CallForm<'_>, axis: usize, eps: f32, centred: bool) -> 
     })
 }
 
+fn norm_grad(isa: Isa, call: &CallForm<'_>, axis: usize, eps: f32) -> Result<CpuKernel, Declined> {
+    let [x, scale, dy] = call.inputs else {
+        return Err(Declined::because("three operands are needed"));
+    };
+    if call.inputs.iter().chain(call.outputs).any(|o| o.dtype != DType::F32) {
+        return Err(Declined::because("f32 is needed"));
+    }
+    let Some(row) = x.view.shape.get(axis..) else {
+        return Err(Declined::because("the rows begin at an axis that the operand does not have"));
+    };
+    let n: usize = row.iter().product();
+    if scale.view.numel() != n || dy.view.shape != x.view.shape {
+        return Err(Declined::because("the scale is not as long as a row, or dy has another shape"));
+    }
+    dense(call, &[0, 1, 2])?;
+    let rows = x.view.numel() / n.max(1);
+    like(call, &[(rows + 2) * n], DType::F32)?;
+    let views: Vec<View> = call.inputs.iter().map(|o| o.view.clone()).collect();
+    CpuKernel::new(format!("cpu.{}.{}", CompositeKind::LayerNormGrad, isa.name()), call, move |r| {
+        let from = [0, 1, 2].map(|i| ptr::<f32>(r, i, &views[i]));
+        // SAFETY: `CpuKernel::run` has checked that the dense operands, whose sizes were checked above, lie in
+        // their buffers, and that the dense output shares no buffer with them.
+        unsafe { layer_norm_grad(r.team, r.isa, (rows, n), eps, from, r.bufs[3].ptr as *mut f32) }
+    })
+}
+
 fn attend(isa: Isa, call: &CallForm<'_>, causal: bool, scale: f32) -> Result<CpuKernel, Declined> {
     let ([q, k, v] | [q, k, v, _]) = call.inputs else {
         return Err(Declined::because("three or four operands are needed"));
@@ -707,6 +734,7 @@ pub(crate) fn composite(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<
             let scale = c.float("scale").ok_or_else(|| Declined::because("no scale"))?;
             attend(isa, call, c.flag("causal"), scale as f32)
         }
+        CompositeKind::LayerNormGrad => norm_grad(isa, call, axis()?, eps()?),
         CompositeKind::AttentionGrad => {
             let scale = c.float("scale").ok_or_else(|| Declined::because("no scale"))?;
             attend_grad(isa, call, c.flag("causal"), scale as f32)
