@@ -17,9 +17,9 @@ pub const WEIGHT_BLOCK: usize = 32;
 pub const MIDDLE: i64 = 8;
 
 /// The facts of a composite that only other passes and exporters look at.
-const fn plain(name: &'static str, has_builder: bool) -> CompositeRow {
+const fn plain(has_builder: bool) -> CompositeRow {
     CompositeRow {
-        name,
+        name: "",
         has_builder,
         has_kernels: false,
         packs: false,
@@ -31,18 +31,23 @@ const fn plain(name: &'static str, has_builder: bool) -> CompositeRow {
     }
 }
 
-pub(super) static QUANTIZE: CompositeRow = plain("quantize", true);
+pub(super) static QUANTIZE: CompositeRow = CompositeRow { name: "quantize", ..plain(true) };
 
-pub(super) static DEQUANTIZE: CompositeRow = plain("dequantize", true);
+pub(super) static DEQUANTIZE: CompositeRow = CompositeRow { name: "dequantize", ..plain(true) };
 
 pub(super) static BYTE_CONV: CompositeRow = CompositeRow {
+    name: "byte_conv",
     packs: true,
     flops: |_, inputs, output| conv::flops(inputs, output),
-    ..plain("byte_conv", false)
+    ..plain(false)
 };
 
-pub(super) static QUANTIZED_MATMUL: CompositeRow =
-    CompositeRow { has_kernels: true, flops: product_flops, ..plain("quantized_matmul", true) };
+pub(super) static QUANTIZED_MATMUL: CompositeRow = CompositeRow {
+    name: "quantized_matmul",
+    has_kernels: true,
+    flops: product_flops,
+    ..plain(true)
+};
 
 /// Two for each multiply-add; the codes `[n, k / 2]` hold `k` weights per column.
 fn product_flops(_: &Composite, inputs: &[Operand], output: &Operand) -> u64 {
