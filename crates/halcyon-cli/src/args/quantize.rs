@@ -119,6 +119,5 @@ onnxruntime for weights of 4 bits. Other engines load it. The error is measured 
 calibration: a part of --calibrate, or the inputs given with --input.
 
 Examples:
-  halcyon optimize resnet50.onnx -o resnet50-int8.onnx --calibrate images/ --max-error 5e-2
-  halcyon optimize minilm.onnx -o minilm-int4.onnx --weights int4 --max-error 0.5 -i @lines.txt
-  halcyon optimize models/digits.onnx -o digits-int8.onnx -i models/digit-7.png --max-error 0.1";
+  halcyon optimize models/digits.onnx -o digits-int8.onnx -i models/digit-7.png --max-error 0.1
+  halcyon optimize models/digits.onnx -o digits-int4.onnx -i models/digit-7.png --weights int4min --max-error 0.5";

@@ -148,7 +148,7 @@ fn exit_codes_and_messages() {
     halcyon(&seven(&["--device", "0"])).fails(2, &["--backend"]);
     halcyon(&seven(&["--labels", ".gitignore", "--top-k", "1"])).fails(2, &["10 classes"]);
     // Exit code 3: not supported.
-    let o3 = ["--level", "O3", "--max-error", "1e-9"];
+    let o3 = ["-q", "--level", "O3", "--max-error", "1e-9"];
     halcyon(&seven(&o3)).fails(3, &["the measured error is", "Raise the bound"]);
     halcyon(&["trace", "models/digits.onnx", "--level", "O3"]).fails(3, &["O3", "optimize"]);
     halcyon(&seven(&["--max-error", "0.1"])).fails(2, &["--max-error", "--level O3"]);

@@ -217,7 +217,7 @@ pub fn all_casts(f64: bool) -> Vec<Kernel> {
 /// Every other kind must be in [`templates`].
 const WITHOUT_TEMPLATE: &[&str] = &[
     "scalar", "reduce", "custom", "input", "arg", "const", "full", "iota", "cast", "bitcast", "reshape",
-    "permute", "expand", "slice", "pad",
+    "permute", "expand", "slice", "pad", "recompute",
 ];
 
 /// Every template on every type it accepts. These kernels are rendered and compiled in every language.
