@@ -27,9 +27,10 @@ use halcyon::ir::NodeId;
 use halcyon::ir::error::{Error, Result};
 use halcyon::ir::shape::TensorType;
 use halcyon::prepare::{
-    ModelOptimizer, OptimizationReport, OptimizationResult, ReportOptions, needs_sample, policy,
+    ModelOptimizer, OptimizationReport, OptimizationResult, ReportOptions, Rewrite, needs_sample, note,
+    policy, quantized_graph,
 };
-use halcyon::quantize::{QuantizeOptions, Quantized, quantize};
+use halcyon::quantize::QuantizeOptions;
 use halcyon::receipts::Effort;
 use halcyon::{AmpPolicy, Backend, Compiled, ConstData, DType, Level, Session, Tensor};
 use std::collections::HashMap;
@@ -266,10 +267,13 @@ impl<'a> Inference<'a> {
         &self,
         sample: &[&Tensor],
         options: &QuantizeOptions,
-    ) -> Result<(Inference<'a>, Quantized)> {
+    ) -> Result<(Inference<'a>, Rewrite)> {
         let types = types_of(sample)?;
         let data = sample.iter().map(|t| t.to_data()).collect::<Result<Vec<_>>>()?;
-        let q = quantize(&self.backend, self.session(&types)?.graph(), &[], &[data], options)?;
+        let q = match quantized_graph(&self.backend, self.session(&types)?.graph(), &data, options)? {
+            Ok(q) => q,
+            Err(why) => return Ok((self.on(&self.backend), Err(why))),
+        };
         let graph = q.graph.clone();
         let traced = move |_: &Backend, inputs: &[Tensor]| {
             let given = types_of(&inputs.iter().collect::<Vec<_>>())?;
@@ -286,7 +290,7 @@ impl<'a> Inference<'a> {
             };
             Ok(graph.outputs().iter().map(|o| one(o.node)).collect())
         };
-        Ok((Inference::over(&self.backend, Arc::new(traced)), q))
+        Ok((Inference::over(&self.backend, Arc::new(traced)), Ok(q)))
     }
 
     /// The handle on the device.
@@ -354,7 +358,9 @@ pub fn optimize_for_inference<'a, M: Forward + 'a>(
     let mut inference = Inference::new(&backend, module.into_inner(), one_to_one)?;
     if backend.level() == Level::O3 {
         let x = sample.ok_or_else(needs_sample)?;
-        inference = inference.quantized(&[x], &QuantizeOptions::default())?.0;
+        let (quantized, rewrite) = inference.quantized(&[x], &QuantizeOptions::default())?;
+        note(&rewrite);
+        inference = quantized;
     }
     if let Some(x) = sample {
         inference.forward(x)?.eval()?;

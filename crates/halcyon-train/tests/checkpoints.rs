@@ -287,7 +287,7 @@ fn damaged_and_hostile_files_are_typed_errors() {
     fails("an index that leads out of the folder");
 }
 
-const CHILD: &str = "HALCYON_TEST_SAVES_IN";
+const CHILD: &str = "CHECKPOINT_TEST_FOLDER";
 
 /// The child of the tests below: saves until it is killed, and prints each step that is complete.
 #[test]

@@ -30,12 +30,17 @@ pub(crate) struct BackendArgs {
     /// named backend), next (the next in the order; default for auto) or cpu
     #[arg(long, value_name = "WHAT")]
     pub fallback: Option<String>,
-    /// Optimisation level: O0 (none, debug), O1 (conservative), O2 (balanced) or O3 (aggressive: products and
-    /// convolutions in 8 or 4 bits, for `run` and `optimize`)
+    /// Optimisation level: O0 (none, debug), O1 (conservative), O2 (balanced) or O3 (aggressive)
+    ///
+    /// At O3 products and convolutions are computed in 8 or 4 bits, within a bound of the error. `run` and
+    /// `optimize` have it.
     #[arg(long, value_name = "LEVEL", default_value = "O2")]
     pub level: String,
-    /// Type of products and convolutions, at O2: f32 or bf16. f32 keeps the model's types; bf16 is for the
-    /// parts of an f32 model that tolerate it (mixed precision; inputs and outputs keep their types)
+    /// Type of products and convolutions, at O2: f32, bf16 or f16
+    ///
+    /// f32 keeps the model's types. bf16 and f16 are for the parts of an f32 model that tolerate them (mixed
+    /// precision; inputs and outputs keep their types). With f16, operations whose values exceed 16376 in the
+    /// first run stay in f32.
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,
     /// Computes in the type of --precision even where that is slower. Without this option the CPU measures

@@ -15,7 +15,7 @@ pub(crate) struct QuantizeArgs {
     ///
     /// Layers return to f32 until the error is within the bound. If no layer can be quantised within it, the
     /// run is refused (exit code 3) with the measured error.
-    #[arg(long, value_name = "ERROR")]
+    #[arg(long, value_name = "ERROR", hide_short_help = true)]
     pub max_error: Option<f64>,
     /// Samples for the ranges of activations at O3: a folder (each file is a sample: .npz, .npy, image,
     /// .txt), an .npz with an array for each input, or a .txt with a line of text for each sample. Without it,
@@ -24,15 +24,15 @@ pub(crate) struct QuantizeArgs {
     /// If an array of an .npz has one axis more than the input, each index of its first axis is a sample. If
     /// the input's first dimension is 1 or open, each row is a sample. A quarter of the samples (at least
     /// one, if there are two) is not used for calibration, but to measure the error.
-    #[arg(long, value_name = "DIR|FILE")]
+    #[arg(long, value_name = "DIR|FILE", hide_short_help = true)]
     pub calibrate: Option<PathBuf>,
     /// Type of weights at O3: int8, int4, int4min (4 bits with a minimum for each 32 weights) or f8 (on
     /// devices that multiply it) [default: int8]
-    #[arg(long, value_name = "TYPE")]
+    #[arg(long, value_name = "TYPE", hide_short_help = true)]
     pub weights: Option<String>,
     /// Ranges of activations at O3: dynamic (computed in each run), minmax, or percentile:P, which leaves out
     /// the values beyond percentile P of each sample [default: minmax with --calibrate, else dynamic]
-    #[arg(long, value_name = "HOW")]
+    #[arg(long, value_name = "HOW", hide_short_help = true)]
     pub activations: Option<String>,
 }
 
@@ -119,5 +119,4 @@ onnxruntime for weights of 4 bits. Other engines load it. The error is measured 
 calibration: a part of --calibrate, or the inputs given with --input.
 
 Examples:
-  halcyon optimize models/digits.onnx -o digits-int8.onnx -i models/digit-7.png --max-error 0.1
-  halcyon optimize models/digits.onnx -o digits-int4.onnx -i models/digit-7.png --weights int4min --max-error 0.5";
+  halcyon optimize models/digits.onnx -o q8.onnx -i ones --max-error 0.5";

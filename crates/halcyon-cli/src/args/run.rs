@@ -154,4 +154,4 @@ Examples:
   halcyon run models/digits.onnx -i random:16x1x8x8 --output-dir out
   halcyon run models/digits.onnx -i ones --level O1 --repeat 20 --receipts
   halcyon run models/digits.onnx -i ones --backend cpu --verify cpu:5%
-  halcyon run models/digits.onnx -i models/digit-7.png --level O3 --max-error 0.1";
+  halcyon run models/digits.onnx -i ones --level O3 --max-error 0.5";

@@ -31,5 +31,5 @@ step, and loss.png. Ctrl-C ends the training after the current step with a check
 on the same backend with the same bits.
 
 Examples:
-  halcyon train examples/train/digits.toml --set epochs=1 --set output=short
-  halcyon train examples/train/digits.toml --set epochs=2 --set output=short --resume --json";
+  halcyon train examples/train/digits.toml --set epochs=1
+  halcyon train examples/train/digits.toml --set epochs=2 --resume";

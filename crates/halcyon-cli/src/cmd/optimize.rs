@@ -113,11 +113,12 @@ pub(crate) fn quantized(
             "one sample is not enough: another one must measure the error; add samples or --input",
         ));
     }
-    report::note(&format!(
-        "quantising with {} calibration samples; the error is measured on {} others",
-        calibration.len(),
-        check.len()
-    ));
+    let ranges = match calibration.len() {
+        0 => "ranges of activations are computed in each run".to_string(),
+        n => format!("{n} {} for calibration", if n == 1 { "sample" } else { "samples" }),
+    };
+    let (n, s) = (check.len(), if check.len() == 1 { "" } else { "s" });
+    report::note(&format!("quantising: {ranges}; the error is measured on {n} sample{s}"));
     quantize(backend, &graph(model, &check[0], &ports)?, &calibration, &check, &a.options()?)
 }
 

@@ -324,7 +324,7 @@ fn s4_08_strategies_have_measured_speed_ups_or_none() {
     for s in &strategies {
         println!("{}: {:?}", s.name, s.speedup_estimate);
         assert!(!s.name.is_empty() && !s.description.is_empty());
-        assert!(s.applicable_levels.contains(&Level::O2) && !s.applicable_levels.contains(&Level::O0));
+        assert!(s.applicable_levels.contains(&Level::O3) && !s.applicable_levels.contains(&Level::O0));
         assert!(s.speedup_estimate.is_none_or(|g| g.is_finite() && g > 0.0), "{s:?}");
         assert_eq!(s.to_dict().unwrap()["name"], s.name.as_str());
     }

@@ -84,6 +84,7 @@ impl Lowerer<'_> {
             || self.first_read[i] != root.0
             || !self.root.get(root.index()).is_some_and(|r| *r)
             || !self.target.has_epilogues()
+            || self.holds_operands(id, root)
         {
             return false;
         }
@@ -94,6 +95,31 @@ impl Lowerer<'_> {
             (Op::Concat { .. }, _) => self.g.node(root).inputs.iter().filter(reads).count() == 1,
             _ => false,
         }
+    }
+
+    /// Whether postponing an op to `root` would keep more scratch memory than computing it now: much is computed
+    /// in between, and operands that nothing else reads later take more memory than the result. A product of a
+    /// gradient whose only reader updates a parameter at the end of a training step is such an op.
+    fn holds_operands(&self, id: NodeId, root: NodeId) -> bool {
+        const NEAR: usize = 16;
+        let between = id.index() + 1..root.index().min(self.root.len());
+        if between.filter(|i| self.root[*i] && self.live[*i]).nth(NEAR).is_none() {
+            return false;
+        }
+        let bytes = |x: NodeId| {
+            let n: usize = self.dims[x.index()].iter().product();
+            self.g.dtype(x).bytes(n)
+        };
+        let mut bases: SmallVec<[NodeId; 4]> = SmallVec::new();
+        for x in &self.g.node(id).inputs {
+            if let Some(p) = self.placement(*x)
+                && !bases.contains(&p.base)
+            {
+                bases.push(p.base);
+            }
+        }
+        let dies = |b: &&NodeId| !self.g.node(**b).op.is_leaf() && self.last_read[b.index()] <= id.0;
+        bases.iter().filter(dies).map(|b| bytes(*b)).sum::<usize>() > bytes(id)
     }
 
     /// Computes the postponed products that read this buffer, because it is about to be overwritten.

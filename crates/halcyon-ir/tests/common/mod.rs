@@ -216,8 +216,22 @@ pub fn all_casts(f64: bool) -> Vec<Kernel> {
 /// The kinds of ops without a template: fused kernels, the memory planner or their own bodies handle them.
 /// Every other kind must be in [`templates`].
 const WITHOUT_TEMPLATE: &[&str] = &[
-    "scalar", "reduce", "custom", "input", "arg", "const", "full", "iota", "cast", "bitcast", "reshape",
-    "permute", "expand", "slice", "pad", "recompute",
+    "scalar",
+    "reduce",
+    "custom",
+    "input",
+    "arg",
+    "const",
+    "full",
+    "iota",
+    "cast",
+    "bitcast",
+    "reshape",
+    "permute",
+    "expand",
+    "slice",
+    "pad",
+    "recompute",
 ];
 
 /// Every template on every type it accepts. These kernels are rendered and compiled in every language.

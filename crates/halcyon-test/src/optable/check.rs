@@ -42,7 +42,9 @@ impl Tally {
             self.cases, self.worst.of_tolerance
         );
         if self.failures.is_empty() {
-            assert!(self.cases > 0, "{what}: nothing ran");
+            // A row that was chosen by its name may have no case of this kind.
+            let chosen = std::env::var_os("HALCYON_ROW").is_some();
+            assert!(self.cases > 0 || chosen, "{what}: nothing ran");
             return;
         }
         // Print only a few failures of every row, so that one broken op does not hide the others.

@@ -48,10 +48,30 @@ use crate::receipts::{self, Effort};
 use crate::session::Session;
 use halcyon_hal::BackendType;
 use halcyon_ir::error::{Error, Result};
-use halcyon_ir::passes::{AmpPolicy, Level};
+use halcyon_ir::passes::{self, AmpPolicy, Level};
 use halcyon_ir::plan::Receipt;
-use halcyon_ir::{ConstData, DType};
+use halcyon_ir::{ConstData, DType, Graph};
 use std::time::Duration;
+
+/// What level O3 did to a model: the quantised graph, or why no layer can be quantised.
+pub type Rewrite = std::result::Result<Quantized, String>;
+
+/// Quantises a graph. A graph without layers that can be quantised is no error.
+///
+/// # Errors
+/// Those of [`quantize()`].
+pub fn quantized_graph(
+    backend: &Backend,
+    graph: &Graph,
+    sample: &[ConstData],
+    options: &QuantizeOptions,
+) -> Result<Rewrite> {
+    match quantize(backend, graph, &[], &[sample.to_vec()], options) {
+        Ok(q) => Ok(Ok(q)),
+        Err(Error::Argument { op, what, .. }) if op == "quantize" => Ok(Err(what)),
+        Err(e) => Err(e),
+    }
+}
 
 /// A model that can be prepared: a graph, or an imported ONNX model.
 pub trait Preparable: Sized {
@@ -76,7 +96,7 @@ pub trait Preparable: Sized {
     /// # Errors
     /// Those of [`Preparable::session`] and [`quantize()`]: [`Error::Unsupported`] with the measured error if
     /// the bound cannot be met.
-    fn quantized(&self, sample: &[ConstData], options: &QuantizeOptions) -> Result<(Self, Quantized)>;
+    fn quantized(&self, sample: &[ConstData], options: &QuantizeOptions) -> Result<(Self, Rewrite)>;
 
     /// Runs the model once, so that later runs with inputs of these types plan and compile nothing.
     ///
@@ -98,10 +118,11 @@ impl Preparable for Session {
         self.on(Session::backend(self))
     }
 
-    fn quantized(&self, sample: &[ConstData], options: &QuantizeOptions) -> Result<(Session, Quantized)> {
+    fn quantized(&self, sample: &[ConstData], options: &QuantizeOptions) -> Result<(Session, Rewrite)> {
         let b = Session::backend(self);
-        let q = quantize(b, self.graph(), &[], &[sample.to_vec()], options)?;
-        Ok((Session::new(b, q.graph.clone()), q))
+        let q = quantized_graph(b, self.graph(), sample, options)?;
+        let graph = q.as_ref().map_or_else(|_| self.graph().clone(), |q| q.graph.clone());
+        Ok((Session::new(b, graph), q))
     }
 
     fn warm_up(&self, sample: &[ConstData]) -> Result<()> {
@@ -131,14 +152,17 @@ impl Preparable for OnnxSession {
     }
 
     /// The quantised model takes inputs of the sample's types.
-    fn quantized(&self, sample: &[ConstData], options: &QuantizeOptions) -> Result<(OnnxSession, Quantized)> {
+    fn quantized(&self, sample: &[ConstData], options: &QuantizeOptions) -> Result<(OnnxSession, Rewrite)> {
         let b = OnnxSession::backend(self);
-        let q = quantize(b, self.session(sample)?.graph(), &[], &[sample.to_vec()], options)?;
+        let q = match quantized_graph(b, self.session(sample)?.graph(), sample, options)? {
+            Ok(q) => q,
+            Err(why) => return Ok((self.on(b)?, Err(why))),
+        };
         let to = export::ExportOptions { opset: halcyon_formats::onnx::ops::LATEST, external_data: false };
         let none = halcyon_formats::onnx::tensor::External::none();
         let model =
             halcyon_formats::onnx::Model::new(export::export(&q.graph, &to)?, none, "quantised model")?;
-        Ok((OnnxSession::new(b, model)?, q))
+        Ok((OnnxSession::new(b, model)?, Ok(q)))
     }
 
     fn warm_up(&self, sample: &[ConstData]) -> Result<()> {
@@ -208,7 +232,11 @@ pub fn optimize_for_inference<M: Preparable>(
         Some(d) => model.on(&backend.with_amp(policy(d, backend.level())?)?)?,
     };
     let model = match (backend.level(), sample) {
-        (Level::O3, Some(sample)) => model.quantized(sample, &QuantizeOptions::default())?.0,
+        (Level::O3, Some(sample)) => {
+            let (model, rewrite) = model.quantized(sample, &QuantizeOptions::default())?;
+            note(&rewrite);
+            model
+        }
         (Level::O3, None) => return Err(needs_sample()),
         _ => model,
     };
@@ -216,6 +244,13 @@ pub fn optimize_for_inference<M: Preparable>(
         model.warm_up(sample)?;
     }
     Ok(model)
+}
+
+/// Logs why level O3 quantised nothing.
+pub fn note(rewrite: &Rewrite) {
+    if let Err(why) = rewrite {
+        tracing::warn!("level O3 quantises nothing: {why}");
+    }
 }
 
 /// The error of level O3 without a sample.
@@ -318,9 +353,9 @@ impl ModelOptimizer {
         let mut optimized = at_level(&self.backend, model, level)?;
         let quantized = match level {
             Level::O3 => {
-                let (model, q) = optimized.quantized(sample, &options.quantize)?;
+                let (model, rewrite) = optimized.quantized(sample, &options.quantize)?;
                 optimized = model;
-                Some(q)
+                Some(rewrite)
             }
             _ => None,
         };
@@ -340,11 +375,13 @@ impl ModelOptimizer {
             ));
         }
         let mut receipts = self.receipts(&after, sample, &new.plan().receipts, options)?;
-        if let Some(q) = quantized.filter(Quantized::changed) {
-            receipts.push(match options.gains {
+        match quantized {
+            Some(Ok(q)) if q.changed() => receipts.push(match options.gains {
                 true => q.receipt(optimized.backend(), sample, options.effort.pairs)?,
                 false => q.plain_receipt(),
-            });
+            }),
+            Some(Err(why)) => warnings.push(format!("{}: {why}", passes::QUANTIZED)),
+            _ => {}
         }
         let applied = if success { &receipts[..] } else { &[] };
         let mut report = OptimizationReport {

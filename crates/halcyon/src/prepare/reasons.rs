@@ -21,7 +21,8 @@ pub(super) fn unapplied(session: &Session, exe: &Executable, sample: &[ConstData
     };
     let blocks = [DType::F32, DType::BF16].iter().any(|d| b.device().as_target().channel_block(*d).is_some());
     let facts = Facts { graph: &graph, amp: b.amp(), blocks };
-    let wanted = passes::ALL.iter().filter(|n| all.does(n) && !changed(n));
+    // The quantisation is a rewrite before the passes, which reports for itself.
+    let wanted = passes::ALL.iter().filter(|n| all.does(n) && !changed(n) && **n != passes::QUANTIZED);
     let line = |name: &&str| match options.without.contains::<str>(name) {
         true => Some(format!("{name}: switched off")),
         false if told(name) => None,

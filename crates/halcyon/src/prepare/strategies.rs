@@ -2,6 +2,7 @@
 
 use super::networks;
 use crate::backend::Backend;
+use crate::quantize::{QuantizeOptions, quantize};
 use crate::receipts::{self, Effort};
 use crate::session::Session;
 #[cfg(not(target_arch = "wasm32"))]
@@ -35,7 +36,7 @@ type Gains = BTreeMap<String, f64>;
 const LIMIT: u64 = 1 << 20;
 /// Number of the way of measuring. Gains that were measured in another way are not read.
 #[cfg(not(target_arch = "wasm32"))]
-const METHOD: u32 = 2;
+const METHOD: u32 = 3;
 /// Bursts of one run each. The best run of each side counts, so disturbed runs do not matter.
 const EFFORT: Effort = Effort { pairs: 20, interval: f64::INFINITY, burst: Duration::ZERO };
 
@@ -54,6 +55,9 @@ fn description(name: &str) -> &'static str {
         passes::RECOGNITION => "finds attention, norms and activations that are written as separate ops",
         passes::MIXED => "computes products and convolutions in a 16-bit type",
         passes::TUNED => "uses the variants of kernels that tuning found fastest",
+        passes::QUANTIZED => {
+            "computes products and convolutions in 8-bit integers, within a bound of the error"
+        }
         _ => "a transformation of plans",
     }
 }
@@ -180,6 +184,17 @@ fn measure(backend: &Backend) -> Result<Gains> {
         Ok(mixed) if mixed.amp() != AmpPolicy::None => measure(&mixed, &|name| name == passes::MIXED)?,
         Ok(_) => {}
         Err(e) => tracing::debug!(device = backend.id(), error = %e, "mixed precision is not measured"),
+    }
+    let options = QuantizeOptions { max_error: 0.1, ..QuantizeOptions::default() };
+    let o3 = backend.with_amp(AmpPolicy::None)?.with_level(Level::O3)?;
+    for n in networks::all()? {
+        let input = std::slice::from_ref(&n.input);
+        // A network without such layers, or beyond the bound, says nothing about the speed.
+        if let Ok(q) = quantize(&o3, &n.graph, &[], &[input.to_vec()], &options)
+            && let Some(gain) = q.receipt(&o3, input, EFFORT.pairs)?.gain
+        {
+            ratios.entry(passes::QUANTIZED.into()).or_default().push(gain);
+        }
     }
     let mean = |r: Vec<f64>| (r.iter().map(|x| x.max(1e-12).ln()).sum::<f64>() / r.len() as f64).exp();
     let gains: Gains = ratios.into_iter().map(|(name, r)| (name, mean(r))).collect();

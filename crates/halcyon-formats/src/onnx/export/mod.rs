@@ -25,8 +25,10 @@ pub use scalar::spellings;
 
 use super::ops::LATEST;
 use super::proto::ModelProto;
+use halcyon_ir::composite::{Composite, CompositeKind};
 use halcyon_ir::passes::inline::inline_composites;
-use halcyon_ir::{Error, Graph, Result};
+use halcyon_ir::{Error, Graph, NodeId, Op, Result};
+use std::sync::Arc;
 
 /// Oldest version of the default operator set that can be written.
 pub const OLDEST: i64 = 20;
@@ -67,7 +69,18 @@ pub fn export(graph: &Graph, options: &ExportOptions) -> Result<ModelProto> {
         let what = format!("operator set {} is outside {OLDEST}..={LATEST}", options.opset);
         return Err(Error::argument("export", what));
     }
-    let (graph, _) = inline_composites(graph, &|c| composite::direct(c, options.opset))?;
+    // MatMulNBits takes constants. Weights that are computed are written as the body of the product.
+    let is_const = |id: &NodeId| matches!(graph.node(*id).op, Op::Const(_));
+    let computed: Vec<*const Composite> = (graph.nodes().iter())
+        .filter(|n| n.inputs.get(1..).is_some_and(|w| !w.iter().all(is_const)))
+        .filter_map(|n| match &n.op {
+            Op::Composite(c) if c.kind == CompositeKind::QuantizedMatmul => Some(Arc::as_ptr(c)),
+            _ => None,
+        })
+        .collect();
+    let is_written =
+        |c: &Composite| composite::direct(c, options.opset) && !computed.contains(&(c as *const _));
+    let (graph, _) = inline_composites(graph, &is_written)?;
     emit::Emitter::new(&graph, options.opset)?.model()
 }
 
