@@ -42,8 +42,13 @@ pub(super) static BYTE_CONV: CompositeRow = CompositeRow {
     ..plain(false)
 };
 
-pub(super) static QUANTIZED_MATMUL: CompositeRow =
-    CompositeRow { name: "quantized_matmul", has_kernels: true, flops: product_flops, ..plain(true) };
+pub(super) static QUANTIZED_MATMUL: CompositeRow = CompositeRow {
+    name: "quantized_matmul",
+    // The CPU's reads the codes as they are.
+    has_kernels: true,
+    flops: product_flops,
+    ..plain(true)
+};
 
 /// Two for each multiply-add; the codes `[n, k / 2]` hold `k` weights per column.
 fn product_flops(_: &Composite, inputs: &[Operand], output: &Operand) -> u64 {
