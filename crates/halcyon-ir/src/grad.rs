@@ -195,7 +195,7 @@ impl Backward<'_> {
         self.need.get(k).copied().unwrap_or(false)
     }
 
-    /// The node from which operand `k` is expanded, if all its axes but the last two have size 1 and nothing
+    /// The node from which operand `k` is expanded along its leading axes only, if these have size 1 and nothing
     /// needs the gradient of the expanded operand itself.
     pub(crate) fn expanded_matrix(&self, k: usize) -> Option<NodeId> {
         let x = self.x(k);
@@ -204,9 +204,10 @@ impl Backward<'_> {
             return None;
         }
         let source = node.inputs[0];
-        let dims = &self.g.shape(source).0;
+        let (dims, to) = (&self.g.shape(source).0, &node.ty.shape.0);
         let batch = dims.len().checked_sub(2)?;
-        dims[..batch].iter().all(|d| d.is(1)).then_some(source)
+        let same = dims[batch..] == to[to.len() - 2..];
+        (same && dims[..batch].iter().all(|d| d.is(1))).then_some(source)
     }
 
     /// `None` for each operand, to be filled in.

@@ -88,7 +88,9 @@ impl Ema {
         within(Scope { values, ..Scope::default() }, f).0
     }
 
-    /// Makes the averages the values of the parameters.
+    /// Makes the averages the values of the parameters. A parameter in f16 or bf16 has an f32 copy in the
+    /// optimizer, from which the next step continues: to train on from the averages, use
+    /// [`crate::TrainStep::apply_averages`].
     ///
     /// # Errors
     /// Errors of the device.

@@ -77,7 +77,8 @@ pub(crate) fn overflowed(grads: &[Tensor]) -> Option<Tensor> {
 #[track_caller]
 pub(crate) fn next(s: &LossScaler, [scale, good, skipped]: [&Tensor; 3], overflow: &Tensor) -> [Tensor; 3] {
     let grown = (good + 1).ge(i64::from(s.interval));
-    let kept = grown.select(&(scale * s.growth), scale);
+    // An infinite scale would never shrink again.
+    let kept = grown.select(&(scale * s.growth).minimum(2f64.powi(127)), scale);
     let zero = Tensor::scalar(good.backend(), 0i64, DType::I32);
     let counted = grown.select(&zero, &(good + 1));
     [

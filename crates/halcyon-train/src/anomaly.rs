@@ -170,7 +170,8 @@ fn module_of(graph: &Graph, id: NodeId) -> Option<String> {
             continue;
         }
         if let Some(i) = graph.inputs().iter().find(|i| i.node == at) {
-            let other = ["batch.", "captured.", "scaler."].iter().any(|p| i.name.starts_with(p));
+            let other =
+                ["batch.", "captured.", "scaler.", "average.", "sum."].iter().any(|p| i.name.starts_with(p));
             if !other {
                 return Some(i.name.rsplit_once('.').map_or(String::new(), |(m, _)| m.to_string()));
             }

@@ -11,7 +11,8 @@ use std::path::Path;
 pub enum Flow {
     #[default]
     Continue,
-    /// Training ends after the current epoch's report; the model stays as it is.
+    /// Training ends: from `on_epoch` after the epoch's checkpoint, from `on_step` after that step, with a
+    /// checkpoint.
     Stop,
     /// The model and everything of the training step move to another backend before the next step.
     MoveTo(Backend),

@@ -219,6 +219,8 @@ fn glyph(c: char) -> [u8; 7] {
 
 impl Callback for LossChart {
     fn on_start(&mut self, step: u64) -> Result<()> {
+        self.steps.clear();
+        self.epochs.clear();
         let Some(log) = self.log.as_ref().filter(|l| step > 0 && l.exists()) else { return Ok(()) };
         for (of_epoch, at, loss) in crate::json_log::read(log, step)? {
             if of_epoch { &mut self.epochs } else { &mut self.steps }.push((at, loss));

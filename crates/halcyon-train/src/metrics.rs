@@ -3,6 +3,7 @@
 use halcyon::Tensor;
 use halcyon::ir::DType;
 use halcyon::ir::error::{Error, Result};
+use std::collections::HashMap;
 use std::fmt;
 
 /// The mean of losses, weighted by the number of samples.
@@ -64,14 +65,14 @@ pub struct Classification {
     classes: usize,
     k: Option<usize>,
     within: u64,
-    /// `[target, answer]`.
-    confusion: Vec<u64>,
+    /// By target and answer. There can be too many classes for a matrix.
+    confusion: HashMap<(usize, usize), u64>,
 }
 
 impl Classification {
     /// Of `classes` classes.
     pub fn new(classes: usize) -> Classification {
-        Classification { classes, k: None, within: 0, confusion: vec![0; classes * classes] }
+        Classification { classes, k: None, within: 0, confusion: HashMap::new() }
     }
 
     /// Also counts how often the target is among the `k` classes with the largest scores.
@@ -104,8 +105,9 @@ impl Classification {
         let own = classes.eq(targets.cast(DType::I32).unsqueeze(-1));
         let lowest = Tensor::full(scores.backend(), [1usize], f64::NEG_INFINITY, scores.dtype()?);
         let score = own.select(scores, &lowest).max_keepdim(-1);
-        // The number of classes that come before the target.
-        let ahead = scores.gt(&score).cast(DType::I32).sum(-1);
+        // The number of classes that come before the target. NaN is never at most the target's score, so a model
+        // that answers NaN is not right.
+        let ahead = (scores.le(&score).cast(DType::I32) * -1 + 1).sum(-1);
         let counted =
             if self.k.is_some() { vec![answers.clone(), ahead.clone()] } else { vec![answers.clone()] };
         halcyon::eval(&counted)?;
@@ -117,7 +119,7 @@ impl Classification {
         }
         for (t, a) in targets.iter().zip(&answers) {
             if let (Ok(t), Ok(a)) = (usize::try_from(*t), usize::try_from(*a)) {
-                self.confusion[t * self.classes + a] += 1;
+                *self.confusion.entry((t, a)).or_default() += 1;
             }
         }
         if let Some(k) = self.k {
@@ -130,7 +132,7 @@ impl Classification {
 
     /// The number of targets.
     pub fn total(&self) -> u64 {
-        self.confusion.iter().sum()
+        self.confusion.values().sum()
     }
 
     /// The share of targets that are the answer; NaN without targets.
@@ -146,17 +148,14 @@ impl Classification {
 
     /// How often class `answer` was the answer for a sample of class `target`; 0 for other classes.
     pub fn confused(&self, target: usize, answer: usize) -> u64 {
-        match target < self.classes && answer < self.classes {
-            true => self.confusion[target * self.classes + answer],
-            false => 0,
-        }
+        self.confusion.get(&(target, answer)).copied().unwrap_or(0)
     }
 }
 
 /// The confusion matrix: a row per target, a column per answer.
 impl fmt::Display for Classification {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let most = self.confusion.iter().max().copied().unwrap_or(0).to_string().len();
+        let most = self.confusion.values().max().copied().unwrap_or(0).to_string().len();
         let width = most.max(self.classes.to_string().len()) + 1;
         write!(f, "{:width$}", "")?;
         (0..self.classes).try_for_each(|c| write!(f, "{c:>width$}"))?;

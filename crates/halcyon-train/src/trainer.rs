@@ -376,7 +376,9 @@ impl<'a> Trainer<'a> {
             for c in &mut self.callbacks {
                 match c.on_step(&report)? {
                     Flow::Continue => {}
-                    other => flow = other,
+                    // A later callback does not undo a stop.
+                    other if !matches!(flow, Flow::Stop) => flow = other,
+                    _ => {}
                 }
             }
         }
@@ -388,6 +390,10 @@ impl<'a> Trainer<'a> {
     fn end_epoch(&mut self, pending: &Pending) -> Result<bool> {
         if let Some(f) = &mut self.evaluate {
             self.metrics = halcyon_nn::evaluation(f)?;
+            if self.metrics.contains_key("loss") {
+                let what = "`loss` is the loss of training; give this metric another name";
+                return Err(Error::argument("evaluate", what));
+            }
         }
         let report = EpochReport {
             epoch: self.epoch,
@@ -434,15 +440,19 @@ impl<'a> Trainer<'a> {
     /// A step whose results are checked. After a NaN or infinity, everything has its old value again.
     fn checked(&mut self, batch: &[&Tensor]) -> Result<Vec<Tensor>> {
         let before = self.step.graph(batch)?;
+        let counted = (self.step.with_optimizer(|o| o.steps()), self.step.accumulated());
         let results = self.step.run(batch)?;
         let slots = self.model.slots().into_iter().map(|(_, s)| s.value());
-        let state = self.step.state().into_iter().map(|(_, t)| t);
+        // With a loss scaler, sums of gradients may overflow; the update is then skipped.
+        let scaled = self.step.scale()?.is_some();
+        let state =
+            self.step.state().into_iter().filter(|(n, _)| !scaled || !n.starts_with("sum.")).map(|(_, t)| t);
         let all: Vec<Tensor> = results.iter().take(1).cloned().chain(slots).chain(state).collect();
         if all_finite(&all)? {
             return Ok(results);
         }
         let found = find_anomaly(&before)?;
-        self.restore(&before)?;
+        self.restore(&before, counted)?;
         let step = self.taken + 1;
         Err(found.unwrap_or_else(|| {
             let device = self.step.backend().id();
@@ -454,19 +464,23 @@ impl<'a> Trainer<'a> {
         }))
     }
 
-    /// Gives parameters, buffers and state their values of before a step.
-    fn restore(&mut self, before: &StepGraph) -> Result<()> {
+    /// Gives parameters, buffers and state their values of before a step, when the optimizer had taken `steps`
+    /// steps and `done` batches were accumulated.
+    fn restore(&mut self, before: &StepGraph, (steps, done): (u64, u64)) -> Result<()> {
         let names: BTreeMap<String, Tensor> = self.step.state().into_iter().collect();
-        let (state, rest): (Vec<_>, Vec<_>) =
+        let (mut state, rest): (Vec<_>, Vec<_>) =
             before.inputs.iter().cloned().partition(|(n, _)| names.contains_key(n));
         let slots = self.model.slots();
         for (name, value) in rest {
-            if let Some((_, slot)) = slots.iter().find(|(n, _)| *n == name) {
+            if let Some((_, slot)) = slots.iter().find(|(n, s)| *n == name || s.path() == name) {
                 slot.set(value)?;
             }
         }
+        if names.contains_key("accumulated") {
+            state.push(("accumulated".into(), Tensor::scalar(self.step.backend(), done as i64, DType::I32)));
+        }
         self.step.load_state(state)?;
-        self.step.with_optimizer(|o| o.set_steps(o.steps().saturating_sub(1)));
+        self.step.with_optimizer(|o| o.set_steps(steps));
         Ok(())
     }
 }

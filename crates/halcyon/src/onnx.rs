@@ -126,6 +126,10 @@ impl OnnxSession {
         self
     }
 
+    pub(crate) fn options(&self) -> &RunOptions {
+        &self.options
+    }
+
     /// Names and types of the inputs, in the model's order.
     pub fn ports(&self) -> &[Port] {
         &self.ports

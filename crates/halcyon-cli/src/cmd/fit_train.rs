@@ -218,7 +218,7 @@ pub(crate) fn largest(free: u64, of: &dyn Fn(usize) -> Result<Needs>) -> Result<
         let fits = |n: usize| Ok::<bool, Error>(total(&of(n)?) <= free);
         let (mut low, mut high) = (0, 1);
         while high <= MAX_BATCH && fits(high)? {
-            (low, high) = (high, high * 2);
+            (low, high) = (high, if high == MAX_BATCH { MAX_BATCH + 1 } else { high * 2 });
         }
         while high - low > 1 {
             let mid = low + (high - low) / 2;

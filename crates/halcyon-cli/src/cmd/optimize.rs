@@ -28,6 +28,9 @@ pub(crate) type Sample = Vec<ConstData>;
 
 pub(crate) fn main(a: &OptimizeArgs) -> Result<u8> {
     a.backend.check_with_o3()?;
+    if a.backend.level()? < Level::O2 {
+        return Err(Error::argument("--level", "`optimize` always works at level O3; leave it out"));
+    }
     if output::is_stdout(&a.output) {
         return Err(Error::argument("-o", "name a file; the report goes to standard output"));
     }
@@ -163,7 +166,11 @@ fn tensors(inputs: Vec<Input>) -> Result<Sample> {
 fn samples(ports: &[Port], a: &QuantizeArgs, input: &InputArgs) -> Result<Vec<Sample>> {
     let Some(path) = &a.calibrate else { return Ok(vec![]) };
     if !path.is_dir() {
-        return of_file(ports, path, input);
+        let all = of_file(ports, path, input)?;
+        return match all.is_empty() {
+            true => Err(Error::argument("--calibrate", format!("{} has no samples", path.display()))),
+            false => Ok(all),
+        };
     }
     let failed = |e: std::io::Error| Error::Io { path: path.display().to_string(), what: e.to_string() };
     let mut files: Vec<PathBuf> = vec![];

@@ -49,8 +49,8 @@ pub struct TorchFile {
     big_endian: bool,
     /// Whether the members have checksums; PyTorch can write files without.
     checked: bool,
-    /// Storages that were read. Tensors may share one, and unpacking it takes time.
-    read: Mutex<HashMap<u32, Bytes>>,
+    /// Storages that were read, by key. Tensors may share one, and unpacking it takes time.
+    read: Mutex<HashMap<String, Bytes>>,
 }
 
 impl TorchFile {
@@ -159,12 +159,14 @@ impl TorchFile {
     }
 
     fn storage(&self, s: u32) -> Result<Bytes> {
-        if let Some(b) = lock(&self.read).get(&s) {
+        // A file names a storage anew for each tensor of it, so the numbers differ.
+        let key = &self.arena.storages[s as usize].key;
+        if let Some(b) = lock(&self.read).get(key) {
             return Ok(b.clone());
         }
         let m = self.member(s)?;
         let bytes = if self.checked { self.archive.member(m) } else { self.archive.body(m) }?;
-        lock(&self.read).insert(s, bytes.clone());
+        lock(&self.read).insert(key.clone(), bytes.clone());
         Ok(bytes)
     }
 

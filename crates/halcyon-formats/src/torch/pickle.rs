@@ -81,6 +81,10 @@ pub(super) struct Arena {
 /// Largest rank of a tensor. PyTorch's own bound is the same.
 const MAX_RANK: usize = 64;
 
+/// Most values, containers and entries of the memo. 100,000 tensors have about 3 million. A pickle of a few bytes
+/// per entry can be packed to a thousandth of its size.
+const MAX_VALUES: usize = 1 << 24;
+
 type Outcome<T> = Result<T, String>;
 
 fn element(name: &str) -> Option<Element> {
@@ -162,6 +166,12 @@ pub(super) fn read(bytes: &[u8]) -> Outcome<(Arena, Value)> {
             return Ok((m.arena, value));
         }
         m.step(code).map_err(|what| format!("pickle, byte {at}: {what}"))?;
+        let a = &m.arena;
+        let parts =
+            [m.stack.len(), m.memo.len(), m.marks.len(), a.items.len(), a.dicts.len(), a.tensors.len()];
+        if parts.iter().sum::<usize>() + a.storages.len() > MAX_VALUES {
+            return Err(format!("pickle, byte {at}: more than {MAX_VALUES} values"));
+        }
     }
 }
 

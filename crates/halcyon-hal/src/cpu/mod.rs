@@ -30,10 +30,11 @@ pub use device::CpuDevice;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;
 
-/// Whether the CPU device sums products of bytes without saturation in one instruction (AVX512_VNNI, AMX).
-/// Without it, pairs of products saturate 16 bits unless weights have 7 bits.
-pub fn multiplies_bytes() -> bool {
-    sys::Isa::best().has_vnni()
+/// Whether pairs of products of bytes saturate 16 bits on the CPU device, unless weights have 7 bits: AVX2 without
+/// AVX512_VNNI.
+pub fn saturates_bytes() -> bool {
+    let best = sys::Isa::best();
+    best != sys::Isa::Portable && !best.has_vnni()
 }
 
 /// The host processor as a device. Always present.

@@ -106,12 +106,41 @@ impl TrainStep<'_> {
         Ok(())
     }
 
+    /// Makes the moving averages the values of the parameters and of their f32 copies.
+    ///
+    /// # Errors
+    /// `Error::Argument` if the step keeps no averages; errors of the device.
+    pub fn apply_averages(&self) -> Result<()> {
+        let none = || Error::argument("apply_averages", "the step keeps no averages: set TrainStep::ema");
+        let ema = self.ema.as_ref().ok_or_else(none)?;
+        ema.apply()?;
+        let kept = lock(&self.optimizer).state();
+        for (path, v) in ema.state() {
+            let name = format!("{path}.master");
+            if kept.iter().any(|(n, _)| *n == name) {
+                // A copy: the average's memory is overwritten by the next step.
+                let copy = &v + Tensor::scalar(v.backend(), 0.0, v.dtype()?);
+                copy.eval()?;
+                self.with_optimizer(|o| o.set_state(&name, copy))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Moves parameters, buffers and everything else that the step keeps to another backend. Later steps are
     /// planned there. Tensors that the forward captures stay where they are: pass data as the batch.
     ///
     /// # Errors
-    /// Errors of the copies; then nothing has moved.
+    /// `Error::Unsupported` if the device does not store the type of the step's mixed precision; errors of the
+    /// copies. Then nothing has moved.
     pub fn to_device(&mut self, backend: &Backend) -> Result<()> {
+        if let Some(m) = &self.mixed {
+            halcyon::ir::passes::autocast::check(
+                m.policy,
+                backend.device().as_target().caps(),
+                backend.id(),
+            )?;
+        }
         let moved = |s: &Arc<State>| s.value().to(backend);
         let slots: Vec<Slot> = {
             let optimizer = lock(&self.optimizer);

@@ -108,8 +108,12 @@ impl Checkpoint {
             None => weights.get(n),
         };
         halcyon::eval(&new.iter().map(|(_, t)| t.clone()).collect::<Vec<_>>())?;
-        model.load_state_dict(&get, &names, Strictness::Strict)?;
+        let old = step.state();
         step.load_state(new)?;
+        if let Err(e) = model.load_state_dict(&get, &names, Strictness::Strict) {
+            step.load_state(old)?;
+            return Err(e);
+        }
         let skipped = match (&self.manifest.scaler, step.scale()?) {
             // Steps that were skipped do not count for an optimizer without a scaler.
             (Some(s), None) => s.skipped,

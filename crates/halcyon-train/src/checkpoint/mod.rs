@@ -199,15 +199,16 @@ impl Checkpoints {
         sync_folder(&part.0)?;
         let path = part.publish(&self.folder, progress.step)?;
         sync_folder(&self.folder)?;
-        if let Err(e) = self.prune() {
+        if let Err(e) = self.prune(&path) {
             // The new checkpoint is complete, so training goes on.
             tracing::warn!(folder = %self.folder.display(), error = %e, "old checkpoints were not removed");
         }
         Ok(path)
     }
 
-    /// Removes checkpoints that the options do not keep, and what processes that were killed left over.
-    fn prune(&self) -> Result<()> {
+    /// Removes checkpoints that the options do not keep, and what processes that were killed left over. `new`
+    /// stays: after a resumption from an older checkpoint, its step is not the largest.
+    fn prune(&self, new: &Path) -> Result<()> {
         let all = self.ordered()?;
         let newest_of_step = |i: usize| all.get(i + 1).is_none_or(|(next, _)| next.0 != all[i].0.0);
         let first_kept = match self.options.keep {
@@ -219,7 +220,7 @@ impl Checkpoints {
         };
         let best = if first_kept > 0 { self.best()? } else { None };
         for (i, (_, path)) in all.iter().enumerate() {
-            let kept = i >= first_kept || best.as_ref() == Some(path);
+            let kept = i >= first_kept || path == new || best.as_ref() == Some(path);
             if !kept || !newest_of_step(i) {
                 // First renamed, so that no checkpoint with a visible name ever lacks files.
                 let gone = Part::name(&self.folder);

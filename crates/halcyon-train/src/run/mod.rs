@@ -87,6 +87,7 @@ pub fn train(config: &Config, options: RunOptions<'_>) -> Result<Outcome> {
     let mut loader = DataLoader::new(data.train.clone(), loader.workers(config.workers))?;
     let steps = config.steps.unwrap_or(loader.batches().saturating_mul(config.epochs));
     let step = training_step(config, &model, &data, steps)?;
+    check_metrics(config, &model, &data)?;
     let io = |e: std::io::Error| Error::Io { path: config.output.display().to_string(), what: e.to_string() };
     std::fs::create_dir_all(&config.output).map_err(io)?;
     let best = config.best.as_ref().map(|w| (w.metric.clone(), w.goal.into()));
@@ -176,6 +177,29 @@ fn of_answers(y: &Tensor, target: Target, t: &Tensor) -> Tensor {
             cross_entropy(&y.reshape([rows, n]), &t.reshape([rows]), CrossEntropyOptions::default())
         }
         _ => cross_entropy(y, t, CrossEntropyOptions::default()),
+    }
+}
+
+/// Refuses names of metrics that this training does not have.
+fn check_metrics(config: &Config, model: &Model, data: &Data) -> Result<()> {
+    let mut known = vec!["loss"];
+    if data.test.is_some() {
+        known.push("test_loss");
+        if matches!(model, Model::Chars(_)) {
+            known.push("perplexity");
+        }
+        if matches!(data.target, Target::Classes(_)) {
+            known.push("accuracy");
+        }
+    }
+    let best = config.best.as_ref().map(|w| &w.metric);
+    let stop = config.early_stopping.as_ref().map(|w| &w.metric);
+    match best.into_iter().chain(stop).find(|m| !known.contains(&m.as_str())) {
+        None => Ok(()),
+        Some(m) => {
+            let what = format!("there is no metric `{m}`; this training has {}", known.join(", "));
+            Err(Error::argument("train", what))
+        }
     }
 }
 

@@ -162,7 +162,7 @@ impl Preparable for OnnxSession {
         let none = halcyon_formats::onnx::tensor::External::none();
         let model =
             halcyon_formats::onnx::Model::new(export::export(&q.graph, &to)?, none, "quantised model")?;
-        Ok((OnnxSession::new(b, model)?, Ok(q)))
+        Ok((OnnxSession::new(b, model)?.with_options(self.options().clone()), Ok(q)))
     }
 
     fn warm_up(&self, sample: &[ConstData]) -> Result<()> {
@@ -219,7 +219,8 @@ pub fn policy(dtype: DType, level: Level) -> Result<AmpPolicy> {
 /// bound of [`QuantizeOptions`], measured on the sample.
 ///
 /// # Errors
-/// [`Error::Argument`] for a dtype that is no policy, or below level O2, and at level O3 without a sample; [`Error::Unsupported`] for a dtype
+/// [`Error::Unsupported`] with the measured error if level O3 cannot meet the bound; [`Error::Argument`] for a
+/// dtype that is no policy, or below level O2, and at level O3 without a sample; [`Error::Unsupported`] for a dtype
 /// that the device does not support; errors of planning and running.
 pub fn optimize_for_inference<M: Preparable>(
     model: &M,
@@ -380,6 +381,7 @@ impl ModelOptimizer {
                 true => q.receipt(optimized.backend(), sample, options.effort.pairs)?,
                 false => q.plain_receipt(),
             }),
+            Some(Ok(_)) => warnings.push(format!("{}: switched off", passes::QUANTIZED)),
             Some(Err(why)) => warnings.push(format!("{}: {why}", passes::QUANTIZED)),
             _ => {}
         }

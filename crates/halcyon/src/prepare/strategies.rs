@@ -47,7 +47,9 @@ fn description(name: &str) -> &'static str {
         passes::CSE => "computes equal values once",
         passes::FUSION => "computes element-wise ops inside the kernel that reads their result",
         passes::COMPOSITES => "runs softmax, norms and attention as one kernel each",
-        passes::IN_PLACE => "writes updated slices into the tensor that they update",
+        passes::IN_PLACE => {
+            "writes updated slices into the tensor that they update, and element-wise results into donated inputs"
+        }
         passes::PACKED => "stores constants once in the layout that the kernel reads",
         passes::EPILOGUES => "computes the ops after a product or convolution on its tiles",
         passes::AFFINE => "merges additions and multiplications by constants after a product",

@@ -160,7 +160,7 @@ pub struct Quantized {
 
 /// The bits of i8 weights that are fastest on the device.
 fn weight_bits(backend: &Backend) -> u32 {
-    let saturates = backend.info().backend == BackendType::Cpu && !halcyon_hal::cpu::multiplies_bytes();
+    let saturates = backend.info().backend == BackendType::Cpu && halcyon_hal::cpu::saturates_bytes();
     if saturates { 7 } else { 8 }
 }
 

@@ -153,12 +153,18 @@ impl Search<'_> {
             }
             None => String::new(),
         };
+        // Rounding to two digits must not give a bound below the error.
+        let enough = least.map_or(all, |(_, e)| e.min(all)) * 1.05;
+        let next = match enough.is_finite() {
+            true => format!("Raise the bound to {enough:.1e} or more, or use level O2"),
+            false => "Use level O2".to_string(),
+        };
         Error::unsupported(
             format!(
                 "quantisation to {} within {:e}: the measured error is {all:.3e} with all layers{one}",
                 o.weights, o.max_error
             ),
-            format!("Raise the bound to {all:.1e} or more, or use level O2"),
+            next,
         )
     }
 

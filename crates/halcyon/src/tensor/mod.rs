@@ -316,7 +316,10 @@ impl Tensor {
     fn on_handle(&self, backend: &Backend) -> Tensor {
         let n = &self.0;
         let leaf = NewNode::leaf(n.ty.clone(), Value::Pending, n.span.clone());
-        let value = n.lock().value.clone();
+        let (value, completion) = {
+            let state = n.lock();
+            (state.value.clone(), state.completion.clone())
+        };
         let new = match value {
             Value::Ready(_) if !n.tracked => NewNode { value, ..leaf },
             _ => {
@@ -324,7 +327,12 @@ impl Tensor {
                 NewNode { op: Op::Reshape, inputs, tracked: n.tracked, of_gradient: n.of_gradient, ..leaf }
             }
         };
-        Tensor::make(backend.clone(), new)
+        let t = Tensor::make(backend.clone(), new);
+        if t.is_ready() {
+            // The value may still be in computation.
+            t.set_completion(completion);
+        }
+        t
     }
 
     /// Allows the next evaluation that reads this tensor to reuse its memory. Operations already pending on

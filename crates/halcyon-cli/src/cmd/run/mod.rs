@@ -101,7 +101,8 @@ fn quantized(a: &RunArgs, model: Model, input: &InputArgs, many: bool) -> Result
     if !q.changed() {
         return Ok((model, Some(q)));
     }
-    if !a.json {
+    // The JSON of one run has the report; that of several inputs has no place for it.
+    if !a.json || many {
         tell::note(&q.report.to_string());
     }
     Ok((optimize::as_model(&q, &a.model)?, Some(q)))
