@@ -31,11 +31,11 @@
 //!   symbols.
 //! - `model16.NAME.SIZES`: as `model.NAME.SIZES`, with products and convolutions allowed in bfloat16 (mixed
 //!   precision).
-//! - `train.NAME`, `train16.NAME`: one training step with AdamW, batch upload and loss included: `mlp` (784-512-512-10,
-//!   batch 128), `cnn` (two convolutions and two linear layers on images of 28x28, batch 64), `gpt` (6 layers,
-//!   384 wide, context 256, batch 16). `train16` allows products and convolutions in bfloat16. Ours is the
-//!   example `bench_train` of `halcyon-nn`. Each of these items has processes of its own, whose peak memory
-//!   is reported (`"peak_memory"`, bytes).
+//! - `train.NAME`, `train16.NAME`: one training step with AdamW, batch upload and loss included: `mlp`
+//!   (784-512-512-10, batch 128), `cnn` (two convolutions and two linear layers on images of 28x28, batch
+//!   64), `gpt` (6 layers, 384 wide, context 256, batch 16). `train16` allows products and convolutions in
+//!   bfloat16. Ours is the example `bench_train` of `halcyon-nn`. Each of these items has processes of its
+//!   own, whose peak memory is reported (`"peak_memory"`, bytes).
 //! - `peak.fma`, `peak.bf16`, `peak.int8`, `peak.read`, `peak.copy`: the machine's peaks
 //!   with N threads. These are multiply-adds in registers of float32, bfloat16 and bytes (work in operations,
 //!   two per multiply-add), reads of memory far larger than the caches (bytes), and copies of such memory

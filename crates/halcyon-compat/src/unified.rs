@@ -63,8 +63,8 @@ impl BackendBuilder {
     }
 
     /// Sets mixed precision ([`halcyon::BackendBuilder::amp`]), which takes effect at level O2, and the scale
-    /// of the loss in training steps ([`halcyon::BackendBuilder::loss_scale`]). The scale is that of the first
-    /// step; later it changes with the gradients. 1.0 means that bf16 and f32 use no scale.
+    /// of the loss in training steps ([`halcyon::BackendBuilder::loss_scale`]). The scale is that of the
+    /// first step; later it changes with the gradients. 1.0 means that bf16 and f32 use no scale.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if `accum_dtype` is not f32, or `compute_dtype` is none of f32, f16 and bf16;

@@ -195,8 +195,8 @@ impl Backward<'_> {
         self.need.get(k).copied().unwrap_or(false)
     }
 
-    /// The node from which operand `k` is expanded along its leading axes only, if these have size 1 and nothing
-    /// needs the gradient of the expanded operand itself.
+    /// The node from which operand `k` is expanded along its leading axes only, if these have size 1 and
+    /// nothing needs the gradient of the expanded operand itself.
     pub(crate) fn expanded_matrix(&self, k: usize) -> Option<NodeId> {
         let x = self.x(k);
         let node = self.g.node(x);

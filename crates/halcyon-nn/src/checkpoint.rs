@@ -3,6 +3,7 @@
 use crate::scope::{Scope, Writes, has_key, is_training, within};
 use halcyon::Tensor;
 use halcyon::ir::DType;
+use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::error::{Error, Result};
 
 /// The result of `f` for `x`, whose gradient computes `f` again instead of keeping what `f` computes in
@@ -53,7 +54,10 @@ pub fn checkpoint_many(
     f: impl FnOnce(&[Tensor]) -> Result<Vec<Tensor>>,
 ) -> Result<Vec<Tensor>> {
     let Some(first) = x.first() else {
-        return Err(Error::argument("checkpoint", "there are no inputs; give the tensors that f reads"));
+        return Err(Error::argument(
+            CompositeKind::Checkpoint,
+            "there are no inputs; give the tensors that f reads",
+        ));
     };
     // Without a key of the step, random numbers in `f` follow from a key that is an input of the checkpoint,
     // so that the next call, which draws other numbers, needs no other plan.

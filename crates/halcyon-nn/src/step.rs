@@ -69,9 +69,9 @@ pub struct TrainStep<'a> {
     parts: Arc<AtomicUsize>,
 }
 
-/// The most scratch memory that a step may take, in bytes: [`Fit::activations`] and [`Fit::workspace`]. If the
-/// plain step takes more, the forward is divided into parts that are computed again for the gradients, as few
-/// as suffice.
+/// The most scratch memory that a step may take, in bytes: [`Fit::activations`] and [`Fit::workspace`]. If
+/// the plain step takes more, the forward is divided into parts that are computed again for the gradients, as
+/// few as suffice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryBudget(pub u64);
 
@@ -187,9 +187,9 @@ impl<'a> TrainStep<'a> {
         Ok(self.replanned())
     }
 
-    /// Mixed precision of this step, in place of the backend's: an [`AmpPolicy`], or a [`MixedPrecision`] with
-    /// the ops that it applies to. Parameters and the optimizer's state stay in f32. With f16 the step gets a
-    /// loss scaler, if it has none: it begins with [`halcyon::BackendBuilder::loss_scale`], or 65536.
+    /// Mixed precision of this step, in place of the backend's: an [`AmpPolicy`], or a [`MixedPrecision`]
+    /// with the ops that it applies to. Parameters and the optimizer's state stay in f32. With f16 the step
+    /// gets a loss scaler, if it has none: it begins with [`halcyon::BackendBuilder::loss_scale`], or 65536.
     /// [`TrainStep::loss_scaler`] removes it.
     ///
     /// # Errors

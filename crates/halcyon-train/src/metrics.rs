@@ -105,8 +105,8 @@ impl Classification {
         let own = classes.eq(targets.cast(DType::I32).unsqueeze(-1));
         let lowest = Tensor::full(scores.backend(), [1usize], f64::NEG_INFINITY, scores.dtype()?);
         let score = own.select(scores, &lowest).max_keepdim(-1);
-        // The number of classes that come before the target. NaN is never at most the target's score, so a model
-        // that answers NaN is not right.
+        // The number of classes that come before the target. NaN is never at most the target's score, so a
+        // model that answers NaN is not right.
         let ahead = (scores.le(&score).cast(DType::I32) * -1 + 1).sum(-1);
         let counted =
             if self.k.is_some() { vec![answers.clone(), ahead.clone()] } else { vec![answers.clone()] };

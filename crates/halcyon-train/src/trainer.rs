@@ -464,8 +464,8 @@ impl<'a> Trainer<'a> {
         }))
     }
 
-    /// Gives parameters, buffers and state their values of before a step, when the optimizer had taken `steps`
-    /// steps and `done` batches were accumulated.
+    /// Gives parameters, buffers and state their values of before a step, when the optimizer had taken
+    /// `steps` steps and `done` batches were accumulated.
     fn restore(&mut self, before: &StepGraph, (steps, done): (u64, u64)) -> Result<()> {
         let names: BTreeMap<String, Tensor> = self.step.state().into_iter().collect();
         let (mut state, rest): (Vec<_>, Vec<_>) =

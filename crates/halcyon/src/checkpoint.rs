@@ -38,7 +38,10 @@ pub fn checkpoint(
     f: impl FnOnce(&[Tensor]) -> Result<Vec<Tensor>>,
 ) -> Result<Vec<Tensor>> {
     let Some(first) = inputs.first() else {
-        return Err(Error::argument("checkpoint", "there are no inputs; give the tensors that f reads"));
+        return Err(Error::argument(
+            CompositeKind::Checkpoint,
+            "there are no inputs; give the tensors that f reads",
+        ));
     };
     let backend = first.backend().clone();
     inputs.iter().try_for_each(|t| t.check())?;

@@ -198,8 +198,8 @@ impl Planner {
         policy == AmpPolicy::F16 && !ops.in_range && self.lower_options().passes.does(MIXED)
     }
 
-    /// The mixed precision of a graph after a check of the values of the sample: ops whose operands or results
-    /// are near the end of f16's range stay in f32. Without a sample, f16 is not used.
+    /// The mixed precision of a graph after a check of the values of the sample: ops whose operands or
+    /// results are near the end of f16's range stay in f32. Without a sample, f16 is not used.
     fn checked(self: &Arc<Planner>, graph: &Arc<Graph>, wanted: Wanted<'_>) -> Result<Arc<Mixed>> {
         let key = (graph.clone(), wanted.mixed.cloned());
         if let Some(m) = lock(&self.ranges).get(&key) {

@@ -18,8 +18,8 @@ pub(crate) struct QuantizeArgs {
     #[arg(long, value_name = "ERROR", hide_short_help = true)]
     pub max_error: Option<f64>,
     /// Samples for the ranges of activations at O3: a folder (each file is a sample: .npz, .npy, image,
-    /// .txt), an .npz with an array for each input, or a .txt with a line of text for each sample. Without it,
-    /// ranges are computed in each run
+    /// .txt), an .npz with an array for each input, or a .txt with a line of text for each sample. Without
+    /// it, ranges are computed in each run
     ///
     /// If an array of an .npz has one axis more than the input, each index of its first axis is a sample. If
     /// the input's first dimension is 1 or open, each row is a sample. A quarter of the samples (at least

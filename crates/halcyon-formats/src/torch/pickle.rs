@@ -81,8 +81,8 @@ pub(super) struct Arena {
 /// Largest rank of a tensor. PyTorch's own bound is the same.
 const MAX_RANK: usize = 64;
 
-/// Most values, containers and entries of the memo. 100,000 tensors have about 3 million. A pickle of a few bytes
-/// per entry can be packed to a thousandth of its size.
+/// Most values, containers and entries of the memo. 100,000 tensors have about 3 million. A pickle of a few
+/// bytes per entry can be packed to a thousandth of its size.
 const MAX_VALUES: usize = 1 << 24;
 
 type Outcome<T> = Result<T, String>;

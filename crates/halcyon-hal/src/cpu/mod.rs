@@ -30,8 +30,8 @@ pub use device::CpuDevice;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;
 
-/// Whether pairs of products of bytes saturate 16 bits on the CPU device, unless weights have 7 bits: AVX2 without
-/// AVX512_VNNI.
+/// Whether pairs of products of bytes saturate 16 bits on the CPU device, unless weights have 7 bits: AVX2
+/// without AVX512_VNNI.
 pub fn saturates_bytes() -> bool {
     let best = sys::Isa::best();
     best != sys::Isa::Portable && !best.has_vnni()

@@ -328,6 +328,19 @@ fn matmuls() {
         let y = g.matmul(x[0], x[1])?;
         g.mul(y, y)
     });
+    // Matrices that all products of a batch share: as they are, transposed, and expanded along their own
+    // axes.
+    check("matmul shared", &[&[4, 3, 5], &[5, 7]], &|g, x, _| g.matmul(x[0], x[1]));
+    check("matmul shared, transposed", &[&[4, 3, 5], &[7, 5]], &|g, x, _| {
+        let t = g.transpose(x[1], 0, 1)?;
+        g.matmul(x[0], t)
+    });
+    for from in [[1, 1, 7], [1, 5, 1], [1, 1, 1], [1, 5, 7], [4, 1, 7]] {
+        check("matmul of an expanded matrix", &[&[4, 3, 5], &from], &|g, x, _| {
+            let w = g.expand(x[1], &[4usize, 5, 7].into())?;
+            g.matmul(x[0], w)
+        });
+    }
 }
 
 fn conv(s: &[usize], p: &[(i64, i64)], d: &[usize], e: &[usize], groups: usize) -> Conv {

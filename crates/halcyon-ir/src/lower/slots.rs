@@ -215,8 +215,8 @@ fn place(items: &[Item], order: &[usize]) -> (usize, Vec<usize>) {
     (total, offsets)
 }
 
-/// Returns the bytes of each allocation and the allocation of every buffer: the smaller result of [`turns`] and
-/// [`from_the_largest`].
+/// Returns the bytes of each allocation and the allocation of every buffer: the smaller result of [`turns`]
+/// and [`from_the_largest`].
 fn shared(items: &[Item]) -> (Vec<usize>, Vec<u32>) {
     let a = turns(items);
     if items.len() > MAX_PLACED {

@@ -97,9 +97,10 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Whether postponing an op to `root` would keep more scratch memory than computing it now: much is computed
-    /// in between, and operands that nothing else reads later take more memory than the result. A product of a
-    /// gradient whose only reader updates a parameter at the end of a training step is such an op.
+    /// Whether postponing an op to `root` would keep more scratch memory than computing it now: much is
+    /// computed in between, and operands that nothing else reads later take more memory than the result. A
+    /// product of a gradient whose only reader updates a parameter at the end of a training step is such an
+    /// op.
     fn holds_operands(&self, id: NodeId, root: NodeId) -> bool {
         const NEAR: usize = 16;
         let between = id.index() + 1..root.index().min(self.root.len());

@@ -190,9 +190,9 @@ impl Graph {
         })
     }
 
-    /// The gradients of [`Graph::attention`] with as many key heads as query heads. `of` are the queries, keys
-    /// and values and the gradient of the result. The result has one axis: the gradients of queries, keys and
-    /// values one after the other. (Dao et al. 2022.)
+    /// The gradients of [`Graph::attention`] with as many key heads as query heads. `of` are the queries,
+    /// keys and values and the gradient of the result. The result has one axis: the gradients of queries,
+    /// keys and values one after the other. (Dao et al. 2022.)
     pub fn attention_grad(
         &mut self,
         of: [NodeId; 4],

@@ -116,7 +116,8 @@ impl Rules for Matmul {
 }
 
 /// All rows of a batch of matrices, as one matrix. If the products of a batch share their right operand, its
-/// gradient is one product over all rows. A product per batch item would write as many matrices, to be summed.
+/// gradient is one product over all rows. A product per batch item would write as many matrices, to be
+/// summed.
 fn all_rows(g: &mut Graph, x: NodeId) -> Result<NodeId> {
     let dims = g.shape(x).0.clone();
     let (last, others) = (dims[dims.len() - 1], &dims[..dims.len() - 1]);

@@ -148,8 +148,8 @@ impl Graph {
     }
 
     /// The gradients of [`Graph::layer_norm`] for f32 and f64. `of` are the operand, the scale, which has the
-    /// shape of a row, and the gradient of the result. The result has one axis: the gradients of operand, scale
-    /// and bias one after the other.
+    /// shape of a row, and the gradient of the result. The result has one axis: the gradients of operand,
+    /// scale and bias one after the other.
     pub fn layer_norm_grad(&mut self, of: [NodeId; 3], axis: usize, eps: f64) -> Result<NodeId> {
         let name = LAYER_NORM_GRAD.name;
         self.need_float(name, of[0])?;

@@ -11,8 +11,8 @@
 //!
 //! Products stay in f32 if their result is a phase (argument of sine or cosine), is rounded, or becomes an
 //! integer, as in rotary embeddings and integer models. Products with a constant outside of the half type's
-//! range also stay in f32, and so do, for f16, products whose values are near the end of its range on a sample
-//! ([`MixedOps::too_large`]).
+//! range also stay in f32, and so do, for f16, products whose values are near the end of its range on a
+//! sample ([`MixedOps::too_large`]).
 
 use super::MIXED;
 use super::derived::{Derived, derived_bytes};

@@ -331,7 +331,8 @@ impl BatchNorm {
         placed(y, &self.weight, x)
     }
 
-    /// Mean and variance of the batch, in f32 (in f64 if the input is), after updating the running statistics.
+    /// Mean and variance of the batch, in f32 (in f64 if the input is), after updating the running
+    /// statistics.
     fn of_batch(&self, x: &Tensor, dims: &[usize]) -> Result<(Tensor, Tensor)> {
         let n: usize = dims[0] * dims[2..].iter().product::<usize>();
         if n < 2 {

@@ -131,8 +131,8 @@ impl TrainStep<'_> {
     /// planned there. Tensors that the forward captures stay where they are: pass data as the batch.
     ///
     /// # Errors
-    /// `Error::Unsupported` if the device does not store the type of the step's mixed precision; errors of the
-    /// copies. Then nothing has moved.
+    /// `Error::Unsupported` if the device does not store the type of the step's mixed precision; errors of
+    /// the copies. Then nothing has moved.
     pub fn to_device(&mut self, backend: &Backend) -> Result<()> {
         if let Some(m) = &self.mixed {
             halcyon::ir::passes::autocast::check(

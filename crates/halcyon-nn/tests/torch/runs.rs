@@ -1,5 +1,5 @@
-//! Three networks, trained for 100 steps, follow the losses that PyTorch has from the same initial weights and
-//! batches (`torch_runs.py`).
+//! Three networks, trained for 100 steps, follow the losses that PyTorch has from the same initial weights
+//! and batches (`torch_runs.py`).
 
 use crate::json;
 use halcyon::Attention;

@@ -1,6 +1,7 @@
 //! Rows of views, and of ops that read their operands through views.
 
 use super::case::*;
+use crate::ir::composite::CompositeKind;
 use crate::ir::graph::{Graph, NodeId};
 use crate::ir::ops::{Op, ReduceKind};
 use crate::{DType, Dim, Result, Shape};
@@ -86,7 +87,7 @@ fn views() -> Vec<Row> {
             ],
         ),
         row(
-            "checkpoint",
+            CompositeKind::Checkpoint,
             floats(),
             Tol::Ulps(8.0),
             [case("two ops", [x([3, 5])], |g, x| {

@@ -68,7 +68,7 @@ pub fn quantized_graph(
 ) -> Result<Rewrite> {
     match quantize(backend, graph, &[], &[sample.to_vec()], options) {
         Ok(q) => Ok(Ok(q)),
-        Err(Error::Argument { op, what, .. }) if op == "quantize" => Ok(Err(what)),
+        Err(Error::Argument { op, what, .. }) if op == passes::QUANTIZED => Ok(Err(what)),
         Err(e) => Err(e),
     }
 }
@@ -219,9 +219,9 @@ pub fn policy(dtype: DType, level: Level) -> Result<AmpPolicy> {
 /// bound of [`QuantizeOptions`], measured on the sample.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with the measured error if level O3 cannot meet the bound; [`Error::Argument`] for a
-/// dtype that is no policy, or below level O2, and at level O3 without a sample; [`Error::Unsupported`] for a dtype
-/// that the device does not support; errors of planning and running.
+/// [`Error::Unsupported`] with the measured error if level O3 cannot meet the bound; [`Error::Argument`] for
+/// a dtype that is no policy, or below level O2, and at level O3 without a sample; [`Error::Unsupported`] for
+/// a dtype that the device does not support; errors of planning and running.
 pub fn optimize_for_inference<M: Preparable>(
     model: &M,
     sample: Option<&[ConstData]>,

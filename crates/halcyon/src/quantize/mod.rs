@@ -160,7 +160,10 @@ pub struct Quantized {
 
 /// The bits of i8 weights that are fastest on the device.
 fn weight_bits(backend: &Backend) -> u32 {
+    #[cfg(feature = "cpu")]
     let saturates = backend.info().backend == BackendType::Cpu && halcyon_hal::cpu::saturates_bytes();
+    #[cfg(not(feature = "cpu"))]
+    let saturates = false;
     if saturates { 7 } else { 8 }
 }
 
@@ -226,7 +229,7 @@ pub fn quantize(
                 Ok(()) => "no layer".to_string(),
             },
         };
-        return Err(Error::argument("quantize", what));
+        return Err(Error::argument(QUANTIZED, what));
     }
     let ranges = calibrate::ranges(&reference, &original, &found, calibration, &options)?;
     let trial = search::Trial { backend, reference: &reference, original: &original, layers: &found };

@@ -606,8 +606,8 @@ fn norm_grad(isa: Isa, call: &CallForm<'_>, axis: usize, eps: f32) -> Result<Cpu
     let views: Vec<View> = call.inputs.iter().map(|o| o.view.clone()).collect();
     CpuKernel::new(format!("cpu.{}.{}", CompositeKind::LayerNormGrad, isa.name()), call, move |r| {
         let from = [0, 1, 2].map(|i| ptr::<f32>(r, i, &views[i]));
-        // SAFETY: `CpuKernel::run` has checked that the dense operands, whose sizes were checked above, lie in
-        // their buffers, and that the dense output shares no buffer with them.
+        // SAFETY: `CpuKernel::run` has checked that the dense operands, whose sizes were checked above, lie
+        // in their buffers, and that the dense output shares no buffer with them.
         unsafe { layer_norm_grad(r.team, r.isa, (rows, n), eps, from, r.bufs[3].ptr as *mut f32) }
     })
 }

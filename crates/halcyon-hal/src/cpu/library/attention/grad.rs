@@ -1,8 +1,8 @@
-//! The gradient of attention. Scores are computed again, for a block of queries at a time, so that no matrix of
-//! all scores is stored (Dao et al., "FlashAttention", 2022).
+//! The gradient of attention. Scores are computed again, for a block of queries at a time, so that no matrix
+//! of all scores is stored (Dao et al., "FlashAttention", 2022).
 //!
-//! With the weights `P = softmax(scale Q Kᵀ)`, the gradient `dY` of the result, and `D` the sum of `P ∘ dY Vᵀ`
-//! along the keys: `dV = Pᵀ dY`, `dS = scale P ∘ (dY Vᵀ - D)`, `dQ = dS K`, `dK = dSᵀ Q`.
+//! With the weights `P = softmax(scale Q Kᵀ)`, the gradient `dY` of the result, and `D` the sum of `P ∘ dY
+//! Vᵀ` along the keys: `dV = Pᵀ dY`, `dS = scale P ∘ (dY Vᵀ - D)`, `dQ = dS K`, `dK = dSᵀ Q`.
 //!
 //! A thread computes whole heads, so results do not depend on the number of threads.
 

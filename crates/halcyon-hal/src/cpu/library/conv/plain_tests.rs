@@ -220,7 +220,8 @@ fn few_positions_follow_f64_between_guard_pages() {
             let mut first: Option<Vec<f32>> = None;
             for threads in [1, 3] {
                 let y = Guarded::new(&vec![f32::NAN; c.output_len()], side);
-                // SAFETY: the operands have the lengths of the convolution, and the output is apart from them.
+                // SAFETY: the operands have the lengths of the convolution, and the output is apart from
+                // them.
                 unsafe {
                     let o = ConvOperands::new(x.ptr(), f.ptr(), y.mut_ptr());
                     conv_f32(&Team::new(threads), isa, &c, None, &o);

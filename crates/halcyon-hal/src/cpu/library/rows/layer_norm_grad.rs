@@ -1,9 +1,9 @@
 //! The gradient of layer normalisation in f32.
 //!
 //! With `n = (x - mean) / sqrt(variance + eps)` and `g = dy * scale`, for each row: `dx = (g - mean(g) - n
-//! mean(g n)) / sqrt(variance + eps)`. The gradients of scale and shift are the sums of `dy n` and `dy` over all
-//! rows. A row is read while it is in the first-level cache. Sums over rows are made for fixed ranges of rows and
-//! then added in order, so results do not depend on the number of threads.
+//! mean(g n)) / sqrt(variance + eps)`. The gradients of scale and shift are the sums of `dy n` and `dy` over
+//! all rows. A row is read while it is in the first-level cache. Sums over rows are made for fixed ranges of
+//! rows and then added in order, so results do not depend on the number of threads.
 
 use super::softmax::sum_of;
 use crate::cpu::library::simd::{Simd, dispatch_simd};
@@ -70,8 +70,8 @@ dispatch_simd! {
     unsafe fn range[][](isa, r: Range<'_>) = range_body
 }
 
-/// Writes the gradients of `x`, the scale and the shift, one after the other. `x` and `dy` have `rows` rows of
-/// `n` elements.
+/// Writes the gradients of `x`, the scale and the shift, one after the other. `x` and `dy` have `rows` rows
+/// of `n` elements.
 ///
 /// # Safety
 /// `x` and `dy` are readable for `rows * n` floats, `scale` for `n`; `out` is writable for `(rows + 2) * n`
