@@ -160,11 +160,12 @@ pub struct Quantized {
 
 /// The bits of i8 weights that are fastest on the device.
 fn weight_bits(backend: &Backend) -> u32 {
+    // Without the CPU backend there is no such device.
     #[cfg(feature = "cpu")]
-    let saturates = backend.info().backend == BackendType::Cpu && halcyon_hal::cpu::saturates_bytes();
+    let saturates = halcyon_hal::cpu::saturates_bytes();
     #[cfg(not(feature = "cpu"))]
     let saturates = false;
-    if saturates { 7 } else { 8 }
+    if saturates && backend.info().backend == BackendType::Cpu { 7 } else { 8 }
 }
 
 fn check(options: &QuantizeOptions) -> Result<()> {
