@@ -64,7 +64,7 @@ pub(crate) fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<
         Some(s) => size(s)?,
         None => (want.width.unwrap_or(stored_width), want.height.unwrap_or(stored_height)),
     };
-    let pixels = pixels(decoded, channels, width, height)?;
+    let pixels = pixels(decoded, channels, width, height, file)?;
     let values = normalise(pixels, channels, p, a)?;
 
     let (n, c) = (height * width, channels);
@@ -154,7 +154,7 @@ fn size(s: &str) -> Result<(usize, usize)> {
 }
 
 /// Values in 0..1, row by row, channels innermost.
-fn pixels(d: Image, channels: usize, width: usize, height: usize) -> Result<Vec<f32>> {
+fn pixels(d: Image, channels: usize, width: usize, height: usize, file: &str) -> Result<Vec<f32>> {
     if let Some(n) = [width, height].into_iter().find(|n| !(1..=16384).contains(n)) {
         return Err(bad(format!("{n} is not a size of a picture")));
     }
@@ -166,48 +166,10 @@ fn pixels(d: Image, channels: usize, width: usize, height: usize) -> Result<Vec<
         (1, 3) => values.iter().flat_map(|&v| [v; 3]).collect(),
         _ => values,
     };
-    Ok(if from == (width, height) { values } else { resize(&values, channels, from, (width, height)) })
-}
-
-/// Resizes an image, first its height, then its width. Both use a triangle filter, which is widened if the
-/// image shrinks (bilinear with antialiasing, as in Pillow and torchvision).
-fn resize(values: &[f32], channels: usize, (w, h): (usize, usize), (to_w, to_h): (usize, usize)) -> Vec<f32> {
-    let mut rows = vec![0f32; w * to_h * channels];
-    let row = w * channels;
-    for (out, (first, weights)) in rows.chunks_exact_mut(row).zip(triangle(h, to_h)) {
-        for (k, weight) in weights.iter().enumerate() {
-            let from = &values[(first + k) * row..][..row];
-            out.iter_mut().zip(from).for_each(|(o, v)| *o += weight * v);
-        }
+    if from == (width, height) {
+        return Ok(values);
     }
-    let columns = triangle(w, to_w);
-    let mut out = Vec::with_capacity(to_w * to_h * channels);
-    for row in rows.chunks_exact(row) {
-        for (first, weights) in &columns {
-            for c in 0..channels {
-                let terms =
-                    weights.iter().enumerate().map(|(k, weight)| weight * row[(first + k) * channels + c]);
-                out.push(terms.sum());
-            }
-        }
-    }
-    out
-}
-
-/// For each of `to` new samples: the index of the first of the `from` old samples that contribute, and their
-/// weights, whose sum is 1.
-fn triangle(from: usize, to: usize) -> Vec<(usize, Vec<f32>)> {
-    let ratio = from as f64 / to as f64;
-    let scale = ratio.max(1.0);
-    let at = |k: usize| {
-        let centre = (k as f64 + 0.5) * ratio;
-        let first = (centre - scale).floor().clamp(0.0, from as f64 - 1.0) as usize;
-        let last = ((centre + scale).ceil() as usize).clamp(first + 1, from);
-        let weight = |i: usize| (1.0 - ((i as f64 + 0.5 - centre) / scale).abs()).max(0.0);
-        let all: f64 = (first..last).map(weight).sum();
-        (first, (first..last).map(|i| (weight(i) / all) as f32).collect())
-    };
-    (0..to).map(at).collect()
+    picture::resize(&values, channels, from, (width, height), file)
 }
 
 fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Result<Vec<f64>> {
@@ -277,21 +239,6 @@ mod tests {
         e.set_color(png::ColorType::Rgb);
         e.write_header().unwrap().write_image_data(&pixels).unwrap();
         out
-    }
-
-    #[test]
-    fn sizes_change_by_a_triangle_filter() {
-        // Larger: the two nearest samples, by their distances from the pixel's centre.
-        let wide = resize(&[0.0, 1.0], 1, (2, 1), (4, 1));
-        assert_eq!(wide, [0.0, 0.25, 0.75, 1.0]);
-        // Smaller: the filter is as wide as two new pixels, cut at the border: weights 3, 3, 1 of 7.
-        let narrow = resize(&[0.0, 1.0, 2.0, 3.0], 1, (4, 1), (2, 1));
-        for (got, want) in narrow.iter().zip([5.0 / 7.0, 16.0 / 7.0]) {
-            assert!((got - want).abs() < 1e-6, "{narrow:?}");
-        }
-        // In height, with two channels that stay separate.
-        let tall = resize(&[1.0, 10.0, 3.0, 30.0], 2, (1, 2), (1, 4));
-        assert_eq!(tall, [1.0, 10.0, 1.5, 15.0, 2.5, 25.0, 3.0, 30.0]);
     }
 
     #[test]

@@ -10,6 +10,7 @@ use crate::composite::CompositeKind;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
 use crate::ops::Op;
+use crate::shape::{Dims, Shape};
 use smallvec::{SmallVec, smallvec};
 use std::collections::{BinaryHeap, HashMap, HashSet};
 
@@ -234,6 +235,35 @@ impl Backward<'_> {
         Gradient::Of(out)
     }
 
+    /// Whether the node equals the one that `build` makes for operands of these types. Another crate may have
+    /// made a composite of the same name with another body, which is differentiated through its body.
+    pub(crate) fn is_built_by(
+        &self,
+        build: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>,
+    ) -> Result<bool> {
+        let mut own = Graph::new();
+        let types = self.node.inputs.iter().map(|x| self.g.ty(*x).clone()).enumerate();
+        let x: Vec<NodeId> = types.map(|(i, t)| own.input(&format!("x{i}"), t)).collect();
+        let y = build(&mut own, &x)?;
+        Ok(own.node(y).op == self.node.op)
+    }
+
+    /// The gradients of the first operands, which [`flat`] has put one after the other. `dims` are their
+    /// sizes.
+    pub(crate) fn parts(&mut self, all: NodeId, dims: &[Dims]) -> Result<Gradient> {
+        let mut out = self.no_grads();
+        let mut from = 0usize;
+        for (i, dims) in dims.iter().enumerate() {
+            let n: usize = dims.iter().product();
+            if self.needs_grad(i) {
+                let part = self.g.narrow(all, 0, from, n)?;
+                out[i] = Some(self.g.reshape(part, &dims[..])?);
+            }
+            from += n;
+        }
+        Ok(Gradient::Of(out))
+    }
+
     pub(crate) fn unsupported(&self, what: impl Into<String>, next: &str) -> Error {
         unsupported(what, next, self.node)
     }
@@ -265,6 +295,17 @@ fn unsupported(what: impl Into<String>, next: &str, node: &Node) -> Error {
 pub(crate) fn zeros(g: &mut Graph, like: NodeId) -> NodeId {
     let t = g.ty(like).clone();
     g.full(t.dtype, &t.shape, 0.0)
+}
+
+/// The elements of these nodes one after the other, along one axis. A composite has one result, so one that
+/// computes several gradients returns them in this form.
+pub(crate) fn flat(g: &mut Graph, x: &[NodeId]) -> Result<NodeId> {
+    let one = |x: &NodeId| {
+        let n = g.shape(*x).numel();
+        g.reshape(*x, Shape([n].into_iter().collect()))
+    };
+    let rows = x.iter().map(one).collect::<Result<Vec<_>>>()?;
+    g.concat(&rows, 0)
 }
 
 /// `dy` where `mask` is true, else zero.

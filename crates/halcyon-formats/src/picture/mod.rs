@@ -13,6 +13,9 @@ mod bmp;
 mod codecs;
 #[cfg(feature = "images")]
 mod pnm;
+mod resize;
+
+pub use resize::resize;
 
 use crate::jpeg;
 

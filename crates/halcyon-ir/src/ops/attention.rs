@@ -1,11 +1,11 @@
 //! Scaled dot-product attention.
 
 use super::composite::{CompositeGradient, CompositeKind, CompositeRow};
-use super::{HalfForm, HalfWhen, Op, RatedWork, count};
+use super::{HalfForm, HalfWhen, RatedWork, count};
 use crate::composite::{Attr, Composite, attrs, float};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::grad::{Backward, Gradient};
+use crate::grad::{Backward, Gradient, flat};
 use crate::graph::{Graph, NodeId};
 use crate::kernel::lower::Template;
 use crate::kernel::templates;
@@ -55,37 +55,13 @@ fn gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     let (Some(q), Some(k), Some(v)) = (sizes(b.g, b.x(0)), sizes(b.g, b.x(1)), sizes(b.g, b.x(2))) else {
         return Ok(Gradient::Body);
     };
-    let mask = b.node.inputs.get(3).copied();
-    if b.needs_grad(3) || q[1] != k[1] || !is_own(c, b, mask, causal, scale)? {
+    let own = b.is_built_by(|g, x| g.attention(x[0], x[1], x[2], x.get(3).copied(), causal, scale))?;
+    if b.needs_grad(3) || q[1] != k[1] || !own {
         return Ok(Gradient::Body);
     }
+    let mask = b.node.inputs.get(3).copied();
     let all = b.g.attention_grad([b.x(0), b.x(1), b.x(2), b.dy], mask, causal, scale)?;
-    let mut out = b.no_grads();
-    let mut from = 0usize;
-    for (i, dims) in [q, k, v].into_iter().enumerate() {
-        let n: usize = dims.iter().product();
-        if b.needs_grad(i) {
-            let part = b.g.narrow(all, 0, from, n)?;
-            out[i] = Some(b.g.reshape(part, &dims[..])?);
-        }
-        from += n;
-    }
-    Ok(Gradient::Of(out))
-}
-
-/// Whether the composite equals the one that [`Graph::attention`] makes. Another crate may have made one of
-/// the same name with another body.
-fn is_own(c: &Composite, b: &Backward<'_>, mask: Option<NodeId>, causal: bool, scale: f64) -> Result<bool> {
-    let mut own = Graph::new();
-    let x: Vec<NodeId> = b
-        .node
-        .inputs
-        .iter()
-        .enumerate()
-        .map(|(i, x)| own.input(&format!("x{i}"), b.g.ty(*x).clone()))
-        .collect();
-    let y = own.attention(x[0], x[1], x[2], mask.map(|_| x[3]), causal, scale)?;
-    Ok(matches!(&own.node(y).op, Op::Composite(o) if **o == *c))
+    b.parts(all, &[q, k, v])
 }
 
 /// The weights `softmax(q·kᵀ·scale + mask)`, for keys with as many heads as the queries.
@@ -226,14 +202,7 @@ impl Graph {
             let dq = g.matmul(ds, k)?;
             let dst = g.transpose(ds, 2, 3)?;
             let dk = g.matmul(dst, q)?;
-            let flat = [dq, dk, dv]
-                .map(|t| {
-                    let n = g.shape(t).numel();
-                    g.reshape(t, Shape([n].into_iter().collect()))
-                })
-                .into_iter()
-                .collect::<Result<Vec<_>>>()?;
-            g.concat(&flat, 0)
+            flat(g, &[dq, dk, dv])
         })
     }
 }

@@ -1,15 +1,15 @@
 //! Norms over trailing axes, and over channels.
 
 use super::composite::{CompositeGradient, CompositeKind, CompositeRow, some_per_element};
-use super::{HalfForm, HalfWhen, Op};
+use super::{HalfForm, HalfWhen};
 use crate::composite::{Attr, Composite, attrs, float};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::grad::{Backward, Gradient};
+use crate::grad::{Backward, Gradient, flat};
 use crate::graph::{Graph, NodeId};
 use crate::kernel::lower::Template;
 use crate::kernel::templates;
-use crate::shape::{Dim, Dims, Shape};
+use crate::shape::{Dim, Dims};
 use crate::target::Operand;
 
 const TEMPLATE: Template = tuned_template!(norm);
@@ -55,33 +55,13 @@ fn layer_norm_gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> 
     let Some(known) = known else { return Ok(Gradient::Body) };
     let types = b.node.inputs.iter().map(|x| b.g.dtype(*x)).collect::<Vec<_>>();
     let row = known[0].get(axis..).unwrap_or_default().to_vec();
+    let own = b.is_built_by(|g, x| g.layer_norm(x[0], x[1], x.get(2).copied(), axis, eps))?;
     let plain = matches!(types[0], DType::F32 | DType::F64) && types.iter().all(|d| *d == types[0]);
-    if !plain || row.is_empty() || known[1..].iter().any(|d| d[..] != row[..]) || !is_own(c, b, axis, eps)? {
+    if !plain || row.is_empty() || known[1..].iter().any(|d| d[..] != row[..]) || !own {
         return Ok(Gradient::Body);
     }
     let all = b.g.layer_norm_grad([b.x(0), b.x(1), b.dy], axis, eps)?;
-    let mut out = b.no_grads();
-    let mut from = 0usize;
-    for (i, dims) in known.iter().enumerate() {
-        let n: usize = dims.iter().product();
-        if b.needs_grad(i) {
-            let part = b.g.narrow(all, 0, from, n)?;
-            out[i] = Some(b.g.reshape(part, &dims[..])?);
-        }
-        from += n;
-    }
-    Ok(Gradient::Of(out))
-}
-
-/// Whether the composite equals the one that [`Graph::layer_norm`] makes. Another crate may have made one of
-/// the same name with another body.
-fn is_own(c: &Composite, b: &Backward<'_>, axis: usize, eps: f64) -> Result<bool> {
-    let mut own = Graph::new();
-    let x: Vec<NodeId> = (b.node.inputs.iter().enumerate())
-        .map(|(i, x)| own.input(&format!("x{i}"), b.g.ty(*x).clone()))
-        .collect();
-    let y = own.layer_norm(x[0], x[1], x.get(2).copied(), axis, eps)?;
-    Ok(matches!(&own.node(y).op, Op::Composite(o) if **o == *c))
+    b.parts(all, &known)
 }
 
 pub(super) static RMS_NORM: CompositeRow = CompositeRow {
@@ -183,14 +163,7 @@ impl Graph {
             let p = g.mul(dy, n)?;
             let dscale = g.sum(p, &others, false)?;
             let dbias = g.sum(dy, &others, false)?;
-            let flat = [dx, dscale, dbias]
-                .map(|t| {
-                    let n = g.shape(t).numel();
-                    g.reshape(t, Shape([n].into_iter().collect()))
-                })
-                .into_iter()
-                .collect::<Result<Vec<_>>>()?;
-            g.concat(&flat, 0)
+            flat(g, &[dx, dscale, dbias])
         })
     }
 

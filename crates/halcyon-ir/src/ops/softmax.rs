@@ -36,18 +36,14 @@ pub(super) static LOG_SOFTMAX: CompositeRow = CompositeRow {
     gradient: CompositeGradient::Closed(log_softmax_gradient),
 };
 
-/// The axis, if the composite equals the one that `build` makes for this axis. A composite of the same name
-/// with another body is differentiated through its body.
+/// The axis, if the composite equals the one that `build` makes for this axis.
 fn own_axis(
     c: &Composite,
     b: &Backward<'_>,
     build: fn(&mut Graph, NodeId, usize) -> Result<NodeId>,
 ) -> Result<Option<usize>> {
     let Some(axis) = c.int("axis").and_then(|a| usize::try_from(a).ok()) else { return Ok(None) };
-    let mut own = Graph::new();
-    let v = own.input("x0", b.g.ty(b.x(0)).clone());
-    let y = build(&mut own, v, axis)?;
-    Ok((own.node(y).op == b.node.op).then_some(axis))
+    Ok(b.is_built_by(|g, x| build(g, x[0], axis))?.then_some(axis))
 }
 
 /// `y·(dy − Σ dy·y)`.

@@ -11,76 +11,51 @@ use std::arch::x86_64::*;
 #[derive(Clone, Copy)]
 struct Words;
 
-// SAFETY (of every block below): `Ints` requires that the caller is compiled for AVX2, and that `W` lanes
-// are valid at the pointers of `load` and `store`.
-#[allow(clippy::undocumented_unsafe_blocks)]
-impl Ints for Words {
-    type V = __m256i;
-    const W: usize = 8;
-    #[inline(always)]
-    unsafe fn zero() -> __m256i {
-        unsafe { _mm256_setzero_si256() }
-    }
-    #[inline(always)]
-    unsafe fn splat(x: u32) -> __m256i {
-        unsafe { _mm256_set1_epi32(x as i32) }
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const u32) -> __m256i {
-        unsafe { _mm256_loadu_si256(p as *const __m256i) }
-    }
-    #[inline(always)]
-    unsafe fn store(p: *mut i32, v: __m256i) {
-        unsafe { _mm256_storeu_si256(p as *mut __m256i, v) }
-    }
-    #[inline(always)]
-    unsafe fn add(a: __m256i, b: __m256i) -> __m256i {
-        unsafe { _mm256_add_epi32(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn dot(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
-        unsafe { _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)) }
-    }
+/// Lanes in a register of AVX2, which differ in their product only.
+macro_rules! avx2_lanes {
+    ($name:ident, |$a:ident, $b:ident| $dot:expr) => {
+        // SAFETY (of every block below): `Ints` requires that the caller is compiled for AVX2, and that `W`
+        // lanes are valid at the pointers of `load` and `store`.
+        #[allow(clippy::undocumented_unsafe_blocks)]
+        impl Ints for $name {
+            type V = __m256i;
+            const W: usize = 8;
+            #[inline(always)]
+            unsafe fn zero() -> __m256i {
+                unsafe { _mm256_setzero_si256() }
+            }
+            #[inline(always)]
+            unsafe fn splat(x: u32) -> __m256i {
+                unsafe { _mm256_set1_epi32(x as i32) }
+            }
+            #[inline(always)]
+            unsafe fn load(p: *const u32) -> __m256i {
+                unsafe { _mm256_loadu_si256(p as *const __m256i) }
+            }
+            #[inline(always)]
+            unsafe fn store(p: *mut i32, v: __m256i) {
+                unsafe { _mm256_storeu_si256(p as *mut __m256i, v) }
+            }
+            #[inline(always)]
+            unsafe fn add(a: __m256i, b: __m256i) -> __m256i {
+                unsafe { _mm256_add_epi32(a, b) }
+            }
+            #[inline(always)]
+            unsafe fn dot(acc: __m256i, $a: __m256i, $b: __m256i) -> __m256i {
+                unsafe { _mm256_add_epi32(acc, $dot) }
+            }
+        }
+    };
 }
+
+avx2_lanes!(Words, |a, b| _mm256_madd_epi16(a, b));
 
 /// 8 lanes of four bytes each, unsigned on the left and signed on the right, of which no two neighbours of a
 /// pair sum to more than 128 in magnitude, so that no sum of two products saturates 16 bits.
 #[derive(Clone, Copy)]
 struct SmallBytes;
 
-// SAFETY (of every block below): as for `Words`.
-#[allow(clippy::undocumented_unsafe_blocks)]
-impl Ints for SmallBytes {
-    type V = __m256i;
-    const W: usize = 8;
-    #[inline(always)]
-    unsafe fn zero() -> __m256i {
-        unsafe { _mm256_setzero_si256() }
-    }
-    #[inline(always)]
-    unsafe fn splat(x: u32) -> __m256i {
-        unsafe { _mm256_set1_epi32(x as i32) }
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const u32) -> __m256i {
-        unsafe { _mm256_loadu_si256(p as *const __m256i) }
-    }
-    #[inline(always)]
-    unsafe fn store(p: *mut i32, v: __m256i) {
-        unsafe { _mm256_storeu_si256(p as *mut __m256i, v) }
-    }
-    #[inline(always)]
-    unsafe fn add(a: __m256i, b: __m256i) -> __m256i {
-        unsafe { _mm256_add_epi32(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn dot(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
-        unsafe {
-            let pairs = _mm256_maddubs_epi16(a, b);
-            _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
-        }
-    }
-}
+avx2_lanes!(SmallBytes, |a, b| _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
 
 /// 16 lanes of four bytes each, unsigned on the left and signed on the right.
 #[derive(Clone, Copy)]
