@@ -5,8 +5,11 @@
 //! [`Backend::capture_graph`] build that graph once; later calls compare only the types of their inputs, or
 //! nothing at all.
 
-use crate::backend::Backend;
-use crate::backend::MixedPrecision;
+mod outputs;
+
+pub use outputs::Outputs;
+
+use crate::backend::{Backend, MixedPrecision};
 use crate::executable::{Executable, Lease, OutputMemory, submit};
 use crate::fit::Fit;
 use crate::planner::{Mixed, Wanted};
@@ -30,32 +33,6 @@ const TYPES: usize = 64;
 type Buffers = SmallVec<[BufferRef; 8]>;
 
 const NOT_RUN: &str = "the graph has not run, or its last run failed";
-
-/// What a traced function may return: a tensor, several tensors, or a `Result` of these.
-pub trait Outputs {
-    fn tensors(self) -> Result<Vec<Tensor>>;
-}
-
-impl Outputs for Tensor {
-    fn tensors(self) -> Result<Vec<Tensor>> {
-        Ok(vec![self])
-    }
-}
-impl Outputs for Vec<Tensor> {
-    fn tensors(self) -> Result<Vec<Tensor>> {
-        Ok(self)
-    }
-}
-impl<const N: usize> Outputs for [Tensor; N] {
-    fn tensors(self) -> Result<Vec<Tensor>> {
-        Ok(self.into())
-    }
-}
-impl<T: Outputs> Outputs for Result<T> {
-    fn tensors(self) -> Result<Vec<Tensor>> {
-        self?.tensors()
-    }
-}
 
 /// The graph of `outputs`. Its inputs are `given`, then the evaluated tensors that `outputs` depends on.
 fn collect(outputs: &[Tensor], given: &[Tensor], mode: Mode) -> Result<Collector> {
