@@ -18,7 +18,8 @@ pub struct Run {
     pub plans: Vec<u64>,
 }
 
-/// Runs `steps` of plain SGD with batches of `batch` consecutive rows, wrapping around at the end.
+/// Runs `steps` steps of plain SGD. Each batch has `batch` consecutive rows; after the last row, the rows
+/// continue from the first.
 pub fn train(
     backend: &Backend,
     data: &Path,

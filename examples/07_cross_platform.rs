@@ -11,18 +11,18 @@ use halcyon_nn::{
 const BATCH: usize = 64;
 const BATCHES: usize = 8;
 
-/// What a run gives.
+/// The result of a training.
 #[derive(Debug)]
 pub(crate) struct Trained {
     /// Mean loss of each epoch.
     pub losses: Vec<f64>,
-    /// Share of the points that the trained model classifies right.
+    /// Share of the points that the trained model classifies correctly.
     pub accuracy: f64,
 }
 
-/// Points in a square, and whether each lies in a circle: a batch on the host.
+/// A batch on the host: points in a square, and for each point whether it lies inside a circle.
 fn batch(number: usize) -> (Vec<f32>, Vec<i32>) {
-    // A low-discrepancy sequence with the plastic number's powers (Roberts 2018).
+    // A low-discrepancy sequence from powers of the plastic number (Roberts 2018).
     let at = |i: usize, a: f64| (((i as f64 + 0.5) * a).fract() * 2.0 - 1.0) as f32;
     let rows = number * BATCH..(number + 1) * BATCH;
     let points = rows.flat_map(|i| [at(i, 0.754_877_666), at(i, 0.569_840_291)]).collect::<Vec<f32>>();
@@ -35,7 +35,7 @@ pub(crate) fn cpu_warning(backend: &Backend) -> Option<&'static str> {
     (backend.backend_name() == "cpu").then_some("Warning: running on the CPU, which limits the speed")
 }
 
-/// Trains a small network on a backend; `None` takes the best.
+/// Trains a small network on a backend; `None` means the best available device.
 pub(crate) fn train(name: Option<&str>, epochs: usize) -> Result<Trained> {
     let backend = get_backend(name)?;
     println!("Training on: {}", backend.backend_name());

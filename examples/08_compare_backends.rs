@@ -18,7 +18,8 @@ fn model(b: &Backend) -> Result<Sequential> {
         .then(LayerNorm::new(b, [256])?))
 }
 
-/// Milliseconds of an iteration, the device's name, and the number of runs of the device.
+/// Measures a backend. Returns the time of an iteration in milliseconds, the name of the device, and the
+/// number of runs on the device.
 pub(crate) fn measure(kind: BackendType) -> Result<(f64, String, u64)> {
     let backend = BackendFactory::create(kind, None)?;
     let model = backend.prepare_model(model(&backend)?, OptimizationLevel::O2)?;

@@ -6,8 +6,8 @@ use halcyon::prelude::*;
 use halcyon_compat::factory::{BaseBackend, StandardDeviceInfo, get_backend, levels};
 use halcyon_nn::{Activation, Forward, Linear, Sequential};
 
-/// Prepares a model at the highest level that this version has, and returns a function that runs it. The
-/// function takes inputs on any device and waits for the result.
+/// Prepares a model at the highest level, and returns a function that runs the model. The function takes
+/// inputs on any device and waits for the result.
 pub(crate) fn create_inference_pipeline<M: Forward + 'static>(
     name: Option<&str>,
     make: impl FnOnce(&Backend) -> Result<M>,

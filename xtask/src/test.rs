@@ -590,8 +590,8 @@ fn neon(context: &Context) -> Outcome {
     cargo_tests(&mut command)
 }
 
-/// Runs README's first command on this checkout as it is written, and then with the names of the classes. The
-/// first digit that it names must be the one that the sample image shows.
+/// Runs the first command of the README unchanged, and then with the names of the classes. The first digit
+/// that the command names must be the digit of the sample image.
 fn readme(context: &Context) -> Outcome {
     let path = crate::root().join("README.md");
     let text = match std::fs::read_to_string(&path) {

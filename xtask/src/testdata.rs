@@ -7,13 +7,13 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A generator script in `xtask/scripts`, and where it writes.
+/// A generator script in `xtask/scripts`, and the folder that it writes.
 #[derive(Debug)]
 struct Generator {
     script: &'static str,
     /// Arguments before the output folder.
     inputs: fn() -> Vec<PathBuf>,
-    /// Folder below `target/testdata`; empty for that folder itself.
+    /// Folder below `target/testdata`; empty for `target/testdata` itself.
     output: &'static str,
 }
 

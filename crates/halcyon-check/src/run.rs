@@ -1,4 +1,5 @@
-//! The whole check: options, devices, the sections in order and within their time, and the report.
+//! Runs the whole check: reads the options, finds the devices, runs the sections in order and within their
+//! time limits, and writes the report.
 
 use crate::bench;
 use crate::child;
@@ -150,7 +151,7 @@ pub(crate) fn main(args: &[String]) -> Result<u8, String> {
         eprintln!("{}", ran.line(o.tiny));
         report.sections.push(ran);
         report.seconds = start.elapsed().as_secs_f64();
-        // If this run is ended early, the report of the completed sections remains.
+        // The report is written after every section, so that it exists even if the run is ended early.
         report.write(&o.out)?;
     }
     let paths = report.write(&o.out)?;
@@ -177,7 +178,7 @@ fn order(
 fn allowed(seconds: u64, rest: u64, left: Duration, minutes: f64) -> Duration {
     let own = seconds as f64 * (minutes / NOMINAL_MINUTES).max(1.0);
     let share = left.as_secs_f64() * seconds as f64 / rest.max(1) as f64;
-    // Following sections may finish early, so allow 1.5 times the share.
+    // A section may take 1.5 times its share, because later sections may finish early.
     Duration::from_secs_f64(own.min(1.5 * share)).min(left)
 }
 
@@ -212,9 +213,9 @@ fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Comma
     ran
 }
 
-/// The Python installation folder, or `None` if `VIRTUAL_ENV` is set already or Python does not run. The
-/// vendors' libraries are often among its packages, beside PyTorch. If the environment was not activated, no
-/// variable names the folder.
+/// The folder of the Python installation, or `None` if `VIRTUAL_ENV` is already set or Python does not run.
+/// This folder often has the vendors' libraries, which are installed with PyTorch. If the environment was not
+/// activated, no variable names the folder.
 fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
     let python = bench::python();
     let mut command = Command::new(&python);
@@ -245,8 +246,8 @@ fn warm_torch() {
     });
 }
 
-/// Gives the command this run's caches, and hides the user's configuration file and the variables named
-/// below. `prefix` is Python's folder if no variable names it yet.
+/// Sets the caches of the command to those of this run, and hides the user's configuration file and the
+/// variables below from it. `prefix` is the folder of Python, if no variable names it.
 fn own_environment(command: &mut Command, work: &Path, prefix: Option<&str>) {
     let cache = work.join("cache");
     command.env("XDG_CACHE_HOME", &cache).env("LOCALAPPDATA", &cache).env("HALCYON_CONFIG", "off");
@@ -286,7 +287,7 @@ fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<S
         }
     }
     if found.iter().any(|b| native(b)) {
-        // OpenCL lists the same card again, so it is left out.
+        // OpenCL is left out, because it lists the same card again.
         let (before, again) = (found.len(), BackendType::OpenCl.id());
         found.retain(|b| b != again);
         if found.len() < before {

@@ -8,9 +8,11 @@ use halcyon_ir::{ConstData, Error, Result};
 use std::path::Path;
 use std::sync::Arc;
 
-/// A dataset of arrays, one per column. The first axis of each array is the row. Clones share the arrays.
+/// A dataset of arrays, one per column. The first axis of each array counts the rows. Clones share the
+/// arrays.
 ///
-/// A batch copies its rows. Arrays that come from uncompressed files stay in the file until they are read.
+/// A batch is a copy of its rows. Arrays of uncompressed files are mapped: their data is read from the file
+/// when it is needed.
 #[derive(Clone, Debug)]
 pub struct Arrays {
     columns: Vec<Column>,
@@ -19,17 +21,19 @@ pub struct Arrays {
 }
 
 impl Arrays {
-    /// Columns with names. All arrays have the same first axis, the number of rows.
+    /// Makes a dataset of named columns. The first axis of every array must have the same size, the number of
+    /// rows.
     ///
     /// # Errors
-    /// [`Error::Argument`] without columns, for an array without axes, for arrays of different lengths, for a
-    /// name that appears twice and for types under 8 bits.
+    /// [`Error::Argument`] if there are no columns, an array has no axes, the numbers of rows differ, a name
+    /// appears twice, or a dtype has fewer than 8 bits.
     pub fn new<N: Into<String>>(columns: impl IntoIterator<Item = (N, ConstData)>) -> Result<Arrays> {
         let columns = columns.into_iter().map(|(name, x)| (name.into(), x)).collect();
         Arrays::build(columns).map_err(|what| Error::argument("Arrays", what))
     }
 
-    /// Arrays of an `.npz` file, in the order of `names`; without names, all arrays in the order of the file.
+    /// Reads the arrays `names` of an `.npz` file, in this order. If `names` is empty, reads all arrays in
+    /// the order of the file.
     ///
     /// # Errors
     /// The errors of [`Npz::open`] and [`Npz::get`]; [`Error::Format`] if the arrays do not fit together as
@@ -40,7 +44,8 @@ impl Arrays {
         Arrays::of_file(path, &all, names, |name| file.get(name))
     }
 
-    /// Tensors of a safetensors file, in the order of `names`; without names, all tensors sorted by name.
+    /// Reads the tensors `names` of a safetensors file, in this order. If `names` is empty, reads all
+    /// tensors, sorted by name.
     ///
     /// # Errors
     /// The errors of [`SafeTensors::open`] and [`SafeTensors::get`]; [`Error::Format`] if the tensors do not
@@ -92,7 +97,7 @@ impl Arrays {
         Ok(Arrays { columns, data, rows })
     }
 
-    /// Names the classes of a column.
+    /// Sets the names of the classes of a column.
     ///
     /// # Errors
     /// [`Error::Argument`] if there is no such column.

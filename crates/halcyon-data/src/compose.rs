@@ -1,4 +1,4 @@
-//! Datasets made of the rows or columns of others.
+//! Datasets that consist of rows or columns of other datasets.
 
 use crate::dataset::{Column, Dataset, array, buffer, check_rows, find, single};
 use halcyon_ir::{ConstData, Error, Result};
@@ -68,7 +68,7 @@ pub struct Concat {
 
 impl Concat {
     /// # Errors
-    /// [`Error::Argument`] without parts, or if the columns of two parts differ.
+    /// [`Error::Argument`] if there are no parts, or the columns of two parts differ.
     pub fn new(parts: Vec<Arc<dyn Dataset>>) -> Result<Concat> {
         let bad = |what: String| Error::argument("concat", what);
         let first = parts.first().ok_or_else(|| bad("there is no dataset".into()))?;

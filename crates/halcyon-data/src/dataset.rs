@@ -1,4 +1,4 @@
-//! What a dataset is, and what every dataset can be turned into.
+//! The trait of datasets, and the methods that every dataset has: subsets, splits and transforms.
 
 use crate::compose::{Concat, Rows, Select, Subset};
 use crate::order;
@@ -8,14 +8,14 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A column of a dataset: what a row has in it.
+/// A column of a dataset: the name, dtype and shape of one value of each row.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Column {
     pub name: String,
     pub dtype: DType,
     /// Shape of the value of one row. A batch of `n` rows has the shape `[n, ..dims]`.
     pub dims: Dims,
-    /// If the column has class numbers or tokens: the name of each. Empty if they have no names.
+    /// The names of the classes, if the column holds class numbers or tokens. Empty if there are no names.
     pub classes: Arc<[String]>,
 }
 
@@ -30,7 +30,8 @@ impl Column {
         self
     }
 
-    /// Bytes of the value of one row. At most half of the address space, so that sums do not overflow.
+    /// The size of the value of one row in bytes. It is at most half of the address space, so that sums do
+    /// not overflow.
     pub fn row_bytes(&self) -> usize {
         let n = self.dims.iter().fold(1usize, |n, d| n.saturating_mul(*d)).min(usize::MAX >> 5);
         self.dtype.bytes(n)
@@ -54,14 +55,14 @@ pub trait Dataset: Send + Sync {
         self.len() == 0
     }
 
-    /// The columns, the same for every row. By convention the first is the input of a model and the second
-    /// the target.
+    /// The columns, the same for every row. By convention the first column is the input of a model and the
+    /// second column is the target.
     fn columns(&self) -> &[Column];
 
-    /// Reads one row: for each column an array of its dtype and shape.
+    /// Reads one row. Returns one array per column, with the dtype and shape of the column.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is no such row, and what reading it gives.
+    /// [`Error::Argument`] if there is no such row; errors of reading the row.
     fn row(&self, row: usize) -> Result<Vec<ConstData>>;
 
     /// Reads rows, in the given order. Returns for each column an array `[rows.len(), ..dims]`.
@@ -96,17 +97,18 @@ impl<D: Dataset + ?Sized> Dataset for Arc<D> {
     }
 }
 
-/// Subsets and transforms, for every dataset. Each call takes the dataset; pass an `Arc` clone to keep it.
+/// Subsets and transforms, for every dataset. Each method consumes the dataset. To keep the dataset, put it
+/// into an `Arc` and call the method on a clone.
 pub trait DatasetExt: Dataset + Sized + 'static {
-    /// Makes the type of the dataset unknown, to store different datasets alike.
+    /// Erases the type of the dataset, so that datasets of different types can be stored together.
     fn share(self) -> Arc<dyn Dataset> {
         Arc::new(self)
     }
 
-    /// The number of the column with this name.
+    /// The index of the column with this name.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is none.
+    /// [`Error::Argument`] if there is no such column.
     fn column(&self, name: &str) -> Result<usize> {
         find(self.columns(), name)
     }
@@ -127,8 +129,9 @@ pub trait DatasetExt: Dataset + Sized + 'static {
         Subset::new(self.share(), Rows::List(rows.into()))
     }
 
-    /// Splits the rows at random into two parts. The first has `fraction` of the rows, rounded to the nearest
-    /// number. Within a part, rows keep their order. The parts depend on the number of rows and `seed` only.
+    /// Splits the rows at random into two parts. The first part has `fraction` of the rows, rounded to the
+    /// nearest integer. Within a part, rows keep their order. The parts depend only on the number of rows and
+    /// on `seed`.
     ///
     /// # Errors
     /// [`Error::Argument`] if `fraction` is not between 0 and 1, or a part would be empty.
@@ -139,7 +142,7 @@ pub trait DatasetExt: Dataset + Sized + 'static {
         Ok((part(first)?, part(second)?))
     }
 
-    /// The rows of this dataset, then those of another with the same columns.
+    /// The rows of this dataset, followed by the rows of another dataset with the same columns.
     ///
     /// # Errors
     /// [`Error::Argument`] if the columns differ.
@@ -147,7 +150,7 @@ pub trait DatasetExt: Dataset + Sized + 'static {
         Concat::new(vec![self.share(), other.share()])
     }
 
-    /// Only these columns, in this order.
+    /// A dataset with only these columns, in this order.
     ///
     /// # Errors
     /// [`Error::Argument`] if there is no such column, or a name appears twice.
@@ -155,11 +158,12 @@ pub trait DatasetExt: Dataset + Sized + 'static {
         Select::new(self.share(), columns)
     }
 
-    /// Replaces a column by what `f` computes of it. `f` gets the values of a batch, `[n, ..dims]`, and
-    /// returns an array `[n, ..to.dims]` of the dtype of `to`. It runs in the loader's threads.
+    /// Replaces a column by the column `to`, which `f` computes from it. `f` gets the values of a batch, `[n,
+    /// ..dims]`, and returns an array `[n, ..to.dims]` of the dtype of `to`. `f` runs in the loader's
+    /// threads.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is no column `column`, or another one has the name of `to`.
+    /// [`Error::Argument`] if there is no column `column`, or another column has the name of `to`.
     fn map<F>(self, column: &str, to: Column, f: F) -> Result<Mapped>
     where
         F: Fn(ConstData) -> Result<ConstData> + Send + Sync + 'static,
@@ -175,7 +179,7 @@ pub trait DatasetExt: Dataset + Sized + 'static {
         Mapped::cast(self.share(), column, dtype)
     }
 
-    /// Converts a column to f32 and divides it by `divisor`: 255 for pixels.
+    /// Converts a column to f32 and divides it by `divisor`, for example by 255 for pixels.
     ///
     /// # Errors
     /// [`Error::Argument`] if there is no such column, or `divisor` is zero or not finite.
@@ -184,16 +188,16 @@ pub trait DatasetExt: Dataset + Sized + 'static {
     }
 
     /// Converts a column to f32 and computes `(value - mean) / std`. `mean` and `std` have one number, or one
-    /// for each channel, which is the first axis of a row.
+    /// number per channel. The channels are the first axis of a row.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is no such column, the numbers of a list are not 1 or the channels, or
-    /// one of `std` is zero or any number not finite.
+    /// [`Error::Argument`] if there is no such column, the length of a list is neither 1 nor the number of
+    /// channels, an element of `std` is zero, or a number is not finite.
     fn normalise(self, column: &str, mean: &[f32], std: &[f32]) -> Result<Mapped> {
         Mapped::normalise(self.share(), column, mean, std)
     }
 
-    /// Gives the rows of a column another shape with as many elements.
+    /// Changes the shape of the rows of a column. The number of elements stays the same.
     ///
     /// # Errors
     /// [`Error::Argument`] if there is no such column; [`Error::Shape`] for another number of elements.
@@ -204,7 +208,7 @@ pub trait DatasetExt: Dataset + Sized + 'static {
 
 impl<D: Dataset + 'static> DatasetExt for D {}
 
-/// The row numbers of the two parts of [`DatasetExt::split`], each sorted.
+/// The row numbers of the two parts of [`DatasetExt::split`], each list sorted.
 pub(crate) fn split_rows(n: usize, fraction: f64, seed: u64) -> Result<(Vec<usize>, Vec<usize>)> {
     let bad = |what: String| Error::argument("split", what);
     if !(fraction > 0.0 && fraction < 1.0) {
@@ -228,7 +232,7 @@ pub(crate) fn find(columns: &[Column], name: &str) -> Result<usize> {
     })
 }
 
-/// Checks that every row number is one of a dataset of `len` rows.
+/// Checks that every row number is below `len`, the number of rows.
 pub(crate) fn check_rows(rows: &[usize], len: usize) -> Result<()> {
     match rows.iter().find(|r| **r >= len) {
         Some(r) => Err(Error::argument("dataset", format!("there is no row {r} among {len} rows"))),
@@ -236,8 +240,8 @@ pub(crate) fn check_rows(rows: &[usize], len: usize) -> Result<()> {
     }
 }
 
-/// Amounts up to this size are allocated without asking the system for its free memory, which takes longer
-/// than reading a batch.
+/// Buffers up to this size in bytes are allocated without first querying the system's free memory. The query
+/// takes longer than reading a batch.
 const SMALL: usize = 16 << 20;
 
 /// An empty buffer for `rows` rows of `column`.
@@ -300,8 +304,8 @@ mod tests {
     use super::*;
     use crate::Arrays;
 
-    /// A dataset made by a user: row `i` is `[i, i + 1]`; its row 3 has a wrong shape, its row 4 too many
-    /// values.
+    /// A dataset that a user defines: row `i` is `[i, i + 1]`. Row 3 has a wrong shape, and row 4 has too
+    /// many values.
     struct Own(Vec<Column>);
 
     impl Dataset for Own {

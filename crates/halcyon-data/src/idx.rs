@@ -1,6 +1,6 @@
-//! IDX files, the format of MNIST and its relatives (<http://yann.lecun.com/exdb/mnist>): two zero bytes, a
-//! byte for the type, a byte for the number of axes, each axis as a big-endian u32, then the elements, big
-//! endian and row-major. Files may be compressed by gzip.
+//! IDX files, the format of MNIST and similar datasets (<http://yann.lecun.com/exdb/mnist>). A file has two
+//! zero bytes, a byte for the type, a byte for the number of axes, the size of each axis as a big-endian u32,
+//! and then the elements, big-endian and row-major. Files may be compressed by gzip.
 
 use crate::bad;
 use crate::dataset::{Column, Dataset, DatasetExt};
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// Upper bound of deflate's expansion: 2 bits yield at most 258 bytes, which are 1032 times as many bits.
 const MAX_RATIO: usize = 1032;
-/// Bytes unpacked at a time.
+/// The number of bytes that are unpacked at a time.
 const UNPACK_CHUNK: usize = 1 << 18;
 /// The first two bytes of a gzip file (RFC 1952).
 pub(crate) const GZIP: &[u8] = &[0x1f, 0x8b];
@@ -30,8 +30,8 @@ pub enum Split {
 }
 
 /// MNIST's images and labels, ready for training: `image` is f32 `[1, 28, 28]` from 0 to 1, `label` is i32.
-/// `dir` has the files under their usual names, with or without `.gz`. The images stay bytes until a batch is
-/// read.
+/// `dir` has the files under their usual names, with or without `.gz`. The images are kept as bytes; a batch
+/// converts its rows.
 ///
 /// # Errors
 /// Those of [`folder`].
@@ -39,8 +39,8 @@ pub fn mnist(dir: &Path, split: Split) -> Result<Arc<dyn Dataset>> {
     ready(folder(dir, split)?, None)
 }
 
-/// Images become f32, divided by `divisor`, else bytes by 255. Images `[h, w]` become `[1, h, w]`. Labels
-/// become i32.
+/// Converts images to f32 and divides them by `divisor`; without one, it divides images of bytes by 255.
+/// Images `[h, w]` become `[1, h, w]`. Labels become i32.
 pub(crate) fn ready(raw: Arrays, divisor: Option<f32>) -> Result<Arc<dyn Dataset>> {
     let Column { dtype, dims, .. } = raw.columns()[0].clone();
     let divisor = divisor.unwrap_or(if dtype == DType::U8 { 255.0 } else { 1.0 });
@@ -51,7 +51,8 @@ pub(crate) fn ready(raw: Arrays, divisor: Option<f32>) -> Result<Arc<dyn Dataset
     Ok(data)
 }
 
-/// The columns `image` and `label` of a folder with MNIST's file names, as they are in the files.
+/// The columns `image` and `label` of a folder with MNIST's file names. The dtypes and shapes are those of
+/// the files.
 ///
 /// # Errors
 /// [`Error::Io`] if a file is missing; those of [`open`].
@@ -63,7 +64,7 @@ pub fn folder(dir: &Path, split: Split) -> Result<Arrays> {
     open(&find(dir, &format!("{part}-images"), 3)?, &find(dir, &format!("{part}-labels"), 1)?)
 }
 
-/// The path of a file whose name begins with `start`, as it is distributed or unpacked.
+/// The path of a file whose name begins with `start`, either compressed (as distributed) or unpacked.
 fn find(dir: &Path, start: &str, axes: usize) -> Result<PathBuf> {
     let names = ["-", "."].map(|dot| format!("{start}{dot}idx{axes}-ubyte"));
     let paths = names.iter().flat_map(|n| [dir.join(n), dir.join(format!("{n}.gz"))]);
@@ -76,13 +77,13 @@ fn find(dir: &Path, start: &str, axes: usize) -> Result<PathBuf> {
 /// The columns `image` and `label` of two files. Labels have one axis and are integers.
 ///
 /// # Errors
-/// Those of [`read`]; [`Error::Format`] if the labels are not numbers of classes, or not as many as the
-/// images.
+/// Those of [`read`]; [`Error::Format`] if the labels are not class numbers, or the numbers of labels and
+/// images differ.
 pub fn open(images: &Path, labels: &Path) -> Result<Arrays> {
     pair(read(images)?, read(labels)?, &labels.display().to_string())
 }
 
-/// Puts images and labels together. `file` names the labels in errors.
+/// Makes a dataset of images and labels. `file` is the name of the labels' file in errors.
 pub(crate) fn pair(images: ConstData, labels: ConstData, file: &str) -> Result<Arrays> {
     if labels.dims.len() != 1 || !labels.dtype.is_int() {
         return Err(bad(
@@ -109,11 +110,11 @@ pub fn read(path: &Path) -> Result<ConstData> {
     parse(mmap::open(path)?, &path.display().to_string())
 }
 
-/// Reads the content of a file, which may be compressed by gzip. `file` names it in errors. Bytes that are
-/// not compressed are not copied.
+/// Reads the content of a file, which may be compressed by gzip. `file` is the name of the file in errors.
+/// Uncompressed content is not copied.
 ///
 /// # Errors
-/// [`Error::Format`] if the content is damaged, or not of the length that its sizes need;
+/// [`Error::Format`] if the content is damaged, or its length does not match the sizes in its header;
 /// [`Error::OutOfMemory`].
 pub fn parse(content: Bytes, file: &str) -> Result<ConstData> {
     let content = if content.starts_with(GZIP) { unpack(&content, file)? } else { content };
@@ -291,7 +292,7 @@ mod tests {
         assert!(text(file(14, &[u32::MAX; 3], &[])).contains("too large to address"));
         assert!(text(file(8, &[0, u32::MAX, u32::MAX, u32::MAX], &[])).contains("too large to address"));
         assert!(text(gz(&file(14, &[u32::MAX; 3], &[]))).contains("too large to address"));
-        // A small file that claims gigabytes, and one that would unpack to more than it claims.
+        // A small file whose header claims gigabytes, and a file that unpacks to more than its header claims.
         assert!(text(gz(&file(8, &[1 << 31], &[0; 64]))).contains("more than gzip can unpack"));
         assert!(text(gz(&file(8, &[16], &vec![0; 1 << 24]))).contains("unpacks to more"));
         // Bytes after the last member.

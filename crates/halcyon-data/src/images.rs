@@ -9,10 +9,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Extensions of the files that are images, in lower case. Other files are left out.
+/// The file name extensions of images, in lower case. Other files are skipped.
 const EXTENSIONS: &[&str] =
     &["bmp", "j2k", "jp2", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"];
-/// Limits on an image: pixels, decoded bytes, and bytes of the file.
+/// The limits of an image: pixels, decoded bytes, and bytes of the file.
 const MAX_PIXELS: usize = 100 << 20;
 const MAX_BYTES: usize = 512 << 20;
 const MAX_FILE: u64 = 256 << 20;
@@ -26,13 +26,13 @@ pub struct ImageOptions {
     pub height: usize,
     /// 1 for grey, 3 for red, green and blue.
     pub channels: usize,
-    /// The names of the sub-folders, in the order of their class numbers. If empty, all sub-folders sorted by
-    /// name. Give the classes of the training folder for a folder that may lack some of them.
+    /// The names of the sub-folders, in the order of their class numbers. If empty, all sub-folders, sorted
+    /// by name. For a test folder that may lack some classes, pass the classes of the training folder.
     pub classes: Vec<String>,
 }
 
 impl ImageOptions {
-    /// Colour images of this size.
+    /// Options for colour images of this size in pixels.
     pub fn new(width: usize, height: usize) -> ImageOptions {
         ImageOptions { width, height, channels: 3, classes: vec![] }
     }
@@ -51,9 +51,9 @@ impl ImageOptions {
 /// Images in sub-folders. A row has `image`, f32 `[channels, height, width]` with values from 0 to 1, and
 /// `label`, the i32 number of the sub-folder.
 ///
-/// Images are decoded when they are read, in the threads of the loader. Sizes and colours change by the rules
-/// of `halcyon run`: a triangle filter, and the luminance of Rec. 709. Hidden files and files without the
-/// extension of an image are left out; symbolic links are followed.
+/// The threads of the loader decode the images when they are needed. Images are resized and converted to grey
+/// as in `halcyon run`: with a triangle filter, and with the luminance of Rec. 709. Hidden files and files
+/// without the extension of an image are skipped; symbolic links are followed.
 #[derive(Clone, Debug)]
 pub struct ImageFolder {
     columns: [Column; 2],
@@ -65,8 +65,8 @@ impl ImageFolder {
     /// Lists the images of a folder. They are ordered by class, then by name.
     ///
     /// # Errors
-    /// [`Error::Argument`] for options that no image fits; [`Error::Io`]; [`Error::Format`] if there is no
-    /// sub-folder, a sub-folder has no image or has folders itself, or its name is not text or not one of the
+    /// [`Error::Argument`] for invalid options; [`Error::Io`]; [`Error::Format`] if there is no sub-folder, a
+    /// sub-folder has no image or contains folders, or the name of a sub-folder is not text or not one of the
     /// classes.
     pub fn open(dir: &Path, options: ImageOptions) -> Result<ImageFolder> {
         check(&options)?;
@@ -119,7 +119,7 @@ fn check(o: &ImageOptions) -> Result<()> {
     }
 }
 
-/// What a folder has, without hidden files, sorted by name.
+/// The entries of a folder, without hidden files, sorted by name.
 fn list(dir: &Path) -> Result<Vec<PathBuf>> {
     let io = |e: std::io::Error| Error::Io { path: dir.display().to_string(), what: e.to_string() };
     let mut all = vec![];
@@ -155,11 +155,11 @@ fn images(dir: &Path) -> Result<Vec<PathBuf>> {
     }
 }
 
-/// Decodes a file. Images are refused by their size before memory is allocated for them.
+/// Decodes a file. An image that is too large is rejected before memory is allocated for it.
 fn decode(path: &Path, options: &ImageOptions) -> Result<Vec<f32>> {
     let file = path.display().to_string();
     let content = input::bytes(path, MAX_FILE).map_err(|e| e.error(path))?;
-    // Too little memory is a different kind of error from those of the decoder.
+    // A lack of memory gives another kind of error than the decoder's errors.
     let mut lacking = None;
     let decoded = picture::decode_samples(&content, &mut |h| {
         let (pixels, bytes) = (h.width.saturating_mul(h.height), h.bytes());

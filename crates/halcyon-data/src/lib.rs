@@ -1,13 +1,13 @@
 //! Datasets and a loader that prefetches batches, for training and evaluation.
 //!
-//! A [`Dataset`] has rows. Each row has one array per [`Column`]: an image and its label, a window of text
-//! and the characters that follow. [`Arrays`] holds columns in memory; [`idx`], [`read_csv`], [`ImageFolder`]
-//! and [`Text`] read files; [`open`] makes a dataset from a description ([`DataSpec`]), such as a table of a
-//! TOML file. [`DatasetExt`] has subsets, splits and transforms.
+//! A [`Dataset`] has rows. Each row has one array per [`Column`], for example an image and its label, or a
+//! window of text and the characters that follow. [`Arrays`] holds columns in memory; [`idx`], [`read_csv`],
+//! [`ImageFolder`] and [`Text`] read files; [`open`] makes a dataset from a description ([`DataSpec`]), such
+//! as a table of a TOML file. [`DatasetExt`] has subsets, splits and transforms.
 //!
-//! A [`DataLoader`] makes batches of a dataset, on threads if asked, and always in the same order. Its
-//! position ([`LoaderState`]) can be saved and restored, so that an interrupted training goes on with exactly
-//! the batches that it would have seen.
+//! A [`DataLoader`] makes batches of a dataset, optionally on several threads. The order of the batches does
+//! not depend on the threads. The position of a loader ([`LoaderState`]) can be saved and restored, so that
+//! an interrupted training continues with the same batches as without the interruption.
 //!
 //! ```
 //! use halcyon_data::{Arrays, ConstData, DataLoader, DatasetExt, LoaderOptions};
@@ -30,7 +30,7 @@
 //!
 //! Files may be truncated, damaged or hostile. Every length is checked against the file before memory is
 //! allocated for it, and a rejected file gives an [`halcyon_ir::Error::Format`] that names the file and the
-//! place.
+//! position in it.
 #![forbid(unsafe_code)]
 
 mod arrays;

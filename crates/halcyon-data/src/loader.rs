@@ -1,4 +1,5 @@
-//! Batches of a dataset, made ahead by threads, in an order that does not depend on them.
+//! Batches of a dataset. Threads make the batches ahead of their use. The order does not depend on the
+//! threads.
 
 use crate::dataset::{Column, Dataset};
 use crate::order;
@@ -10,9 +11,10 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-/// The most threads of a loader.
+/// The largest number of threads of a loader.
 const MAX_WORKERS: usize = 256;
-/// How many epochs' orders are kept: threads at the end of an epoch and threads in the next one use two.
+/// The number of epochs whose row orders are kept. Two are needed at the end of an epoch, when some threads
+/// already work on the next epoch.
 const ORDERS: usize = 2;
 
 /// How a [`DataLoader`] makes batches.
@@ -26,13 +28,13 @@ pub struct LoaderOptions {
 }
 
 impl LoaderOptions {
-    /// Batches of `batch_size` rows in the order of the dataset, made by one thread ahead.
+    /// Batches of `batch_size` rows in the order of the dataset. One thread makes batches ahead.
     pub fn new(batch_size: usize) -> LoaderOptions {
         LoaderOptions { batch_size, seed: None, drop_last: false, workers: 1, prefetch: None }
     }
 
-    /// Shuffles the rows, each epoch in another order that depends on the seed, the number of the epoch and
-    /// the number of rows ([`permutation`](crate::permutation)).
+    /// Shuffles the rows. Each epoch has another order, which depends only on the seed, the number of the
+    /// epoch and the number of rows ([`permutation`](crate::permutation)).
     pub fn shuffle(mut self, seed: u64) -> LoaderOptions {
         self.seed = Some(seed);
         self
@@ -44,14 +46,14 @@ impl LoaderOptions {
         self
     }
 
-    /// The number of threads. With 0, each batch is made when it is asked for, by the caller's thread.
+    /// Sets the number of threads. With 0, the caller's thread makes each batch when it is requested.
     pub fn workers(mut self, workers: usize) -> LoaderOptions {
         self.workers = workers;
         self
     }
 
-    /// How many batches are made ahead, at least 1. If not set, two per thread. It also bounds the number of
-    /// threads, because each works on a batch.
+    /// Sets the number of batches that are made ahead, at least 1. The default is two per thread. This number
+    /// also bounds the number of threads, because each thread works on one batch.
     pub fn prefetch(mut self, batches: usize) -> LoaderOptions {
         self.prefetch = Some(batches);
         self
@@ -66,7 +68,7 @@ pub struct LoaderState {
     pub next_batch: u64,
     /// The seed of the order; `None` if rows are not shuffled.
     pub seed: Option<u64>,
-    /// The number of rows of the dataset. Order and batches depend on it.
+    /// The number of rows of the dataset. The order and the batches depend on this number.
     pub rows: u64,
     pub batch_size: u64,
     pub drop_last: bool,
@@ -81,11 +83,12 @@ pub struct Batch {
     pub epoch: u64,
     /// The number of the batch in the epoch, from 0.
     pub index: u64,
-    /// Whether it is the last batch of the epoch.
+    /// Whether this batch is the last of its epoch.
     pub last: bool,
-    /// The rows of the dataset that are in it.
+    /// The numbers of the dataset's rows that this batch holds.
     pub rows: Vec<usize>,
-    /// The position after this batch. A loader that is restored to it goes on with the next batch.
+    /// The position after this batch. A loader that is restored to this position continues with the next
+    /// batch.
     pub after: LoaderState,
     columns: Arc<[Column]>,
 }
@@ -99,7 +102,7 @@ impl Batch {
     /// The array of the column with this name.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is none.
+    /// [`Error::Argument`] if there is no such column.
     pub fn array(&self, column: &str) -> Result<&ConstData> {
         Ok(&self.arrays[crate::dataset::find(&self.columns, column)?])
     }
@@ -121,27 +124,27 @@ struct Place {
 }
 
 impl Place {
-    /// The place `by` batches later, in epochs of `batches` batches.
+    /// The place `by` batches later. Each epoch has `batches` batches.
     fn advance(self, by: u64, batches: u64) -> Place {
         let batch = self.batch.saturating_add(by);
         Place { epoch: self.epoch.saturating_add(batch / batches), batch: batch % batches }
     }
 }
 
-/// What the threads of a loader share.
+/// The data that the threads of a loader share.
 struct Shared {
     data: Arc<dyn Dataset>,
     columns: Arc<[Column]>,
     options: LoaderOptions,
     seed: Option<u64>,
     batches: u64,
-    /// The newest orders, each with the number of its epoch.
+    /// The row orders of the newest epochs, each with the number of its epoch.
     orders: Mutex<Vec<(u64, Arc<[usize]>)>>,
 }
 
 impl Shared {
     fn order(&self, seed: u64, epoch: u64) -> Arc<[usize]> {
-        // An order is stored as a whole, so a thread that panicked leaves nothing half done.
+        // Each order is stored in one operation, so the list is valid even if a thread panicked.
         let mut orders = self.orders.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, order)) = orders.iter().find(|(e, _)| *e == epoch) {
             return order.clone();
@@ -185,13 +188,14 @@ impl Shared {
     }
 }
 
-/// Makes the batches of a dataset, epoch after epoch, without an end.
+/// Makes the batches of a dataset, epoch after epoch, without end.
 ///
-/// Threads make batches ahead, also those of the next epoch. The batches and their order are the same with
-/// any number of threads. Dropping the loader ends its threads; a thread that is making a batch ends after
-/// it.
+/// Threads make batches ahead, including batches of the next epoch. The batches and their order do not depend
+/// on the number of threads. Dropping the loader ends its threads; a thread that is making a batch finishes
+/// that batch first.
 ///
-/// An error of the dataset arrives in the place of its batch. The position then stays before that batch.
+/// If the dataset returns an error, the loader returns the error instead of the batch. The position then
+/// stays before that batch.
 pub struct DataLoader {
     shared: Arc<Shared>,
     at: Place,
@@ -207,8 +211,8 @@ impl fmt::Debug for DataLoader {
 
 impl DataLoader {
     /// # Errors
-    /// [`Error::Argument`] for a batch size or prefetch of 0, more than 256 threads, and a dataset that has
-    /// no batch.
+    /// [`Error::Argument`] for a batch size or prefetch of 0, for more than 256 threads, and for a dataset
+    /// with too few rows for a batch.
     pub fn new(data: impl Dataset + 'static, options: LoaderOptions) -> Result<DataLoader> {
         let bad = |what: String| Err(Error::argument("DataLoader", what));
         let (rows, size) = (data.len(), options.batch_size);
@@ -219,7 +223,7 @@ impl DataLoader {
             return bad(format!("{} workers; at most {MAX_WORKERS} are allowed", options.workers));
         }
         if options.prefetch == Some(0) && options.workers > 0 {
-            return bad("workers that prefetch 0 batches; set workers to 0 instead".into());
+            return bad("prefetch is 0, but there are workers; set workers to 0 instead".into());
         }
         let batches = if options.drop_last { rows / size } else { rows.div_ceil(size) } as u64;
         if batches == 0 {
@@ -244,11 +248,11 @@ impl DataLoader {
         &self.shared.data
     }
 
-    /// Returns the next batch. After the last batch of an epoch comes the first of the next one.
+    /// Returns the next batch. The last batch of an epoch is followed by the first batch of the next epoch.
     ///
     /// # Errors
-    /// Those of the dataset; [`Error::Argument`] if it panicked in a thread; [`Error::Io`] if the system
-    /// gives no thread.
+    /// Errors of the dataset; [`Error::Argument`] if the dataset panicked in a thread; [`Error::Io`] if the
+    /// system cannot start a thread.
     pub fn next_batch(&mut self) -> Result<Batch> {
         let batch = match self.shared.options.workers {
             0 => self.shared.make(self.at),
@@ -256,7 +260,8 @@ impl DataLoader {
         };
         match &batch {
             Ok(_) => self.at = self.at.advance(1, self.shared.batches),
-            // The threads are past the failed batch. The next call starts others at it.
+            // The other threads are already past the failed batch. The next call starts new threads at the
+            // failed batch.
             Err(_) => self.pipeline = None,
         }
         batch
@@ -272,24 +277,24 @@ impl DataLoader {
         }
     }
 
-    /// The rest of the current epoch: all of it, or what is left after a break or a restored position. The
-    /// iterator ends after an error.
+    /// Iterates over the remaining batches of the current epoch. These are all batches, unless the epoch was
+    /// interrupted or a position was restored. The iterator ends after an error.
     pub fn epoch(&mut self) -> Epoch<'_> {
         Epoch { loader: self, ended: false }
     }
 
-    /// The position: the epoch and the batch that come next.
+    /// The position: the epoch and the index of the next batch.
     pub fn state(&self) -> LoaderState {
         self.shared.state(self.at)
     }
 
-    /// Goes to a position that [`DataLoader::state`] or [`Batch::after`] gave. The following batches are
-    /// exactly those that followed then, also with another number of threads. The seed of the position
-    /// replaces that of the loader.
+    /// Goes to a position that [`DataLoader::state`] or [`Batch::after`] returned. The following batches are
+    /// the same as those that followed the position then, also with another number of threads. The seed of
+    /// the position replaces the seed of the loader.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the position is one of other batches: of another number of rows, another batch
-    /// size, or past the end of its epoch.
+    /// [`Error::Argument`] if the position does not fit this loader: the number of rows, the batch size or
+    /// `drop_last` differs, or the position is past the end of its epoch.
     pub fn restore(&mut self, state: &LoaderState) -> Result<()> {
         let own = self.state();
         let bad = |what: String| Err(Error::argument("DataLoader", what));
@@ -306,7 +311,7 @@ impl DataLoader {
         }
         let batches = self.shared.batches;
         if state.next_batch > batches {
-            return bad(format!("batch {} of the saved position; an epoch has {batches}", state.next_batch));
+            return bad(format!("the saved position is batch {} of {batches}", state.next_batch));
         }
         self.pipeline = None;
         if state.seed != self.shared.seed {
@@ -359,8 +364,8 @@ impl Iterator for Epoch<'_> {
     }
 }
 
-/// The threads of a loader. Thread `k` of `n` makes each `n`-th batch, beginning with the `k`-th, and has a
-/// channel of its own. Reading the channels in turn gives the batches in order.
+/// The threads of a loader. Thread `k` of `n` makes every `n`-th batch, starting with batch `k`, and has its
+/// own channel. Reading the channels in turn gives the batches in order.
 struct Pipeline {
     receivers: Vec<Receiver<Result<Batch>>>,
     threads: Vec<Option<JoinHandle<()>>>,
@@ -374,7 +379,7 @@ impl Pipeline {
         let workers = workers.min(prefetch).max(1);
         let mut pipeline = Pipeline { receivers: vec![], threads: vec![], turn: 0 };
         for k in 0..workers {
-            // A thread holds one batch ahead while it waits for room in its channel.
+            // A thread that waits for room in its channel already holds one finished batch.
             let ahead = prefetch / workers + usize::from(k < prefetch % workers);
             let (sender, receiver) = sync_channel(ahead.saturating_sub(1));
             let shared = shared.clone();
@@ -409,13 +414,14 @@ impl Pipeline {
 
 impl Drop for Pipeline {
     fn drop(&mut self) {
-        // Senders fail from here on, so the threads end.
+        // From here on sending fails, so the threads end.
         self.receivers.clear();
         self.threads.iter_mut().filter_map(Option::take).for_each(|t| drop(t.join()));
     }
 }
 
-/// What a thread does: each `step`-th batch from `at` on, until the loader is dropped or a batch fails.
+/// The function of a thread: makes every `step`-th batch from `at` on, until the loader is dropped or a batch
+/// fails.
 fn work(shared: &Shared, mut at: Place, step: u64, sender: &SyncSender<Result<Batch>>) {
     loop {
         let batch = shared.make(at);

@@ -1,5 +1,5 @@
-//! The order of rows in an epoch: a permutation that depends on the number of rows, the seed and the number
-//! of the epoch only.
+//! The order of rows in an epoch: a permutation that depends only on the number of rows, the seed and the
+//! number of the epoch.
 
 /// The increment of SplitMix64: 2^64 divided by the golden ratio, made odd.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -12,7 +12,8 @@ fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Draw `counter` of the sequence with this key. Draws need no state, so a sequence can start anywhere.
+/// Random number `counter` of the sequence with this key. There is no state, so a sequence can start at any
+/// number.
 fn draw(key: u64, counter: u64) -> u64 {
     mix(key.wrapping_add(STEP.wrapping_mul(counter.wrapping_add(1))))
 }
@@ -24,13 +25,13 @@ fn key(seed: u64, epoch: u64) -> u64 {
 }
 
 /// The numbers `0..n` in the order of an epoch: a Fisher-Yates shuffle with numbers from SplitMix64
-/// (Durstenfeld, "Algorithm 235: Random permutation", 1964). The same on every platform.
+/// (Durstenfeld, "Algorithm 235: Random permutation", 1964). The result is the same on every platform.
 pub fn permutation(n: usize, seed: u64, epoch: u64) -> Vec<usize> {
     let mut order: Vec<usize> = (0..n).collect();
     let key = key(seed, epoch);
     for last in (1..n).rev() {
-        // The high half of the product is less than last + 1. Its probabilities differ by less than
-        // (last + 1) / 2^64.
+        // The high half of the product is a random number below last + 1. The probabilities of its values
+        // differ by less than (last + 1) / 2^64.
         let product = u128::from(draw(key, last as u64)) * (last as u128 + 1);
         order.swap(last, (product >> 64) as usize);
     }
@@ -41,7 +42,7 @@ pub fn permutation(n: usize, seed: u64, epoch: u64) -> Vec<usize> {
 mod tests {
     use super::*;
 
-    /// The sequence that the authors' program prints for the seed 1234567.
+    /// The program of the authors of SplitMix64 prints this sequence for the seed 1234567.
     #[test]
     fn draws_are_those_of_splitmix64() {
         let want = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431u64];
@@ -62,7 +63,7 @@ mod tests {
         }
     }
 
-    /// A saved position is worth nothing if a later version orders rows in another way.
+    /// The order must never change between versions, because saved positions depend on it.
     #[test]
     fn orders_are_the_same_in_every_version_and_on_every_platform() {
         assert_eq!(permutation(10, 0, 0), [3, 8, 6, 7, 5, 9, 0, 1, 4, 2]);

@@ -1,11 +1,10 @@
-//! Colours and sizes of images, by the rules of `halcyon run --input`, so that a model sees the same values
-//! in training and when the command runs it on a picture.
+//! Converts colours and sizes of images as `halcyon run --input` does, so that a model gets the same values
+//! in training and when `halcyon run` runs the model on an image.
 
 use halcyon_formats::picture::{Image, Samples, resize};
 use halcyon_ir::Result;
 
-/// The values of an image from 0 to 1, one channel after another (`[channels, height, width]`), with 1 or 3
-/// channels.
+/// The values of an image, from 0 to 1, as `[channels, height, width]` with 1 or 3 channels.
 ///
 /// # Errors
 /// `Error::Format` for samples that are not numbers, and those of [`resize`].

@@ -1,4 +1,4 @@
-//! Datasets by description, for configuration files.
+//! Descriptions of datasets, for configuration files.
 
 use crate::dataset::split_rows;
 use crate::table::{CsvOptions, LabelKind, read_csv};
@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Which files a dataset has.
+/// The kind of a dataset's files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
     /// MNIST's files in the folder `path` (with `split`), or a file of images `path` with a file of `labels`.
     Idx,
-    /// A table.
+    /// A CSV table.
     Csv,
     /// A folder with one sub-folder of images per class.
     Images,
@@ -25,8 +25,9 @@ pub enum Kind {
     Safetensors,
 }
 
-/// A dataset by description. The keys after `path` are optional, except where a kind needs them. Each applies
-/// to the kinds in parentheses; [`open`] refuses others.
+/// The description of a dataset. The keys after `path` are optional, except where they are marked as
+/// required. The kinds to which a key applies are in parentheses; [`open`] returns an error if a key is given
+/// for another kind.
 ///
 /// ```toml
 /// kind = "csv"
@@ -79,29 +80,30 @@ pub struct DataSpec {
     /// (text) [`TextOptions::stride`]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stride: Option<usize>,
-    /// (text) All characters, sorted. If not given, those of the text.
+    /// (text) All characters, sorted. If not given, the characters of the text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vocabulary: Option<Vocabulary>,
-    /// (npz, safetensors) The names of the arrays, first the input, then the target. If not given, all
-    /// arrays.
+    /// (npz, safetensors) The names of the arrays: the input, then the target. If not given, all arrays.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub columns: Vec<String>,
-    /// (all but images and text) A divisor of the input, which becomes f32. If it is not given: for idx, 255
-    /// if images are bytes, else 1; the input of other kinds stays as it is.
+    /// (all but images and text) Converts the input to f32 and divides it by this number. If not given, the
+    /// default for idx is 255 for images of bytes and 1 for other images; the input of other kinds is not
+    /// changed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scale: Option<f32>,
     /// (all but text) The shape of a row of the input.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shape: Option<Vec<usize>>,
-    /// (all but text) Mean and standard deviation of the input, after `scale` and `shape`.
+    /// (all but text) Normalises the input by this mean and standard deviation, after `scale` and `shape`
+    /// were applied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub normalise: Option<Normalise>,
-    /// A part of the rows.
+    /// Uses only a part of the rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub subset: Option<Subrange>,
 }
 
-/// `(value - mean) / std`, with one number for all channels or one for each.
+/// `(value - mean) / std`. Each list has one number for all channels, or one number per channel.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Normalise {
@@ -113,10 +115,11 @@ pub struct Normalise {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum Subrange {
-    /// `{ rows = [first, end] }`: without the row `end`.
+    /// `{ rows = [first, end] }`: the rows from `first` to `end`, without the row `end`.
     Rows([usize; 2]),
-    /// `{ fraction = [0.0, 0.9] }`: the rows from one fraction of the dataset to another. Parts that begin
-    /// where others end have no row in common and leave none out.
+    /// `{ fraction = [0.0, 0.9] }`: the rows from the first fraction of the dataset to the second. If one
+    /// part ends at the fraction where another begins, the parts have no row in common, and there is no row
+    /// between them.
     Fraction([f64; 2]),
     /// `{ split = { fraction = 0.8, seed = 1, part = "first" } }`: see [`DatasetExt::split`].
     Split { fraction: f64, seed: u64, part: Part },
@@ -131,7 +134,7 @@ pub enum Part {
 }
 
 impl Kind {
-    /// The name in a description.
+    /// The name of the kind in a description.
     fn name(self) -> &'static str {
         match self {
             Kind::Idx => "idx",
@@ -145,7 +148,7 @@ impl Kind {
 }
 
 impl DataSpec {
-    /// A description with the keys that every kind requires.
+    /// A description with only the keys that every kind requires.
     pub fn new(kind: Kind, path: impl Into<PathBuf>) -> DataSpec {
         DataSpec {
             kind,
@@ -214,8 +217,8 @@ fn bad(what: String) -> Error {
     Error::argument("data", what)
 }
 
-/// Opens the dataset of a description. Its first column is the input of a model, the second the target.
-/// Integer columns after the first become i32.
+/// Opens the dataset of a description. The first column is the input of a model, the second column is the
+/// target. Integer columns after the first become i32.
 ///
 /// # Errors
 /// [`Error::Argument`] for a key that is missing or does not belong to the kind; the errors of the dataset
@@ -276,7 +279,7 @@ fn open_idx(spec: &DataSpec) -> Result<Arc<dyn Dataset>> {
     idx::ready(raw, spec.scale)
 }
 
-/// Transforms the input, and makes class numbers i32.
+/// Transforms the input, and casts class numbers to i32.
 fn transformed(mut data: Arc<dyn Dataset>, spec: &DataSpec) -> Result<Arc<dyn Dataset>> {
     let columns = data.columns().to_vec();
     let Some((input, targets)) = columns.split_first() else {
@@ -305,7 +308,7 @@ fn part(data: Arc<dyn Dataset>, subset: Option<&Subrange>) -> Result<Arc<dyn Dat
         Some(Subrange::Fraction([start, end])) => {
             if !(0.0 <= start && start < end && end <= 1.0) {
                 let what =
-                    format!("the fractions {start} and {end} of a subset; they rise from 0 to at most 1");
+                    format!("a subset from {start} to {end}; the fractions must increase and lie in 0..=1");
                 return Err(bad(what));
             }
             let row = |fraction: f64| (fraction * n as f64).round() as usize;
@@ -454,7 +457,7 @@ mod tests {
         let path = dir.path().join("a.safetensors");
         safetensors::write(&path, &[("x", &x), ("y", &y)], &Default::default()).unwrap();
         let data = open(&parse(&format!("kind = \"safetensors\"\npath = {path:?}"))).unwrap();
-        // The input keeps its type: it may be tokens.
+        // The input keeps its dtype, because it may hold tokens.
         assert_eq!((data.columns()[0].dtype, data.columns()[1].dtype), (DType::U8, DType::I32));
     }
 

@@ -7,22 +7,22 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// Largest number of different labels. A column with more is not one of classes.
+/// The largest number of classes. A column with more different labels is an error.
 const MAX_CLASSES: usize = 1 << 16;
-/// How many characters of a value an error quotes.
+/// The largest number of characters of a value that an error quotes.
 const QUOTED: usize = 40;
-/// How many names an error lists.
+/// The largest number of names that an error lists.
 const LISTED: usize = 20;
 
-/// What the column of labels holds.
+/// The meaning of the column of labels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LabelKind {
-    /// Class numbers if all labels are whole numbers from 0 to 2^31 - 1, numbers if all are numbers, else
-    /// names of classes.
+    /// If all labels are integers from 0 to 2^31 - 1, they are class numbers. Otherwise, if all labels are
+    /// numbers, they are values to predict. Otherwise they are names of classes.
     #[default]
     Auto,
-    /// Names of classes, whatever they look like.
+    /// Names of classes, even if the labels are numbers.
     Class,
     /// Numbers to predict, f32.
     Number,
@@ -31,17 +31,17 @@ pub enum LabelKind {
 /// How [`read_csv`] reads a table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CsvOptions {
-    /// Whether the first line has the names of the columns. Without, their names are `0`, `1` and so on.
+    /// Whether the first line has the names of the columns. If not, their names are `0`, `1` and so on.
     pub header: bool,
-    /// The character between two values, `,` if not set otherwise.
+    /// The character between two values. Default: `,`.
     pub delimiter: char,
     /// The columns of the input, in this order. If empty, all but the label.
     pub features: Vec<String>,
     /// The column of labels, if there is one.
     pub label: Option<String>,
     pub label_kind: LabelKind,
-    /// The names of the classes, in the order of their numbers. If empty, all labels sorted by name. Give the
-    /// classes of the training file for a file that may lack some of them.
+    /// The names of the classes, in the order of their numbers. If empty, all labels, sorted by name. For a
+    /// test file that may lack some classes, pass the classes of the training file.
     pub classes: Vec<String>,
 }
 
@@ -66,15 +66,15 @@ pub fn read_csv(path: &Path, options: &CsvOptions) -> Result<Arrays> {
     parse_csv(&mmap::open(path)?, &path.display().to_string(), options)
 }
 
-/// Reads the content of a file into the columns `features`, f32 `[columns]`, and, with a label, `label`: i32
-/// for classes, whose names the column has, or f32 for numbers. Spaces around values are left out, and so are
-/// empty lines. `file` names the file in errors.
+/// Reads the content of a file. The dataset has the column `features`, f32 `[columns]`, and, if a label is
+/// given, the column `label`: i32 for classes (with the names of the classes), or f32 for numbers. Spaces
+/// around values and empty lines are ignored. `file` is the name of the file in errors.
 ///
 /// # Errors
-/// [`Error::Format`] with the line and the column for a value that is missing or no finite f32, for a line
-/// with more or fewer values than the first, for a label that is none of the given classes, and for more than
-/// 65,536 classes; [`Error::Argument`] for options that do not fit the file; [`Error::Unsupported`] for a
-/// compressed file.
+/// [`Error::Format`], with the line and the column, for a value that is missing or not a finite f32, for a
+/// line with more or fewer values than the first, for a label that is not one of the given classes, and for
+/// more than 65,536 classes; [`Error::Argument`] for options that do not fit the file; [`Error::Unsupported`]
+/// for a compressed file.
 pub fn parse_csv(content: &[u8], file: &str, options: &CsvOptions) -> Result<Arrays> {
     let mut table = Table::open(content, file, options)?;
     let plan = Plan::new(&table, options)?;
@@ -118,7 +118,7 @@ struct Table<'a> {
     names: Vec<String>,
     /// The current line.
     record: ByteRecord,
-    /// Whether the current line is the first, has values, and is to be returned again.
+    /// Whether the current line is the first line, has values, and must be returned again by `next`.
     again: bool,
 }
 
@@ -181,7 +181,8 @@ impl<'a> Table<'a> {
         bad(self.file, format!("line {}, column '{name}': {what}", self.line()))
     }
 
-    /// The number of the current line. The reader's position is before empty lines that it left out.
+    /// The number of the current line. The position of the CSV reader is before the empty lines that it
+    /// skipped, so they are counted here.
     fn line(&self) -> u64 {
         let Some(at) = self.record.position() else { return 0 };
         let rest = usize::try_from(at.byte()).ok().and_then(|k| self.content.get(k..)).unwrap_or(&[]);
@@ -190,7 +191,7 @@ impl<'a> Table<'a> {
     }
 }
 
-/// Why the reader refused a line.
+/// The message for a line that the CSV reader rejected.
 fn refusal(e: &csv::Error) -> String {
     match e.kind() {
         csv::ErrorKind::UnequalLengths { pos, expected_len, len } => {
@@ -201,7 +202,7 @@ fn refusal(e: &csv::Error) -> String {
     }
 }
 
-/// Which columns are read.
+/// The columns to read.
 struct Plan {
     features: Vec<usize>,
     label: Option<usize>,
@@ -263,7 +264,7 @@ fn number(record: &ByteRecord, column: usize) -> Result<f64, String> {
     parsed.filter(|n| n.is_finite()).ok_or_else(|| format!("'{}' is not a finite number", quote(v)))
 }
 
-/// The labels read so far, as far as they are numbers.
+/// The labels that were read so far, while all of them are numbers.
 struct Labels {
     column: usize,
     kind: LabelKind,
@@ -303,7 +304,7 @@ impl Labels {
     }
 }
 
-/// Reads the labels of a file again, as names of classes: their numbers and the names.
+/// Reads the labels of a file again, as names of classes. Returns the class numbers and the names.
 fn classes(content: &[u8], file: &str, o: &CsvOptions, column: usize) -> Result<(Vec<i32>, Vec<String>)> {
     let mut table = Table::open(content, file, o)?;
     let mut known: HashMap<Vec<u8>, i32> = HashMap::new();
@@ -334,7 +335,7 @@ fn classes(content: &[u8], file: &str, o: &CsvOptions, column: usize) -> Result<
     if !o.classes.is_empty() {
         return Ok((numbers, o.classes.clone()));
     }
-    // So far the numbers are in the order of first appearance.
+    // Up to here, the class numbers are in the order of first appearance.
     let mut names: Vec<(String, i32)> =
         known.into_iter().map(|(v, k)| (String::from_utf8_lossy(&v).into_owned(), k)).collect();
     names.sort_unstable();
@@ -403,7 +404,7 @@ mod tests {
         assert_eq!(kind(LabelKind::Auto, ["0.5", "1", "2"]), (DType::F32, vec![0.5, 1.0, 2.0], vec![]));
         let (dtype, v, names) = kind(LabelKind::Class, ["10", "9", "10"]);
         assert_eq!((dtype, v, names), (DType::I32, vec![0.0, 1.0, 0.0], vec!["10".into(), "9".into()]));
-        // One label that is no number makes all of them names.
+        // If one label is not a number, all labels are names.
         let (dtype, v, names) = kind(LabelKind::Auto, ["7", "b", "7"]);
         assert_eq!((dtype, v, names), (DType::I32, vec![0.0, 1.0, 0.0], vec!["7".into(), "b".into()]));
         let o = CsvOptions { label_kind: LabelKind::Number, ..with("y") };
@@ -442,7 +443,7 @@ mod tests {
         assert!(fails(b"a,y\n1,2\n\xff,2\n", &o).contains("line 3, column 'a'"));
         assert!(fails(b"a,y\n1,\xff\n", &o).contains("not UTF-8"));
         assert!(fails(b"\xff,y\n1,2\n", &o).contains("column 0 is not UTF-8"));
-        // A quoted value over two lines counts for the lines after it.
+        // Line numbers are correct after a quoted value that extends over two lines.
         assert!(fails("a,y\n1,\"u\nv\"\nx,2\n", &o).contains("line 4, column 'a'"));
     }
 

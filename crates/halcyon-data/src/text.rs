@@ -1,4 +1,4 @@
-//! Text as windows of characters.
+//! Text, cut into windows of characters.
 
 use crate::bad;
 use crate::dataset::{Column, Dataset, array, buffer, check_rows, single};
@@ -10,8 +10,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The characters of a text, each with a number: sorted by code point, from 0. Serialised as the string of
-/// all characters.
+/// The characters of a text, numbered from 0 in the order of their code points. The serialised form is a
+/// string of all characters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Vocabulary(Arc<[char]>);
@@ -20,7 +20,8 @@ impl Vocabulary {
     /// The characters that occur in a text.
     pub fn of(text: &str) -> Vocabulary {
         let mut seen = BTreeSet::new();
-        // Not collected, which would sort a copy of the whole text.
+        // The characters are inserted one by one, because collecting them into the set would sort a copy of
+        // the whole text.
         for c in text.chars() {
             seen.insert(c);
         }
@@ -32,7 +33,7 @@ impl Vocabulary {
         &self.0
     }
 
-    /// How many characters there are.
+    /// The number of characters.
     pub fn size(&self) -> usize {
         self.0.len()
     }
@@ -40,12 +41,12 @@ impl Vocabulary {
     /// The numbers of the characters of a text.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a character that the vocabulary does not have, with its place.
+    /// [`Error::Argument`] for a character that is not in the vocabulary. The message has its position.
     pub fn encode(&self, text: &str) -> Result<Vec<i32>> {
         text.chars().enumerate().map(|(at, c)| self.number(at, c)).collect()
     }
 
-    /// The number of the character `c`, which is at place `at` of a text.
+    /// The number of the character `c`. `at` is the position of `c` in the text, for errors.
     fn number(&self, at: usize, c: char) -> Result<i32> {
         let found = self.0.binary_search(&c).ok().and_then(|k| i32::try_from(k).ok());
         found.ok_or_else(|| {
@@ -55,17 +56,17 @@ impl Vocabulary {
         })
     }
 
-    /// The text of numbers.
+    /// The text with these character numbers.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a number that is no character's.
+    /// [`Error::Argument`] for a number that belongs to no character.
     pub fn decode(&self, numbers: &[i32]) -> Result<String> {
         let one = |n: &i32| {
             let found = usize::try_from(*n).ok().and_then(|k| self.0.get(k).copied());
             found.ok_or_else(|| {
                 Error::argument(
                     "vocabulary",
-                    format!("{n} is no character's number; there are {}", self.size()),
+                    format!("{n} is not the number of a character; there are {}", self.size()),
                 )
             })
         };
@@ -100,10 +101,11 @@ impl From<Vocabulary> for String {
 pub struct TextOptions {
     /// Characters of a window.
     pub context: usize,
-    /// How many characters after the last one the next window begins. `None`: `context`, so that an epoch has
-    /// every character once. 1 gives every window.
+    /// The distance between the starts of two windows, in characters. The default `None` means `context`, so
+    /// that an epoch has every character once. With 1, every possible window is used.
     pub stride: Option<usize>,
-    /// The vocabulary to use, such as that of the training text. `None`: that of the text.
+    /// The vocabulary to use, such as the vocabulary of the training text. `None` means the characters of
+    /// this text.
     pub vocabulary: Option<Vocabulary>,
 }
 
@@ -123,9 +125,9 @@ impl TextOptions {
     }
 }
 
-/// Windows of a text, for models that predict the next character. A row has `input`, `context` characters,
-/// and `target`, for each of them the next one. Both are i32 `[context]`, and their columns have the
-/// characters as names of classes.
+/// Windows of a text, for models that predict the next character. A row has two columns: `input` has
+/// `context` characters, and `target` has the next character for each of them. Both are i32 `[context]`, and
+/// the characters are the names of their classes.
 #[derive(Clone, Debug)]
 pub struct Text {
     columns: [Column; 2],
@@ -141,13 +143,13 @@ impl Text {
     /// Reads a UTF-8 file.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Format`] if it is not UTF-8, too short for a window, or has a character that
-    /// is not in the given vocabulary; [`Error::Argument`] for a context or stride of zero.
+    /// [`Error::Io`]; [`Error::Format`] if the file is not UTF-8, is too short for a window, or has a
+    /// character that is not in the given vocabulary; [`Error::Argument`] for a context or stride of zero.
     pub fn open(path: &Path, options: TextOptions) -> Result<Text> {
         Text::parse(&mmap::open(path)?, &path.display().to_string(), options)
     }
 
-    /// Like [`Text::open`], of the content of a file; `file` names it in errors.
+    /// Like [`Text::open`], but takes the content of a file. `file` is the name of the file in errors.
     pub fn parse(content: &[u8], file: &str, options: TextOptions) -> Result<Text> {
         let text = std::str::from_utf8(content)
             .map_err(|e| bad(file, format!("not UTF-8 text: byte {} is wrong", e.valid_up_to())))?;

@@ -1,4 +1,4 @@
-//! Columns computed from others, batch by batch.
+//! Columns that are computed from other columns, batch by batch.
 
 use crate::dataset::{Column, Dataset, check_value, find, single};
 use halcyon_ir::{ConstData, DType, Error, Result};
@@ -73,7 +73,7 @@ impl Mapped {
             }
         }
         let of = |list: &[f32], k: usize| list.get(k).or(list.first()).copied().unwrap_or(0.0);
-        // A single pair serves for all elements, else each channel has its own.
+        // There is one pair (mean, std) for all elements, or one pair per channel.
         let pairs = if mean.len().max(std.len()) == 1 { 1 } else { channels };
         let stats: Vec<(f32, f32)> = (0..pairs).map(|k| (of(mean, k), of(std, k))).collect();
         let per_channel = if pairs == 1 { 0 } else { to.dims[1..].iter().product() };
@@ -132,8 +132,8 @@ impl Dataset for Mapped {
     }
 }
 
-/// The values as little-endian f32. Types that pictures, sensors and tables have are converted in simple
-/// loops, which are much faster than the conversion by [`halcyon_ir::Scalar`].
+/// The values as little-endian f32. The dtypes that are common in images, sensor data and tables are
+/// converted in simple loops, which are much faster than the conversion by [`halcyon_ir::Scalar`].
 fn floats(x: &ConstData) -> Vec<u8> {
     let from = x.bytes();
     let mut out = vec![0; x.numel() * 4];
@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(y.columns()[0], Column::new("x", DType::F32, &[2, 2]));
         let want = [-5.0, 0.0, 0.0, 2.0, 15.0, 20.0, 8.0, 10.0];
         assert_eq!(y.batch(&[0, 1]).unwrap()[0].to_vec::<f32>(), want);
-        // Rows that are picked keep their channels.
+        // In a subset of the rows, every channel still gets its own mean and std.
         assert_eq!(y.batch(&[1]).unwrap()[0].to_vec::<f32>(), want[4..]);
         let one = data(x.clone()).normalise("x", &[10.0], &[2.0, 5.0]).unwrap();
         assert_eq!(one.batch(&[0]).unwrap()[0].to_vec::<f32>(), [-5.0, 0.0, 2.0, 4.0]);
@@ -234,7 +234,7 @@ mod tests {
         let to = Column::new("sum", DType::F32, &[]);
         let y = data(x.clone()).map("x", to.clone(), sums).unwrap();
         assert_eq!(y.batch(&[1, 0]).unwrap()[0].to_vec::<f32>(), [270.0, 6.0]);
-        // What the function returns must be what it declares.
+        // The array that the function returns must have the declared dtype and shape.
         let wrong = data(x.clone()).map("x", Column::new("sum", DType::F64, &[]), sums).unwrap();
         assert!(matches!(wrong.batch(&[0]), Err(Error::Shape { .. })));
         let both = Arrays::new([("x", x.clone()), ("sum", x)]).unwrap();

@@ -9,19 +9,19 @@ use syn::{Data, DataEnum, DeriveInput, Error, Field, Fields, LitStr, parse_macro
 
 /// Implements `halcyon_nn::Module` for a struct or an enum whose fields are modules.
 ///
-/// A field is visited under its own name; fields of tuple structs under their number. An enum is transparent:
-/// its variant's name is no part of a path. Attributes of a field:
+/// In paths, a field has its own name, and a field of a tuple struct has its number. The name of an enum's
+/// variant is not part of a path. Attributes of a field:
 ///
 /// - `#[module(skip)]`: the field holds no parameters, and its type need not be a module.
 /// - `#[module(rename = "name")]`: the name used in paths.
-/// - `#[module(flatten)]`: the names inside the field follow without the field's own name.
+/// - `#[module(flatten)]`: the field's own name is left out of the paths of the parameters inside the field.
 #[proc_macro_derive(Module, attributes(module))]
 pub fn derive_module(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
     let input = parse_macro_input!(input as DeriveInput);
     expand(input).unwrap_or_else(Error::into_compile_error).into()
 }
 
-/// How a field takes part.
+/// The attributes of a field.
 #[derive(Default)]
 struct Role {
     skip: bool,
@@ -55,7 +55,7 @@ fn role(field: &Field) -> syn::Result<Role> {
     Ok(role)
 }
 
-/// The calls that visit the fields, and the names that the fields are bound to.
+/// The calls that visit the fields, and the pattern that binds the fields to names.
 fn visits(fields: &Fields, types: &mut Vec<syn::Type>) -> syn::Result<(TokenStream, TokenStream)> {
     let (mut calls, mut bindings, mut names) = (TokenStream::new(), vec![], HashSet::new());
     for (i, field) in fields.iter().enumerate() {
@@ -72,7 +72,8 @@ fn visits(fields: &Fields, types: &mut Vec<syn::Type>) -> syn::Result<(TokenStre
             continue;
         }
         types.push(field.ty.clone());
-        // The span of the field's type: a type that is no module is reported there.
+        // The call has the span of the field's type, so the compiler reports a type that is not a module
+        // there.
         let at = field.ty.span();
         if role.flatten {
             calls.extend(quote_spanned!(at=> ::halcyon_nn::Module::visit(#bound, visit);));

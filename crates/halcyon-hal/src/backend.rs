@@ -34,7 +34,7 @@ pub enum Torch {
 /// How tests get a device of a backend.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TestDevice {
-    /// Every machine has one.
+    /// Every machine has a device of this backend.
     Always,
     /// A software implementation, with its name, that test machines install. With `HALCYON_REQUIRE_ALL=1`
     /// tests fail without it.
@@ -55,7 +55,8 @@ pub struct BuiltIn {
     pub kind: BackendType,
     pub row: Row,
     pub torch: Option<Torch>,
-    /// Names that other projects use for this kind of device, and the hint in the error for such a name.
+    /// Names that other projects use for this kind of device, and the hint that the error for such a name
+    /// gives.
     pub elsewhere: Option<(&'static [&'static str], &'static str)>,
     /// The Cargo feature that adds the driver; `None` if every build has the driver, or none has.
     pub feature: Option<&'static str>,

@@ -1,8 +1,9 @@
 //! Captures: lists of commands that a device records once and launches again with one call.
 //!
-//! - A capture keeps programs and kernels alive, but no buffers: the caller passes them to each launch, which
-//!   runs only if they are at their captured addresses. A capture therefore holds no pool memory, and moved
-//!   ([`MemoryStats::generation`](crate::MemoryStats::generation)) or different buffers are detected.
+//! - A capture keeps programs and kernels alive, but not buffers: the caller passes the buffers to each
+//!   launch, and the launch runs only if they are at their captured addresses. A capture therefore holds no
+//!   pool memory, and moved ([`MemoryStats::generation`](crate::MemoryStats::generation)) or different
+//!   buffers are detected.
 //! - A launch is ordered like a submission of the same commands and updates the same counters.
 //! - Scalars that change between launches are declared at capture. The device reads them from a buffer that
 //!   each launch fills in queue order, so several launches with different values can be pending at a time.

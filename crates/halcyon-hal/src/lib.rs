@@ -6,8 +6,8 @@
 //!   tried and says what the user can do.
 //! - A device runs its work in order: the commands of one [`Device::submit`] and of successive calls behave
 //!   as if they ran one after another. [`Device::read`] waits for everything submitted before it. [`stream`]s
-//!   are further queues that run concurrently with the device's queue; work on the same memory is still
-//!   ordered.
+//!   are additional queues that run concurrently with the device's queue; work that uses the same memory is
+//!   still ordered.
 //! - The caller validates shapes and bindings (with the verifier in [`halcyon_ir::kernel`]). A device
 //!   validates the buffers of copies and of library kernels, whose sizes it knows, and the number of buffers
 //!   and parameters of a launch. It returns typed errors for these, and for failures that only the driver
@@ -128,7 +128,7 @@ pub struct DeviceInfo {
     pub properties: BTreeMap<String, String>,
 }
 
-/// What an allocation is for.
+/// The purpose of an allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Tag {
     Weights,
@@ -471,8 +471,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// Waits for submitted work, then copies bytes of a buffer to the host.
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()>;
 
-    /// Rewrites a constant into the layout in which a kernel of this device reads it
-    /// ([`LibraryKernel::packing`]). `from` holds the original constant; `to` has the size of the packing.
+    /// Rewrites a constant into the layout that a kernel of this device reads ([`LibraryKernel::packing`]).
+    /// `from` holds the original constant; `to` has the size of the packing.
     ///
     /// # Errors
     /// [`Error::Argument`] if the kernel does not read packed constants or belongs to another device.
@@ -572,7 +572,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// Waits for all submitted work, including that of streams.
     fn synchronize(&self) -> Result<()>;
 
-    /// Creates a further queue of this device, see [`stream`].
+    /// Creates an additional queue of this device, see [`stream`].
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the driver has no streams; errors of the driver.

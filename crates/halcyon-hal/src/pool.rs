@@ -3,8 +3,8 @@
 //! large chunks from the driver and allocate ranges of them. Ranges can be moved together, which joins the
 //! free memory between them.
 //!
-//! The memory obtained from the driver (live buffers, kept ones, unused parts of chunks) never exceeds the
-//! limit. See `docs/memory.md`.
+//! The memory obtained from the driver (live buffers, kept allocations, unused parts of chunks) never exceeds
+//! the limit. See `docs/memory.md`.
 
 mod config;
 mod ranges;
@@ -95,7 +95,7 @@ pub type Defragment<'a> = &'a dyn Fn() -> Result<Defragmented>;
 struct State<S: Source> {
     /// Freed allocations by size, oldest first, each with a number that increases in the order of freeing.
     kept: BTreeMap<usize, Vec<(u64, S::Raw)>>,
-    /// By id. A newer chunk has a larger id.
+    /// The chunks by id. A newer chunk has a larger id.
     chunks: BTreeMap<u64, Chunk<S::Raw>>,
     /// Live ranges of chunks, by id.
     live: HashMap<u64, Live<S>>,
@@ -127,7 +127,8 @@ pub struct Pool<S: Source> {
     counts: Arc<Counts>,
 }
 
-/// Memory borrowed from a pool. Clones share it; dropping the last one returns it.
+/// Memory borrowed from a pool. Clones share the memory. Dropping the last clone returns the memory to the
+/// pool.
 pub struct Block<S: Source>(Arc<BlockInner<S>>);
 
 impl<S: Source> Clone for Block<S> {
@@ -339,9 +340,9 @@ impl<S: Source> Pool<S> {
         }
     }
 
-    /// A block of at least `bytes` bytes. If none fits, the pool releases its kept memory and retries. If
-    /// defragmentation is enabled, it then calls `defragment` (without the pool's lock) and retries once
-    /// more.
+    /// A block of at least `bytes` bytes. If there is no memory for it, the pool releases its kept memory and
+    /// retries. If defragmentation is enabled, it then calls `defragment` (without the pool's lock) and
+    /// retries once more.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with the size that would fit; errors of `defragment`.
@@ -412,7 +413,7 @@ impl<S: Source> Pool<S> {
         Ok(Block(block))
     }
 
-    /// An allocation for one buffer, reused from the kept ones or new, with its size in bytes.
+    /// An allocation for one buffer, either a kept allocation or a new one, with its size in bytes.
     fn whole(&self, s: &mut State<S>, class: usize) -> std::result::Result<(S::Raw, usize), PoolError> {
         // The smallest kept allocation that is at most 25 % larger than the request.
         let fit = s

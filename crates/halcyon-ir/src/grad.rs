@@ -3,8 +3,8 @@
 //!
 //! Gradients are ordinary nodes, so they can be fused, planned and differentiated again. Conventions:
 //! elements that tie for a maximum or minimum share the gradient equally (except in pooling, where the first
-//! of them receives all of it); rounding functions and comparisons have gradient zero; integers and bools
-//! have no gradient.
+//! of these elements gets the whole gradient); rounding functions and comparisons have gradient zero;
+//! integers and bools have no gradient.
 
 use crate::composite::CompositeKind;
 use crate::error::{Error, Result};
@@ -21,13 +21,15 @@ pub use scalar::ScalarGrad;
 /// Gradients of a node's operands; `None` if an operand has no gradient.
 pub(crate) type Grads = SmallVec<[Option<NodeId>; 3]>;
 
-/// Appends nodes that compute `d loss / d wrt[k]` and returns them in the order of `wrt`. Each has the shape
-/// and dtype of `wrt[k]`; it is `None` if the loss does not depend on `wrt[k]` or if `wrt[k]` is not a float.
+/// Appends nodes that compute `d loss / d wrt[k]` and returns them in the order of `wrt`. Each gradient has
+/// the shape and dtype of `wrt[k]`. The entry is `None` if the loss does not depend on `wrt[k]` or if
+/// `wrt[k]` is not a float.
 ///
 /// `loss` must be a float with one element, unless `seed` is given: a node of the loss's type that holds the
 /// incoming gradient. Contributions to one node are added in descending order of the users' ids, which fixes
-/// the order of summation. Composites are differentiated through a copy of their body, softmax and
-/// log-softmax in closed form. New nodes take the span of the node they differentiate.
+/// the order of summation. Composites are differentiated in closed form if their row has one (as softmax,
+/// layer norm and attention), otherwise through a copy of their body. New nodes take the span of the node
+/// that they differentiate.
 ///
 /// Errors: the loss or the seed has the wrong type, or an op has no gradient ([`Error::Unsupported`], with
 /// its name).
@@ -75,9 +77,9 @@ fn reverse(g: &mut Graph, loss: NodeId, wrt: &[NodeId], seed: Option<NodeId>) ->
     mark(g, &mut needs, 0);
     let first = first_seed(g, loss, seed)?;
 
-    // The nodes in `todo` are processed from the largest id down, so that every user of a node comes before
-    // it. The body of a composite is appended when the composite is processed, so its ids are larger than all
-    // ids in `todo`.
+    // The nodes in `todo` are processed from the largest id down, so that every user of a node is processed
+    // before the node. The body of a composite is appended when the composite is processed, so its ids are
+    // larger than all ids in `todo`.
     let mut parts = Parts::new();
     let mut todo = BinaryHeap::new();
     let mut done: HashMap<NodeId, NodeId> = HashMap::new();
@@ -132,10 +134,10 @@ fn reverse(g: &mut Graph, loss: NodeId, wrt: &[NodeId], seed: Option<NodeId>) ->
     Ok(wrt.iter().map(|w| done.get(w).copied()).collect())
 }
 
-/// The gradients of nodes, one for each user that was processed.
+/// The parts of the gradients of nodes. Each processed user of a node adds one part.
 type Parts = HashMap<NodeId, SmallVec<[NodeId; 2]>>;
 
-/// Records `d`, which the rule of `node` gave, as a part of the gradient of `x`.
+/// Records `d`, which the rule of `node` returned, as a part of the gradient of `x`.
 fn contribute(
     g: &Graph,
     node: &Node,
@@ -163,11 +165,12 @@ fn mark(g: &Graph, needs: &mut Vec<bool>, from: usize) {
     }
 }
 
-/// The gradients that the rule of an op gives.
+/// The gradients that the rule of an op returns.
 pub(crate) enum Gradient {
     /// A node for each operand; `None` for an operand without a gradient.
     Of(Grads),
-    /// Like `Of`, and `d` is the gradient of `source`, from which an operand without a gradient is expanded.
+    /// Like `Of`. In addition, `d` is the gradient of `source`, the node from which an operand is expanded.
+    /// This operand has no gradient in `grads`.
     Before { grads: Grads, source: NodeId, d: NodeId },
     /// Differentiation goes through a copy of the composite's body.
     Body,
@@ -196,8 +199,8 @@ impl Backward<'_> {
         self.need.get(k).copied().unwrap_or(false)
     }
 
-    /// The node from which operand `k` is expanded along its leading axes only, if these have size 1 and
-    /// nothing needs the gradient of the expanded operand itself.
+    /// The node from which operand `k` is expanded. `None` unless only leading axes of size 1 are expanded
+    /// and nothing needs the gradient of the expanded operand itself.
     pub(crate) fn expanded_matrix(&self, k: usize) -> Option<NodeId> {
         let x = self.x(k);
         let node = self.g.node(x);
@@ -235,8 +238,9 @@ impl Backward<'_> {
         Gradient::Of(out)
     }
 
-    /// Whether the node equals the one that `build` makes for operands of these types. Another crate may have
-    /// made a composite of the same name with another body, which is differentiated through its body.
+    /// Whether the node equals the node that `build` makes for operands of these types. If not, another crate
+    /// made a composite of the same name with another body, and the composite is differentiated through its
+    /// body.
     pub(crate) fn is_built_by(
         &self,
         build: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>,
@@ -248,8 +252,8 @@ impl Backward<'_> {
         Ok(own.node(y).op == self.node.op)
     }
 
-    /// The gradients of the first operands, which [`flat`] has put one after the other. `dims` are their
-    /// sizes.
+    /// Splits the gradients of the first operands, which [`flat`] has joined. `dims` are the sizes of these
+    /// operands.
     pub(crate) fn parts(&mut self, all: NodeId, dims: &[Dims]) -> Result<Gradient> {
         let mut out = self.no_grads();
         let mut from = 0usize;
@@ -297,8 +301,8 @@ pub(crate) fn zeros(g: &mut Graph, like: NodeId) -> NodeId {
     g.full(t.dtype, &t.shape, 0.0)
 }
 
-/// The elements of these nodes one after the other, along one axis. A composite has one result, so one that
-/// computes several gradients returns them in this form.
+/// Joins the elements of these nodes along one axis. A composite has one result, so a composite that computes
+/// several gradients returns them in this form.
 pub(crate) fn flat(g: &mut Graph, x: &[NodeId]) -> Result<NodeId> {
     let one = |x: &NodeId| {
         let n = g.shape(*x).numel();
@@ -308,7 +312,7 @@ pub(crate) fn flat(g: &mut Graph, x: &[NodeId]) -> Result<NodeId> {
     g.concat(&rows, 0)
 }
 
-/// `dy` where `mask` is true, else zero.
+/// `dy` where `mask` is true, elsewhere zero.
 pub(crate) fn keep(g: &mut Graph, mask: NodeId, dy: NodeId) -> Result<NodeId> {
     let z = g.lit(dy, 0.0);
     g.select(mask, dy, z)

@@ -54,7 +54,8 @@ pub struct Slot {
 /// layout.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Live {
-    /// Total bytes of these buffers. Each is written before or by the step, and used by the step or later.
+    /// Total bytes of these buffers. Each buffer is written by the step or before it, and is used by the step
+    /// or after it.
     pub bytes: usize,
     /// The first step at which the total is largest.
     pub step: usize,
@@ -192,7 +193,7 @@ pub struct Plan {
     pub outputs: Vec<PlanOutput>,
     pub args: Vec<DType>,
     pub receipts: Vec<Receipt>,
-    /// Transformations of the chosen level that were not applied, with the reason.
+    /// Transformations of the level that were not applied, with the reason.
     pub warnings: Vec<String>,
 }
 

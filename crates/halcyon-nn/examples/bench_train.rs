@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead, Write};
 use std::time::Instant;
 
-/// Rows of 784 elements to 10 classes, with two hidden layers of 512.
+/// Maps rows of 784 elements to 10 classes, with two hidden layers of 512 elements.
 #[derive(Module)]
 struct Mlp {
     fc1: Linear,
@@ -26,7 +26,7 @@ impl Mlp {
     }
 }
 
-/// Images `[batch, 1, 28, 28]` to 10 classes.
+/// Maps images `[batch, 1, 28, 28]` to 10 classes.
 #[derive(Module)]
 struct Cnn {
     conv1: Conv2d,
@@ -70,7 +70,7 @@ struct Gpt {
 }
 
 impl Gpt {
-    /// Indices `[batch, 256]`, i32, to logits `[batch, 256, 65]`.
+    /// Maps indices `[batch, 256]` (i32) to logits `[batch, 256, 65]`.
     fn forward(&self, x: &Tensor) -> Tensor {
         let causal = Attention { causal: true, ..Attention::default() };
         let places = Tensor::arange(x.backend(), CONTEXT, DType::I32);
@@ -85,13 +85,13 @@ impl Gpt {
     }
 }
 
-/// Number of batches that take turns. With one batch the gradients would soon vanish, and arithmetic with
-/// denormal numbers is slow.
+/// Number of different batches, which the steps use in turn. If every step used the same batch, the gradients
+/// would soon be denormal numbers, and arithmetic with denormal numbers is slow.
 const BATCHES: usize = 32;
 
 type Job = Box<dyn FnMut() -> Result<()>>;
 
-/// One step per call. The batch is uploaded in each call, as it is in training.
+/// Returns a function that runs one step per call. Each call uploads its batch, as training does.
 fn step_of<M: Module + 'static>(
     b: &Backend,
     module: M,
@@ -186,7 +186,7 @@ fn job(b: &Backend, item: &str) -> Result<Option<Job>> {
     })
 }
 
-/// The largest resident size of this process so far, in bytes; None where the system does not tell.
+/// The largest resident size of this process so far, in bytes; `None` if the system does not report it.
 fn peak_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find(|l| l.starts_with("VmHWM:"))?;

@@ -6,9 +6,9 @@ use halcyon::ir::DType;
 use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::error::{Error, Result};
 
-/// The result of `f` for `x`, whose gradient computes `f` again instead of keeping what `f` computes in
-/// between (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). Wrap each block of a deep
-/// model in it:
+/// Returns `f(x)`. The intermediate results of `f` are not kept for the gradient: the gradient computes `f`
+/// again (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). Wrap each block of a deep
+/// model in `checkpoint`:
 ///
 /// ```
 /// use halcyon::prelude::*;
@@ -34,9 +34,10 @@ use halcyon::ir::error::{Error, Result};
 /// # }
 /// ```
 ///
-/// The gradients are the same. Dropout inside drops the same elements in the second computation, and buffers
-/// such as running statistics are written once. `f` may capture tensors; those made before the call count as
-/// inputs. `f` cannot read values. An error of `f` is carried by the result.
+/// The gradients are the same as without `checkpoint`. Dropout inside of `f` drops the same elements in both
+/// computations, and buffers such as running statistics are written once. `f` may capture tensors; captured
+/// tensors that were made before the call count as inputs. `f` cannot read the values of tensors. If `f`
+/// fails, the returned tensor carries the error.
 #[track_caller]
 pub fn checkpoint(x: &Tensor, f: impl FnOnce(&Tensor) -> Tensor) -> Tensor {
     let made = checkpoint_many(&[x], |x| Ok(vec![f(&x[0])]));
@@ -47,7 +48,7 @@ pub fn checkpoint(x: &Tensor, f: impl FnOnce(&Tensor) -> Tensor) -> Tensor {
 /// Like [`checkpoint`], for several inputs and results.
 ///
 /// # Errors
-/// `Error::Argument` without inputs; errors of `f`, also those that its results carry.
+/// `Error::Argument` if there are no inputs; errors of `f`, including errors that its results carry.
 #[track_caller]
 pub fn checkpoint_many(
     x: &[&Tensor],
@@ -59,8 +60,8 @@ pub fn checkpoint_many(
             "there are no inputs; give the tensors that f reads",
         ));
     };
-    // Without a key of the step, random numbers in `f` follow from a key that is an input of the checkpoint,
-    // so that the next call, which draws other numbers, needs no other plan.
+    // Outside of a training step, the random numbers in `f` follow from a key that is an input of the
+    // checkpoint. The next call passes another key and draws other numbers, but uses the same plan.
     let backend = first.backend();
     let key = (!has_key()).then(|| {
         let seed = backend.next_seed();

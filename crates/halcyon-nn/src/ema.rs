@@ -9,9 +9,9 @@ use halcyon::{State, Tensor};
 use std::fmt;
 use std::sync::Arc;
 
-/// Moving averages of the parameters that an optimizer updates: `average + (1 - decay) (parameter -
-/// average)` after each step, in f32, or f64 for parameters in f64. They begin as the parameters are. Steps
-/// that a loss scaler skips do not count.
+/// Moving averages of the parameters that an optimizer updates: `average + (1 - decay) (parameter - average)`
+/// after each step, in f32, or f64 for parameters in f64. Each average starts as the value of its parameter.
+/// Steps that a loss scaler skips do not change the averages.
 pub struct Ema {
     decay: f64,
     /// Path, parameter, average.
@@ -32,7 +32,7 @@ impl Ema {
         let of = |(path, slot): (&str, &Slot)| {
             let value = slot.stored();
             let wide = if value.dtype()? == DType::F64 { DType::F64 } else { DType::F32 };
-            // A copy: the parameter's memory is overwritten by the next step.
+            // This makes a copy, because the next step overwrites the parameter's memory.
             let copy = value.cast(wide) + Tensor::scalar(value.backend(), 0.0, wide);
             copy.eval()?;
             Ok((path.to_string(), slot.clone(), Arc::new(State::new(copy))))
@@ -67,7 +67,7 @@ impl Ema {
         self.of.iter().map(|(path, _, s)| (path.clone(), s.value())).collect()
     }
 
-    /// Replaces an average that [`Ema::state`] lists, as when a checkpoint is loaded.
+    /// Replaces an average that [`Ema::state`] lists, for example when a checkpoint is loaded.
     ///
     /// # Errors
     /// `Error::Argument` if there is no such parameter; `Error::Shape` if the dtype or shape differs.
@@ -78,7 +78,7 @@ impl Ema {
         }
     }
 
-    /// Runs `f` with the averages in place of the parameters, and modules as in evaluation.
+    /// Runs `f` with the averages in place of the parameters. Modules behave as in evaluation.
     pub fn evaluate<R>(&self, f: impl FnOnce() -> R) -> R {
         let value = |(_, slot, s): &(String, Slot, Arc<State>)| {
             let (v, own) = (s.value(), slot.stored().dtype());
@@ -88,9 +88,9 @@ impl Ema {
         within(Scope { values, ..Scope::default() }, f).0
     }
 
-    /// Makes the averages the values of the parameters. A parameter in f16 or bf16 has an f32 copy in the
-    /// optimizer, from which the next step continues: to train on from the averages, use
-    /// [`crate::TrainStep::apply_averages`].
+    /// Makes the averages the values of the parameters. For a parameter in f16 or bf16, the optimizer keeps
+    /// an f32 copy, which this method does not change and from which the next step continues. To continue
+    /// training from the averages, use [`crate::TrainStep::apply_averages`].
     ///
     /// # Errors
     /// Errors of the device.

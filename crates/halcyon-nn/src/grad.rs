@@ -35,7 +35,7 @@ impl ModuleGrads {
         self.of.is_empty()
     }
 
-    /// The gradients with each replaced by what `f(path, gradient)` returns, as for clipping or averaging.
+    /// Replaces each gradient by `f(path, gradient)`, for example to clip or average gradients.
     ///
     /// # Errors
     /// The first error of `f`.
@@ -47,8 +47,8 @@ impl ModuleGrads {
         Ok(ModuleGrads { of: of.collect::<Result<_>>()?, written: self.written })
     }
 
-    /// The sum of these gradients and others of the same module, as for gradient accumulation. Parameters
-    /// that only one of them has keep its gradient.
+    /// Adds the gradients of `other`, which belong to the same module, for example for gradient accumulation.
+    /// A gradient that only one of the two has is kept unchanged.
     pub fn add(mut self, other: ModuleGrads) -> ModuleGrads {
         for (path, slot, g) in other.of {
             match self.of.iter_mut().find(|(_, s, _)| s.id() == slot.id()) {
@@ -65,9 +65,9 @@ impl ModuleGrads {
     }
 }
 
-/// The value of `f` and its gradients with respect to the trainable parameters of `module`. Modules behave as
-/// in training inside of `f`. Nothing has run when it returns; the values are computed when they are read, or
-/// by an optimizer's step.
+/// The value of `f` and its gradients with respect to the trainable parameters of `module`. Inside of `f`,
+/// modules behave as in training. The function only records ops: the values are computed when they are read,
+/// or by an optimizer's step.
 ///
 /// ```
 /// use halcyon::prelude::*;

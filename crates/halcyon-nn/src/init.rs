@@ -4,7 +4,7 @@ use halcyon::ir::DType;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, Tensor};
 
-/// How a parameter is filled. Random values are drawn in f32 with the backend's next seed; see
+/// How a parameter is filled. Random values are drawn in f32 from the backend's next seed; see
 /// [`Backend::manual_seed`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
@@ -19,7 +19,7 @@ pub enum Init {
         mean: f64,
         std: f64,
     },
-    /// A normal distribution without values outside of `low..high`.
+    /// A normal distribution truncated to `low..high`.
     TruncNormal {
         mean: f64,
         std: f64,
@@ -44,7 +44,8 @@ pub enum Init {
         gain: f64,
         fan: Fan,
     },
-    /// A matrix with orthonormal rows or columns, whichever are fewer, times `gain` (Saxe et al. 2013).
+    /// A matrix with orthonormal rows (if there are fewer rows than columns) or columns, times `gain` (Saxe
+    /// et al. 2013).
     Orthogonal {
         gain: f64,
     },
@@ -52,14 +53,14 @@ pub enum Init {
     Eye,
 }
 
-/// Which number of connections scales a Kaiming initialisation.
+/// Whether the fan-in or the fan-out scales a Kaiming initialisation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fan {
     In,
     Out,
 }
 
-/// Connections into and out of one element of a weight `[out, in, kernel…]`.
+/// The fan-in and the fan-out of a weight `[out, in, kernel…]`.
 fn fans(dims: &[usize]) -> Result<(f64, f64)> {
     let [out, inputs, kernel @ ..] = dims else {
         let what = format!("the shape {dims:?} has fewer than two axes, so it has no fan-in");
@@ -78,7 +79,7 @@ impl Init {
     /// A tensor of shape `dims` with initial values, cast to `dtype`.
     ///
     /// # Errors
-    /// `Error::Argument` for a shape that the initialisation does not fit, or bounds in the wrong order;
+    /// `Error::Argument` if the initialisation is not defined for the shape, or if `low` exceeds `high`;
     /// errors of the device.
     pub fn tensor(self, backend: &Backend, dims: &[usize], dtype: DType) -> Result<Tensor> {
         let uniform = |bound: f64| affine(backend.rand(dims, DType::F32), 2.0 * bound, -bound);
@@ -130,8 +131,8 @@ fn ordered(low: f64, high: f64) -> Result<()> {
     }
 }
 
-/// By the inverse of the normal distribution function: `mean + std * sqrt(2) * erfinv(u)` with `u` uniform
-/// between the bounds' images.
+/// A truncated normal distribution by the inverse of the distribution function: `mean + std * quantile(p)`,
+/// where `p` is uniform between the probabilities of the two bounds.
 fn truncated(backend: &Backend, dims: &[usize], [mean, std, low, high]: [f64; 4]) -> Result<Tensor> {
     ordered(low, high)?;
     let n = dims.iter().product::<usize>();
@@ -145,8 +146,8 @@ fn truncated(backend: &Backend, dims: &[usize], [mean, std, low, high]: [f64; 4]
     Tensor::from_slice(backend, dims, &u.into_iter().map(value).collect::<Vec<_>>())
 }
 
-/// The complementary error function, by the continued fraction and series of Numerical Recipes' Chebyshev
-/// fit; the relative error is below 1.2e-7.
+/// The complementary error function, by the Chebyshev fit of Numerical Recipes (`erfcc`). Its relative error
+/// is below 1.2e-7.
 fn erfc(x: f64) -> f64 {
     let t = 1.0 / (1.0 + 0.5 * x.abs());
     const C: [f64; 10] = [
@@ -166,7 +167,8 @@ fn erfc(x: f64) -> f64 {
     if x >= 0.0 { y } else { 2.0 - y }
 }
 
-/// The standard normal quantile, by bisection on the distribution function: 60 halvings of ±10.
+/// The standard normal quantile, by bisection of the distribution function: 60 halvings of the interval from
+/// -10 to 10.
 fn quantile(p: f64) -> f64 {
     let (mut low, mut high) = (-10.0, 10.0);
     for _ in 0..60 {
@@ -176,7 +178,8 @@ fn quantile(p: f64) -> f64 {
     0.5 * (low + high)
 }
 
-/// The orthogonal factor of a normal matrix, by modified Gram-Schmidt in f64, done twice for accuracy.
+/// The orthogonal factor of a matrix of normal random numbers, by modified Gram-Schmidt in f64. The
+/// orthogonalisation runs twice for accuracy.
 fn orthogonal(backend: &Backend, dims: &[usize], gain: f64) -> Result<Tensor> {
     let [rows, rest @ ..] = dims else {
         return Err(Error::argument("init", "an orthogonal matrix needs two axes"));

@@ -2,8 +2,8 @@
 //! defaults and weight layouts.
 //!
 //! A model is a struct with `#[derive(Module)]`; its forward is an ordinary function of tensors. An
-//! [`Optimizer`] updates the parameters, step by step with [`loss_and_grads`], or as one plan with
-//! [`TrainStep`].
+//! [`Optimizer`] updates the parameters: either by separate calls of [`loss_and_grads`] and
+//! [`Optimizer::step`], or with [`TrainStep`], which makes one plan of the whole training step.
 //!
 //! ```
 //! use halcyon::prelude::*;
@@ -40,7 +40,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
-// The derive names this crate by its path, also in this crate's own tests.
+// The derive macro refers to this crate as `halcyon_nn`, also in this crate's own tests.
 extern crate self as halcyon_nn;
 
 mod checkpoint;

@@ -6,7 +6,7 @@ use halcyon::ir::DType;
 use halcyon::ir::error::{Error, Result};
 use halcyon::ops::CrossEntropy;
 
-/// How the losses of the elements become the result.
+/// How the losses of the elements are reduced to the result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reduction {
     /// Their mean: a scalar.
@@ -19,7 +19,7 @@ pub enum Reduction {
 }
 
 impl Reduction {
-    /// The result for losses of elements.
+    /// Reduces the losses of the elements.
     #[track_caller]
     fn of(self, x: Tensor) -> Tensor {
         match self {
@@ -30,13 +30,14 @@ impl Reduction {
     }
 }
 
-/// An error in the chain of `x`.
+/// A tensor that depends on `x` and carries the error.
 #[track_caller]
 fn failed(x: &Tensor, e: Error) -> Tensor {
     Tensor::build(&[x], |_, _| Err(e))
 }
 
-/// PyTorch warns when operands broadcast, which is nearly always a mistake; here it is an error.
+/// Returns an error if the shapes differ. PyTorch only warns and broadcasts, but different shapes are nearly
+/// always a mistake.
 fn same_shape(op: &str, x: &Tensor, target: &Tensor) -> Result<()> {
     let (a, b) = (x.shape()?, target.shape()?);
     match a == b {
@@ -65,7 +66,7 @@ elementwise! {
     mse_loss(x, y) (x - y).sqr();
     /// `|x - y|`.
     l1_loss(x, y) (x - y).abs();
-    /// `(x - y)² / 2` where `|x - y| < delta`, else `delta (|x - y| - delta / 2)` (Huber 1964).
+    /// `(x - y)² / 2` where `|x - y| < delta`, elsewhere `delta (|x - y| - delta / 2)` (Huber 1964).
     huber_loss(x, y, delta: f64) huber(&(x - y).abs(), delta);
     /// [`huber_loss`] divided by `beta`: `(x - y)² / (2 beta)` where `|x - y| < beta`, else `|x - y| - beta /
     /// 2`.
@@ -74,8 +75,8 @@ elementwise! {
         false => huber(&(x - y).abs(), beta) * (1.0 / beta),
     };
     /// `y (log y - x)`, the terms of the Kullback-Leibler divergence. `x` holds logarithms of probabilities,
-    /// `y` probabilities; a term with `y = 0` is 0. With `Reduction::Mean` it is the mean over all elements,
-    /// as PyTorch's `mean`; divide the sum by the batch for PyTorch's `batchmean`.
+    /// `y` holds probabilities. A term with `y = 0` is 0. `Reduction::Mean` is the mean over all elements, as
+    /// PyTorch's `mean`. For PyTorch's `batchmean`, use `Reduction::Sum` and divide by the batch size.
     kl_div(x, y) {
         let log = y.maximum(f64::MIN_POSITIVE.max(1e-38)).log();
         y.gt(0.0).select(&(y * (log - x)), &zero_of(y))
@@ -96,15 +97,15 @@ fn huber(d: &Tensor, delta: f64) -> Tensor {
 /// Options of [`binary_cross_entropy_with_logits`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BceOptions<'a> {
-    /// Factor of each element's loss; it broadcasts.
+    /// A factor for each element's loss; it broadcasts.
     pub weight: Option<&'a Tensor>,
-    /// Factor of the positive term, one per class; it broadcasts.
+    /// A factor for the positive term, one per class; it broadcasts.
     pub pos_weight: Option<&'a Tensor>,
     pub reduction: Reduction,
 }
 
-/// [`binary_cross_entropy`] of `sigmoid(x)`, without overflow: `(1 - y) x + (1 + (p - 1) y) log(1 + exp(-x))`
-/// with the positive weight `p`.
+/// [`binary_cross_entropy`] of `sigmoid(x)`, computed without overflow: `(1 - y) x + (1 + (p - 1) y) log(1 +
+/// exp(-x))` with the positive weight `p`.
 #[track_caller]
 pub fn binary_cross_entropy_with_logits(x: &Tensor, y: &Tensor, o: BceOptions<'_>) -> Tensor {
     if let Err(e) = same_shape("binary_cross_entropy_with_logits", x, y) {
@@ -127,7 +128,7 @@ pub fn binary_cross_entropy_with_logits(x: &Tensor, y: &Tensor, o: BceOptions<'_
 pub struct CrossEntropyOptions<'a> {
     /// A factor per class, `[classes]`. The mean divides by the sum of the targets' factors.
     pub weight: Option<&'a Tensor>,
-    /// Targets of this value do not count. Default: -100.
+    /// Targets with this value do not contribute to the loss. Default: -100.
     pub ignore_index: Option<i64>,
     /// Share of the target's probability that is spread over all classes (Szegedy et al. 2015). Default: 0.
     pub label_smoothing: f64,
@@ -145,10 +146,10 @@ impl Default for CrossEntropyOptions<'_> {
     }
 }
 
-/// Cross-entropy of logits `[batch, classes, …]` with targets: class numbers `[batch, …]`, or probabilities
-/// of the logits' shape.
+/// Cross-entropy of logits `[batch, classes, …]` and targets. The targets are class numbers `[batch, …]`, or
+/// probabilities with the shape of the logits.
 ///
-/// A class number outside of the classes is an error when a result is read.
+/// A class number that is out of range causes an error when a result is read.
 #[track_caller]
 pub fn cross_entropy(logits: &Tensor, target: &Tensor, o: CrossEntropyOptions<'_>) -> Tensor {
     match cross_entropy_of(logits, target, o) {
@@ -167,7 +168,7 @@ fn cross_entropy_of(logits: &Tensor, target: &Tensor, o: CrossEntropyOptions<'_>
         return with_probabilities(logits, target, o);
     }
     if o.weight.is_none() && o.label_smoothing == 0.0 && o.reduction == Reduction::Mean {
-        // The composite, for which devices have kernels of their own.
+        // This composite is used where possible, because devices have kernels for it.
         return Ok(logits.cross_entropy_with(target, CrossEntropy { ignore_index: o.ignore_index }));
     }
     let log = logits.log_softmax(1);
@@ -187,8 +188,8 @@ fn cross_entropy_of(logits: &Tensor, target: &Tensor, o: CrossEntropyOptions<'_>
     Ok(picked.reduce(loss, o.reduction))
 }
 
-/// Negative log-likelihood: like [`cross_entropy`], of logarithms of probabilities instead of logits, without
-/// label smoothing.
+/// Negative log-likelihood. Like [`cross_entropy`], but `log` holds logarithms of probabilities instead of
+/// logits, and label smoothing is not supported.
 #[track_caller]
 pub fn nll_loss(log: &Tensor, target: &Tensor, o: CrossEntropyOptions<'_>) -> Tensor {
     let loss = || {
@@ -204,7 +205,7 @@ pub fn nll_loss(log: &Tensor, target: &Tensor, o: CrossEntropyOptions<'_>) -> Te
     }
 }
 
-/// A vector of `[classes]` in a shape that broadcasts along axis 1 of `like`.
+/// Reshapes a vector `[classes]` so that it broadcasts along axis 1 of `like`.
 fn along_classes(w: &Tensor, like: &Tensor) -> Result<Tensor> {
     let dims = like.dims()?;
     if dims.len() < 2 || w.dims()?.as_slice() != [dims[1]] {
@@ -216,13 +217,13 @@ fn along_classes(w: &Tensor, like: &Tensor) -> Result<Tensor> {
     Ok(w.reshape(shape))
 }
 
-/// The target classes' terms, `[batch, …]`.
+/// The terms of the loss that belong to the target classes, `[batch, …]`.
 struct Picked {
     /// `-weight · log`, 0 for ignored targets.
     loss: Tensor,
-    /// 1 for targets that count, 0 for ignored ones.
+    /// 1 for targets that count, 0 for ignored targets.
     counts: Tensor,
-    /// Factors of the targets that count, 0 for ignored ones.
+    /// The factor of each target; 0 for ignored targets.
     weight: Tensor,
 }
 
@@ -251,7 +252,7 @@ impl Picked {
             None => counts.clone(),
         };
         along_classes_checked(o.weight, log)?;
-        // A product with 0 would turn an infinite logarithm into NaN.
+        // A select, because multiplying an infinite logarithm by 0 would give NaN.
         let loss = counts.gt(0.0).select(&(-value * &weight), &zero_of(&counts));
         Ok(Picked { loss, counts, weight })
     }
@@ -270,7 +271,8 @@ fn along_classes_checked(weight: Option<&Tensor>, log: &Tensor) -> Result<()> {
     weight.map_or(Ok(()), |w| along_classes(w, log).map(drop))
 }
 
-/// Targets are probabilities. The mean divides by the number of targets, whatever their weights.
+/// Cross-entropy for targets that are probabilities. The mean divides by the number of targets; class weights
+/// do not change the divisor.
 #[track_caller]
 fn with_probabilities(logits: &Tensor, target: &Tensor, o: CrossEntropyOptions<'_>) -> Result<Tensor> {
     same_shape("cross_entropy", logits, target)?;
@@ -294,17 +296,18 @@ fn with_probabilities(logits: &Tensor, target: &Tensor, o: CrossEntropyOptions<'
 /// Options of [`ctc_loss`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CtcOptions {
-    /// The class that stands for no label. Default: 0.
+    /// The class that means "no label". Default: 0.
     pub blank: usize,
     /// `Mean` divides each loss by its target's length before the mean over the batch.
     pub reduction: Reduction,
-    /// Whether infinite losses, of targets that are too long for their input, count as 0.
+    /// Whether infinite losses count as 0. A loss is infinite if the target is too long for its input.
     pub zero_infinity: bool,
 }
 
 /// Connectionist temporal classification (Graves et al. 2006). `log` holds logarithms of probabilities,
-/// `[time, batch, classes]`; `targets` class numbers `[batch, longest]` without blanks, padded with any
-/// class; `input_lengths` and `target_lengths` say how many steps and labels of each sequence count.
+/// `[time, batch, classes]`. `targets` holds class numbers `[batch, longest]` without blanks; the padding may
+/// be any class. `input_lengths` and `target_lengths` hold the number of time steps and of labels of each
+/// sequence.
 ///
 /// # Errors
 /// `Error::Shape` and `Error::Argument` for operands that do not fit together.
@@ -351,10 +354,10 @@ pub fn ctc_loss(
     let pairs = Tensor::cat(&[blank, labels], 2).reshape([batch, 2 * longest]);
     let end = Tensor::full(b, [batch, 1], o.blank as i64, DType::I32);
     let extended = Tensor::cat(&[pairs, end], 1);
-    // A finite stand-in for -∞, whose differences are no NaN.
+    // A finite number in place of -∞, because -∞ - (-∞) is NaN.
     const NEVER: f64 = -1e30;
     let never = |n: usize| Tensor::full(b, [batch, n], NEVER, DType::F32);
-    // From two states before, unless that has the same label.
+    // A path may skip one state, unless the states before and after the skipped state have the same label.
     let skip = match states > 2 {
         true => {
             let (now, before) =
@@ -385,7 +388,7 @@ pub fn ctc_loss(
             sources.push(shifted(2) + skip);
         }
         let new = log_sum_exp(&sources) + emitted(step);
-        // A sequence that has ended keeps its state.
+        // A sequence that has already ended keeps its state.
         alpha = lengths.gt(step as i64).select(&new, &alpha);
     }
     let last: Vec<i32> = target_lengths.iter().map(|n| 2 * *n as i32).collect();
@@ -407,7 +410,7 @@ pub fn ctc_loss(
     })
 }
 
-/// `log Σ exp`, element by element over several tensors.
+/// `log Σ exp` over several tensors, element by element.
 #[track_caller]
 fn log_sum_exp(x: &[Tensor]) -> Tensor {
     let most = x[1..].iter().fold(x[0].clone(), |m, t| m.maximum(t)).stop_gradient();

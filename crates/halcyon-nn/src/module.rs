@@ -1,4 +1,4 @@
-//! Modules: structs that own parameters, and what can be asked of every module.
+//! Modules: structs that own parameters, and the methods that every module has.
 
 use crate::slot::{Buffer, Param, Slot, SlotKind};
 use halcyon::ir::DType;
@@ -38,7 +38,8 @@ use std::sync::Arc;
 /// # }
 /// ```
 ///
-/// A forward is an ordinary function of tensors; the trait does not prescribe its arguments.
+/// The forward of a module is an ordinary function of tensors. The trait has no forward, so you choose its
+/// arguments.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a module",
     note = "derive it with `#[derive(Module)]`, or mark a field that holds no parameters with `#[module(skip)]`"
@@ -53,7 +54,7 @@ pub trait Module {
     }
 }
 
-/// A visit of a module's parameters and buffers. It keeps the path.
+/// A visit of a module's parameters and buffers. It keeps track of the path of the current module.
 pub struct Visit<'v> {
     path: String,
     found: &'v mut dyn FnMut(&str, &Slot),
@@ -143,7 +144,7 @@ impl<M: Module, const N: usize> Module for [M; N] {
     }
 }
 
-/// Entries are visited under their keys.
+/// The name of an entry is its key.
 impl<M: Module> Module for BTreeMap<String, M> {
     fn visit(&self, visit: &mut Visit<'_>) {
         for (name, m) in self {
@@ -195,18 +196,19 @@ impl<T> Module for std::marker::PhantomData<T> {
     fn visit(&self, _: &mut Visit<'_>) {}
 }
 
-/// What [`crate::LoadWeights::load`] did not find a place for.
+/// The names for which [`crate::LoadWeights::load`] found no counterpart.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unmatched {
-    /// Names of the model that the file lacks.
+    /// Names that are in the model but not in the file.
     pub missing: Vec<String>,
-    /// Names of the file that the model lacks.
+    /// Names that are in the file but not in the model.
     pub unexpected: Vec<String>,
 }
 
 /// Methods of every module.
 pub trait ModuleExt: Module {
-    /// Calls `f` with the path and slot of every parameter and buffer, in order, repeats included.
+    /// Calls `f` with the path and slot of every parameter and buffer, in order. A slot that several fields
+    /// share is passed once for each field.
     fn each_slot(&self, mut f: impl FnMut(&str, &Slot)) {
         self.visit(&mut Visit { path: String::new(), found: &mut f, entered: &mut |_, _| {} });
     }
@@ -247,7 +249,7 @@ pub trait ModuleExt: Module {
     /// The slot at a path.
     ///
     /// # Errors
-    /// `Error::Argument` if there is none; it names the nearest path.
+    /// `Error::Argument` if there is no such slot; the message names the most similar path.
     fn slot(&self, path: &str) -> Result<Slot> {
         let mut found = None;
         self.each_slot(|p, s| {
@@ -274,7 +276,8 @@ pub trait ModuleExt: Module {
         self.parameters().iter().map(|(_, s)| elements(s)).sum()
     }
 
-    /// Makes parameters trainable or not, chosen by `which(path)`. Returns how many it chose.
+    /// Makes the parameters for which `which(path)` is true trainable (`on`) or frozen. Returns the number of
+    /// these parameters.
     fn set_trainable_where(&self, which: impl Fn(&str) -> bool, on: bool) -> usize {
         let mut n = 0;
         let mut seen = HashSet::new();
@@ -287,7 +290,8 @@ pub trait ModuleExt: Module {
         n
     }
 
-    /// Freezes the parameters whose paths match a pattern; see [`Pattern`]. Returns how many.
+    /// Freezes the parameters whose paths match a pattern; see [`Pattern`]. Returns the number of these
+    /// parameters.
     ///
     /// # Errors
     /// `Error::Argument` if the pattern is invalid or matches nothing.
@@ -296,7 +300,8 @@ pub trait ModuleExt: Module {
         p.matched(self.set_trainable_where(|path| p.matches(path), false))
     }
 
-    /// Makes the parameters trainable again whose paths match a pattern; see [`Pattern`]. Returns how many.
+    /// Makes the parameters whose paths match a pattern trainable again; see [`Pattern`]. Returns the number
+    /// of these parameters.
     ///
     /// # Errors
     /// `Error::Argument` if the pattern is invalid or matches nothing.
@@ -305,7 +310,7 @@ pub trait ModuleExt: Module {
         p.matched(self.set_trainable_where(|path| p.matches(path), true))
     }
 
-    /// Replaces every parameter and buffer by what `f` makes of it, all or none.
+    /// Replaces every parameter and buffer by `f(path, value)`. If there is an error, none is replaced.
     ///
     /// # Errors
     /// The first error of `f`, or of evaluating its results.
@@ -328,10 +333,10 @@ pub trait ModuleExt: Module {
         self.map(|_, t| t.to(backend))
     }
 
-    /// Casts parameters and buffers of floats to `dtype`.
+    /// Casts all parameters and buffers whose dtype is a float to `dtype`.
     ///
     /// # Errors
-    /// `Error::Argument` if `dtype` is no float; errors of the device. Then nothing has changed.
+    /// `Error::Argument` if `dtype` is not a float; errors of the device. After an error nothing has changed.
     fn to_dtype(&self, dtype: DType) -> Result<()> {
         if !dtype.is_float() {
             return Err(Error::argument("to_dtype", format!("parameters are floats, not {dtype}")));
@@ -357,7 +362,8 @@ pub(crate) fn elements(slot: &Slot) -> Result<usize> {
     Ok(slot.stored().dims()?.iter().product())
 }
 
-/// The name with the most characters in common at its end and start, if any are.
+/// The name that has the longest start and end in common with `path`; `None` if they have two characters or
+/// fewer in common.
 fn nearest<'n>(path: &str, names: &'n [String]) -> Option<&'n str> {
     let same = |n: &str| {
         let start = n.chars().zip(path.chars()).take_while(|(a, b)| a == b).count();
@@ -371,8 +377,9 @@ fn nearest<'n>(path: &str, names: &'n [String]) -> Option<&'n str> {
         .map(|(_, n)| n)
 }
 
-/// A pattern of paths: `*` stands for any characters within a path, `?` for one, `[ab]` for one of several. A
-/// pattern that is a path's beginning up to a dot also matches: `encoder` matches `encoder.0.weight`.
+/// A pattern of paths: `*` stands for any characters of a path, dots included, `?` for one character, `[ab]`
+/// for one of the characters in brackets. A pattern also matches all paths below a path that it matches:
+/// `encoder` matches `encoder.0.weight`.
 #[derive(Clone, Debug)]
 pub struct Pattern(glob::Pattern);
 
@@ -408,7 +415,8 @@ struct Line {
 }
 
 fn summary<M: Module>(module: &M) -> Result<String> {
-    // Every module that was entered, in order. A parameter belongs to the module right above it.
+    // One line for every module that the visit entered, in order. A parameter belongs to the last line at the
+    // time of its visit.
     let lines = std::cell::RefCell::new(vec![line("", module.kind())]);
     let (mut seen, mut failed) = (HashSet::new(), None);
     let mut total = [0usize; 3];

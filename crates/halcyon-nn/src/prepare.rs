@@ -1,5 +1,5 @@
-//! Prepares modules for a device: its level, its precision, compiled inference, training. It is
-//! [`halcyon::prepare`] for modules.
+//! Prepares modules for a device: chooses the level and the precision, compiles the inference, and prepares
+//! the training. This is [`halcyon::prepare`] for modules.
 //!
 //! ```
 //! use halcyon::prelude::*;
@@ -39,11 +39,12 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A module whose parameters and buffers are on a backend at a level. It derefs to the module.
+/// A module whose parameters and buffers are on a backend, and which runs at a level. The type derefs to the
+/// module.
 ///
-/// The level applies to inputs of the module's own handle on the device: make them on
-/// [`Prepared::backend`], or pass them through [`Prepared::to_device`]. [`Prepared::forward`] and training
-/// steps of the module do so themselves.
+/// The level is a property of the module's handle on the device. It only applies if the inputs belong to this
+/// handle: make inputs on [`Prepared::backend`], or convert them with [`Prepared::to_device`].
+/// [`Prepared::forward`] and training steps convert their inputs.
 #[derive(Clone, Debug)]
 pub struct Prepared<M> {
     module: M,
@@ -82,10 +83,10 @@ impl<M> Prepared<M> {
         self.backend.amp()
     }
 
-    /// A tensor on the module's device and at its level; a copy only if it is on another device.
+    /// The tensor `t` on the module's handle. The data is copied only if `t` is on another device.
     ///
     /// # Errors
-    /// Errors of evaluating and copying it.
+    /// Errors of evaluating and copying the tensor.
     pub fn to_device(&self, t: &Tensor) -> Result<Tensor> {
         t.to(&self.backend)
     }
@@ -108,20 +109,20 @@ impl<M: Forward> Prepared<M> {
     }
 }
 
-/// Moves a module to a backend, at a level. Parameters and buffers that are on that device already keep
-/// their memory.
+/// Moves a module to a backend, at a level. Parameters and buffers that are already on that device keep their
+/// memory.
 ///
 /// # Errors
-/// Errors of the copies; then nothing has moved.
+/// Errors of the copies. After an error nothing has moved.
 pub fn prepare_model<M: Module>(backend: &Backend, module: M, level: Level) -> Result<Prepared<M>> {
     let backend = backend.with_level(level)?;
     module.to_device(&backend)?;
     Ok(Prepared { module, backend })
 }
 
-/// An optimizer of [`optimize_for_training`], or none: `()`.
+/// The optimizer that is passed to [`optimize_for_training`], or `()` for none.
 pub trait TrainingOptimizer: Sized {
-    /// What comes back: the module, or the module and the optimizer.
+    /// The result: the module, or the module and the optimizer.
     type With<M>;
 
     /// Moves the optimizer's state to a backend, and joins it with the module.
@@ -148,10 +149,10 @@ impl TrainingOptimizer for Optimizer {
     }
 }
 
-/// A prepared module for training, on its backend and at its level; and the optimizer, if one is given, with
-/// its state on that backend. With a `dtype`, products and convolutions of training steps compute in it;
-/// parameters keep their dtypes. Gradients in f16 need a
-/// [`crate::LossScaler`]; see [`crate::TrainStep::with_scaler`].
+/// Prepares a module for training, on its backend and at its level. If an optimizer is given, its state moves
+/// to that backend, and the optimizer is returned with the module. If a `dtype` is given, products and
+/// convolutions of training steps compute in that dtype; parameters keep their dtypes. Gradients in f16 need
+/// a [`crate::LossScaler`]; see [`crate::TrainStep::with_scaler`].
 ///
 /// ```
 /// use halcyon::prelude::*;
@@ -172,8 +173,8 @@ impl TrainingOptimizer for Optimizer {
 /// ```
 ///
 /// # Errors
-/// `Error::Argument` for a dtype that is no policy of mixed precision, or below level O2;
-/// `Error::Unsupported` for one that the device does not support; errors of the copies.
+/// `Error::Argument` for a dtype that is not a policy of mixed precision, or for any dtype below level O2;
+/// `Error::Unsupported` for a dtype that the device does not support; errors of the copies.
 pub fn optimize_for_training<M: Module, O: TrainingOptimizer>(
     module: Prepared<M>,
     optimizer: O,
@@ -185,7 +186,7 @@ pub fn optimize_for_training<M: Module, O: TrainingOptimizer>(
     optimizer.join(Prepared { module, backend })
 }
 
-/// The handle that computes in `dtype`; without one, the backend itself.
+/// A handle whose mixed precision is `dtype`. If `dtype` is `None`, the backend itself.
 fn with_dtype(backend: &Backend, dtype: Option<DType>) -> Result<Backend> {
     match dtype {
         None => Ok(backend.clone()),
@@ -193,14 +194,15 @@ fn with_dtype(backend: &Backend, dtype: Option<DType>) -> Result<Backend> {
     }
 }
 
-/// A forward, given the handle that plans it.
+/// A forward. The first argument is the handle that plans it.
 type Traced<'a> = Arc<dyn Fn(&Backend, &[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 type Shared<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 
-/// A module's forward with its weights as constants, so that they are packed and folded. It is planned once
-/// per set of input types; later runs with such inputs run only the plan.
+/// A module's forward with the weights as constants, so that the weights are packed and folded. The forward
+/// is planned once per set of input types. Later runs with inputs of these types run only the plan.
 ///
-/// The weights are those at the time when it was made: later changes of the module do not reach it.
+/// The weights are copied when the inference is made. Later changes of the module have no effect on the
+/// inference.
 pub struct Inference<'a> {
     backend: Backend,
     traced: Traced<'a>,
@@ -220,7 +222,7 @@ fn weights<M: Module>(module: &M) -> Result<Vec<(SlotId, ConstData)>> {
 
 /// Constants as tensors of a backend.
 fn constants(backend: &Backend, weights: &[(SlotId, ConstData)]) -> HashMap<SlotId, Tensor> {
-    // An operation needs an operand, which says on which backend it runs.
+    // `Tensor::build` needs an operand, because the operand determines the backend.
     let any = Tensor::placeholder(backend, DType::F32, [1usize]);
     let one =
         |(id, data): &(SlotId, ConstData)| (*id, Tensor::build(&[&any], |g, _| Ok(g.constant(data.clone()))));
@@ -228,8 +230,8 @@ fn constants(backend: &Backend, weights: &[(SlotId, ConstData)]) -> HashMap<Slot
 }
 
 impl<'a> Inference<'a> {
-    /// The forward `f` of a module, on a backend and at its level. `module` may be a reference. Modules
-    /// behave as in evaluation inside of `f`.
+    /// Compiles the forward `f` of a module for a backend, at the level of the backend. `module` may be a
+    /// reference. Inside of `f`, modules behave as in evaluation.
     ///
     /// # Errors
     /// Errors of reading the weights.
@@ -258,8 +260,8 @@ impl<'a> Inference<'a> {
         Inference::over(backend, self.traced.clone())
     }
 
-    /// The forward quantised for its device, for inputs of the sample's types: level O3. The sample measures
-    /// the error ([`halcyon::quantize`]).
+    /// The forward quantised for its device (level O3). The result only takes inputs of the sample's types.
+    /// The error of quantisation is measured on the sample ([`halcyon::quantize`]).
     ///
     /// # Errors
     /// Those of [`halcyon::quantize::quantize`]; errors of the forward and of the device.
@@ -323,8 +325,9 @@ impl<'a> Inference<'a> {
         self.run(&[x])?.into_iter().next().ok_or_else(none)
     }
 
-    /// The forward as a graph for inputs of these types, as a session: for receipts, ONNX export, or inputs
-    /// on the host. Inputs are named `input0`, `input1`, …, outputs `output0`, `output1`, ….
+    /// A session of the forward's graph for inputs of these types. Use the session for receipts, for ONNX
+    /// export, or for inputs on the host. Inputs are named `input0`, `input1`, …, outputs `output0`,
+    /// `output1`, ….
     ///
     /// # Errors
     /// Errors of the forward.
@@ -340,15 +343,16 @@ impl<'a> Inference<'a> {
     }
 }
 
-/// The compiled inference of a prepared module with one input and one output, at the module's level. With a
-/// `dtype`, products and convolutions compute in it; inputs and outputs keep their dtypes. With a sample, the
-/// plan is made and has run once. For other forwards use [`Inference::new`]. At level O3 the forward is
-/// quantised within the default bound of [`QuantizeOptions`], for inputs of the sample's type.
+/// Compiles the inference of a prepared module with one input and one output, at the module's level. If a
+/// `dtype` is given, products and convolutions compute in that dtype; inputs and outputs keep their dtypes.
+/// If a sample is given, the function makes the plan and runs it once. For other forwards use
+/// [`Inference::new`]. At level O3 the forward is quantised within the default bound of [`QuantizeOptions`],
+/// for inputs of the sample's type.
 ///
 /// # Errors
-/// `Error::Argument` for a dtype that is no policy of mixed precision, or below level O2, and at level O3
-/// without a sample;
-/// `Error::Unsupported` for one that the device does not support; errors of the forward and the device.
+/// `Error::Argument` for a dtype that is not a policy of mixed precision, for any dtype below level O2, and
+/// at level O3 without a sample; `Error::Unsupported` for a dtype that the device does not support; errors of
+/// the forward and the device.
 pub fn optimize_for_inference<'a, M: Forward + 'a>(
     module: Prepared<M>,
     sample: Option<&Tensor>,
@@ -373,11 +377,12 @@ fn one_to_one<M: Forward>(module: &M, x: &[Tensor]) -> Result<Vec<Tensor>> {
     Ok(vec![module.forward(x)])
 }
 
-/// The measurements of [`optimize`]: few, because only the whole plan is compared.
+/// The effort of the measurements of [`optimize`]. It is small, because only the whole plan is compared.
 const BRIEF: Effort = Effort { pairs: 5, interval: 0.1, burst: Duration::from_millis(5) };
 
 /// Compiles a module's forward at a level, and measures what the level changed; see
-/// [`ModelOptimizer::optimize`]. If the result is no success, the inference is the one at O0.
+/// [`ModelOptimizer::optimize`]. If the level does not pass the checks, the returned inference is the
+/// inference at O0.
 ///
 /// # Errors
 /// Errors of the forward, of planning and of the device.

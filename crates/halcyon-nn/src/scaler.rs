@@ -6,17 +6,17 @@ use halcyon::{Backend, State, Tensor};
 use std::sync::Arc;
 
 /// Scales the loss so that small gradients do not vanish in f16, and skips steps whose gradients overflow
-/// (Micikevicius et al. 2018). Everything is decided on the device: a skipped step selects the old values in
-/// its plan. The defaults are those of PyTorch's `GradScaler`.
+/// (Micikevicius et al. 2018). The device decides whether a step is skipped: the plan of the step selects the
+/// old or the new values. The defaults are those of PyTorch's `GradScaler`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScaler {
     /// The first factor of the loss. Default: 65536.
     pub initial: f64,
-    /// Factor of the scale after `interval` steps without an overflow. Default: 2.
+    /// The scale is multiplied by this factor after `interval` steps without an overflow. Default: 2.
     pub growth: f64,
-    /// Factor of the scale after an overflow. Default: 0.5.
+    /// The scale is multiplied by this factor after an overflow. Default: 0.5.
     pub backoff: f64,
-    /// Default: 2000.
+    /// The number of steps without an overflow after which the scale grows. Default: 2000.
     pub interval: u32,
 }
 
@@ -53,13 +53,13 @@ impl Scaling {
         Ok(Scaling { scale, good: count(), skipped: count() })
     }
 
-    /// With given values of [`Scaling::states`].
+    /// Makes the scale and its counters from the values of [`Scaling::states`].
     pub(crate) fn holding(values: [Tensor; 3]) -> Scaling {
         let [scale, good, skipped] = values.map(|t| Arc::new(State::new(t)));
         Scaling { scale, good, skipped }
     }
 
-    /// Scale, steps since it changed, skipped steps.
+    /// The scale, the number of steps since it changed, and the number of skipped steps.
     pub(crate) fn states(&self) -> [&Arc<State>; 3] {
         [&self.scale, &self.good, &self.skipped]
     }
@@ -73,11 +73,11 @@ pub(crate) fn overflowed(grads: &[Tensor]) -> Option<Tensor> {
     zeros.reduce(|a, b| a + b).map(|sum| sum.isnan())
 }
 
-/// What takes the place of the values of [`Scaling::states`] after a step.
+/// The values of [`Scaling::states`] after a step.
 #[track_caller]
 pub(crate) fn next(s: &LossScaler, [scale, good, skipped]: [&Tensor; 3], overflow: &Tensor) -> [Tensor; 3] {
     let grown = (good + 1).ge(i64::from(s.interval));
-    // An infinite scale would never shrink again.
+    // The limit keeps the scale finite, because backoff cannot reduce an infinite scale.
     let kept = grown.select(&(scale * s.growth).minimum(2f64.powi(127)), scale);
     let zero = Tensor::scalar(good.backend(), 0i64, DType::I32);
     let counted = grown.select(&zero, &(good + 1));

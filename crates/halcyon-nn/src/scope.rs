@@ -1,5 +1,6 @@
-//! What a forward computes with while a gradient is taken or a step is traced: other values for slots, the
-//! mode, and the key of random numbers. Scopes belong to a thread and nest.
+//! Scopes change how a forward computes while a gradient is taken or a step is traced. A scope replaces the
+//! values of slots, and sets the mode (training or evaluation) and the key of random numbers. Each thread has
+//! its own scopes. Scopes nest.
 
 use crate::slot::{Slot, SlotId};
 use halcyon::ir::DType;
@@ -17,22 +18,22 @@ pub(crate) struct Scope {
     pub(crate) training: bool,
     /// The key of random numbers: its low and high half, u32 of rank 0.
     pub(crate) key: Option<[Tensor; 2]>,
-    /// Number of draws made so far. The n-th draw of a step is a stream of its own.
+    /// Number of draws made so far. Each draw of a step has its own stream of random numbers.
     pub(crate) draws: u32,
     pub(crate) writes: Writes,
 }
 
-/// What a scope does with writes to buffers.
+/// How a scope handles writes to buffers.
 #[derive(Default)]
 pub(crate) enum Writes {
-    /// The scope around it decides. Without one, the buffer gets the value at once.
+    /// The enclosing scope decides. If there is no enclosing scope, the buffer gets the value at once.
     #[default]
     Outer,
     /// The buffer gets the value at once, and the scope lists the buffer.
     Listed(Vec<Slot>),
     /// The scope keeps the value in its `values`.
     Kept,
-    /// As `Kept`, and the scope lists the buffer.
+    /// The scope keeps the value in its `values`, and lists the buffer.
     KeptAndListed(Vec<Slot>),
     /// Writing is an error: the results depend on the inputs alone.
     Refused,
@@ -42,7 +43,7 @@ thread_local! {
     static SCOPES: RefCell<Vec<Scope>> = const { RefCell::new(vec![]) };
 }
 
-/// Leaves the scope when dropped, also by a panic.
+/// Leaves the scope when dropped, also after a panic.
 struct Leave;
 
 impl Drop for Leave {
@@ -60,12 +61,12 @@ pub(crate) fn within<R>(scope: Scope, f: impl FnOnce() -> R) -> (R, Scope) {
     (result, SCOPES.with_borrow_mut(|s| s.pop()).unwrap_or_default())
 }
 
-/// The value of a slot in the innermost scope that has one.
+/// The value of a slot in the innermost scope that has a value for the slot.
 pub(crate) fn value_of(slot: &Slot) -> Option<Tensor> {
     SCOPES.with_borrow(|s| s.iter().rev().find_map(|s| s.values.get(&slot.id()).cloned()))
 }
 
-/// Offers a buffer's new value to the scopes. Returns whether one keeps it.
+/// Offers a buffer's new value to the scopes. Returns whether a scope keeps the value.
 pub(crate) fn keep(slot: &Slot, new: &Tensor) -> Result<bool> {
     new.check()?;
     SCOPES.with_borrow_mut(|scopes| {
@@ -110,8 +111,8 @@ pub fn is_training() -> bool {
     SCOPES.with_borrow(|s| s.last().is_some_and(|s| s.training))
 }
 
-/// Uniform random numbers in `[0, 1)`, f32. In a scope with a key, the n-th draw is a stream of that key;
-/// elsewhere every draw uses the backend's next seed.
+/// Uniform random numbers in `[0, 1)`, f32. In a scope with a key, the key and the number of the draw
+/// determine the random numbers. Outside of such a scope, every draw uses the backend's next seed.
 #[track_caller]
 pub fn uniform(backend: &Backend, shape: impl Into<Shape>) -> Tensor {
     let drawn = SCOPES.with_borrow_mut(|scopes| {
@@ -122,20 +123,20 @@ pub fn uniform(backend: &Backend, shape: impl Into<Shape>) -> Tensor {
     match drawn {
         None => backend.rand(shape, DType::F32),
         Some(([low, high], n)) => {
-            // A draw uses up to two words of the generator, which differ in the key's high half.
+            // A draw uses up to two keys of the generator, which differ in the high half.
             let high = high + Tensor::scalar(backend, u64::from(n) * 2, DType::U32);
             Tensor::rand_by_key([&low, &high], shape)
         }
     }
 }
 
-/// Runs `f` with modules behaving as in training. Random numbers are drawn by the backend's seed; see
-/// [`halcyon::Backend::manual_seed`].
+/// Runs `f`. Inside of `f`, modules behave as in training, and random numbers follow from the backend's seed;
+/// see [`halcyon::Backend::manual_seed`].
 pub fn training<R>(f: impl FnOnce() -> R) -> R {
     within(Scope { training: true, ..Scope::default() }, f).0
 }
 
-/// Runs `f` with modules behaving as in evaluation, also inside of a training step.
+/// Runs `f`. Inside of `f`, modules behave as in evaluation, also inside of a training step.
 pub fn evaluation<R>(f: impl FnOnce() -> R) -> R {
     within(Scope::default(), f).0
 }

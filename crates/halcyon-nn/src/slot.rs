@@ -8,12 +8,12 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What a slot is for.
+/// The kind of a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SlotKind {
-    /// Changed by an optimizer while it is trainable.
+    /// A parameter: an optimizer changes it while it is trainable.
     Param,
-    /// Changed by the module itself, such as running statistics. It has no gradient.
+    /// A buffer, such as running statistics: the module itself changes it. It has no gradient.
     Buffer,
 }
 
@@ -23,7 +23,7 @@ struct Inner {
     saved: bool,
     state: Mutex<Arc<State>>,
     trainable: AtomicBool,
-    /// The longest path under which a visit found it.
+    /// The longest path under which a visit found this slot.
     path: Mutex<String>,
 }
 
@@ -31,7 +31,7 @@ struct Inner {
 #[derive(Clone)]
 pub struct Slot(Arc<Inner>);
 
-/// Identifies a slot for as long as it lives.
+/// Identifies a slot while the slot exists.
 pub(crate) type SlotId = usize;
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -74,7 +74,7 @@ impl Slot {
         lock(&self.0.state).value()
     }
 
-    /// The value: inside of a training step or of [`crate::loss_and_grads`], the tensor that the step
+    /// The value. Inside of a training step or of [`crate::loss_and_grads`], this is the tensor that the step
     /// computes with.
     pub fn value(&self) -> Tensor {
         scope::value_of(self).unwrap_or_else(|| self.stored())
@@ -88,7 +88,7 @@ impl Slot {
         self.state().write(new).map_err(|e| self.name_in(e))
     }
 
-    /// Offers the new value of a buffer to the scopes, and stores it if none keeps it.
+    /// Offers the new value of a buffer to the scopes, and stores it if no scope keeps it.
     pub(crate) fn write(&self, new: Tensor) -> Result<()> {
         match scope::keep(self, &new)? {
             true => Ok(()),
@@ -110,12 +110,12 @@ impl Slot {
         Ok(())
     }
 
-    /// Whether an optimizer changes it.
+    /// Whether an optimizer changes this slot.
     pub fn is_trainable(&self) -> bool {
         self.0.trainable.load(Ordering::Relaxed)
     }
 
-    /// Lets optimizers change a parameter, or keeps them from it. Buffers are never trainable.
+    /// Sets whether optimizers change the parameter. Buffers are never trainable.
     pub fn set_trainable(&self, on: bool) {
         self.0.trainable.store(on && self.0.kind == SlotKind::Param, Ordering::Relaxed);
     }
@@ -125,7 +125,7 @@ impl Slot {
         lock(&self.0.path).clone()
     }
 
-    /// A visit of a whole model gives longer paths than a visit of a part, so the longest path stays.
+    /// A visit of a whole model gives longer paths than a visit of a part of it, so the longest path is kept.
     pub(crate) fn found_at(&self, path: &str) {
         let mut known = lock(&self.0.path);
         if path.len() > known.len() {
@@ -193,7 +193,7 @@ impl Param {
         self.0.set(new)
     }
 
-    /// The path of the module that owns it: its own path without the last part.
+    /// The path of the module that owns the parameter: the parameter's path without its last part.
     pub(crate) fn module_path(&self) -> String {
         let path = self.0.path();
         path.rsplit_once('.').map_or_else(String::new, |(module, _)| module.to_string())
@@ -225,8 +225,8 @@ impl Buffer {
         &self.0
     }
 
-    /// Replaces the value, without gradient history. A training step keeps the new value until it ends; later
-    /// reads in the same step get the new value.
+    /// Replaces the value, without gradient history. Inside of a training step, later reads get the new
+    /// value, and the buffer is replaced when the step ends.
     ///
     /// # Errors
     /// Those of [`Slot::set`].

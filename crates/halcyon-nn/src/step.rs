@@ -1,4 +1,4 @@
-//! Training steps: forward, gradient, update of parameters and buffers as one plan.
+//! Training steps: one plan has the forward, the gradients, and the update of parameters and buffers.
 
 mod state;
 mod trace;
@@ -24,8 +24,8 @@ type Forward<'a> = Rc<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 type Traced<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 
 /// A training step that is planned once per set of input types. The plan computes the loss, the gradients,
-/// and the new parameters, optimizer state and buffers, which take over the memory of the old ones. A later
-/// call with inputs of the same types runs only that plan.
+/// and the new parameters, optimizer state and buffers. The new values overwrite the memory of the old
+/// values. A later call with inputs of the same types runs only that plan.
 ///
 /// ```
 /// use halcyon::prelude::*;
@@ -52,7 +52,7 @@ pub struct TrainStep<'a> {
     optimizer: Arc<Mutex<Optimizer>>,
     /// Parameters that the optimizer does not update.
     frozen: Vec<Slot>,
-    /// Buffers, which the forward may write.
+    /// The module's buffers. The forward may write them.
     buffers: Vec<Slot>,
     backend: Backend,
     scaler: Option<LossScaler>,
@@ -62,20 +62,20 @@ pub struct TrainStep<'a> {
     sums: Option<Sums>,
     ema: Option<Arc<Ema>>,
     seed: u64,
-    /// The function that ends with an update, and the one that only adds gradients. Made when they are first
-    /// needed, because options may be set until then.
+    /// The function that ends with an update, and the function that only adds gradients to the sums. Each is
+    /// made when it is first needed, because options may change until then.
     compiled: [Option<Compiled<Traced<'a>>>; 2],
     /// The number of parts into which the last trace divided the forward.
     parts: Arc<AtomicUsize>,
 }
 
-/// The most scratch memory that a step may take, in bytes: [`Fit::activations`] and [`Fit::workspace`]. If
-/// the plain step takes more, the forward is divided into parts that are computed again for the gradients, as
-/// few as suffice.
+/// The largest scratch memory of a step, in bytes: the sum of [`Fit::activations`] and [`Fit::workspace`]. If
+/// the plain step needs more, the forward is divided into parts that are computed again for the gradients. Of
+/// the numbers of parts that are tried (at most 64), the smallest that keeps the budget is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryBudget(pub u64);
 
-/// Gradients of micro-batches, which one update takes together.
+/// The summed gradients of the micro-batches of one update.
 struct Sums {
     /// Number of micro-batches.
     n: u64,
@@ -85,12 +85,12 @@ struct Sums {
     states: Vec<Arc<State>>,
 }
 
-/// What a function does with the gradients of its batch.
+/// How a compiled function uses the gradients of its batch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
-    /// Updates the parameters.
+    /// The function updates the parameters.
     Update,
-    /// Adds them to the sums.
+    /// The function adds the gradients to the sums.
     Add,
 }
 
@@ -105,11 +105,12 @@ fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl<'a> TrainStep<'a> {
-    /// A step of `module`, which may be a reference to one. `f(module, batch)` returns the loss, a scalar,
-    /// and after it any further results.
+    /// A training step of `module`, which may be a reference to a module. `f(module, batch)` returns the
+    /// loss, a scalar, followed by any further results.
     ///
-    /// On a backend with f16 as its mixed precision the step scales its loss. On a backend built with
-    /// [`halcyon::BackendBuilder::loss_scale`] it does so with that scale, whatever the mixed precision.
+    /// If the mixed precision of the backend is f16, the step scales its loss. If the backend was built with
+    /// [`halcyon::BackendBuilder::loss_scale`], the step scales its loss by that scale, whatever the mixed
+    /// precision is.
     ///
     /// # Errors
     /// `Error::Argument` if the optimizer updates parameters of another module.
@@ -148,7 +149,7 @@ impl<'a> TrainStep<'a> {
         step.like_the_backend()
     }
 
-    /// The settings that follow from the backend's.
+    /// Takes the settings of mixed precision and of loss scaling from the backend.
     fn like_the_backend(self) -> Result<TrainStep<'a>> {
         let scale = self.backend.loss_scale();
         let passes = self.backend.lower_options().passes;
@@ -164,7 +165,7 @@ impl<'a> TrainStep<'a> {
         }
     }
 
-    /// A step with loss scaling, for modules in f16. The loss is returned without the scale.
+    /// A training step with loss scaling, for modules in f16. The returned loss is not scaled.
     ///
     /// # Errors
     /// Those of [`TrainStep::new`], and `Error::Argument` for settings out of range.
@@ -177,7 +178,7 @@ impl<'a> TrainStep<'a> {
         TrainStep::new(module, optimizer, f)?.loss_scaler(Some(scaler))
     }
 
-    /// Sets or removes the loss scaler. Its state begins anew.
+    /// Sets or removes the loss scaler. The state of a new scaler starts from its initial scale.
     ///
     /// # Errors
     /// `Error::Argument` for settings out of range.
@@ -187,10 +188,11 @@ impl<'a> TrainStep<'a> {
         Ok(self.replanned())
     }
 
-    /// Mixed precision of this step, in place of the backend's: an [`AmpPolicy`], or a [`MixedPrecision`]
-    /// with the ops that it applies to. Parameters and the optimizer's state stay in f32. With f16 the step
-    /// gets a loss scaler, if it has none: it begins with [`halcyon::BackendBuilder::loss_scale`], or 65536.
-    /// [`TrainStep::loss_scaler`] removes it.
+    /// Sets the mixed precision of this step, in place of the backend's: an [`AmpPolicy`], or a
+    /// [`MixedPrecision`] with the ops that it applies to. Parameters and the optimizer's state stay in f32.
+    /// With f16, a step without a loss scaler gets one. Its first scale is
+    /// [`halcyon::BackendBuilder::loss_scale`], or 65536 by default. [`TrainStep::loss_scaler`] removes the
+    /// scaler.
     ///
     /// # Errors
     /// `Error::Unsupported` if the device does not store the dtype.
@@ -208,8 +210,9 @@ impl<'a> TrainStep<'a> {
         Ok(self.replanned())
     }
 
-    /// One update for every `n` calls of [`TrainStep::run`], by the mean of their gradients. With batches of
-    /// the same size this is the gradient of all batches together.
+    /// Makes one update for every `n` calls of [`TrainStep::run`], with the mean of the gradients of the
+    /// calls. If all batches have the same size and the loss is a mean over the batch, this is the gradient
+    /// of all batches together.
     ///
     /// # Errors
     /// `Error::Argument` if `n` is 0; errors of the device.
@@ -243,8 +246,8 @@ impl<'a> TrainStep<'a> {
         Ok(self.replanned())
     }
 
-    /// Bounds the scratch memory of the step. Without a budget nothing is computed twice, except what the
-    /// forward puts into [`crate::checkpoint`].
+    /// Bounds the scratch memory of the step. Without a budget, only the parts of the forward that use
+    /// [`crate::checkpoint`] are computed twice.
     pub fn memory_budget(mut self, budget: MemoryBudget) -> Self {
         self.budget = Some(budget);
         self.replanned()
@@ -255,24 +258,24 @@ impl<'a> TrainStep<'a> {
         self
     }
 
-    /// Sets the seed from which the keys of random numbers follow, one key per step.
+    /// Sets the seed of random numbers. The key of each step follows from this seed.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Like [`TrainStep::seed`], for a step that exists.
+    /// Like [`TrainStep::seed`], but changes an existing step.
     pub fn set_seed(&mut self, seed: u64) {
         self.seed = seed;
     }
 
-    /// Runs `f` with the optimizer.
+    /// Calls `f` with the optimizer.
     pub fn with_optimizer<R>(&self, f: impl FnOnce(&mut Optimizer) -> R) -> R {
         f(&mut lock(&self.optimizer))
     }
 
-    /// The factor of the loss in the next step, and the number of steps skipped so far; `None` without a
-    /// scaler. Waits for the device.
+    /// The scale of the loss in the next step, and the number of steps skipped so far; `None` without a
+    /// scaler. This call waits for the device.
     ///
     /// # Errors
     /// Errors of the device.
@@ -292,13 +295,13 @@ impl<'a> TrainStep<'a> {
         self.sums.as_ref().map_or(0, |s| s.done)
     }
 
-    /// The mixed precision of the step; `None` if it is the backend's.
+    /// The mixed precision of the step; `None` if the step uses the backend's mixed precision.
     pub fn mixed_precision(&self) -> Option<&MixedPrecision> {
         self.mixed.as_ref()
     }
 
-    /// The number of parts into which the newest plan divides the forward for its [`MemoryBudget`]; 1 if it
-    /// computes nothing twice.
+    /// The number of parts into which the newest plan divides the forward for its [`MemoryBudget`]; 1 if the
+    /// plan computes no part twice.
     pub fn recomputed_parts(&self) -> usize {
         self.parts.load(Ordering::Relaxed)
     }
@@ -308,11 +311,11 @@ impl<'a> TrainStep<'a> {
         self.compiled.iter().flatten().map(Compiled::plans).sum()
     }
 
-    /// The memory that a step with batches of these types takes, apart from parameters, states and the batch.
-    /// Nothing runs and nothing is allocated.
+    /// The memory that a step with a batch of these types needs, in addition to parameters, states and the
+    /// batch. This call runs nothing and allocates no device memory.
     ///
     /// # Errors
-    /// Errors of the forward and of planning, such as a [`MemoryBudget`] that cannot be kept.
+    /// Errors of the forward and of planning, such as a [`MemoryBudget`] that is too small.
     pub fn fit(&self, batch: &[&Tensor]) -> Result<Fit> {
         let parts = self.parts_of(Kind::Update)?;
         let states = self.states(Kind::Update);
@@ -327,11 +330,11 @@ impl<'a> TrainStep<'a> {
         self.backend.fit_of(&given, &donated, &results, self.mixed.as_ref())
     }
 
-    /// One step. Returns what the forward returned, the loss first. Parameters, state and buffers are
-    /// replaced; if the step fails before it has started to run, they keep their values.
+    /// Runs one step. Returns the results of the forward; the first is the loss. Parameters, states and
+    /// buffers are replaced. If the step fails before it starts to run, they keep their values.
     ///
     /// # Errors
-    /// Errors of the forward, of planning, and of the device. After an error of the device during the run the
+    /// Errors of the forward, of planning, and of the device. If the device fails during the run, the
     /// parameters may be lost; restore them from a file.
     #[track_caller]
     pub fn run(&mut self, batch: &[&Tensor]) -> Result<Vec<Tensor>> {
@@ -363,7 +366,7 @@ impl<'a> TrainStep<'a> {
         Ok(results)
     }
 
-    /// The arguments of the next plan.
+    /// The run-time arguments of the next run.
     fn arguments(&self, kind: Kind) -> Result<Vec<Scalar>> {
         let (n, done) = self.sums.as_ref().map_or((1, 0), |s| (s.n, s.done));
         let optimizer = lock(&self.optimizer);
@@ -371,7 +374,8 @@ impl<'a> TrainStep<'a> {
         let numbers = match (kind, &self.scaling) {
             (Kind::Add, _) => vec![],
             (_, None) => optimizer.host_scalars()?.concat(),
-            // The other numbers depend on the number of skipped steps, which the device knows.
+            // The device computes the other scalars, because they depend on the number of skipped steps,
+            // which is on the device.
             (_, Some(_)) => std::iter::once((steps + 1) as f64).chain(optimizer.rates()).collect(),
         };
         let key = mixed(self.seed, steps.wrapping_mul(n).wrapping_add(done));
@@ -430,7 +434,7 @@ impl<'a> TrainStep<'a> {
     }
 }
 
-/// A key of random numbers for a step, by the finaliser of SplitMix64 (Steele et al. 2014).
+/// The key of random numbers for a step, computed with the finaliser of SplitMix64 (Steele et al. 2014).
 fn mixed(seed: u64, step: u64) -> u64 {
     let mut z = seed.wrapping_add(step.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,4 +1,4 @@
-//! Files of weights: safetensors with the names that PyTorch gives them.
+//! Files of weights: safetensors files whose tensors have the same names as in PyTorch.
 
 use crate::module::{Module, ModuleExt, Unmatched};
 use crate::slot::{Slot, backend_of, dtype_of};
@@ -13,16 +13,17 @@ use std::path::Path;
 /// How [`LoadWeights::load`] treats names without a counterpart.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Strictness {
-    /// They are an error.
+    /// Names without a counterpart are an error.
     #[default]
     Strict,
-    /// They are returned.
+    /// Names without a counterpart are returned.
     Lenient,
 }
 
 /// Saving and loading the weights of a module.
 pub trait LoadWeights: Module {
-    /// Parameters and buffers by name, on the host. Shared ones appear under each of their names.
+    /// Parameters and buffers by name, on the host. A shared parameter or buffer appears under each of its
+    /// names.
     ///
     /// # Errors
     /// Errors of the device.
@@ -37,7 +38,7 @@ pub trait LoadWeights: Module {
     }
 
     /// Replaces parameters and buffers by tensors of the same names and shapes; dtypes are converted. Returns
-    /// what had no counterpart. All or nothing: with an error, nothing is replaced.
+    /// the names without a counterpart. If there is an error, nothing is replaced.
     ///
     /// # Errors
     /// `Error::Argument` for names without a counterpart if `strict`; `Error::Shape` for a tensor of another
@@ -81,8 +82,8 @@ pub trait LoadWeights: Module {
         Ok(unmatched)
     }
 
-    /// Writes parameters and buffers to a safetensors file. An existing file is replaced when the new one is
-    /// complete. Returns its size in bytes.
+    /// Writes parameters and buffers to a safetensors file. An existing file is replaced when the new file is
+    /// complete. Returns the size of the new file in bytes.
     ///
     /// # Errors
     /// `Error::Io`, and errors of the device.
@@ -103,9 +104,9 @@ pub trait LoadWeights: Module {
         self.load_state_dict(&|n| has.contains(n).then(|| file.get(n)), &names, strictness)
     }
 
-    /// Reads parameters and buffers from a PyTorch file (`.pt`, `.pth`), without running its code. If the
-    /// model's names are inside of a dict of the file, such as `model` or `state_dict`, or begin with
-    /// `module.`, that part is read and the rest of the file is ignored.
+    /// Reads parameters and buffers from a PyTorch file (`.pt`, `.pth`), without running the code in its
+    /// pickle. If the names of the model are inside of a dict of the file, such as `model` or `state_dict`,
+    /// or begin with `module.`, only that part of the file is read.
     ///
     /// # Errors
     /// Those of [`LoadWeights::load_state_dict`] and of [`TorchFile::open`].
@@ -124,7 +125,7 @@ pub trait LoadWeights: Module {
             let before = all.iter().filter_map(|n| n.strip_suffix(first.as_str()));
             before.filter(|p| p.is_empty() || p.ends_with('.')).collect()
         });
-        // Of equal ones the first by name, so that the choice is the same in every run.
+        // The name is the last criterion, so that the choice is the same in every run.
         prefixes.sort_by_key(|p| (std::cmp::Reverse(found(p)), p.len(), *p));
         let prefix = prefixes.first().copied().unwrap_or_default();
         let names: Vec<String> =
@@ -139,7 +140,7 @@ pub trait LoadWeights: Module {
 
 impl<M: Module + ?Sized> LoadWeights for M {}
 
-/// The tensor of a file in the dtype and on the device of a slot.
+/// Converts a tensor of a file to the dtype of a slot, on the slot's device.
 fn converted(path: &str, slot: &Slot, data: &ConstData) -> Result<Tensor> {
     let want = slot.stored().dims()?;
     if data.dims[..] != want[..] {
@@ -151,7 +152,7 @@ fn converted(path: &str, slot: &Slot, data: &ConstData) -> Result<Tensor> {
 
 impl std::fmt::Display for Unmatched {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        /// At most so many names are listed.
+        /// The largest number of names that are listed.
         const MOST: usize = 8;
         let list = |f: &mut std::fmt::Formatter<'_>, what: &str, names: &[String]| {
             let shown = names[..names.len().min(MOST)].join("`, `");

@@ -43,7 +43,7 @@ fn a_prepared_module_runs_at_its_level() {
             steps.push(b.cache_stats().steps - before);
         }
         assert!(steps[0] > steps[1] && steps[1] > 0, "{}: {steps:?}", b.id());
-        // Moving between levels of one device copies nothing.
+        // Converting a tensor between handles of one device copies nothing.
         let uploaded = b.counters().uploaded_bytes;
         let p = prepare::prepare_model(&b, model, Level::O1).unwrap();
         assert_eq!(b.counters().uploaded_bytes, uploaded, "{}", b.id());
@@ -71,7 +71,7 @@ fn compiled_inference_has_its_weights_as_constants() {
         // Inputs of another size need another plan, which shares the weights on the device.
         let more = inference.forward(&input(&b, test, 7)).unwrap();
         assert_eq!((more.dims().unwrap().as_slice(), inference.plans()), (&[7, 4][..], 2));
-        // Batch normalisation is folded with constants into the products around it.
+        // Because the weights are constants, batch normalisation is folded into the neighbouring products.
         let session = inference.session(&[TensorType::new(DType::F32, [6, 16])]).unwrap();
         let host = [x.to_data().unwrap()];
         let exe = session.prepare(&host).unwrap();
@@ -80,7 +80,7 @@ fn compiled_inference_has_its_weights_as_constants() {
         assert!(!exe.plan().consts.is_empty() || !exe.plan().packed.is_empty());
         let y = session.run(&host).unwrap()[0].to_vec::<f64>();
         assert!(close(&y, &want, 1e-4));
-        // Later changes of the module do not reach it.
+        // Later changes of the module have no effect on the inference.
         weights.slot("0.bias").unwrap().set(Tensor::full(weights.backend(), [32], 9.0, DType::F32)).unwrap();
         assert!(close(&inference.forward(&x).unwrap().to_vec::<f64>().unwrap(), &want, 1e-4));
         assert!(!close(&weights.forward(&x).to_vec::<f64>().unwrap(), &want, 1e-2));
@@ -111,7 +111,7 @@ fn training_goes_on_on_another_device() {
     let step = |m: &Sequential, o: &mut Optimizer| -> f64 {
         let b = m.slot("0.weight").unwrap().value().backend().clone();
         let x = Tensor::from_slice(&b, [12, 16], &data).unwrap();
-        // Without dropout, so that all runs compute the same.
+        // In evaluation mode there is no dropout, so that all runs compute the same.
         let (loss, grads) = loss_and_grads(m, |m| Ok(evaluation(|| m.forward(&x)).sqr().mean(..))).unwrap();
         o.step(&grads).unwrap();
         loss.item::<f64>().unwrap()
@@ -139,7 +139,8 @@ fn training_goes_on_on_another_device() {
     }
 }
 
-/// A step traces the forward, which moves the step's placeholders to the module's handle.
+/// A step traces the forward of a prepared module. That forward converts the step's placeholders to the
+/// module's handle.
 #[test]
 fn a_step_of_a_prepared_module_runs_at_its_level() {
     let test = "a_step_of_a_prepared_module_runs_at_its_level";
@@ -190,7 +191,7 @@ fn a_dtype_without_a_policy_is_refused() {
     assert!(matches!(e, Error::Argument { .. }) && e.to_string().contains("bf16"), "{e}");
     let e = of(&b.with_level(Level::O1).unwrap(), DType::BF16).unwrap_err();
     assert!(e.to_string().contains("needs level O2"), "{e}");
-    // Forced, so that a processor that is slower in bf16 computes in it too.
+    // Mixed precision is forced, so that it also applies on processors that are slower in bf16.
     let forced = Backend::builder().backend_type(BackendType::Cpu).amp(halcyon::AmpPolicy::Bf16);
     let forced = forced.force_amp(true).build().unwrap();
     assert_eq!(of(&forced, DType::BF16).unwrap().amp(), halcyon::AmpPolicy::Bf16);

@@ -127,7 +127,7 @@ fn a_wrong_shape_names_the_module_the_shapes_and_the_line() {
     let m = mixed(&b);
     m.parameters();
     let x = Tensor::ones(&b, [2, 5], DType::F32);
-    // The later module gets the error and does not put its own name into it.
+    // The second module gets the error of the first and does not add its own name.
     let e = m.rest[1].forward(&m.rest[0].forward(&x)).to_vec::<f32>().unwrap_err();
     let text = e.to_string();
     assert!(text.contains("rest.0: matmul") && text.contains("train.rs:"), "{text}");
@@ -148,8 +148,8 @@ fn a_wrong_shape_names_the_module_the_shapes_and_the_line() {
     assert!(e.contains("inner: ") && e.contains("[1, 2, 2]") && e.contains("[1, 9, 2]"), "{e}");
 }
 
-/// A step that fails before it runs changes nothing. A parameter value to which the caller holds a handle
-/// keeps its contents after a step, because the step does not overwrite its memory.
+/// A step that fails before it runs changes nothing. If the caller holds a parameter's value, a step does not
+/// overwrite the memory of that value.
 #[test]
 fn failed_steps_and_held_values_lose_nothing() {
     for b in halcyon_test::devices::devices("failed_steps_and_held_values_lose_nothing", Level::O2) {
@@ -180,8 +180,8 @@ fn failed_steps_and_held_values_lose_nothing() {
         assert_eq!(model.0.weight.value().to_vec::<f32>().unwrap(), after, "{}", b.id());
         step.run(&[&x]).unwrap();
         assert_eq!(model.1.num_batches_tracked.value().item::<i64>().unwrap(), 3);
-        // One plan for the first step, which must not overwrite the weight that the test holds, and one for
-        // the later steps, which overwrite every old value.
+        // The first step has its own plan, because it must not overwrite the weight that the test holds. The
+        // later steps share a plan that overwrites every old value.
         assert_eq!(step.plans(), 2);
         let before = b.cache_stats();
         step.run(&[&x]).unwrap();
@@ -259,7 +259,7 @@ fn groups_have_their_own_rule_rate_and_decay() {
     assert_eq!((o.steps(), o.rate("bias").unwrap()), (1, 0.25));
     let names: Vec<String> = o.state().into_iter().map(|(n, _)| n).collect();
     assert_eq!(names, ["weight.momentum_buffer"]);
-    // Without the group, Muon refuses the vector and says what to do.
+    // Without the group, Muon returns an error for the vector, which says what to do.
     let e = Optimizer::new(&m, Muon::new()).unwrap_err().to_string();
     assert!(e.contains("bias: muon") && e.contains("group"), "{e}");
     let e = Optimizer::builder(Sgd::new()).group("nothing", own).build(&m).unwrap_err().to_string();
@@ -283,7 +283,7 @@ fn parameters_of_every_float_type_are_updated() {
             step.run(&[]).unwrap();
         }
         assert_eq!(w.value().dtype().unwrap(), dtype);
-        // Each step subtracts the rate; the decay is 1e-5 of the value.
+        // Each step subtracts the rate. The weight decay subtracts 1e-5 of the value.
         let (mut want, rate) = (1.0f64, 1e-3);
         for _ in 0..100 {
             want = want * (1.0 - rate * 0.01) - rate;
@@ -425,7 +425,7 @@ fn weights_load_from_pytorch_files() {
     assert!(e.contains("lacks") && e.contains("`weight`"), "{e}");
 }
 
-/// A run continues on other devices: nothing is lost, and on one backend every bit is kept.
+/// A run continues on other devices. All state moves, and on the same backend every bit is kept.
 #[test]
 fn a_training_step_moves_between_devices() {
     let devices = halcyon_test::devices::devices("a_training_step_moves_between_devices", Level::O2);

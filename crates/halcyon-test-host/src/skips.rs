@@ -36,9 +36,9 @@ pub fn any_seed() -> u64 {
     *SEED
 }
 
-/// A seed derived from [`any_seed`]. The seed of the process is printed, so that a failure can be repeated. A
-/// thread that asks again for the same test gets another seed: a test that draws in a loop draws different
-/// cases each time.
+/// A seed derived from [`any_seed`]. The seed of the process is printed, so that a failure can be repeated.
+/// Each further call of a thread for the same test returns another seed, so a test that calls this function
+/// in a loop draws different cases.
 pub fn seed(test: &str) -> u64 {
     thread_local! {
         static ASKED: RefCell<HashMap<String, u64>> = RefCell::default();
@@ -48,13 +48,15 @@ pub fn seed(test: &str) -> u64 {
     ASKED.with_borrow_mut(|asked| {
         let n = asked.entry(test.to_string()).or_default();
         *n += 1;
-        // A large odd factor keeps the seeds apart. It must differ from the increments of the generators that
-        // these seeds start. Otherwise their sequences would be shifted copies of each other.
+        // A large odd factor makes the seeds of successive calls differ much. The factor must not be the
+        // increment of a generator that uses these seeds: the generator's sequences would then be shifted
+        // copies of each other.
         seed.wrapping_add((*n - 1).wrapping_mul(0xd134_2543_de82_ef95))
     })
 }
 
-/// `N` if one case in `N` is run. It is `usual`, or if `HALCYON_CASES` is set, that number; `all` means 1.
+/// The number `N` if tests run one case in `N`. It is the value of `HALCYON_CASES` (`all` means 1), or
+/// `usual` if the variable is not set.
 pub fn one_in(usual: usize) -> usize {
     match std::env::var("HALCYON_CASES").as_deref() {
         Err(_) | Ok("") => usual,
@@ -72,7 +74,7 @@ pub fn drawn(what: &str, n: usize) -> Option<usize> {
     if one_in(n.max(2)) == 1 {
         return None;
     }
-    // Not from `seed`: calls with the same name must draw the same case.
+    // The seed is not from `seed`, because calls with the same name must draw the same case.
     let seed = any_seed();
     println!("{what}: HALCYON_SEED={seed}");
     // FNV-1a of the name, so that the draws of one run differ.

@@ -9,10 +9,10 @@ use halcyon::ir::{Graph, NodeId, Op};
 use halcyon_nn::StepGraph;
 use std::collections::VecDeque;
 
-/// What is known of the value of a node.
+/// Facts about the value of a node.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
-    /// Number of the first element that is NaN, and of the first that is infinite.
+    /// The index of the first element that is NaN, and of the first element that is infinite.
     nan: Option<usize>,
     infinite: Option<usize>,
     /// The range of the finite elements, if there are any.
@@ -40,9 +40,9 @@ impl Seen {
     }
 }
 
-/// Runs a training step op by op at O0 on the host, and returns an error that names the first op on the way
-/// to a NaN or an infinity in its results: the op, its module, the line of the program, and the operands'
-/// ranges. Infinite constants, as in masks, do not count. `None` if all results are finite.
+/// Runs a training step op by op at O0 on the host. If a result has a NaN or an infinity, returns an error
+/// that names the op which caused it: the op, its module, the line of the program, and the ranges of the
+/// operands. Infinite constants, as in masks, are ignored. Returns `None` if all results are finite.
 ///
 /// # Errors
 /// Errors of the evaluation.
@@ -88,7 +88,8 @@ fn evaluate(graph: &Graph, inputs: Vec<ConstData>, args: &[halcyon::Scalar]) -> 
     Ok(seen)
 }
 
-/// The op that made the NaN or infinity of `id` from finite operands.
+/// The op that caused the NaN or infinity in `id`: its own result has a NaN or an infinity, its operands are
+/// finite.
 fn origin(graph: &Graph, seen: &[Seen], mut id: NodeId) -> NodeId {
     if seen[id.index()].nan.is_some() {
         while let Some(x) = graph.node(id).inputs.iter().find(|x| seen[x.index()].nan.is_some()) {
@@ -99,8 +100,8 @@ fn origin(graph: &Graph, seen: &[Seen], mut id: NodeId) -> NodeId {
     origin_of_infinity(graph, seen, id).unwrap_or(id)
 }
 
-/// The op that made an infinity on which `id` depends; `None` if only constants did. `id` itself counts if it
-/// has an infinity.
+/// An op with finite operands whose result has a NaN or an infinity and on which `id` depends; this may be
+/// `id` itself. `None` if all infinities come from constants.
 fn origin_of_infinity(graph: &Graph, seen: &[Seen], id: NodeId) -> Option<NodeId> {
     let mut visited = vec![false; graph.nodes().len()];
     let mut stack = vec![id];
@@ -161,7 +162,7 @@ fn place(dims: &[usize], mut i: usize) -> String {
     format!("{at:?}")
 }
 
-/// The module of the parameter that is nearest among the nodes that `id` depends on.
+/// Of the parameters that `id` depends on, the nearest one determines the module.
 fn module_of(graph: &Graph, id: NodeId) -> Option<String> {
     let mut visited = vec![false; graph.nodes().len()];
     let mut queue = VecDeque::from([id]);

@@ -1,4 +1,4 @@
-//! What a trainer tells while it runs, and what it can be told.
+//! Callbacks: reports of a trainer while it runs, and requests to the trainer.
 
 use halcyon::Backend;
 use halcyon::ir::error::Result;
@@ -6,19 +6,19 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What happens after a callback.
+/// What the trainer does after a callback.
 #[derive(Clone, Debug, Default)]
 pub enum Flow {
     #[default]
     Continue,
-    /// Training ends: from `on_epoch` after the epoch's checkpoint, from `on_step` after that step, with a
-    /// checkpoint.
+    /// Ends the training. If `on_epoch` returns this, the training ends after the checkpoint of the epoch. If
+    /// `on_step` returns this, the training ends after the step, and a checkpoint is written.
     Stop,
-    /// The model and everything of the training step move to another backend before the next step.
+    /// Moves the model and all state of the training step to another backend before the next step.
     MoveTo(Backend),
 }
 
-/// A step that was taken.
+/// The report of a step that has run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepReport {
     /// The number of the step, from 1.
@@ -28,11 +28,11 @@ pub struct StepReport {
     pub loss: f64,
     /// Samples per second since the last report.
     pub samples_per_s: f64,
-    /// Number of batches of the epoch so far, and in all.
+    /// The number of batches of the epoch so far, and the number of all batches of the epoch.
     pub batches: (u64, u64),
 }
 
-/// An epoch that has ended.
+/// The report of an epoch that has ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EpochReport {
     /// The number of the epoch, from 0.
@@ -42,70 +42,73 @@ pub struct EpochReport {
     /// The mean loss of the epoch's samples.
     pub loss: f64,
     pub samples: u64,
-    /// Samples per second in training, without evaluation and checkpoints. After a resumption it is of the
-    /// part since then.
+    /// Samples per second in training. Evaluation and checkpoints are not counted. If the training was
+    /// resumed within the epoch, only the part after the resumption is counted.
     pub samples_per_s: f64,
-    /// What the evaluation returned.
+    /// The metrics that the evaluation returned.
     pub metrics: BTreeMap<String, f64>,
 }
 
-/// Hooks of a [`crate::Trainer`]. All do nothing unless they are written. An error ends the training.
+/// Callbacks of a [`crate::Trainer`]. By default each method does nothing. An error of a method ends the
+/// training.
 pub trait Callback {
-    /// Before the first step. `step` is the number of steps taken before, more than 0 after a resumption.
+    /// Called before the first step. `step` is the number of steps already taken: it is more than 0 if the
+    /// training was resumed.
     ///
     /// # Errors
-    /// As the implementation says.
+    /// Errors of the implementation.
     fn on_start(&mut self, step: u64) -> Result<()> {
         let _ = step;
         Ok(())
     }
 
-    /// After a step. Losses are read from the device every few steps, so the calls for these steps follow
-    /// each other; see [`crate::TrainerOptions::read_every`].
+    /// Called after a step. Losses are read from the device only every few steps, and the calls for these
+    /// steps are then made one after another; see [`crate::TrainerOptions::read_every`].
     ///
     /// # Errors
-    /// As the implementation says.
+    /// Errors of the implementation.
     fn on_step(&mut self, report: &StepReport) -> Result<Flow> {
         let _ = report;
         Ok(Flow::Continue)
     }
 
-    /// After an epoch and its evaluation.
+    /// Called after an epoch and its evaluation.
     ///
     /// # Errors
-    /// As the implementation says.
+    /// Errors of the implementation.
     fn on_epoch(&mut self, report: &EpochReport) -> Result<Flow> {
         let _ = report;
         Ok(Flow::Continue)
     }
 
-    /// After a checkpoint was written.
+    /// Called after a checkpoint was written.
     ///
     /// # Errors
-    /// As the implementation says.
+    /// Errors of the implementation.
     fn on_checkpoint(&mut self, folder: &Path) -> Result<()> {
         let _ = folder;
         Ok(())
     }
 
-    /// What a resumed training needs of this callback. Checkpoints hold it.
+    /// The state of this callback that a resumed training needs. Checkpoints store it.
     fn state(&self) -> Value {
         Value::Null
     }
 
-    /// Takes the state of [`Callback::state`] of the checkpoint from which the training is resumed.
+    /// Restores the state that [`Callback::state`] returned. Called when a training is resumed from a
+    /// checkpoint.
     ///
     /// # Errors
-    /// `Error::Format` if it is malformed.
+    /// `Error::Format` if the state is malformed.
     fn restore(&mut self, state: &Value) -> Result<()> {
         let _ = state;
         Ok(())
     }
 
-    /// After the last step, also if the training was interrupted.
+    /// Called after the last step, also if the training was interrupted.
     ///
     /// # Errors
-    /// As the implementation says.
+    /// Errors of the implementation.
     fn on_end(&mut self) -> Result<()> {
         Ok(())
     }

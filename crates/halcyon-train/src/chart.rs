@@ -1,18 +1,18 @@
-//! A picture of the loss by step.
+//! A chart of the loss by step.
 
 use crate::callback::{Callback, EpochReport, Flow, StepReport};
 use halcyon::ir::error::{Error, Result};
 use std::io::BufWriter;
 use std::path::PathBuf;
 
-/// Size of the picture in pixels, and its margins.
+/// Size of the chart in pixels, and its margins.
 const WIDTH: usize = 800;
 const HEIGHT: usize = 480;
 const LEFT: usize = 80;
 const RIGHT: usize = 36;
 const TOP: usize = 20;
 const BOTTOM: usize = 48;
-/// Side of a pixel of the font.
+/// The side of one font pixel, in pixels of the chart.
 const SCALE: usize = 2;
 
 const WHITE: [u8; 3] = [255, 255, 255];
@@ -33,12 +33,13 @@ pub struct LossChart {
 }
 
 impl LossChart {
-    /// A picture in the file `path`.
+    /// A chart that is written to the file `path`.
     pub fn new(path: impl Into<PathBuf>) -> LossChart {
         LossChart { path: path.into(), log: None, steps: vec![], epochs: vec![] }
     }
 
-    /// When a training is resumed, takes the earlier losses from this file of a [`crate::JsonLog`].
+    /// Sets the file of a [`crate::JsonLog`]. When a training is resumed, the chart reads the earlier losses
+    /// from this file.
     pub fn history(mut self, log: impl Into<PathBuf>) -> LossChart {
         self.log = Some(log.into());
         self
@@ -106,7 +107,7 @@ fn plot_height() -> f64 {
     (HEIGHT - TOP - BOTTOM) as f64
 }
 
-/// An exponential moving average over about a fiftieth of the steps.
+/// An exponential moving average. It averages over about 2 % of the steps.
 fn averaged(points: &[(u64, f64)]) -> Vec<(u64, f64)> {
     let share = (50.0 / points.len().max(1) as f64).min(1.0);
     let mut mean = points.first().map_or(0.0, |p| p.1);
@@ -117,7 +118,7 @@ fn averaged(points: &[(u64, f64)]) -> Vec<(u64, f64)> {
     points.iter().map(next).collect()
 }
 
-/// Round numbers between two bounds: 1, 2 or 5 times a power of ten apart, at most 10.
+/// At most 10 round numbers between two bounds. Their distance is 1, 2 or 5 times a power of ten.
 fn ticks(low: f64, high: f64) -> Vec<f64> {
     let rough = (high - low) / 6.0;
     if !rough.is_finite() || rough <= 0.0 {
@@ -273,7 +274,7 @@ mod tests {
         let height = |x: usize| (0..HEIGHT).find(|y| pixels[(y * WIDTH + x) * 3..][..3] == LINE);
         let (left, right) = (height(LEFT + 5).unwrap(), height(WIDTH - RIGHT - 5).unwrap());
         assert!(left < right, "{left} {right}");
-        // A picture without any loss is a frame.
+        // A chart without losses shows only the frame.
         LossChart::new(dir.path().join("empty.png")).on_end().unwrap();
     }
 }

@@ -1,11 +1,11 @@
-//! Ends a training that no longer improves.
+//! Ends a training whose metric no longer improves.
 
 use crate::callback::{Callback, EpochReport, Flow};
 use crate::checkpoint::Goal;
 use halcyon::ir::error::{Error, Result};
 use serde_json::{Value, json};
 
-/// Stops after `patience` epochs in a row in which a metric has not improved by more than `least`.
+/// Stops the training if a metric does not improve by more than `least` in `patience` consecutive epochs.
 #[derive(Clone, Debug)]
 pub struct EarlyStopping {
     metric: String,
@@ -17,12 +17,12 @@ pub struct EarlyStopping {
 }
 
 impl EarlyStopping {
-    /// Watches `loss`, which is the mean loss of training, or a metric of the evaluation.
+    /// Watches a metric of the evaluation, or `loss`, the mean loss of training.
     pub fn new(metric: impl Into<String>, goal: Goal, patience: u64) -> EarlyStopping {
         EarlyStopping { metric: metric.into(), goal, patience, least: 0.0, best: f64::NAN, waited: 0 }
     }
 
-    /// Sets by how much the metric must improve. Default: 0.
+    /// Sets the smallest change that counts as an improvement. Default: 0.
     pub fn least(mut self, least: f64) -> EarlyStopping {
         self.least = least;
         self
@@ -31,7 +31,7 @@ impl EarlyStopping {
 
 impl Callback for EarlyStopping {
     fn state(&self) -> Value {
-        // Text, because JSON readers round numbers.
+        // The number is stored as text, because JSON readers may round numbers.
         json!({ "best": format!("{:?}", self.best), "waited": self.waited })
     }
 

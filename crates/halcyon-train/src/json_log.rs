@@ -7,13 +7,13 @@ use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// Longest accepted log of an earlier run in bytes.
+/// The size of the largest accepted log of an earlier run in bytes.
 const MOST: u64 = 1 << 30;
 
-/// Appends one JSON object per step and per epoch to a file:
-/// `{"step":…,"epoch":…,"loss":…,"samples_per_s":…}` and the same with `"kind":"epoch"` and the metrics.
-/// Lines are on the disk after each epoch. Epochs count from 1. When a run is resumed, lines of steps after
-/// its checkpoint are removed.
+/// Appends one JSON object per step and per epoch to a file. The object of a step is
+/// `{"step":…,"epoch":…,"loss":…,"samples_per_s":…}`. The object of an epoch also has `"kind":"epoch"` and
+/// the metrics. The lines are flushed to the disk after each epoch. Epochs are counted from 1. When a run is
+/// resumed, the lines of steps after the checkpoint are removed.
 #[derive(Debug)]
 pub struct JsonLog {
     path: PathBuf,
@@ -55,7 +55,8 @@ fn cut(path: &Path, step: u64) -> Result<()> {
     }
 }
 
-/// The lines of steps up to `step`: whether a line is of an epoch, its step, its loss.
+/// Reads the lines of steps up to `step`. Returns for each line whether it is the line of an epoch, the step,
+/// and the loss.
 pub(crate) fn read(path: &Path, step: u64) -> Result<Vec<(bool, u64, f64)>> {
     let text = halcyon_host::input::text_of(path, MOST).map_err(|e| e.error(path))?;
     let one = |l: &str| {
@@ -66,7 +67,7 @@ pub(crate) fn read(path: &Path, step: u64) -> Result<Vec<(bool, u64, f64)>> {
     Ok(text.lines().filter_map(one).collect())
 }
 
-/// A number as JSON. One that is not finite is a string, because JSON has no such numbers.
+/// A number as JSON. A number that is not finite becomes a string, because JSON has only finite numbers.
 pub(crate) fn number(x: f64) -> Value {
     if x.is_finite() { json!(x) } else { json!(x.to_string()) }
 }

@@ -1,5 +1,6 @@
-//! Training: a trainer with callbacks, metrics, logs, checkpoints that survive a kill and move between
-//! devices, and the runs that `halcyon train` makes of a configuration file.
+//! Training: a trainer with callbacks, metrics, logs, and checkpoints. A checkpoint is complete even if the
+//! process is killed, and can be loaded on another device. The crate also runs the trainings of configuration
+//! files for `halcyon train`.
 //!
 //! ```
 //! use halcyon::prelude::*;

@@ -1,4 +1,4 @@
-//! Metrics: what an evaluation counts over batches.
+//! Metrics that are accumulated over the batches of an evaluation.
 
 use halcyon::Tensor;
 use halcyon::ir::DType;
@@ -65,12 +65,12 @@ pub struct Classification {
     classes: usize,
     k: Option<usize>,
     within: u64,
-    /// By target and answer. There can be too many classes for a matrix.
+    /// The counts by target and answer. This is a map, because a matrix would be too large for many classes.
     confusion: HashMap<(usize, usize), u64>,
 }
 
 impl Classification {
-    /// Of `classes` classes.
+    /// Counts for `classes` classes.
     pub fn new(classes: usize) -> Classification {
         Classification { classes, k: None, within: 0, confusion: HashMap::new() }
     }
@@ -82,11 +82,11 @@ impl Classification {
     }
 
     /// Adds scores `[…, classes]`, such as logits, and targets `[…]`, which are class numbers. Negative
-    /// targets do not count. Of equal scores the first class is the answer.
+    /// targets are ignored. If several classes have the largest score, the first of them is the answer.
     ///
     /// # Errors
-    /// `Error::Shape` if the shapes do not fit; `Error::Argument` for a target beyond the classes; errors of
-    /// the device.
+    /// `Error::Shape` if the shapes do not match; `Error::Argument` for a target that is not below the number
+    /// of classes; errors of the device.
     pub fn add(&mut self, scores: &Tensor, targets: &Tensor) -> Result<()> {
         let (have, want) = (scores.dims()?, targets.dims()?);
         let fits = have.last() == Some(&self.classes) && have[..have.len() - 1] == want[..];
@@ -105,8 +105,8 @@ impl Classification {
         let own = classes.eq(targets.cast(DType::I32).unsqueeze(-1));
         let lowest = Tensor::full(scores.backend(), [1usize], f64::NEG_INFINITY, scores.dtype()?);
         let score = own.select(scores, &lowest).max_keepdim(-1);
-        // The number of classes that come before the target. NaN is never at most the target's score, so a
-        // model that answers NaN is not right.
+        // The number of classes whose score is not at most the target's score. A NaN is not at most any
+        // score, so a target never counts as found if the scores are NaN.
         let ahead = (scores.le(&score).cast(DType::I32) * -1 + 1).sum(-1);
         let counted =
             if self.k.is_some() { vec![answers.clone(), ahead.clone()] } else { vec![answers.clone()] };
@@ -135,24 +135,25 @@ impl Classification {
         self.confusion.values().sum()
     }
 
-    /// The share of targets that are the answer; NaN without targets.
+    /// The share of targets that equal the answer; NaN without targets.
     pub fn accuracy(&self) -> f64 {
         let right: u64 = (0..self.classes).map(|c| self.confused(c, c)).sum();
         right as f64 / self.total() as f64
     }
 
-    /// The share of targets among the `k` largest scores; `None` if it is not counted.
+    /// The share of targets that are among the `k` largest scores; `None` without [`Classification::top_k`].
     pub fn top_k_accuracy(&self) -> Option<f64> {
         self.k.map(|_| self.within as f64 / self.total() as f64)
     }
 
-    /// How often class `answer` was the answer for a sample of class `target`; 0 for other classes.
+    /// The number of samples of class `target` for which class `answer` was the answer; 0 for a class that
+    /// does not exist.
     pub fn confused(&self, target: usize, answer: usize) -> u64 {
         self.confusion.get(&(target, answer)).copied().unwrap_or(0)
     }
 }
 
-/// The confusion matrix: a row per target, a column per answer.
+/// The confusion matrix, with a row per target and a column per answer.
 impl fmt::Display for Classification {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let most = self.confusion.values().max().copied().unwrap_or(0).to_string().len();

@@ -5,8 +5,8 @@ use halcyon::ir::error::{Error, Result};
 use indicatif::{ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 
-/// A bar for each epoch on standard error, with the loss and the samples per second. It draws nothing if
-/// standard error is no terminal.
+/// Draws a progress bar for each epoch on standard error, with the loss and the samples per second. Draws
+/// nothing if standard error is not a terminal.
 #[derive(Debug)]
 pub struct ProgressBar {
     bar: indicatif::ProgressBar,
@@ -15,7 +15,7 @@ pub struct ProgressBar {
 }
 
 impl ProgressBar {
-    /// For a training of `epochs` epochs.
+    /// A progress bar for a training of `epochs` epochs.
     ///
     /// # Errors
     /// `Error::Internal` if the bar's template is invalid.

@@ -1,5 +1,5 @@
-//! TensorBoard's event files: TFRecord (tensorflow/core/lib/io/record_writer.cc) with Event messages
-//! (tensorflow/core/util/event.proto), of which scalars are written.
+//! TensorBoard's event files: TFRecord files (tensorflow/core/lib/io/record_writer.cc) of Event messages
+//! (tensorflow/core/util/event.proto). Only scalars are written.
 
 use crate::callback::{Callback, EpochReport, Flow, StepReport};
 use halcyon::ir::error::{Error, Result};
@@ -40,12 +40,12 @@ pub(crate) struct SummaryValue {
 
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct SessionLog {
-    /// 1: a session starts. TensorBoard then drops what it knows of later steps.
+    /// 1 means that a session starts. TensorBoard then discards the data that it has of later steps.
     #[prost(int32, tag = "1")]
     pub(crate) status: i32,
 }
 
-/// CRC-32C (Castagnoli), bit by bit; events are short.
+/// CRC-32C (Castagnoli), computed bit by bit, which is fast enough for short events.
 pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
     let mut crc = !0u32;
     for b in bytes {
@@ -57,7 +57,7 @@ pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
     !crc
 }
 
-/// The mask of TFRecord, for data that has checksums inside.
+/// Masks a checksum as TFRecord does, because the data itself may contain checksums.
 fn masked(bytes: &[u8]) -> [u8; 4] {
     crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
@@ -77,7 +77,7 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// A new event file in `folder`, which is made when training starts.
+    /// A new event file in `folder`. The file is made when training starts.
     pub fn new(folder: impl Into<PathBuf>) -> TensorBoard {
         TensorBoard { folder: folder.into(), path: PathBuf::new(), file: None }
     }
@@ -112,7 +112,7 @@ impl Callback for TensorBoard {
             what: e.to_string(),
         };
         std::fs::create_dir_all(&self.folder).map_err(|e| io(&self.folder, &e))?;
-        // Two runs in one second get different names.
+        // Two runs that start in the same second get different names.
         let mut n = 0;
         let file = loop {
             let name = format!("events.out.tfevents.{:010}.halcyon.{}.{n}", now() as u64, std::process::id());

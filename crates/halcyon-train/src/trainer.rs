@@ -21,28 +21,28 @@ use std::time::{Duration, Instant};
 /// A batch on the host.
 #[derive(Clone, Debug)]
 pub struct StepBatch {
-    /// What the step gets, in order.
+    /// The arrays that the step gets, in order.
     pub arrays: Vec<ConstData>,
     pub samples: u64,
-    /// The number of the batch in its epoch, from 0, and the number of batches of the epoch.
+    /// The index of the batch in its epoch, from 0. `batches` is the number of batches of the epoch.
     pub index: u64,
     pub batches: u64,
     /// The position after this batch, for [`Batches::restore`].
     pub position: Value,
 }
 
-/// Where a trainer gets its batches, epoch after epoch.
+/// A source of a trainer's batches, epoch after epoch.
 pub trait Batches {
     /// The next batch.
     ///
     /// # Errors
-    /// As the implementation says.
+    /// Errors of the implementation.
     fn next(&mut self) -> Result<StepBatch>;
 
-    /// Goes to a position of [`StepBatch::position`].
+    /// Goes to a position that [`StepBatch::position`] gave.
     ///
     /// # Errors
-    /// `Error::Argument` if the position is one of other data.
+    /// `Error::Argument` if the position belongs to other data.
     fn restore(&mut self, position: &Value) -> Result<()>;
 }
 
@@ -60,20 +60,22 @@ impl Batches for DataLoader {
     }
 }
 
-/// How long and how a [`Trainer`] trains.
+/// The options of a [`Trainer`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainerOptions {
     /// Number of epochs. Default: 1.
     pub epochs: u64,
-    /// Training also ends after this number of steps. Default: none.
+    /// The training ends after this number of steps, even if not all epochs are complete. Default: none.
     pub steps: Option<u64>,
-    /// Losses are read from the device every so many steps; until then, the host runs ahead of it. Default:
-    /// 10.
+    /// The number of steps after which losses are read from the device. Between two reads, the host does not
+    /// wait for the device. Default: 10.
     pub read_every: u64,
-    /// A checkpoint is written after each epoch, and every so many steps if set.
+    /// If set, a checkpoint is also written after every `checkpoint_every` steps, in addition to the
+    /// checkpoint after each epoch.
     pub checkpoint_every: Option<u64>,
-    /// Checks the results of every step, and for one with a NaN or an infinity names the op that made it. The
-    /// step then has no effect. Each step takes longer and keeps the old values of all parameters.
+    /// Whether the results of every step are checked for NaN and infinity. If one is found, the step is
+    /// undone, and the error names the op that caused it. Each step takes longer, and needs memory for the
+    /// old values of all parameters.
     pub detect_anomaly: bool,
 }
 
@@ -92,7 +94,7 @@ impl Default for TrainerOptions {
 /// Why a training ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stopped {
-    /// All epochs or steps were taken.
+    /// All epochs or steps are complete.
     Done,
     /// A callback returned [`Flow::Stop`].
     Callback,
@@ -103,7 +105,7 @@ pub enum Stopped {
 /// The result of [`Trainer::fit`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
-    /// Number of epochs completed, and of steps taken, in all.
+    /// The number of completed epochs, including those before a resumption; `step` is the number of steps.
     pub epoch: u64,
     pub step: u64,
     /// The mean loss of the last epoch.
@@ -115,7 +117,8 @@ pub struct Report {
     pub checkpoint: Option<PathBuf>,
 }
 
-/// What the trainer keeps in a checkpoint. The sum is text, because JSON readers round numbers.
+/// The trainer's state in a checkpoint. The sum of losses is stored as text, because JSON readers may round
+/// numbers.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Kept {
@@ -155,17 +158,17 @@ impl fmt::Debug for Trainer<'_> {
     }
 }
 
-/// Losses that were not read yet, and the time of training.
+/// The losses that were not read yet, and the time spent in training.
 struct Pending {
     losses: Vec<(u64, Tensor, u64, (u64, u64))>,
     since: Instant,
-    /// Samples and time of the epoch, in training only.
+    /// The number of samples and the training time of the epoch, without evaluation and checkpoints.
     samples: u64,
     busy: Duration,
 }
 
 impl<'a> Trainer<'a> {
-    /// A trainer of `model`, the model of `step`.
+    /// A trainer of `model`. `step` must be a training step of this model.
     pub fn new(model: &'a dyn Module, step: TrainStep<'a>, options: TrainerOptions) -> Trainer<'a> {
         Trainer {
             model,
@@ -192,7 +195,8 @@ impl<'a> Trainer<'a> {
         self
     }
 
-    /// Sets what is measured after each epoch, such as an accuracy on data that the training does not use.
+    /// Sets the evaluation that runs after each epoch, for example the accuracy on data that is not used for
+    /// training. `f` returns metrics by name.
     pub fn evaluate(mut self, f: impl FnMut() -> Result<BTreeMap<String, f64>> + 'a) -> Self {
         self.evaluate = Some(Box::new(f));
         self
@@ -226,8 +230,8 @@ impl<'a> Trainer<'a> {
         &self.step
     }
 
-    /// Moves model and training step to another backend. Batches follow. An evaluation must use the backend
-    /// of the model's parameters.
+    /// Moves the model and the training step to another backend. Later batches are copied to that backend. An
+    /// evaluation must use the backend of the model's parameters.
     ///
     /// # Errors
     /// Those of [`TrainStep::to_device`].
@@ -235,8 +239,9 @@ impl<'a> Trainer<'a> {
         self.step.to_device(backend)
     }
 
-    /// Continues from a checkpoint: model, optimizer, loss scaler, position in the data. The following steps
-    /// are those that would have followed, on the same backend with the same bits. Add the callbacks before.
+    /// Continues from a checkpoint: restores the model, the optimizer, the loss scaler and the position in
+    /// the data. The following steps are the same as without the interruption; on the same backend they give
+    /// the same bits. Add all callbacks before this call.
     ///
     /// # Errors
     /// Those of [`Checkpoint::load`] and [`Batches::restore`].
@@ -249,12 +254,12 @@ impl<'a> Trainer<'a> {
         };
         let kept = Kept::deserialize(&m.trainer).map_err(|e| malformed(e.to_string()))?;
         let sum: f64 =
-            kept.loss_sum.parse().map_err(|_| malformed("the sum of losses is no number".into()))?;
+            kept.loss_sum.parse().map_err(|_| malformed("the sum of losses is not a number".into()))?;
         if !m.data.is_null() {
             data.restore(&m.data)?;
         }
         checkpoint.load(self.model, &mut self.step)?;
-        // With other callbacks than before, each begins anew.
+        // If the number of callbacks has changed, no callback state is restored.
         if kept.callbacks.len() == self.callbacks.len() {
             let both = self.callbacks.iter_mut().zip(&kept.callbacks).filter(|(_, s)| !s.is_null());
             both.into_iter().try_for_each(|(c, s)| c.restore(s))?;
@@ -266,16 +271,17 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Trains until all epochs or steps are done, a callback stops it, or the flag is set.
+    /// Trains until all epochs or steps are complete, a callback stops the training, or the flag of
+    /// [`Trainer::interrupt`] is set.
     ///
     /// # Errors
     /// Errors of steps, data, callbacks, the evaluation and checkpoints; with `detect_anomaly`,
-    /// `Error::Argument` with the op that made a NaN or an infinity.
+    /// `Error::Argument` with the op that caused a NaN or an infinity.
     pub fn fit(&mut self, data: &mut dyn Batches) -> Result<Report> {
         let taken = self.taken;
         self.callbacks.iter_mut().try_for_each(|c| c.on_start(taken))?;
         let ended = self.epochs(data);
-        // Logs are complete also after an error.
+        // The callbacks also end after an error, so that logs are complete.
         let closed = self.callbacks.iter_mut().map(|c| c.on_end()).collect::<Vec<_>>();
         let stopped = ended?;
         closed.into_iter().collect::<Result<()>>()?;
@@ -313,7 +319,7 @@ impl<'a> Trainer<'a> {
         Ok(Stopped::Done)
     }
 
-    /// The rest of an epoch. `None` if it was completed.
+    /// Trains the remaining batches of an epoch. Returns `None` if the epoch is complete.
     fn rest_of_epoch(&mut self, data: &mut dyn Batches, pending: &mut Pending) -> Result<Option<Stopped>> {
         loop {
             let batch = data.next()?;
@@ -376,7 +382,7 @@ impl<'a> Trainer<'a> {
             for c in &mut self.callbacks {
                 match c.on_step(&report)? {
                     Flow::Continue => {}
-                    // A later callback does not undo a stop.
+                    // A stop is kept, whatever later callbacks return.
                     other if !matches!(flow, Flow::Stop) => flow = other,
                     _ => {}
                 }
@@ -437,13 +443,15 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// A step whose results are checked. After a NaN or infinity, everything has its old value again.
+    /// Runs a step and checks its results. After a NaN or infinity, all values from before the step are
+    /// restored.
     fn checked(&mut self, batch: &[&Tensor]) -> Result<Vec<Tensor>> {
         let before = self.step.graph(batch)?;
         let counted = (self.step.with_optimizer(|o| o.steps()), self.step.accumulated());
         let results = self.step.run(batch)?;
         let slots = self.model.slots().into_iter().map(|(_, s)| s.value());
-        // With a loss scaler, sums of gradients may overflow; the update is then skipped.
+        // With a loss scaler, sums of gradients may overflow. This is not an anomaly, because the update is
+        // then skipped.
         let scaled = self.step.scale()?.is_some();
         let state =
             self.step.state().into_iter().filter(|(n, _)| !scaled || !n.starts_with("sum.")).map(|(_, t)| t);
@@ -464,8 +472,8 @@ impl<'a> Trainer<'a> {
         }))
     }
 
-    /// Gives parameters, buffers and state their values of before a step, when the optimizer had taken
-    /// `steps` steps and `done` batches were accumulated.
+    /// Restores parameters, buffers and states to their values before a step. Before the step, the optimizer
+    /// had taken `steps` steps and `done` batches were accumulated.
     fn restore(&mut self, before: &StepGraph, (steps, done): (u64, u64)) -> Result<()> {
         let names: BTreeMap<String, Tensor> = self.step.state().into_iter().collect();
         let (mut state, rest): (Vec<_>, Vec<_>) =
@@ -489,7 +497,7 @@ fn rate(samples: u64, time: Duration) -> f64 {
     samples as f64 / time.as_secs_f64().max(1e-9)
 }
 
-/// Whether all elements of all floats are finite, computed on the device.
+/// Whether all elements of all float tensors are finite. This is computed on the device.
 fn all_finite(tensors: &[Tensor]) -> Result<bool> {
     let mut sum: Option<Tensor> = None;
     for t in tensors {

@@ -1,4 +1,5 @@
-//! Checkpoints: complete at every moment, the same bits back, and typed errors for what is damaged.
+//! Tests of checkpoints: a checkpoint is complete at every moment, loading restores the same bits, and
+//! damaged files give typed errors.
 
 use halcyon::Error;
 use halcyon::prelude::*;
@@ -88,7 +89,7 @@ fn every_bit_comes_back_also_from_several_files() {
         let m = c.manifest();
         assert_eq!((m.step, m.epoch, &m.data, m.metrics.len()), (3, 1, &data, 1));
         assert_eq!((m.optimizer.groups[0].rule.as_str(), m.dtypes["f32"]), ("adamw", 8));
-        // Both go on alike.
+        // Both runs continue with the same results.
         let next = |s: &mut TrainStep<'_>| s.run(&[&batch(&b)]).unwrap()[0].item::<f32>().unwrap().to_bits();
         assert_eq!(next(&mut s), next(&mut t));
         assert_eq!(bits(&a, &s), bits(&other, &t));
@@ -116,7 +117,7 @@ fn the_newest_and_the_best_are_kept() {
     assert_eq!(names, want);
     assert_eq!(store.best().unwrap().unwrap(), want[0]);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3, "nothing hidden is left over");
-    // Other names are no checkpoints.
+    // Folders with other names are not checkpoints.
     for name in ["step-7", "step-000009.old", "step-abc", "other"] {
         fs::create_dir(dir.path().join(name)).unwrap();
     }
@@ -147,7 +148,7 @@ fn dtypes_and_scalers_are_those_of_the_run() {
     let master = state["fc1.weight.master"].to_vec::<f32>().unwrap();
     assert_eq!(full.fc1.weight.value().to_vec::<f32>().unwrap(), master);
     assert_eq!(dtype(&full), DType::F32);
-    // And back: a run in bf16 makes its copies of f32 parameters.
+    // In the other direction, a run in bf16 makes its f32 copies from f32 parameters.
     let c = Checkpoint::open(&store.save(&full, &t, &at(3)).unwrap()).unwrap();
     let again = net(&b);
     again.to_dtype(DType::BF16).unwrap();
@@ -158,7 +159,7 @@ fn dtypes_and_scalers_are_those_of_the_run() {
     u.run(&[&batch(&b)]).unwrap();
 }
 
-/// A run goes cpu → opencl → webgpu → cpu by checkpoints, and every bit is kept.
+/// A run moves from cpu to opencl, to webgpu and back to cpu through checkpoints, and every bit is kept.
 #[test]
 fn checkpoints_move_between_devices() {
     let dir = tempfile::tempdir().unwrap();
@@ -289,7 +290,8 @@ fn damaged_and_hostile_files_are_typed_errors() {
 
 const CHILD: &str = "CHECKPOINT_TEST_FOLDER";
 
-/// The child of the tests below: saves until it is killed, and prints each step that is complete.
+/// The child process of the tests below. It saves checkpoints until it is killed, and prints the step of each
+/// complete checkpoint.
 #[test]
 fn child_that_saves() {
     let Some(folder) = std::env::var_os(CHILD) else { return };
@@ -325,8 +327,8 @@ fn child(folder: &Path) -> Command {
     c
 }
 
-/// 200 kills at random moments: the latest checkpoint always loads, and is never older than the last one that
-/// was reported as complete.
+/// Kills the child 200 times at random moments. The latest checkpoint always loads, and is never older than
+/// the last checkpoint that was reported as complete.
 #[test]
 fn kills_at_random_moments_lose_nothing_that_was_saved() {
     let dir = tempfile::tempdir().unwrap();
@@ -338,7 +340,8 @@ fn kills_at_random_moments_lose_nothing_that_was_saved() {
     for kill in 0..200 {
         let mut c = child(dir.path()).spawn().unwrap();
         let mut out = BufReader::new(c.stdout.take().unwrap());
-        // The moment is drawn from the first save on: the start of a process takes longer than a save.
+        // The random time counts from the first save, because the start of a process takes longer than a
+        // save.
         let mut line = String::new();
         let mut reported = 0;
         while out.read_line(&mut line).unwrap() > 0 {
@@ -372,8 +375,8 @@ fn kills_at_random_moments_lose_nothing_that_was_saved() {
     }
 }
 
-/// A write that fails in the middle, as on a full disk: here by the limit on the size of a file, whose signal
-/// is ignored so that the write returns an error.
+/// A write fails in the middle, as on a full disk. The test sets a limit on file sizes and ignores the signal
+/// of the limit, so that the write returns an error.
 #[cfg(unix)]
 #[test]
 fn a_write_that_fails_loses_nothing() {

@@ -1,4 +1,5 @@
-//! The trainer: resumption with equal bits, callbacks, evaluation, anomalies, moves.
+//! Tests of the trainer: resumption with equal bits, callbacks, evaluation, anomalies, and moves between
+//! backends.
 
 use halcyon::prelude::*;
 use halcyon::{ConstData, Error};
@@ -41,7 +42,7 @@ fn train_step<'n>(net: &'n Net) -> TrainStep<'n> {
     .seed(9)
 }
 
-/// 50 points in two classes, in batches of 8: 7 per epoch.
+/// 50 points in two classes. The batches have 8 points, so an epoch has 7 batches.
 fn data() -> DataLoader {
     let x: Vec<f32> = (0..150).map(|i| (i as f32 * 1.7).sin()).collect();
     let y: Vec<i32> = x.chunks(3).map(|p| i32::from(p[0] + p[1] > 0.0)).collect();
@@ -56,9 +57,9 @@ fn data() -> DataLoader {
 struct Record {
     losses: Rc<RefCell<Vec<(u64, u64)>>>,
     epochs: Rc<RefCell<Vec<(u64, u64)>>>,
-    /// Sets this flag after a step.
+    /// Sets the flag after the step with this number.
     stop: Option<(u64, Arc<AtomicBool>)>,
-    /// Moves after a step.
+    /// Moves to a backend after the step with this number.
     moves: Vec<(u64, Backend)>,
 }
 
@@ -83,7 +84,8 @@ fn options(read_every: u64) -> TrainerOptions {
     TrainerOptions { epochs: 3, read_every, ..TrainerOptions::default() }
 }
 
-/// The losses of a whole run, and those of a run that is interrupted after `stop` steps and resumed.
+/// The losses of an uninterrupted run, and the losses of a run that is interrupted after `stop` steps and
+/// resumed.
 #[test]
 fn a_resumed_run_has_the_same_bits_wherever_it_stopped() {
     let b = Backend::cpu().unwrap();
@@ -106,7 +108,7 @@ fn a_resumed_run_has_the_same_bits_wherever_it_stopped() {
         let report = t.fit(&mut data()).unwrap();
         assert_eq!(report.stopped, Stopped::Interrupted, "{stop}");
         assert!(report.step >= stop && report.step <= stop + 1, "{stop}: {}", report.step);
-        // Another process: a new model with other values, a new loader.
+        // As in another process, the resumed run has a new model with other values and a new loader.
         let second = net(&b);
         second.fc1.weight.set(Tensor::zeros(&b, [8, 3], DType::F32)).unwrap();
         let mut loader = data();
@@ -153,7 +155,7 @@ fn logs_evaluation_and_early_stopping() {
     let mut calls = 0;
     let evaluate = || {
         calls += 1;
-        // Better once, then never again.
+        // The metric improves at the second call, then never again.
         Ok([("accuracy".to_string(), if calls < 3 { 0.5 + calls as f64 / 10.0 } else { 0.6 })].into())
     };
     let many = TrainerOptions { epochs: 50, ..TrainerOptions::default() };
@@ -171,7 +173,7 @@ fn logs_evaluation_and_early_stopping() {
     let epochs: Vec<_> = lines.iter().filter(|l| l["kind"] == "epoch").collect();
     assert_eq!((epochs.len(), epochs[1]["accuracy"].as_f64()), (5, Some(0.7)));
     assert!(dir.path().join("loss.png").metadata().unwrap().len() > 1000);
-    // Early stopping goes on where it was: one more epoch without an improvement is the last.
+    // Early stopping continues with its state: it stops after one more epoch without an improvement.
     let mut stop = EarlyStopping::new("accuracy", Goal::Largest, 2);
     let epoch = |accuracy: f64| EpochReport {
         epoch: 0,
@@ -214,7 +216,7 @@ fn steps_end_a_run_and_old_checkpoints_go() {
     assert_eq!(store.list().unwrap(), names);
 }
 
-/// The op, its module, the line and the place are named, and the step has no effect.
+/// The error names the op, its module, the line and the element, and the step has no effect.
 #[test]
 fn an_anomaly_names_the_op_that_made_it() {
     for b in halcyon_test::devices::devices("an_anomaly_names_the_op_that_made_it", Level::O2) {

@@ -1,7 +1,7 @@
 //! `Backend`: an open device with its optimisation level and its caches.
 
 mod builder;
-mod options;
+pub(crate) mod options;
 mod settings;
 mod view;
 

@@ -2,8 +2,8 @@
 //!
 //! It is small but complete: names, probing, memory with a limit, programs, commands in order, faults,
 //! counters and timings. It has no library kernels ([`halcyon_hal::Target::library`] declines everything), so
-//! Halcyon generates a kernel for every op. A GPU driver has the same structure and differs in what
-//! [`program`] and [`memory`] call.
+//! Halcyon generates a kernel for every op. A GPU driver has the same structure, but its modules for programs
+//! and memory ([`program`], [`memory`]) call the GPU's library.
 //!
 //! ```
 //! halcyon_interpreter::register()?;

@@ -14,8 +14,8 @@ pub struct HostMemory;
 /// One allocation.
 pub type Memory = Arc<Mutex<Vec<u8>>>;
 
-/// A buffer's allocation and its offset there. A pool may divide allocations into ranges, and move their
-/// contents.
+/// A buffer's allocation and the buffer's offset in it. A pool may divide allocations into ranges, and move
+/// buffers.
 #[derive(Clone, Debug)]
 pub struct Spot {
     pub memory: Memory,

@@ -26,7 +26,7 @@ struct Bound<'a> {
     /// For each binding: the index of its allocation, the offset in it, and the size. Two bindings may be the
     /// same buffer.
     which: Vec<(usize, usize, usize)>,
-    /// The fault word, which the kernel accesses as one more buffer after its own ones.
+    /// The fault word. The kernel accesses it as an additional buffer after its own buffers.
     fault: u32,
 }
 
@@ -48,7 +48,7 @@ impl Memory for Bound<'_> {
                 let at = start + at;
                 self.memory[*i][at..at + bytes].copy_from_slice(&value.to_le_bytes()[..bytes]);
             }
-            // Keep the first fault.
+            // Later faults are ignored, because only the first fault is reported.
             None if self.fault == 0 => self.fault = value as u32,
             None => {}
         }

@@ -105,7 +105,7 @@ fn the_backends_memory_is_capped() {
     let e = Tensor::from_slice(&b, [10_000], &[1.0f32; 10_000]).unwrap_err();
     let Error::OutOfMemory { requested, total, .. } = &e else { panic!("{e}") };
     assert_eq!((*requested, *total), (40_000, 64 << 10));
-    // A result that does not fit is rejected too.
+    // A run whose result does not fit into the memory limit is rejected too.
     let e = (&keep + 1.0).eval().map(|_| ()).unwrap_err();
     assert_eq!(e.exit_code(), 5, "{e}");
     assert_eq!(b.memory().allocated, before, "what failed left no memory allocated");

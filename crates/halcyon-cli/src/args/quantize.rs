@@ -2,7 +2,7 @@
 
 use super::{BackendArgs, InputArgs};
 use clap::Args;
-use halcyon::quantize::{Activations, QuantizeOptions, WeightType};
+use halcyon::quantize::{Activations, Fallback, QuantizeOptions, WeightType};
 use halcyon::{Error, Result};
 use halcyon_formats::onnx::export::ExportOptions;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ pub(crate) struct QuantizeArgs {
     /// Bound of the error at O3: the largest difference from O0 over the standard deviation of O0's output
     /// [default: 1e-2]
     ///
-    /// Layers return to f32 until the error is within the bound. If no layer can be quantised within it, the
+    /// Layers return to a wider type (--fallback) until the error is within the bound. If no layer can be quantised within it, the
     /// run is refused (exit code 3) with the measured error.
     #[arg(long, value_name = "ERROR", hide_short_help = true)]
     pub max_error: Option<f64>,
@@ -26,10 +26,14 @@ pub(crate) struct QuantizeArgs {
     /// one, if there are two) is not used for calibration, but to measure the error.
     #[arg(long, value_name = "DIR|FILE", hide_short_help = true)]
     pub calibrate: Option<PathBuf>,
-    /// Type of weights at O3: int8, int4, int4min (4 bits with a minimum for each 32 weights) or f8 (on
-    /// devices that multiply it) [default: int8]
+    /// Type of weights at O3: int8, int16, bf16, int4, int4min (4 bits with a minimum for each 32 weights) or
+    /// f8 (on devices that multiply it) [default: int8]
     #[arg(long, value_name = "TYPE", hide_short_help = true)]
     pub weights: Option<String>,
+    /// Type of the layers that would exceed the bound: auto, f32, int16 or bf16. `auto` is the type of 16 bits
+    /// whose products are faster than those of f32 on the device, or f32 [default: auto]
+    #[arg(long, value_name = "TYPE", hide_short_help = true)]
+    pub fallback: Option<String>,
     /// Ranges of activations at O3: dynamic (computed in each run), minmax, or percentile:P, which leaves out
     /// the values beyond percentile P of each sample [default: minmax with --calibrate, else dynamic]
     #[arg(long, value_name = "HOW", hide_short_help = true)]
@@ -43,6 +47,7 @@ impl QuantizeArgs {
             (self.max_error.is_some(), "--max-error"),
             (self.calibrate.is_some(), "--calibrate"),
             (self.weights.is_some(), "--weights"),
+            (self.fallback.is_some(), "--fallback"),
             (self.activations.is_some(), "--activations"),
         ]
         .into_iter()
@@ -61,8 +66,10 @@ impl QuantizeArgs {
     pub(crate) fn options(&self) -> Result<QuantizeOptions> {
         let default = QuantizeOptions::default();
         let weights: Option<WeightType> = self.weights.as_deref().map(str::parse).transpose()?;
+        let fallback: Option<Fallback> = self.fallback.as_deref().map(str::parse).transpose()?;
         Ok(QuantizeOptions {
             weights: weights.unwrap_or_default(),
+            fallback: fallback.unwrap_or_default(),
             activations: self.activations()?,
             max_error: self.max_error.unwrap_or(default.max_error),
             ..default

@@ -17,9 +17,9 @@ use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 use std::time::Duration;
 
-/// Inputs of more elements are assumed not to determine shapes.
+/// Inputs with more elements than this are assumed not to determine shapes.
 const MAX_SHAPE_INPUT: usize = 1 << 16;
-/// Largest batch that is tried.
+/// The largest batch that the search tries.
 const MAX_BATCH: usize = 1 << 24;
 
 pub(crate) fn main(a: &FitArgs) -> Result<u8> {
@@ -85,10 +85,10 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     refused.map_or(Ok(0), Err)
 }
 
-/// Available memory, measured before the model takes any.
+/// Available memory, measured before the model is loaded.
 #[derive(Debug)]
 struct AvailableMemory {
-    /// Bytes still available for the device's buffers, and their total.
+    /// The free memory for the device's buffers in bytes; `total` is the whole memory.
     free: Option<u64>,
     total: Option<u64>,
     /// Host memory in bytes: free and total.
@@ -109,14 +109,14 @@ impl AvailableMemory {
     }
 }
 
-/// What is asked: the model, its inputs, the backend and the available memory.
+/// The arguments of the prediction: the model, its inputs, the backend and the available memory.
 struct FitRequest<'a> {
     model: &'a Model,
     backend: &'a Backend,
     ports: &'a [Port],
     /// The inputs that are numeric tensors.
     wanted: &'a [PendingInput],
-    /// Input and axis of every dimension that is the batch.
+    /// The input and the axis of every dimension that is the batch size.
     places: Vec<(usize, usize)>,
     room: AvailableMemory,
     /// Peak anonymous memory up to the end of planning.
@@ -133,15 +133,16 @@ struct Planned {
     /// Bytes of weights that are read in place from the model's files.
     mapped: u64,
     host: Host,
-    /// Anonymous memory of this process with the model's description, graph and plan, without constants. A
-    /// run needs it too.
+    /// The anonymous memory of this process, which includes the model's description, graph and plan, but not
+    /// the constants. A run needs this memory too.
     process: u64,
 }
 
 /// Anonymous host memory, without the buffers of a device that shares host memory.
 #[derive(Clone, Copy, Default)]
 struct Host {
-    /// Decoded and folded constants. The model's files do not contain them in the form that the graph needs.
+    /// Decoded and folded constants. They need memory, because the model's files do not contain them in the
+    /// form that the graph needs.
     constants: u64,
     inputs: u64,
     outputs: u64,
@@ -178,7 +179,7 @@ struct Largest {
     plans: usize,
 }
 
-/// The symbol that a dimension consists of, if any.
+/// The symbol of a dimension, if the dimension is a single symbol.
 fn symbol(d: Dim) -> Option<String> {
     let mut names = Default::default();
     d.symbols(&mut names);
@@ -186,14 +187,16 @@ fn symbol(d: Dim) -> Option<String> {
     (names.is_empty() && d == Dim::sym(&name)).then(|| name.to_string())
 }
 
-/// Input and axis of every batch dimension. The batch is the first named symbol that is the leading dimension
-/// of an input, at every axis where it occurs. Unnamed leading dimensions are batch dimensions too.
+/// The input and the axis of every batch dimension. The batch is the first named symbol that is the leading
+/// dimension of an input; every axis with this symbol is a batch dimension. Unnamed leading dimensions are
+/// batch dimensions too.
 fn places(ports: &[Port], wanted: &[PendingInput]) -> Result<Vec<(usize, usize)>> {
     let mut name: Option<String> = None;
     let mut out = vec![];
     for (i, p) in ports.iter().enumerate() {
         let Some(shape) = p.shape() else {
-            // The rank is not declared, so the given input decides.
+            // The model does not declare the rank, so the given input determines whether the dimension is a
+            // batch.
             if wanted[i].tensor().is_some_and(|(_, dims)| dims.first() == Some(&1)) {
                 out.push((i, 0));
             }
@@ -238,7 +241,7 @@ impl FitRequest<'_> {
         Ok(all)
     }
 
-    /// Prints what training takes.
+    /// Prints the memory that training takes.
     fn training(&self, a: &FitArgs, batch: Option<usize>) -> Result<u8> {
         let now = self.batch(batch);
         let (needs, count) = self.training_needs(batch)?;
@@ -269,7 +272,7 @@ impl FitRequest<'_> {
                 report::print(&out)?;
             }
         }
-        // As for an inference plan that does not fit.
+        // The exit code is the same as for an inference plan that does not fit.
         Ok(if fits { 0 } else { 5 })
     }
 
@@ -352,7 +355,7 @@ impl FitRequest<'_> {
             inputs: sum(&mut bytes.into_iter()),
             outputs: sum(&mut plan.outputs.iter().map(|o| o.dtype.bytes(o.dims.iter().product()))),
         };
-        // An executable does this too, before it allocates memory.
+        // An executable trims the heap in the same way before it allocates memory.
         heap::trim();
         let process = host::anonymous().unwrap_or(0).saturating_sub(made);
         Ok(Planned { plan, fit, inputs, fixed: g.fixed, mapped, host, process })
@@ -416,7 +419,7 @@ impl FitRequest<'_> {
         self.on_host(p).saturating_add(p.process).max(self.planning.get())
     }
 
-    /// Why a plan does not fit, or `None` if it does.
+    /// The reason why a plan does not fit, or `None` if it fits.
     fn refusal(&self, p: &Planned) -> Option<Error> {
         let (need, host) = (p.fit.device(), self.on_host(p));
         if let Some(free) = self.room.free
@@ -453,7 +456,7 @@ impl FitRequest<'_> {
         let mut plans = 0;
         let fits = refused.is_none();
         let mut limit = refused.cloned();
-        // The number of plans is not known in advance; this is the maximum.
+        // This is the largest possible number of plans, because the actual number is not known in advance.
         let mut progress = halcyon::hal::driver_output::err()
             .is_terminal()
             .then(|| Progress::new("plans", 2 * u64::from(MAX_BATCH.ilog2())));
@@ -480,7 +483,7 @@ impl FitRequest<'_> {
             limit = Some(why);
             false
         };
-        // `low` fits (0 means that none does), `high` does not.
+        // `low` fits (0 means that no batch is known to fit), `high` does not fit.
         let (mut low, mut high) = match fits {
             true => {
                 let (mut low, mut next) = (now.max(1), now.max(1).saturating_mul(2));

@@ -1,5 +1,5 @@
-//! `halcyon fit --train`: the memory that training a model takes, with and without computing activations
-//! again, and the largest batch that fits.
+//! `halcyon fit --train`: the memory that the training of a model takes, with and without recomputing
+//! activations, and the largest batch that fits.
 
 use crate::report::{size, table};
 use halcyon::hal::Tag;
@@ -12,9 +12,10 @@ use halcyon::{Backend, DType, Error, Fit, Result, Shape};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-/// The numbers of parts into which the forward is divided, of which the one that takes the least is reported.
+/// The numbers of parts into which the forward is divided. The report has the number that needs the least
+/// memory.
 const PARTS: [usize; 6] = [2, 4, 8, 16, 32, 64];
-/// Largest batch that is tried.
+/// The largest batch that the search tries.
 const MAX_BATCH: usize = 1 << 24;
 
 /// The memory of one training step of a plan, in bytes.
@@ -26,9 +27,9 @@ pub(crate) struct TrainFit {
     pub(crate) optimizer: u64,
     /// Scratch without gradients.
     pub(crate) activations: u64,
-    /// Batch, results and constants.
+    /// The batch, the results and the constants.
     pub(crate) others: u64,
-    /// The parts into which the forward is divided; 1 if nothing is computed twice.
+    /// The number of parts into which the forward is divided; 1 if nothing is computed twice.
     pub(crate) parts: usize,
 }
 
@@ -45,24 +46,24 @@ impl TrainFit {
     }
 }
 
-/// The needs of a batch: as it is, and with activations computed again.
+/// The memory that a batch needs: without and with recomputing activations.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Needs {
     pub(crate) plain: TrainFit,
     pub(crate) recomputed: TrainFit,
 }
 
-/// A largest batch; `None` if not even 1 fits.
+/// The largest batch that fits; `None` if not even 1 fits.
 pub(crate) type Largest = Option<usize>;
 
-/// The answer of `fit --train`.
+/// The result of `fit --train`.
 pub(crate) struct Report {
     pub(crate) backend: String,
     pub(crate) count: u64,
     pub(crate) batch: Option<usize>,
     pub(crate) needs: Needs,
     pub(crate) free: Option<u64>,
-    /// Largest batches as it is and with activations computed again; `Err` gives the reason why they were not
+    /// The largest batches without and with recomputing activations; `Err` gives the reason why they were not
     /// searched.
     pub(crate) largest: Result<[Largest; 2], String>,
 }
@@ -72,8 +73,8 @@ fn trained(op: &Op) -> bool {
     matches!(op, Op::Const(c) if c.dtype.is_float() && c.dtype.is_native() && c.numel() > 1)
 }
 
-/// The graph with its parameters as further inputs, and a scalar loss: the sum of the means of its float
-/// outputs.
+/// Turns the parameters of the graph into additional inputs, and adds a scalar loss: the sum of the means of
+/// the float outputs.
 fn with_loss(g: &Graph) -> Result<(Graph, Vec<NodeId>, NodeId)> {
     let live = Rebuild::live(g);
     let mut r = Rebuild::new(g);
@@ -120,8 +121,8 @@ fn with_loss(g: &Graph) -> Result<(Graph, Vec<NodeId>, NodeId)> {
     Ok((new, params, loss))
 }
 
-/// The training step of a graph with its forward in `parts` parts: its outputs are the loss, and the new
-/// parameters and moments of Adam. Returns also which inputs it may overwrite.
+/// The training step of a graph. The forward is divided into `parts` parts. The outputs are the loss, and the
+/// new parameters and moments of Adam. Also returns which inputs the step may overwrite.
 fn step(forward: &Graph, params: &[NodeId], loss: NodeId, parts: usize) -> Result<(Graph, Vec<bool>)> {
     let mut g = forward.clone();
     g.set_outputs(vec![]);
@@ -143,7 +144,7 @@ fn step(forward: &Graph, params: &[NodeId], loss: NodeId, parts: usize) -> Resul
     let rate = g.arg(DType::F32);
     let mut results = vec![];
     for (p, grad) in own.iter().zip(grads) {
-        // Parameters that the loss does not depend on stay.
+        // Parameters that the loss does not depend on are not updated.
         let Some(grad) = grad else { continue };
         let ty = g.ty(*p).clone();
         let (m, v) = (g.input("m", ty.clone()), g.input("v", ty.clone()));
@@ -170,7 +171,7 @@ fn step(forward: &Graph, params: &[NodeId], loss: NodeId, parts: usize) -> Resul
     Ok((g, donated))
 }
 
-/// The needs of a graph without symbols.
+/// The memory that the training of a graph without symbols needs.
 pub(crate) fn needs(b: &Backend, graph: &Graph, input_bytes: &[usize]) -> Result<(Needs, u64)> {
     let (forward, params, loss) = with_loss(graph)?;
     let bytes: Vec<usize> = params
@@ -211,8 +212,8 @@ fn numel(s: &Shape) -> Result<usize> {
     Ok(s.dims()?.iter().product())
 }
 
-/// The largest batches for which the need, as it is and with activations computed again, is at most `free`.
-/// `of` gives the needs of a batch. Assumes that if a batch does not fit, no larger batch does.
+/// The largest batches that need at most `free` bytes, without and with recomputing activations. `of` returns
+/// the needs of a batch. Assumes that if a batch does not fit, no larger batch fits.
 pub(crate) fn largest(free: u64, of: &dyn Fn(usize) -> Result<Needs>) -> Result<[Largest; 2]> {
     let one = |total: fn(&Needs) -> u64| -> Result<Largest> {
         let fits = |n: usize| Ok::<bool, Error>(total(&of(n)?) <= free);
@@ -239,7 +240,7 @@ impl Report {
         }
         let row = |what: &str, bytes: u64, note: String| vec![what.to_string(), size(bytes), note];
         let again = match r.parts {
-            1 => "computing them again takes no less".to_string(),
+            1 => "recomputing them needs no less memory".to_string(),
             n => format!("and {} if {n} parts of the forward are computed again", size(r.activations)),
         };
         out += &table(&[

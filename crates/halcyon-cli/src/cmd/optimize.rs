@@ -16,9 +16,9 @@ use halcyon_formats::{input as file_input, output};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
-/// The newest operator set, in which a quantised model is kept in memory.
+/// The newest operator set. A quantised model that is kept in memory uses this operator set.
 const IN_MEMORY: i64 = halcyon_formats::onnx::ops::LATEST;
-/// One sample of this many measures the error.
+/// One of every `SHARE` samples is used to measure the error.
 const SHARE: usize = 4;
 /// Pairs of bursts for a receipt.
 const RECEIPT_RUNS: usize = 7;
@@ -92,8 +92,8 @@ pub(crate) fn main(a: &OptimizeArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// Quantises a model for `backend`. `own` are samples that are used if there is nothing to calibrate with,
-/// and to measure the error if there is only one calibration sample.
+/// Quantises a model for `backend`. The samples `own` are used if there are no calibration samples, and to
+/// measure the error if there is only one calibration sample.
 pub(crate) fn quantized(
     model: &Model,
     backend: &Backend,
@@ -104,7 +104,8 @@ pub(crate) fn quantized(
     let ports = model.inputs()?;
     let all = samples(&ports, a, input)?;
     let held = if own.is_empty() { all.len().div_ceil(SHARE).min(all.len().saturating_sub(1)) } else { 0 };
-    // Every fourth sample, so that the order of the files does not matter.
+    // Every fourth sample measures the error. Taking the last quarter instead would make the result depend on
+    // the order of the files.
     let is_held = |i: &usize| held > 0 && i % SHARE == SHARE - 1 || held == 1 && *i == all.len() - 1;
     let (mut calibration, mut check) = (vec![], own);
     for (i, s) in all.iter().enumerate() {
@@ -125,7 +126,7 @@ pub(crate) fn quantized(
     quantize(backend, &graph(model, &check[0], &ports)?, &calibration, &check, &a.options()?)
 }
 
-/// The model's graph with open sizes, or for the sizes of this sample if it cannot have open ones.
+/// The model's graph with symbols, or, if the model cannot have symbols, for the sizes of this sample.
 fn graph(model: &Model, sample: &Sample, ports: &[Port]) -> Result<Graph> {
     match model.import(&[]) {
         Ok(i) if i.fixed.is_empty() => Ok(i.graph),
@@ -139,7 +140,7 @@ fn graph(model: &Model, sample: &Sample, ports: &[Port]) -> Result<Graph> {
     }
 }
 
-/// A model of the quantised graph.
+/// Makes a model from the quantised graph.
 pub(crate) fn as_model(q: &Quantized, path: &Path) -> Result<Model> {
     let proto = export(&q.graph, &ExportOptions { opset: IN_MEMORY, external_data: false })?;
     Model::new(proto, External::in_folder_of(path), &path.display().to_string())
@@ -240,7 +241,7 @@ fn of_archive(ports: &[Port], path: &Path) -> Result<Vec<Sample>> {
     (0..n).map(|i| arrays.iter().map(|x| part(x, i, true)).collect()).collect()
 }
 
-/// An array in the input's type; NumPy files hold floats as f64 too.
+/// Casts an array to the input's dtype, because NumPy files often store floats as f64.
 fn cast(p: &Port, x: ConstData) -> Result<ConstData> {
     let want = p.dtype()?;
     if x.dtype == want {
@@ -263,7 +264,8 @@ fn rows(ports: &[Port], x: Sample) -> Vec<Sample> {
     (0..n).map(row).collect::<Result<Vec<Sample>>>().unwrap_or(vec![x.clone()])
 }
 
-/// Index `i` of the first axis, without this axis (`drop`) or with size 1.
+/// The part of `x` at index `i` of the first axis. The axis is removed if `drop` is true; otherwise it has
+/// size 1.
 fn part(x: &ConstData, i: usize, drop: bool) -> Result<ConstData> {
     let n = x.dims[0].max(1);
     let len = x.bytes().len() / n;

@@ -1,4 +1,4 @@
-//! `halcyon prepare`: prepares a model for a device, and reports what that changed.
+//! `halcyon prepare`: prepares a model for a device, and reports what changed.
 
 use super::{Loaded, backend_json, backend_text, load};
 use crate::args::PrepareArgs;
@@ -10,7 +10,8 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::time::Instant;
 
-/// Exit code if the results at the level do not compare with those at O0.
+/// The exit code if the results at the level cannot be compared with the results at O0 (other shapes, or
+/// other finite values).
 const DIFFERS: u8 = 6;
 
 pub(crate) fn main(a: &PrepareArgs) -> Result<u8> {

@@ -1,4 +1,4 @@
-//! `halcyon train`: trains a model as a configuration file says.
+//! `halcyon train`: trains a model according to a configuration file.
 
 use crate::args::TrainArgs;
 use crate::report::{self, size};
@@ -53,7 +53,7 @@ fn watched() -> Result<Arc<AtomicBool>> {
     Ok(flag)
 }
 
-/// A number that is not finite is a string, because JSON has no such numbers.
+/// A number that is not finite becomes a string, because JSON has only finite numbers.
 fn number(x: f64) -> Value {
     if x.is_finite() { json!(x) } else { json!(x.to_string()) }
 }

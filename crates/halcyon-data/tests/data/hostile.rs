@@ -1,4 +1,4 @@
-//! Damaged files: whatever the bytes are, reading ends with a dataset or a typed error.
+//! Tests with damaged files: for any bytes, reading returns a dataset or a typed error.
 
 use bytes::Bytes;
 use flate2::Compression;
@@ -52,7 +52,7 @@ fn table(content: &[u8]) -> Vec<Result<Arrays>> {
 /// Changes, removes or adds bytes.
 fn damage(file: &[u8], at: &mut impl FnMut(usize) -> usize) -> Vec<u8> {
     let mut f = file.to_vec();
-    // Half of the time a single change, which more files survive.
+    // Half of the files get a single change, because more of these files can still be read.
     for _ in 0..1 + at(2) * at(3) {
         let k = at(f.len().max(1)).min(f.len().saturating_sub(1));
         match at(4) {
@@ -94,7 +94,7 @@ fn damaged_files_are_read_or_refused() {
             read[2] += usize::from(judge(r).is_some());
         }
         for (k, file) in [(3, &npz_file), (4, &st_file)] {
-            // A new file each time: mapped files must not change.
+            // Each round writes a new file, because a mapped file must not change.
             let path = dir.path().join(format!("{k}"));
             std::fs::write(&path, damage(file, &mut at)).expect("the file is written");
             let r = if k == 3 {
@@ -109,7 +109,7 @@ fn damaged_files_are_read_or_refused() {
         read[5] += usize::from(judge(Text::parse(&f, "t", TextOptions::new(4).stride(3))).is_some());
     }
     println!("of {rounds} rounds, read: {read:?}");
-    // If almost all files were refused, only the first checks would be tested.
+    // If almost all files were rejected, only the first checks would be tested.
     assert!(read.iter().all(|n| *n > rounds / 200), "{read:?}");
 }
 
@@ -140,7 +140,7 @@ proptest! {
         f.extend(v);
         judge(images(gz(&f)));
         judge(images(f.clone()));
-        // Small sizes, so that some files are complete.
+        // The sizes are small, so that some files are complete.
         let sizes = f.iter_mut().skip(4).take(4 * usize::from(axes));
         sizes.enumerate().for_each(|(k, b)| *b = u8::from(k % 4 == 3));
         judge(images(f));

@@ -21,7 +21,7 @@ fn take(loader: &mut DataLoader, n: usize) -> Vec<Batch> {
     (0..n).map(|_| loader.next_batch().expect("a batch")).collect()
 }
 
-/// What a batch is: place, rows and values.
+/// The content of a batch: place, rows and values.
 fn content(b: &Batch) -> (u64, u64, bool, Vec<usize>, Vec<ConstData>) {
     (b.epoch, b.index, b.last, b.rows.clone(), b.arrays.clone())
 }
@@ -38,7 +38,7 @@ fn options(r: &mut impl FnMut(usize) -> usize, n: usize) -> LoaderOptions {
     o.drop_last(r(2) > 0)
 }
 
-/// Numbers below a bound, from a seed.
+/// Returns a generator of random numbers below a bound.
 fn numbers_below(test: &str) -> impl FnMut(usize) -> usize {
     let (seed, mut epoch) = (seed(test), 0);
     move |n| {
@@ -130,7 +130,7 @@ fn a_restored_loader_goes_on_with_exactly_the_same_batches() {
     assert_eq!(loader.epoch().count(), 4);
     loader.set_epoch(2);
     assert!(content(&take(&mut loader, 1)[0]) == content(&want[14]));
-    // The seed belongs to the position.
+    // Restoring a position also restores its seed.
     let other = LoaderOptions::new(8).shuffle(12);
     let mut loader = DataLoader::new(numbers(50), other).expect("a loader");
     take(&mut loader, 1);
@@ -155,7 +155,8 @@ fn positions_and_options_that_do_not_fit_are_refused() {
         assert!(matches!(e, Error::Argument { .. }), "{e}");
         assert_eq!(loader.state(), good);
     }
-    // The end of an epoch is the start of the next one; the last epoch has no next one.
+    // The end of an epoch is the start of the next epoch. The epoch with the largest number has no next
+    // epoch.
     loader.restore(&LoaderState { next_batch: 7, ..good.clone() }).expect("the end of an epoch");
     assert_eq!(loader.state(), LoaderState { epoch: 1, ..good.clone() });
     loader.restore(&LoaderState { epoch: u64::MAX, next_batch: 6, ..good }).expect("the last epoch");
@@ -240,7 +241,7 @@ fn errors_arrive_in_the_place_of_their_batch() {
         assert!(all[..3].iter().all(Result::is_ok));
         let e = all[3].as_ref().expect_err("row 7").to_string();
         assert!(e.contains("row 7 is broken"), "{e}");
-        // The position is before the batch, which can be tried again.
+        // The position is before the failed batch, so the batch can be tried again.
         assert_eq!(loader.state().next_batch, 3);
         assert!(loader.next_batch().is_err());
         data.broken.store(0, Ordering::Relaxed);

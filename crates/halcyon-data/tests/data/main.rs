@@ -1,4 +1,4 @@
-//! Datasets from files, the loader, and files that are damaged.
+//! Tests of datasets from files, of the loader, and of damaged files.
 #![allow(missing_docs)]
 
 mod hostile;

@@ -1,10 +1,10 @@
-//! Folders of PNG files.
+//! Tests with folders of PNG files.
 
 use halcyon_data::{DataLoader, Dataset, DatasetExt, ImageFolder, ImageOptions, LoaderOptions, Result};
 use halcyon_test_host::models;
 use std::path::Path;
 
-/// Writes a PNG file of one colour, with a size of its own.
+/// Writes a PNG file of one colour, `size` pixels wide and `size + 1` pixels high.
 fn write_png(path: &Path, size: u32, rgb: [u8; 3]) {
     let mut out = vec![];
     let mut e = png::Encoder::new(&mut out, size, size + 1);
@@ -60,7 +60,7 @@ fn pictures_of_digits_are_as_in_their_arrays() {
         let name = format!("digit-{digit}.png");
         std::fs::copy(dir.join(&name), folder.path().join(digit).join(&name)).expect("a copy");
     }
-    // The arrays are normalised as the model that reads them was trained.
+    // The images are normalised in the same way as in the training of the model that reads them.
     let data = ImageFolder::open(folder.path(), ImageOptions::new(28, 28).grey()).expect("images");
     let data = data.normalise("image", &[0.1307], &[0.3081]).expect("a column");
     for (row, digit) in ["3", "8"].iter().enumerate() {

@@ -31,7 +31,7 @@ fn mnist_has_the_images_that_its_pictures_show() {
     assert_eq!(batch[0].to_vec::<f32>()[..784], want);
     assert_eq!(batch[1].to_vec::<i32>(), [labels[8000], labels[9999]].map(i32::from));
 
-    // An epoch, and how long it takes, which is reported only.
+    // Reads one epoch. The time is printed but not checked.
     let all = idx::mnist(&dir, Split::Test).expect("MNIST");
     for workers in [0, 2] {
         let o = LoaderOptions::new(64).shuffle(1).workers(workers);

@@ -1,10 +1,10 @@
-//! The weights in PyTorch's `.pt` and `.pth` files: what `torch.save(model.state_dict(), file)` writes since
-//! version 1.6, and checkpoints that have such dicts inside.
+//! The weights in PyTorch's `.pt` and `.pth` files: files that `torch.save(model.state_dict(), file)` writes
+//! since PyTorch 1.6, and checkpoints that contain such dicts.
 //!
-//! The file is a zip archive: a pickle with the names and shapes, and one member per storage. The pickle is
-//! read by a small machine that builds values and runs no code (`pickle.rs`). A file that holds other Python
-//! objects, such as a whole model, is an error that names the object. Numbers and strings beside the tensors
-//! are left out.
+//! The file is a zip archive with a pickle, which has the names and shapes, and one member per storage. A
+//! small machine reads the pickle (`pickle.rs`); it builds values and runs no code. If the file has other
+//! Python objects, such as a whole model, reading returns an error that names the object. Numbers and strings
+//! in the file are ignored.
 
 mod pickle;
 
@@ -17,12 +17,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
 
-/// Longest accepted pickle in bytes. A model of 100,000 tensors has one of about 20 MB.
+/// The size of the largest accepted pickle in bytes. The pickle of a model with 100,000 tensors has about 20
+/// MB.
 const MAX_PICKLE: u64 = 1 << 28;
 /// Deepest nesting of dicts and lists with tensors.
 const MAX_DEPTH: usize = 64;
-/// A tensor may be larger than its storage if it repeats elements (PyTorch's `expand`): by this factor, or up
-/// to this size in bytes.
+/// A tensor that repeats elements (PyTorch's `expand`) is larger than its storage. `MAX_EXPANSION` is the
+/// largest accepted ratio of the two sizes. Tensors of up to `MAX_EXPANDED` bytes are always accepted.
 const MAX_EXPANSION: usize = 1024;
 const MAX_EXPANDED: usize = 1 << 20;
 
@@ -42,26 +43,28 @@ pub struct TorchFile {
     archive: Archive,
     arena: Arena,
     tensors: BTreeMap<String, u32>,
-    /// Members by name, as numbers.
+    /// The index of each member by name.
     members: HashMap<String, usize>,
-    /// The folder of the archive, with its slash.
+    /// The top folder of the archive, with a slash at the end.
     folder: String,
     big_endian: bool,
-    /// Whether the members have checksums; PyTorch can write files without.
+    /// Whether the members have checksums. PyTorch can write files without checksums.
     checked: bool,
-    /// Storages that were read, by key. Tensors may share one, and unpacking it takes time.
+    /// A cache of the storages that were read, by key. Several tensors may share a storage, and unpacking a
+    /// storage takes time.
     read: Mutex<HashMap<String, Bytes>>,
 }
 
 impl TorchFile {
     /// # Errors
-    /// [`Error::Io`]; [`Error::Format`] for a malformed file, or one with Python objects other than tensors,
-    /// dicts, lists, numbers and strings; [`Error::Unsupported`] for a file written before PyTorch 1.6.
+    /// [`Error::Io`]; [`Error::Format`] for a malformed file, or a file with Python objects other than
+    /// tensors, dicts, lists, numbers and strings; [`Error::Unsupported`] for a file that was written by
+    /// PyTorch before version 1.6.
     pub fn open(path: &Path) -> Result<TorchFile> {
         TorchFile::parse(crate::mmap::open(path)?, &path.display().to_string())
     }
 
-    /// Like [`TorchFile::open`], of a file in memory; `file` names it in errors.
+    /// Like [`TorchFile::open`], for a file in memory. `file` is the name of the file in errors.
     ///
     /// # Errors
     /// Those of [`TorchFile::open`].
@@ -108,7 +111,8 @@ impl TorchFile {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// Returns one tensor in row-major order. Copies it only if it is strided, compressed or big-endian.
+    /// Returns one tensor in row-major order. The data is copied only if it is strided, compressed or
+    /// big-endian.
     ///
     /// # Errors
     /// [`Error::Argument`] if no tensor has this name; [`Error::Unsupported`] for complex numbers;
@@ -131,7 +135,8 @@ impl TorchFile {
         let size = dtype.size();
         let dense = crate::data::byte_len(dtype, &view.dims)
             .ok_or_else(|| bad(file, format!("tensor '{name}' is too large to address")))?;
-        // `check` has compared the place of the last element with the storage.
+        // This cannot exceed the storage, because `check` compared the position of the last element with the
+        // storage's size.
         let start = if dense == 0 { 0 } else { view.offset as usize * size };
         let contiguous = contiguous(view);
         if contiguous && !self.big_endian {
@@ -159,7 +164,8 @@ impl TorchFile {
     }
 
     fn storage(&self, s: u32) -> Result<Bytes> {
-        // A file names a storage anew for each tensor of it, so the numbers differ.
+        // The pickle describes a storage once for each tensor that uses it, so the same storage has several
+        // numbers. The key identifies the storage.
         let key = &self.arena.storages[s as usize].key;
         if let Some(b) = lock(&self.read).get(key) {
             return Ok(b.clone());
@@ -170,7 +176,8 @@ impl TorchFile {
         Ok(bytes)
     }
 
-    /// Checks that a tensor lies within its storage, and the storage's size in the archive's directory.
+    /// Checks that a tensor lies within its storage, and that the storage's size is the size of its member in
+    /// the archive.
     fn check(&self, view: &View) -> Result<()> {
         let fail = |what: String| Err(bad(&self.archive.file, format!("storage of a tensor {what}")));
         let storage = &self.arena.storages[view.storage as usize];
@@ -180,7 +187,7 @@ impl TorchFile {
             Element::Unsupported("complex64") => 8,
             Element::Unsupported(_) => 16,
         };
-        // An untyped storage counts bytes.
+        // The length of an untyped storage is in bytes.
         let unit = if storage.element.is_some() { size } else { 1 };
         if storage.numel.checked_mul(unit) != Some(member.size) {
             return fail(format!("'{}': {} elements in {} bytes", storage.key, storage.numel, member.size));
@@ -219,7 +226,7 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// PyTorch reads every byte of a bool that is not 0 as true.
+/// Converts bools to 0 or 1, because PyTorch reads every byte other than 0 as true.
 fn booleans(dtype: DType, bytes: Bytes) -> Bytes {
     match dtype == DType::Bool && bytes.iter().any(|b| *b > 1) {
         true => bytes.iter().map(|b| u8::from(*b != 0)).collect::<Vec<u8>>().into(),
@@ -240,7 +247,7 @@ fn contiguous(view: &View) -> bool {
     })
 }
 
-/// Appends the elements of a strided tensor in row-major order. They lie within `bytes`.
+/// Appends the elements of a strided tensor in row-major order. All elements must lie within `bytes`.
 fn gather(view: &View, size: usize, bytes: &[u8], out: &mut Vec<u8>) {
     let numel: usize = view.dims.iter().product();
     let mut index = vec![0usize; view.dims.len()];
@@ -249,7 +256,8 @@ fn gather(view: &View, size: usize, bytes: &[u8], out: &mut Vec<u8>) {
         out.extend_from_slice(&bytes[at * size..(at + 1) * size]);
         for axis in (0..index.len()).rev() {
             index[axis] += 1;
-            // The stride of an axis of size 1 may be any number. It is added and taken off again.
+            // The addition may wrap, because the stride of an axis of size 1 may be any number. The stride is
+            // subtracted again below.
             at = at.wrapping_add(view.strides[axis]);
             if index[axis] < view.dims[axis] {
                 break;
@@ -260,9 +268,10 @@ fn gather(view: &View, size: usize, bytes: &[u8], out: &mut Vec<u8>) {
     }
 }
 
-/// The tensors of nested dicts and lists by their joined names.
+/// The tensors of nested dicts and lists, by their joined names.
 fn flatten(arena: &Arena, pickle: &[u8], root: Value) -> std::result::Result<BTreeMap<String, u32>, String> {
-    // A dict that is inside of many others could have more names than a file should cost.
+    // This bounds the memory: if dicts contain the same dict several times, a small file can have a huge
+    // number of names.
     let most = pickle.len().saturating_mul(16).saturating_add(1 << 20);
     let (mut out, mut bytes) = (BTreeMap::new(), 0usize);
     let mut stack = vec![(String::new(), root, 0usize)];

@@ -1,23 +1,25 @@
 //! A machine for the pickles that `torch.save` writes (opcodes of CPython's pickletools, protocols 2 to 5).
-//! It builds values and runs no code: a name of Python outside of the few in [`global`] is an error.
+//! It builds values and runs no code: a Python name that is not in the short list of [`global`] is an error.
 //!
-//! Values are in one arena and refer to each other by number, so a pickle with cycles is freed like any
-//! other. Every opcode adds at most one value, so memory is in proportion to the pickle.
+//! All values are in one arena and refer to each other by number. So a pickle with cycles is freed like any
+//! other pickle. Every opcode adds at most one value, so the memory is proportional to the size of the
+//! pickle.
 
 use halcyon_ir::DType;
 use std::collections::HashMap;
 
-/// What one value is. Numbers are places in the [`Arena`].
+/// One value of the pickle. A `u32` is an index into a list of the [`Arena`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Value {
     None,
     Bool(bool),
     Int(i64),
-    /// A float, or an integer beyond 64 bits. Neither is a part of a tensor.
+    /// A float, or an integer that does not fit into 64 bits. The value is not kept, because no tensor needs
+    /// it.
     Number,
-    /// A string: a range of the pickle.
+    /// A string: the start and the end of its bytes in the pickle.
     Text(u32, u32),
-    /// Bytes and sets, of which no tensor is made.
+    /// Bytes and sets. The value is not kept, because no tensor needs it.
     Other,
     /// Tuples and lists.
     Items(u32),
@@ -27,17 +29,18 @@ pub(super) enum Value {
     Tensor(u32),
 }
 
-/// The names of Python that are understood.
+/// The Python names that the machine accepts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Global {
     OrderedDict,
-    /// `_rebuild_tensor_v2`, and `_rebuild_tensor`, which is a prefix of it.
+    /// `_rebuild_tensor_v2`, and `_rebuild_tensor`, whose arguments are the first arguments of
+    /// `_rebuild_tensor_v2`.
     RebuildTensor,
-    /// `_rebuild_tensor_v3`, which takes an element type.
+    /// `_rebuild_tensor_v3`, which also has an argument for the element type.
     RebuildTyped,
     RebuildParameter,
     Size,
-    /// The class of a storage, with its element type; `None` for one that has none.
+    /// The class of a storage, with its element type; `None` for an untyped storage.
     Storage(Option<Element>),
     Element(Element),
 }
@@ -64,7 +67,7 @@ pub(super) struct Storage {
 pub(super) struct View {
     pub(super) storage: u32,
     pub(super) element: Element,
-    /// In elements, as are the strides.
+    /// The offset in elements. Strides are in elements too.
     pub(super) offset: u64,
     pub(super) dims: Vec<usize>,
     pub(super) strides: Vec<usize>,
@@ -81,8 +84,8 @@ pub(super) struct Arena {
 /// Largest rank of a tensor. PyTorch's own bound is the same.
 const MAX_RANK: usize = 64;
 
-/// Most values, containers and entries of the memo. 100,000 tensors have about 3 million. A pickle of a few
-/// bytes per entry can be packed to a thousandth of its size.
+/// The largest number of values, containers and memo entries. 100,000 tensors need about 3 million. The limit
+/// is needed because a compressed pickle can be a thousand times larger than the file.
 const MAX_VALUES: usize = 1 << 24;
 
 type Outcome<T> = Result<T, String>;
@@ -202,7 +205,7 @@ impl Machine<'_> {
     }
 
     fn pop(&mut self) -> Outcome<Value> {
-        // Values below the last mark belong to it.
+        // Values below the last mark must stay on the stack.
         let least = self.marks.last().copied().unwrap_or(0);
         if self.stack.len() <= least {
             return Err("a value is missing".into());
@@ -223,7 +226,7 @@ impl Machine<'_> {
     fn text(&mut self, n: u64) -> Outcome<Value> {
         let at = self.at;
         std::str::from_utf8(self.take(n)?).map_err(|_| "a string is not UTF-8")?;
-        // The length of a pickle fits 32 bits.
+        // The casts are safe, because the length of a pickle fits into 32 bits.
         Ok(Value::Text(at as u32, self.at as u32))
     }
 
@@ -387,11 +390,11 @@ impl Machine<'_> {
                 self.call(f, args)?
             }
             b'b' => {
-                // The state of an OrderedDict is its attributes, such as `_metadata`. No tensor is in it.
+                // The state of an OrderedDict has only its attributes, such as `_metadata`, and no tensors.
                 self.pop()?;
                 return match self.top()? {
                     Value::Dict(_) => Ok(()),
-                    _ => Err("a state of something else than a dict".into()),
+                    _ => Err("a state for a value that is not a dict".into()),
                 };
             }
             b'Q' => {
@@ -421,7 +424,7 @@ impl Machine<'_> {
                 self.arena.items[i as usize].extend(items);
                 Ok(())
             }
-            _ => Err("items of something else than a list".into()),
+            _ => Err("items for a value that is not a list".into()),
         }
     }
 
@@ -431,12 +434,12 @@ impl Machine<'_> {
                 self.arena.dicts[i as usize].extend(entries);
                 Ok(())
             }
-            _ => Err("entries of something else than a dict".into()),
+            _ => Err("entries for a value that is not a dict".into()),
         }
     }
 
     fn call(&mut self, f: Value, args: Value) -> Outcome<Value> {
-        let Value::Global(f) = f else { return Err("a call of something else than a name".into()) };
+        let Value::Global(f) = f else { return Err("a call of a value that is not a name".into()) };
         let args = self.items_of(args)?;
         match (f, args) {
             (Global::OrderedDict, []) => Ok(self.dict(vec![])),
@@ -472,7 +475,7 @@ impl Machine<'_> {
         }
         let one = |v: &Value| match v {
             Value::Int(n) => usize::try_from(*n).map_err(|_| format!("a size or stride of {n}")),
-            _ => Err("a size or stride is no integer".to_string()),
+            _ => Err("a size or stride is not an integer".to_string()),
         };
         items.iter().map(one).collect()
     }
@@ -486,8 +489,8 @@ impl Machine<'_> {
     ) -> Outcome<Value> {
         let Value::Storage(s) = storage else { return Err("a tensor without a storage".into()) };
         let offset = match offset {
-            Value::Int(n) => u64::try_from(n).map_err(|_| format!("a tensor begins at {n}"))?,
-            _ => return Err("the place of a tensor is no integer".into()),
+            Value::Int(n) => u64::try_from(n).map_err(|_| format!("a tensor has the offset {n}"))?,
+            _ => return Err("the offset of a tensor is not an integer".into()),
         };
         let (dims, strides) = (self.sizes(size)?, self.sizes(stride)?);
         if dims.len() != strides.len() {
@@ -499,7 +502,8 @@ impl Machine<'_> {
         Ok(Value::Tensor(self.arena.tensors.len() as u32 - 1))
     }
 
-    /// The storage of a persistent id: `("storage", class, key, location, number of elements)`.
+    /// The storage for a persistent id, which has the form `("storage", class, key, location, number of
+    /// elements)`.
     fn storage(&mut self, id: Value) -> Outcome<Value> {
         let [kind, class, key, _, numel, ..] = self.items_of(id)? else {
             return Err("a reference to a storage of an unknown form".into());
@@ -508,7 +512,7 @@ impl Machine<'_> {
             return Err("a reference to a storage of an unknown form".into());
         };
         if self.str_of(*kind)? != "storage" {
-            return Err("a reference to something else than a storage".into());
+            return Err("a reference to a value that is not a storage".into());
         }
         let numel = u64::try_from(*numel).map_err(|_| format!("a storage of {numel} elements"))?;
         let storage = Storage { key: self.str_of(*key)?.to_string(), element: *element, numel };

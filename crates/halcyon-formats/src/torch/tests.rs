@@ -14,7 +14,7 @@ fn values(t: &ConstData) -> Vec<f64> {
     t.scalars().map(|s| s.as_f64()).collect()
 }
 
-/// Every tensor has PyTorch's values; small floats are widened in the `.npz`.
+/// Checks that every tensor has PyTorch's values. The `.npz` has small floats in a wider type.
 fn same_as_numpy(file: &TorchFile, prefix: &str, arrays: &str) {
     let want = Npz::open(&folder().join(arrays)).unwrap();
     for name in want.names() {
@@ -70,7 +70,8 @@ fn objects_and_old_files_are_errors_that_name_them() {
     assert!(matches!(e, Error::Unsupported { .. }) && e.to_string().contains("1.6"), "{e}");
 }
 
-/// The archive with the bytes of some members changed. All members are stored, and checksums are left out.
+/// A copy of an archive in which `edit` has changed the bytes of some members. All members are stored
+/// uncompressed and without checksums.
 fn edited(name: &str, edit: impl Fn(&str, &mut Vec<u8>)) -> Result<TorchFile> {
     let bytes = Bytes::from(std::fs::read(folder().join(name)).unwrap());
     let mut f = TorchFile::parse(bytes, "t").unwrap();
@@ -84,7 +85,8 @@ fn edited(name: &str, edit: impl Fn(&str, &mut Vec<u8>)) -> Result<TorchFile> {
     TorchFile::parse(zip(&raw).into(), "t")
 }
 
-/// An archive of stored members without checksums, by the format's definition and not by the code under test.
+/// An archive of uncompressed members without checksums. It is written from the definition of the zip format
+/// and not with the code under test.
 fn zip(members: &[(String, Vec<u8>)]) -> Vec<u8> {
     let (mut out, mut central) = (vec![], vec![]);
     for (name, body) in members {
@@ -120,7 +122,7 @@ fn big_endian_files_are_swapped() {
     let f = edited("state.pt", |name, body| match name {
         "state/byteorder" => *body = b"big".to_vec(),
         n if n.contains("/data/") => {
-            // The only integer is the counter of batches.
+            // The only integer tensor is `num_batches_tracked`.
             let size = if body.len() == 8 && body[1..] == [0; 7] { 8 } else { 4 };
             body.chunks_exact_mut(size).for_each(<[u8]>::reverse);
         }
@@ -177,7 +179,7 @@ fn attack_views_beyond_the_storage() {
         b"K\x00J\xff\xff\xff\xff\x85K\x01\x85",
         b"K\x00K\x02\x85J\xff\xff\xff\xff\x85",
         b"K\x00K\x02\x85K\x01K\x01\x86",
-        // Sizes whose product overflows, and a stride of 0 over many elements.
+        // Sizes whose product overflows, and an axis of many elements with stride 0.
         b"K\x00\x8a\x08\0\0\0\0\0\0\0\x40\x8a\x08\0\0\0\0\0\0\0\x40\x86K\0K\0\x86",
         b"K\x00\x8a\x05\0\0\0\0\x01\x85K\0\x85",
         b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7fK\x02\x85K\x01\x85",
@@ -189,7 +191,7 @@ fn attack_views_beyond_the_storage() {
     assert_eq!(one_tensor(wide).unwrap().get("w").unwrap().dims[..], [2, 1]);
 }
 
-/// A list that contains itself, and dicts that contain the next one twice.
+/// A list that contains itself, and a chain of tuples, each of which contains the previous tuple twice.
 #[test]
 fn attack_cycles_and_doubling() {
     let file = |pickle: &[u8]| TorchFile::parse(zip(&[("a/data.pkl".into(), pickle.to_vec())]).into(), "t");
@@ -217,7 +219,7 @@ fn changed_files_never_panic() {
                 f.names().for_each(|n| drop(f.get(n)));
             }
         }
-        // Without checksums, changes reach the pickle.
+        // The checksums are removed, so that changed bytes reach the pickle machine.
         let f = TorchFile::parse(good.into(), "t").unwrap();
         let raw: Vec<(String, Vec<u8>)> =
             f.archive.members.iter().map(|m| (m.name.clone(), f.archive.body(m).unwrap().to_vec())).collect();

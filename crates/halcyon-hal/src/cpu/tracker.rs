@@ -56,7 +56,7 @@ pub(super) type Each<'a> = &'a dyn Fn(&mut dyn FnMut(&Access));
 
 impl Tracker {
     fn lock(&self) -> MutexGuard<'_, Traffic> {
-        // No update leaves the state half-written, so a panic elsewhere does not damage it.
+        // Every update leaves the state valid, so the state can be used after a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

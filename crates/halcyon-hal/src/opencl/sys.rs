@@ -344,11 +344,11 @@ pub(super) fn candidates() -> Vec<String> {
     names.iter().map(|s| s.to_string()).collect()
 }
 
-/// Loads the OpenCL library. Failures are not remembered, so a library installed later is found.
+/// Loads the OpenCL library. Failures are not cached, so a library that is installed later is found.
 ///
 /// # Errors
-/// [`Error::Unavailable`] if no library could be used. It lists for every name the loader's message, or the
-/// function that the library lacks.
+/// [`Error::Unavailable`] if no library could be used. For every name, the error has the loader's message, or
+/// the function that the library lacks.
 pub(super) fn load() -> Result<&'static Api> {
     load_from(&candidates())
 }

@@ -41,10 +41,10 @@ impl Affine {
     }
 }
 
-/// The reason for a chain that has another form. Its subject is "the epilogue".
+/// The reason for a chain of another form. The text continues a sentence that begins with "the epilogue".
 const MORE: &str = "is more than a scale, a bias, a residual and an activation";
 
-/// The parts, in the order in which they may follow each other.
+/// The parts of an affine epilogue, in the only order in which they may occur.
 #[derive(Clone, Copy, PartialEq, PartialOrd)]
 enum Part {
     Nothing,
@@ -79,7 +79,8 @@ impl Fused {
     ///
     /// # Errors
     /// If the kernel has another form (another order of the parts, a part twice, operands with other strides,
-    /// arithmetic in several types), the reason. Its subject is "the epilogue".
+    /// arithmetic in several types), the reason. The text continues a sentence that begins with "the
+    /// epilogue".
     pub fn as_affine(
         &self,
         product: u32,
@@ -130,7 +131,7 @@ impl Fused {
 }
 
 impl<'a> Reader<'a> {
-    /// Whether the view has these strides over the result's shape; those of axes of size 1 do not count.
+    /// Whether the view has these strides over the result's shape. The strides of axes of size 1 are ignored.
     fn like(&self, v: &View, want: &[isize]) -> bool {
         let seen = View { shape: self.f.space.clone(), ..v.clone() };
         let strides = seen.reshape(self.shape).filter(|_| v.mask.is_none()).map(|v| v.strides);
@@ -243,8 +244,8 @@ impl<'a> Reader<'a> {
         l.dtype == compute && self.like(&l.view, &self.channels)
     }
 
-    /// A literal bound of a clamp. NaN is refused: with a NaN bound the result must be NaN, but the clamps of
-    /// kernels would keep the value.
+    /// A literal bound of a clamp. A NaN bound is not accepted: the result would have to be NaN, but the
+    /// clamps of kernels would keep the value.
     fn literal(&self, other: Option<&InstrKind>) -> Option<f64> {
         let Some(InstrKind::Param(k)) = other else { return None };
         match self.f.params[*k as usize] {

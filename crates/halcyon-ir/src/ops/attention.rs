@@ -21,7 +21,7 @@ pub(super) static ATTENTION: CompositeRow = CompositeRow {
     has_builder: true,
     has_kernels: true,
     packs: false,
-    // Without keys the result is a sum over no values.
+    // If there are no keys, the result is a sum over no values.
     summed: Some((1, 1)),
     // The mask stays in f32.
     half: Some(HalfForm { rounded: 3, when: HalfWhen::Always, rate: Some(RatedWork::Products) }),
@@ -42,13 +42,13 @@ pub(super) static ATTENTION_GRAD: CompositeRow = CompositeRow {
     gradient: CompositeGradient::Body,
 };
 
-/// Five products instead of two.
+/// The gradient has five products; the forward has two.
 fn grad_flops(c: &Composite, inputs: &[Operand], y: &Operand) -> u64 {
     (flops(c, inputs, y) / 2).saturating_mul(5)
 }
 
-/// One composite for the gradients of queries, keys and values. The gradient of a mask, and those of shared
-/// key heads, go through the body.
+/// One composite computes the gradients of queries, keys and values. The body is differentiated instead if
+/// the mask needs a gradient, or query heads share key heads.
 fn gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     let (Some(scale), causal) = (c.float("scale"), c.flag("causal")) else { return Ok(Gradient::Body) };
     let sizes = |g: &Graph, x: NodeId| g.shape(x).known();
@@ -64,7 +64,7 @@ fn gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     b.parts(all, &[q, k, v])
 }
 
-/// The weights `softmax(q·kᵀ·scale + mask)`, for keys with as many heads as the queries.
+/// The weights `softmax(q·kᵀ·scale + mask)`. The keys must have as many heads as the queries.
 fn weights(
     g: &mut Graph,
     (q, k): (NodeId, NodeId),
@@ -166,9 +166,9 @@ impl Graph {
         })
     }
 
-    /// The gradients of [`Graph::attention`] with as many key heads as query heads. `of` are the queries,
-    /// keys and values and the gradient of the result. The result has one axis: the gradients of queries,
-    /// keys and values one after the other. (Dao et al. 2022.)
+    /// The gradients of [`Graph::attention`] with as many key heads as query heads. `of` has the queries, the
+    /// keys, the values and the gradient of the result. The result has one axis. It holds the gradients of
+    /// queries, keys and values, one after the other. (Dao et al. 2022.)
     pub fn attention_grad(
         &mut self,
         of: [NodeId; 4],

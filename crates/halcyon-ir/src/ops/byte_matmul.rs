@@ -1,4 +1,4 @@
-//! Products of bytes. `crate::passes::bytes` makes them.
+//! Products of bytes. The pass `crate::passes::bytes` creates them.
 
 use super::composite::{CompositeGradient, CompositeRow};
 use super::matmul;

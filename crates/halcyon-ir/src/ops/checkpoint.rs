@@ -1,5 +1,6 @@
-//! Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016): parts of a
-//! graph whose intermediate values are not kept for the gradient but computed again.
+//! Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). The
+//! intermediate values of a checkpointed part of a graph are not kept for the gradient; the gradient computes
+//! them again.
 
 use super::composite::{CompositeGradient, CompositeKind, CompositeRow, some_per_element};
 use crate::composite::Attrs;
@@ -26,9 +27,9 @@ pub(super) static CHECKPOINT: CompositeRow = CompositeRow {
 };
 
 impl Graph {
-    /// The value that `body` computes from `x`. Its gradient computes the body again from `x` instead of
-    /// keeping the body's intermediate values; the gradient's values are the same. The second computation
-    /// comes where the gradient is computed, after the gradients of everything that reads the result.
+    /// The value that `body` computes from `x`. The body's intermediate values are not kept: the gradient
+    /// computes the body again from `x`, with the same values. The second computation runs just before the
+    /// gradient needs it, after the gradients of all nodes that read the result.
     ///
     /// # Errors
     /// Errors of `body`.
@@ -40,9 +41,10 @@ impl Graph {
         self.composite(CompositeKind::Checkpoint, Attrs::new(), x, body)
     }
 
-    /// The graph with each of these ranges of nodes (by index, in order, apart from each other) made a
-    /// checkpoint: of the nodes in a range, only those stay that nodes after it or outputs read. Also returns
-    /// the new node of each old node, [`DROPPED`](crate::passes::rebuild::DROPPED) for nodes without one.
+    /// A graph in which each of these ranges of nodes is a checkpoint. The ranges are in order and do not
+    /// overlap. Only the nodes of a range that later nodes or outputs read remain as results of the
+    /// checkpoint. Also returns the new node of each old node, or
+    /// [`DROPPED`](crate::passes::rebuild::DROPPED) for a node that was removed.
     ///
     /// Leaves in a range are not part of the checkpoint. Ranges take effect in [`crate::grad::gradients`].
     ///
@@ -93,8 +95,8 @@ impl Graph {
         r.finish()
     }
 
-    /// The graph that computes `root` by the nodes for which `inside` is true. Its inputs are the nodes
-    /// outside that it reads, which are returned too. Literals are copied.
+    /// The graph of the nodes for which `inside` is true and that `root` depends on. Its inputs are the other
+    /// nodes that it reads; they are returned too. Literals are copied.
     fn part(&self, root: NodeId, inside: &dyn Fn(NodeId) -> bool) -> Result<(Graph, Vec<NodeId>)> {
         let literal = |x: NodeId| matches!(self.node(x).op, Op::Full(_) | Op::Iota { .. });
         let mut need = vec![false; self.nodes().len()];
@@ -123,12 +125,13 @@ impl Graph {
         Ok((body, reads))
     }
 
-    /// For each place between two nodes, the bytes of the values before it that nodes after it read.
+    /// For each boundary between two nodes, the bytes of the values before the boundary that nodes after the
+    /// boundary read.
     fn crossing(&self) -> Vec<u64> {
         let n = self.nodes().len();
         let mut last: Vec<usize> = (0..n).collect();
         for i in (0..n).rev() {
-            // A read of a view is a read of the value.
+            // A read of a view counts as a read of the viewed value.
             let at = if self.nodes()[i].op.is_view() { last[i] } else { i };
             for x in &self.nodes()[i].inputs {
                 last[x.index()] = last[x.index()].max(at);
@@ -149,7 +152,7 @@ impl Graph {
             .collect()
     }
 
-    /// The bytes of a node's value if it is computed, 0 for leaves and views.
+    /// The bytes of a node's value; 0 for leaves and views, which need no memory.
     fn stored_bytes(&self, i: usize) -> u64 {
         let n = &self.nodes()[i];
         if n.op.is_leaf() || n.op.is_view() {
@@ -159,10 +162,10 @@ impl Graph {
         n.ty.dtype.bytes(elements) as u64
     }
 
-    /// Divides the nodes into `parts` ranges whose values take about as many bytes each. Each boundary is
-    /// where few bytes cross it, near the place that would divide the bytes evenly. The last range, whose
-    /// gradient comes first, stays outside: computing it again would free nothing. Boundaries that coincide
-    /// are one, so there may be fewer ranges than asked for.
+    /// Divides the nodes into `parts` ranges whose values have about the same size in bytes. Each boundary is
+    /// near the even division, at a position where the values that cross it are small. The last range is left
+    /// out: its gradient is computed first, so computing it again would save no memory. If two boundaries
+    /// coincide, there are fewer ranges than requested.
     pub fn even_ranges(&self, parts: usize) -> Vec<Range<usize>> {
         let n = self.nodes().len();
         let sizes: Vec<u64> = (0..n).map(|i| self.stored_bytes(i)).collect();
@@ -175,7 +178,7 @@ impl Graph {
         let place = |bytes: u64| before.partition_point(|b| *b < bytes).min(n);
         let mut cuts = vec![0usize];
         for k in 1..parts as u64 {
-            // The share is searched over half of a part before and after the even boundary.
+            // The search covers half of a part before and half of a part after the even boundary.
             let half = total / (2 * parts as u64);
             let even = (u128::from(total) * u128::from(k) / parts as u128) as u64;
             let (low, high) = (place(even.saturating_sub(half)).max(1), place(even.saturating_add(half)));
@@ -195,7 +198,8 @@ mod tests {
     use crate::reference;
     use crate::{ConstData, DType, TensorType};
 
-    /// `layers` times tanh of a product, and the loss; returns the parameters.
+    /// A chain of `layers` products, each followed by tanh, and a loss. Returns the graph, the parameters and
+    /// the loss.
     fn chain(layers: usize) -> (Graph, Vec<NodeId>, NodeId) {
         let mut g = Graph::new();
         let mut x = g.input("x", TensorType::new(DType::F64, [2, 3]));

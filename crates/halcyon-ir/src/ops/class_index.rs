@@ -61,8 +61,9 @@ impl Rules for ClassIndex {
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {
         let end = self.classes.known()? as i64;
-        // Labels are often computed in the same plan, as a slice of a larger tensor, so another value could
-        // reuse their memory before an error is reported. They are small, so keep them.
+        // Labels are often computed in the same plan, as a slice of a larger tensor. Without `kept`, another
+        // value could reuse their memory before an error is reported. Labels are small, so keeping them is
+        // cheap.
         Some(IndexRange { operand: 0, low: 0, end, ignore: self.ignore, kept: true })
     }
     fn rounding(&self, _: &[&TensorType], _: &TensorType) -> Rounding {

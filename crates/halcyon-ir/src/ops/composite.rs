@@ -25,7 +25,7 @@ pub struct CompositeRow {
     pub name: &'static str,
     /// Whether `Graph` has a function of this name that adds it. If not, only passes add it.
     pub has_builder: bool,
-    /// Whether kernels for the whole composite exist, on some device. If not, its body always replaces it.
+    /// Whether any device has kernels for the whole composite. If not, its body always replaces it.
     pub has_kernels: bool,
     /// See [`Facts::packs`].
     pub packs: bool,
@@ -42,8 +42,9 @@ pub struct CompositeRow {
 /// How a composite is differentiated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CompositeGradient {
-    /// Through a copy of the composite's body. Passes merge the copy with the body that the forward computes,
-    /// except that of [`CompositeKind::Checkpoint`], whose operands the copy reads through [`Op::Recompute`].
+    /// Through a copy of the composite's body. Passes merge the copy with the body that the forward computes.
+    /// The copy of a [`CompositeKind::Checkpoint`] is not merged, because it reads its operands through
+    /// [`Op::Recompute`].
     Body,
     /// In closed form. The rule returns [`Gradient::Body`] if the body is not the built-in one.
     Closed(fn(&Composite, &mut Backward<'_>) -> Result<Gradient>),
@@ -54,7 +55,7 @@ pub(super) fn some_per_element(_: &Composite, _: &[Operand], output: &Operand) -
     8 * output.view.numel() as u64
 }
 
-/// The row of a composite of which only the body is known.
+/// The row of a composite about which only the body is known.
 const fn unknown(name: &'static str) -> CompositeRow {
     CompositeRow {
         name,
@@ -69,7 +70,7 @@ const fn unknown(name: &'static str) -> CompositeRow {
     }
 }
 
-/// The row of every composite of another crate.
+/// The row of every composite that another crate defines.
 static OTHER: CompositeRow = unknown("");
 
 /// Declares [`CompositeKind`] from one line per built-in composite: the variant and its row.
@@ -166,7 +167,7 @@ impl fmt::Display for CompositeKind {
     }
 }
 
-/// The built-in composite of that name, or another crate's.
+/// The built-in composite with this name, or a composite of another crate.
 impl From<&str> for CompositeKind {
     fn from(name: &str) -> CompositeKind {
         let known = CompositeKind::BUILT_IN.iter().find(|k| k.name() == name);

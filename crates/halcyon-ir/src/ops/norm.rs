@@ -46,8 +46,8 @@ fn grad_flops(_: &Composite, inputs: &[Operand], _: &Operand) -> u64 {
     inputs.first().map_or(0, |x| 18 * x.view.numel() as u64)
 }
 
-/// One composite for the gradients of operand, scale and bias, if scale and bias have the shape of a row and
-/// nothing is rounded.
+/// One composite computes the gradients of operand, scale and bias, if scale and bias have the shape of a
+/// row, and all operands are f32 or all are f64.
 fn layer_norm_gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     let axis = c.int("axis").and_then(|a| usize::try_from(a).ok());
     let (Some(axis), Some(eps)) = (axis, c.float("eps")) else { return Ok(Gradient::Body) };
@@ -127,9 +127,9 @@ impl Graph {
         )
     }
 
-    /// The gradients of [`Graph::layer_norm`] for f32 and f64. `of` are the operand, the scale, which has the
-    /// shape of a row, and the gradient of the result. The result has one axis: the gradients of operand,
-    /// scale and bias one after the other.
+    /// The gradients of [`Graph::layer_norm`] for f32 and f64. `of` has the operand, the scale and the
+    /// gradient of the result. The scale has the shape of a row. The result has one axis. It holds the
+    /// gradients of operand, scale and bias, one after the other.
     pub fn layer_norm_grad(&mut self, of: [NodeId; 3], axis: usize, eps: f64) -> Result<NodeId> {
         let name = LAYER_NORM_GRAD.name;
         self.need_float(name, of[0])?;

@@ -324,7 +324,7 @@ fn backward(p: &Pool, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Vals> {
         }
         PoolKind::Max => {
             for (i, g) in g.iter().enumerate() {
-                // The first of the largest elements; NaN counts as the largest.
+                // The first of several equal largest elements is used. NaN counts as the largest.
                 let best = (0..t.kernels())
                     .filter_map(|k| t.kernel(k)[i % t.out])
                     .map(|q| i / t.out * size + q)

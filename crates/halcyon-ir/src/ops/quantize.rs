@@ -1,4 +1,4 @@
-//! Quantisation: composites that convert between floats and 8-bit integers, convolutions of bytes, and
+//! Quantisation: composites that convert between floats and integers of 8 or 16 bits, convolutions of bytes, and
 //! products with weights of 4 bits.
 
 use super::Conv;
@@ -15,6 +15,9 @@ use crate::target::Operand;
 pub const WEIGHT_BLOCK: usize = 32;
 /// The code of the weight 0 if a product of 4-bit weights has no minimum.
 pub const MIDDLE: i64 = 8;
+
+/// The attribute of the composite `quantize` that limits the magnitude of its codes.
+pub const LIMIT: &str = "limit";
 
 /// The facts of a composite that only other passes and exporters look at.
 const fn plain(has_builder: bool) -> CompositeRow {
@@ -79,12 +82,12 @@ fn own_attributes(dtype: Option<DType>, axis: Option<usize>) -> crate::composite
 }
 
 impl Graph {
-    /// Quantises f32 to 8-bit integers: `saturate(round(x / scale) + zero)`, rounded to nearest, ties to even
+    /// Quantises f32 to integers of 8 or 16 bits: `saturate(round(x / scale) + zero)`, rounded to nearest, ties to even
     /// (the definition of ONNX's QuantizeLinear). `scale` is f32: one number, a vector along `axis`, or any
     /// shape that broadcasts to `x`. `zero` has the type `dtype` and the shape of `scale`; absent, it is 0.
     ///
     /// # Errors
-    /// [`Error::DType`] unless `x` and `scale` are f32; [`Error::Argument`] unless `dtype` is i8 or u8;
+    /// [`Error::DType`] unless `x` and `scale` are f32; [`Error::Argument`] unless `dtype` is i8, u8 or i16;
     /// [`Error::Shape`] if the shapes do not broadcast.
     pub fn quantize(
         &mut self,
@@ -94,8 +97,8 @@ impl Graph {
         dtype: DType,
         axis: Option<usize>,
     ) -> Result<NodeId> {
-        if !matches!(dtype, DType::I8 | DType::U8) {
-            return Err(Error::argument("quantize", format!("to {dtype}: expected i8 or u8")));
+        if !matches!(dtype, DType::I8 | DType::U8 | DType::I16) {
+            return Err(Error::argument("quantize", format!("to {dtype}: expected i8, u8 or i16")));
         }
         self.need_f32("quantize", x)?;
         self.need_f32("quantize", scale)?;
@@ -114,10 +117,36 @@ impl Graph {
         })
     }
 
-    /// The inverse of [`Graph::quantize`]: `(codes - zero) * scale` in f32, where `codes` are 8-bit integers.
+    /// As [`Graph::quantize`] to i16 without a zero point, but saturates at `limit` in magnitude. A product of
+    /// such codes has sums that are known to fit i32.
     ///
     /// # Errors
-    /// [`Error::DType`] unless `scale` is f32; [`Error::Argument`] unless `codes` are i8 or u8;
+    /// Those of [`Graph::quantize`]; [`Error::Argument`] unless `limit` is in 1..=32767.
+    pub fn quantize_within(&mut self, x: NodeId, scale: NodeId, limit: i64) -> Result<NodeId> {
+        if !(1..=i64::from(i16::MAX)).contains(&limit) {
+            return Err(Error::argument("quantize", format!("limit {limit}: expected 1 to 32767")));
+        }
+        self.need_f32("quantize", x)?;
+        self.need_f32("quantize", scale)?;
+        let rank = self.shape(x).rank();
+        let mut own = own_attributes(Some(DType::I16), None);
+        own.insert(LIMIT.into(), Attr::Int(limit));
+        self.composite(CompositeKind::Quantize, own, &[x, scale], |g, x| {
+            let s = along(g, x[1], None, rank)?;
+            let q = g.div(x[0], s)?;
+            let q = g.round(q)?;
+            let (low, high) = (g.lit(q, -limit as f64), g.lit(q, limit as f64));
+            let q = g.max(q, low)?;
+            let q = g.min(q, high)?;
+            g.cast(q, DType::I16)
+        })
+    }
+
+    /// The inverse of [`Graph::quantize`]: `(codes - zero) * scale` in f32, where `codes` are integers of 8 or
+    /// 16 bits.
+    ///
+    /// # Errors
+    /// [`Error::DType`] unless `scale` is f32; [`Error::Argument`] unless `codes` are i8, u8 or i16;
     /// [`Error::Shape`] if the shapes do not broadcast.
     pub fn dequantize(
         &mut self,
@@ -126,8 +155,8 @@ impl Graph {
         zero: Option<NodeId>,
         axis: Option<usize>,
     ) -> Result<NodeId> {
-        if !matches!(self.dtype(codes), DType::I8 | DType::U8) {
-            let what = format!("codes of {}: expected i8 or u8", self.dtype(codes));
+        if !matches!(self.dtype(codes), DType::I8 | DType::U8 | DType::I16) {
+            let what = format!("codes of {}: expected i8, u8 or i16", self.dtype(codes));
             return Err(Error::argument("dequantize", what));
         }
         self.need_f32("dequantize", scale)?;

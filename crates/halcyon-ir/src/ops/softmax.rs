@@ -17,7 +17,8 @@ pub(super) static SOFTMAX: CompositeRow = CompositeRow {
     has_kernels: true,
     packs: false,
     summed: None,
-    // The softmax follows its operand: scores that are f32 sums are not rounded only for the softmax.
+    // The softmax is computed in the dtype of its operand: scores that are f32 sums are not rounded for the
+    // softmax alone.
     half: Some(HalfForm { rounded: 1, when: HalfWhen::Follows, rate: None }),
     template: Some(&TEMPLATE),
     flops: some_per_element,

@@ -11,6 +11,8 @@
 //! - **8-bit floats.** Without this pass [`super::small_types`] would rewrite them to native types. Widening
 //!   is exact, so the products are the same. A scale that is a single number is an operand of the composite.
 //!   A cast of the sums to a half type becomes the composite's result type if nothing else reads the sums.
+//! - **16-bit integers** are summed in i32 as well, if the right operand is a constant and the left one is
+//!   clamped so that no sum can wrap. They have no zero points.
 //! - **8-bit integers** are summed in i32, exactly, which is more exact than the f32 sums they replace. A sum
 //!   of products over parts of the summed axis, which an importer creates so that each part is exact in f32,
 //!   becomes one product again. If the device has only i8 kernels, u8 values and their zero points are
@@ -35,8 +37,8 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 /// `a bᵀ` with `a` `[batch…, m, k]` and `b` `[batch…, n, k]`, both with the summed axis last, as matrix units
-/// read them. The attributes `left` and `right` are the dtypes of the bytes. Integers (i8 and u8) give
-/// `[batch…, m, n]` in i32, which wraps. 8-bit floats (stored as u8) give f32, f16 or bf16. The optional
+/// read them. The attributes `left` and `right` are the dtypes of the operands. Integers (i8 and u8, or two
+/// i16) give `[batch…, m, n]` in i32, which wraps. 8-bit floats (stored as u8) give f32, f16 or bf16. The optional
 /// third operand, a scale `[1]` in f32, multiplies their result.
 const KIND: CompositeKind = CompositeKind::ByteMatmul;
 
@@ -57,6 +59,11 @@ pub(super) fn is_f8(d: DType) -> bool {
 
 pub(super) fn is_int8(d: DType) -> bool {
     matches!(d, DType::I8 | DType::U8)
+}
+
+/// Whether a dtype holds the integers of quantised values: 8 or 16 bits.
+pub(super) fn is_code(d: DType) -> bool {
+    is_int8(d) || d == DType::I16
 }
 
 /// Adds the composite on byte operands.
@@ -93,10 +100,14 @@ pub fn operation(
     scaled: bool,
     result: DType,
 ) -> Result<Arc<Composite>> {
-    if !types.iter().all(|d| is_f8(*d)) && !types.iter().all(|d| is_int8(*d)) {
+    let known = [is_f8, is_int8, |d| d == DType::I16];
+    if !known.iter().any(|is| types.iter().all(|d| is(*d))) {
         return Err(Error::argument(
             KIND.name(),
-            format!("expected two 8-bit floats or two 8-bit integers, found {} and {}", types[0], types[1]),
+            format!(
+                "expected two 8-bit floats, two 8-bit integers or two of i16, found {} and {}",
+                types[0], types[1]
+            ),
         ));
     }
     let mut g = Graph::new();
@@ -112,6 +123,14 @@ pub fn operation(
         Op::Composite(c) => Ok(c.clone()),
         _ => Err(Error::internal("a composite is another op")),
     }
+}
+
+/// Whether a factor's matrix is transposed and then only repeated along batch axes (true), or only repeated
+/// (false). None for other views.
+fn turned(g: &Graph, f: &Factor) -> Option<bool> {
+    let turns = f.views.last().is_some_and(|v| matches!(&g.node(*v).op, Op::Permute(p) if p[..] == [1, 0]));
+    let others = &f.views[..f.views.len() - usize::from(turns)];
+    others.iter().all(|v| repeats_matrices(g, *v)).then_some(turns)
 }
 
 /// Whether a node repeats its input only along batch axes, so that its matrices are those of its input.
@@ -288,7 +307,7 @@ impl<'a> Finder<'a> {
     /// be tracked.
     fn factor(&self, id: NodeId, axis: Option<usize>, mut f: Factor, depth: usize) -> Option<Factor> {
         let n = self.g.node(id);
-        if is_f8(n.ty.dtype) && !f.whole || is_int8(n.ty.dtype) {
+        if is_f8(n.ty.dtype) && !f.whole || is_code(n.ty.dtype) {
             return Some(Factor { codes: id, ..f });
         }
         let x = n.inputs.first().copied().filter(|_| depth < MAX_DEPTH)?;
@@ -298,7 +317,7 @@ impl<'a> Finder<'a> {
             Op::Cast if is_f8(from) && matches!(d, DType::F32 | DType::F16 | DType::BF16) && !f.whole => {
                 Some(Factor { codes: x, ..f })
             }
-            Op::Cast if is_int8(from) && matches!(d, DType::F32 | DType::I32) => {
+            Op::Cast if is_code(from) && matches!(d, DType::F32 | DType::I32) => {
                 Some(Factor { codes: x, ..f })
             }
             Op::Cast if matches!((from, d), (DType::F32, DType::I32) | (DType::I32, DType::F32)) => {
@@ -344,6 +363,52 @@ impl<'a> Finder<'a> {
         }
     }
 
+    /// The bounds of a value that minima and maxima with constants limit.
+    fn bounds(&self, id: NodeId, depth: usize) -> (f64, f64) {
+        let (n, all) = (self.g.node(id), (f64::NEG_INFINITY, f64::INFINITY));
+        let (Op::Scalar(op), [x, c], true) = (&n.op, &n.inputs[..], depth < MAX_DEPTH) else { return all };
+        let limit = |c: NodeId| match self.uniform(c).map(|c| &self.g.node(c).op) {
+            Some(Op::Full(v)) => Some(v.as_f64()),
+            Some(Op::Const(c)) => c.scalars().next().map(|v| v.as_f64()),
+            _ => None,
+        };
+        let (Some(c), (low, high)) = (limit(*c), self.bounds(*x, depth + 1)) else { return all };
+        match op {
+            ScalarOp::Min => (low.min(c), high.min(c)),
+            ScalarOp::Max => (low.max(c), high.max(c)),
+            _ => all,
+        }
+    }
+
+    /// The largest magnitude of i16 codes, which may be clamped before they are cast.
+    fn largest_code(&self, codes: NodeId) -> u64 {
+        let n = self.g.node(codes);
+        let (low, high) = match (&n.op, self.input(codes)) {
+            (Op::Cast, Some(x)) => self.bounds(x, 0),
+            _ => (f64::NEG_INFINITY, f64::INFINITY),
+        };
+        let (low, high) = (low.max(f64::from(i16::MIN)), high.min(f64::from(i16::MAX)));
+        low.abs().max(high.abs()) as u64
+    }
+
+    /// The largest sum of the magnitudes along the summed axis of a constant right operand of i16.
+    fn largest_sum(&self, f: &Factor) -> Option<u64> {
+        let Op::Const(c) = &self.g.node(f.codes).op else { return None };
+        let (&[_, cols], turns) = (&c.dims[..], turned(self.g, f)?) else { return None };
+        let mut sums = vec![0u64; if turns { 1 } else { cols }];
+        let (words, _) = c.bytes().as_chunks::<2>();
+        let mut most = 0;
+        for row in words.chunks_exact(cols.max(1)) {
+            let values = row.iter().map(|w| u64::from(i16::from_le_bytes(*w).unsigned_abs()));
+            if turns {
+                most = most.max(values.sum());
+            } else {
+                sums.iter_mut().zip(values).for_each(|(s, v)| *s += v);
+            }
+        }
+        Some(sums.into_iter().fold(most, u64::max))
+    }
+
     /// The product of two values with these batch dimensions, computed in `d`.
     fn product(&self, operands: [NodeId; 2], batch: &[Dim], d: DType) -> Option<ProductMatch> {
         let [a, b] = operands;
@@ -357,7 +422,7 @@ impl<'a> Finder<'a> {
                 whole: false,
             };
             let f = self.factor(x, Some(self.g.shape(x).rank() - back), none, 0)?;
-            // Only integers have a zero point.
+            // Only bytes have a zero point.
             (f.zero.is_none() || is_int8(self.g.dtype(f.codes))).then_some(f)
         };
         let factors = [of(a, 1)?, of(b, 2)?];
@@ -369,6 +434,14 @@ impl<'a> Finder<'a> {
                 d if d == DType::F32 || is_f8(d) => DType::F32,
                 _ => return None,
             },
+            DType::F32 if types == [DType::I16; 2] => {
+                // f32 sums do not wrap, so i32 sums must not either.
+                let most = self.largest_code(factors[0].codes) * self.largest_sum(&factors[1])?;
+                if most > i32::MAX as u64 {
+                    return None;
+                }
+                DType::I32
+            }
             DType::I32 | DType::F32 if types.iter().all(|t| is_int8(*t)) => {
                 let largest = |i: usize| match (types[i], factors[i].zero) {
                     (DType::I8, None) => 128,
@@ -497,15 +570,17 @@ impl ProductMatch {
 /// A matrix constant, transposed.
 fn transposed_constant(c: &ConstData) -> Result<ConstData> {
     let (rows, cols) = (c.dims[0], c.dims[1]);
+    let size = stored(c.dtype).bytes(1);
     let turn = |from: &[u8]| {
-        let mut to = vec![0u8; rows * cols];
+        let mut to = vec![0u8; rows * cols * size];
         // In tiles, so that reads and writes both stay in the cache.
         const TILE: usize = 64;
         for r0 in (0..rows).step_by(TILE) {
             for c0 in (0..cols).step_by(TILE) {
                 for c in c0..cols.min(c0 + TILE) {
                     for r in r0..rows.min(r0 + TILE) {
-                        to[c * rows + r] = from[r * cols + c];
+                        let (at, of) = ((c * rows + r) * size, (r * cols + c) * size);
+                        to[at..at + size].copy_from_slice(&from[of..of + size]);
                     }
                 }
             }
@@ -522,11 +597,7 @@ fn constant_sums(r: &mut Rebuild<'_>, old: &Graph, found: &ProductMatch) -> Resu
     let f = &found.factors[1];
     let Op::Const(c) = &old.node(f.codes).op else { return Ok(None) };
     let (&[rows, cols], d) = (&c.dims[..], c.dtype) else { return Ok(None) };
-    let turns = f.views.last().is_some_and(|v| matches!(&old.node(*v).op, Op::Permute(p) if p[..] == [1, 0]));
-    let others = &f.views[..f.views.len() - usize::from(turns)];
-    if !others.iter().all(|v| repeats_matrices(old, *v)) {
-        return Ok(None);
-    }
+    let Some(turns) = turned(old, f) else { return Ok(None) };
     // The summed axis of the constant.
     let axis = usize::from(turns);
     let shift = if found.shifted[1] { 128 } else { 0 };

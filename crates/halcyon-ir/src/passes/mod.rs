@@ -232,7 +232,7 @@ pub fn has_small_types(g: &Graph) -> bool {
 /// Whether the graph may contain products of bytes.
 pub fn has_byte_products(g: &Graph) -> bool {
     let any = |is: &dyn Fn(&Node) -> bool| g.nodes().iter().any(is);
-    any(&|n| n.op == Op::Matmul) && any(&|n| bytes::is_f8(n.ty.dtype) || bytes::is_int8(n.ty.dtype))
+    any(&|n| n.op == Op::Matmul) && any(&|n| bytes::is_f8(n.ty.dtype) || bytes::is_code(n.ty.dtype))
 }
 
 /// Whether the graph may contain convolutions of bytes.

@@ -11,8 +11,8 @@ pub enum Gelu {
     Tanh,
 }
 
-/// An activation as a value, for [`super::Sequential`] and configurations. In a forward, call the tensor's
-/// methods instead.
+/// An activation function as a module, for [`super::Sequential`] and configurations. In a forward that you
+/// write yourself, call the tensor's methods instead.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     Relu,
@@ -55,7 +55,7 @@ impl Module for Activation {
 }
 
 impl Activation {
-    /// The activation of every element of `x`, or of `x` along its axis.
+    /// Applies the activation to every element of `x`, or along the axis of a softmax.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
         match *self {
@@ -76,7 +76,7 @@ impl Activation {
     }
 }
 
-/// `log(1 + exp(x))`; above 20, where both agree in f32, `x` itself.
+/// `log(1 + exp(x))`. For `x` above 20 the result is `x`, which is the same number in f32.
 #[track_caller]
 pub(crate) fn softplus(x: &Tensor) -> Tensor {
     x.gt(20.0).select(x, &x.minimum(20.0).exp().log1p())
@@ -86,7 +86,7 @@ pub(crate) fn softplus(x: &Tensor) -> Tensor {
 #[track_caller]
 fn elu(x: &Tensor, alpha: f64) -> Tensor {
     let positive = x.gt(0.0);
-    // Zero in place of positive elements, whose exponential could overflow.
+    // Positive elements are replaced by zero, because their exponential could overflow.
     let below = positive.select(&zero_of(x), x);
     positive.select(x, &(below.expm1() * alpha))
 }

@@ -29,7 +29,8 @@ impl Default for MultiHeadAttentionOptions {
 }
 
 /// Attention with several heads and projections of query, key, value and result (Vaswani et al. 2017).
-/// `in_proj_weight` is `[3 size, size]`: the projections of query, key and value below each other.
+/// `in_proj_weight` is `[3 size, size]`: first the rows that project the query, then those of the key, then
+/// those of the value.
 #[derive(Clone, Debug)]
 pub struct MultiHeadAttention {
     pub in_proj_weight: Param,
@@ -53,7 +54,7 @@ impl Module for MultiHeadAttention {
 }
 
 impl MultiHeadAttention {
-    /// `size` elements in `heads` heads.
+    /// A layer with `heads` heads that share `size` elements.
     ///
     /// # Errors
     /// Those of [`MultiHeadAttention::with`].
@@ -61,11 +62,11 @@ impl MultiHeadAttention {
         MultiHeadAttention::with(backend, size, heads, MultiHeadAttentionOptions::default())
     }
 
-    /// With options.
+    /// Like `new`, with options.
     ///
     /// # Errors
-    /// `Error::Argument` if the heads do not divide the size, or the dropout is no probability; errors of the
-    /// device.
+    /// `Error::Argument` if `size` is not a multiple of `heads`, or the dropout is not in `0..=1`; errors of
+    /// the device.
     pub fn with(
         backend: &Backend,
         size: usize,
@@ -101,8 +102,8 @@ impl MultiHeadAttention {
     }
 
     /// Attention of `query` to `key` and `value`. The sequences of key and value have the same length. A mask
-    /// is added to the scores and broadcasts to `[batch, heads, queries, keys]`; with `causal`, the last
-    /// query attends to all keys and each query before it to one key fewer.
+    /// is added to the scores; it broadcasts to `[batch, heads, queries, keys]`. With `causal`, the last
+    /// query attends to all keys, and each earlier query attends to one key fewer than the query after it.
     #[track_caller]
     pub fn forward(&self, query: &Tensor, key: &Tensor, value: &Tensor, o: Attention<'_>) -> Tensor {
         let weight = self.in_proj_weight.value();
@@ -121,7 +122,7 @@ impl MultiHeadAttention {
         self.out_proj.forward(&located(y, &self.in_proj_weight, query))
     }
 
-    /// `[batch, heads, sequence, size of a head]`.
+    /// Splits `x` into heads: `[batch, heads, sequence, size of a head]`.
     #[track_caller]
     fn split(&self, x: &Tensor) -> Tensor {
         let Ok(d) = x.dims() else { return x.clone() };
@@ -143,7 +144,7 @@ impl MultiHeadAttention {
         }
     }
 
-    /// Attention whose weights are dropped in training.
+    /// Attention with dropout of the attention weights, for training.
     #[track_caller]
     fn dropped(&self, q: &Tensor, k: &Tensor, v: &Tensor, o: Attention<'_>) -> Tensor {
         let (Ok(qd), Ok(kd)) = (q.dims(), k.dims()) else { return q.attention(k, v, o) };

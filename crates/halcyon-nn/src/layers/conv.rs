@@ -12,14 +12,14 @@ use halcyon::{Backend, Tensor};
 #[derive(Clone, Copy, Debug)]
 pub struct ConvOptions<const N: usize> {
     pub stride: [usize; N],
-    /// Zeros added on both sides of each axis. For a transposed convolution: what is cut from the full
-    /// result.
+    /// Zeros added on both sides of each axis. For a transposed convolution: the number of elements that are
+    /// cut from both sides of each axis of the full result.
     pub padding: [usize; N],
     pub dilation: [usize; N],
     pub groups: usize,
     /// Whether there is a bias. Default: true.
     pub bias: bool,
-    /// Of transposed convolutions: elements added at the end of each axis of the result.
+    /// Only for transposed convolutions: the number of elements added at the end of each axis of the result.
     pub output_padding: [usize; N],
     pub dtype: DType,
     /// Initial values of the weight. Default: uniform within `1 / sqrt(fan-in)`.
@@ -91,7 +91,8 @@ impl<const N: usize> ConvOptions<N> {
         Ok(())
     }
 
-    /// Weight of shape `dims`, and a bias of `outputs` elements with PyTorch's bound `1 / sqrt(fan-in)`.
+    /// Makes a weight of shape `dims`, and a bias of `outputs` elements. The bias is uniform within PyTorch's
+    /// bound `1 / sqrt(fan-in)`.
     fn params(&self, backend: &Backend, dims: &[usize], outputs: usize) -> Result<(Param, Option<Param>)> {
         let weight = Param::new(self.weight.tensor(backend, dims, self.dtype)?);
         if !self.bias {
@@ -114,12 +115,12 @@ impl<const N: usize> ConvOptions<N> {
     }
 }
 
-/// Convolution over `N` axes: `[batch, inputs, …]` to `[batch, outputs, …]`. As in other libraries it is a
-/// cross-correlation: the kernel is not flipped. A transposed convolution is its gradient with respect to the
-/// input.
+/// Convolution over `N` axes: maps `[batch, inputs, …]` to `[batch, outputs, …]`. As in other libraries, the
+/// layer computes a cross-correlation: the kernel is not flipped. A transposed convolution computes the
+/// gradient of a convolution with respect to its input.
 ///
-/// `weight` is `[outputs, inputs / groups, kernel…]`, or transposed `[inputs, outputs / groups, kernel…]`;
-/// `bias` is `[outputs]`.
+/// `weight` is `[outputs, inputs / groups, kernel…]`; for a transposed convolution it is `[inputs, outputs /
+/// groups, kernel…]`. `bias` is `[outputs]`.
 #[derive(Clone, Debug)]
 pub struct ConvLayer<const N: usize, const TRANSPOSED: bool> {
     pub weight: Param,
@@ -175,8 +176,8 @@ impl<const N: usize, const TRANSPOSED: bool> ConvLayer<N, TRANSPOSED> {
     /// A layer with options.
     ///
     /// # Errors
-    /// `Error::Argument` for channels that the groups do not divide, sizes of 0, and an output padding that
-    /// is too large or that belongs to no transposed convolution; errors of the device.
+    /// `Error::Argument` if the number of groups does not divide the channels, a size is 0, the output
+    /// padding is too large, or a layer that is not transposed has an output padding; errors of the device.
     pub fn with(
         backend: &Backend,
         inputs: usize,
@@ -211,7 +212,8 @@ impl<const N: usize, const TRANSPOSED: bool> ConvLayer<N, TRANSPOSED> {
     }
 }
 
-/// A convolution of `x` with zeros between its elements and a flipped kernel whose channels are exchanged.
+/// Computes a transposed convolution as a convolution: zeros are inserted between the elements of `x`, the
+/// kernel is flipped, and its input and output channels are exchanged.
 #[track_caller]
 fn transposed<const N: usize>(x: &Tensor, w: &Tensor, o: &ConvOptions<N>) -> Tensor {
     Tensor::build(&[x, w], |g, v| {

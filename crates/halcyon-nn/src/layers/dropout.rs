@@ -4,8 +4,8 @@ use crate::scope::{is_training, uniform};
 use halcyon::Tensor;
 use halcyon::ir::error::Result;
 
-/// In training, sets elements to zero with a probability and divides the others by the probability of staying
-/// (Srivastava et al. 2014); else the identity.
+/// In training, sets each element to zero with a given probability `p` and divides the other elements by `1 -
+/// p` (Srivastava et al. 2014). In evaluation, returns its input.
 #[derive(Clone, Copy, Debug)]
 pub struct Dropout {
     probability: f64,
@@ -19,7 +19,7 @@ impl Module for Dropout {
 }
 
 impl Dropout {
-    /// Drops with a probability in `0..=1`.
+    /// A layer that drops elements with a probability in `0..=1`.
     ///
     /// # Errors
     /// `Error::Argument` for any other number.

@@ -23,7 +23,7 @@ impl Default for EmbeddingOptions {
     }
 }
 
-/// Rows of a table by index: integers `[…]` to `[…, size]`. `weight` is `[count, size]`.
+/// Looks up rows of a table by index: maps integers `[…]` to `[…, size]`. `weight` is `[count, size]`.
 #[derive(Clone, Debug)]
 pub struct Embedding {
     pub weight: Param,
@@ -73,8 +73,8 @@ impl Embedding {
         Ok(Embedding { weight: Param::new(weight), padding_index: o.padding_index })
     }
 
-    /// The rows of `index`, integers of any shape. An index outside of the table is an error when a result is
-    /// read.
+    /// The rows of `index`, integers of any shape. An index outside of the table causes an error when a
+    /// result is read.
     #[track_caller]
     pub fn forward(&self, index: &Tensor) -> Tensor {
         let weight = self.weight.value();

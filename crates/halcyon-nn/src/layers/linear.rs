@@ -27,8 +27,8 @@ impl Default for LinearOptions {
     }
 }
 
-/// `y = x Wᵀ + b` over the last axis: `[…, inputs]` to `[…, outputs]`. `weight` is `[outputs, inputs]`,
-/// `bias` `[outputs]`.
+/// `y = x Wᵀ + b` over the last axis: maps `[…, inputs]` to `[…, outputs]`. `weight` is `[outputs, inputs]`,
+/// `bias` is `[outputs]`.
 #[derive(Clone, Debug)]
 pub struct Linear {
     pub weight: Param,

@@ -9,7 +9,7 @@ use halcyon::ir::error::Result;
 /// Options of [`Lora::new`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LoraOptions {
-    /// Rows of the adapter. Default: 8.
+    /// The rank of the adapter: rows of `lora_A` and columns of `lora_B`. Default: 8.
     pub rank: usize,
     /// The adapter's result is multiplied by `alpha / rank`. Default: 16.
     pub alpha: f64,
@@ -21,9 +21,9 @@ impl Default for LoraOptions {
     }
 }
 
-/// A frozen linear layer with a trainable difference of low rank: `y = base(x) + alpha / rank * (x Aᵀ) Bᵀ`
-/// (Hu et al. 2021). `lora_A` is `[rank, inputs]` and starts with Kaiming's values; `lora_B` is `[outputs,
-/// rank]` and starts as zeros, so that the layer first equals its base.
+/// A frozen linear layer with a trainable adapter of low rank: `y = base(x) + alpha / rank * (x Aᵀ) Bᵀ` (Hu
+/// et al. 2021). `lora_A` is `[rank, inputs]` and has a Kaiming initialisation. `lora_B` is `[outputs, rank]`
+/// and starts as zeros, so that the layer equals its base before training.
 #[derive(Clone, Debug)]
 pub struct Lora {
     pub base: Linear,
@@ -47,7 +47,8 @@ impl Lora {
     /// Freezes `base` and adds an adapter to it.
     ///
     /// # Errors
-    /// `Error::Argument` for a rank of 0 or beyond the layer's smaller size; errors of the device.
+    /// `Error::Argument` if the rank is 0 or larger than the smaller of `inputs` and `outputs`; errors of the
+    /// device.
     pub fn new(base: Linear, options: LoraOptions) -> Result<Lora> {
         let weight = base.weight.slot().stored();
         let (dims, dtype) = (weight.dims()?, weight.dtype()?);
@@ -75,7 +76,8 @@ impl Lora {
         located(y, &self.a, x)
     }
 
-    /// A plain layer with the adapter's difference added to a copy of the base's weight.
+    /// A plain linear layer. Its weight is a copy of the base's weight plus the product of the adapter,
+    /// `alpha / rank * B A`.
     ///
     /// # Errors
     /// Errors of the device.

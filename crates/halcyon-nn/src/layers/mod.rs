@@ -1,4 +1,4 @@
-//! Layers. Names, defaults and the layout of their weights are PyTorch's.
+//! Layers. Their names, defaults and weight layouts are those of PyTorch.
 
 mod activation;
 mod attention;
@@ -31,8 +31,8 @@ use crate::slot::{Param, in_module};
 use halcyon::Tensor;
 use halcyon::ir::error::Error;
 
-/// Puts the path of the module that owns `param` into the error that its result `y` carries, unless the
-/// module's input `x` carries the error already.
+/// If `y`, the module's result, carries an error, adds the path of the module that owns `param` to the error.
+/// If the module's input `x` already carries an error, the error is left unchanged.
 #[track_caller]
 pub(crate) fn located(y: Tensor, param: &Param, x: &Tensor) -> Tensor {
     match x.check() {

@@ -15,7 +15,7 @@ pub struct NormOptions {
     pub eps: f64,
     /// Whether the result is scaled by a parameter. Default: true.
     pub affine: bool,
-    /// Whether a parameter is added to the result, if it is scaled. Default: true.
+    /// Whether a bias is added to the result. It has no effect without `affine`. Default: true.
     pub bias: bool,
     pub dtype: DType,
 }
@@ -45,7 +45,7 @@ fn visit_both(weight: &Option<Param>, bias: &Option<Param>, visit: &mut Visit<'_
     visit.child("bias", bias);
 }
 
-/// Names the module in errors if it has a parameter.
+/// Adds the module's path to errors, if the module has a parameter.
 #[track_caller]
 fn placed(y: Tensor, weight: &Option<Param>, x: &Tensor) -> Tensor {
     match weight {
@@ -73,7 +73,7 @@ impl Module for LayerNorm {
 }
 
 impl LayerNorm {
-    /// Over the last axes, which have the sizes `dims`.
+    /// Normalises over the last axes, which have the sizes `dims`.
     ///
     /// # Errors
     /// `Error::Argument` if `dims` is empty; errors of the device.
@@ -81,7 +81,7 @@ impl LayerNorm {
         LayerNorm::with(backend, dims, NormOptions::default())
     }
 
-    /// With options.
+    /// Like `new`, with options.
     ///
     /// # Errors
     /// Those of [`LayerNorm::new`].
@@ -126,7 +126,7 @@ impl Module for RmsNorm {
 }
 
 impl RmsNorm {
-    /// Over a last axis of `size` elements. `eps` is that of f32, 2⁻²³.
+    /// Normalises over a last axis of `size` elements. `eps` is the machine epsilon of f32, 2⁻²³.
     ///
     /// # Errors
     /// Those of [`RmsNorm::with`].
@@ -134,7 +134,7 @@ impl RmsNorm {
         RmsNorm::with(backend, size, NormOptions { eps: f32::EPSILON.into(), ..NormOptions::default() })
     }
 
-    /// With options; there is never a bias.
+    /// Like `new`, with options. The layer has no bias, whatever `o.bias` is.
     ///
     /// # Errors
     /// `Error::Argument` if `size` is 0; errors of the device.
@@ -178,15 +178,15 @@ impl Module for GroupNorm {
 }
 
 impl GroupNorm {
-    /// `channels` in `groups` of equal size.
+    /// A layer for `channels` channels, divided into `groups` groups of equal size.
     ///
     /// # Errors
-    /// `Error::Argument` if the groups do not divide the channels; errors of the device.
+    /// `Error::Argument` if `channels` is not a multiple of `groups`; errors of the device.
     pub fn new(backend: &Backend, groups: usize, channels: usize) -> Result<GroupNorm> {
         GroupNorm::with(backend, groups, channels, NormOptions::default())
     }
 
-    /// With options.
+    /// Like `new`, with options.
     ///
     /// # Errors
     /// Those of [`GroupNorm::new`].
@@ -236,7 +236,7 @@ impl GroupNorm {
 pub struct BatchNormOptions {
     /// Added to the variance. Default: 1e-5.
     pub eps: f64,
-    /// The batch's share in the new running statistics. Default: 0.1.
+    /// The weight of the batch's statistics in the new running statistics. Default: 0.1.
     pub momentum: f64,
     /// Whether the result is scaled and shifted by parameters. Default: true.
     pub affine: bool,
@@ -249,9 +249,9 @@ impl Default for BatchNormOptions {
     }
 }
 
-/// Normalisation of the channels of `[batch, channels, …]` (Ioffe and Szegedy 2015): in training by the
-/// statistics of the batch, which also update the running ones; else by the running statistics. One type for
-/// any number of axes.
+/// Normalisation of the channels of `[batch, channels, …]` (Ioffe and Szegedy 2015). In training, the layer
+/// uses the statistics of the batch and updates the running statistics with them. In evaluation, it uses the
+/// running statistics. The same type serves any number of axes.
 #[derive(Clone, Debug)]
 pub struct BatchNorm {
     pub weight: Option<Param>,
@@ -277,15 +277,15 @@ impl Module for BatchNorm {
 }
 
 impl BatchNorm {
-    /// For `channels` channels.
+    /// A layer for `channels` channels.
     ///
     /// # Errors
-    /// `Error::Argument` if there are none; errors of the device.
+    /// `Error::Argument` if `channels` is 0; errors of the device.
     pub fn new(backend: &Backend, channels: usize) -> Result<BatchNorm> {
         BatchNorm::with(backend, channels, BatchNormOptions::default())
     }
 
-    /// With options.
+    /// Like `new`, with options.
     ///
     /// # Errors
     /// Those of [`BatchNorm::new`].
@@ -306,11 +306,11 @@ impl BatchNorm {
         })
     }
 
-    /// The layer's result for `x` of shape `[batch, channels, …]`. In training the running statistics are
-    /// updated; the running variance gets the unbiased one.
+    /// The layer's result for `x` of shape `[batch, channels, …]`. In training, the running statistics are
+    /// updated; the running variance is updated with the unbiased variance of the batch.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
-        // The batch may be a symbol in evaluation.
+        // In evaluation the batch size may be a symbol.
         let (Ok(shape), Ok(dtype)) = (x.shape(), x.dtype()) else { return x.clone() };
         if shape.len() < 2 || shape[1].known() != Some(self.channels) {
             let what = format!("{} channels expected, the input is {shape}", self.channels);
@@ -331,8 +331,8 @@ impl BatchNorm {
         placed(y, &self.weight, x)
     }
 
-    /// Mean and variance of the batch, in f32 (in f64 if the input is), after updating the running
-    /// statistics.
+    /// Updates the running statistics, and returns the mean and variance of the batch: in f64 for an input in
+    /// f64, otherwise in f32.
     fn of_batch(&self, x: &Tensor, dims: &[usize]) -> Result<(Tensor, Tensor)> {
         let n: usize = dims[0] * dims[2..].iter().product::<usize>();
         if n < 2 {
@@ -346,7 +346,7 @@ impl BatchNorm {
         let var = (&x - &mean).sqr().mean(axes.as_slice());
         let mean = mean.reshape([dims[1]]);
         let m = self.options.momentum;
-        // A model that was cast to a smaller float has its running statistics in it too.
+        // If the model was cast to f16 or bf16, its running statistics have that dtype too.
         let blend = |old: &Buffer, new: &Tensor, factor: f64| {
             let (old_value, dtype) = (old.value().cast(wide), old.value().dtype()?);
             old.write((old_value * (1.0 - m) + new * (m * factor)).cast(dtype))

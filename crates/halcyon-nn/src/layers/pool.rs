@@ -10,10 +10,10 @@ pub struct PoolOptions<const N: usize> {
     pub kernel: [usize; N],
     /// Default: the kernel, so that windows do not overlap.
     pub stride: [usize; N],
-    /// Elements added on both sides of each axis; they never win a maximum.
+    /// The number of elements added on both sides of each axis. A maximum ignores these elements.
     pub padding: [usize; N],
     pub dilation: [usize; N],
-    /// Of averages: whether padding counts. Default: true.
+    /// Only for averages: whether padding counts as elements of the window. Default: true.
     pub count_include_pad: bool,
 }
 
@@ -85,8 +85,9 @@ pools! {
     AvgPool false "average" "AvgPool";
 }
 
-/// Averages of `N` axes cut into a given number of windows, whatever the input's size. Window `i` of `n` over
-/// an axis of `s` elements reaches from `floor(i s / n)` to `ceil((i + 1) s / n)`, as in PyTorch.
+/// Averages over windows of `N` axes. The number of windows along an axis does not depend on the input's
+/// size. Window `i` of `n` over an axis of `s` elements reaches from `floor(i s / n)` to `ceil((i + 1) s /
+/// n)`, as in PyTorch.
 #[derive(Clone, Debug)]
 pub struct AdaptiveAvgPool<const N: usize>(pub [usize; N]);
 

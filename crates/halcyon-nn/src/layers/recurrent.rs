@@ -10,7 +10,7 @@ use halcyon::{Backend, Tensor};
 /// Options of [`Lstm::with`] and [`Gru::with`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RecurrentOptions {
-    /// Layers above each other. Default: 1.
+    /// The number of stacked layers. Default: 1.
     pub layers: usize,
     /// Whether there are biases. Default: true.
     pub bias: bool,
@@ -18,8 +18,8 @@ pub struct RecurrentOptions {
     pub batch_first: bool,
     /// Probability with which the results of a layer are dropped before the next one, in training.
     pub dropout: f64,
-    /// Whether a second direction reads the sequence from its end. Its results follow the first's along the
-    /// last axis.
+    /// Whether each layer has a second direction, which reads the sequence from its end. The results of the
+    /// second direction follow those of the first along the last axis.
     pub bidirectional: bool,
     pub dtype: DType,
 }
@@ -45,7 +45,7 @@ struct Cell {
     biases: Option<[Param; 2]>,
 }
 
-/// What LSTM and GRU share: cells by layer and direction.
+/// The common part of LSTM and GRU: the cells by layer and direction.
 #[derive(Clone, Debug)]
 struct Stack {
     /// Layers, each with one or two directions.
@@ -106,7 +106,8 @@ impl Stack {
         self.cells.iter().map(Vec::len).sum()
     }
 
-    /// [`Stack::run`]. Errors get the path of the layer, unless the input already carries one.
+    /// Like [`Stack::run`], but adds the path of the layer to errors. An error that the input already carries
+    /// is left unchanged.
     #[track_caller]
     fn located_run(
         &self,
@@ -122,7 +123,8 @@ impl Stack {
     }
 
     /// Runs all cells. `states` are the parts of the state, each `[layers · directions, batch, hidden]`.
-    /// `step(cell, gates of the input, state)` gives the state after one step; its first part is the result.
+    /// `step(cell, gates of the input, state)` returns the state after one time step; the first part of the
+    /// state is the result of the time step.
     #[track_caller]
     fn run(
         &self,
@@ -153,7 +155,7 @@ impl Stack {
             let mut results = vec![];
             for (d, cell) in layer.iter().enumerate() {
                 let bias = cell.biases.as_ref().map(|[b, _]| b.value());
-                // The input's gates of all steps are one product.
+                // One product computes the gates of the input for all time steps.
                 let gates = linear(&x, &cell.input.value(), bias.as_ref());
                 let at = |s: &Tensor| s.narrow(0, index, 1usize).squeeze(0);
                 let mut state: Vec<Tensor> = states.iter().map(at).collect();
@@ -185,7 +187,7 @@ impl Stack {
 }
 
 impl Cell {
-    /// The gates of the hidden state.
+    /// The part of the gates that the hidden state contributes.
     fn own(&self, h: &Tensor) -> Tensor {
         linear(h, &self.hidden.value(), self.biases.as_ref().map(|[_, b]| b.value()).as_ref())
     }
@@ -203,7 +205,8 @@ pub struct LstmState {
     pub cell: Tensor,
 }
 
-/// Long short-term memory (Hochreiter and Schmidhuber 1997), with the gates input, forget, cell, output.
+/// Long short-term memory (Hochreiter and Schmidhuber 1997). The order of the gates is input, forget, cell,
+/// output.
 #[derive(Clone, Debug)]
 pub struct Lstm(Stack);
 
@@ -225,16 +228,16 @@ impl Lstm {
         Lstm::with(backend, inputs, hidden, RecurrentOptions::default())
     }
 
-    /// With options.
+    /// Like `new`, with options.
     ///
     /// # Errors
-    /// `Error::Argument` if a size is 0 or the dropout is no probability; errors of the device.
+    /// `Error::Argument` if a size is 0 or the dropout is not in `0..=1`; errors of the device.
     pub fn with(backend: &Backend, inputs: usize, hidden: usize, o: RecurrentOptions) -> Result<Lstm> {
         Ok(Lstm(Stack::new("Lstm", backend, [inputs, hidden, 4], o)?))
     }
 
-    /// The hidden states of the last layer at every step, `[sequence, batch, directions · hidden]`, and the
-    /// state after the last step. Without a state it starts with zeros.
+    /// Returns the hidden states of the last layer at every time step, `[sequence, batch, directions ·
+    /// hidden]`, and the state after the last time step. If no state is given, the first state is zeros.
     ///
     /// # Errors
     /// `Error::Shape` for an input or state of another shape, with the layer's path; errors that they carry.
@@ -257,8 +260,8 @@ impl Lstm {
     }
 }
 
-/// Gated recurrent unit (Cho et al. 2014), with the gates reset, update, new. The reset gate is applied after
-/// the product with the hidden state, as in PyTorch and cuDNN.
+/// Gated recurrent unit (Cho et al. 2014). The order of the gates is reset, update, new. The reset gate is
+/// applied after the product with the hidden state, as in PyTorch and cuDNN.
 #[derive(Clone, Debug)]
 pub struct Gru(Stack);
 
@@ -280,17 +283,17 @@ impl Gru {
         Gru::with(backend, inputs, hidden, RecurrentOptions::default())
     }
 
-    /// With options.
+    /// Like `new`, with options.
     ///
     /// # Errors
-    /// `Error::Argument` if a size is 0 or the dropout is no probability; errors of the device.
+    /// `Error::Argument` if a size is 0 or the dropout is not in `0..=1`; errors of the device.
     pub fn with(backend: &Backend, inputs: usize, hidden: usize, o: RecurrentOptions) -> Result<Gru> {
         Ok(Gru(Stack::new("Gru", backend, [inputs, hidden, 3], o)?))
     }
 
-    /// The hidden states of the last layer at every step, `[sequence, batch, directions · hidden]`, and the
-    /// state after the last step, `[layers · directions, batch, hidden]`. Without a state it starts with
-    /// zeros.
+    /// Returns the hidden states of the last layer at every time step, `[sequence, batch, directions ·
+    /// hidden]`, and the state after the last time step, `[layers · directions, batch, hidden]`. If no state
+    /// is given, the first state is zeros.
     ///
     /// # Errors
     /// `Error::Shape` for an input or state of another shape, with the layer's path; errors that they carry.

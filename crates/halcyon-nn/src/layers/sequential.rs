@@ -7,7 +7,8 @@ use halcyon::Tensor;
 use std::fmt;
 use std::sync::Arc;
 
-/// A module that maps one tensor to one tensor. All layers with such a forward implement it.
+/// A module that maps one tensor to one tensor. All layers whose forward has one input and one result
+/// implement this trait.
 pub trait Forward: Module + Send + Sync {
     /// The module's result for `x`.
     fn forward(&self, x: &Tensor) -> Tensor;
@@ -46,7 +47,8 @@ impl<F: Fn(&Tensor) -> Tensor + Send + Sync> Forward for Function<F> {
     }
 }
 
-/// Modules in a row: each gets the result of the one before. Paths are their numbers: `0.weight`.
+/// Runs modules one after another: each module gets the result of the module before it. The path of a module
+/// is its number, as in `0.weight`.
 ///
 /// ```
 /// use halcyon::prelude::*;
@@ -84,7 +86,7 @@ impl Module for Sequential {
 }
 
 impl Sequential {
-    /// No modules: the identity.
+    /// Without modules. The forward returns its input.
     pub fn new() -> Sequential {
         Sequential::default()
     }

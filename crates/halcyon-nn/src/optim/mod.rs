@@ -18,16 +18,16 @@ use halcyon::{Backend, State, Tensor};
 use std::fmt;
 use std::sync::Arc;
 
-/// How gradients are bounded before the update.
+/// How gradients are clipped before the update.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Clip {
-    /// All gradients of the group together are scaled down to a norm of at most this.
+    /// The gradients of the group are scaled so that their total norm is at most this number.
     Norm(f64),
-    /// Each element is clamped to plus and minus this.
+    /// Each element is clamped to `-c..=c`, where `c` is this number.
     Value(f64),
 }
 
-/// What differs between groups of parameters. Unset fields are those of the optimizer.
+/// The settings of a group of parameters. A field that is `None` takes the optimizer's setting.
 #[derive(Clone, Debug, Default)]
 pub struct GroupOptions {
     pub rule: Option<Arc<dyn UpdateRule>>,
@@ -52,9 +52,9 @@ struct Entry {
     path: String,
     slot: Slot,
     group: usize,
-    /// An f32 copy of a parameter of a smaller float, which is what the rule updates.
+    /// An f32 copy of a parameter in f16 or bf16. The rule updates the copy.
     master: Option<Arc<State>>,
-    /// With their names.
+    /// The tensors that the rule keeps, with their names.
     state: Vec<(&'static str, Arc<State>)>,
 }
 
@@ -90,7 +90,7 @@ impl fmt::Debug for Optimizer {
     }
 }
 
-/// Prepares an [`Optimizer`] with groups.
+/// Builds an [`Optimizer`] with groups, clipping and schedules.
 pub struct OptimizerBuilder {
     default: Group,
     groups: Vec<(Box<dyn Fn(&str) -> bool>, String, GroupOptions)>,
@@ -104,13 +104,13 @@ impl fmt::Debug for OptimizerBuilder {
 }
 
 impl OptimizerBuilder {
-    /// Bounds the gradients of the parameters that are in no other group.
+    /// Clips the gradients of the parameters that are in no other group.
     pub fn clip(mut self, clip: Clip) -> Self {
         self.default.clip = Some(clip);
         self
     }
 
-    /// Sets the schedule of all groups that set none.
+    /// Sets the schedule of all groups without a schedule of their own.
     pub fn schedule(mut self, schedule: Schedule) -> Self {
         self.default.schedule = schedule;
         self
@@ -126,7 +126,7 @@ impl OptimizerBuilder {
         self
     }
 
-    /// Adds a group of the parameters for whose paths `which` is true.
+    /// Adds a group of the parameters for which `which(path)` is true.
     pub fn group_where(mut self, which: impl Fn(&str) -> bool + 'static, options: GroupOptions) -> Self {
         self.groups.push((Box::new(which), "a predicate".into(), options));
         self
@@ -208,7 +208,8 @@ impl Entry {
         Ok(Entry { path, slot, group, master, state })
     }
 
-    /// The states that a step replaces: the parameter, its f32 copy if there is one, the rule's state.
+    /// The states that a step replaces: the parameter, its f32 copy if there is one, and the tensors that the
+    /// rule keeps.
     fn states(&self) -> Vec<Arc<State>> {
         let own = self.master.iter().chain(self.state.iter().map(|(_, s)| s)).cloned();
         std::iter::once(self.slot.state()).chain(own).collect()
@@ -216,7 +217,8 @@ impl Entry {
 }
 
 impl Optimizer {
-    /// One group of all trainable parameters, with the rule's rate and weight decay.
+    /// An optimizer with one group, which has all trainable parameters. The learning rate and the weight
+    /// decay are those of the rule.
     ///
     /// # Errors
     /// Those of [`OptimizerBuilder::build`].
@@ -224,7 +226,7 @@ impl Optimizer {
         Optimizer::builder(rule).build(module)
     }
 
-    /// For groups, clipping and schedules.
+    /// Starts an optimizer with groups, clipping or schedules.
     pub fn builder(rule: impl UpdateRule + 'static) -> OptimizerBuilder {
         let (rate, weight_decay) = rule.defaults();
         let schedule = Schedule::Constant;
@@ -237,7 +239,7 @@ impl Optimizer {
         self.steps
     }
 
-    /// The learning rate of the next step, of the group of a parameter.
+    /// The learning rate that the next step uses for a parameter.
     ///
     /// # Errors
     /// `Error::Argument` if the optimizer does not update the parameter.
@@ -248,7 +250,7 @@ impl Optimizer {
         Ok(self.groups[e.group].schedule.rate(self.groups[e.group].rate, self.steps))
     }
 
-    /// The state tensors by name, such as `exp_avg` of `fc1.weight` as `fc1.weight.exp_avg`.
+    /// The state tensors by name. For example, the `exp_avg` of `fc1.weight` is named `fc1.weight.exp_avg`.
     pub fn state(&self) -> Vec<(String, Tensor)> {
         let of = |e: &Entry| {
             let master = e.master.iter().map(|s| ("master", s));
@@ -275,7 +277,8 @@ impl Optimizer {
         Err(Error::argument("set_state", format!("the optimizer keeps no `{name}`")))
     }
 
-    /// Replaces the states by what `f` makes of them, which may be on another backend. All or none.
+    /// Replaces each state by the result of `f`, which may be on another backend. If there is an error, none
+    /// is replaced.
     pub(crate) fn move_state(&mut self, f: impl Fn(&Arc<State>) -> Result<Tensor>) -> Result<()> {
         let of = |e: &Entry| {
             let master = e.master.as_ref().map(&f).transpose()?;
@@ -289,8 +292,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Names of [`Optimizer::states`], in the same order: paths of parameters, and those of
-    /// [`Optimizer::state`].
+    /// The names of [`Optimizer::states`], in the same order: for each parameter its path, then the names of
+    /// its tensors in [`Optimizer::state`].
     pub(crate) fn state_names(&self) -> Vec<String> {
         let of = |e: &Entry| {
             let own = e.master.iter().map(|_| "master").chain(e.state.iter().map(|(n, _)| *n));
@@ -300,19 +303,20 @@ impl Optimizer {
         self.entries.iter().flat_map(of).collect()
     }
 
-    /// The groups' rules, rates, weight decays and schedules, for checkpoints. The last group is that of all
-    /// parameters that are in no other.
+    /// The groups' rules, rates, weight decays and schedules, for checkpoints. The last group has all
+    /// parameters that are in no other group.
     pub fn groups(&self) -> impl Iterator<Item = (&'static str, f64, f64, &Schedule)> {
         self.groups.iter().map(|g| (g.rule.name(), g.rate, g.weight_decay, &g.schedule))
     }
 
-    /// Sets the number of steps taken, as when a checkpoint is loaded.
+    /// Sets the number of steps taken, for example when a checkpoint is loaded.
     pub fn set_steps(&mut self, steps: u64) {
         self.steps = steps;
     }
 
-    /// One step. Computes the new parameters, states, and the buffers that the forward wrote, as one plan.
-    /// The old values stay in memory until it has run; a [`crate::TrainStep`] overwrites them.
+    /// Runs one step: one plan computes the new parameters, the new states, and the buffers that the forward
+    /// wrote. The old values stay in memory until the plan has run. A [`crate::TrainStep`] needs less memory,
+    /// because it overwrites the old values.
     ///
     /// # Errors
     /// `Error::Argument` if a gradient is missing or belongs to another module; errors of the device.
@@ -351,7 +355,7 @@ impl Optimizer {
             let host = |n: Num| match n {
                 Num::Host(x) => Ok(x),
                 Num::Device(_) => {
-                    let what = format!("the rule {} gives tensors for numbers of the host", g.rule.name());
+                    let what = format!("the rule {} returns tensors for numbers on the host", g.rule.name());
                     Err(Error::argument("UpdateRule::scalars", what))
                 }
             };
@@ -360,7 +364,7 @@ impl Optimizer {
         self.groups.iter().map(of).collect()
     }
 
-    /// The dtype of each group's scalars: f64 if the group has a parameter in f64, else f32.
+    /// The dtype of each group's scalars: f64 if the group has a parameter in f64, otherwise f32.
     pub(crate) fn scalar_dtypes(&self) -> Vec<DType> {
         let mut dtypes = vec![DType::F32; self.groups.len()];
         for e in self.entries.iter().filter(|e| matches!(dtype_of(&e.slot), Ok(DType::F64))) {
@@ -389,16 +393,16 @@ impl Optimizer {
                 Num::Device(t) => t.reshape([1usize]),
             };
             let all: Vec<Tensor> = g.rule.scalars(&n).into_iter().map(tensor).collect();
-            // One vector, computed once. A scalar expression would be computed again for every element of
-            // every parameter.
+            // The scalars are computed once, as one vector. Without the vector, fusion would compute the
+            // scalar expressions again for every element of every parameter.
             let vector = Tensor::cat(&all, 0);
             (0..all.len()).map(|i| vector.narrow(0, i, 1usize).squeeze(0)).collect()
         };
         self.groups.iter().zip(rates).map(of).collect()
     }
 
-    /// The states that a step replaces: for each parameter the parameter, its f32 copy if there is one, the
-    /// rule's state.
+    /// The states that a step replaces. Each inner list has one parameter, its f32 copy if there is one, and
+    /// the tensors that the rule keeps.
     pub(crate) fn states(&self) -> Vec<Vec<Arc<State>>> {
         self.entries.iter().map(Entry::states).collect()
     }
@@ -412,7 +416,7 @@ impl Optimizer {
         self.entries.iter().map(|e| &e.slot)
     }
 
-    /// What takes the place of `old`, which are the values of [`Optimizer::states`].
+    /// The values that replace `old`. `old` holds the values of [`Optimizer::states`].
     pub(crate) fn updated(
         &self,
         old: &[Vec<Tensor>],
@@ -445,7 +449,7 @@ impl Optimizer {
         self.entries.iter().enumerate().map(one).collect()
     }
 
-    /// The factor that bounds the norm of a group's gradients, with PyTorch's 1e-6 in the divisor.
+    /// The factor that clips the norm of a group's gradients. As in PyTorch, 1e-6 is added to the divisor.
     fn norm_factor(&self, group: usize, g: &[Tensor]) -> Option<Tensor> {
         let Some(Clip::Norm(most)) = self.groups[group].clip else { return None };
         let of_group = self.entries.iter().zip(g).filter(|(e, _)| e.group == group);
@@ -455,7 +459,7 @@ impl Optimizer {
     }
 }
 
-/// Scalars as literals, which are run-time arguments of an evaluation.
+/// The scalars as literals. Literals become run-time arguments, so all steps share one plan.
 fn literals(b: &Backend, scalars: &[f64], dtype: DType) -> Vec<Tensor> {
     scalars.iter().map(|s| Tensor::scalar(b, *s, dtype)).collect()
 }

@@ -1,8 +1,9 @@
 use halcyon::Tensor;
 use std::ops::{Add, Div, Mul, Sub};
 
-/// A number of an optimizer's step: on the host in f64, or on the device in f32, where the number of steps
-/// depends on results (see [`crate::LossScaler`]). An [`super::UpdateRule`] writes its formulas once.
+/// A number of an optimizer's step: on the host in f64, or on the device in f32. It is on the device if the
+/// number of steps depends on computed values (see [`crate::LossScaler`]). With this type an
+/// [`super::UpdateRule`] writes its formulas only once.
 #[derive(Clone, Debug)]
 pub enum Num {
     Host(f64),
@@ -67,20 +68,20 @@ impl Num {
         self.map(f64::sqrt, Tensor::sqrt)
     }
 
-    /// The smaller of this and `x`.
+    /// The smaller of this number and `x`.
     #[track_caller]
     pub fn min(self, x: f64) -> Num {
         self.map(|a| a.min(x), |a| a.minimum(x))
     }
 
-    /// This to the power of `x`.
+    /// This number to the power of `x`.
     #[track_caller]
     pub fn pow(self, x: f64) -> Num {
         self.map(|a| a.powf(x), |a| a.pow(x))
     }
 
-    /// `1 - base^this`, for a base in `0..1`. On the device by `expm1`, because a difference of numbers near
-    /// 1 would lose digits.
+    /// `1 - base^this`, for a base in `0..1`. On the device this is computed with `expm1`, because the
+    /// difference of two numbers near 1 would lose digits.
     #[track_caller]
     pub fn one_minus_power_of(self, base: f64) -> Num {
         match base <= 0.0 {
@@ -89,7 +90,7 @@ impl Num {
         }
     }
 
-    /// 1 in the first step, where this number is 1; else `x`.
+    /// 1 if this number, the number of the step, is 1; otherwise `x`.
     #[track_caller]
     pub fn one_if_first(self, x: f64) -> Num {
         self.map(

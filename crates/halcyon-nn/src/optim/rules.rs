@@ -1,4 +1,4 @@
-//! Update rules: how one parameter changes by its gradient.
+//! Update rules: each computes a new parameter from its gradient.
 
 use super::Num;
 use halcyon::Tensor;
@@ -25,12 +25,12 @@ pub struct StepNumbers {
     pub weight_decay: f64,
 }
 
-/// How one parameter changes by its gradient. Everything is f32, or f64 for parameters in f64.
+/// Computes a new parameter from its gradient. All tensors are in f32, or in f64 for a parameter in f64.
 pub trait UpdateRule: Debug + Send + Sync {
     /// The name in messages and checkpoints.
     fn name(&self) -> &'static str;
 
-    /// The learning rate and weight decay of groups that set none.
+    /// The learning rate and the weight decay of groups that do not set them.
     fn defaults(&self) -> (f64, f64);
 
     /// The tensors kept for a parameter of shape `dims`.
@@ -72,7 +72,8 @@ macro_rules! setters {
     };
 }
 
-/// Stochastic gradient descent, with momentum (Sutskever et al. 2013). Defaults: rate 1e-3, no momentum.
+/// Stochastic gradient descent with optional momentum (Sutskever et al. 2013). Defaults: rate 1e-3, no
+/// momentum.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sgd {
     pub rate: f64,
@@ -88,7 +89,7 @@ impl Default for Sgd {
     }
 }
 setters!(Sgd rate: f64 = "Sets the learning rate.", momentum: f64 = "Sets the momentum.",
-    dampening: f64 = "Sets the share of the gradient that the momentum leaves out.",
+    dampening: f64 = "Sets the dampening: the gradient is multiplied by `1 - dampening` in the momentum.",
     weight_decay: f64 = "Sets the weight decay, added to the gradient.",
     nesterov: bool = "Uses Nesterov's momentum.");
 
@@ -107,7 +108,7 @@ impl UpdateRule for Sgd {
         Ok(if self.momentum == 0.0 { vec![] } else { vec![like("momentum_buffer", dims)] })
     }
     fn scalars(&self, n: &StepNumbers) -> Vec<Num> {
-        // The first step's momentum is the whole gradient.
+        // In the first step, the momentum is the gradient, without dampening.
         let share = n.step.clone().one_if_first(1.0 - self.dampening);
         vec![n.rate.clone(), n.weight_decay.into(), share]
     }
@@ -129,7 +130,7 @@ pub struct Adam {
     pub beta2: f64,
     pub eps: f64,
     pub weight_decay: f64,
-    /// Whether the decay is applied to the parameter (AdamW) instead of the gradient.
+    /// Whether the weight decay is applied to the parameter (AdamW) or added to the gradient (Adam).
     pub decoupled: bool,
     /// Whether the largest second moment so far is used (Reddi et al. 2018).
     pub amsgrad: bool,
@@ -153,7 +154,7 @@ setters!(Adam rate: f64 = "Sets the learning rate.", beta1: f64 = "Sets the deca
     weight_decay: f64 = "Sets the weight decay.", amsgrad: bool = "Uses the largest second moment so far.");
 
 impl Adam {
-    /// AdamW: the weight decay, 0.01 by default, is applied to the parameter.
+    /// AdamW. The weight decay is applied to the parameter; its default is 0.01.
     pub fn w() -> Adam {
         Adam { decoupled: true, weight_decay: 0.01, ..Adam::default() }
     }
@@ -301,17 +302,19 @@ impl UpdateRule for RmsProp {
     }
 }
 
-/// Adafactor (Shazeer and Stern 2018): second moments of matrices are kept as sums of rows and columns.
-/// Defaults: rate 1e-2, which bounds the relative rate `1 / sqrt(step)`.
+/// Adafactor (Shazeer and Stern 2018). The second moments of a matrix are kept as the means of its rows and
+/// of its columns. The learning rate is relative to the root-mean-square of the parameter and is `min(rate, 1
+/// / sqrt(step))`; the default of `rate` is 1e-2.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Adafactor {
     pub rate: f64,
     pub beta2_decay: f64,
-    /// Least mean square of the gradient's estimate.
+    /// The mean of the second moments in the divisor is at least `eps1`; each second moment is at least
+    /// `eps1²`.
     pub eps1: f64,
-    /// Least root-mean-square of a parameter.
+    /// The relative learning rate is multiplied by the parameter's root-mean-square, but at least by `eps2`.
     pub eps2: f64,
-    /// Bound of the update's root-mean-square.
+    /// The largest root-mean-square of the gradient after division by the root of its second moments.
     pub clip: f64,
     pub weight_decay: f64,
 }
@@ -328,11 +331,11 @@ impl Default for Adafactor {
         }
     }
 }
-setters!(Adafactor rate: f64 = "Sets the bound of the relative rate.",
-    beta2_decay: f64 = "Sets the exponent of the step by which the moments' decay grows.",
-    eps1: f64 = "Sets the least mean square of the gradient's estimate.",
-    eps2: f64 = "Sets the least root-mean-square of a parameter.",
-    clip: f64 = "Sets the bound of the update's root-mean-square.",
+setters!(Adafactor rate: f64 = "Sets the largest relative learning rate.",
+    beta2_decay: f64 = "Sets the exponent `d` of the second moments' decay, `1 - step^d`.",
+    eps1: f64 = "Sets the lower bound of the second moments' mean; each moment is at least its square.",
+    eps2: f64 = "Sets the lower bound of the factor that is the parameter's root-mean-square.",
+    clip: f64 = "Sets the largest root-mean-square of the scaled gradient.",
     weight_decay: f64 = "Sets the weight decay, applied to the parameter.");
 
 impl UpdateRule for Adafactor {
@@ -416,7 +419,7 @@ impl UpdateRule for Lion {
         Ok(vec![like("exp_avg", dims)])
     }
     fn scalars(&self, n: &StepNumbers) -> Vec<Num> {
-        // The decay itself, because 1 minus the decay would lose digits in f32.
+        // The second scalar is `rate * decay`, because `1 - rate * decay` would lose digits in f32.
         vec![n.rate.clone(), n.rate.clone() * n.weight_decay]
     }
     fn update(&self, p: &Tensor, g: &Tensor, state: &[Tensor], s: &[Tensor]) -> (Tensor, Vec<Tensor>) {
@@ -426,9 +429,9 @@ impl UpdateRule for Lion {
     }
 }
 
-/// Muon (Jordan et al. 2024): the momentum of a matrix, made nearly orthogonal by Newton and Schulz's
-/// iteration. For matrices only; put other parameters in a group with another rule. Defaults: rate 1e-3,
-/// momentum 0.95, weight decay 0.1, five iterations.
+/// Muon (Jordan et al. 2024): the update is the momentum of a matrix, made nearly orthogonal by the
+/// Newton-Schulz iteration. The rule is for matrices only; put other parameters into a group with another
+/// rule. Defaults: rate 1e-3, momentum 0.95, weight decay 0.1, five iterations.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Muon {
     pub rate: f64,
@@ -436,7 +439,7 @@ pub struct Muon {
     pub weight_decay: f64,
     pub nesterov: bool,
     pub iterations: usize,
-    /// Least norm that the momentum is divided by.
+    /// The momentum is divided by its norm, but at least by `eps`.
     pub eps: f64,
 }
 
@@ -450,9 +453,9 @@ setters!(Muon rate: f64 = "Sets the learning rate.", momentum: f64 = "Sets the m
     nesterov: bool = "Uses Nesterov's momentum.", iterations: usize = "Sets the number of iterations.",
     eps: f64 = "Sets the least norm that the momentum is divided by.");
 
-/// The iteration `x (a + b x xᵀ + c (x xᵀ)²)` with the coefficients of Jordan et al., which bring singular
-/// values near 1 in few iterations. Matrices with more rows than columns are transposed, so that `x xᵀ` is
-/// the smaller product.
+/// The Newton-Schulz iteration `x := a x + b (x xᵀ) x + c (x xᵀ)² x` with the coefficients of Jordan et al.,
+/// which move the singular values near 1 in few iterations. A matrix with more rows than columns is
+/// transposed first, because `x xᵀ` is then smaller than `xᵀ x`.
 #[track_caller]
 fn orthogonalised(x: &Tensor, iterations: usize, eps: f64, wide: bool) -> Tensor {
     const A: f64 = 3.4445;

@@ -1,7 +1,7 @@
 use serde::{Deserialize, Serialize};
 
-/// The learning rate by step. `k` counts steps from 0; formulas and defaults are those of PyTorch's
-/// schedulers of similar names, in closed form.
+/// The learning rate as a function of the step. `k` counts steps from 0. Formulas and defaults are those of
+/// the PyTorch schedulers with similar names, in closed form.
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Schedule {
@@ -9,16 +9,17 @@ pub enum Schedule {
     Constant,
     /// `rate · gamma^floor(k / size)`.
     Step { size: u64, gamma: f64 },
-    /// The rate times `gamma` at each of the given steps.
+    /// The rate is multiplied by `gamma` at each of the given steps.
     MultiStep { at: Vec<u64>, gamma: f64 },
-    /// The rate times a factor that goes from `start` to `end` in `steps` steps.
+    /// The rate is multiplied by a factor that changes linearly from `start` to `end` in `steps` steps.
     Linear { start: f64, end: f64, steps: u64 },
-    /// `least + (rate - least) (1 + cos(π k / steps)) / 2`; after `steps` it stays at `least`.
+    /// `least + (rate - least) (1 + cos(π k / steps)) / 2`; from step `steps` on, the rate is `least`.
     Cosine { steps: u64, least: f64 },
     /// `rate · gamma^k`.
     Exponential { gamma: f64 },
-    /// From `most / divisor` up to `most` in the first `share` of `steps`, then down to `most / (divisor ·
-    /// final_divisor)`, both along half a cosine (Smith and Topin 2017). The group's rate has no effect.
+    /// The rate rises from `most / divisor` to `most` in the first `share · steps` steps, then falls to `most
+    /// / (divisor · final_divisor)`, each along half a cosine (Smith and Topin 2017). The group's rate has no
+    /// effect.
     OneCycle {
         most: f64,
         steps: u64,
@@ -33,11 +34,12 @@ pub enum Schedule {
     Noam { size: f64, warmup: u64 },
     /// `rate · (k + 1) / (steps + 1)` for `steps` steps, then another schedule from its step 0.
     WarmUp { steps: u64, then: Box<Schedule> },
-    /// Schedules one after another, each from its step 0. Each but the last has a number of steps.
+    /// Schedules one after another. Each counts its steps from 0, and each except the last has a number of
+    /// steps.
     Sequence { first: Vec<(u64, Schedule)>, last: Box<Schedule> },
 }
 
-// PyTorch's defaults of a cycle.
+// PyTorch's defaults for a one-cycle schedule.
 fn share() -> f64 {
     0.3
 }
@@ -54,7 +56,7 @@ impl Schedule {
         Schedule::OneCycle { most, steps, share: share(), divisor: divisor(), final_divisor: final_divisor() }
     }
 
-    /// The learning rate at step `k`, from 0, for a group's rate.
+    /// The learning rate at step `k`, counted from 0. `rate` is the rate of the group.
     pub fn rate(&self, rate: f64, k: u64) -> f64 {
         let cosine =
             |from: f64, to: f64, x: f64| to + (from - to) / 2.0 * (1.0 + (std::f64::consts::PI * x).cos());

@@ -1,4 +1,4 @@
-//! What a training step keeps: to save, to restore, to move to another device, and to inspect.
+//! The state that a training step keeps: saving, restoring, moving to another device, and inspection.
 
 use super::{Kind, TrainStep, lock};
 use crate::scaler::Scaling;
@@ -43,7 +43,7 @@ impl TrainStep<'_> {
         (named("average", averages), named("sum", sums))
     }
 
-    /// What a step keeps beside parameters and buffers, by name: the optimizer's state (see
+    /// The state that a step keeps in addition to parameters and buffers, by name: the optimizer's state (see
     /// [`crate::Optimizer::state`]), `scaler.scale`, `scaler.good` and `scaler.skipped` with a scaler,
     /// `average.PATH` with moving averages, and `sum.PATH` and `accumulated` if gradients of several batches
     /// are accumulated.
@@ -61,12 +61,12 @@ impl TrainStep<'_> {
         out
     }
 
-    /// Replaces tensors that [`TrainStep::state`] lists, all or none. Tensors that are not given keep their
-    /// values.
+    /// Replaces tensors that [`TrainStep::state`] lists. Tensors that are not given keep their values. If
+    /// there is an error, none is replaced.
     ///
     /// # Errors
-    /// `Error::Argument` if there is no tensor of a name, or `accumulated` is not below the number of batches
-    /// of an update; `Error::Shape` if a dtype or shape differs.
+    /// `Error::Argument` if there is no tensor with a given name, or `accumulated` is not less than the
+    /// number of batches per update; `Error::Shape` if a dtype or shape differs.
     pub fn load_state(&mut self, new: Vec<(String, Tensor)>) -> Result<()> {
         let old: HashMap<String, Tensor> = self.state().into_iter().collect();
         let mut done = None;
@@ -118,7 +118,7 @@ impl TrainStep<'_> {
         for (path, v) in ema.state() {
             let name = format!("{path}.master");
             if kept.iter().any(|(n, _)| *n == name) {
-                // A copy: the average's memory is overwritten by the next step.
+                // This makes a copy, because the next step overwrites the average's memory.
                 let copy = &v + Tensor::scalar(v.backend(), 0.0, v.dtype()?);
                 copy.eval()?;
                 self.with_optimizer(|o| o.set_state(&name, copy))?;
@@ -127,12 +127,12 @@ impl TrainStep<'_> {
         Ok(())
     }
 
-    /// Moves parameters, buffers and everything else that the step keeps to another backend. Later steps are
-    /// planned there. Tensors that the forward captures stay where they are: pass data as the batch.
+    /// Moves parameters, buffers and all other state of the step to another backend. Later steps are planned
+    /// for that backend. Tensors that the forward captures are not moved, so pass data as the batch.
     ///
     /// # Errors
     /// `Error::Unsupported` if the device does not store the type of the step's mixed precision; errors of
-    /// the copies. Then nothing has moved.
+    /// the copies. After an error nothing has moved.
     pub fn to_device(&mut self, backend: &Backend) -> Result<()> {
         if let Some(m) = &self.mixed {
             halcyon::ir::passes::autocast::check(
@@ -169,8 +169,8 @@ impl TrainStep<'_> {
         Ok(())
     }
 
-    /// The next update for a batch as a graph, for inspection: nothing runs. Its inputs are named `batch.N`
-    /// and by the paths of parameters, state and buffers.
+    /// The graph of the next update for a batch, for inspection. Nothing runs. The inputs are named
+    /// `batch.N`, or by the paths of parameters, states and buffers.
     ///
     /// # Errors
     /// Errors of the forward, and of copying the inputs to the host.

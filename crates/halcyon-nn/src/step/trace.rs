@@ -1,4 +1,4 @@
-//! What a training step computes, from placeholders for its inputs.
+//! Traces a training step: builds the step's results from placeholders for its inputs.
 
 use super::{Forward, Kind, MemoryBudget};
 use crate::ema::Ema;
@@ -15,12 +15,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The numbers of parts that are tried for a memory budget.
 const PARTS: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
 
-/// What a trace of the step needs to know of the module and optimizer.
+/// The facts about the module and the optimizer that a trace of the step needs.
 ///
-/// The inputs of an update are the batch and the frozen parameters, then the states: those of the optimizer,
-/// the moving averages, the buffers, the sums of gradients, and those of the scaler. The inputs of a function
-/// that only adds gradients are the batch, the frozen parameters, the parameters and the scale, then the
-/// states: the buffers and the sums.
+/// The inputs of an update are the batch and the frozen parameters, then the states: the states of the
+/// optimizer, the moving averages, the buffers, the sums of gradients, and the states of the scaler. The
+/// inputs of a function that only adds gradients are the batch, the frozen parameters, the parameters and the
+/// scale, then the states: the buffers and the sums.
 pub(super) struct Parts<'a> {
     pub(super) forward: Forward<'a>,
     pub(super) kind: Kind,
@@ -38,7 +38,7 @@ pub(super) struct Parts<'a> {
     pub(super) ema: Option<Arc<Ema>>,
     pub(super) budget: Option<MemoryBudget>,
     pub(super) mixed: Option<MixedPrecision>,
-    /// Gets the number of parts that the budget needs.
+    /// The trace stores the number of parts that the budget needs here.
     pub(super) chosen: Arc<AtomicUsize>,
 }
 
@@ -51,16 +51,16 @@ struct Inputs<'t> {
     averages: &'t [Tensor],
     buffers: &'t [Tensor],
     sums: &'t [Tensor],
-    /// Nothing, the scale, or all states of the scaler.
+    /// Empty without a scaler; the scale alone, or all states of the scaler.
     scaler: &'t [Tensor],
 }
 
-/// The gradients of one batch, and what the forward returned.
+/// The gradients of one batch, and the results of the forward.
 struct Graded {
     loss: Tensor,
-    /// Of the scaled loss.
+    /// The gradients of the loss, or of the scaled loss if there is a scaler.
     grads: Vec<Tensor>,
-    /// What the forward returned after the loss.
+    /// The results of the forward that follow the loss.
     others: Vec<Tensor>,
     buffers: Vec<Tensor>,
 }
@@ -102,8 +102,8 @@ impl Parts<'_> {
         }
     }
 
-    /// The results of the function for placeholders, within the memory budget if there is one: what the
-    /// forward returns, then the new values of the states.
+    /// The results of the function for placeholders: the results of the forward, then the new values of the
+    /// states. They keep the memory budget, if there is one.
     pub(super) fn planned(&self, optimizer: &Optimizer, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
         let Some(MemoryBudget(budget)) = self.budget else {
             return self.trace(optimizer, inputs, 1);
@@ -175,7 +175,7 @@ impl Parts<'_> {
         Ok(out)
     }
 
-    /// The forward and the gradients, of the scaled loss if there is a scaler.
+    /// The results of the forward, and the gradients of the loss, or of the scaled loss if there is a scaler.
     fn graded(&self, x: &Inputs<'_>, parts: usize) -> Result<Graded> {
         let Some(first) = x.own.first().and_then(|o| o.first()) else {
             return Err(Error::internal("a step without parameters"));
@@ -194,7 +194,7 @@ impl Parts<'_> {
                 let loss = results.next();
                 others.extend(results);
                 let loss = loss.ok_or_else(|| Error::argument("TrainStep", "the forward returns no loss"))?;
-                // In f32, whose range has room for the scale.
+                // The loss is scaled in f32, because the scaled loss can exceed the range of f16.
                 Ok(match x.scaler.first() {
                     Some(s) => loss.cast(DType::F32) * s,
                     None => loss,
@@ -221,7 +221,7 @@ impl Parts<'_> {
     /// The moving averages after an update.
     fn averaged(&self, x: &Inputs<'_>, new: &[Vec<Tensor>]) -> Vec<Tensor> {
         let Some(ema) = &self.ema else { return vec![] };
-        // The f32 copy of a parameter in a smaller float, if there is one.
+        // The f32 copy of a parameter in f16 or bf16, if there is one; otherwise the parameter.
         let precise = |(p, t): (&Slot, &Vec<Tensor>)| {
             let small = p.stored().dtype().is_ok_and(|d| d != DType::F32 && d != DType::F64);
             t[usize::from(small && t.len() > 1)].clone()
@@ -230,8 +230,9 @@ impl Parts<'_> {
         ema.next(x.averages, &params)
     }
 
-    /// The new tensors of the optimizer, of the moving averages and of the scaler. `grads` are those of the
-    /// scaled loss. After an overflow the first two are the old ones.
+    /// The new tensors of the optimizer, of the moving averages and of the scaler. `grads` are the gradients
+    /// of the scaled loss. After an overflow, the tensors of the optimizer and of the moving averages are the
+    /// old ones.
     #[allow(clippy::type_complexity)]
     fn scaled(
         &self,

@@ -1,4 +1,4 @@
-//! A small language model, as GPT-2 is built.
+//! A small language model with the structure of GPT-2.
 
 use halcyon::ops::Attention;
 use halcyon::prelude::*;

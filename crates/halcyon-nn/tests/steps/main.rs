@@ -10,10 +10,10 @@ use halcyon_test::devices::devices;
 
 const SMALL: Sizes = Sizes { layers: 4, width: 32, heads: 2, context: 16, vocabulary: 40, dropout: 0.1 };
 
-/// Rows of a batch: enough for activations to take most of the memory.
+/// Rows of a batch. With so many rows, activations take most of the memory.
 const ROWS: usize = 24;
 
-/// A language model with the weights of seed 1, its step, and the parameters after `steps` steps.
+/// Trains a language model with weights from seed 1 for `steps` steps.
 fn trained(b: &Backend, s: Sizes, checkpointed: bool, steps: usize) -> (u64, Vec<f32>, Vec<Vec<u8>>) {
     b.manual_seed(1);
     let model = Gpt::new(b, s, checkpointed).unwrap();
@@ -34,7 +34,8 @@ fn trained(b: &Backend, s: Sizes, checkpointed: bool, steps: usize) -> (u64, Vec
     (fit.activations + fit.workspace, losses, params)
 }
 
-/// Dropout included: the second computation repeats the draws of the first.
+/// The model has dropout: the second computation of a checkpoint must draw the same random numbers as the
+/// first.
 #[test]
 fn checkpoints_change_no_bit_and_take_less_memory() {
     let what = "checkpoints_change_no_bit_and_take_less_memory";
@@ -44,7 +45,7 @@ fn checkpoints_change_no_bit_and_take_less_memory() {
         assert_eq!(losses, other, "{}", b.id());
         assert!(params == same, "{}", b.id());
     }
-    // From O2 on, an epilogue may round the sums of a product once less.
+    // From level O2 on, an epilogue may save one rounding of a product's sums.
     for b in devices(what, Level::O2) {
         let (kept, losses, _) = trained(&b, SMALL, false, 3);
         let (again, other, _) = trained(&b, SMALL, true, 3);
@@ -107,7 +108,7 @@ fn buffers_in_a_checkpoint_are_written_once() {
             let x = b.randn([8, 4], DType::F32);
             (0..3).for_each(|_| drop(step.run(&[&x]).unwrap()));
             let all: Vec<Vec<f32>> = model.slots().iter().map(|(_, s)| s.value().to_vec().unwrap()).collect();
-            // Also outside of a step.
+            // Outside of a training step, too.
             let (_, grads) = loss_and_grads(&model, |m| {
                 Ok(if again { checkpoint(&x, |x| forward(m, x)) } else { forward(m, &x) }.sum(..))
             })
@@ -135,7 +136,7 @@ fn an_error_in_a_checkpoint_names_its_op() {
     assert!(checkpoint_many(&[], |_| Ok(vec![])).is_err());
 }
 
-/// `n` micro-batches and one update are a step with the whole batch.
+/// `n` micro-batches and one update give the same parameters as one step with the whole batch.
 #[test]
 fn accumulated_gradients_are_those_of_the_whole_batch() {
     for b in devices("accumulated_gradients_are_those_of_the_whole_batch", Level::O2) {
@@ -239,7 +240,7 @@ fn an_update_is_in_place() {
         let mut step = TrainStep::new(&layer, Optimizer::new(&layer, Adam::w()).unwrap(), f).unwrap();
         let x = b.randn([4, 256], DType::F32);
         let fit = step.fit(&[&x]).unwrap();
-        // The loss only, not three tensors of 256 KiB.
+        // The outputs are only the loss, and not the three tensors of 256 KiB.
         assert!(fit.outputs < 1 << 16, "{}: {fit:?}", b.id());
         for _ in 0..3 {
             step.run(&[&x]).unwrap();
@@ -248,7 +249,7 @@ fn an_update_is_in_place() {
     }
 }
 
-/// Losses of 60 steps of a classifier of three layers.
+/// The losses of 60 training steps of a classifier with three layers.
 fn losses(
     b: &Backend,
     policy: AmpPolicy,
@@ -263,7 +264,8 @@ fn losses(
         let y = m.2.forward(&m.1.forward(&m.0.forward(&x[0]).relu()).relu());
         Ok(vec![cross_entropy(&y, &x[1], CrossEntropyOptions::default())])
     };
-    // Forced, because only the results matter here, even on processors that are slower in the half type.
+    // Mixed precision is forced, because only the results matter here: the test also runs on processors that
+    // are slower in the half type.
     let mixed = MixedPrecision { force: true, ..policy.into() };
     let mut step = TrainStep::new(&net, optimizer, f).unwrap().amp(more(mixed)).unwrap();
     let x = b.randn([128, 16], DType::F32);
@@ -283,7 +285,7 @@ fn half_types_end_within_two_percent_of_f32() {
             assert!(off < 0.02, "{} {policy}: {} after {}", b.id(), half[59], full[59]);
             assert!(half != full, "{} {policy}: nothing was rounded", b.id());
             assert!(skipped < 5, "{} {policy}: {skipped} steps were skipped", b.id());
-            // With no op allowed, or all products excepted, the step computes in f32.
+            // If no op is allowed, or all products are excepted, the step computes in f32.
             if policy == AmpPolicy::Bf16 {
                 let none = losses(&b, policy, |m| MixedPrecision { only: Some(vec!["conv".into()]), ..m });
                 assert_eq!(none.0, full, "{}", b.id());

@@ -202,7 +202,7 @@ fn case(b: &Backend, c: &Value) -> Result<Case> {
             let m = BatchNorm::with(b, int(c, "channels"), o)?;
             let (training_mode, n) = (flag(c, "training"), m.clone());
             let forward = move |x: &[Tensor]| {
-                // `loss_and_grads` sets the mode of training.
+                // Inside of `loss_and_grads`, modules behave as in training.
                 Ok(vec![if training_mode { n.forward(&x[0]) } else { evaluation(|| n.forward(&x[0])) }])
             };
             Case { module: Box::new(m), forward: Box::new(forward) }
@@ -251,7 +251,8 @@ fn case(b: &Backend, c: &Value) -> Result<Case> {
     })
 }
 
-/// Inputs as parameters, so that gradients are taken with respect to them too.
+/// A module whose parameters include the inputs, so that gradients with respect to the inputs are computed
+/// too.
 struct WithInputs<'c> {
     module: &'c dyn Module,
     inputs: Vec<Option<Param>>,
@@ -317,7 +318,7 @@ fn layers_and_losses_follow_torch() {
     let has = |n: &str| names.contains(n);
     let mut compared = 0;
     for b in halcyon_test::devices::devices("layers_and_losses_follow_torch", Level::O2) {
-        // Each case is a program to build on these.
+        // On devices other than the CPU, every case compiles programs, so only a sample runs.
         let every = if b.id().starts_with("cpu") { 1 } else { halcyon_test::one_in(20) };
         let first = halcyon_test::drawn(b.id(), every).unwrap_or(0);
         let mut failed = vec![];

@@ -3,7 +3,7 @@ use halcyon::prelude::*;
 use halcyon_nn::*;
 use serde_json::Value;
 
-/// Parameters whose gradients a script gives.
+/// Parameters whose gradients the script `torch_cases.py` defines.
 #[derive(Module)]
 struct Params {
     p: Vec<Param>,
@@ -144,7 +144,7 @@ fn optimizers_follow_torch_and_the_papers() {
                 (Some("muon"), Some("torch")) => 2e-2,
                 (Some("muon"), _) => 1e-4,
                 _ if b.id().starts_with("cpu") => 1e-6,
-                // Other devices contract a product and a sum to one rounding, PyTorch rounds both.
+                // Other devices compute a product and a sum with one rounding (FMA); PyTorch rounds both.
                 _ => 2e-6,
             };
             match follow(&b, i, c, &data) {

@@ -1,5 +1,5 @@
-//! Three networks, trained for 100 steps, follow the losses that PyTorch has from the same initial weights
-//! and batches (`torch_runs.py`).
+//! Three networks are trained for 100 steps. Their losses must follow those of PyTorch with the same initial
+//! weights and batches (`torch_runs.py`).
 
 use crate::json;
 use halcyon::Attention;
@@ -122,7 +122,8 @@ impl Net {
         }
     }
 
-    /// The initial weights of `start` in the script, which numbers the parameters in the script's order.
+    /// Sets the same initial weights as `start` of `torch_runs.py`. The order of the parameters is the
+    /// script's.
     fn start(&self, gain: f32) -> Result<()> {
         for (i, (path, slot)) in self.parameters().into_iter().enumerate() {
             let dims = slot.value().dims()?;

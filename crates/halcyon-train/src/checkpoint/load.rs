@@ -9,7 +9,7 @@ use halcyon_nn::{LoadWeights, Module, ModuleExt, Strictness, TrainStep, Unmatche
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
-/// A checkpoint that was opened: its `checkpoint.json` was read.
+/// An opened checkpoint: its `checkpoint.json` was read.
 #[derive(Debug)]
 pub struct Checkpoint {
     folder: PathBuf,
@@ -26,17 +26,17 @@ impl Checkpoint {
         Ok(Checkpoint { folder: folder.into(), manifest: Manifest::read(folder)? })
     }
 
-    /// What `checkpoint.json` says.
+    /// The content of `checkpoint.json`.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// Its folder.
+    /// The folder of the checkpoint.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Compares sizes and checksums of all files with `checkpoint.json`.
+    /// Compares the sizes and checksums of all files with those in `checkpoint.json`.
     ///
     /// # Errors
     /// `Error::Io`; `Error::Format` for a file that differs.
@@ -65,8 +65,8 @@ impl Checkpoint {
         Tensors::open(&self.folder, stem)
     }
 
-    /// Replaces the model's parameters and buffers only. Dtypes are converted to the model's, and values are
-    /// copied to its device. All or nothing.
+    /// Replaces only the model's parameters and buffers. Values are converted to the model's dtypes and
+    /// copied to its device. If there is an error, nothing is replaced.
     ///
     /// # Errors
     /// Those of [`Checkpoint::verify`] and [`LoadWeights::load_state_dict`].
@@ -78,16 +78,16 @@ impl Checkpoint {
     }
 
     /// Replaces the model's parameters and buffers, and the step's optimizer state, loss scaler, number of
-    /// steps and seed. Values are copied to the device of the run, and converted where its dtypes differ.
-    /// With equal dtypes every bit is kept. All or nothing.
+    /// steps and seed. Values are copied to the device of the run, and converted if its dtypes differ. If the
+    /// dtypes are equal, every bit is kept. If there is an error, nothing is replaced.
     ///
-    /// A run in f32 takes the f32 copies that a run in f16 or bf16 kept of its parameters. A run without a
-    /// loss scaler ignores the scaler's state.
+    /// A run in f32 that loads a checkpoint of a run in f16 or bf16 takes the f32 copies of the parameters
+    /// from the optimizer's state. A run without a loss scaler ignores the scaler's state.
     ///
     /// # Errors
     /// `Error::Argument` for a tensor that is missing or has no counterpart, and for another optimizer;
-    /// `Error::Shape` for one of another shape, with its name; `Error::Format` for damaged files; errors of
-    /// the device.
+    /// `Error::Shape` for a tensor of another shape, with its name; `Error::Format` for damaged files; errors
+    /// of the device.
     pub fn load(&self, model: &dyn Module, step: &mut TrainStep<'_>) -> Result<()> {
         self.verify()?;
         self.same_optimizer(step)?;
@@ -115,7 +115,7 @@ impl Checkpoint {
             return Err(e);
         }
         let skipped = match (&self.manifest.scaler, step.scale()?) {
-            // Steps that were skipped do not count for an optimizer without a scaler.
+            // An optimizer without a scaler does not count the skipped steps.
             (Some(s), None) => s.skipped,
             _ => 0,
         };
@@ -146,11 +146,12 @@ fn optimizer_state(
 ) -> Result<(Vec<(String, Tensor)>, HashSet<String>)> {
     let (mut new, mut used, mut missing) = (vec![], HashSet::new(), vec![]);
     for (name, old) in step.state() {
-        // A run in f32 kept no f32 copies: they are its parameters.
+        // A checkpoint of a run in f32 has no f32 copies, because its parameters are in f32.
         let data = state.get(&name).or_else(|| weights.get(name.strip_suffix(".master")?));
         match data {
             Some(data) => new.push((name.clone(), like(&name, &data?, &old)?)),
-            // A run without a loss scaler saved none; the scaler begins anew.
+            // A checkpoint of a run without a loss scaler has no scaler state. The scaler then keeps its own
+            // state.
             None if name.starts_with("scaler.") => {}
             None => missing.push(name.clone()),
         }
@@ -165,7 +166,8 @@ fn optimizer_state(
     }
 }
 
-/// The f32 copies of parameters in the file, by name, for parameters that the run has in f32 or f64.
+/// The f32 copies that the file has of parameters, by name. Only parameters that are f32 or f64 in this run
+/// are included.
 fn masters(model: &dyn Module, state: &Tensors) -> Result<HashMap<String, ConstData>> {
     let mut out = HashMap::new();
     for (path, slot) in model.parameters() {

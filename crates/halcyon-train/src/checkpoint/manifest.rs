@@ -1,4 +1,4 @@
-//! `checkpoint.json`: what a checkpoint holds beside tensors.
+//! `checkpoint.json`: the content of a checkpoint other than tensors.
 
 use halcyon::ir::error::{Error, Result};
 use halcyon_nn::Schedule;
@@ -11,9 +11,9 @@ use std::path::Path;
 pub(super) const NAME: &str = "checkpoint.json";
 /// The value of [`Manifest::format`].
 pub(super) const FORMAT: &str = "halcyon-checkpoint";
-/// The version of the format that this release writes, and the newest that it reads.
+/// The version of the format that this release writes. It is also the newest version that this release reads.
 pub const VERSION: u32 = 1;
-/// Longest accepted file in bytes.
+/// The size of the largest accepted file in bytes.
 const MOST: u64 = 64 << 20;
 
 /// The content of `checkpoint.json`.
@@ -24,26 +24,27 @@ pub struct Manifest {
     pub format: String,
     /// Version of the format.
     pub version: u32,
-    /// The release of Halcyon that wrote it.
+    /// The release of Halcyon that wrote the checkpoint.
     pub halcyon: String,
-    /// The device on which it was made.
+    /// The device on which the checkpoint was made.
     pub backend: String,
     /// Number of steps taken.
     pub step: u64,
     /// Number of epochs completed.
     pub epoch: u64,
-    /// The seed of the step's random numbers. Their keys follow from it and the number of the step.
+    /// The seed of the step's random numbers. The key of each step follows from the seed and the number of
+    /// the step.
     pub seed: u64,
-    /// Measures of the model, such as `accuracy`. Those that are not finite are left out.
+    /// Metrics of the model, such as `accuracy`. Metrics that are not finite are left out.
     pub metrics: BTreeMap<String, f64>,
     pub optimizer: OptimizerRecord,
     /// The loss scaler's state, if there is one.
     pub scaler: Option<ScalerRecord>,
     /// Number of the model's tensors by dtype.
     pub dtypes: BTreeMap<String, usize>,
-    /// The position in the data, as the data source describes it.
+    /// The position in the data, in the format of the data source.
     pub data: Value,
-    /// What the trainer keeps.
+    /// The trainer's own state.
     pub trainer: Value,
     /// Sizes and checksums of the other files.
     pub files: BTreeMap<String, FileRecord>,
@@ -93,7 +94,7 @@ impl Manifest {
         let path = folder.join(NAME);
         let text = halcyon_host::input::text_of(&path, MOST).map_err(|e| e.error(&path))?;
         let bad = |what: String| Error::Format { file: path.display().to_string(), what };
-        // The version decides which fields there are, so it is read first.
+        // The version is read first, because it determines the fields.
         #[derive(Deserialize)]
         struct Head {
             format: String,
@@ -110,7 +111,7 @@ impl Manifest {
         let m: Manifest = serde_json::from_str(&text).map_err(|e| bad(e.to_string()))?;
         let plain = |n: &String| !n.is_empty() && !n.contains(['/', '\\']) && n != "." && n != "..";
         match m.files.keys().find(|n| !plain(n)) {
-            Some(n) => Err(bad(format!("'{n}' is no name of a file"))),
+            Some(n) => Err(bad(format!("'{n}' is not a file name"))),
             None => Ok(m),
         }
     }

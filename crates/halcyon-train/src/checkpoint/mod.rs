@@ -1,8 +1,8 @@
-//! Checkpoints: a folder for each, with the weights, the optimizer's state and `checkpoint.json`.
+//! Checkpoints. Each checkpoint is a folder with the weights, the optimizer's state and `checkpoint.json`.
 //!
-//! A checkpoint is written to a hidden folder beside its place. Every file is flushed to the disk, and then
-//! the folder is renamed. So a checkpoint with a visible name is complete, whenever the process ends; a full
-//! disk leaves the older ones as they were.
+//! A checkpoint is first written to a hidden folder in the same parent folder. Every file is flushed to the
+//! disk, and then the folder is renamed. So a checkpoint with a visible name is always complete, even if the
+//! process is killed. If the disk is full, the older checkpoints are unchanged.
 
 mod load;
 mod manifest;
@@ -23,12 +23,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-/// Which value of a metric is the best.
+/// Which value of a metric is best.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Goal {
-    /// The largest, as of an accuracy.
+    /// The largest value, for example of an accuracy.
     Largest,
-    /// The smallest, as of a loss.
+    /// The smallest value, for example of a loss.
     Smallest,
 }
 
@@ -47,7 +47,7 @@ impl Goal {
 pub struct CheckpointOptions {
     /// The number of newest checkpoints to keep; 0 keeps all. Default: 3.
     pub keep: usize,
-    /// Also keep the best checkpoint by a metric. Default: none.
+    /// The metric by which the best checkpoint is kept, in addition to the newest checkpoints. Default: none.
     pub best: Option<(String, Goal)>,
     /// Tensors are divided into files of at most this number of bytes. Default: 2 GiB.
     pub shard_bytes: u64,
@@ -59,7 +59,7 @@ impl Default for CheckpointOptions {
     }
 }
 
-/// What a checkpoint keeps of the run beside the model and the training step.
+/// The facts about a run that a checkpoint stores in addition to the model and the training step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Progress {
     pub step: u64,
@@ -68,7 +68,7 @@ pub struct Progress {
     pub metrics: BTreeMap<String, f64>,
     /// The position in the data; see [`Manifest::data`].
     pub data: Value,
-    /// What the trainer keeps.
+    /// The trainer's own state.
     pub trainer: Value,
 }
 
@@ -103,7 +103,8 @@ pub struct Checkpoints {
     options: CheckpointOptions,
 }
 
-/// A checkpoint's place in the order: its step, and how often that step was saved before.
+/// The position of a checkpoint in the order of checkpoints: its step, and the number of earlier checkpoints
+/// of the same step.
 type Order = (u64, u64);
 
 fn io_error(path: &Path, e: &io::Error) -> Error {
@@ -137,8 +138,8 @@ impl Checkpoints {
         Ok(self.list()?.pop())
     }
 
-    /// The best checkpoint by the metric of the options; of equal ones the oldest. `None` if no checkpoint
-    /// has the metric, or the options name none.
+    /// The best checkpoint by the metric of the options. If several are equal, the oldest of them. `None` if
+    /// no checkpoint has the metric, or the options name no metric.
     ///
     /// # Errors
     /// Those of [`Checkpoints::list`] and [`Checkpoint::open`].
@@ -171,10 +172,12 @@ impl Checkpoints {
         Ok(found)
     }
 
-    /// Writes a checkpoint, then removes those that the options do not keep. Returns its folder.
+    /// Writes a checkpoint, then removes the checkpoints that the options do not keep. Returns the folder of
+    /// the new checkpoint.
     ///
     /// # Errors
-    /// `Error::Io`, as for a full disk; errors of the device. Then the checkpoints are as before.
+    /// `Error::Io`, for example for a full disk; errors of the device. After an error the checkpoints are
+    /// unchanged.
     pub fn save(&self, model: &dyn Module, step: &TrainStep<'_>, progress: &Progress) -> Result<PathBuf> {
         fs::create_dir_all(&self.folder).map_err(|e| io_error(&self.folder, &e))?;
         let part = Part::create(&self.folder)?;
@@ -200,14 +203,15 @@ impl Checkpoints {
         let path = part.publish(&self.folder, progress.step)?;
         sync_folder(&self.folder)?;
         if let Err(e) = self.prune(&path) {
-            // The new checkpoint is complete, so training goes on.
+            // The new checkpoint is complete, so training continues.
             tracing::warn!(folder = %self.folder.display(), error = %e, "old checkpoints were not removed");
         }
         Ok(path)
     }
 
-    /// Removes checkpoints that the options do not keep, and what processes that were killed left over. `new`
-    /// stays: after a resumption from an older checkpoint, its step is not the largest.
+    /// Removes the checkpoints that the options do not keep, and the hidden folders of killed processes.
+    /// `new` is always kept, because its step is not the largest if the training was resumed from an older
+    /// checkpoint.
     fn prune(&self, new: &Path) -> Result<()> {
         let all = self.ordered()?;
         let newest_of_step = |i: usize| all.get(i + 1).is_none_or(|(next, _)| next.0 != all[i].0.0);
@@ -222,7 +226,8 @@ impl Checkpoints {
         for (i, (_, path)) in all.iter().enumerate() {
             let kept = i >= first_kept || path == new || best.as_ref() == Some(path);
             if !kept || !newest_of_step(i) {
-                // First renamed, so that no checkpoint with a visible name ever lacks files.
+                // The folder is renamed before it is removed, so that a checkpoint with a visible name always
+                // has all its files.
                 let gone = Part::name(&self.folder);
                 fs::rename(path, &gone).map_err(|e| io_error(path, &e))?;
                 fs::remove_dir_all(&gone).map_err(|e| io_error(&gone, &e))?;
@@ -232,7 +237,7 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Removes hidden folders that nothing has changed for an hour.
+    /// Removes hidden folders that have not changed for an hour.
     fn sweep(&self) {
         const AGE: Duration = Duration::from_secs(3600);
         let old = |e: &fs::DirEntry| -> bool {
@@ -295,7 +300,7 @@ fn order_of(name: &str) -> Option<Order> {
         None => (rest.parse().ok()?, 0),
         Some((step, n)) => (step.parse().ok()?, n.parse::<u64>().ok()?.checked_sub(1)?),
     };
-    // Other spellings of the numbers are not ours.
+    // A name with another spelling of the numbers is not the name of a checkpoint.
     (name_of((step, times)) == name).then_some((step, times))
 }
 
@@ -311,7 +316,7 @@ fn sync_folder(path: &Path) -> Result<()> {
 /// Names of folders that are written or removed begin with this.
 const HIDDEN: &str = ".halcyon-checkpoint-";
 
-/// A folder that is being written. Dropping it removes it.
+/// A folder that is being written. Dropping this value removes the folder.
 #[derive(Debug)]
 struct Part(PathBuf);
 
@@ -328,14 +333,15 @@ impl Part {
             let path = Part::name(folder);
             match fs::create_dir(&path) {
                 Ok(()) => return Ok(Part(path)),
-                // Left over by an earlier process with the same process id.
+                // An earlier process with the same process id left this folder.
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(e) => return Err(io_error(&path, &e)),
             }
         }
     }
 
-    /// Gives the folder its visible name. A checkpoint of the same step stays until this one is there.
+    /// Gives the folder its visible name. An older checkpoint of the same step is removed only after this
+    /// checkpoint has its name.
     fn publish(self, folder: &Path, step: u64) -> Result<PathBuf> {
         for times in 0.. {
             let path = folder.join(name_of((step, times)));
@@ -351,12 +357,12 @@ impl Part {
 
 impl Drop for Part {
     fn drop(&mut self) {
-        // After `publish` there is nothing to remove.
+        // After `publish` there is no folder to remove.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// The tensor in the dtype of another one, on its device.
+/// A tensor with the data `data`, converted to the dtype of `old`, on the device of `old`.
 fn like(name: &str, data: &halcyon::ConstData, old: &Tensor) -> Result<Tensor> {
     let want = old.dims()?;
     if data.dims[..] != want[..] {

@@ -1,5 +1,6 @@
-//! Tensors in safetensors files, in several files above a limit of their size: `model.safetensors`, or
-//! `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`, as Hugging Face does.
+//! Tensors in safetensors files. If the tensors exceed a limit, they are divided into several files. The
+//! names are those of Hugging Face: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
+//! the index `model.safetensors.index.json`.
 
 use super::manifest::FileRecord;
 use flate2::Crc;
@@ -12,7 +13,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// Longest accepted index in bytes.
+/// The size of the largest accepted index in bytes.
 const MOST_INDEX: u64 = 256 << 20;
 
 /// The index of several files.
@@ -32,8 +33,8 @@ fn bytes_of(t: &Tensor) -> Result<u64> {
     Ok(t.dtype()?.bytes(n) as u64)
 }
 
-/// Writes tensors to files of at most `limit` bytes of data each; a larger tensor gets a file of its own.
-/// Values are copied to the host for one file at a time. Returns the files that were written.
+/// Writes tensors to files of at most `limit` bytes of data each. A tensor that is larger than `limit` gets
+/// its own file. Values are copied to the host for one file at a time. Returns the files that were written.
 pub(super) fn write(
     folder: &Path,
     stem: &str,
@@ -105,7 +106,7 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    /// Opens the files of `stem` in a folder, which has one file or an index.
+    /// Opens the files of `stem` in a folder. The folder has either one file or an index with several files.
     pub(super) fn open(folder: &Path, stem: &str) -> Result<Tensors> {
         let single = folder.join(format!("{stem}.safetensors"));
         if single.exists() {
@@ -120,7 +121,7 @@ impl Tensors {
         let (mut files, mut opened, mut of) = (vec![], BTreeMap::new(), BTreeMap::new());
         for (name, file) in index.weight_map {
             if file.contains(['/', '\\']) || file.starts_with('.') {
-                return Err(bad(format!("'{file}' is no name of a file")));
+                return Err(bad(format!("'{file}' is not a file name")));
             }
             let i = match opened.get(&file) {
                 Some(i) => *i,
@@ -132,7 +133,7 @@ impl Tensors {
             };
             of.insert(name, i);
         }
-        // One pass over each file, because looking for each name would take time quadratic in their number.
+        // This makes one pass over each file, because searching for each name would take quadratic time.
         let own = files.iter().enumerate().flat_map(|(i, f)| f.names().map(move |n| (n, i)));
         let own: HashSet<(&str, usize)> = own.collect();
         if let Some((name, _)) = of.iter().find(|(n, i)| !own.contains(&(n.as_str(), **i))) {

@@ -10,19 +10,18 @@ use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
-/// A training: what `halcyon train` reads.
+/// The configuration of a training, which `halcyon train` reads from a TOML file.
 ///
-/// Relative paths in a file are relative to its folder, except `output` and `export`, which are relative to
-/// the current folder, as are all paths of `--set`.
+/// Paths in the file are relative to the folder of the file. Exceptions are `output`, `export` and all paths
+/// that are given with `--set`: these are relative to the current folder.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
     pub model: ModelConfig,
-    /// The `path` of [`Config::train`] and [`Config::test`] where they give none.
+    /// The `path` of [`Config::train`] and [`Config::test`], if these have no `path`.
     #[serde(default)]
     pub data: Option<PathBuf>,
-    /// The data to train on: a [`halcyon_data::DataSpec`], or `kind = "mnist"` for a folder with MNIST's
-    /// files.
+    /// The training data: a [`halcyon_data::DataSpec`], or `kind = "mnist"` for a folder with MNIST's files.
     pub train: Table,
     /// The data to evaluate on after each epoch.
     #[serde(default)]
@@ -32,7 +31,7 @@ pub struct Config {
     /// Default: 10.
     #[serde(default = "epochs")]
     pub epochs: u64,
-    /// Number of steps, in place of epochs.
+    /// Number of steps. If given, it replaces `epochs`.
     #[serde(default)]
     pub steps: Option<u64>,
     /// Samples of a batch. A smaller last batch of an epoch is left out. Default: 64.
@@ -47,13 +46,15 @@ pub struct Config {
     /// Threads that prepare batches; 0 prepares each when it is needed. Default: 1.
     #[serde(default = "workers")]
     pub workers: usize,
-    /// The run's folder. Default: `runs/NAME`, where NAME is that of the file.
+    /// The run's folder. Default: `runs/NAME`, where NAME is the name of the configuration file without its
+    /// extension.
     #[serde(default)]
     pub output: PathBuf,
-    /// Losses are read every so many steps. Default: 10.
+    /// The number of steps after which losses are read from the device. Default: 10.
     #[serde(default = "read_every")]
     pub read_every: u64,
-    /// A checkpoint is written after each epoch, and every so many steps if set.
+    /// If set, a checkpoint is also written after every `checkpoint_every` steps, in addition to the
+    /// checkpoint after each epoch.
     #[serde(default)]
     pub checkpoint_every: Option<u64>,
     /// Number of newest checkpoints that are kept; 0 keeps all. Default: 3.
@@ -68,7 +69,8 @@ pub struct Config {
     /// Writes TensorBoard's files.
     #[serde(default)]
     pub tensorboard: bool,
-    /// Names the op that makes a NaN or an infinity. Steps take longer.
+    /// Whether a step with a NaN or an infinity is an error that names the op that caused it. Steps take
+    /// longer.
     #[serde(default)]
     pub detect_anomaly: bool,
     /// Writes the trained model as ONNX.
@@ -106,16 +108,16 @@ pub enum ModelConfig {
         #[serde(default)]
         dropout: f64,
     },
-    /// For each number of channels a convolution 3×3, batch normalisation, ReLU and a maximum over 2×2; then
-    /// a fully connected layer.
+    /// For each number of channels: a 3×3 convolution, batch normalisation, ReLU and 2×2 max pooling. At the
+    /// end, a fully connected layer.
     Cnn {
         channels: Vec<usize>,
         #[serde(default)]
         dropout: f64,
     },
-    /// A character model: embeddings of characters and places, blocks of causal attention and a fully
-    /// connected part with normalisation before each (Radford et al. 2019), and the embeddings again as the
-    /// last layer.
+    /// A character model with the structure of GPT-2 (Radford et al. 2019): embeddings of characters and
+    /// positions, then blocks. A block has causal attention and fully connected layers, each after a layer
+    /// normalisation. The last layer uses the weights of the character embedding.
     Chars {
         layers: usize,
         /// Elements of an embedding.
@@ -153,10 +155,11 @@ pub struct Watch {
     /// `loss`, `test_loss`, `accuracy` or `perplexity`.
     pub metric: String,
     pub goal: GoalName,
-    /// For early stopping: epochs without an improvement. Default: 5.
+    /// For early stopping: the number of epochs without an improvement after which the training ends.
+    /// Default: 5.
     #[serde(default = "patience")]
     pub patience: u64,
-    /// For early stopping: the least change that counts. Default: 0.
+    /// For early stopping: the smallest change that counts as an improvement. Default: 0.
     #[serde(default)]
     pub least: f64,
 }
@@ -182,7 +185,7 @@ impl From<GoalName> for Goal {
     }
 }
 
-/// The optimizer. Settings that are not given have the rule's defaults.
+/// The optimizer. A setting that is not given has the default of the update rule.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OptimizerConfig {
@@ -192,14 +195,14 @@ pub struct OptimizerConfig {
     pub rate: Option<f64>,
     #[serde(default)]
     pub weight_decay: Option<f64>,
-    /// Of `sgd` and `rmsprop`.
+    /// The momentum. Only for `sgd` and `rmsprop`.
     #[serde(default)]
     pub momentum: Option<f64>,
-    /// Bounds the norm of all gradients together.
+    /// Clips the norm of all gradients together to this number.
     #[serde(default)]
     pub clip_norm: Option<f64>,
-    /// A [`Schedule`]. Where `steps` is not given, it is the number of steps of the training; where a cycle
-    /// has no `most`, it is the rate.
+    /// A [`Schedule`]. The default of its `steps` is the number of steps of the training. The default of
+    /// `most` of a one-cycle schedule is the learning rate.
     #[serde(default)]
     pub schedule: Option<Table>,
 }
@@ -222,7 +225,7 @@ impl OptimizerConfig {
     /// The optimizer of a model for a training of `steps` steps.
     ///
     /// # Errors
-    /// `Error::Argument` for settings out of range, or a momentum of a rule that has none.
+    /// `Error::Argument` for a setting that is out of range, or for a momentum if the rule has no momentum.
     pub(crate) fn build<M: Module>(&self, model: &M, steps: u64) -> Result<Optimizer> {
         let mut b = self.rule()?;
         if let Some(c) = self.clip_norm {
@@ -277,17 +280,18 @@ impl OptimizerConfig {
 }
 
 impl Config {
-    /// Reads a file and then applies settings of the form `key=value`, where `key` may have dots
-    /// (`optimizer.rate=0.1`) and `value` is TOML, or text without quotes.
+    /// Reads a file and then applies settings of the form `key=value`. `key` may have dots, as in
+    /// `optimizer.rate=0.1`. `value` is TOML; text needs no quotes.
     ///
     /// # Errors
-    /// `Error::Io`; `Error::Format` for a file that is no TOML or has unknown keys or wrong types, with the
-    /// line; `Error::Argument` for a setting that is no `key=value`.
+    /// `Error::Io`; `Error::Format`, with the line, for a file that is not TOML or has unknown keys or wrong
+    /// types; `Error::Argument` for a setting that is not of the form `key=value`.
     pub fn read(path: &Path, settings: &[String]) -> Result<Config> {
         let text = halcyon_host::input::text(path)?;
         let malformed = |what: String| Error::Format { file: path.display().to_string(), what };
         let mut table: Table = toml::from_str(&text).map_err(|e| malformed(located(&e, &text)))?;
-        // Errors of the file's own keys name their line, so they are found before settings are added.
+        // The file is checked before the settings are applied, so that errors of the file's own keys have
+        // their line.
         let typed = |t: &Table| t.clone().try_into::<Config>();
         if settings.is_empty() {
             toml::from_str::<Config>(&text).map_err(|e| malformed(located(&e, &text)))?;

@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use toml::{Table, Value};
 
-/// Rows of MNIST's test part that are trained on where the training part is missing. The rest is for the
-/// test.
+/// The number of rows of MNIST's test part that are used for training if the training part is missing. The
+/// other rows are used for the test.
 const MNIST_TRAINED: usize = 8000;
 
-/// What the model answers.
+/// What the model predicts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Target {
-    /// One of so many classes.
+    /// One of this number of classes.
     Classes(usize),
     /// Numbers.
     Values,
@@ -58,7 +58,8 @@ impl Data {
     }
 }
 
-/// The number of classes: that of the names, else the largest class number of the data and one.
+/// The number of classes: the number of class names, or, without names, one more than the largest class
+/// number in the data.
 fn classes(output: &Column, parts: [Option<&Arc<dyn Dataset>>; 2]) -> Result<usize> {
     if !output.classes.is_empty() {
         return Ok(output.classes.len());
@@ -72,7 +73,7 @@ fn classes(output: &Column, parts: [Option<&Arc<dyn Dataset>>; 2]) -> Result<usi
             for column in targets.batch(&rows)? {
                 for v in column.to_vec::<i64>() {
                     if !(0..1 << 24).contains(&v) {
-                        let what = format!("the target {v} is no class number: they begin at 0");
+                        let what = format!("the target {v} is not a class number from 0 to 16777215");
                         return Err(Error::argument("train", what));
                     }
                     largest = largest.max(v);
@@ -100,7 +101,8 @@ fn part(config: &Config, table: &Table, which: &str, names: &[String]) -> Result
     }
     let mut spec: DataSpec = table.try_into().map_err(|e: toml::de::Error| bad(e.message().to_string()))?;
     match spec.kind {
-        // Another text has other characters, but their numbers must be those of the training.
+        // The test text may have other characters, but the numbers of the characters must be those of the
+        // training.
         Kind::Text if spec.vocabulary.is_none() && !names.is_empty() => {
             let text: String = names.concat();
             spec.vocabulary = Some(halcyon_data::Vocabulary::of(&text));
@@ -117,7 +119,8 @@ fn part(config: &Config, table: &Table, which: &str, names: &[String]) -> Result
     }
 }
 
-/// MNIST's parts; where the folder has the test part only, its first rows are for training.
+/// A part of MNIST. If the folder has only the test part, the first rows of the test part are used for
+/// training.
 fn mnist(folder: &Path, train: bool) -> Result<Arc<dyn Dataset>> {
     let exists = |name: &str| folder.join(name).is_file();
     let names = ["train-images-idx3-ubyte", "train-images.idx3-ubyte"];

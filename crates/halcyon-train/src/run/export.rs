@@ -8,9 +8,9 @@ use halcyon::{DType, Dim, Shape, Tensor};
 use halcyon_formats::onnx::export::{ExportOptions, write as write_onnx};
 use std::path::Path;
 
-/// Writes the forward of the model, in evaluation, in the dtypes of its parameters with an f32 input. Classes
-/// become probabilities. The input's name is that of the data's column. The batch is a symbol, except of a
-/// character model, whose batch is 1. Returns the size in bytes.
+/// Writes the model's forward in evaluation mode. The input is f32; the model computes in the dtype of its
+/// parameters. For classes, the output is probabilities. The input has the name of the data's column. The
+/// batch size is a symbol; for a character model it is 1. Returns the size of the file in bytes.
 pub(super) fn write(model: &Model, data: &Data, path: &Path) -> Result<u64> {
     let backend = model.backend();
     let batch = match model {

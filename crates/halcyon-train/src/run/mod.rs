@@ -1,7 +1,7 @@
-//! Trainings by a configuration file, as `halcyon train` runs them.
+//! Trainings from a configuration file, for `halcyon train`.
 //!
 //! [`Config::read`] reads a TOML file; [`train`] trains. A run has a folder with its checkpoints, its log
-//! (`log.jsonl`), a picture of the loss (`loss.png`) and, if asked for, TensorBoard's files.
+//! (`log.jsonl`), a chart of the loss (`loss.png`) and, if configured, TensorBoard's files.
 
 mod config;
 mod data;
@@ -31,12 +31,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// How a training is run, beside its configuration.
+/// Options of a training that are not part of its configuration.
 pub struct RunOptions<'a> {
     pub backend: Backend,
-    /// Continues from the newest checkpoint of the run's folder, if there is one.
+    /// Whether the training continues from the newest checkpoint of the run's folder, if there is one.
     pub resume: bool,
-    /// Ends the training after the current step when it is set.
+    /// A flag. When it is set, the training ends after the current step.
     pub interrupt: Arc<AtomicBool>,
     /// Whether a progress bar is shown on a terminal.
     pub progress: bool,
@@ -70,7 +70,7 @@ impl Callback for OnEpoch<'_> {
     }
 }
 
-/// Trains as a configuration says.
+/// Runs the training of a configuration.
 ///
 /// # Errors
 /// `Error::Argument` for a configuration whose model and data do not fit; errors of the data, the device and
@@ -154,13 +154,13 @@ fn training_step<'m>(config: &Config, model: &'m Model, data: &Data, steps: u64)
     Ok(step.seed(config.seed))
 }
 
-/// What the model computes for the input of a batch, in f32.
+/// The model's results for the input of a batch, in f32.
 fn answers(model: &Model, dtype: DType, x: &Tensor) -> Tensor {
     let x = if x.dtype().is_ok_and(|d| d.is_float()) { x.cast(dtype) } else { x.clone() };
     model.forward(&x).cast(DType::F32)
 }
 
-/// The mean loss of a batch: input and target.
+/// The mean loss of a batch. The batch has an input and a target.
 fn loss(model: &Model, dtype: DType, target: Target, batch: &[Tensor]) -> Tensor {
     let y = answers(model, dtype, &batch[0]);
     of_answers(&y, target, &batch[1])
@@ -171,7 +171,7 @@ fn of_answers(y: &Tensor, target: Target, t: &Tensor) -> Tensor {
         (Target::Values, _, Ok(dims)) => {
             mse_loss(&y.reshape(dims.to_vec()), &t.cast(DType::F32), Reduction::Mean)
         }
-        // A sequence has a target for each place.
+        // A sequence has one target per position.
         (Target::Classes(n), Ok(dims), _) if dims.len() == 3 => {
             let rows = dims[0] * dims[1];
             cross_entropy(&y.reshape([rows, n]), &t.reshape([rows]), CrossEntropyOptions::default())
@@ -180,7 +180,7 @@ fn of_answers(y: &Tensor, target: Target, t: &Tensor) -> Tensor {
     }
 }
 
-/// Refuses names of metrics that this training does not have.
+/// Returns an error if the configuration names a metric that this training does not have.
 fn check_metrics(config: &Config, model: &Model, data: &Data) -> Result<()> {
     let mut known = vec!["loss"];
     if data.test.is_some() {
@@ -203,8 +203,8 @@ fn check_metrics(config: &Config, model: &Model, data: &Data) -> Result<()> {
     }
 }
 
-/// Measures the model on the rows of `test`: `test_loss`, and for classes `accuracy`; for text also
-/// `perplexity`.
+/// Evaluates the model on the rows of `test`. The metrics are `test_loss`; for classes also `accuracy`; for
+/// text also `perplexity`.
 fn evaluation<'m>(
     config: &Config,
     model: &'m Model,

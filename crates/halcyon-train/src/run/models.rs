@@ -72,7 +72,8 @@ impl Model {
         })
     }
 
-    /// Scores of classes, or values, `[batch, outputs]`; of a character model `[batch, context, characters]`.
+    /// The model's scores of classes, or its values: `[batch, outputs]`, or `[batch, context, characters]`
+    /// for a character model.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
         match self {
@@ -117,7 +118,7 @@ impl Mlp {
         Ok(Mlp { hidden: layers, last, dropout: Dropout::new(dropout)? })
     }
 
-    /// Of rows of any shape.
+    /// Takes rows of any shape.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
         let flat = x.shape().map_or(1, |s| s.len());
@@ -154,8 +155,8 @@ impl Cnn {
         let (halves, most) = (channels.len(), h.min(w).checked_ilog2().unwrap_or(0) as usize);
         if halves == 0 || halves > most {
             let what = format!(
-                "{halves} convolutions halve an image of {h}×{w} as often, which is possible 1 to {most} \
-                 times"
+                "{halves} convolutions: each halves the image of {h}×{w}, which allows 1 to {most} \
+                 convolutions"
             );
             return Err(Error::argument("train", what));
         }
@@ -170,7 +171,7 @@ impl Cnn {
         Ok(Cnn { blocks, last, pool: MaxPool::new(PoolOptions::new(2))?, dropout: Dropout::new(dropout)? })
     }
 
-    /// Of images `[batch, channels, height, width]`.
+    /// Takes images `[batch, channels, height, width]`.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
         let block = |x: Tensor, b: &ConvBlock| self.pool.forward(&b.norm.forward(&b.conv.forward(&x)).relu());
@@ -198,7 +199,8 @@ impl Block {
             bias_init: Some(Init::Zeros),
             ..LinearOptions::default()
         };
-        // The layers that add to the residual begin smaller, by their number (Radford et al. 2019).
+        // The layers whose results are added to the residual start with smaller weights, scaled by the number
+        // of these layers (Radford et al. 2019).
         let small = 0.02 / (2.0 * layers as f64).sqrt();
         Ok(Block {
             norm1: LayerNorm::new(b, [size])?,
@@ -251,14 +253,14 @@ impl Chars {
         })
     }
 
-    /// Scores of the next character at each place, of characters `[batch, length]`; the length is at most the
-    /// context.
+    /// Takes characters `[batch, length]`, where the length is at most the context. Returns the scores of the
+    /// next character at each position.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
         let Ok(length) = x.dims().map(|d| d.last().copied().unwrap_or(0)) else { return x.clone() };
         let h = self.token.forward(x) + self.position.value().narrow(0, 0usize, length);
         let h = self.blocks.iter().fold(self.dropout.forward(&h), |h, b| b.forward(&h));
-        // The embeddings are also the last layer.
+        // The last layer uses the weights of the character embedding.
         self.norm.forward(&h).matmul(&self.token.weight.value().transpose(0, 1))
     }
 }

@@ -65,6 +65,12 @@ pub(crate) fn gains(d: &dyn Device, precision: MatmulPrecision) -> bool {
     }
 }
 
+/// Whether products of bf16 are expected to be faster than those of f32 on the device.
+pub(crate) fn bf16_is_faster(d: &dyn Device) -> bool {
+    let matrix = d.as_target().caps().matrix.iter().any(|o| o.operand == MatrixType::BF16);
+    matrix || d.info().properties.get("bf16_products").is_some_and(|code| code != "f32")
+}
+
 /// A warning if an order of backends was given but not used. It is used for `auto`, and for the fallback from
 /// a backend requested by name.
 pub(super) fn unused_order(b: &Settings, s: &Selection) -> Option<String> {

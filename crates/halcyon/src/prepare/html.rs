@@ -11,21 +11,21 @@ th{font-weight:600;border-bottom:1px solid #ccc}td.n,th.n{text-align:right}\
 .sub{color:#666}.big{font-size:1.6em}.bad{color:#b00020}svg{display:block;margin:.5em 0}\
 svg text{font:12px system-ui,sans-serif;fill:#333}svg .v{fill:#666}";
 
-/// Colours of bars before and after.
+/// Colours of the bars for the times before and after the optimisation.
 const BEFORE: &str = "#b0b7c3";
 const AFTER: &str = "#3b75af";
 const WIDTH: f64 = 920.0;
-/// Left edge of the bars, and the length of the longest.
+/// The left edge of the bars, and the length of the longest bar.
 const LEFT: f64 = 300.0;
 const LONGEST: f64 = 440.0;
 const ROW: f64 = 21.0;
 /// Characters of a label that fit to the left of the bars.
 const LABEL: usize = 42;
-/// Number of ops in a plot; the table below it has all.
+/// The number of ops in a plot. The table below the plot has all ops.
 const OPS: usize = 15;
 
-/// Text for HTML: escapes markup, and replaces characters that HTML does not allow and those that change the
-/// direction of text.
+/// Prepares text for HTML: escapes markup, and replaces characters that HTML does not allow or that change
+/// the direction of text.
 fn escape(s: &str) -> String {
     let mut out = String::with_capacity(s.len());
     for c in s.chars() {
@@ -46,7 +46,7 @@ fn escape(s: &str) -> String {
     out
 }
 
-/// At most `most` characters.
+/// Shortens `s` to at most `most` characters.
 fn short(s: &str, most: usize) -> String {
     match s.char_indices().nth(most) {
         Some((i, _)) => format!("{}…", &s[..i]),
@@ -61,8 +61,8 @@ struct Bar {
     colour: &'static str,
 }
 
-/// A bar chart. `whole` is the value of the longest bar that would fit; `mark` is a value at which a line is
-/// drawn.
+/// A bar chart. `whole` is the value of a bar with the full length. If `mark` is given, a line is drawn at
+/// this value.
 fn bars(title: &str, bars: &[Bar], whole: f64, mark: Option<f64>) -> String {
     let height = bars.len() as f64 * ROW + 6.0;
     let of = |v: f64| (v / whole.max(f64::MIN_POSITIVE) * LONGEST).clamp(0.0, LONGEST);
@@ -105,7 +105,7 @@ fn chart(title: &str, b: &[Bar], mark: Option<f64>) -> String {
     bars(title, b, most(b), mark)
 }
 
-/// A table; columns in `right` hold numbers.
+/// A table. The columns in `right` hold numbers and are aligned to the right.
 fn table(head: &[&str], rows: &[Vec<String>], right: &[usize]) -> String {
     let row = |tag: &str, cells: &mut dyn Iterator<Item = &str>| {
         let one = |(i, c): (usize, &str)| {
@@ -176,7 +176,7 @@ fn op_section(r: &OptimizationReport) -> String {
         ops.iter().take(OPS).map(bar).collect()
     };
     let (old, new) = (of(before, BEFORE), of(after, AFTER));
-    // One scale for both, so that their bars compare.
+    // Both plots have the same scale, so that their bars can be compared.
     let whole = most(&old).max(most(&new));
     for (title, b) in [("at O0", &old), ("optimised", &new)] {
         let _ = write!(out, "<h3>{title}</h3>\n{}", bars(&format!("time by op {title}"), b, whole, None));
@@ -237,7 +237,7 @@ fn memory_section(r: &OptimizationReport) -> String {
     format!("<h2>Memory of a run</h2>\n{}", chart("memory of a run", &all, None))
 }
 
-/// The report as one self-contained HTML page. Names of the model are escaped.
+/// The report as one self-contained HTML page. All names from the model are escaped.
 pub fn report_html(r: &OptimizationReport) -> String {
     let result = &r.result;
     let mut out = format!(

@@ -1,4 +1,4 @@
-//! Measurements of a model before and after its optimisation.
+//! Measures a model before and after its optimisation.
 
 use super::result::{MemoryPart, Metrics, OpTime, OutputError};
 use crate::executable::Executable;
@@ -11,19 +11,19 @@ use halcyon_ir::error::Result;
 use halcyon_ir::plan::{Plan, StepWork};
 use std::collections::BTreeMap;
 
-/// Times of two plans in pairs, and the differences of their results.
+/// The times of two plans, measured in pairs, and the differences of their results.
 pub(super) struct Compared {
-    /// Seconds of a run.
+    /// The times of a run in seconds.
     before: Vec<f64>,
     after: Vec<f64>,
-    /// Time before divided by time after, for each pair.
+    /// The time before divided by the time after, for each pair.
     ratios: Vec<f64>,
     pub(super) outputs: Vec<OutputError>,
     error: Option<f64>,
 }
 
-/// Runs both on the sample. The bursts of a pair follow each other directly, and the side that is first
-/// alternates, so that drift in the machine's speed cancels.
+/// Runs both plans on the sample in bursts of runs. The two bursts of a pair run directly one after the
+/// other. The plan that runs first alternates, so that drift in the machine's speed cancels.
 pub(super) fn compare(
     before: &Session,
     after: &Session,
@@ -146,7 +146,7 @@ fn op_times(session: &Session, sample: &[ConstData], runs: usize) -> Result<Opti
     let (exe, buffers) = (session.prepare(sample)?, session.upload(sample)?);
     let device = session.backend().device();
     let mut times: Vec<Vec<f64>> = vec![];
-    // The first run is not counted: it includes one-time costs of the device.
+    // The first run is not counted, because it includes one-time costs of the device.
     for run in 0..=runs {
         session.backend().synchronize()?;
         device.take_timings()?;
@@ -202,7 +202,7 @@ mod tests {
     #[test]
     fn differences_are_relative_to_magnitude_and_to_deviation() {
         let of = |v: &[f32]| ConstData::from_slice(&[v.len()], v).unwrap();
-        // Mean 0, deviation 2, largest magnitude 2.
+        // The mean is 0, the standard deviation is 2, the largest magnitude is 2.
         let want = of(&[2.0, -2.0, 2.0, -2.0]);
         let o = output("y".into(), &want, &of(&[2.0, -2.5, 2.0, -2.0]));
         assert_eq!((o.relative, o.deviations), (Some(0.25), Some(0.25)));

@@ -1,11 +1,10 @@
-//! Prepares a model for a device: chooses the level and the precision, measures what that changes, and
-//! reports it.
+//! Prepares a model for a device: chooses the level and the precision, measures the effect, and reports it.
 //!
-//! [`prepare_model`] gives a model at a level, [`optimize_for_inference`] with mixed precision and with its
-//! plan made, and [`ModelOptimizer::optimize`] gives it together with an [`OptimizationResult`]: what changed
-//! the executable, what did not and why, and the measured times, memory and differences. The functions take
-//! graphs ([`Session`]) and imported ONNX models (`OnnxSession`); the crate `halcyon-nn` has the same for
-//! modules.
+//! [`prepare_model`] returns a model at a level. [`optimize_for_inference`] also sets the mixed precision and
+//! makes the plan. [`ModelOptimizer::optimize`] returns the model with an [`OptimizationResult`]: which
+//! transformations changed the executable, which did not and why, and the measured times, memory and
+//! differences. The functions take graphs ([`Session`]) and imported ONNX models (`OnnxSession`); the crate
+//! `halcyon-nn` has the same functions for modules.
 //!
 //! ```
 //! use halcyon::ir::{Graph, TensorType};
@@ -53,10 +52,11 @@ use halcyon_ir::plan::Receipt;
 use halcyon_ir::{ConstData, DType, Graph};
 use std::time::Duration;
 
-/// What level O3 did to a model: the quantised graph, or why no layer can be quantised.
+/// The result of level O3 for a model: the quantised graph, or the reason why no layer can be quantised.
 pub type Rewrite = std::result::Result<Quantized, String>;
 
-/// Quantises a graph. A graph without layers that can be quantised is no error.
+/// Quantises a graph. If no layer of the graph can be quantised, this is not an error: the result has the
+/// reason.
 ///
 /// # Errors
 /// Those of [`quantize()`].
@@ -87,11 +87,11 @@ pub trait Preparable: Sized {
     /// The model as one graph for inputs of these types, in the model's order.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the model runs in stages for such inputs; errors about the inputs.
+    /// [`Error::Unsupported`] if the model runs in stages for inputs of these types; errors about the inputs.
     fn session(&self, sample: &[ConstData]) -> Result<Session>;
 
-    /// The model quantised for its backend: level O3. The sample measures the error; scales of activations
-    /// are computed in each run. [`crate::quantize`] calibrates them with further samples.
+    /// The model quantised for its backend (level O3). The error is measured on the sample. The scales of
+    /// activations are computed in each run. [`crate::quantize`] can calibrate the scales with more samples.
     ///
     /// # Errors
     /// Those of [`Preparable::session`] and [`quantize()`]: [`Error::Unsupported`] with the measured error if
@@ -151,7 +151,7 @@ impl Preparable for OnnxSession {
         }
     }
 
-    /// The quantised model takes inputs of the sample's types.
+    /// The quantised model only takes inputs of the sample's types.
     fn quantized(&self, sample: &[ConstData], options: &QuantizeOptions) -> Result<(OnnxSession, Rewrite)> {
         let b = OnnxSession::backend(self);
         let q = match quantized_graph(b, self.session(sample)?.graph(), sample, options)? {
@@ -171,19 +171,21 @@ impl Preparable for OnnxSession {
     }
 }
 
-/// All levels that can be named, in order.
+/// All levels, in order.
 pub fn levels() -> Vec<Level> {
     ["O0", "O1", "O2", "O3"].iter().filter_map(|name| name.parse().ok()).collect()
 }
 
-/// The one place where a model gets its level. A level changes how a graph is planned, so another handle on
-/// the device is all that is needed. O3 also changes the graph, for which it needs a sample.
+/// The only function that gives a model its level. A level changes how a graph is planned, so it is enough to
+/// use a handle on the device that has this level. O3 also changes the graph; that happens elsewhere, because
+/// it needs a sample.
 fn at_level<M: Preparable>(backend: &Backend, model: &M, level: Level) -> Result<M> {
     model.on(&backend.with_level(level)?)
 }
 
-/// The model on `backend`, at a level. The given model stays as it is; both share their weights in host
-/// memory. At O3 the model is quantised when there is a sample: by [`optimize_for_inference`].
+/// The model on `backend`, at a level. The given model is not changed; both models share their weights in
+/// host memory. At O3 this function does not quantise, because it has no sample: [`optimize_for_inference`]
+/// does.
 ///
 /// # Errors
 /// Those of [`Preparable::on`] and [`Backend::with_level`].
@@ -194,7 +196,7 @@ pub fn prepare_model<M: Preparable>(backend: &Backend, model: &M, level: Level) 
 /// The policy of mixed precision that computes in `dtype`.
 ///
 /// # Errors
-/// [`Error::Argument`] if there is none, or if the level is below O2, which mixed precision needs.
+/// [`Error::Argument`] if there is no such policy, or if the level is below O2, which mixed precision needs.
 pub fn policy(dtype: DType, level: Level) -> Result<AmpPolicy> {
     let policy = match dtype {
         DType::F32 => AmpPolicy::None,
@@ -212,16 +214,17 @@ pub fn policy(dtype: DType, level: Level) -> Result<AmpPolicy> {
     Ok(policy)
 }
 
-/// The model for inference, on its backend and at its level. With a `dtype`, products and convolutions
-/// compute in it ([`crate::BackendBuilder::amp`]); inputs and outputs keep their dtypes. With a sample, the
-/// plan is made, its kernels are compiled, its weights are on the device, and it has run once. So a later run
-/// with inputs of the same types does none of this. At level O3 the model is quantised within the default
-/// bound of [`QuantizeOptions`], measured on the sample.
+/// Prepares a model for inference, on its backend and at its level. If a `dtype` is given, products and
+/// convolutions compute in that dtype ([`crate::BackendBuilder::amp`]); inputs and outputs keep their dtypes.
+/// If a sample is given, the function makes the plan, compiles its kernels, copies the weights to the device
+/// and runs the plan once. A later run with inputs of the same types then does none of this work. At level O3
+/// the model is quantised within the default bound of [`QuantizeOptions`], measured on the sample.
 ///
 /// # Errors
 /// [`Error::Unsupported`] with the measured error if level O3 cannot meet the bound; [`Error::Argument`] for
-/// a dtype that is no policy, or below level O2, and at level O3 without a sample; [`Error::Unsupported`] for
-/// a dtype that the device does not support; errors of planning and running.
+/// a dtype that is not a policy of mixed precision, for any dtype below level O2, and at level O3 without a
+/// sample; [`Error::Unsupported`] for a dtype that the device does not support; errors of planning and
+/// running.
 pub fn optimize_for_inference<M: Preparable>(
     model: &M,
     sample: Option<&[ConstData]>,
@@ -247,7 +250,7 @@ pub fn optimize_for_inference<M: Preparable>(
     Ok(model)
 }
 
-/// Logs why level O3 quantised nothing.
+/// Logs the reason if level O3 quantised nothing.
 pub fn note(rewrite: &Rewrite) {
     if let Err(why) = rewrite {
         tracing::warn!("level O3 quantises nothing: {why}");
@@ -259,14 +262,15 @@ pub fn needs_sample() -> Error {
     Error::argument("sample", "level O3 measures its error on a sample: give one")
 }
 
-/// What [`ModelOptimizer::report`] measures.
+/// The options of [`ModelOptimizer::report`].
 #[derive(Clone, Debug)]
 pub struct ReportOptions {
     /// The model's name in the report.
     pub name: String,
     /// How often times are measured.
     pub effort: Effort,
-    /// Whether each transformation's gain is measured, by comparison with the plan without it.
+    /// Whether the gain of each transformation is measured. This compares the plan with a plan without the
+    /// transformation.
     pub gains: bool,
     /// Whether the time of each op is measured. This opens the device a second time.
     pub ops: bool,
@@ -286,10 +290,11 @@ impl Default for ReportOptions {
     }
 }
 
-/// The measurements of [`ModelOptimizer::optimize`]: few, because only the whole plan is compared.
+/// The effort of the measurements of [`ModelOptimizer::optimize`]. It is small, because only the whole plan
+/// is compared.
 const BRIEF: Effort = Effort { pairs: 5, interval: 0.1, burst: Duration::from_millis(5) };
 
-/// Optimises models for one backend, and measures what that changes.
+/// Optimises models for one backend, and measures the effect.
 #[derive(Clone, Debug)]
 pub struct ModelOptimizer {
     backend: Backend,
@@ -319,8 +324,8 @@ impl ModelOptimizer {
         &self.backend
     }
 
-    /// The model at a level, and what the level changed. The sample holds the model's inputs, in order. The
-    /// model runs on the sample at O0 and at the level, several times each.
+    /// Returns the model at a level, and what the level changed. The sample holds the model's inputs, in
+    /// order. The model runs on the sample several times at O0 and several times at the level.
     ///
     /// If the results at the level have another shape than those at O0, or differ in which values are finite,
     /// then `success` is false, a warning names the output, and the returned model is the one at O0.
@@ -412,7 +417,7 @@ impl ModelOptimizer {
         Ok((if success { optimized } else { plain }, report))
     }
 
-    /// The receipts of a plan, with gains if they are wanted.
+    /// The receipts of a plan, with gains if `options` requests them.
     fn receipts(
         &self,
         session: &Session,
@@ -440,10 +445,10 @@ impl ModelOptimizer {
         Ok(plain.iter().map(one).collect())
     }
 
-    /// The transformations that this version knows, with the speed-up that each brings on this device. The
-    /// first call on a device measures them on small networks, which takes seconds; the result is kept in the
-    /// process and beside the compiled programs. The speed-up is `None` for a transformation that changed
-    /// none of these networks on this device.
+    /// All transformations, with the speed-up of each on this device. The first call on a device measures the
+    /// speed-ups on small networks, which takes seconds. The result is cached in the process, and on disk
+    /// next to the compiled programs. The speed-up is `None` for a transformation that changed none of these
+    /// networks on this device.
     pub fn strategies(&self) -> Vec<Strategy> {
         strategies::of(&self.backend)
     }

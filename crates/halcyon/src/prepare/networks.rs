@@ -1,5 +1,5 @@
-//! Small networks on which the gain of each transformation is measured. Together they contain what each
-//! transformation looks for.
+//! Small networks on which the gain of each transformation is measured. For each transformation, at least one
+//! network has a pattern that it changes.
 
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::graph::NodeId;
@@ -18,7 +18,7 @@ struct Builder {
     weights: usize,
 }
 
-/// Numbers of both signs, between minus and plus `scale`.
+/// Positive and negative numbers between `-scale` and `scale`.
 fn numbers(dims: &[usize], seed: usize, scale: f32) -> Result<ConstData> {
     let n: usize = dims.iter().product();
     let at = |i: usize| (((i + 31 * seed) * 7919 % 257) as f32 / 128.0 - 1.0) * scale;
@@ -91,15 +91,15 @@ fn images() -> Result<Network> {
     b.finish(y, &dims)
 }
 
-/// Rows `[64, 128]` through a block of a transformer with one head, as an exporter writes it: with parts that
-/// depend only on weights, a factor of one, and a part that is computed twice.
+/// Rows `[64, 128]` through a block of a transformer with one head. As in the files of exporters, some parts
+/// depend only on weights, one factor is 1, and one part is computed twice.
 fn rows() -> Result<Network> {
     const D: usize = 128;
     let dims = [64, D];
     let (mut b, x) = Builder::new(&dims);
     let n = b.layer_norm(x, D)?;
     let (q, v) = (b.linear(n, D, D)?, b.linear(n, D, D)?);
-    // The weights of the keys are a product of weights.
+    // The weights that project the keys are a product of two constants.
     let (w, k) = (b.weight(&[D, D], 0.1)?, b.weight(&[D, D], 0.1)?);
     let w = b.g.mul(w, k)?;
     let w = b.g.scalar(ScalarOp::Tanh, &[w])?;
@@ -119,7 +119,7 @@ fn rows() -> Result<Network> {
     b.finish(y, &dims)
 }
 
-/// A table `[1024, 64]` of which one row is replaced.
+/// A table `[1024, 64]`. One row is replaced.
 fn table() -> Result<Network> {
     let dims = [1024, 64];
     let (mut b, x) = Builder::new(&dims);

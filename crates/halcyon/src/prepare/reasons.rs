@@ -1,4 +1,4 @@
-//! Why transformations of a level changed nothing.
+//! The reasons why transformations of a level changed nothing.
 
 use crate::executable::Executable;
 use crate::session::Session;
@@ -21,7 +21,7 @@ pub(super) fn unapplied(session: &Session, exe: &Executable, sample: &[ConstData
     };
     let blocks = [DType::F32, DType::BF16].iter().any(|d| b.device().as_target().channel_block(*d).is_some());
     let facts = Facts { graph: &graph, amp: b.amp(), blocks };
-    // The quantisation is a rewrite before the passes, which reports for itself.
+    // Quantisation is skipped here, because it happens before the passes and has its own report.
     let wanted = passes::ALL.iter().filter(|n| all.does(n) && !changed(n) && **n != passes::QUANTIZED);
     let line = |name: &&str| match options.without.contains::<str>(name) {
         true => Some(format!("{name}: switched off")),
@@ -43,7 +43,7 @@ impl Facts<'_> {
         self.graph.nodes().iter().any(|n| is(&n.op))
     }
 
-    /// Why a transformation that the level includes changed nothing.
+    /// The reason why a transformation of the level changed nothing.
     fn reason(&self, name: &str) -> &'static str {
         let product = |op: &Op| matches!(op, Op::Matmul | Op::Conv(_));
         let constants = self.has(|op| matches!(op, Op::Const(_) | Op::Full(_)));

@@ -6,18 +6,18 @@ use halcyon_ir::plan::Receipt;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What an optimisation changed, and what that brought.
+/// What an optimisation changed, and the measured effect.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimizationResult {
-    /// Whether the optimised model's results have the shapes of the results at O0 and agree with them in
-    /// which values are finite. If not, the model stays at O0.
+    /// Whether the optimised model's results have the same shapes as the results at O0, and finite values in
+    /// the same places. If not, the model stays at O0.
     pub success: bool,
-    /// The level that was asked for.
+    /// The requested level.
     pub level: Level,
     /// Names of the transformations that changed the executable.
     pub optimizations_applied: Vec<String>,
-    /// The transformations of the level that changed nothing, each with the reason, and settings without
-    /// effect.
+    /// The transformations of the level that changed nothing, each with the reason, and the settings that had
+    /// no effect.
     pub warnings: Vec<String>,
     pub metrics: Metrics,
 }
@@ -27,7 +27,7 @@ pub struct OptimizationResult {
 pub struct Metrics {
     /// Time of a run at O0 in milliseconds, with inputs and outputs on the device: the median.
     pub time_before_ms: f64,
-    /// The same at the level.
+    /// The same number at the level.
     pub time_after_ms: f64,
     /// Time before divided by time after: the median over pairs of measurements.
     pub speedup: f64,
@@ -35,14 +35,14 @@ pub struct Metrics {
     pub speedup_interval: [f64; 2],
     /// Bytes of device memory that a run at O0 needs, by the device's own accounting of its plan.
     pub memory_before_bytes: u64,
-    /// The same at the level.
+    /// The same number at the level.
     pub memory_after_bytes: u64,
     /// Number of steps of the plan at O0.
     pub steps_before: usize,
-    /// The same at the level.
+    /// The same number at the level.
     pub steps_after: usize,
-    /// Largest difference over all outputs, relative to the largest magnitude at O0; `None` if shapes differ
-    /// or other values are finite.
+    /// Largest difference over all outputs, relative to the largest magnitude at O0; `None` if shapes differ,
+    /// or finite values are not in the same places.
     pub error: Option<f64>,
     /// The differences of each output.
     pub outputs: Vec<OutputError>,
@@ -52,29 +52,31 @@ pub struct Metrics {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OutputError {
     pub name: String,
-    /// Largest difference relative to the largest magnitude at O0; `None` if the shapes differ or other
-    /// values are finite.
+    /// Largest difference relative to the largest magnitude at O0; `None` if the shapes differ, or finite
+    /// values are not in the same places.
     pub relative: Option<f64>,
-    /// Largest difference relative to the standard deviation of the values at O0; `None` also if that is 0.
+    /// Largest difference relative to the standard deviation of the values at O0; `None` if `relative` is
+    /// `None`, or the standard deviation is 0.
     pub deviations: Option<f64>,
 }
 
-/// The time of the steps of one kind in a run.
+/// The time of all steps of one kind in a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OpTime {
-    /// What the steps compute, such as `conv` or `matmul+add+relu`.
+    /// The ops that the steps compute, such as `conv` or `matmul+add+relu`.
     pub op: String,
     /// Names of the kernels.
     pub kernel: String,
     /// Number of steps.
     pub steps: usize,
-    /// Time of all of them in one run in milliseconds, as the device measures it: the median over runs.
+    /// The total time of these steps in one run, in milliseconds, measured by the device: the median over
+    /// runs.
     pub time_ms: f64,
     pub flops: u64,
     pub bytes: u64,
 }
 
-/// Device memory of one kind that a run needs, in bytes.
+/// The device memory of one kind that a run needs, in bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryPart {
     pub name: String,
@@ -82,7 +84,7 @@ pub struct MemoryPart {
     pub after: u64,
 }
 
-/// An [`OptimizationResult`] with what a page about it shows.
+/// An [`OptimizationResult`] with the other facts that the HTML page shows.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimizationReport {
     /// The model's name.
@@ -102,7 +104,7 @@ pub struct OptimizationReport {
     pub no_ops: Option<String>,
 }
 
-/// `1.23 ms`, `45.6 µs`.
+/// A time as text, such as `1.23 ms` or `45.6 µs`.
 pub(super) fn time(ms: f64) -> String {
     match ms {
         t if t >= 1000.0 => format!("{:.2} s", t / 1000.0),
@@ -111,7 +113,7 @@ pub(super) fn time(ms: f64) -> String {
     }
 }
 
-/// `12.3 MiB`.
+/// A size as text, such as `12.3 MiB`.
 pub(super) fn size(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let (mut v, mut u) = (bytes as f64, 0);
@@ -122,7 +124,7 @@ pub(super) fn size(bytes: u64) -> String {
     if u == 0 { format!("{bytes} B") } else { format!("{v:.1} {}", UNITS[u]) }
 }
 
-/// `1.2e-6`, or that the results do not compare.
+/// An error as text, such as `1.2e-6`. Without an error, the text says that the results cannot be compared.
 pub(super) fn error(e: Option<f64>) -> String {
     e.map_or("not comparable".into(), |e| format!("{e:.1e}"))
 }

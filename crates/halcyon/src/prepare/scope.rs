@@ -4,8 +4,8 @@ use crate::backend::Backend;
 use std::ops::Deref;
 
 impl Backend {
-    /// A guard that derefs to the backend. When it is dropped, also by an error or a panic, the backend's
-    /// caches are emptied ([`Backend::empty_cache`]).
+    /// A guard that derefs to the backend. When the guard is dropped, also after an error or a panic, it
+    /// empties the backend's caches ([`Backend::empty_cache`]).
     ///
     /// ```
     /// use halcyon::prelude::*;

@@ -1,4 +1,4 @@
-//! The transformations as strategies, with the speed-up that each brings on a device.
+//! The list of transformations, with the speed-up of each on a device.
 
 use super::networks;
 use crate::backend::Backend;
@@ -18,26 +18,28 @@ use std::time::{Duration, Instant};
 /// A transformation that the optimizer knows.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Strategy {
-    /// Its name in receipts, and for `--without`.
+    /// The name in receipts and for `--without`.
     pub name: String,
     pub description: String,
-    /// Time without it divided by time with it: the geometric mean over the small networks that it changed on
-    /// this device; `None` if it changed none of them, or if it could not be measured.
+    /// The time without the transformation divided by the time with it: the geometric mean over the small
+    /// networks that the transformation changed on this device. `None` if it changed no network, or could not
+    /// be measured.
     pub speedup_estimate: Option<f64>,
-    /// The levels that include it.
+    /// The levels that include the transformation.
     pub applicable_levels: Vec<Level>,
 }
 
 /// Speed-ups by transformation.
 type Gains = BTreeMap<String, f64>;
 
-/// Maximum bytes of all gains on disk.
+/// The maximum size of all gains on disk, in bytes.
 #[cfg(not(target_arch = "wasm32"))]
 const LIMIT: u64 = 1 << 20;
-/// Number of the way of measuring. Gains that were measured in another way are not read.
+/// The version of the method of measuring. Cached gains of another version are ignored.
 #[cfg(not(target_arch = "wasm32"))]
 const METHOD: u32 = 3;
-/// Bursts of one run each. The best run of each side counts, so disturbed runs do not matter.
+/// Each burst has one run. Only the fastest run with and the fastest run without a transformation are used,
+/// so disturbed runs do not matter.
 const EFFORT: Effort = Effort { pairs: 20, interval: f64::INFINITY, burst: Duration::ZERO };
 
 fn description(name: &str) -> &'static str {
@@ -79,11 +81,11 @@ fn levels_of(name: &str) -> Vec<Level> {
     super::levels().into_iter().filter(|l| PassOptions::at(*l).does(name)).collect()
 }
 
-/// The gains on a device, measured once. If the measurement fails, there are none, and the log has the
-/// reason.
+/// The gains on a device. They are measured once. If the measurement fails, the list is empty, and the log
+/// has the reason.
 fn gains(backend: &Backend) -> Gains {
     static KNOWN: Mutex<Option<HashMap<(String, Option<PathBuf>), Gains>>> = Mutex::new(None);
-    // Held while measuring: concurrent measurements would disturb each other.
+    // The lock is held during the measurement, because concurrent measurements would disturb each other.
     let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
     let known = known.get_or_insert_default();
     let place = (identity(backend), backend.cache_dir());
@@ -107,7 +109,7 @@ fn gains(backend: &Backend) -> Gains {
     gains
 }
 
-/// What the gains depend on: the device, its driver and settings, and this build.
+/// Everything that the gains depend on: the device, its driver and settings, and this build.
 fn identity(b: &Backend) -> String {
     let d = b.info();
     let build = if cfg!(debug_assertions) { "debug" } else { "release" };
@@ -167,7 +169,7 @@ fn measure(backend: &Backend) -> Result<Gains> {
                 None => over.with_level(Level::O0),
                 Some(name) => over.with_transformation_off(name),
             })?;
-            // The bursts with the transformation follow each other in the order of the gains.
+            // `found.with` has the bursts with the transformation, in the order of the gains.
             let mut with = &found.with[..];
             for g in &found.gains {
                 let (own, after) = with.split_at(g.ratios.len());
@@ -181,7 +183,7 @@ fn measure(backend: &Backend) -> Result<Gains> {
         Ok(())
     };
     measure(&full, &|_| true)?;
-    // Only if the device computes in the type, and is faster in it.
+    // Mixed precision is measured only if the device computes in bf16 and is faster in bf16.
     match full.with_amp(AmpPolicy::Bf16) {
         Ok(mixed) if mixed.amp() != AmpPolicy::None => measure(&mixed, &|name| name == passes::MIXED)?,
         Ok(_) => {}
@@ -191,7 +193,7 @@ fn measure(backend: &Backend) -> Result<Gains> {
     let o3 = backend.with_amp(AmpPolicy::None)?.with_level(Level::O3)?;
     for n in networks::all()? {
         let input = std::slice::from_ref(&n.input);
-        // A network without such layers, or beyond the bound, says nothing about the speed.
+        // A network without layers to quantise, or with an error above the bound, is skipped.
         if let Ok(q) = quantize(&o3, &n.graph, &[], &[input.to_vec()], &options)
             && let Some(gain) = q.receipt(&o3, input, EFFORT.pairs)?.gain
         {

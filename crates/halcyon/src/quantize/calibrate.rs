@@ -9,7 +9,7 @@ use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::{ConstData, DType, Graph, NodeId};
 use std::collections::HashMap;
 
-/// The least and the largest value of a tensor; they enclose 0.
+/// The least and the largest value of a tensor. The range always includes 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Range {
     pub low: f32,
@@ -23,8 +23,8 @@ impl Range {
         Range { low: self.low.min(low), high: self.high.max(high) }
     }
 
-    /// Scale, zero point and type that map the range to bytes. An image has the zero point 0, because padding
-    /// adds zeros.
+    /// The scale, zero point and dtype that map the range to bytes. The zero point of an image is 0, because
+    /// padding adds zeros.
     pub(super) fn bytes(self, kind: Kind) -> (f32, i64, DType) {
         let scale =
             |span: f32, steps: f32| if span > 0.0 { (span / steps).max(f32::MIN_POSITIVE) } else { 1.0 };
@@ -40,7 +40,7 @@ impl Range {
     }
 }
 
-/// The range of each layer's operand. Empty if activations are not calibrated.
+/// The range of each layer's operand. The map is empty if activations are not calibrated.
 pub(super) fn ranges(
     reference: &Backend,
     graph: &Graph,
@@ -53,7 +53,13 @@ pub(super) fn ranges(
         Activations::MinMax => None,
         Activations::Percentile(p) => Some(p).filter(|p| *p < 100.0),
     };
-    if matches!(options.weights, WeightType::Int4 | WeightType::Int4Min) {
+    let calibrated = |w: &WeightType| matches!(w, WeightType::Int8 | WeightType::Int16 | WeightType::F8);
+    let types: Vec<WeightType> = [Some(options.weights), options.fallback.weights()]
+        .into_iter()
+        .flatten()
+        .filter(calibrated)
+        .collect();
+    if types.is_empty() {
         return Ok(HashMap::new());
     }
     if samples.is_empty() {
@@ -63,7 +69,7 @@ pub(super) fn ranges(
         ));
     }
     let mut values: Vec<NodeId> =
-        layers.iter().filter(|l| l.quantizable(options).is_ok()).map(|l| l.x).collect();
+        layers.iter().filter(|l| types.iter().any(|w| l.quantizable(*w).is_ok())).map(|l| l.x).collect();
     values.sort();
     values.dedup();
     let session = Session::new(reference, observed(graph, &values, percentile.is_some())?);
@@ -99,7 +105,8 @@ fn widen(all: &mut HashMap<NodeId, Range>, v: NodeId, low: f32, high: f32, g: &G
     Ok(())
 }
 
-/// The graph whose outputs are the largest and the least element of each value, or the values themselves.
+/// A copy of the graph whose outputs are the largest and the least element of each value, or, if `whole` is
+/// true, the values themselves.
 fn observed(graph: &Graph, values: &[NodeId], whole: bool) -> Result<Graph> {
     let mut g = graph.clone();
     g.set_outputs(vec![]);
@@ -120,7 +127,7 @@ fn observed(graph: &Graph, values: &[NodeId], whole: bool) -> Result<Graph> {
     Ok(g)
 }
 
-/// The interval that holds `percentile` percent of the values on each side of the median.
+/// The interval from the percentile `100 - percentile` of the values to the percentile `percentile`.
 fn within(mut v: Vec<f32>, percentile: f64) -> (f32, f32) {
     if v.is_empty() {
         return (0.0, 0.0);

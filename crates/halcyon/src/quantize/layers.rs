@@ -1,11 +1,11 @@
 //! Finds the layers of a graph: products and convolutions with constant weights.
 
-use super::{QuantizeOptions, WeightType};
+use super::WeightType;
 use halcyon_ir::ops::quantize::WEIGHT_BLOCK;
 use halcyon_ir::passes::byte_conv::BLOCK;
 use halcyon_ir::{ConstData, DType, Graph, NodeId, Op};
 
-/// Products with fewer weights than this stay as they are: there is nothing to gain.
+/// Products with fewer weights than this are not quantised, because they would not become faster.
 const MIN_WEIGHTS: usize = 1024;
 
 /// The kind of a layer.
@@ -23,7 +23,7 @@ pub(super) struct Layer {
     pub name: String,
     /// The operand that is not constant.
     pub x: NodeId,
-    /// The weights: `[k, n]` of a product, `[O, C / groups, kernel…]` of a convolution.
+    /// The shape of the weights: `[k, n]` for a product, `[O, C / groups, kernel…]` for a convolution.
     pub dims: Vec<usize>,
     pub data: ConstData,
     /// Whether `data` is the transpose of the product's weights.
@@ -39,12 +39,12 @@ impl Layer {
         }
     }
 
-    /// Whether the layer can have weights of the type, or why not.
-    pub(super) fn quantizable(&self, options: &QuantizeOptions) -> Result<(), String> {
+    /// `Ok` if the layer's weights can be quantised to the type; otherwise the reason.
+    pub(super) fn quantizable(&self, to: WeightType) -> Result<(), String> {
         let weights: usize = self.dims.iter().product();
-        match (options.weights, self.kind) {
-            (WeightType::Int8, Kind::Conv) if self.groups > 1 => {
-                return Err(format!("a convolution of {} groups is not faster in bytes", self.groups));
+        match (to, self.kind) {
+            (WeightType::Int8 | WeightType::Bf16, Kind::Conv) if self.groups > 1 => {
+                return Err(format!("a convolution of {} groups is not faster in {to}", self.groups));
             }
             (WeightType::Int8, Kind::Conv) => {
                 let (o, i) = (self.dims[0], self.dims[1]);
@@ -55,15 +55,15 @@ impl Layer {
                     return Err(what);
                 }
             }
-            (WeightType::Int8, Kind::Product) => {}
-            (_, Kind::Conv) => return Err(format!("convolutions have no form in {}", options.weights)),
+            (WeightType::Int8 | WeightType::Bf16, _) => {}
+            (_, Kind::Conv) => return Err(format!("convolutions have no form in {to}")),
             (WeightType::Int4 | WeightType::Int4Min, Kind::Product) => {
                 if !self.dims[0].is_multiple_of(WEIGHT_BLOCK) {
                     let what = format!("{} rows do not divide into blocks of {WEIGHT_BLOCK}", self.dims[0]);
                     return Err(what);
                 }
             }
-            (WeightType::F8, Kind::Product) => {}
+            (WeightType::F8 | WeightType::Int16, Kind::Product) => {}
         }
         if weights < MIN_WEIGHTS {
             return Err(format!("{weights} weights are too few to gain anything"));
@@ -74,7 +74,7 @@ impl Layer {
         Ok(())
     }
 
-    /// The weights, row-major in the shape `dims`.
+    /// The weights in row-major order, with the shape `dims`.
     pub(super) fn values(&self) -> Vec<f32> {
         let v = self.data.to_vec::<f32>();
         let (&[k, n], true) = (&self.dims[..], self.turned) else { return v };
@@ -86,7 +86,8 @@ impl Layer {
     }
 }
 
-/// The constant matrix that a product's right operand repeats along batch axes, and whether it is transposed.
+/// The constant matrix of a product's right operand, and whether it is transposed. The operand may repeat the
+/// matrix along batch axes.
 fn matrix(g: &Graph, mut id: NodeId) -> Option<(&ConstData, bool)> {
     let mut turned = false;
     for _ in 0..4 {
@@ -94,7 +95,7 @@ fn matrix(g: &Graph, mut id: NodeId) -> Option<(&ConstData, bool)> {
         match &n.op {
             Op::Const(c) if c.dims.len() == 2 => return Some((c, turned)),
             Op::Permute(p) if p[..] == [1, 0] => turned = !turned,
-            // A broadcast of a matrix, also to one more axis of size 1.
+            // A broadcast of a matrix, or a reshape that adds axes of size 1.
             Op::Expand | Op::Reshape => {
                 let own = |s: &halcyon_ir::Shape| s.iter().rev().take(2).copied().collect::<Vec<_>>();
                 let (from, to) = (g.shape(n.inputs[0]), &n.ty.shape);

@@ -1,13 +1,14 @@
-//! Level O3: products and convolutions in 8 bits, or with weights of 4 bits.
+//! Level O3: products and convolutions in 8 bits, or with 4-bit weights.
 //!
-//! [`quantize`] rewrites a graph. Each product or convolution whose weights are a constant (a layer) becomes
-//! one of integers: the weights are rounded to i8 with one scale for each output channel, and the
-//! activations to bytes with a scale that comes from calibration samples or is computed in each run. The
-//! rewritten graph is an ordinary graph. It runs on every backend; a device that multiplies bytes does so.
+//! [`quantize`] rewrites a graph. A product or convolution with constant weights is called a layer. Each
+//! layer becomes a product or convolution of integers: the weights are rounded to i8 with one scale per
+//! output channel, and the activations are rounded to bytes with a scale that comes from calibration samples
+//! or is computed in each run. The rewritten graph is an ordinary graph and runs on every backend. A device
+//! with kernels for byte products uses them.
 //!
-//! The error of the rewritten graph is measured on samples that were not used for calibration. If it exceeds
-//! the caller's bound, the layers that contribute most return to f32, one after the other, until the bound is
-//! met. If no layer can be quantised within the bound, the result is an error with the measured error.
+//! The error of the rewritten graph is measured on samples that were not used for calibration. If the error
+//! exceeds the caller's bound, the layers that contribute most return to a wider type ([`Fallback`]), as few as
+//! are needed to meet the bound. If no layer can be quantised within the bound, an `Error` with the measured error is returned.
 //!
 //! ```
 //! use halcyon::quantize::{QuantizeOptions, quantize};
@@ -42,13 +43,17 @@ mod search;
 mod weights;
 
 use crate::backend::Backend;
+use crate::backend::options::bf16_is_faster;
 use crate::receipts::{Effort, compare, median};
 use crate::session::Session;
 use halcyon_hal::BackendType;
 use halcyon_ir::error::{Error, Result};
+use halcyon_ir::layout::View;
+use halcyon_ir::passes::bytes::operation;
 use halcyon_ir::passes::{Level, QUANTIZED, cse, fold, simplify};
 use halcyon_ir::plan::Receipt;
-use halcyon_ir::{ConstData, Graph};
+use halcyon_ir::target::{LibraryCall, Operand, Work};
+use halcyon_ir::{ConstData, DType, Graph, Op, Shape};
 pub use report::{LayerReport, QuantizeReport};
 pub use search::error;
 use serde::{Deserialize, Serialize};
@@ -62,24 +67,38 @@ pub enum WeightType {
     /// i8 with one scale per output channel; activations are bytes too.
     #[default]
     Int8,
-    /// 4 bits with one scale for each 32 weights; activations stay f32. Products only.
+    /// i16 with one scale per output channel; activations are i16 too. Weights and activations have as many
+    /// bits as the sums leave, about 12 and 14. Only for products.
+    Int16,
+    /// bf16, for weights and activations.
+    Bf16,
+    /// 4 bits with one scale per block of 32 weights; activations stay in f32. Only for products.
     Int4,
-    /// [`WeightType::Int4`] with a minimum for each 32 weights. More accurate where the weights of a block
-    /// are not centred on 0.
+    /// Like [`WeightType::Int4`], with an additional minimum per block of 32 weights. More accurate if the
+    /// weights of a block are not centred on 0.
     Int4Min,
-    /// f8e4m3fn, for weights and activations. Products only, and only on a device that multiplies it.
+    /// f8e4m3fn, for weights and activations. Only for products, and only on a device with products of this
+    /// type.
     F8,
 }
 
 impl WeightType {
     /// Every type.
-    pub const ALL: &'static [WeightType] =
-        &[WeightType::Int8, WeightType::Int4, WeightType::Int4Min, WeightType::F8];
+    pub const ALL: &'static [WeightType] = &[
+        WeightType::Int8,
+        WeightType::Int16,
+        WeightType::Bf16,
+        WeightType::Int4,
+        WeightType::Int4Min,
+        WeightType::F8,
+    ];
 
     /// The name, as [`FromStr`] reads it.
     pub fn name(self) -> &'static str {
         match self {
             WeightType::Int8 => "int8",
+            WeightType::Int16 => "int16",
+            WeightType::Bf16 => "bf16",
             WeightType::Int4 => "int4",
             WeightType::Int4Min => "int4min",
             WeightType::F8 => "f8",
@@ -104,20 +123,73 @@ impl FromStr for WeightType {
     }
 }
 
-/// Where the scales of activations come from.
+/// The source of the scales of activations.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activations {
-    /// [`Activations::MinMax`] if there are calibration samples, else [`Activations::Dynamic`].
+    /// [`Activations::MinMax`] if there are calibration samples, otherwise [`Activations::Dynamic`].
     #[default]
     Auto,
-    /// Computed in each run: one scale for each row of a product's operand, one for an image.
+    /// The scales are computed in each run: one scale per row of a product's operand, one scale for the whole
+    /// operand of a convolution.
     Dynamic,
-    /// One scale for each tensor: the least and the largest value over all calibration samples.
+    /// One scale per tensor, from the least and the largest value over all calibration samples.
     MinMax,
-    /// As `MinMax`, but in each sample the values beyond this percentile are left out, and saturate. 100 is
-    /// `MinMax`; at least 50.
+    /// Like `MinMax`, but in each sample, values beyond this percentile are ignored. In a run, such values
+    /// saturate. The percentile is at least 50; 100 is the same as `MinMax`.
     Percentile(f64),
+}
+
+/// The type of the layers that would exceed the bound of the error in [`QuantizeOptions::weights`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Fallback {
+    /// The type of 16 bits whose products are faster than those of f32 on the device: bf16, else int16, else
+    /// f32.
+    #[default]
+    Auto,
+    /// f32: such layers are not quantised.
+    F32,
+    /// [`WeightType::Int16`] for products, f32 for convolutions.
+    Int16,
+    /// [`WeightType::Bf16`].
+    Bf16,
+}
+
+impl Fallback {
+    /// Every choice.
+    pub const ALL: &'static [Fallback] = &[Fallback::Auto, Fallback::F32, Fallback::Int16, Fallback::Bf16];
+
+    /// The name, as [`FromStr`] reads it.
+    pub fn name(self) -> &'static str {
+        ["auto", "f32", "int16", "bf16"][self as usize]
+    }
+
+    /// The type of weights. `None` for f32 and for a choice that is not made yet.
+    fn weights(self) -> Option<WeightType> {
+        match self {
+            Fallback::Auto | Fallback::F32 => None,
+            Fallback::Int16 => Some(WeightType::Int16),
+            Fallback::Bf16 => Some(WeightType::Bf16),
+        }
+    }
+}
+
+impl fmt::Display for Fallback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Fallback {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<Fallback> {
+        let known = Fallback::ALL.iter().find(|w| w.name() == s.trim().to_ascii_lowercase());
+        known.copied().ok_or_else(|| {
+            let names: Vec<&str> = Fallback::ALL.iter().map(|w| w.name()).collect();
+            Error::argument("fallback", format!("\"{s}\" is not one of {}", names.join(", ")))
+        })
+    }
 }
 
 /// Options of [`quantize`].
@@ -125,24 +197,27 @@ pub enum Activations {
 pub struct QuantizeOptions {
     /// The type of the weights.
     pub weights: WeightType,
-    /// Where the scales of activations come from.
+    /// The source of the scales of activations.
     pub activations: Activations,
-    /// Bound of the error: the largest difference from O0 over the standard deviation of O0's output
-    /// ([`error`]).
+    /// The bound of the error. The error is the largest difference from O0, divided by the standard deviation
+    /// of O0's output ([`error`]).
     pub max_error: f64,
-    /// Bits of i8 weights: 7 or 8. `None`: 7 on a CPU that multiplies pairs of bytes with saturation (AVX2
-    /// without VNNI), where weights of 7 bits are faster; else 8.
+    /// Bits of i8 weights: 7 or 8. `None` means 7 on a CPU whose instruction for byte products adds pairs
+    /// with saturation (AVX2 without VNNI), where 7-bit weights are faster, and 8 on every other device.
     pub weight_bits: Option<u32>,
+    /// The type of the layers that would exceed the bound.
+    pub fallback: Fallback,
 }
 
 impl Default for QuantizeOptions {
-    /// int8, an error of 1e-2.
+    /// int8 weights and an error bound of 1e-2.
     fn default() -> QuantizeOptions {
         QuantizeOptions {
             weights: WeightType::Int8,
             activations: Activations::Auto,
             max_error: 1e-2,
             weight_bits: None,
+            fallback: Fallback::Auto,
         }
     }
 }
@@ -152,20 +227,38 @@ impl Default for QuantizeOptions {
 pub struct Quantized {
     /// The rewritten graph. Its inputs and outputs are those of the original.
     pub graph: Graph,
-    /// What was quantised, and the measured error.
+    /// The report: which layers were quantised, and the measured error.
     pub report: QuantizeReport,
-    /// The graph before, which [`Quantized::receipt`] compares with.
+    /// The original graph. [`Quantized::receipt`] compares its time with the quantised graph's.
     original: Graph,
 }
 
 /// The bits of i8 weights that are fastest on the device.
 fn weight_bits(backend: &Backend) -> u32 {
-    // Without the CPU backend there is no such device.
+    // Without the CPU backend, no device needs 7 bits.
     #[cfg(feature = "cpu")]
     let saturates = halcyon_hal::cpu::saturates_bytes();
     #[cfg(not(feature = "cpu"))]
     let saturates = false;
     if saturates && backend.info().backend == BackendType::Cpu { 7 } else { 8 }
+}
+
+/// The fallback of 16 bits that is faster than f32 on the device.
+fn fallback(backend: &Backend) -> Fallback {
+    if bf16_is_faster(&**backend.device()) {
+        return Fallback::Bf16;
+    }
+    // A product of any size.
+    let (m, n, k) = (64, 64, 64);
+    let operands = [[m, k], [n, k]].map(|s| Operand { dtype: DType::I16, view: View::dense(&s) });
+    let out = [Operand { dtype: DType::I32, view: View::dense(&[m, n]) }];
+    let shapes = [[m, k], [n, k]].map(Shape::from);
+    let claimed = operation([DType::I16; 2], shapes, false, DType::I32).is_ok_and(|c| {
+        let op = Op::Composite(c);
+        let call = LibraryCall::new(Work::Op(&op), &operands, &out);
+        backend.device().as_target().library(&call).is_ok()
+    });
+    if claimed { Fallback::Int16 } else { Fallback::F32 }
 }
 
 fn check(options: &QuantizeOptions) -> Result<()> {
@@ -191,9 +284,9 @@ fn check(options: &QuantizeOptions) -> Result<()> {
 /// If the backend was built without the transformation [`QUANTIZED`], the graph is returned unchanged.
 ///
 /// # Errors
-/// [`Error::Argument`] for options out of range, without samples, for calibrated activations without
-/// calibration samples, and for a graph in which nothing can be quantised; [`Error::Unsupported`] with the
-/// measured error if the bound cannot be met, and for f8 on a device that does not multiply it; the errors of
+/// [`Error::Argument`] for options out of range, if `samples` is empty, for calibrated activations without
+/// calibration samples, and for a graph without layers that can be quantised; [`Error::Unsupported`] with the
+/// measured error if the bound cannot be met, and for f8 on a device without products of f8; errors of
 /// [`Session::run`].
 pub fn quantize(
     backend: &Backend,
@@ -213,6 +306,9 @@ pub fn quantize(
     }
     let bits = options.weight_bits.unwrap_or_else(|| weight_bits(backend));
     options.weight_bits = Some(bits);
+    if options.fallback == Fallback::Auto {
+        options.fallback = fallback(backend);
+    }
     let original = prepared(graph)?;
     if backend.lower_options().passes.without.contains(QUANTIZED) {
         let report = QuantizeReport::off(options);
@@ -220,12 +316,13 @@ pub fn quantize(
     }
     let reference = at_level_zero(backend);
     let found = layers::find(&original);
-    if found.iter().all(|l| l.quantizable(&options).is_err()) {
+    let weights = options.weights;
+    if found.iter().all(|l| l.quantizable(weights).is_err()) {
         let what = match found.first() {
             None => "the model has no product or convolution with constant weights".to_string(),
-            Some(l) => match l.quantizable(&options) {
+            Some(l) => match l.quantizable(weights) {
                 Err(why) => {
-                    format!("none of {} layers can be in {}; {}: {why}", found.len(), options.weights, l.name)
+                    format!("none of {} layers can be in {weights}; {}: {why}", found.len(), l.name)
                 }
                 Ok(()) => "no layer".to_string(),
             },
@@ -238,7 +335,8 @@ pub fn quantize(
     Ok(Quantized { graph, report, original })
 }
 
-/// The graph after the device-independent passes, which remove what would hide constant weights.
+/// The graph after folding, simplification and removal of common subexpressions. Afterwards weights that a
+/// constant expression computes are constants too.
 fn prepared(graph: &Graph) -> Result<Graph> {
     let (g, _) = fold::run_lean(graph)?;
     let (g, _) = simplify::run(&g)?;
@@ -256,8 +354,8 @@ impl Quantized {
         self.report.quantized() > 0
     }
 
-    /// The receipt of the quantisation on these inputs: the time of the original graph over the time of the
-    /// quantised one (the median of at least `n` pairs of bursts), and the report's error.
+    /// The receipt of the quantisation on these inputs. It has the time of the original graph divided by the
+    /// time of the quantised graph (the median of at least `n` pairs of bursts), and the report's error.
     ///
     /// # Errors
     /// The errors of [`Session::run`].

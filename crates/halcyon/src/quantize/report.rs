@@ -1,4 +1,4 @@
-//! What a quantisation did.
+//! The report of a quantisation.
 
 use super::{QuantizeOptions, WeightType};
 use serde::{Deserialize, Serialize};
@@ -7,18 +7,18 @@ use std::fmt;
 /// A product or convolution with constant weights.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LayerReport {
-    /// The name of its node in the model.
+    /// The name of the layer's node in the model.
     pub name: String,
     /// `matmul` or `conv`.
     pub op: String,
-    /// The shape of its weights.
+    /// The shape of the layer's weights.
     pub weights: Vec<usize>,
-    /// The type of its weights; `None`: it stays as it was.
+    /// The type of the quantised weights; `None` if the layer is not quantised.
     pub to: Option<WeightType>,
-    /// Why it stays as it was.
+    /// The reason why the weights do not have the requested type.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// The error with only this layer quantised, if it was measured.
+    /// The error of the graph with only this layer quantised, if it was measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<f64>,
 }
@@ -26,11 +26,11 @@ pub struct LayerReport {
 /// The result of a quantisation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct QuantizeReport {
-    /// The options, with every choice made.
+    /// The options. Automatic choices are replaced by the chosen values.
     pub options: QuantizeOptions,
-    /// The measured error: the largest difference from O0 over the standard deviation of O0's output.
+    /// The measured error: the largest difference from O0, divided by the standard deviation of O0's output.
     pub error: f64,
-    /// The error with all layers quantised that can be.
+    /// The error of the graph with every layer quantised that can be quantised.
     pub error_of_all: f64,
     /// Number of graphs whose error was measured.
     pub trials: usize,
@@ -46,26 +46,34 @@ impl QuantizeReport {
         QuantizeReport { options, error: 0.0, error_of_all: 0.0, trials: 0, bytes: (0, 0), layers: vec![] }
     }
 
+    /// Number of layers whose weights have this type.
+    pub fn of_type(&self, to: WeightType) -> usize {
+        self.layers.iter().filter(|l| l.to == Some(to)).count()
+    }
+
     /// Number of quantised layers.
     pub fn quantized(&self) -> usize {
         self.layers.iter().filter(|l| l.to.is_some()).count()
     }
 
-    /// Bytes by which the weights shrank.
+    /// The number of bytes by which the weights became smaller.
     pub fn bytes_saved(&self) -> Option<u64> {
         self.bytes.0.checked_sub(self.bytes.1).filter(|n| *n > 0)
     }
 }
 
 impl fmt::Display for QuantizeReport {
-    /// `53 of 54 layers in int8, error 0.021 (bound 0.05; 0.06 with all layers)`, then one line for each
-    /// layer that stays as it was.
+    /// `33 of 36 layers in int8, 2 in int16, error 0.021 (bound 0.05; 0.06 with all in int8)`, then one line for
+    /// each layer that stays in f32.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (n, all) = (self.quantized(), self.layers.len());
-        write!(f, "{n} of {all} layers in {}, ", self.options.weights)?;
+        let (weights, all) = (self.options.weights, self.layers.len());
+        write!(f, "{} of {all} layers in {weights}, ", self.of_type(weights))?;
+        for w in WeightType::ALL.iter().filter(|w| **w != weights && self.of_type(**w) > 0) {
+            write!(f, "{} in {w}, ", self.of_type(*w))?;
+        }
         write!(f, "error {:.3e} (bound {:.3e}", self.error, self.options.max_error)?;
         if self.error_of_all != self.error {
-            write!(f, "; {:.3e} with all layers", self.error_of_all)?;
+            write!(f, "; {:.3e} with all in {weights}", self.error_of_all)?;
         }
         write!(f, ")")?;
         for l in self.layers.iter().filter(|l| l.to.is_none()) {

@@ -1,8 +1,8 @@
-//! Rewrites layers of a graph to quantised ones.
+//! Replaces layers of a graph by quantised layers.
 
 use super::calibrate::Range;
 use super::layers::{Kind, Layer};
-use super::weights::{int4, int8};
+use super::weights::{activation_limit, int4, int8, int16};
 use super::{QuantizeOptions, WeightType};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::ops::ReduceKind;
@@ -14,39 +14,49 @@ use std::collections::hash_map::Entry;
 /// Largest finite number of f8e4m3fn.
 const MAX_F8: f64 = 448.0;
 
-/// A layer's operand after quantisation: shared by the layers that read it in the same way.
-type Operands = HashMap<(NodeId, bool), NodeId>;
+/// The quantised operands of layers. Layers of the same kind that read the same value share one quantised
+/// operand.
+type Operands = HashMap<(NodeId, bool, WeightType), NodeId>;
 
-/// Quantised weights of all layers, which are rounded once.
+/// The quantised weights of all layers. Each layer's weights are rounded only once.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Rounded(HashMap<NodeId, Vec<ConstData>>);
+pub(super) struct Rounded(HashMap<(NodeId, WeightType), Vec<ConstData>>);
 
 impl Rounded {
-    /// Rounds the weights of a layer, unless that was done before.
-    fn of(&mut self, layer: &Layer, options: &QuantizeOptions) -> Result<&[ConstData]> {
-        match self.0.entry(layer.node) {
+    /// Returns the rounded weights of a layer, and rounds them at the first call.
+    fn of(&mut self, layer: &Layer, to: WeightType, options: &QuantizeOptions) -> Result<&[ConstData]> {
+        match self.0.entry((layer.node, to)) {
             Entry::Occupied(e) => Ok(e.into_mut()),
-            Entry::Vacant(e) => Ok(e.insert(round(layer, options)?)),
+            Entry::Vacant(e) => Ok(e.insert(round(layer, to, options)?)),
         }
     }
 
     /// Bytes of a layer's rounded weights; `None` before they are rounded.
-    pub(super) fn bytes(&self, layer: &Layer) -> Option<u64> {
-        self.0.get(&layer.node).map(|p| p.iter().map(|c| c.bytes().len() as u64).sum())
+    pub(super) fn bytes(&self, layer: &Layer, to: WeightType) -> Option<u64> {
+        self.0.get(&(layer.node, to)).map(|p| p.iter().map(|c| c.bytes().len() as u64).sum())
     }
 }
 
-/// The rounded weights of a layer: codes, scales, and minima if there are any.
-fn round(layer: &Layer, options: &QuantizeOptions) -> Result<Vec<ConstData>> {
+/// The rounded weights of a layer: codes, scales, and minima if the type has them.
+fn round(layer: &Layer, to: WeightType, options: &QuantizeOptions) -> Result<Vec<ConstData>> {
     let values = layer.values();
-    match options.weights {
+    match to {
+        WeightType::Int16 => {
+            let [k, n] = [layer.dims[0], layer.dims[1]];
+            let w = int16(&values, [k, n], activation_limit(k))?;
+            Ok(vec![w.codes, w.scales])
+        }
+        WeightType::Bf16 => {
+            let rounded = values.iter().map(|v| Scalar::F(f64::from(*v)));
+            Ok(vec![ConstData::from_scalars(DType::BF16, &layer.dims, rounded)?])
+        }
         WeightType::Int8 => {
             let axis = if layer.kind == Kind::Conv { 0 } else { 1 };
             let w = int8(&values, &layer.dims, axis, options.weight_bits.unwrap_or(8))?;
             Ok(vec![w.codes, w.scales])
         }
         WeightType::Int4 | WeightType::Int4Min => {
-            let minimum = options.weights == WeightType::Int4Min;
+            let minimum = to == WeightType::Int4Min;
             let w = int4(&values, [layer.dims[0], layer.dims[1]], minimum)?;
             Ok([w.codes, w.scales].into_iter().chain(w.minima).collect())
         }
@@ -62,30 +72,31 @@ fn round(layer: &Layer, options: &QuantizeOptions) -> Result<Vec<ConstData>> {
     }
 }
 
-/// The graph with the given layers quantised. Activations of which `ranges` has no range get their scales at
-/// run time.
+/// The graph with the given layers quantised. For activations without a range in `ranges`, the scales are
+/// computed at run time.
 pub(super) fn rewrite(
     graph: &Graph,
-    layers: &[&Layer],
+    layers: &[(&Layer, WeightType)],
     ranges: &HashMap<NodeId, Range>,
     rounded: &mut Rounded,
     options: &QuantizeOptions,
 ) -> Result<Graph> {
-    let by_node: HashMap<NodeId, &Layer> = layers.iter().map(|l| (l.node, *l)).collect();
+    let by_node: HashMap<NodeId, (&Layer, WeightType)> = layers.iter().map(|l| (l.0.node, *l)).collect();
     let live = Rebuild::live(graph);
     let (mut r, mut seen) = (Rebuild::new(graph), Operands::new());
     for id in graph.ids().filter(|i| live[i.index()]) {
-        let Some(layer) = by_node.get(&id) else {
+        let Some(&(layer, to)) = by_node.get(&id) else {
             r.copy(id)?;
             continue;
         };
         r.new.span = graph.node(id).span.clone();
-        let parts: Vec<ConstData> = rounded.of(layer, options)?.to_vec();
-        let x = operand(&mut r, layer, ranges.get(&layer.x).copied(), &mut seen, options)?;
-        let y = match options.weights {
-            WeightType::Int8 => bytes(&mut r.new, graph, layer, x, parts)?,
+        let parts: Vec<ConstData> = rounded.of(layer, to, options)?.to_vec();
+        let x = operand(&mut r, (layer, to), ranges.get(&layer.x).copied(), &mut seen)?;
+        let y = match to {
+            WeightType::Int8 | WeightType::Int16 => bytes(&mut r.new, graph, layer, x, parts)?,
             WeightType::Int4 | WeightType::Int4Min => four_bits(&mut r.new, x, parts)?,
             WeightType::F8 => small_floats(&mut r.new, x, parts)?,
+            WeightType::Bf16 => halves(&mut r.new, graph, layer, x, parts)?,
         };
         let (new, old) = (r.new.ty(y).clone(), graph.ty(id));
         if new != *old {
@@ -99,23 +110,35 @@ pub(super) fn rewrite(
 /// The operand of a layer, quantised and dequantised.
 fn operand(
     r: &mut Rebuild<'_>,
-    layer: &Layer,
+    (layer, to): (&Layer, WeightType),
     range: Option<Range>,
     seen: &mut Operands,
-    options: &QuantizeOptions,
 ) -> Result<NodeId> {
-    let key = (layer.x, layer.kind == Kind::Conv);
+    let key = (layer.x, layer.kind == Kind::Conv, to);
     if let Some(x) = seen.get(&key) {
         return Ok(*x);
     }
     let x = r.get(layer.x)?;
     let g = &mut r.new;
-    let y = match (options.weights, range) {
+    let y = match (to, range) {
         (WeightType::Int4 | WeightType::Int4Min, _) => x,
+        (WeightType::Bf16, _) => g.cast(x, DType::BF16)?,
+        (WeightType::Int16, range) => {
+            let limit = activation_limit(layer.dims[0]);
+            let s = match range {
+                Some(r) => {
+                    let s = (r.high.max(-r.low) / limit as f32).max(f32::MIN_POSITIVE);
+                    g.constant(ConstData::from_slice(&[], &[s])?)
+                }
+                None => scale_at_run_time(g, x, layer.kind, limit as f64)?,
+            };
+            let q = g.quantize_within(x, s, limit)?;
+            g.dequantize(q, s, None, None)?
+        }
         (WeightType::Int8, Some(range)) => {
             let (scale, zero, d) = range.bytes(layer.kind);
             let s = g.constant(ConstData::from_slice(&[], &[scale])?);
-            // A zero point of 0 is absent.
+            // A zero point of 0 is left out.
             let z = match zero {
                 0 => None,
                 z => Some(g.constant(ConstData::splat(d, &[], Scalar::I(z))?)),
@@ -147,8 +170,8 @@ fn operand(
     Ok(y)
 }
 
-/// The scale that maps the largest magnitude to `steps`: of each row of a product's operand, of a whole
-/// image.
+/// The scale that maps the largest magnitude to `steps`: one scale per row of a product's operand, or one
+/// scale for the whole operand of a convolution.
 fn scale_at_run_time(g: &mut Graph, x: NodeId, kind: Kind, steps: f64) -> Result<NodeId> {
     match (kind, g.shape(x).rank()) {
         (Kind::Conv, _) | (_, 0) => scale_of_all(g, x, steps),
@@ -167,11 +190,11 @@ fn scale_over(g: &mut Graph, x: NodeId, axes: &[usize], steps: f64) -> Result<No
     let top = g.reduce(ReduceKind::Max, a, axes, true)?;
     let (by, least) = (g.lit(top, 1.0 / steps), g.lit(top, f64::from(f32::MIN_POSITIVE)));
     let s = g.mul(top, by)?;
-    // A row of zeros has any scale.
+    // The scale must not be 0. For a row of zeros any other scale is right.
     g.max(s, least)
 }
 
-/// The layer on dequantised operands. The passes make it one of integers.
+/// The layer with dequantised operands. A pass turns it into a layer of integers.
 fn bytes(g: &mut Graph, old: &Graph, layer: &Layer, x: NodeId, parts: Vec<ConstData>) -> Result<NodeId> {
     let axis = if layer.kind == Kind::Conv { 0 } else { 1 };
     let [codes, scales] = two(parts)?;
@@ -181,6 +204,18 @@ fn bytes(g: &mut Graph, old: &Graph, layer: &Layer, x: NodeId, parts: Vec<ConstD
         Op::Conv(attrs) => g.conv(x, w, attrs.clone()),
         _ => g.matmul(x, w),
     }
+}
+
+/// The layer on operands of bf16. Its result is rounded to bf16 only where a device stores it.
+fn halves(g: &mut Graph, old: &Graph, layer: &Layer, x: NodeId, parts: Vec<ConstData>) -> Result<NodeId> {
+    let [w] =
+        <[ConstData; 1]>::try_from(parts).map_err(|_| Error::internal("weights of bf16 are one array"))?;
+    let w = g.constant(w);
+    let y = match &old.node(layer.node).op {
+        Op::Conv(attrs) => g.conv(x, w, attrs.clone())?,
+        _ => g.matmul(x, w)?,
+    };
+    g.cast(y, DType::F32)
 }
 
 fn four_bits(g: &mut Graph, x: NodeId, parts: Vec<ConstData>) -> Result<NodeId> {

@@ -1,4 +1,4 @@
-//! Measures errors, and searches the layers that can be quantised within the bound.
+//! Measures errors, and finds the layers that can be quantised within the bound.
 
 use super::calibrate::Range;
 use super::layers::Layer;
@@ -12,10 +12,11 @@ use halcyon_ir::error::{Error, Result};
 use halcyon_ir::{ConstData, Graph, NodeId};
 use std::collections::HashMap;
 
-/// The error of results: for each output, the largest difference from the reference over the standard
-/// deviation of the reference, both over all samples; the largest over the outputs. An output that is
-/// constant in the reference counts with its largest magnitude instead of the deviation. Infinite if shapes
-/// or types differ, or if a value is not finite and not equal to the reference.
+/// The error of results. The error of one output is the largest difference from the reference, divided by the
+/// standard deviation of the reference, both over all samples. If an output is constant in the reference, its
+/// largest magnitude takes the place of the standard deviation. The result is the largest error over all
+/// outputs. The error is infinite if shapes or dtypes differ, or if a value that is not finite differs from
+/// the reference.
 ///
 /// Each item holds the outputs for one sample.
 pub fn error(got: &[Vec<ConstData>], reference: &[Vec<ConstData>]) -> f64 {
@@ -43,7 +44,7 @@ fn one_output(got: &[Vec<ConstData>], reference: &[Vec<ConstData>], k: usize) ->
             }
             worst = worst.max((a - b).abs());
             top = top.max(b.abs());
-            // Welford's method, which does not cancel.
+            // Welford's method, which avoids cancellation.
             n += 1.0;
             let d = b - mean;
             mean += d / n;
@@ -57,7 +58,7 @@ fn one_output(got: &[Vec<ConstData>], reference: &[Vec<ConstData>], k: usize) ->
     worst / if deviation > 1e-6 * top { deviation } else { top.max(f64::MIN_POSITIVE) }
 }
 
-/// What the search compares.
+/// The graphs and layers of a search.
 pub(super) struct Trial<'a> {
     pub backend: &'a Backend,
     pub reference: &'a Backend,
@@ -91,57 +92,104 @@ impl Trial<'_> {
     }
 }
 
-/// A set of layers, by their place in the list: the graph with them quantised, and its error.
+/// The type of each layer's weights; `None` if the layer is not quantised.
+type Types = Vec<Option<WeightType>>;
+
+/// A graph with layers of these types, and its error.
 struct Tried {
-    which: Vec<usize>,
+    types: Types,
     graph: Graph,
     error: f64,
 }
 
+/// The result of a search for the largest number of layers of a type.
+#[derive(Default)]
+struct Most {
+    /// The best graph within the bound.
+    best: Option<Tried>,
+    /// The error of each layer by itself, on the first sample.
+    alone: HashMap<usize, f64>,
+    /// The layer with the least error by itself, and its error on all samples, if not even one layer meets
+    /// the bound.
+    least: Option<(usize, f64)>,
+}
+
 impl Search<'_> {
     fn run(mut self) -> Result<(Graph, QuantizeReport)> {
-        let layers = self.trial.layers;
-        let able: Vec<usize> =
-            (0..layers.len()).filter(|k| layers[*k].quantizable(self.options).is_ok()).collect();
-        let all = self.measure(able.clone(), usize::MAX)?;
-        if self.options.weights == WeightType::F8 {
+        let weights = self.options.weights;
+        let none: Types = vec![None; self.trial.layers.len()];
+        let all = self.measure(self.with(&none, weights, None), usize::MAX)?;
+        if weights == WeightType::F8 {
             self.need_products_of_f8(&all.graph)?;
         }
         if all.error <= self.options.max_error {
             let error = all.error;
             return self.report(all, error, &HashMap::new());
         }
-        // Each layer by itself, on the first sample, only to order them.
-        let mut alone = HashMap::new();
-        for &k in &able {
-            alone.insert(k, self.measure(vec![k], 1)?.error);
+        // First as many layers as possible in the fallback, which has the smaller error, then as many of them
+        // as possible in the requested type.
+        let wide = match self.options.fallback.weights().filter(|w| *w != weights) {
+            Some(wide) => {
+                let every = self.measure(self.with(&none, wide, None), usize::MAX)?;
+                match every.error <= self.options.max_error {
+                    true => Some(every),
+                    false => self.most(&none, wide, &none)?.best,
+                }
+            }
+            None => None,
+        };
+        let base = wide.as_ref().map_or(&none, |w| &w.types).clone();
+        let found = self.most(&base, weights, &none)?;
+        match found.best.or(wide) {
+            Some(best) => self.report(best, all.error, &found.alone),
+            None => Err(self.refusal(all.error, found.least)),
         }
-        let mut order = able.clone();
-        let of = |k: &usize| alone.get(k).copied().unwrap_or(f64::INFINITY);
+    }
+
+    /// `base` with the given layers in the type; `None` stands for every layer that can have it.
+    fn with(&self, base: &Types, to: WeightType, which: Option<&[usize]>) -> Types {
+        let mut types = base.clone();
+        for k in which.map_or_else(|| self.able(to), <[usize]>::to_vec) {
+            types[k] = Some(to);
+        }
+        types
+    }
+
+    /// The layers that can have the type.
+    fn able(&self, to: WeightType) -> Vec<usize> {
+        let layers = self.trial.layers;
+        (0..layers.len()).filter(|k| layers[*k].quantizable(to).is_ok()).collect()
+    }
+
+    /// Changes as many layers of `base` to the type as the bound allows. `none` has no quantised layer.
+    fn most(&mut self, base: &Types, to: WeightType, none: &Types) -> Result<Most> {
+        // The error of each layer by itself only determines the order of the layers.
+        let (mut found, mut order) = (Most::default(), self.able(to));
+        for &k in &order {
+            let types = self.with(none, to, Some(&[k]));
+            found.alone.insert(k, self.measure(types, 1)?.error);
+        }
+        let of = |k: &usize| found.alone.get(k).copied().unwrap_or(f64::INFINITY);
         order.sort_by(|a, b| of(a).total_cmp(&of(b)));
-        // The most layers, from the least error on, whose error together is within the bound.
-        let (mut best, mut least) = (None, None);
+        // A bisection for the largest number of layers, in the order of their errors, that meet the bound
+        // together.
         let (mut low, mut high) = (0, order.len());
-        while high - low > 1 || best.is_none() && low == 0 {
+        while high - low > 1 || found.best.is_none() && low == 0 {
             let n = (low + high).div_ceil(2).min(high.max(2) - 1).max(1);
-            let mut which = order[..n].to_vec();
-            which.sort_unstable();
-            let tried = self.measure(which, usize::MAX)?;
+            let Some(first) = order.get(..n) else { break };
+            let tried = self.measure(self.with(base, to, Some(first)), usize::MAX)?;
             if n == 1 {
-                least = Some((order[0], tried.error));
+                found.least = Some((order[0], tried.error));
             }
             if tried.error <= self.options.max_error {
-                (low, best) = (n, Some(tried));
+                (low, found.best) = (n, Some(tried));
             } else if n == 1 {
                 break;
             } else {
                 high = n;
             }
         }
-        match best {
-            Some(best) => self.report(best, all.error, &alone),
-            None => Err(self.refusal(all.error, least)),
-        }
+        Ok(found)
     }
 
     fn refusal(&self, all: f64, least: Option<(usize, f64)>) -> Error {
@@ -153,7 +201,7 @@ impl Search<'_> {
             }
             None => String::new(),
         };
-        // Rounding to two digits must not give a bound below the error.
+        // The factor ensures that the bound is not below the error after rounding to two digits.
         let enough = least.map_or(all, |(_, e)| e.min(all)) * 1.05;
         let next = match enough.is_finite() {
             true => format!("Raise the bound to {enough:.1e} or more, or use level O2"),
@@ -168,21 +216,22 @@ impl Search<'_> {
         )
     }
 
-    /// The error with these layers quantised, on the first `most` samples.
-    fn measure(&mut self, which: Vec<usize>, most: usize) -> Result<Tried> {
+    /// The graph with layers of these types, and its error on the first `most` samples.
+    fn measure(&mut self, types: Types, most: usize) -> Result<Tried> {
         let t = self.trial;
-        let layers: Vec<&Layer> = which.iter().map(|k| &t.layers[*k]).collect();
+        let layers: Vec<(&Layer, WeightType)> =
+            t.layers.iter().zip(&types).filter_map(|(l, to)| Some((l, (*to)?))).collect();
         let graph = rewrite(t.original, &layers, self.ranges, &mut self.rounded, self.options)?;
         let session = Session::new(t.backend, graph.clone());
         let n = self.samples.len().min(most);
         let got = self.samples[..n].iter().map(|s| session.run(s)).collect::<Result<Vec<_>>>()?;
         self.trials += 1;
         let error = error(&got, &self.want[..n]);
-        tracing::debug!(layers = which.len(), error, "quantised");
-        Ok(Tried { which, graph, error })
+        tracing::debug!(layers = layers.len(), error, "quantised");
+        Ok(Tried { types, graph, error })
     }
 
-    /// Refuses f8 on a device that does not multiply it.
+    /// Returns an error for f8 on a device without products of f8.
     fn need_products_of_f8(&self, graph: &Graph) -> Result<()> {
         let session = Session::new(self.trial.backend, graph.clone());
         let exe = session.prepare(&self.samples[0])?;
@@ -204,14 +253,14 @@ impl Search<'_> {
     ) -> Result<(Graph, QuantizeReport)> {
         let (mut before, mut after) = (0, 0);
         let row = |(k, l): (usize, &Layer)| {
-            let to = tried.which.contains(&k).then_some(self.options.weights);
+            let to = tried.types[k];
             let bytes = l.data.bytes().len() as u64;
             before += bytes;
-            after += self.rounded.bytes(l).filter(|_| to.is_some()).unwrap_or(bytes);
-            let reason = match (to, l.quantizable(self.options)) {
-                (Some(_), _) => None,
-                (None, Err(why)) => Some(why),
-                (None, Ok(())) => Some("the error would exceed the bound".to_string()),
+            after += to.and_then(|to| self.rounded.bytes(l, to)).unwrap_or(bytes);
+            let reason = match l.quantizable(self.options.weights) {
+                _ if to == Some(self.options.weights) => None,
+                Err(why) => Some(why),
+                Ok(()) => Some("the error would exceed the bound".to_string()),
             };
             let (name, op) = (l.name.clone(), l.op().to_string());
             LayerReport { name, op, weights: l.dims.clone(), to, reason, error: alone.get(&k).copied() }
@@ -239,11 +288,11 @@ mod tests {
 
     #[test]
     fn errors_are_differences_over_the_deviation() {
-        // The deviation of 1, 3, 1, 3 over both samples is 1.
+        // The standard deviation of 1, 3, 1, 3 over both samples is 1.
         let want = [data(&[1.0, 3.0]), data(&[1.0, 3.0])];
         assert_eq!(error(&[data(&[1.0, 3.0]), data(&[1.25, 3.0])], &want), 0.25);
         assert_eq!(error(&want, &want), 0.0);
-        // A constant output counts with its magnitude.
+        // For a constant output, the difference is divided by its magnitude.
         assert_eq!(error(&[data(&[4.0, 5.0])], &[data(&[4.0, 4.0])]), 0.25);
         assert_eq!(error(&[data(&[f32::NAN, 1.0])], &[data(&[f32::NAN, 1.0])]), 0.0);
         assert_eq!(error(&[data(&[f32::NAN, 1.0])], &[data(&[2.0, 1.0])]), f64::INFINITY);

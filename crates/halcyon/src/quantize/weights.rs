@@ -5,8 +5,8 @@ use halcyon_ir::ops::quantize::{MIDDLE, WEIGHT_BLOCK};
 use halcyon_ir::{ConstData, DType};
 use std::sync::Arc;
 
-/// Weights in i8, with one scale per channel.
-pub(super) struct Int8Weights {
+/// Weights in i8 or i16, with one scale per channel.
+pub(super) struct IntegerWeights {
     pub codes: ConstData,
     /// `[channels]` in f32.
     pub scales: ConstData,
@@ -14,9 +14,9 @@ pub(super) struct Int8Weights {
 
 /// Rounds weights to integers of `bits` bits with one scale per index of axis `axis`: the largest magnitude
 /// of the channel becomes the largest integer.
-pub(super) fn int8(values: &[f32], dims: &[usize], axis: usize, bits: u32) -> Result<Int8Weights> {
+pub(super) fn int8(values: &[f32], dims: &[usize], axis: usize, bits: u32) -> Result<IntegerWeights> {
     let (channels, inner) = (dims[axis], dims[axis + 1..].iter().product::<usize>().max(1));
-    // 7 bits: the magnitudes of two weights add up to at most 128.
+    // With 7 bits, the magnitudes of two weights add up to at most 128.
     let most = if bits == 7 { 64.0 } else { 127.0 };
     let mut largest = vec![0f32; channels];
     for (i, v) in values.iter().enumerate() {
@@ -29,9 +29,54 @@ pub(super) fn int8(values: &[f32], dims: &[usize], axis: usize, bits: u32) -> Re
         (v / s).round_ties_even().clamp(-most, most) as i8 as u8
     };
     let codes: Vec<u8> = values.iter().enumerate().map(code).collect();
-    Ok(Int8Weights {
+    Ok(IntegerWeights {
         codes: ConstData::new(DType::I8, dims, Arc::new(codes))?,
         scales: ConstData::from_slice(&[channels], &scales)?,
+    })
+}
+
+/// The largest sum that i32 holds.
+const MAX_SUM: f64 = i32::MAX as f64;
+
+/// The largest magnitude of i16 activations of a product that sums `k` terms, a power of two. The sums leave
+/// activations and weights a number of bits in common. Activations get two more than weights, because their
+/// largest magnitude is further from the others. The weights of a channel are assumed to have a mean magnitude
+/// of a quarter of the largest.
+pub(super) fn activation_limit(k: usize) -> i64 {
+    let product = MAX_SUM / (0.25 * k.max(1) as f64);
+    let limit = (2.0 * product.sqrt()).log2().floor().exp2();
+    limit.clamp(1.0, f64::from(i16::MAX)) as i64
+}
+
+/// Rounds the weights `[k, n]` of a product to i16 with one scale per column. The scale is as small as the sums
+/// of products with activations of magnitude `limit` allow, which must fit i32.
+pub(super) fn int16(values: &[f32], [k, n]: [usize; 2], limit: i64) -> Result<IntegerWeights> {
+    // Rounding adds at most half a step to each weight.
+    let most_sum = MAX_SUM / limit as f64 - 0.5 * k as f64;
+    let (mut largest, mut total) = (vec![0f64; n], vec![0f64; n]);
+    for (i, v) in values.iter().enumerate() {
+        let v = f64::from(v.abs());
+        largest[i % n] = largest[i % n].max(v);
+        total[i % n] += v;
+    }
+    let scale = |(m, t): (&f64, &f64)| match *m > 0.0 {
+        true => ((t / most_sum.max(1.0)).max(m / f64::from(i16::MAX)) as f32).max(f32::MIN_POSITIVE),
+        false => 1.0,
+    };
+    let scales: Vec<f32> = largest.iter().zip(&total).map(scale).collect();
+    // A sum that is still too large, because the scale was rounded to f32, costs the last bit of one weight.
+    let mut left = vec![(MAX_SUM / limit as f64) as i64; n];
+    let code = |(i, v): (usize, &f32)| {
+        let left = &mut left[i % n];
+        let most = (*left).min(i64::from(i16::MAX)) as f32;
+        let c = (v / scales[i % n]).round_ties_even().clamp(-most, most);
+        *left -= c.abs() as i64;
+        (c as i16).to_le_bytes()
+    };
+    let codes: Vec<u8> = values.iter().enumerate().flat_map(code).collect();
+    Ok(IntegerWeights {
+        codes: ConstData::new(DType::I16, &[k, n], Arc::new(codes))?,
+        scales: ConstData::from_slice(&[n], &scales)?,
     })
 }
 
@@ -52,11 +97,12 @@ fn block(values: &[f32; WEIGHT_BLOCK], minimum: bool) -> (f32, f32, [u8; WEIGHT_
         if scale <= 0.0 {
             return (1.0, 0.0, [0; WEIGHT_BLOCK]);
         }
-        // A whole number of steps, so that 0 is a code (and an integer zero point in ONNX).
+        // The minimum is an integer multiple of the scale, so that 0 has an exact code (and an integer zero
+        // point in ONNX).
         let zero = (-low / scale).round_ties_even().clamp(0.0, 15.0);
         return (scale, -zero * scale, values.map(|v| code(v / scale + zero)));
     }
-    // The value of the largest magnitude becomes -8, so that all 16 codes are used.
+    // The value with the largest magnitude gets the number -8, so that all 16 codes can be used.
     let top = values.iter().fold(0f32, |a, v| if v.abs() > a.abs() { *v } else { a });
     if top == 0.0 {
         return (1.0, 0.0, [MIDDLE as u8; WEIGHT_BLOCK]);
@@ -123,6 +169,28 @@ mod tests {
     }
 
     #[test]
+    fn sums_of_int16_products_fit_i32() {
+        for (k, n, spread) in [(384, 7, 1.0), (1536, 5, 1.0), (9, 3, 1.0), (4096, 2, 0.0)] {
+            // With `spread` 0 all weights are equal, which is the worst case for sums.
+            let v: Vec<f32> = values(k * n, 3).iter().map(|v| 0.7 + spread * (v - 0.7)).collect();
+            let limit = activation_limit(k);
+            let w = int16(&v, [k, n], limit).unwrap();
+            let (codes, scales) = (w.codes.to_vec::<i16>(), w.scales.to_vec::<f32>());
+            for column in 0..n {
+                let sum: i64 = (0..k).map(|i| i64::from(codes[i * n + column]).abs()).sum();
+                assert!(sum * limit <= i64::from(i32::MAX), "{k}: {sum} times {limit}");
+                let most = (0..k).map(|i| codes[i * n + column].unsigned_abs()).max().unwrap();
+                assert!(most >= 128 || spread == 0.0, "{k}: only {most} steps");
+                for i in 0..k {
+                    let (s, v) = (scales[column], v[i * n + column]);
+                    assert!((f32::from(codes[i * n + column]) * s - v).abs() <= 0.51 * s, "{v}");
+                }
+            }
+        }
+        assert_eq!([1, 384, 1536].map(activation_limit), [32767, 8192, 4096]);
+    }
+
+    #[test]
     fn int4_rounds_to_about_half_a_step_of_its_block() {
         let (k, n) = (64, 5);
         let v = values(k * n, 9);
@@ -141,8 +209,8 @@ mod tests {
                         None => (code - 8.0) * scales[b],
                     };
                     let want = v[i * n + column];
-                    // An end of the range may be one step short: the symmetric form has no code 16, and the
-                    // minimum is a whole number of steps.
+                    // The error at the ends of the range can be a whole step: the symmetric form has no code
+                    // 16, and the minimum is rounded to a multiple of the scale.
                     let bound = 1.001 * scales[b].abs();
                     assert!((got - want).abs() <= bound, "{got} for {want}, minimum {minimum}");
                 }

@@ -11,7 +11,7 @@ const EDGE_ELEMENTS: usize = 3;
 /// Maximum line width in columns.
 const WIDTH: usize = 80;
 
-/// The format of all elements of one tensor; it is the same for all, so that columns line up.
+/// The format of the elements of a tensor. All elements have the same format, so that columns are aligned.
 struct Style {
     dtype: DType,
     digits: usize,

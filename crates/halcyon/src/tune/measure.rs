@@ -90,7 +90,7 @@ struct Expected {
 }
 
 impl Measured<'_> {
-    /// Returns the fastest kernel. Candidates that fail are quarantined.
+    /// Finds the fastest kernel. Candidates that fail are put into quarantine.
     pub(super) fn best(&self, guard: &mut Option<Guard>) -> Result<Best, NotTuned> {
         let t = self.tunable;
         let base = self.baseline()?;
@@ -178,7 +178,8 @@ impl Measured<'_> {
         Progress { done, of, key: self.tunable.choices.key.clone(), candidate, candidates }
     }
 
-    /// Runs `work`. Because it may end the process, a note on disk names the candidate until it returns.
+    /// Runs `work`. Because `work` may end the process, a note on disk names the candidate until `work`
+    /// returns.
     fn guarded<T>(
         &self,
         guard: &mut Option<Guard>,
@@ -364,7 +365,7 @@ impl<'a> Bench<'a> {
         self.device.submit(&commands)
     }
 
-    /// Time of one run in seconds, including the wait for completion.
+    /// The time of one run in seconds, including the wait for its end.
     fn time(&self, r: &Runner) -> Result<f64> {
         self.times(r, 1)
     }
@@ -380,8 +381,8 @@ impl<'a> Bench<'a> {
         Ok(start.elapsed().as_secs_f64() / f64::from(n))
     }
 
-    /// Mean time of a run in seconds, over as many runs as fit in `time`. The run before them, which measures
-    /// how many fit, also brings the operands back into the caches.
+    /// The mean time of a run in seconds, over as many runs as fit in `time`. One run before the burst
+    /// measures how many runs fit, and also brings the operands back into the caches.
     fn burst(&self, r: &Runner, time: Duration) -> Result<f64> {
         let one = self.time(r)?.max(1e-7);
         self.times(r, (time.as_secs_f64() / one).clamp(1.0, MAX_LAUNCHES) as u32)
@@ -432,7 +433,7 @@ impl<'a> Bench<'a> {
 }
 
 impl Expected {
-    /// The largest difference relative to the allowed one, or a description of what is wrong.
+    /// The largest ratio of a difference to the allowed difference, or a description of the wrong elements.
     fn compare(&self, got: &ConstData) -> Result<f64, String> {
         let (mut worst, mut wrong, mut first) = (0f64, 0usize, None);
         for (i, (g, w)) in got.scalars().zip(self.want.scalars()).enumerate() {

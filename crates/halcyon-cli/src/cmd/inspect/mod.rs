@@ -144,7 +144,7 @@ struct Work {
     /// One graph, or several if the model runs in stages for the reason in `staged`.
     graphs: Vec<Graph>,
     staged: Option<String>,
-    /// Why the walk stopped before the end of the model.
+    /// The reason if the import stopped before the end of the model.
     stopped: Option<String>,
     /// Nodes that run on the host.
     host: Vec<(String, usize)>,
@@ -315,7 +315,7 @@ fn costs(
         let bytes_out = cost::type_bytes(&n.ty)?;
         let (ty, node) = (n.ty.to_string(), n.span.text());
         match activations.last_mut().filter(|x| x.node == node) {
-            // An operator may become several nodes, of which the largest result is listed.
+            // An operator may become several nodes. Only the largest result of these nodes is listed.
             Some(x) if x.bytes >= bytes_out => {}
             Some(x) => (x.bytes, x.ty) = (bytes_out, ty),
             None => {

@@ -13,7 +13,7 @@ pub(super) fn direct(c: &Composite, opset: i64) -> bool {
     let d = inputs.first().map(|i| c.body.dtype(i.node));
     match &c.kind {
         Kind::Softmax | Kind::LogSoftmax => true,
-        Kind::Quantize | Kind::Dequantize | Kind::QuantizedMatmul => quantized::direct(c),
+        Kind::Quantize | Kind::Dequantize | Kind::QuantizedMatmul => quantized::direct(c, opset),
         // These operators compute statistics in f32 and have f32 attributes, which is less precise than f64.
         Kind::BatchNorm | Kind::LayerNorm | Kind::RmsNorm if d == Some(DType::F64) => false,
         Kind::BatchNorm => true,

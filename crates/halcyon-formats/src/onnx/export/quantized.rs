@@ -3,14 +3,22 @@
 
 use super::emit::{Emitter, MICROSOFT, Val, int};
 use halcyon_ir::composite::{Composite, CompositeKind as Kind};
-use halcyon_ir::ops::quantize::WEIGHT_BLOCK;
+use halcyon_ir::ops::quantize::{LIMIT, WEIGHT_BLOCK};
 use halcyon_ir::{ConstData, DType, Error, NodeId, Op, Result, Scalar, TensorType};
 use std::sync::Arc;
 
 /// Whether the operators can express the composite: they take one scale, or a vector of scales along an axis.
-pub(super) fn direct(c: &Composite) -> bool {
+pub(super) fn direct(c: &Composite, opset: i64) -> bool {
     let scale = c.body.inputs().get(1).map(|i| c.body.shape(i.node));
+    // The type of the codes: of the result, or of the operand.
+    let codes = c.dtype("dtype").or_else(|| c.body.inputs().first().map(|i| c.body.dtype(i.node)));
     match &c.kind {
+        // The operators have i16 from operator set 21 on, and no limit of the magnitude.
+        Kind::Quantize | Kind::Dequantize
+            if codes == Some(DType::I16) && opset < 21 || c.int(LIMIT).is_some() =>
+        {
+            false
+        }
         Kind::Quantize | Kind::Dequantize => scale.is_some_and(|s| match s.rank() {
             0 => true,
             1 => s[0].is(1) || c.int("axis").is_some(),

@@ -130,8 +130,8 @@ pub(super) fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
     Mat { ptr: m.ptr.wrapping_offset(by), ..m }
 }
 
-/// Matrix product of operands with any views. f32, f16 and bf16 sum in f32, f64 in f64; integers wrap. 8-bit
-/// factors may also give i32.
+/// Matrix product of operands with any views. f32, f16 and bf16 are summed in f32, f64 is summed in f64;
+/// integers wrap. The result of 8-bit factors may also be i32.
 pub(crate) fn matmul(isa: Isa, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
     matmul_where(isa, call, isa.bf16_is_faster().then(|| Bf16Code::best(isa)))
 }
@@ -400,7 +400,7 @@ pub(crate) fn pool_grad(isa: Isa, call: &CallForm<'_>, p: &ops::Pool) -> Result<
     })
 }
 
-/// Adds each window's gradient to the input elements that it came from.
+/// Adds each window's gradient to the input elements that determined the window's result.
 fn plane_grad<T: Widened>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f64]) {
     let mut o = 0;
     for od in 0..w.output[0] {
@@ -417,7 +417,8 @@ fn plane_grad<T: Widened>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f
                             let (Some(d), Some(h), Some(c)) = at else { continue };
                             let i = (d * w.input[1] + h) * w.input[2] + c;
                             if kind == Pool::Max {
-                                // The first of the largest elements; NaN counts as the largest.
+                                // The first of several equal largest elements is used. NaN counts as the
+                                // largest.
                                 let larger = |b: usize| x[i].wide().order(x[b].wide()).is_gt();
                                 best = best.filter(|b| !larger(*b)).or(Some(i));
                             } else {
@@ -442,7 +443,7 @@ fn plane_grad<T: Widened>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f
     }
 }
 
-/// Declines types other than f32, f16 and bf16, the types of the row kernels, which compute in f32.
+/// Declines types other than f32, f16 and bf16. The row kernels support these three types and compute in f32.
 fn row_type(d: DType) -> Result<(), Declined> {
     match d {
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
@@ -469,7 +470,7 @@ macro_rules! row_call {
     };
 }
 
-/// Declines a result that is not of this shape and type. The body of a composite may have another result.
+/// Declines a call whose result has another shape or type. The body of a composite may have such a result.
 fn like(call: &CallForm<'_>, shape: &[usize], dtype: DType) -> Result<(), Declined> {
     match call.outputs {
         [y] if y.view.shape[..] == *shape && y.dtype == dtype => Ok(()),
@@ -507,7 +508,7 @@ fn soft(isa: Isa, call: &CallForm<'_>, axis: usize, log: bool) -> Result<CpuKern
     })
 }
 
-/// A vector of `n` elements as f32, converted into `room` unless it is f32 already.
+/// A vector of `n` elements as f32. Other types are converted into `room`.
 ///
 /// # Safety
 /// `v` is a dense view of `n` elements of type `d`, which is f32, f16 or bf16. Buffer `buf` holds it and is
@@ -545,7 +546,7 @@ fn norm(isa: Isa, call: &CallForm<'_>, axis: usize, eps: f32, centred: bool) -> 
     let Some(row) = x.view.shape.get(axis..) else {
         return Err(Declined::because("the rows begin at an axis that the operand does not have"));
     };
-    // Scale and bias of other shapes are broadcast, which only the composite's body does.
+    // Scales and biases of other shapes need a broadcast. Only the composite's body supports this.
     let ones = |v: &View| v.shape.iter().rev().skip(row.len()).all(|n| *n == 1);
     let fits = |o: &Operand| {
         let typed = o.dtype == x.dtype || o.dtype == DType::F32;

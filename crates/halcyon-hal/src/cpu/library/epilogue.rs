@@ -17,6 +17,7 @@ use crate::{Declined, reach};
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Param};
 use halcyon_ir::layout::View;
 use halcyon_ir::scalar_op::Rule;
+use halcyon_ir::target::Epilogue;
 use halcyon_ir::{DType, ScalarOp};
 use half::bf16;
 use smallvec::SmallVec;
@@ -466,6 +467,34 @@ impl EpilogueChain {
         }
         let half = out.dtype == DType::BF16;
         Ok(Some(EpilogueChain { steps, result: out.value as usize, columns, args, half }))
+    }
+
+    /// Compiles the epilogue of a product of integers, whose sums are i32. The chain may only convert them to
+    /// f32. The kernel does that before it calls [`BoundChain::run_rows`]. `None` if the call has no epilogue.
+    pub(crate) fn of_sums(
+        call: &CallForm<'_>,
+        own: usize,
+        columns: usize,
+    ) -> Result<Option<EpilogueChain>, Declined> {
+        let Some(e) = call.epilogue else { return Ok(None) };
+        let mut fused = e.fused.clone();
+        for l in fused.loads.iter_mut().filter(|l| l.input == e.product) {
+            if l.dtype != DType::I32 {
+                return Err(Declined::because("the epilogue reads another type than the i32 sums"));
+            }
+            l.dtype = DType::F32;
+        }
+        // The conversion that follows such a load is now one from f32 to f32. Arithmetic on i32 is declined
+        // because of its type.
+        for i in &mut fused.body {
+            if let InstrKind::Load(k) = i.kind
+                && fused.loads[k as usize].input == e.product
+            {
+                i.dtype = DType::F32;
+            }
+        }
+        let e = Epilogue { fused: &fused, ..e };
+        EpilogueChain::new(&CallForm { epilogue: Some(e), ..*call }, own, columns)
     }
 
     /// Runs the chain over a part of the result, in blocks.

@@ -51,7 +51,7 @@ impl<'a> Fault<'a> {
     /// Reports a bad index; the first fault is kept.
     #[cold]
     pub(crate) fn set(&self) {
-        // Fails if an earlier fault is set; then the earlier fault is reported.
+        // The exchange fails if a fault is already set. The earlier fault is then kept and reported.
         let _ = self.word.compare_exchange(0, self.id, Ordering::AcqRel, Ordering::Relaxed);
     }
 }
@@ -232,9 +232,12 @@ fn product_of_bytes(
     if !types.iter().all(|d| d.is_native()) {
         return Err(Declined::because(format!("no products of {} and {}", types[0], types[1])));
     }
-    let [a, b] = call.inputs else {
-        return Err(Declined::because("products of bytes read nothing besides their factors"));
+    let [a, b, rest @ ..] = call.inputs else {
+        return Err(Declined::because("a product has two factors"));
     };
+    if call.own != 2 {
+        return Err(Declined::because("products of integers read nothing besides their factors"));
+    }
     let mut turned = b.clone();
     let Some(last) = turned.view.rank().checked_sub(1).filter(|last| *last > 0) else {
         return Err(Declined::because("the factors of a product have at least two axes"));
@@ -244,7 +247,7 @@ fn product_of_bytes(
     if turned.view.mask.is_some() {
         return Err(Declined::needs_dense([1]));
     }
-    let inputs = [a.clone(), turned];
+    let inputs: Vec<Operand> = [a, &turned].into_iter().chain(rest).cloned().collect();
     find_form(isa, threads, &CallForm { work: Work::Op(&Op::Matmul), inputs: &inputs, ..*call })
 }
 

@@ -1,4 +1,5 @@
-//! A matrix product in BLAS terms: column-major matrices with a leading dimension, and batches with a stride.
+//! Describes a matrix product in BLAS terms: column-major matrices with a leading dimension, and batches with
+//! a stride.
 //!
 //! Row-major C = A B is column-major Cᵀ = Bᵀ Aᵀ, so the call's right operand is the library's first factor.
 
@@ -20,9 +21,11 @@ const MAX_CALLS: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Matrix {
     pub offset: isize,
-    /// Whether the elements of a row are contiguous (row-major); otherwise those of a column are.
+    /// Whether the matrix is row-major: the elements of a row are contiguous. Otherwise the elements of a
+    /// column are contiguous.
     pub by_rows: bool,
-    /// Distance in elements from row to row, or from column to column if column-major.
+    /// The leading dimension: the distance in elements between rows, or between columns if the matrix is
+    /// column-major.
     pub ld: usize,
     /// Distance in elements between batch items.
     pub step: isize,
@@ -45,7 +48,7 @@ pub(super) struct Product {
     pub factors: [DType; 2],
     /// Type of the product.
     pub result: DType,
-    /// The number by which the product is multiplied: an f32 in an operand.
+    /// The number by which the product is multiplied, if any: an f32 in an operand.
     pub scale: Option<Scale>,
 }
 
@@ -80,8 +83,8 @@ const TYPES: &[(DType, DType)] = &[
     (DType::I8, DType::I32),
 ];
 
-/// The layout of a matrix with these sizes and strides, if BLAS can express it: whether it is row-major, and
-/// the leading dimension.
+/// The layout of a matrix with these sizes and strides: whether it is row-major, and its leading dimension.
+/// `None` if BLAS cannot express the layout.
 fn lies(rows: usize, cols: usize, rs: isize, cs: isize) -> Option<(bool, usize)> {
     let at_least = |stride: isize, n: usize| stride >= n as isize;
     if (cs == 1 || cols == 1) && (rows == 1 || at_least(rs, cols)) {
@@ -250,7 +253,7 @@ mod tests {
         assert_eq!((p.m, p.batch), (128, 1));
         let p = of(View::dense(&[32, 48]).expand(&[4, 32, 48]), View::dense(&[4, 48, 80]), F32).unwrap();
         assert_eq!((p.m, p.batch, p.a.step, p.b.step, p.step), (32, 4, 0, 3840, 2560));
-        // Heads between the rows: one call per batch item.
+        // The axis of the heads lies between the rows in memory, so each batch item needs its own call.
         let heads = View::dense(&[2, 32, 8, 16]).permute(&[0, 2, 1, 3]);
         let p = of(heads.clone(), heads.permute(&[0, 1, 3, 2]), F32).unwrap();
         assert_eq!((p.batch, p.a.step, p.a.ld, p.calls.len()), (8, 16, 128, 2));

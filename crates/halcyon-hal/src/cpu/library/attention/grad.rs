@@ -1,10 +1,10 @@
-//! The gradient of attention. Scores are computed again, for a block of queries at a time, so that no matrix
-//! of all scores is stored (Dao et al., "FlashAttention", 2022).
+//! The gradient of attention. The scores are computed again for one block of queries at a time, so that the
+//! matrix of all scores is never stored (Dao et al., "FlashAttention", 2022).
 //!
-//! With the weights `P = softmax(scale Q Kᵀ)`, the gradient `dY` of the result, and `D` the sum of `P ∘ dY
-//! Vᵀ` along the keys: `dV = Pᵀ dY`, `dS = scale P ∘ (dY Vᵀ - D)`, `dQ = dS K`, `dK = dSᵀ Q`.
+//! Let `P = softmax(scale Q Kᵀ)` be the weights, `dY` the gradient of the result, and `D` the sum of `P ∘ (dY
+//! Vᵀ)` over the keys. Then `dV = Pᵀ dY`, `dS = scale P ∘ (dY Vᵀ - D)`, `dQ = dS K`, and `dK = dSᵀ Q`.
 //!
-//! A thread computes whole heads, so results do not depend on the number of threads.
+//! Each head is computed by one thread, so results do not depend on the number of threads.
 
 use super::{Attention, Heads};
 use crate::cpu::library::gemm::product_f32::{
@@ -18,7 +18,7 @@ use crate::cpu::team::{SharedConst, SharedMut, Team};
 /// Queries per block.
 const BQ: usize = 128;
 
-/// The operands. All heads have keys of their own.
+/// The operands. Each head has its own keys and values.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cpu::library) struct GradOperands {
     /// Queries, `[batch, heads, queries, d]`.
@@ -29,7 +29,7 @@ pub(in crate::cpu::library) struct GradOperands {
     pub v: Heads<SharedConst<f32>>,
     /// The gradient of the result, `[batch, heads, queries, dv]`.
     pub dy: Heads<SharedConst<f32>>,
-    /// The gradients of queries, keys and values, dense, one after the other.
+    /// The gradients of queries, keys and values, stored densely one after the other.
     pub out: SharedMut<f32>,
 }
 
@@ -42,7 +42,7 @@ unsafe fn weights_body<S: Simd>(row: &mut [f32]) {
     // SAFETY: the contract gives the instruction set of `S`.
     unsafe {
         let top = max_of::<S>(row);
-        // Without a finite maximum the weights are NaN, as the definition implies.
+        // If every score is -inf, the weights are NaN, as the definition of softmax implies.
         let sum = match top == f32::NEG_INFINITY {
             true => f32::NAN,
             false => exp_in_place::<S>(row, top),
@@ -64,7 +64,7 @@ dispatch_simd! {
 /// The calling function is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn scores_grad_body<S: Simd>(p: &[f32], dp: &mut [f32], scale: f32) {
-    // Sixteen sums, so that the loop becomes vector code.
+    // There are sixteen sums, so that the compiler vectorises the loop.
     let mut sums = [0f32; 16];
     let whole = p.len() / 16 * 16;
     for (p, d) in p[..whole].chunks_exact(16).zip(dp[..whole].chunks_exact(16)) {
@@ -83,7 +83,8 @@ dispatch_simd! {
     unsafe fn scores_grad[][](isa, p: &[f32], dp: &mut [f32], scale: f32) = scores_grad_body
 }
 
-/// A block of queries: the first, their number, the keys that they see, and the keys that blocks before saw.
+/// A block of queries: the first query, the number of queries, the number of keys that they attend to, and
+/// the number of keys that earlier blocks attended to.
 #[derive(Clone, Copy)]
 struct Block {
     from: usize,
@@ -92,7 +93,7 @@ struct Block {
     before: usize,
 }
 
-/// Number of keys that query `i` sees.
+/// The number of keys that query `i` attends to.
 fn seen(a: &Attention, i: usize) -> usize {
     match a.causal {
         true => (i + 1 + a.keys).saturating_sub(a.queries).min(a.keys),
@@ -110,8 +111,8 @@ fn blocks(a: &Attention) -> impl Iterator<Item = Block> {
     })
 }
 
-/// Floats of one thread: the weights (as many as the gradients of the scores) of a block, and the product's
-/// buffer.
+/// The scratch memory of one thread in floats: first the weights of a block (the gradients of the scores need
+/// the same number), then the buffer of the product.
 fn floats(isa: Isa, a: &Attention) -> [usize; 2] {
     let block = (a.queries.min(BQ) * a.keys).next_multiple_of(64);
     let wide = [a.d, a.dv];
@@ -195,7 +196,8 @@ unsafe fn head(
                 scores_grad(isa, row, grads, a.scale);
             }
             for (left, right, out, width) in [(of_weights, dy, dv, a.dv), (of_scores, q, dk, a.d)] {
-                // Blocks before have written the sums of the first keys.
+                // Earlier blocks have written sums for the first `before` keys, so this product is added to
+                // them.
                 let sums = MatMut::rows(out, width);
                 inline(Gemm::new((before, width, rows), left.t(), right, sums), 1.0, 1.0);
                 let (left, sums) = (left.t().offset(before as isize), sums.offset((before * width) as isize));

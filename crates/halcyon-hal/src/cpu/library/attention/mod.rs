@@ -2,10 +2,10 @@
 //! normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022): it works on blocks of keys
 //! with a running maximum and a running sum per row.
 //!
-//! The query heads that share a key head are rows of one product, so keys and values are read once for all of
-//! them. Many rows run in blocks (`flash.rs`). Few rows, as in decoding, run here; keys and values are then
-//! read once, without packing them. Keys are never split among threads, so results do not depend on the
-//! number of threads.
+//! The rows of all query heads that share a key head form one product, so keys and values are read once for
+//! all these heads. `flash.rs` computes many rows, in blocks. This file computes few rows, as in decoding; it
+//! reads keys and values once, without packing them. Keys are never split among threads, so results do not
+//! depend on the number of threads.
 
 mod flash;
 #[cfg(target_arch = "x86_64")]

@@ -1,25 +1,26 @@
-//! Convolution in f32 with few output positions per image and large kernels. The gradient of a convolution's
-//! weights is such a convolution: its kernel is as large as the image, its output as small as the kernel.
+//! Convolution in f32 with few output positions per image and large kernels. The gradient of a convolution
+//! with respect to its weights is such a convolution: its kernel is as large as the image, and its output is
+//! as small as the original kernel.
 //!
-//! With the output positions of one image as columns of the product (`plain.rs`), a register tile would be
-//! mostly empty. Here the positions of all images are the rows of one product, `[images * positions, K] x [K,
-//! channels]`. The rows are unrolled a few input channels at a time, so that they stay in the second-level
-//! cache, and the product of each part is added to the sums.
+//! The algorithm of `plain.rs` makes the output positions of one image the columns of a product, so a
+//! register tile would be mostly empty. Here the positions of all images are the rows of one product,
+//! `[images * positions, K] x [K, channels]`. The rows are unrolled for a few input channels at a time, so
+//! that they stay in the second-level cache, and the product of each part is added to the sums.
 
 use super::plain::{Conv, ConvOperands};
 use crate::cpu::library::gemm::product_f32::{Epilogue, Gemm, Mat, MatMut, gemm};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 
-/// The most output positions per image: half of the columns of a register tile.
+/// The largest number of output positions per image: half of the columns of a register tile.
 const POSITIONS: usize = 24;
-/// The fewest products that are summed for one output element.
+/// The smallest number of terms in the sum of one output element.
 const SUMMED: usize = 1024;
 /// Floats of unrolled input that are multiplied at a time.
 const PART: usize = 1 << 18;
 
 impl Conv {
-    /// Whether this file's algorithm is faster.
+    /// Whether the algorithm of this file is faster than that of `plain.rs`.
     pub(crate) fn has_few_positions(&self) -> bool {
         let (n, rows) = (self.window.out_size(), self.batch * self.window.out_size());
         self.groups == 1
@@ -87,7 +88,8 @@ pub(crate) unsafe fn conv_few_positions(team: &Team, isa: Isa, conv: &Conv, o: &
     });
 }
 
-/// Writes what output position `position` reads of `channels` planes: `channels * taps` floats.
+/// Writes the input elements that output position `position` reads from `channels` planes: `channels * taps`
+/// floats.
 ///
 /// # Safety
 /// `x` is readable for `channels` planes of the input, `to` writable for `channels * taps` floats; they do
@@ -97,7 +99,7 @@ unsafe fn unroll(conv: &Conv, position: usize, channels: usize, x: *const f32, t
     let [_, oh, ow] = w.output;
     let (od, oy, ox) = (position / (oh * ow), position / ow % oh, position % ow);
     let (kw, iw) = (w.kernel[2], w.input[2]);
-    // The taps of a line that are inside of it: `lo..hi`.
+    // The range of taps that lie inside of the line: `lo..hi`.
     let inside = |t: &usize| w.read(2, ox, *t).is_some();
     let lo = (0..kw).find(inside).unwrap_or(kw);
     let hi = (lo..kw).rev().find(inside).map_or(lo, |t| t + 1);

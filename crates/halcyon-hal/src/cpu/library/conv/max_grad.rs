@@ -1,5 +1,5 @@
-//! The gradient of max pooling in f32, for windows that do not overlap. Each input element then receives the
-//! gradient of at most one window, so lines are computed as vectors, without sums.
+//! The gradient of max pooling in f32, for windows that do not overlap. Each input element then gets the
+//! gradient of at most one window. No sums are needed, so whole lines are computed with vector instructions.
 
 use super::window::Window;
 use crate::cpu::sys::{Isa, dispatch};
@@ -16,18 +16,19 @@ const NONE: u32 = u32::MAX;
 /// One line of the output.
 struct Line<'a> {
     w: &'a Window,
-    /// The planes of a channel: input, and its gradient, which is zero where no line has written.
+    /// The planes of one channel: the input and its gradient. The gradient is zero where no line has written
+    /// to it.
     x: &'a [f32],
     dx: &'a mut [f32],
     dy: &'a [f32],
     od: usize,
     oh: usize,
-    /// For each output, the largest element so far, and its tap.
+    /// For each output of the line, the largest element so far and the tap of this element.
     best: &'a mut [f32],
     which: &'a mut [u32],
 }
 
-/// Keeps the first of the largest elements; NaN counts as the largest.
+/// Keeps the largest element. If several are equal, the first is kept. NaN counts as the largest.
 #[inline(always)]
 fn take(best: &mut f32, which: &mut u32, v: f32, tap: u32) {
     let larger = v > *best || (v.is_nan() && !best.is_nan()) || *which == NONE;
@@ -40,7 +41,8 @@ fn line_body<const FMA: bool>(l: Line<'_>) {
     let w = l.w;
     l.best.fill(f32::NEG_INFINITY);
     l.which.fill(NONE);
-    // First finds the element of each window, then writes the gradient at each tap.
+    // The first pass finds the largest element of each window; the second pass writes the gradient at its
+    // tap.
     for write in [false, true] {
         let mut tap = 0;
         for td in 0..w.kernel[0] {
@@ -59,7 +61,7 @@ fn line_body<const FMA: bool>(l: Line<'_>) {
                         match w.stride[2] {
                             1 => all.zip(x).for_each(|((b, i), x)| take(b, i, *x, tap)),
                             2 => {
-                                // Arrays of two have no checks of their bounds.
+                                // Indexing an array of two elements needs no bounds checks.
                                 let (pairs, rest) = x.as_chunks::<2>();
                                 all.zip(pairs).for_each(|((b, i), x)| take(b, i, x[0], tap));
                                 if let (true, [x, ..]) = (n > pairs.len(), rest) {
@@ -92,7 +94,7 @@ dispatch! {
     fn line[][](isa, l: Line<'_>) = line_body
 }
 
-/// The gradient of `planes` (batch times channels) images.
+/// The gradient for `planes` planes (batch size times channels).
 ///
 /// # Safety
 /// `x` has `planes * window.in_size()` readable elements and `dy` `planes * window.out_size()`; `dx` is

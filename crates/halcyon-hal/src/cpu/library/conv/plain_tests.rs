@@ -8,8 +8,8 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
 use half::{bf16, f16};
 
-/// Convolution by its definition in f64. For each output: the value, and 1 plus the sum of the products'
-/// magnitudes.
+/// Convolution by its definition in f64. For each output, returns the value, and 1 plus the sum of the
+/// magnitudes of the products.
 pub(crate) fn reference(c: &Conv, x: &[f64], w: &[f64], bias: Option<&[f64]>, relu: bool) -> Vec<(f64, f64)> {
     let win = &c.window;
     let (cg, mg) = (c.c_in / c.groups, c.c_out / c.groups);
@@ -62,7 +62,7 @@ fn random_conv(rng: &mut Rng, spread: bool) -> Conv {
     let dilation = list(1, 2);
     let (lo, hi) = (list(0, 3), list(0, 3));
     let input_dilation = if spread { list(1, 3) } else { vec![1; dims] };
-    // One time in five, crop instead of padding.
+    // One case in five crops the input instead of padding it.
     let crop = rng.below(5) == 0;
     let pads: Vec<(isize, isize)> = lo
         .iter()
@@ -169,7 +169,7 @@ fn groups_must_divide_channels() {
     assert!(Conv::new(1, 6, 6, 0, w).is_err());
 }
 
-/// The output is one column wide, so every column of a panel is an output line of its own.
+/// The output is one column wide, so every column of a panel belongs to another output line.
 #[test]
 fn lines_of_one_column_follow_f64() {
     let mut rng = Rng::new();
@@ -190,7 +190,8 @@ fn lines_of_one_column_follow_f64() {
     }
 }
 
-/// Convolutions like those of weight gradients: a kernel about as large as the image, few outputs.
+/// Convolutions like those of weight gradients: the kernel is about as large as the image, and there are few
+/// outputs.
 #[test]
 fn few_positions_follow_f64_between_guard_pages() {
     let mut rng = Rng::new();

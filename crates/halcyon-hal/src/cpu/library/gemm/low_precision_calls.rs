@@ -1,12 +1,14 @@
 //! Library calls for low-precision products: bf16 factors with f32 sums, and 8-bit factors with i32 sums.
 
+use super::k_groups::batch;
 #[cfg(target_arch = "x86_64")]
 use super::product_bf16::gemm_bf16_tiles;
 use super::product_bf16::{Bf16Code, Bf16Elem, Bf16Out, gemm_bf16_batched_by};
-use super::product_f32::{Epilogue, Gemm, MatMut};
 #[cfg(target_arch = "x86_64")]
-use super::product_f32::{Mat, by_panels};
+use super::product_f32::by_panels;
+use super::product_f32::{Epilogue, Gemm, Mat, MatMut};
 use super::product_int8::{Byte, gemm_i8_batched};
+use super::product_int16::{PairElem, PairShape, gemm_pairs, gemm_pairs_packed, isa_of_pairs};
 #[cfg(target_arch = "x86_64")]
 use super::tile_registers::PackedShape;
 #[cfg(target_arch = "x86_64")]
@@ -20,9 +22,7 @@ use crate::cpu::library::attention::Attention;
 use crate::cpu::library::attention::flash_bf16::{MaskElem, OutElem, attention_bf16};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::library::attention::{Heads, Operands};
-#[cfg(target_arch = "x86_64")]
-use crate::cpu::library::calls::ptr;
-use crate::cpu::library::calls::{Product, moved};
+use crate::cpu::library::calls::{Product, moved, ptr};
 use crate::cpu::library::epilogue::{BoundChain, EpilogueChain};
 use crate::cpu::sys::Isa;
 #[cfg(target_arch = "x86_64")]
@@ -35,7 +35,8 @@ use halcyon_ir::layout::View;
 use halcyon_ir::target::MatmulPrecision;
 use half::bf16;
 
-/// Finds kernels for low-precision products. 8-bit factors are multiplied into i32 on every processor. bf16
+/// Finds kernels for low-precision products. 8-bit factors are multiplied into i32 on every processor, 16-bit
+/// integers where that is faster than f32. bf16
 /// factors (into bf16 or f32) and f32 factors that are rounded to bf16 need [`MatmulPrecision::Medium`] and a
 /// processor on which bf16 is faster. The chain of an epilogue reads the f32 sums of a bf16 product.
 pub(crate) fn narrow_matmul(
@@ -45,12 +46,22 @@ pub(crate) fn narrow_matmul(
     code: Option<Bf16Code>,
 ) -> Option<Result<CpuKernel, Declined>> {
     let (a, b, c) = (call.inputs[0].dtype, call.inputs[1].dtype, call.outputs[0].dtype);
+    // The sums are i32. The chain of an epilogue gives them another type.
+    let sums = match &call.epilogue {
+        None => c == DType::I32,
+        Some(e) => e.fused.loads.iter().any(|l| l.input == e.product && l.dtype == DType::I32),
+    };
     match (a, b) {
-        (DType::U8 | DType::I8, DType::U8 | DType::I8) if c == DType::I32 => Some(match (a, b) {
+        (DType::U8 | DType::I8, DType::U8 | DType::I8) if sums => Some(match (a, b) {
             (DType::U8, DType::I8) => bytes::<u8, i8>(isa, call, p),
             (DType::I8, DType::I8) => bytes::<i8, i8>(isa, call, p),
             (DType::I8, _) => bytes::<i8, u8>(isa, call, p),
             _ => bytes::<u8, u8>(isa, call, p),
+        }),
+        (DType::I16, DType::I16) if sums => Some(match isa_of_pairs(isa) {
+            // Plain integers are not faster than f32.
+            Isa::Portable => Err(Declined::because("16-bit integers are multiplied in vectors of x86 only")),
+            _ => pairs::<i16, i16>(isa, call, p),
         }),
         _ if call.precision < MatmulPrecision::Medium => None,
         (DType::BF16, DType::BF16) => match c {
@@ -167,27 +178,32 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 /// Declined unless the call is one product.
 #[cfg(target_arch = "x86_64")]
 fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(isize, isize); 2]), Declined> {
+    Ok((PackedShape { k: p.k, n: p.n, group }, one_product(p, which)?))
+}
+
+/// The strides of both operands. Declined unless the call is one product whose right operand is packed.
+fn one_product(p: &Product, which: usize) -> Result<[(isize, isize); 2], Declined> {
     if which != 1 || p.k == 0 || p.batch != 1 || !p.outer.is_empty() {
         return Err(Declined::because("only the right operand of a single product can be packed"));
     }
     let rank = p.a.rank();
     let strides = |v: &View| (v.strides[rank - 2], v.strides[rank - 1]);
-    Ok((PackedShape { k: p.k, n: p.n, group }, [strides(&p.a), strides(&p.b)]))
+    Ok([strides(&p.a), strides(&p.b)])
 }
 
 /// `C = A B` with 8-bit operands of types A and B into i32.
 fn bytes<A: Byte, B: Byte>(isa: Isa, call: &CallForm<'_>, p: &Product) -> Result<CpuKernel, Declined> {
+    let with = match isa {
+        _ if isa.has_int8_tiles() => "amx_int8",
+        _ if isa.has_vnni() => "avx512_vnni",
+        _ => return pairs::<A, B>(isa, call, p),
+    };
     if call.epilogue.is_some() {
-        return Err(Declined::because("products of 8-bit factors have no epilogue"));
+        return Err(Declined::because("products of 8-bit factors have no epilogue on this processor"));
     }
     if let Some(which) = call.packed {
         return bytes_packed::<A, B>(isa, call, p, which);
     }
-    let with = match isa {
-        _ if isa.has_int8_tiles() => "amx_int8",
-        _ if isa.has_vnni() => "avx512_vnni",
-        _ => isa.name(),
-    };
     let p = p.clone();
     CpuKernel::new(format!("cpu.gemm_i8.{with}"), call, move |r| {
         let (a, b, c) = (p.a::<A>(r), p.b::<B>(r), r.bufs[2].ptr as *mut i32);
@@ -201,6 +217,60 @@ fn bytes<A: Byte, B: Byte>(isa: Isa, call: &CallForm<'_>, p: &Product) -> Result
     })
 }
 
+/// `C = A B` with integers of 8 or 16 bits, multiplied in pairs. The chain of an epilogue reads the sums,
+/// converted to f32.
+fn pairs<A: PairElem, B: PairElem>(
+    isa: Isa,
+    call: &CallForm<'_>,
+    p: &Product,
+) -> Result<CpuKernel, Declined> {
+    let chain = EpilogueChain::of_sums(call, 2, p.n)?;
+    let args = chain.as_ref().map_or(0, |p| p.args);
+    let (out, p) = (call.inputs.len(), p.clone());
+    let name = format!("cpu.gemm_i{}.{}", 8 * size_of::<A>(), isa_of_pairs(isa).name());
+    if let Some(which) = call.packed {
+        let [sa, sb] = one_product(&p, which)?;
+        let (offset, shape) = (p.b.offset, PairShape::new(isa, p.k, p.n));
+        let key = format!("pairs.b {shape:?} {} {sb:?} {offset}", call.inputs[1].dtype);
+        let kernel = CpuKernel::new(format!("{name}.packed"), call, move |r| {
+            let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
+            let c = MatMut::rows(r.bufs[out].ptr as *mut i32, p.n);
+            let b = (shape, r.bufs[1].ptr as *const u32);
+            // SAFETY: `CpuKernel::run` checked that A and the result lie in their buffers. Buffer 1 has the
+            // size of the packed operand, which `pack` wrote. The chain is owned by this closure, and `r`
+            // outlives the call.
+            unsafe {
+                let epi = Epilogue { chain: BoundChain::new(chain.as_ref(), r), ..Epilogue::default() };
+                gemm_pairs_packed(r.team, isa, &Gemm::new(p.size(), a, b, c).with(epi));
+            }
+        })?;
+        return Ok(kernel.with_args(args).with_packed(1, shape.words(), key, move |team, from, to| {
+            let b = Mat { ptr: (from as *const B).wrapping_offset(offset), rs: sb.0, cs: sb.1 };
+            // SAFETY: `CpuKernel::pack` checked that `from` holds the view and `to` the packed bytes.
+            unsafe { shape.pack(Some(team), b, to.cast()) }
+        }));
+    }
+    let kernel = CpuKernel::new(name, call, move |r| {
+        let (a, b, c) = (p.a::<A>(r), p.b::<B>(r), r.bufs[out].ptr as *mut i32);
+        p.groups(|x, y, z| {
+            let c = MatMut::rows(c.wrapping_offset(z), p.n);
+            let g = Gemm::<_, _, _, Epilogue>::new(p.size(), moved(a, x), moved(b, y), c);
+            let first = z.unsigned_abs() / p.n.max(1);
+            batch(r.team, p.batch, g.work(), &|i, threads| {
+                // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the dense
+                // result overlaps no operand, so products do not overlap. The chain is owned by this closure,
+                // and `r` outlives the call.
+                unsafe {
+                    let chain = BoundChain::new(chain.as_ref(), r).below(first + i * p.m);
+                    let epi = Epilogue { chain, ..Epilogue::default() };
+                    gemm_pairs(r.team, threads, isa, &p.all().item(&g, i).with(epi));
+                }
+            });
+        });
+    })?;
+    Ok(kernel.with_args(args))
+}
+
 #[cfg(not(target_arch = "x86_64"))]
 fn bytes_packed<A: Byte, B: Byte>(
     _: Isa,
@@ -208,7 +278,7 @@ fn bytes_packed<A: Byte, B: Byte>(
     _: &Product,
     _: usize,
 ) -> Result<CpuKernel, Declined> {
-    Err(Declined::because("8-bit factors are packed for tile registers only"))
+    Err(Declined::because("8-bit factors are packed for tile registers and as pairs only"))
 }
 
 /// `bytes` with a right operand packed for tile registers.

@@ -128,10 +128,15 @@ impl<A, B, C, E> Gemm<A, B, C, E> {
         Gemm { epilogue, ..self }
     }
 
+    /// This product with an epilogue of another type.
+    pub(crate) fn with_epilogue<F>(self, epilogue: F) -> Gemm<A, B, C, F> {
+        let Gemm { m, n, k, a, b, c, .. } = self;
+        Gemm { m, n, k, a, b, c, epilogue }
+    }
+
     /// This product without an epilogue.
     pub(crate) fn plain(self) -> Gemm<A, B, C, ()> {
-        let Gemm { m, n, k, a, b, c, .. } = self;
-        Gemm { m, n, k, a, b, c, epilogue: () }
+        self.with_epilogue(())
     }
 
     /// This product with its left operand in another form.

@@ -15,6 +15,7 @@ pub mod product_bf16;
 pub mod product_f32;
 #[cfg(test)]
 mod product_f32_tests;
+pub(super) mod product_int16;
 pub(super) mod product_int4;
 pub mod product_int8;
 #[cfg(target_arch = "x86_64")]

@@ -52,7 +52,7 @@ impl<T: Storage> Left<T> {
 }
 
 /// The work on a block of rows by a chunk of columns of C, for one K block.
-struct Block<'a, P> {
+pub(super) struct Block<'a, P> {
     /// Rows of A. The row for row `i` of C is at `a + (i - i0) * rs`.
     a: *const f32,
     rs: isize,
@@ -78,8 +78,16 @@ struct Block<'a, P> {
 
 dispatch_simd! {
     /// # Safety
-    /// The contract of `block_body`, except that `isa` is checked.
+    /// The contract of `block_of`, except that `isa` is checked.
     unsafe fn block[P: Panels][P](isa, w: &Block<'_, P>) = block_body
+}
+
+/// # Safety
+/// The contract of `block_of`.
+#[inline(always)]
+unsafe fn block_body<S: RegisterTiles, P: Panels>(w: &Block<'_, P>) {
+    // SAFETY: `block_body` has the contract of `block_of`.
+    unsafe { block_of::<S, Fma, P>(w) }
 }
 
 /// Number of rows of the next tile if `left` rows remain: `most`, or `most - 1` if that divides the rest
@@ -105,7 +113,7 @@ fn height(most: usize, left: usize) -> usize {
 /// the panels of columns `w.j0..w.j1` are at `w.packed` or in `w.b`; these rows and columns of C are writable
 /// and used by this thread only, and the epilogue covers them.
 #[inline(always)]
-unsafe fn block_body<S: RegisterTiles, P: Panels>(w: &Block<'_, P>) {
+pub(super) unsafe fn block_of<S: RegisterTiles, D: Step<S>, P: Panels>(w: &Block<'_, P>) {
     let (nr, kc) = (S::VECS * S::W, w.kc);
     let store = w.epi.store();
     let (mut i, mut done) = (0, 0);
@@ -134,6 +142,7 @@ unsafe fn block_body<S: RegisterTiles, P: Panels>(w: &Block<'_, P>) {
                     j,
                     store,
                     epi: w.epi,
+                    convert: w.epi.chain.is_some(),
                 };
                 done += kc / STRIDE * AHEAD;
                 let t = (j - w.j0) / nr;
@@ -141,7 +150,7 @@ unsafe fn block_body<S: RegisterTiles, P: Panels>(w: &Block<'_, P>) {
                     let (row, at) = (rows + line / kc.div_ceil(LINE), line % kc.div_ceil(LINE));
                     S::prefetch(a.wrapping_offset(row as isize * w.rs).wrapping_add(at * LINE));
                 }
-                S::tile(kc, a, w.rs, b, &out);
+                S::tile::<D>(kc, a, w.rs, b, &out);
             }
             if w.epi.chain.is_some() {
                 let c = w.c.ptr.offset((w.i0 + i) as isize * w.c.rs + w.j0 as isize);
@@ -169,6 +178,8 @@ pub(crate) struct Tile {
     /// Memory that a later tile reads, to be prefetched: two cache lines every [`STRIDE`] steps. Null for
     /// none.
     pub ahead: *const f32,
+    /// Whether sums of integers are stored as f32, because the epilogue's chain reads them next.
+    pub convert: bool,
 }
 
 /// Steps of a tile between two prefetches.
@@ -178,11 +189,30 @@ const AHEAD: usize = 32;
 
 /// One step of a register tile's sum.
 pub(crate) trait Step<S: Simd> {
+    /// Whether lanes hold integers: factors are two 16-bit integers, sums are i32.
+    const INTEGERS: bool = false;
     /// Returns `acc` plus the lane-wise product of `a` and `b`.
     ///
     /// # Safety
-    /// The caller is compiled for `S`'s instruction set.
+    /// The caller is compiled for `S`'s instruction set, and for what the implementation names.
     unsafe fn step(a: S::V, b: S::V, acc: S::V) -> S::V;
+    /// The lane-wise sum of two sums.
+    ///
+    /// # Safety
+    /// The caller is compiled for `S`'s instruction set.
+    #[inline(always)]
+    unsafe fn add(a: S::V, b: S::V) -> S::V {
+        // SAFETY: `add` requires a caller compiled for `S`'s instruction set.
+        unsafe { S::add(a, b) }
+    }
+    /// Sums as f32.
+    ///
+    /// # Safety
+    /// The caller is compiled for `S`'s instruction set.
+    #[inline(always)]
+    unsafe fn float(sums: S::V) -> S::V {
+        sums
+    }
 }
 
 /// A multiply-add of f32 lanes.
@@ -305,10 +335,18 @@ pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV
             for i in 0..R {
                 for v in 0..NV {
                     let p = out.c.offset(i as isize * out.rs).add(v * S::W);
-                    let x = if add { S::add(acc[i][v], S::load(p)) } else { acc[i][v] };
-                    S::store(p, x);
+                    let x = if add { D::add(acc[i][v], S::load(p)) } else { acc[i][v] };
+                    S::store(p, if D::INTEGERS && out.convert { D::float(x) } else { x });
                 }
             }
+        } else if D::INTEGERS {
+            let mut sums = [[[0f32; 16]; NV]; R];
+            for i in 0..R {
+                for v in 0..NV {
+                    S::store(sums[i][v].as_mut_ptr(), acc[i][v]);
+                }
+            }
+            store_integers(sums.as_ptr().cast(), (NV, S::W), out);
         } else {
             let mut sums = [[[0f32; 16]; NV]; R];
             for i in 0..R {
@@ -317,6 +355,26 @@ pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV
                 }
             }
             store_tile(S::ISA, sums.as_ptr().cast(), NV, out);
+        }
+    }
+}
+
+/// Stores the i32 sums of a tile of any size. A row of `sums` has `vectors` groups of 16 words, of which the
+/// first `lanes` are sums.
+///
+/// # Safety
+/// `sums` has `out.rows` rows; the rows and columns of `out` are writable (and readable for
+/// [`Store::Add`]) and used by no other thread.
+unsafe fn store_integers(sums: *const i32, (vectors, lanes): (usize, usize), out: &Tile) {
+    for i in 0..out.rows {
+        for j in 0..out.cols {
+            // SAFETY: `i` and `j` are below the tile's rows and columns, which the contract makes valid.
+            unsafe {
+                let p = out.c.offset(i as isize * out.rs + j as isize * out.cs).cast::<i32>();
+                let sum = *sums.add((i * vectors + j / lanes) * 16 + j % lanes);
+                let sum = if out.store == Store::Add { sum.wrapping_add(*p) } else { sum };
+                if out.convert { *p.cast::<f32>() = sum as f32 } else { *p = sum }
+            }
         }
     }
 }
@@ -387,7 +445,7 @@ pub(crate) trait RegisterTiles: Simd {
     ///
     /// # Safety
     /// The caller is compiled for this instruction set; otherwise the contract of [`register_tile`].
-    unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile);
+    unsafe fn tile<D: Step<Self>>(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile);
 }
 
 /// Calls `register_tile` with the number of rows and vectors of `$out`.
@@ -401,25 +459,20 @@ macro_rules! tile_of_rows {
     };
     ($nv:tt, $kc:expr, $a:expr, $rs:expr, $b:expr, $out:expr) => {
         if $out.rows == Self::ROWS {
-            register_tile::<Self, Fma, { Self::ROWS }, $nv>(
-                $kc,
-                TileRows { ptr: $a, rs: $rs, ks: 1 },
-                $b,
-                $out,
-            )
+            register_tile::<Self, D, { Self::ROWS }, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
         } else if $out.rows == Self::ROWS - 1 {
-            register_tile::<Self, Fma, { Self::ROWS - 1 }, $nv>(
+            register_tile::<Self, D, { Self::ROWS - 1 }, $nv>(
                 $kc,
                 TileRows { ptr: $a, rs: $rs, ks: 1 },
                 $b,
                 $out,
             )
         } else if $out.rows == 4 {
-            register_tile::<Self, Fma, 4, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
+            register_tile::<Self, D, 4, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
         } else if $out.rows == 2 {
-            register_tile::<Self, Fma, 2, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
+            register_tile::<Self, D, 2, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
         } else {
-            register_tile::<Self, Fma, 1, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
+            register_tile::<Self, D, 1, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
         }
     };
 }
@@ -428,7 +481,13 @@ macro_rules! register_tiles {
     ($($set:ty),*) => {$(
         impl RegisterTiles for $set {
             #[inline(always)]
-            unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile) {
+            unsafe fn tile<D: Step<Self>>(
+                kc: usize,
+                a: *const f32,
+                rs: isize,
+                b: *const f32,
+                out: &Tile,
+            ) {
                 // SAFETY: `RegisterTiles::tile` has the contract of `register_tile`.
                 unsafe { tile_of_rows!(kc, a, rs, b, out) }
             }
@@ -521,20 +580,25 @@ fn even(n: usize, most: usize) -> usize {
     n.div_ceil(n.div_ceil(most).max(1)).max(1)
 }
 
+/// Computes a block with the instructions of the [`Isa`].
+///
+/// # Safety
+/// The contract of [`block_of`], except that the instruction set is checked.
+pub(super) type RunBlock<P> = unsafe fn(Isa, &Block<'_, P>);
+
 /// Computes the product.
 ///
 /// # Safety
-/// The contract of `gemm_panels`; `buf` has room for `s.floats()` floats; `team` is `None` if `s.threads`
+/// The contract of `gemm_panels`; `run` computes blocks; `buf` has room for `s.floats()` floats; `team` is `None` if `s.threads`
 /// is 1, otherwise a team of `s.threads` threads.
 unsafe fn drive<T: Storage, P: Panels>(
     team: Option<&Team>,
     s: &Shape,
-    a: &Left<T>,
-    b: &P,
-    c: MatMut<f32>,
-    epi: Epilogue,
+    run: RunBlock<P>,
+    g: &Gemm<&Left<T>, &P>,
     buf: *mut f32,
 ) {
+    let Gemm { a, b, c, epilogue: epi, .. } = *g;
     let a_buf = SharedMut(buf);
     let b_buf = SharedMut(buf.wrapping_add(s.a_floats()));
     let blocks = k_blocks(s.k);
@@ -628,7 +692,7 @@ unsafe fn drive<T: Storage, P: Panels>(
                         isa: s.isa,
                     };
                     // SAFETY: parts cover disjoint rows and columns of C; `a` and the panels cover the block.
-                    unsafe { block(s.isa, &block_of) };
+                    unsafe { run(s.isa, &block_of) };
                 }
             });
         }
@@ -656,18 +720,32 @@ fn next<P: Panels>(s: &Shape, b: &P, kb: usize, end: usize, cols: usize) -> (*co
 /// The `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
 /// used by nothing else; the epilogue's biases and chain cover C.
 pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(team: &Team, isa: Isa, g: &Gemm<&Left<T>, &P>) {
-    let Gemm { m, n, k, a, b, c, epilogue } = *g;
-    let ready = !b.ready(0, 1, 0).is_null();
-    let s = Shape::new(isa, m, n, k, team.threads(), a.direct(), ready);
+    // SAFETY: `gemm_panels` has the contract of `gemm_blocks`, and `block` computes blocks of f32.
+    unsafe { gemm_blocks(team, team.threads(), isa, block::<P>, g) }
+}
+
+/// [`gemm_panels`] on 1 or all threads of the team, with another computation of blocks.
+///
+/// # Safety
+/// The contract of `gemm_panels`; `run` computes blocks.
+pub(super) unsafe fn gemm_blocks<T: Storage, P: Panels>(
+    team: &Team,
+    threads: usize,
+    isa: Isa,
+    run: RunBlock<P>,
+    g: &Gemm<&Left<T>, &P>,
+) {
+    let ready = !g.b.ready(0, 1, 0).is_null();
+    let s = Shape::new(isa, g.m, g.n, g.k, threads, g.a.direct(), ready);
     let on = (s.threads > 1).then_some(team);
-    // SAFETY: `gemm_panels` has the contract of `drive` for the matrices; the scratch has `s.floats()`
+    // SAFETY: `gemm_blocks` has the contract of `drive` for the matrices; the scratch has `s.floats()`
     // floats.
     unsafe {
         if s.floats() == 0 {
-            return drive(on, &s, a, b, c, epilogue, std::ptr::null_mut());
+            return drive(on, &s, run, g, std::ptr::null_mut());
         }
         let scratch = team.scratch(s.floats());
-        drive(on, &s, a, b, c, epilogue, scratch.ptr())
+        drive(on, &s, run, g, scratch.ptr())
     }
 }
 
@@ -682,10 +760,9 @@ pub(crate) fn inline_floats(isa: Isa, m: usize, n: usize, k: usize, direct: bool
 /// # Safety
 /// The contract of `gemm_panels`; `buf` has room for [`inline_floats`] floats.
 pub(crate) unsafe fn panels_inline<T: Storage, P: Panels>(isa: Isa, g: &Gemm<&Left<T>, &P>, buf: *mut f32) {
-    let Gemm { m, n, k, a, b, c, epilogue } = *g;
-    let s = Shape::new(isa, m, n, k, 1, a.direct(), false);
+    let s = Shape::new(isa, g.m, g.n, g.k, 1, g.a.direct(), false);
     // SAFETY: `panels_inline` has the contract of `drive`; `inline_floats` is at least `s.floats()`.
-    unsafe { drive(None, &s, a, b, c, epilogue, buf) }
+    unsafe { drive(None, &s, block::<P>, g, buf) }
 }
 
 #[cfg(test)]

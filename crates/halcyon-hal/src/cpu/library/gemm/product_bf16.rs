@@ -746,7 +746,8 @@ pub(crate) mod x86 {
             };
             let epi = self.epi.for_block(out.first, out.last);
             let (rows, cols, i, j) = (out.rows, out.cols, out.i, out.j);
-            let t = Tile { c, rs, cs, rows, cols, i, j, store: epi.store(), epi, ahead: std::ptr::null() };
+            let (store, ahead) = (epi.store(), std::ptr::null());
+            let t = Tile { c, rs, cs, rows, cols, i, j, store, epi, ahead, convert: false };
             // SAFETY: `Kind::tile` guarantees packed panels and a writable tile of C; the local tile holds
             // `MR x NR` sums; AVX512_BF16 as for `pack_a`; `to` is C, writable in the tile's rows and
             // columns.

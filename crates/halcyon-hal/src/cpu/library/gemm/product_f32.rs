@@ -393,7 +393,7 @@ unsafe fn pack_rows<S: Simd, T: Storage>(
 }
 
 /// The longest K block. K is cut evenly into the fewest blocks of at most `KC` elements.
-const KC: usize = 512;
+pub(super) const KC: usize = 512;
 
 pub(crate) fn k_blocks(k: usize) -> usize {
     k.div_ceil(KC).max(1)
@@ -576,11 +576,20 @@ impl PackShape {
     /// Every element of the `k x n` matrix is readable; `dst` is writable for [`PackShape::floats`] floats
     /// and overlaps nothing else that is in use.
     pub unsafe fn pack_b<T: PackElem>(&self, team: Option<&Team>, b: Mat<T>, dst: *mut f32) {
+        // SAFETY: `pack_b` has the contract of `pack_panels`.
+        unsafe { self.pack_panels(team, &b, dst) }
+    }
+
+    /// Packs a right operand of any source.
+    ///
+    /// # Safety
+    /// As [`PackShape::pack_b`].
+    pub(super) unsafe fn pack_panels<P: Panels>(&self, team: Option<&Team>, b: &P, dst: *mut f32) {
         debug_assert!(self.side == Side::Panels);
         self.parts(team, SharedMut(dst), &|k0, kc, j0, j1, dst| {
-            // SAFETY: `pack_b` requires a readable matrix and room for all panels at `dst`; parts write
+            // SAFETY: `pack_panels` requires a readable matrix and room for all panels at `dst`; parts write
             // disjoint panels and K blocks, as `each` is a multiple of the panel's width.
-            unsafe { pack_columns(self.isa, &b, k0, kc, j0, j1, dst) };
+            unsafe { pack_columns(self.isa, b, k0, kc, j0, j1, dst) };
         });
     }
 

@@ -8,11 +8,9 @@
 //! signed (a u8 minus 128). Sums start from the correction of this shift, which is computed per row of A and
 //! per column of B during packing: `sum a b = sum a' b' - 128 s_a sum b' + 128 u_b sum a`, where a' and b'
 //! are the packed bytes, s_a is 1 for signed A, and u_b is 1 for unsigned B. `vpdpbusd` sums do not saturate.
-//! AVX2 and other processors widen to 16 bits and multiply pairs (`vpmaddwd`, or plain integers), which is
-//! exact as well. If the magnitudes of each pair of a signed right operand sum to at most 128 (weights of 7
-//! bits), AVX2 multiplies pairs of bytes (`vpmaddubsw`), whose sums then do not saturate 16 bits. So the
-//! result is the same on every processor and for any number of threads. Zero points x and y are left to the
-//! caller: `sum (a - x)(b - y)` needs a correction of the same form.
+//! AVX2 and other processors widen bytes to 16 bits and multiply pairs ([`super::product_int16`]), which is exact
+//! as well. So the result is the same on every processor and for any number of threads. Zero points x and y are
+//! left to the caller: `sum (a - x)(b - y)` needs a correction of the same form.
 //!
 //! Cost. One K group of the 12 x 32 tile takes 24 instructions of 64 multiply-adds on 12 + 32 lanes of 4
 //! bytes: 3,072 operations per 176 bytes read from cache, so the instruction's rate, four times that of f32,
@@ -24,10 +22,13 @@
 //! before the sums (within noise), and keeping panels of B instead of panels of A in the first-level cache (8
 //! % slower at 1024, 3 % at 2048).
 
-use super::k_groups::{Kind, LaneElem, PanelShape, Panels, Place, Right, batch, pack_lanes, product};
-use super::matrix::{Batch, Gemm, Mat, MatMut};
+use super::k_groups::batch;
+#[cfg(target_arch = "x86_64")]
+use super::k_groups::{Panels, Place, Right, product};
+use super::matrix::{Batch, Epilogue, Gemm, Mat, MatMut};
 #[cfg(target_arch = "x86_64")]
 use super::product_int8_vectors;
+use super::product_int16::{PairElem, PairShape, gemm_pairs, gemm_pairs_packed};
 #[cfg(target_arch = "x86_64")]
 use super::tile_registers::PackedShape;
 #[cfg(target_arch = "x86_64")]
@@ -36,7 +37,8 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedMut, Team};
 
 /// Elements of [`gemm_i8`]: i8 and u8.
-pub trait Byte: Copy + Send + Sync + sealed::Sealed + 'static {
+#[allow(private_bounds)]
+pub trait Byte: PairElem + sealed::Sealed {
     #[doc(hidden)]
     const SIGNED: bool;
 }
@@ -55,19 +57,6 @@ mod sealed {
 
 fn bytes<T: Byte>(m: Mat<T>) -> Mat<u8> {
     Mat { ptr: m.ptr as *const u8, rs: m.rs, cs: m.cs }
-}
-
-/// A byte that is widened to 16 bits when packed.
-#[derive(Clone, Copy)]
-#[repr(transparent)]
-struct Wide<const SIGNED: bool>(u8);
-
-impl<const SIGNED: bool> LaneElem for Wide<SIGNED> {
-    const GROUP: usize = 2;
-    #[inline(always)]
-    fn bits(self) -> u32 {
-        if SIGNED { (self.0 as i8 as i16 as u16).into() } else { self.0.into() }
-    }
 }
 
 /// A vector of i32 sums, and of the lanes that are multiplied. Each lane of a factor is a K group.
@@ -206,110 +195,22 @@ pub(super) struct Signs {
     pub b: bool,
 }
 
-/// Packs bytes as 16-bit integers, in panels of `width` lines.
-///
-/// # Safety
-/// As [`pack_lanes`]: the `n` lines of `k` bytes are readable and `dst` is writable for the panels.
-pub(super) unsafe fn pack_wide(
-    signed: bool,
-    lines: Mat<u8>,
-    n: usize,
-    k: usize,
-    width: usize,
-    dst: *mut u32,
-) {
-    let panel = PanelShape { width, head: 0 };
-    // SAFETY: by contract the `n` lines of `k` bytes are readable and `dst` holds the panels; `Wide` is a
-    // transparent wrapper of u8.
-    unsafe {
-        if signed {
-            pack_lanes(lines.cast::<Wide<true>>(), n, k, panel, dst)
-        } else {
-            pack_lanes(lines.cast::<Wide<false>>(), n, k, panel, dst)
-        }
-    }
-}
-
-/// Plain integers, which the compiler vectorises for the baseline instruction set.
-#[derive(Clone, Copy)]
-struct Plain4;
-
-impl Ints for Plain4 {
-    type V = [i32; 4];
-    const W: usize = 4;
-    #[inline(always)]
-    unsafe fn zero() -> [i32; 4] {
-        [0; 4]
-    }
-    #[inline(always)]
-    unsafe fn splat(x: u32) -> [i32; 4] {
-        [x as i32; 4]
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const u32) -> [i32; 4] {
-        // SAFETY: `Ints::load` requires 4 readable lanes at `p`.
-        unsafe { std::ptr::read_unaligned(p as *const [i32; 4]) }
-    }
-    #[inline(always)]
-    unsafe fn store(p: *mut i32, v: [i32; 4]) {
-        // SAFETY: `Ints::store` requires 4 writable lanes at `p`.
-        unsafe { std::ptr::write_unaligned(p as *mut [i32; 4], v) }
-    }
-    #[inline(always)]
-    unsafe fn add(a: [i32; 4], b: [i32; 4]) -> [i32; 4] {
-        std::array::from_fn(|i| a[i].wrapping_add(b[i]))
-    }
-    #[inline(always)]
-    unsafe fn dot(acc: [i32; 4], a: [i32; 4], b: [i32; 4]) -> [i32; 4] {
-        std::array::from_fn(|i| {
-            let (lo, hi) = (a[i] as i16 as i32 * b[i] as i16 as i32, (a[i] >> 16) * (b[i] >> 16));
-            acc[i].wrapping_add(lo).wrapping_add(hi)
-        })
-    }
-}
-
-struct Portable(Signs);
-
-impl Kind for Portable {
-    type A = u8;
-    type B = u8;
-    type C = i32;
-    const GROUP: usize = 2;
-    const HEAD: usize = 0;
-    const MR: usize = 4;
-    const NR: usize = 8;
-    unsafe fn pack_a(&self, src: *const u8, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32) {
-        // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels of `MR` rows.
-        unsafe { pack_wide(self.0.a, Mat { ptr: src, rs, cs: ks }, rows, k, Self::MR, dst) }
-    }
-    unsafe fn pack_b(&self, src: *const u8, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32) {
-        // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels of `NR` columns.
-        unsafe { pack_wide(self.0.b, Mat { ptr: src, rs: cs, cs: ks }, cols, k, Self::NR, dst) }
-    }
-    unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-        // SAFETY: `Kind::tile` guarantees packed panels of `kc` K groups and a writable tile; no instruction
-        // set is needed.
-        unsafe { tile_of_rows!(Plain4, 4, 2, kc, false, false, a, b, out) }
-    }
-}
-
 /// Which instructions multiply bytes. The layout of packed operands depends on it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Code {
-    Portable,
+    /// Pairs of 16-bit integers.
+    Pairs,
     #[cfg(target_arch = "x86_64")]
-    Avx2,
-    /// AVX2, for a signed right operand whose products do not saturate 16 bits.
-    #[cfg(target_arch = "x86_64")]
-    Avx2Small,
     Vnni,
     /// Tile registers.
+    #[cfg(target_arch = "x86_64")]
     Tiles,
 }
 
 impl Code {
     pub(crate) fn of(isa: Isa) -> Code {
         match isa.check() {
+            #[cfg(target_arch = "x86_64")]
             _ if isa.has_int8_tiles() => Code::Tiles,
             _ => Code::vectors(isa),
         }
@@ -318,58 +219,11 @@ impl Code {
     /// The best instructions without AMX.
     pub(crate) fn vectors(isa: Isa) -> Code {
         match isa.check() {
+            #[cfg(target_arch = "x86_64")]
             _ if isa.has_vnni() => Code::Vnni,
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx2 => Code::Avx2,
-            _ => Code::Portable,
+            _ => Code::Pairs,
         }
     }
-}
-
-/// Fewest rows for which examining the right operand costs little.
-const MANY: usize = 8;
-
-impl Code {
-    /// The best instructions for this right operand, among those that run wherever `self` does.
-    ///
-    /// # Safety
-    /// The `k x n` elements of `b` are readable.
-    unsafe fn for_right<B: Byte>(self, b: Mat<u8>, k: usize, n: usize) -> Code {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: `for_right` requires a readable `b`.
-        if self == Code::Avx2 && B::SIGNED && unsafe { product_int8_vectors::is_small(b, k, n) } {
-            return Code::Avx2Small;
-        }
-        let _ = (b, k, n);
-        self
-    }
-}
-
-/// Runs `$e` with `$k` as the [`Kind`] of product for `$code`.
-macro_rules! with_kind {
-    ($code:expr, $signs:expr, $k:ident => $e:expr) => {
-        match $code {
-            #[cfg(target_arch = "x86_64")]
-            Code::Vnni => {
-                let $k = product_int8_vectors::Vnni($signs);
-                $e
-            }
-            #[cfg(target_arch = "x86_64")]
-            Code::Avx2 => {
-                let $k = product_int8_vectors::Avx2($signs);
-                $e
-            }
-            #[cfg(target_arch = "x86_64")]
-            Code::Avx2Small => {
-                let $k = product_int8_vectors::Avx2Small($signs.a);
-                $e
-            }
-            _ => {
-                let $k = Portable($signs);
-                $e
-            }
-        }
-    };
 }
 
 /// `C = A B` in wrapping i32: A is m x k and B is k x n, each i8 or u8, with any strides. If `k` is 0, C is
@@ -381,7 +235,7 @@ macro_rules! with_kind {
 pub unsafe fn gemm_i8<A: Byte, B: Byte>(team: &Team, isa: Isa, g: &Gemm<Mat<A>, Mat<B>, MatMut<i32>, ()>) {
     // SAFETY: `gemm_i8` requires readable A and B and a writable C; `Code::of` returns instructions that
     // this processor has.
-    unsafe { on_threads(Code::of(isa), team, team.threads(), g) }
+    unsafe { on_threads(Code::of(isa), team, (team.threads(), isa), g) }
 }
 
 /// [`gemm_i8`] with the given instructions on at most `threads` threads.
@@ -391,24 +245,28 @@ pub unsafe fn gemm_i8<A: Byte, B: Byte>(team: &Team, isa: Isa, g: &Gemm<Mat<A>, 
 pub(crate) unsafe fn on_threads<A: Byte, B: Byte>(
     code: Code,
     team: &Team,
-    threads: usize,
+    (threads, isa): (usize, Isa),
     g: &Gemm<Mat<A>, Mat<B>, MatMut<i32>, ()>,
 ) {
-    #[cfg(target_arch = "x86_64")]
-    if code == Code::Tiles {
-        // SAFETY: `on_threads` requires readable A and B, a writable C and, for this `code`, AMX.
-        return unsafe {
-            let b = tile_registers_int8::plain(g.b);
-            tile_registers_int8::on_tiles(team, threads, &g.with_b((&b, B::SIGNED)))
-        };
+    match code {
+        #[cfg(target_arch = "x86_64")]
+        Code::Tiles => {
+            // SAFETY: `on_threads` requires readable A and B, a writable C and, for this `code`, AMX.
+            unsafe {
+                let b = tile_registers_int8::plain(g.b);
+                tile_registers_int8::on_tiles(team, threads, &g.with_b((&b, B::SIGNED)))
+            }
+        }
+        #[cfg(target_arch = "x86_64")]
+        Code::Vnni => {
+            let kind = product_int8_vectors::Vnni(Signs { a: A::SIGNED, b: B::SIGNED });
+            let b = Right::Plain(bytes(g.b));
+            // SAFETY: `on_threads` requires readable A and B, a writable C and the instructions of `code`.
+            unsafe { product(team, threads, &kind, &g.with_a(bytes(g.a)).with_b(&b)) }
+        }
+        // SAFETY: `on_threads` requires readable A and B and a writable C.
+        Code::Pairs => unsafe { gemm_pairs(team, threads, isa, &g.with_epilogue(Epilogue::default())) },
     }
-    // SAFETY: `on_threads` requires a readable B.
-    let code = if g.m >= MANY { unsafe { code.for_right::<B>(bytes(g.b), g.k, g.n) } } else { code };
-    let b = Right::Plain(bytes(g.b));
-    with_kind!(code, Signs { a: A::SIGNED, b: B::SIGNED }, kind => {
-        // SAFETY: `on_threads` requires readable A and B, a writable C and the instructions of `code`.
-        unsafe { product(team, threads, &kind, &g.with_a(bytes(g.a)).with_b(&b)) }
-    });
 }
 
 /// The products of a batch that starts with `g`.
@@ -423,11 +281,11 @@ pub unsafe fn gemm_i8_batched<A: Byte, B: Byte>(
 ) {
     let code = Code::of(isa);
     // AMX is faster, so a product must be larger before it pays to share it among all threads.
-    let scale = if code == Code::Tiles { 8 } else { 1 };
+    let scale = if isa.has_int8_tiles() { 8 } else { 1 };
     batch(team, items.count, g.work() / scale, &|i, threads| {
         // SAFETY: `gemm_i8_batched` requires readable A and B and a writable C for product `i < items.count`;
         // `Code::of` returned instructions that this processor has.
-        unsafe { on_threads(code, team, threads, &items.item(g, i)) };
+        unsafe { on_threads(code, team, (threads, isa), &items.item(g, i)) };
     });
 }
 
@@ -470,10 +328,15 @@ enum Form8 {
         shape: PackedShape,
         signed: bool,
     },
-    Lanes {
+    #[cfg(target_arch = "x86_64")]
+    Vnni {
         panels: Panels,
-        code: Code,
         signed: bool,
+    },
+    Pairs {
+        words: Vec<u32>,
+        shape: PairShape,
+        isa: Isa,
     },
 }
 
@@ -491,31 +354,40 @@ impl PackedI8 {
     pub unsafe fn b<B: Byte>(isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedI8 {
         // SAFETY: `PackedI8::b` requires a readable `k x n` matrix; `Code::of` returns instructions that this
         // processor has.
-        unsafe { PackedI8::b_for(Code::of(isa), b, k, n) }
+        unsafe { PackedI8::b_for(Code::of(isa), isa, b, k, n) }
     }
 
     /// Packs the right operand for the given instructions.
     ///
     /// # Safety
     /// As [`PackedI8::b`]; the processor has the instructions.
-    pub(crate) unsafe fn b_for<B: Byte>(code: Code, b: Mat<B>, k: usize, n: usize) -> PackedI8 {
-        #[cfg(target_arch = "x86_64")]
-        if code == Code::Tiles {
-            let shape = PackedShape { k, n, group: 4 };
-            let mut rows = vec![Row([0; 64]); shape.bytes() / 64];
-            // SAFETY: `b_for` requires a readable matrix and, for this `code`, AMX; `rows` holds
-            // `shape.bytes()` bytes.
-            unsafe { pack_i8_tiles(&shape, None, b, rows.as_mut_ptr().cast()) };
-            return PackedI8(Form8::Tiles { rows, shape, signed: B::SIGNED });
+    pub(crate) unsafe fn b_for<B: Byte>(code: Code, isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedI8 {
+        match code {
+            #[cfg(target_arch = "x86_64")]
+            Code::Tiles => {
+                let shape = PackedShape { k, n, group: 4 };
+                let mut rows = vec![Row([0; 64]); shape.bytes() / 64];
+                // SAFETY: `b_for` requires a readable matrix and, for this `code`, AMX; `rows` holds
+                // `shape.bytes()` bytes.
+                unsafe { pack_i8_tiles(&shape, None, b, rows.as_mut_ptr().cast()) };
+                PackedI8(Form8::Tiles { rows, shape, signed: B::SIGNED })
+            }
+            #[cfg(target_arch = "x86_64")]
+            Code::Vnni => {
+                // B's head is always computed for a signed A; `Vnni::tile` ignores it if A is unsigned.
+                let kind = product_int8_vectors::Vnni(Signs { a: true, b: B::SIGNED });
+                // SAFETY: `b_for` requires a readable `k x n` matrix and the instructions of `code`.
+                let panels = unsafe { Panels::new(&kind, bytes(b), k, n) };
+                PackedI8(Form8::Vnni { panels, signed: B::SIGNED })
+            }
+            Code::Pairs => {
+                let shape = PairShape::new(isa, k, n);
+                let mut words = vec![0u32; shape.words()];
+                // SAFETY: `b_for` requires a readable `k x n` matrix; `words` has room for the panels.
+                unsafe { shape.pack(None, b, words.as_mut_ptr()) };
+                PackedI8(Form8::Pairs { words, shape, isa })
+            }
         }
-        let b = bytes(b);
-        // SAFETY: `b_for` requires a readable `k x n` matrix.
-        let code = unsafe { code.for_right::<B>(b, k, n) };
-        // B's head is always computed for a signed A; `Vnni::tile` ignores it if A is unsigned.
-        with_kind!(code, Signs { a: true, b: B::SIGNED }, kind => {
-            // SAFETY: `b_for` requires a readable `k x n` matrix and the instructions of `code`.
-            PackedI8(Form8::Lanes { panels: unsafe { Panels::new(&kind, b, k, n) }, code, signed: B::SIGNED })
-        })
     }
 
     /// Size of the packed operand in bytes.
@@ -523,7 +395,9 @@ impl PackedI8 {
         match &self.0 {
             #[cfg(target_arch = "x86_64")]
             Form8::Tiles { rows, .. } => size_of_val(&rows[..]),
-            Form8::Lanes { panels, .. } => panels.bytes(),
+            #[cfg(target_arch = "x86_64")]
+            Form8::Vnni { panels, .. } => panels.bytes(),
+            Form8::Pairs { words, .. } => size_of_val(&words[..]),
         }
     }
 }
@@ -536,25 +410,30 @@ impl PackedI8 {
 /// # Panics
 /// If `b` was packed for another shape.
 pub unsafe fn gemm_i8_packed<A: Byte>(team: &Team, g: &Gemm<Mat<A>, &PackedI8, MatMut<i32>, ()>) {
-    let shape = match &g.b.0 {
-        #[cfg(target_arch = "x86_64")]
-        Form8::Tiles { shape, .. } => (shape.k, shape.n),
-        Form8::Lanes { panels, .. } => (panels.k, panels.extent),
-    };
-    assert!(shape == (g.k, g.n), "the packed operand is for another product");
+    let check =
+        |k: usize, n: usize| assert!((k, n) == (g.k, g.n), "the packed operand is for another product");
     match &g.b.0 {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: `gemm_i8_packed` requires a readable A and a writable C; the shape was checked; `b` was
-        // packed for tile registers only because this process may use them.
-        Form8::Tiles { rows, signed, .. } => unsafe {
-            gemm_i8_tiles(team, &g.with_b((rows.as_ptr().cast(), *signed)));
-        },
-        Form8::Lanes { panels, code, signed } => {
-            with_kind!(*code, Signs { a: A::SIGNED, b: *signed }, kind => {
-                // SAFETY: `gemm_i8_packed` requires a readable A and a writable C; the shape was checked;
-                // `code` was available when `b` was packed.
-                unsafe { product(team, team.threads(), &kind, &g.with_a(bytes(g.a)).with_b(&Right::Packed(panels))) }
-            });
+        Form8::Tiles { rows, signed, shape } => {
+            check(shape.k, shape.n);
+            // SAFETY: `gemm_i8_packed` requires a readable A and a writable C; the shape was checked; `b` was
+            // packed for tile registers only because this process may use them.
+            unsafe { gemm_i8_tiles(team, &g.with_b((rows.as_ptr().cast(), *signed))) }
+        }
+        #[cfg(target_arch = "x86_64")]
+        Form8::Vnni { panels, signed } => {
+            check(panels.k, panels.extent);
+            let kind = product_int8_vectors::Vnni(Signs { a: A::SIGNED, b: *signed });
+            let b = Right::Packed(panels);
+            // SAFETY: `gemm_i8_packed` requires a readable A and a writable C; the shape was checked;
+            // AVX512_VNNI was available when `b` was packed.
+            unsafe { product(team, team.threads(), &kind, &g.with_a(bytes(g.a)).with_b(&b)) }
+        }
+        Form8::Pairs { words, shape, isa } => {
+            assert!(*shape == PairShape::new(*isa, g.k, g.n), "the packed operand is for another product");
+            let g = g.with_b((*shape, words.as_ptr())).with_epilogue(Epilogue::default());
+            // SAFETY: `gemm_i8_packed` requires a readable A and a writable C; the shape was checked.
+            unsafe { gemm_pairs_packed(team, *isa, &g) }
         }
     }
 }

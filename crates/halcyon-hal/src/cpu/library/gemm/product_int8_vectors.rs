@@ -1,61 +1,11 @@
-//! Products of 8-bit integers in the vectors of x86: AVX2 (`vpmaddwd`) and AVX512_VNNI (`vpdpbusd`).
+//! Products of 8-bit integers with AVX512_VNNI (`vpdpbusd`).
 
 use super::k_groups::{Kind, LaneElem, LaneVector, PanelShape, Place, pack_vectors};
 use super::matrix::Mat;
-use super::product_int8::{Ints, Signs, micro, pack_wide, tile_of_rows};
+use super::product_int8::{Ints, Signs, micro, tile_of_rows};
 use super::tile_registers::Source;
 use crate::cpu::library::simd::mask16;
 use std::arch::x86_64::*;
-
-/// 8 lanes of two 16-bit integers each.
-#[derive(Clone, Copy)]
-struct Words;
-
-/// Lanes in a register of AVX2, which differ in their product only.
-macro_rules! avx2_lanes {
-    ($name:ident, |$a:ident, $b:ident| $dot:expr) => {
-        // SAFETY (of every block below): `Ints` requires that the caller is compiled for AVX2, and that `W`
-        // lanes are valid at the pointers of `load` and `store`.
-        #[allow(clippy::undocumented_unsafe_blocks)]
-        impl Ints for $name {
-            type V = __m256i;
-            const W: usize = 8;
-            #[inline(always)]
-            unsafe fn zero() -> __m256i {
-                unsafe { _mm256_setzero_si256() }
-            }
-            #[inline(always)]
-            unsafe fn splat(x: u32) -> __m256i {
-                unsafe { _mm256_set1_epi32(x as i32) }
-            }
-            #[inline(always)]
-            unsafe fn load(p: *const u32) -> __m256i {
-                unsafe { _mm256_loadu_si256(p as *const __m256i) }
-            }
-            #[inline(always)]
-            unsafe fn store(p: *mut i32, v: __m256i) {
-                unsafe { _mm256_storeu_si256(p as *mut __m256i, v) }
-            }
-            #[inline(always)]
-            unsafe fn add(a: __m256i, b: __m256i) -> __m256i {
-                unsafe { _mm256_add_epi32(a, b) }
-            }
-            #[inline(always)]
-            unsafe fn dot(acc: __m256i, $a: __m256i, $b: __m256i) -> __m256i {
-                unsafe { _mm256_add_epi32(acc, $dot) }
-            }
-        }
-    };
-}
-
-avx2_lanes!(Words, |a, b| _mm256_madd_epi16(a, b));
-
-/// 8 lanes of four bytes each, unsigned on the left and signed on the right, of which no two neighbours of a
-/// pair sum to more than 128 in magnitude, so that no sum of two products saturates 16 bits.
-#[derive(Clone, Copy)]
-struct SmallBytes;
-
-avx2_lanes!(SmallBytes, |a, b| _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
 
 /// 16 lanes of four bytes each, unsigned on the left and signed on the right.
 #[derive(Clone, Copy)]
@@ -94,152 +44,11 @@ impl Ints for Bytes {
 }
 
 /// # Safety
-/// As [`micro`] with panels of 6 rows and 16 columns; the processor has AVX2.
-#[target_feature(enable = "avx2")]
-unsafe fn tile_words(kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-    // SAFETY: `tile_words` has the contract of `micro`, whose code this is, and enables AVX2.
-    unsafe { tile_of_rows!(Words, 6, 2, kc, false, false, a, b, out) }
-}
-
-/// # Safety
-/// As [`micro`] with panels of 6 rows and 16 columns and heads; the processor has AVX2.
-#[target_feature(enable = "avx2")]
-unsafe fn tile_small(kc: usize, b_head: bool, a: *const u32, b: *const u32, out: &Place<i32>) {
-    // SAFETY: `tile_small` has the contract of `micro`, whose code this is, and enables AVX2.
-    unsafe { tile_of_rows!(SmallBytes, 6, 2, kc, true, b_head, a, b, out) }
-}
-
-/// # Safety
 /// As [`micro`] with panels of 12 rows and 32 columns and heads; the processor has AVX512_VNNI.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn tile_bytes(kc: usize, b_head: bool, a: *const u32, b: *const u32, out: &Place<i32>) {
     // SAFETY: `tile_bytes` has the contract of `micro`, whose code this is, and enables AVX512_VNNI.
     unsafe { tile_of_rows!(Bytes, 12, 2, kc, true, b_head, a, b, out) }
-}
-
-pub(crate) struct Avx2(pub Signs);
-
-impl Kind for Avx2 {
-    type A = u8;
-    type B = u8;
-    type C = i32;
-    const GROUP: usize = 2;
-    const HEAD: usize = 0;
-    const MR: usize = 6;
-    const NR: usize = 16;
-    unsafe fn pack_a(&self, src: *const u8, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32) {
-        // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels of `MR` rows.
-        unsafe { pack_wide(self.0.a, Mat { ptr: src, rs, cs: ks }, rows, k, Self::MR, dst) }
-    }
-    unsafe fn pack_b(&self, src: *const u8, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32) {
-        // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels of `NR` columns.
-        unsafe { pack_wide(self.0.b, Mat { ptr: src, rs: cs, cs: ks }, cols, k, Self::NR, dst) }
-    }
-    unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-        // SAFETY: `Kind::tile` guarantees packed panels and a writable tile; a `Kind` is used only on a
-        // processor with its instructions, here AVX2.
-        unsafe { tile_words(kc, a, b, out) }
-    }
-}
-
-/// Whether the magnitudes of each pair of consecutive K of a signed right operand sum to at most 128, so
-/// that [`SmallBytes`] may multiply them.
-///
-/// # Safety
-/// The `k x n` elements are readable.
-pub(crate) unsafe fn is_small(b: Mat<u8>, k: usize, n: usize) -> bool {
-    let magnitude = |v: u8| u32::from((v as i8).unsigned_abs());
-    for j in 0..n as isize {
-        // SAFETY: column `j` has `k` readable elements, which are consecutive if `rs` is 1.
-        let fits = unsafe {
-            if b.rs == 1 {
-                let column = std::slice::from_raw_parts(b.ptr.offset(j * b.cs), k);
-                let (pairs, rest) = column.as_chunks::<2>();
-                let worst = pairs.iter().fold(0, |a, p| a.max(magnitude(p[0]) + magnitude(p[1])));
-                worst.max(rest.first().map_or(0, |v| magnitude(*v))) <= 128
-            } else {
-                (0..k).step_by(2).all(|i| {
-                    let at = |i: usize| magnitude(*b.ptr.offset(i as isize * b.rs + j * b.cs));
-                    at(i) + if i + 1 < k { at(i + 1) } else { 0 } <= 128
-                })
-            }
-        };
-        if !fits {
-            return false;
-        }
-    }
-    true
-}
-
-/// Packs lines of bytes in panels of `width` with one head row, which holds `-128` times the sum of a line's
-/// bytes (read as signed) if `head`, else 0. With `flip`, the top bit of every byte is inverted.
-///
-/// # Safety
-/// As [`pack_lanes`]: the `n` lines of `k` bytes are readable and `dst` is writable for the panels.
-unsafe fn pack_quads(
-    flip: bool,
-    head: bool,
-    lines: Mat<u8>,
-    n: usize,
-    k: usize,
-    width: usize,
-    dst: *mut u32,
-) {
-    let lanes = k.div_ceil(4);
-    for r in 0..n.next_multiple_of(width) {
-        let at = r / width * width * (1 + lanes) + r % width;
-        let mut sum = 0i32;
-        for l in 0..lanes {
-            let len = if r < n { (k - 4 * l).min(4) } else { 0 };
-            // SAFETY: `r < n` where bytes are read, and `4 l + len <= k`; the word lies in the panels.
-            unsafe {
-                let from = lines.ptr.wrapping_offset(r as isize * lines.rs + 4 * l as isize * lines.cs);
-                let mut quad = [0u8; 4];
-                if len == 4 && lines.cs == 1 {
-                    quad = from.cast::<[u8; 4]>().read_unaligned();
-                } else {
-                    for (g, q) in quad[..len].iter_mut().enumerate() {
-                        *q = *from.offset(g as isize * lines.cs);
-                    }
-                }
-                if head {
-                    sum += quad.iter().map(|v| i32::from(*v as i8)).sum::<i32>();
-                }
-                if flip {
-                    quad[..len].iter_mut().for_each(|v| *v ^= 0x80);
-                }
-                *dst.add(at + (1 + l) * width) = u32::from_le_bytes(quad);
-            }
-        }
-        // SAFETY: the head of line `r` lies in the panels.
-        unsafe { *dst.add(at) = if head { (-128 * sum) as u32 } else { 0 } };
-    }
-}
-
-/// Products by `vpmaddubsw`, for a right operand that [`is_small`]. The bool says whether A is signed.
-pub(crate) struct Avx2Small(pub bool);
-
-impl Kind for Avx2Small {
-    type A = u8;
-    type B = u8;
-    type C = i32;
-    const GROUP: usize = 4;
-    const HEAD: usize = 1;
-    const MR: usize = 6;
-    const NR: usize = 16;
-    unsafe fn pack_a(&self, src: *const u8, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32) {
-        // SAFETY: `Kind::pack_a` guarantees readable rows and room for the panels with heads.
-        unsafe { pack_quads(self.0, false, Mat { ptr: src, rs, cs: ks }, rows, k, Self::MR, dst) }
-    }
-    unsafe fn pack_b(&self, src: *const u8, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32) {
-        // SAFETY: `Kind::pack_b` guarantees readable columns and room for the panels with heads.
-        unsafe { pack_quads(false, self.0, Mat { ptr: src, rs: cs, cs: ks }, cols, k, Self::NR, dst) }
-    }
-    unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<i32>) {
-        // SAFETY: `Kind::tile` guarantees packed panels with heads and a writable tile; a `Kind` is used
-        // only on a processor with its instructions, here AVX2.
-        unsafe { tile_small(kc, self.0, a, b, out) }
-    }
 }
 
 /// A byte. With FLIP its top bit is inverted: i8 plus 128 as u8, or u8 minus 128 as i8.

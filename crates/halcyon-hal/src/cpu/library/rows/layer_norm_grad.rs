@@ -2,19 +2,20 @@
 //!
 //! With `n = (x - mean) / sqrt(variance + eps)` and `g = dy * scale`, for each row: `dx = (g - mean(g) - n
 //! mean(g n)) / sqrt(variance + eps)`. The gradients of scale and shift are the sums of `dy n` and `dy` over
-//! all rows. A row is read while it is in the first-level cache. Sums over rows are made for fixed ranges of
-//! rows and then added in order, so results do not depend on the number of threads.
+//! all rows. All passes over a row follow each other, so that the row stays in the first-level cache. Sums
+//! over rows are computed for fixed ranges of rows and then added in order, so results do not depend on the
+//! number of threads.
 
 use super::softmax::sum_of;
 use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 
-/// The fewest rows of a range, and the most ranges.
+/// The smallest number of rows of a range, and the largest number of ranges.
 const ROWS: usize = 64;
 const RANGES: usize = 256;
 
-/// A range of rows. The sums are those of the range.
+/// A range of rows. The sums are over the rows of the range.
 struct Range<'a> {
     n: usize,
     eps: f32,
@@ -26,7 +27,7 @@ struct Range<'a> {
     dshift: &'a mut [f32],
 }
 
-/// The sum of `f(i)` for `i < n`, in sixteen sums that become a vector.
+/// The sum of `f(i)` for `i < n`. There are sixteen partial sums, so that the compiler vectorises the loop.
 #[inline(always)]
 fn sum(n: usize, f: impl Fn(usize) -> f32) -> f32 {
     let mut sums = [0f32; 16];
@@ -70,8 +71,8 @@ dispatch_simd! {
     unsafe fn range[][](isa, r: Range<'_>) = range_body
 }
 
-/// Writes the gradients of `x`, the scale and the shift, one after the other. `x` and `dy` have `rows` rows
-/// of `n` elements.
+/// Writes the gradients of `x`, of the scale and of the shift, one after the other. `x` and `dy` have `rows`
+/// rows of `n` elements.
 ///
 /// # Safety
 /// `x` and `dy` are readable for `rows * n` floats, `scale` for `n`; `out` is writable for `(rows + 2) * n`
