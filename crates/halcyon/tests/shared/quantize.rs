@@ -227,6 +227,10 @@ fn bad_options_and_graphs_are_refused() {
     assert!(refused(&g, &[], &held, &o).contains("calibration"));
     let o = QuantizeOptions { activations: Activations::Percentile(10.0), ..within(0.5) };
     assert!(refused(&g, &held, &held, &o).contains("percentile"));
+    for activations in [Activations::MinMax, Activations::Dynamic] {
+        let o = QuantizeOptions { activations, weights: WeightType::Int4, ..within(2.0) };
+        assert!(refused(&g, &held, &held, &o).contains("no effect with int4 weights"));
+    }
     let o = QuantizeOptions { weight_bits: Some(6), ..within(0.5) };
     assert!(refused(&g, &[], &held, &o).contains("weight_bits"));
     let mut none = Graph::new();
