@@ -76,8 +76,8 @@ impl Gpt {
         self.head.forward(&self.norm.forward(&x)).flatten(0, 1)
     }
 
-    /// `count` characters after `start`, each drawn by its probability. The last characters of a text without
-    /// end are the model's input; before its beginning there are spaces, the first character.
+    /// `start` and `count` more characters, each drawn by its probability. The model sees the last characters
+    /// of the text so far. The places after them are filled, and no earlier place sees them.
     pub(crate) fn write(&self, b: &Backend, v: &Vocabulary, start: &str, count: usize) -> Result<String> {
         let mut text = v.encode(start)?;
         for _ in 0..count {
@@ -129,7 +129,7 @@ struct Losses<'a>(&'a std::cell::RefCell<Vec<f64>>);
 impl halcyon_train::Callback for Losses<'_> {
     fn on_step(&mut self, r: &halcyon_train::StepReport) -> Result<halcyon_train::Flow> {
         self.0.borrow_mut().push(r.loss);
-        if r.step % 50 == 0 {
+        if r.step.is_multiple_of(50) {
             println!("step {}: loss {:.3}, {:.0} windows/s", r.step, r.loss, r.samples_per_s);
         }
         Ok(halcyon_train::Flow::Continue)
