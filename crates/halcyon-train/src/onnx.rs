@@ -11,8 +11,8 @@ use std::path::Path;
 
 /// Writes what `outputs` compute of `inputs` as an ONNX model. The inputs are placeholders
 /// ([`Tensor::placeholder`]), whose shapes may have symbols; other values become constants. Parameters and
-/// buffers of `model` keep their names, and the nodes that read them have the name of their module. Returns the
-/// size in bytes.
+/// buffers of `model` keep their names, and the nodes that read them have the name of their module. Returns
+/// the size in bytes.
 ///
 /// ```
 /// use halcyon::{Dim, prelude::*};
@@ -48,8 +48,8 @@ pub fn write_onnx(
     Ok(written.model_bytes + written.data.map_or(0, |(_, n)| n))
 }
 
-/// The graph with names in place of lines: constants are named after the weights that they hold, and nodes that
-/// read weights after the weights' module.
+/// The graph with names in place of lines: constants are named after the weights that they hold, and nodes
+/// that read weights after the weights' module.
 fn named(graph: &Graph, weights: &[(String, ConstData)]) -> Graph {
     let mut out = Graph::new();
     // The weight that each node holds, also as a view.

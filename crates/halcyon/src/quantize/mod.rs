@@ -109,8 +109,8 @@ impl FromStr for WeightType {
     }
 }
 
-/// Where the scales of activations come from. With weights of 4 bits activations have no scales: only `Auto` is
-/// valid, and calibration samples are not used.
+/// Where the scales of activations come from. With weights of 4 bits activations have no scales: only `Auto`
+/// is valid, and calibration samples are not used.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activations {
@@ -201,10 +201,10 @@ fn check(options: &QuantizeOptions) -> Result<()> {
 /// If the backend was built without the transformation [`QUANTIZED`], the graph is returned unchanged.
 ///
 /// # Errors
-/// [`Error::Argument`] for options out of range or without effect, without samples, for calibrated activations without
-/// calibration samples, and for a graph in which nothing can be quantised; [`Error::Unsupported`] with the
-/// measured error if the bound cannot be met, and for f8 on a device that does not multiply it; the errors of
-/// [`Session::run`].
+/// [`Error::Argument`] for options out of range or without effect, without samples, for calibrated
+/// activations without calibration samples, and for a graph in which nothing can be quantised;
+/// [`Error::Unsupported`] with the measured error if the bound cannot be met, and for f8 on a device that
+/// does not multiply it; the errors of [`Session::run`].
 pub fn quantize(
     backend: &Backend,
     graph: &Graph,
