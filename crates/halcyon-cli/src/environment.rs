@@ -37,7 +37,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         User,
         "HALCYON_CACHE",
         "off|programs|packed",
-        "What is kept on disk between runs. off: nothing. programs: compiled kernels, but no packed weights. packed: packed weights too, even \
+        "What is kept on disk between runs. off: nothing, except in files that an option names. programs: compiled kernels, but no packed weights. packed: packed weights too, even \
          where packing again is faster. Not set: compiled kernels, and packed weights where reading them is faster.",
     ),
     row(

@@ -346,7 +346,7 @@ pub struct Options {
     pub memory_pool: Option<MemoryPoolConfig>,
     /// Maximum bytes of [`Device::alloc_host`]. `None`: half of the machine's memory.
     pub host_limit: Option<u64>,
-    /// Directory for compiled programs. `None`: the user's cache directory.
+    /// Directory for compiled programs. `None`: the user's cache directory, or none with `HALCYON_CACHE=off`.
     pub cache_dir: Option<PathBuf>,
     /// Measures the device time of every command.
     pub profile: bool,

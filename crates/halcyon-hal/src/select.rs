@@ -19,6 +19,9 @@ use std::sync::Arc;
 /// commas.
 pub const VARIABLE: &str = "HALCYON_BACKENDS";
 
+/// The end of the reason why a software device was not tried.
+pub const TRIED_LAST: &str = "a software device is tried last unless named";
+
 /// A backend or device that was considered.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Candidate {
@@ -430,7 +433,7 @@ impl Search<'_, '_> {
         }
         for (driver, info) in software {
             if chosen.is_some() || (only && !self.errors.is_empty()) {
-                let why = format!("{} runs on the CPU; a software device is used only when named", info.name);
+                let why = format!("{} runs on the CPU; {TRIED_LAST}", info.name);
                 self.note(info.backend, Some(&info), Some(why));
             } else {
                 chosen = self.consider(&*driver, info);

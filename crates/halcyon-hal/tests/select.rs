@@ -121,7 +121,7 @@ fn a_backend_in_a_list_is_named() {
         let s = auto(order);
         assert_eq!(s.device.id, want, "{order}: {s}");
     }
-    assert!(rejected(&auto("priority"), "opencl:0").contains("used only when named"));
+    assert!(rejected(&auto("priority"), "opencl:0").contains("tried last unless named"));
     // Hardware devices of a backend come before its software devices, and memory is still checked.
     let s = choose(&request(BackendType::Auto, "opencl,cpu", None, 9 * GIB));
     assert!(s.is_err() || s.unwrap().device.id == "cpu:0");
@@ -201,7 +201,7 @@ fn software_devices_come_after_all_others() {
     let _g = machine(vec![software]);
     let s = choose(&request(BackendType::Auto, "inference", None, 0)).unwrap();
     assert_eq!(s.device.backend, BackendType::Cpu);
-    assert!(rejected(&s, "opencl:0").contains("only when named"), "{s}");
+    assert!(rejected(&s, "opencl:0").contains("tried last unless named"), "{s}");
     let s = choose(&request(BackendType::Auto, "opencl,cuda", None, 0)).unwrap();
     assert_eq!(s.device.id, "opencl:0", "nothing else is in the order");
     let s = choose(&request(BackendType::OpenCl, "priority", None, 0)).unwrap();

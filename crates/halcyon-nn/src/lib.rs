@@ -70,6 +70,6 @@ pub use optim::*;
 pub use prepare::{Inference, Prepared, TrainingOptimizer};
 pub use scaler::LossScaler;
 pub use scope::{evaluation, is_training, training, uniform};
-pub use slot::{Buffer, Param, Slot, SlotKind};
+pub use slot::{Buffer, Param, Slot, SlotId, SlotKind};
 pub use step::{MemoryBudget, StepGraph, TrainStep};
 pub use weights::{LoadWeights, Strictness};

@@ -31,8 +31,8 @@ struct Inner {
 #[derive(Clone)]
 pub struct Slot(Arc<Inner>);
 
-/// Identifies a slot while the slot exists.
-pub(crate) type SlotId = usize;
+/// Identifies a slot for as long as it lives.
+pub type SlotId = usize;
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     // The values are replaced as a whole, so a panic in another thread leaves them valid.
@@ -60,7 +60,8 @@ impl Slot {
         self.0.saved
     }
 
-    pub(crate) fn id(&self) -> SlotId {
+    /// Equal for the fields that share this slot.
+    pub fn id(&self) -> SlotId {
         Arc::as_ptr(&self.0) as usize
     }
 

@@ -10,7 +10,7 @@ use crate::scaler::{LossScaler, Scaling};
 use crate::slot::{Slot, SlotKind};
 use halcyon::ir::DType;
 use halcyon::ir::dtype::Scalar;
-use halcyon::ir::error::{Error, Result};
+use halcyon::ir::error::{Error, Result, Span};
 use halcyon::ir::passes::AmpPolicy;
 use halcyon::{Backend, Compiled, Fit, MixedPrecision, State, Tensor};
 pub use state::StepGraph;
@@ -151,17 +151,10 @@ impl<'a> TrainStep<'a> {
 
     /// Takes the settings of mixed precision and of loss scaling from the backend.
     fn like_the_backend(self) -> Result<TrainStep<'a>> {
-        let scale = self.backend.loss_scale();
-        let passes = self.backend.lower_options().passes;
-        match (passes.amp, scale) {
-            (AmpPolicy::F16, _) => {
-                let force = passes.kept == Default::default();
-                let only = passes.mixed.only.map(|o| o.into_iter().collect());
-                let f32 = passes.mixed.f32.into_iter().collect();
-                self.amp(MixedPrecision { policy: AmpPolicy::F16, only, f32, force, guarded: true })
-            }
-            (_, Some(initial)) => self.loss_scaler(Some(LossScaler { initial, ..LossScaler::default() })),
-            _ => Ok(self),
+        match (of_backend(&self.backend), scaler_of(&self.backend)) {
+            (Some(mixed), _) => self.amp(mixed),
+            (None, Some(scaler)) => self.loss_scaler(Some(scaler)),
+            (None, None) => Ok(self),
         }
     }
 
@@ -200,14 +193,12 @@ impl<'a> TrainStep<'a> {
         let mixed = MixedPrecision { guarded: true, ..policy.into() };
         let caps = self.backend.device().as_target().caps();
         halcyon::ir::passes::autocast::check(mixed.policy, caps, self.backend.id())?;
-        let scale = self.backend.loss_scale();
-        let needs = mixed.policy == AmpPolicy::F16 || scale.is_some();
+        let default = (mixed.policy == AmpPolicy::F16).then(LossScaler::default);
         self.mixed = Some(mixed);
-        if needs && self.scaler.is_none() {
-            let initial = scale.unwrap_or(LossScaler::default().initial);
-            return self.loss_scaler(Some(LossScaler { initial, ..LossScaler::default() }));
+        match scaler_of(&self.backend).or(default).filter(|_| self.scaler.is_none()) {
+            Some(scaler) => self.loss_scaler(Some(scaler)),
+            None => Ok(self.replanned()),
         }
-        Ok(self.replanned())
     }
 
     /// Makes one update for every `n` calls of [`TrainStep::run`], with the mean of the gradients of the
@@ -315,9 +306,10 @@ impl<'a> TrainStep<'a> {
     /// batch. This call runs nothing and allocates no device memory.
     ///
     /// # Errors
-    /// Errors of the forward and of planning, such as a [`MemoryBudget`] that is too small.
+    /// Errors of the forward and of planning, such as a [`MemoryBudget`] that cannot be kept.
+    #[track_caller]
     pub fn fit(&self, batch: &[&Tensor]) -> Result<Fit> {
-        let parts = self.parts_of(Kind::Update)?;
+        let parts = self.parts_of(Kind::Update, Span::caller())?;
         let states = self.states(Kind::Update);
         let values = states.iter().map(|s| s.value());
         let frozen = self.frozen.iter().map(Slot::stored);
@@ -351,7 +343,7 @@ impl<'a> TrainStep<'a> {
         let inputs: Vec<&Tensor> = batch.iter().copied().chain(&fixed).collect();
         let place = usize::from(kind == Kind::Add);
         if self.compiled[place].is_none() {
-            self.compiled[place] = Some(self.compile(kind)?);
+            self.compiled[place] = Some(self.compile(kind, Span::caller())?);
         }
         let Some(compiled) = &self.compiled[place] else {
             return Err(Error::internal("a step was not compiled"));
@@ -399,8 +391,8 @@ impl<'a> TrainStep<'a> {
         all
     }
 
-    fn compile(&self, kind: Kind) -> Result<Compiled<Traced<'a>>> {
-        let parts = self.parts_of(kind)?;
+    fn compile(&self, kind: Kind, at: Span) -> Result<Compiled<Traced<'a>>> {
+        let parts = self.parts_of(kind, at)?;
         let optimizer = self.optimizer.clone();
         let traced: Traced<'a> = Box::new(move |inputs| parts.planned(&lock(&optimizer), inputs));
         match &self.mixed {
@@ -409,7 +401,7 @@ impl<'a> TrainStep<'a> {
         }
     }
 
-    fn parts_of(&self, kind: Kind) -> Result<Parts<'a>> {
+    fn parts_of(&self, kind: Kind, at: Span) -> Result<Parts<'a>> {
         let optimizer = lock(&self.optimizer);
         Ok(Parts {
             forward: self.forward.clone(),
@@ -424,6 +416,7 @@ impl<'a> TrainStep<'a> {
             ema: self.ema.clone(),
             budget: self.budget,
             mixed: self.mixed.clone(),
+            at,
             chosen: self.parts.clone(),
         })
     }
@@ -434,7 +427,24 @@ impl<'a> TrainStep<'a> {
     }
 }
 
-/// The key of random numbers for a step, computed with the finaliser of SplitMix64 (Steele et al. 2014).
+/// The mixed precision that a step takes over from a backend, because it needs a loss scaler with it.
+fn of_backend(backend: &Backend) -> Option<MixedPrecision> {
+    let passes = backend.lower_options().passes;
+    if passes.amp != AmpPolicy::F16 {
+        return None;
+    }
+    let force = passes.kept == Default::default();
+    let only = passes.mixed.only.map(|o| o.into_iter().collect());
+    let f32 = passes.mixed.f32.into_iter().collect();
+    Some(MixedPrecision { policy: AmpPolicy::F16, only, f32, force, guarded: true })
+}
+
+/// The loss scaler of a backend with a scale.
+fn scaler_of(backend: &Backend) -> Option<LossScaler> {
+    backend.loss_scale().map(|initial| LossScaler { initial, ..LossScaler::default() })
+}
+
+/// A key of random numbers for a step, by the finaliser of SplitMix64 (Steele et al. 2014).
 fn mixed(seed: u64, step: u64) -> u64 {
     let mut z = seed.wrapping_add(step.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

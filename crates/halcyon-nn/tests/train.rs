@@ -1,19 +1,9 @@
-//! Tests of training as a whole and of modules: the digits example, loss scaling, weight files, failed steps,
+//! Tests of training as a whole and of modules: loss scaling, weight files, failed steps,
 //! the derive, parameter groups, initial values, LoRA, dropout.
-
-#[path = "../../../examples/05_digits_cnn.rs"]
-mod digits;
 
 use halcyon::prelude::*;
 use halcyon_nn::*;
 use std::path::Path;
-
-#[test]
-fn digits_reach_97_percent() {
-    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/digits.npz");
-    let accuracy = digits::train(&Backend::cpu().unwrap(), &data, 8, 18).unwrap();
-    assert!(accuracy >= 0.97, "{accuracy}");
-}
 
 /// Steps with a loss scaler. The loss is the sum of `w · g`, so the gradient of `w` is the input `g`, which
 /// overflows if it holds an infinity or NaN.

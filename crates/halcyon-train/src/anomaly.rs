@@ -40,9 +40,11 @@ impl Seen {
     }
 }
 
-/// Runs a training step op by op at O0 on the host. If a result has a NaN or an infinity, returns an error
-/// that names the op which caused it: the op, its module, the line of the program, and the ranges of the
-/// operands. Infinite constants, as in masks, are ignored. Returns `None` if all results are finite.
+/// Runs a training step op by op at O0 on the host, and returns an error that names the first op on the way
+/// to a NaN or an infinity in its results which made it: an op with a NaN from operands without one, or with
+/// an infinity from finite operands. It names the op, its module, the line of the program, and the operands'
+/// ranges. Infinities of constants, buffers and the batch, as in masks, are no anomaly. `None` if no op made
+/// one.
 ///
 /// # Errors
 /// Errors of the evaluation.
@@ -51,8 +53,15 @@ pub fn find_anomaly(step: &StepGraph) -> Result<Option<Error>> {
     let never = |_: &Composite| false;
     let (graph, _) = inline_composites(&step.graph, &never)?;
     let seen = evaluate(&graph, inputs, &step.args)?;
-    let bad = graph.outputs().iter().map(|o| o.node).find(|n| !seen[n.index()].is_finite());
-    Ok(bad.map(|n| described(&graph, &seen, origin(&graph, &seen, n))))
+    let roots: Vec<NodeId> = graph.outputs().iter().map(|o| o.node).collect();
+    let way = way_to(&graph, &seen, &roots);
+    let found = way.iter().copied().find(|n| makes(&graph, &seen, *n));
+    // An infinity of the batch may reach the loss without any op that makes one.
+    let source = || {
+        let loss = roots.first().filter(|n| !seen[n.index()].is_finite())?;
+        way_to(&graph, &seen, &[*loss]).into_iter().find(|n| matches!(graph.node(*n).op, Op::Input(_)))
+    };
+    Ok(found.or_else(source).map(|n| described(&graph, &seen, n)))
 }
 
 /// Computes every node. Values are dropped after their last use.
@@ -88,36 +97,32 @@ fn evaluate(graph: &Graph, inputs: Vec<ConstData>, args: &[halcyon::Scalar]) -> 
     Ok(seen)
 }
 
-/// The op that caused the NaN or infinity in `id`: its own result has a NaN or an infinity, its operands are
-/// finite.
-fn origin(graph: &Graph, seen: &[Seen], mut id: NodeId) -> NodeId {
-    if seen[id.index()].nan.is_some() {
-        while let Some(x) = graph.node(id).inputs.iter().find(|x| seen[x.index()].nan.is_some()) {
-            id = *x;
+/// The nodes from which a NaN or infinity came to one of `roots`, and those roots, in topological order.
+fn way_to(graph: &Graph, seen: &[Seen], roots: &[NodeId]) -> Vec<NodeId> {
+    let mut found = vec![false; graph.nodes().len()];
+    let mut stack = roots.to_vec();
+    while let Some(at) = stack.pop() {
+        if !seen[at.index()].is_finite() && !std::mem::replace(&mut found[at.index()], true) {
+            stack.extend(&graph.node(at).inputs);
         }
-        return origin_of_infinity(graph, seen, id).unwrap_or(id);
     }
-    origin_of_infinity(graph, seen, id).unwrap_or(id)
+    graph.ids().filter(|id| found[id.index()]).collect()
 }
 
-/// An op with finite operands whose result has a NaN or an infinity and on which `id` depends; this may be
-/// `id` itself. `None` if all infinities come from constants.
-fn origin_of_infinity(graph: &Graph, seen: &[Seen], id: NodeId) -> Option<NodeId> {
-    let mut visited = vec![false; graph.nodes().len()];
-    let mut stack = vec![id];
-    while let Some(at) = stack.pop() {
-        if std::mem::replace(&mut visited[at.index()], true) {
-            continue;
-        }
-        let n = graph.node(at);
-        let bad: Vec<NodeId> = n.inputs.iter().copied().filter(|x| !seen[x.index()].is_finite()).collect();
-        match (bad.is_empty(), &n.op) {
-            (true, Op::Full(_) | Op::Const(_)) => {}
-            (true, _) => return Some(at),
-            (false, _) => stack.extend(bad.into_iter().rev()),
+/// Whether a node made a NaN or an infinity that its operands do not explain.
+fn makes(graph: &Graph, seen: &[Seen], id: NodeId) -> bool {
+    let (n, s) = (graph.node(id), seen[id.index()]);
+    let constant = |x: &NodeId| matches!(graph.node(*x).op, Op::Full(_) | Op::Const(_));
+    match n.op {
+        // No mask has a NaN.
+        Op::Input(_) => s.nan.is_some(),
+        _ if constant(&id) => false,
+        _ => {
+            let had_nan = n.inputs.iter().any(|x| seen[x.index()].nan.is_some() && !constant(x));
+            let finite = n.inputs.iter().all(|x| seen[x.index()].is_finite());
+            (s.nan.is_some() && !had_nan) || (s.infinite.is_some() && finite)
         }
     }
-    None
 }
 
 fn described(graph: &Graph, seen: &[Seen], id: NodeId) -> Error {
@@ -141,11 +146,11 @@ fn described(graph: &Graph, seen: &[Seen], id: NodeId) -> Error {
         None => String::new(),
     };
     let operand = |x: &NodeId| {
-        let range = match seen[x.index()].range {
-            Some((a, b)) => format!(" from {a:e} to {b:e}"),
-            None => String::new(),
-        };
-        format!("{}{range}", graph.ty(*x))
+        let s = seen[x.index()];
+        let range = s.range.map_or(String::new(), |(a, b)| format!(" from {a:e} to {b:e}"));
+        let nan = if s.nan.is_some() { " with NaN" } else { "" };
+        let infinite = if s.infinite.is_some() { " with infinities" } else { "" };
+        format!("{}{range}{nan}{infinite}", graph.ty(*x))
     };
     let operands: Vec<String> = n.inputs.iter().map(operand).collect();
     let what = format!("made {kind} at {place} of {}{module}. Operands: {}", n.ty, operands.join("; "));

@@ -33,6 +33,7 @@ mod checkpoint;
 mod early;
 mod json_log;
 mod metrics;
+mod onnx;
 mod progress;
 pub mod run;
 mod tensorboard;
@@ -48,6 +49,7 @@ pub use checkpoint::{
 pub use early::EarlyStopping;
 pub use json_log::JsonLog;
 pub use metrics::{Classification, MeanLoss};
+pub use onnx::write_onnx;
 pub use progress::ProgressBar;
 pub use tensorboard::TensorBoard;
 pub use trainer::{Batches, Report, StepBatch, Stopped, Trainer, TrainerOptions};

@@ -276,7 +276,8 @@ impl<'a> Trainer<'a> {
     ///
     /// # Errors
     /// Errors of steps, data, callbacks, the evaluation and checkpoints; with `detect_anomaly`,
-    /// `Error::Argument` with the op that caused a NaN or an infinity.
+    /// `Error::Argument` with the op that made a NaN or an infinity.
+    #[track_caller]
     pub fn fit(&mut self, data: &mut dyn Batches) -> Result<Report> {
         let taken = self.taken;
         self.callbacks.iter_mut().try_for_each(|c| c.on_start(taken))?;
@@ -295,6 +296,7 @@ impl<'a> Trainer<'a> {
         })
     }
 
+    #[track_caller]
     fn epochs(&mut self, data: &mut dyn Batches) -> Result<Stopped> {
         self.stopping = false;
         while self.epoch < self.options.epochs {
@@ -319,7 +321,8 @@ impl<'a> Trainer<'a> {
         Ok(Stopped::Done)
     }
 
-    /// Trains the remaining batches of an epoch. Returns `None` if the epoch is complete.
+    /// The rest of an epoch. `None` if it was completed.
+    #[track_caller]
     fn rest_of_epoch(&mut self, data: &mut dyn Batches, pending: &mut Pending) -> Result<Option<Stopped>> {
         loop {
             let batch = data.next()?;
@@ -443,20 +446,22 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Runs a step and checks its results. After a NaN or infinity, all values from before the step are
-    /// restored.
+    /// A step whose results are checked. After a NaN or infinity, everything has its old value again.
+    #[track_caller]
     fn checked(&mut self, batch: &[&Tensor]) -> Result<Vec<Tensor>> {
         let before = self.step.graph(batch)?;
         let counted = (self.step.with_optimizer(|o| o.steps()), self.step.accumulated());
         let results = self.step.run(batch)?;
-        let slots = self.model.slots().into_iter().map(|(_, s)| s.value());
-        // With a loss scaler, sums of gradients may overflow. This is not an anomaly, because the update is
-        // then skipped.
+        let slots = self.model.slots().into_iter().map(|(n, s)| ([n, s.path()], s.value()));
+        // With a loss scaler, sums of gradients may overflow; the update is then skipped.
         let scaled = self.step.scale()?.is_some();
-        let state =
-            self.step.state().into_iter().filter(|(n, _)| !scaled || !n.starts_with("sum.")).map(|(_, t)| t);
-        let all: Vec<Tensor> = results.iter().take(1).cloned().chain(slots).chain(state).collect();
-        if all_finite(&all)? {
+        let state = self.step.state().into_iter().filter(|(n, _)| !scaled || !n.starts_with("sum."));
+        let state = state.map(|(n, t)| ([n.clone(), n], t));
+        let kept: Vec<([String; 2], Tensor)> = slots.chain(state).collect();
+        let all = || results.iter().take(1).chain(kept.iter().map(|(_, t)| t));
+        if all_finite(all())?
+            || (all_finite(results.iter().take(1))? && !any_became_infinite(&before, &kept)?)
+        {
             return Ok(results);
         }
         let found = find_anomaly(&before)?;
@@ -497,8 +502,8 @@ fn rate(samples: u64, time: Duration) -> f64 {
     samples as f64 / time.as_secs_f64().max(1e-9)
 }
 
-/// Whether all elements of all float tensors are finite. This is computed on the device.
-fn all_finite(tensors: &[Tensor]) -> Result<bool> {
+/// Whether all elements of all floats are finite, computed on the device.
+fn all_finite<'t>(tensors: impl IntoIterator<Item = &'t Tensor>) -> Result<bool> {
     let mut sum: Option<Tensor> = None;
     for t in tensors {
         if t.dtype()?.is_float() {
@@ -508,4 +513,25 @@ fn all_finite(tensors: &[Tensor]) -> Result<bool> {
         }
     }
     sum.map_or(Ok(true), |s| Ok(!s.item::<f64>()?.is_nan()))
+}
+
+/// Whether an element of a parameter, buffer or state became NaN or infinite in a step. Elements that were
+/// infinite before, as in masks, do not count. Each has the names under which [`StepGraph::inputs`] may list
+/// its old value.
+fn any_became_infinite(before: &StepGraph, kept: &[([String; 2], Tensor)]) -> Result<bool> {
+    for (names, new) in kept {
+        if all_finite([new])? {
+            continue;
+        }
+        let old = before.inputs.iter().find(|(n, _)| names.contains(n));
+        let old = old.map(|(_, t)| t.to_vec::<f64>()).transpose()?;
+        let became = |(i, v): (usize, f64)| match old.as_ref().and_then(|o| o.get(i)) {
+            Some(was) => (!v.is_finite() && was.is_finite()) || (v.is_nan() && !was.is_nan()),
+            None => !v.is_finite(),
+        };
+        if new.to_vec::<f64>()?.into_iter().enumerate().any(became) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }

@@ -159,7 +159,45 @@ fn dtypes_and_scalers_are_those_of_the_run() {
     u.run(&[&batch(&b)]).unwrap();
 }
 
-/// A run moves from cpu to opencl, to webgpu and back to cpu through checkpoints, and every bit is kept.
+/// The weights of a parameter that two fields share are in the file under both names, its f32 copy under one.
+#[test]
+fn a_tied_parameter_takes_its_f32_copy() {
+    #[derive(Module)]
+    struct Tied {
+        first: Linear,
+        second: Param,
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let b = Backend::cpu().unwrap();
+    let store = Checkpoints::new(dir.path(), CheckpointOptions::default());
+    let tied = || {
+        let first = Linear::new(&b, 3, 3).unwrap();
+        let second = first.weight.clone();
+        Tied { first, second }
+    };
+    let forward = |m: &&Tied, x: &[Tensor]| {
+        let d = m.second.value().dtype()?;
+        Ok(vec![m.first.forward(&x[0].cast(d)).matmul(&m.second.value()).cast(DType::F32).sqr().mean(..)])
+    };
+    let x = b.randn([4, 3], DType::F32);
+    let half = tied();
+    half.to_dtype(DType::BF16).unwrap();
+    let mut s = TrainStep::new(&half, Optimizer::new(&half, Adam::w()).unwrap(), forward).unwrap();
+    for _ in 0..3 {
+        s.run(&[&x]).unwrap();
+    }
+    let c = Checkpoint::open(&store.save(&half, &s, &at(3)).unwrap()).unwrap();
+    let full = tied();
+    let mut t = TrainStep::new(&full, Optimizer::new(&full, Adam::w()).unwrap(), forward).unwrap();
+    c.load(&full, &mut t).unwrap();
+    let state: std::collections::HashMap<String, Tensor> = s.state().into_iter().collect();
+    let master = state["first.weight.master"].to_vec::<f32>().unwrap();
+    assert_ne!(half.second.value().to_vec::<f32>().unwrap(), master, "bf16 loses digits");
+    assert_eq!(full.first.weight.value().to_vec::<f32>().unwrap(), master);
+    assert_eq!(full.second.value().to_vec::<f32>().unwrap(), master);
+}
+
+/// A run goes cpu → opencl → webgpu → cpu by checkpoints, and every bit is kept.
 #[test]
 fn checkpoints_move_between_devices() {
     let dir = tempfile::tempdir().unwrap();

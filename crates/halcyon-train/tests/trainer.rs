@@ -267,6 +267,61 @@ fn a_batch_with_a_nan_is_named() {
     assert!(e.contains("tensor 0 of the batch") && e.contains("[2, 1]"), "{e}");
 }
 
+/// Scores with a mask, which a buffer and the batch hold.
+#[derive(Module)]
+struct Masked {
+    fc: Linear,
+    mask: Buffer,
+}
+
+#[test]
+fn infinities_of_masks_are_no_anomaly() {
+    let b = Backend::cpu().unwrap();
+    let inf = f32::NEG_INFINITY;
+    let mask = Tensor::from_slice(&b, [3], &[0.0, inf, 0.0]).unwrap();
+    let model = Masked { fc: Linear::new(&b, 3, 3).unwrap(), mask: Buffer::new(mask) };
+    // Zeros at the masked places. The first batch has none, the second one only such.
+    let batches = |rows: [[f32; 3]; 2]| {
+        let x = ConstData::from_slice(&[2, 3], &[0.5f32, -0.2, 0.1, 0.3, 0.2, 0.4]).unwrap();
+        let mask = ConstData::from_slice(&[2, 3], &rows.concat()).unwrap();
+        let arrays = Arrays::new([("x", x), ("mask", mask)]).unwrap();
+        DataLoader::new(arrays, LoaderOptions::new(2)).unwrap()
+    };
+    let line = line!() + 4;
+    let step = || {
+        let f = |m: &&Masked, x: &[Tensor]| {
+            let scores = m.fc.forward(&x[0]) + m.mask.value() + &x[1];
+            let p = (&scores - scores.max(1).unsqueeze(1)).exp();
+            Ok(vec![(&p / p.sum(1).unsqueeze(1)).sqr().sum(..)])
+        };
+        TrainStep::new(&model, Optimizer::new(&model, Sgd::new()).unwrap(), f).unwrap()
+    };
+    let o = TrainerOptions { epochs: 2, detect_anomaly: true, ..TrainerOptions::default() };
+    let mut good = batches([[0.0, 0.0, inf], [inf, 0.0, 0.0]]);
+    Trainer::new(&model, step(), o.clone()).fit(&mut good).unwrap();
+    assert_eq!(model.mask.value().to_vec::<f32>().unwrap(), [0.0, inf, 0.0]);
+    // In a row without any place the difference of two infinities is NaN.
+    let mut bad = batches([[0.0, 0.0, inf], [inf, 0.0, inf]]);
+    let e = Trainer::new(&model, step(), o).fit(&mut bad).unwrap_err().to_string();
+    let place = format!("trainer.rs:{line}");
+    assert!(e.contains("sub") && e.contains("NaN at [1, ") && e.contains(&place), "{e}");
+    assert!(e.contains("with infinities"), "{e}");
+}
+
+/// An infinity of the batch that reaches the loss is named, although no op made it.
+#[test]
+fn an_infinite_loss_of_an_infinite_batch_names_the_batch() {
+    let b = Backend::cpu().unwrap();
+    let w = Param::new(Tensor::ones(&b, [2], DType::F32));
+    let f = |w: &&Param, x: &[Tensor]| Ok(vec![(w.value() + &x[0]).sum(..)]);
+    let step = TrainStep::new(&w, Optimizer::new(&w, Sgd::new()).unwrap(), f).unwrap();
+    let x = ConstData::from_slice(&[1, 2], &[1.0f32, f32::INFINITY]).unwrap();
+    let mut data = DataLoader::new(Arrays::new([("x", x)]).unwrap(), LoaderOptions::new(1)).unwrap();
+    let o = TrainerOptions { detect_anomaly: true, ..TrainerOptions::default() };
+    let e = Trainer::new(&w, step, o).fit(&mut data).unwrap_err().to_string();
+    assert!(e.contains("tensor 0 of the batch has an infinity at [0, 1]"), "{e}");
+}
+
 #[test]
 fn metrics_are_those_of_the_definition() {
     let b = Backend::cpu().unwrap();

@@ -328,7 +328,7 @@ impl<F> Compiled<F> {
             let (_, donated) = self.gather(inputs, asked)?;
             let entry = match self.find(inputs, &donated) {
                 Some(e) => e,
-                None => self.trace(inputs, &donated, args)?,
+                None => self.trace(inputs, &donated, args, &by)?,
             };
             let running = self.backend.running();
             let (buffers, now) = self.gather(inputs, asked)?;
@@ -398,12 +398,13 @@ impl<F> Compiled<F> {
         Some(plans[0].clone())
     }
 
-    fn trace<R>(&self, inputs: &[&Tensor], donated: &[bool], args: &[Scalar]) -> Result<Arc<Entry>>
+    /// Makes the plan for inputs of these types. `by` is the line of the call.
+    fn trace<R>(&self, inputs: &[&Tensor], donated: &[bool], args: &[Scalar], by: &Span) -> Result<Arc<Entry>>
     where
         F: Fn(&[Tensor]) -> R,
         R: Outputs,
     {
-        let stand_in = |t: &&Tensor| Tensor::stand_in(&self.backend, t.0.ty.clone());
+        let stand_in = |t: &&Tensor| Tensor::stand_in(&self.backend, t.0.ty.clone(), by.clone());
         let given: Vec<Tensor> = inputs.iter().map(stand_in).collect();
         let outputs = (self.f)(&given).tensors()?;
         for t in &outputs {

@@ -2,7 +2,7 @@
 
 use crate::tensor::{Collector, Mode, Tensor};
 use halcyon_ir::composite::{Attrs, Composite, CompositeKind};
-use halcyon_ir::error::{Error, Result};
+use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::{Graph, Op};
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -45,7 +45,9 @@ pub fn checkpoint(
     };
     let backend = first.backend().clone();
     inputs.iter().try_for_each(|t| t.check())?;
-    let given: Vec<Tensor> = inputs.iter().map(|t| Tensor::stand_in(&backend, t.0.ty.clone())).collect();
+    let by = Span::caller();
+    let stand_in = |t: &&Tensor| Tensor::stand_in(&backend, t.0.ty.clone(), by.clone());
+    let given: Vec<Tensor> = inputs.iter().map(stand_in).collect();
     let start = Tensor::next_serial();
     let results = f(&given)?;
     results.iter().try_for_each(|t| t.check())?;

@@ -161,6 +161,7 @@ mod faults;
 pub mod fit;
 pub mod gradient;
 mod lru;
+pub mod markup;
 #[cfg(feature = "onnx")]
 pub mod onnx;
 pub mod ops;

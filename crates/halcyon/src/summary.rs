@@ -65,7 +65,7 @@ fn device(d: &DeviceInfo) -> String {
         s += " (unified memory)";
     }
     if d.software {
-        s += " (runs on the CPU, used only when named)";
+        s += " (runs on the CPU, tried last unless named)";
     }
     s
 }
@@ -117,7 +117,7 @@ mod tests {
              ✓ CPU (cpu)\n    [0] Thing: 34.36 GB (30.60 GB free)\n\
              ✓ Metal (metal)\n    [0] Thing: 34.36 GB (free memory unknown) (unified memory)\n\
              ✗ CUDA (cuda)\n    Error: not there\n\
-             ✓ OpenCL (opencl)\n    [0] Thing: 34.36 GB (free memory unknown) (runs on the CPU, used only when named)\n\
+             ✓ OpenCL (opencl)\n    [0] Thing: 34.36 GB (free memory unknown) (runs on the CPU, tried last unless named)\n\
              \nRecommended backend: Metal\n"
         );
         assert_eq!(recommended(&all[3..]), None);

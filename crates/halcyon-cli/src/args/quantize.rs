@@ -23,7 +23,8 @@ pub(crate) struct QuantizeArgs {
     ///
     /// If an array of an .npz has one axis more than the input, each index of its first axis is a sample. If
     /// the input's first dimension is 1 or open, each row is a sample. A quarter of the samples (at least
-    /// one, if there are two) is not used for calibration, but to measure the error.
+    /// one, if there are two) is not used for calibration, but to measure the error. With weights of 4 bits,
+    /// whose activations have no ranges, all samples measure the error.
     #[arg(long, value_name = "DIR|FILE", hide_short_help = true)]
     pub calibrate: Option<PathBuf>,
     /// Type of weights at O3: int8, int16, bf16, int4, int4min (4 bits with a minimum for each 32 weights) or
@@ -35,7 +36,8 @@ pub(crate) struct QuantizeArgs {
     #[arg(long, value_name = "TYPE", hide_short_help = true)]
     pub fallback: Option<String>,
     /// Ranges of activations at O3: dynamic (computed in each run), minmax, or percentile:P, which leaves out
-    /// the values beyond percentile P of each sample [default: minmax with --calibrate, else dynamic]
+    /// the values beyond percentile P of each sample. Not for weights of 4 bits [default: minmax with
+    /// --calibrate, else dynamic]
     #[arg(long, value_name = "HOW", hide_short_help = true)]
     pub activations: Option<String>,
 }
@@ -67,10 +69,16 @@ impl QuantizeArgs {
         let default = QuantizeOptions::default();
         let weights: Option<WeightType> = self.weights.as_deref().map(str::parse).transpose()?;
         let fallback: Option<Fallback> = self.fallback.as_deref().map(str::parse).transpose()?;
+        let (weights, activations) = (weights.unwrap_or_default(), self.activations()?);
+        if weights.keeps_activations() && activations != Activations::Auto {
+            let what =
+                format!("it has no effect with --weights {weights}: activations stay floats; leave it out");
+            return Err(Error::argument("--activations", what));
+        }
         Ok(QuantizeOptions {
-            weights: weights.unwrap_or_default(),
+            weights,
             fallback: fallback.unwrap_or_default(),
-            activations: self.activations()?,
+            activations,
             max_error: self.max_error.unwrap_or(default.max_error),
             ..default
         })

@@ -36,7 +36,7 @@ fn nothing() -> String {
 /// A line for each device and then, unless `alone` is set, a line for each backend without a device.
 fn overview(all: &[BackendReport], alone: bool) -> String {
     let row = |d: &DeviceInfo| {
-        let software = if d.software { "software, used only when named" } else { "" };
+        let software = if d.software { "software, tried last" } else { "" };
         let memory = format!("{}, free {}", amount(d.total_memory), amount(d.free_memory));
         vec![d.id.clone(), short(&d.name, 60), memory, software.into()]
     };

@@ -5,9 +5,10 @@ use crate::args::{InputArgs, OptimizeArgs, QuantizeArgs};
 use crate::report::{self, size};
 use crate::source::{self, Input};
 use halcyon::ir::Graph;
+use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::plan::Receipt;
-use halcyon::quantize::{Quantized, quantize};
-use halcyon::{Backend, ConstData, Error, Level, Result, Shape};
+use halcyon::quantize::{QuantizeOptions, Quantized, quantize};
+use halcyon::{Backend, ConstData, Error, Level, Result, Session, Shape};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::export::{ExportOptions, export, write};
 use halcyon_formats::onnx::tensor::External;
@@ -53,12 +54,15 @@ pub(crate) fn main(a: &OptimizeArgs) -> Result<u8> {
     }
     let written =
         write(&q.graph, &a.output, &ExportOptions { opset: a.opset, external_data: a.external_data })?;
-    let receipt = match (a.receipts, own.first()) {
-        (false, _) => None,
-        (true, Some(inputs)) => Some(q.receipt(&backend, inputs, RECEIPT_RUNS)?),
-        (true, None) => {
-            let samples = samples(&ports, &a.quantize, &input)?;
-            samples.first().map(|s| q.receipt(&backend, s, RECEIPT_RUNS)).transpose()?
+    let receipt = match a.receipts {
+        false => None,
+        true => {
+            let all = if own.is_empty() { samples(&ports, &a.quantize, &input)? } else { own };
+            let measured = |s: &Sample| {
+                warn_without_kernels(&q, &backend, s)?;
+                q.receipt(&backend, s, RECEIPT_RUNS)
+            };
+            all.first().map(measured).transpose()?
         }
     };
     if a.json {
@@ -102,7 +106,11 @@ pub(crate) fn quantized(
     own: Vec<Sample>,
 ) -> Result<Quantized> {
     let ports = model.inputs()?;
+    let options = a.options()?;
     let all = samples(&ports, a, input)?;
+    if options.weights.keeps_activations() {
+        return without_ranges(model, backend, &options, &ports, own.into_iter().chain(all).collect());
+    }
     let held = if own.is_empty() { all.len().div_ceil(SHARE).min(all.len().saturating_sub(1)) } else { 0 };
     // Every fourth sample measures the error. Taking the last quarter instead would make the result depend on
     // the order of the files.
@@ -123,7 +131,52 @@ pub(crate) fn quantized(
     };
     let (n, s) = (check.len(), if check.len() == 1 { "" } else { "s" });
     report::note(&format!("quantising: {ranges}; the error is measured on {n} sample{s}"));
-    quantize(backend, &graph(model, &check[0], &ports)?, &calibration, &check, &a.options()?)
+    quantize(backend, &graph(model, &check[0], &ports)?, &calibration, &check, &options)
+}
+
+/// Quantises weights alone. Activations have no ranges, so every sample measures the error.
+fn without_ranges(
+    model: &Model,
+    backend: &Backend,
+    options: &QuantizeOptions,
+    ports: &[Port],
+    check: Vec<Sample>,
+) -> Result<Quantized> {
+    let Some(first) = check.first() else {
+        return Err(Error::argument("--calibrate", "no samples; at least one must measure the error"));
+    };
+    let (n, s) = (check.len(), if check.len() == 1 { "" } else { "s" });
+    report::note(&format!("quantising: activations stay f32; the error is measured on {n} sample{s}"));
+    quantize(backend, &graph(model, first, ports)?, &[], &check, options)
+}
+
+/// Warns if the plan has no kernel for the quantised layers, so that all of them are computed in f32 on
+/// dequantised weights: the device has none, or `--without` switched them off.
+pub(crate) fn warn_without_kernels(q: &Quantized, backend: &Backend, sample: &Sample) -> Result<()> {
+    // The search has planned this graph, so its plan is in the backend's cache.
+    let exe = Session::new(backend, q.graph.clone()).prepare(sample)?;
+    let plan = exe.plan();
+    let of = |kinds: &[CompositeKind]| {
+        let names: Vec<String> = kinds.iter().map(ToString::to_string).collect();
+        plan.steps.iter().any(|s| names.iter().any(|n| s.op.starts_with(n.as_str())))
+    };
+    // A convolution in a blocked layout is one of bytes if its weights are.
+    let packed_bytes = plan.packed.iter().any(|p| !p.data.dtype.is_float());
+    let kernels = of(&[CompositeKind::ByteMatmul, CompositeKind::ByteConv, CompositeKind::QuantizedMatmul])
+        || packed_bytes && of(&[CompositeKind::BlockedConv]);
+    if !kernels && q.changed() {
+        let layers = match q.report.quantized() {
+            1 => "1 quantised layer runs".to_string(),
+            n => format!("{n} quantised layers run"),
+        };
+        report::warn(&format!(
+            "the plan for {} has no kernel with {} weights: {layers} in f32 on dequantised weights, which is \
+             not faster than O2",
+            backend.id(),
+            q.report.options.weights
+        ));
+    }
+    Ok(())
 }
 
 /// The model's graph with symbols, or, if the model cannot have symbols, for the sizes of this sample.
@@ -164,7 +217,7 @@ fn tensors(inputs: Vec<Input>) -> Result<Sample> {
 }
 
 /// The calibration samples.
-fn samples(ports: &[Port], a: &QuantizeArgs, input: &InputArgs) -> Result<Vec<Sample>> {
+pub(crate) fn samples(ports: &[Port], a: &QuantizeArgs, input: &InputArgs) -> Result<Vec<Sample>> {
     let Some(path) = &a.calibrate else { return Ok(vec![]) };
     if !path.is_dir() {
         let all = of_file(ports, path, input)?;

@@ -35,8 +35,13 @@ pub(crate) fn main(a: &PrepareArgs) -> Result<u8> {
     if a.json {
         report::print_json(&json(a, &loaded, &done)?)?;
     } else {
-        let mut out = backend_text(&loaded.backend) + &loaded.input_text() + &done.to_string();
-        if let Some(path) = &a.html {
+        let mut out = String::new();
+        if !report::quiet() {
+            out += &backend_text(&loaded.backend);
+            out += &loaded.input_text();
+        }
+        out += &done.to_string();
+        if let Some(path) = a.html.as_ref().filter(|_| !report::quiet()) {
             // Writing to a string cannot fail.
             let _ = writeln!(out, "saved    {}", report::path_text(path));
         }

@@ -15,7 +15,7 @@ pub(crate) fn main(a: &TrainArgs) -> Result<u8> {
     config.detect_anomaly |= a.detect_anomaly;
     let backend = a.backend.open(false)?;
     let interrupt = watched()?;
-    if !a.json {
+    if !a.json && !report::quiet() {
         report::print(&super::backend_text(&backend))?;
     }
     let json = a.json;

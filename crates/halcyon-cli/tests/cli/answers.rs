@@ -152,6 +152,11 @@ fn exit_codes_and_messages() {
     halcyon(&seven(&o3)).fails(3, &["the measured error is", "Raise the bound"]);
     halcyon(&["trace", "models/digits.onnx", "--level", "O3"]).fails(3, &["O3", "optimize"]);
     halcyon(&seven(&["--max-error", "0.1"])).fails(2, &["--max-error", "--level O3"]);
+    // Options that could have no effect: activations stay f32 with weights of 4 bits.
+    for (weights, how) in [("int4", "minmax"), ("int4min", "percentile:99"), ("int4", "dynamic")] {
+        let four = ["--level", "O3", "--weights", weights, "--activations", how];
+        halcyon(&seven(&four)).fails(2, &["--activations", "no effect", weights]);
+    }
     // Exit code 4: not available.
     halcyon(&seven(&["--backend", "cuda"])).fails(4, &["cuda"]);
     halcyon(&seven(&["--backend", "cpu", "--device", "9"])).fails(4, &["no device 9", "cpu:0"]);

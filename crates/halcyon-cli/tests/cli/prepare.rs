@@ -45,6 +45,13 @@ fn a_report_is_text_json_and_a_page() {
         assert!(done.out.contains(part), "{part}: {}", done.out);
     }
     assert!(!done.out.contains("applied  fusion"), "{}", done.out);
+    assert!(done.out.contains("backend  cpu:0") && done.out.contains("input    image"), "{}", done.out);
+    // The report alone.
+    let quiet = halcyon(&[&args[..], &["-q", "--html", text(&page)]].concat()).ok();
+    assert!(quiet.out.contains("model    digits.onnx") && quiet.err.is_empty(), "{quiet:?}");
+    for part in ["backend  ", "input    ", "saved    ", "not cuda"] {
+        assert!(!quiet.out.contains(part), "{part}: {}", quiet.out);
+    }
     halcyon(&["prepare", DIGITS, "--level", "fast"]).fails(2, &["fast"]);
     halcyon(&["prepare", "gone.onnx"]).fails(1, &["gone.onnx"]);
 }

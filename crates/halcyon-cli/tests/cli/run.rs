@@ -288,3 +288,69 @@ fn numbers_are_taken_from_the_command_line() {
         .expect("written");
     run(&[m, text(&archive)]).ok();
 }
+
+/// Writes a model of one layer with the input `x`.
+fn one_layer(
+    path: &Path,
+    x: &[usize],
+    w: &[usize],
+    layer: impl FnOnce(&mut halcyon_ir::Graph, [halcyon_ir::NodeId; 2]) -> halcyon_ir::NodeId,
+) {
+    use halcyon_formats::onnx::export::{ExportOptions, write};
+    let mut g = halcyon_ir::Graph::new();
+    let x = g.input("x", halcyon_ir::TensorType::new(DType::F32, x));
+    let n = w.iter().product::<usize>();
+    let weights: Vec<f32> = (0..n).map(|i| ((i * 37 % 101) as f32 - 50.0) / 100.0).collect();
+    let w = g.constant(f32s(w, &weights));
+    let y = layer(&mut g, [x, w]);
+    g.output("y", y);
+    write(&g, path, &ExportOptions::default()).expect("written");
+}
+
+/// A model whose only layer is a product with 64 × 32 weights.
+fn product(dir: &Path) -> std::path::PathBuf {
+    let path = dir.join("product.onnx");
+    one_layer(&path, &[4, 64], &[64, 32], |g, [x, w]| g.matmul(x, w).expect("fits"));
+    path
+}
+
+/// A plan without composites is that of a device without kernels for bytes.
+#[test]
+fn level_o3_warns_without_kernels_for_bytes() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let (path, out) = (product(dir.path()), dir.path().join("q.onnx"));
+    let with = |args: &[&str], more: &[&str]| {
+        let common = ["-i", "random", "--max-error", "0.9", "--backend", "cpu"];
+        halcyon(&[args, &common[..], more].concat()).ok().err
+    };
+    let run = ["run", text(&path), "--level", "O3"];
+    let (none, four) = (["--without", "whole composites"], ["--weights", "int4"]);
+    let want = "warning: the plan for cpu:0 has no kernel with int8 weights: 1 quantised layer runs in f32";
+    let said = with(&run, &none);
+    assert_eq!(said.matches("has no kernel").count(), 1, "{said}");
+    assert!(said.contains(want), "{said}");
+    assert!(!with(&run, &[]).contains("has no kernel"));
+    assert!(!with(&run, &four).contains("has no kernel"));
+    let conv = dir.path().join("conv.onnx");
+    let attrs = halcyon_ir::ops::Conv::new(2);
+    one_layer(&conv, &[1, 64, 8, 8], &[64, 64, 3, 3], |g, [x, w]| g.conv(x, w, attrs).expect("fits"));
+    assert!(!with(&["run", text(&conv), "--level", "O3"], &[]).contains("has no kernel"));
+    assert!(with(&run, &[&four[..], &none[..]].concat()).contains("has no kernel with int4 weights"));
+    // Without measurements the written model may be for another device.
+    let optimize = ["optimize", text(&path), "-o", text(&out)];
+    assert!(!with(&optimize, &none).contains("has no kernel"));
+    assert!(with(&optimize, &["--receipts", "--without", "whole composites"]).contains(want));
+}
+
+/// Samples have no ranges to give with weights of 4 bits, so all of them measure the error.
+#[test]
+fn all_samples_measure_weights_of_4_bits() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = product(dir.path());
+    let samples = dir.path().join("x.npz");
+    let x: Vec<f32> = (0..3 * 4 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
+    npz::write(&samples, &[("x", &f32s(&[3, 4, 64], &x))]).expect("written");
+    let args = ["-i", "random", "--level", "O3", "--weights", "int4", "--max-error", "2", "--calibrate"];
+    let d = run(&[&[text(&path)], &args[..], &[text(&samples)]].concat()).ok();
+    assert!(d.err.contains("the error is measured on 4 samples"), "{d:?}");
+}

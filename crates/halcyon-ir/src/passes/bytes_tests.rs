@@ -585,6 +585,33 @@ fn sums_of_constants_are_known() {
     }
 }
 
+/// Products of 16-bit integers are taken only if no sum can wrap: the codes are clamped, and the weights are a
+/// constant.
+#[test]
+fn products_of_16_bits_are_taken_if_their_sums_fit() {
+    // 24 weights of up to 200 in magnitude, whose sums with codes of up to 32,767 fit i32, or do not.
+    for (most, limit, taken) in [(200i64, 300, true), (3000, 300, true), (3000, 32767, false)] {
+        for turns in [false, true] {
+            let mut c = Case::new();
+            let x = c.input(DType::F32, &[4, 24]);
+            let s = c.g.full(DType::F32, [1usize], 0.01);
+            let s = c.g.reshape(s, Shape::scalar()).unwrap();
+            let q = c.g.quantize_within(x, s, limit).unwrap();
+            let a = c.g.dequantize(q, s, None, None).unwrap();
+            let codes = (0..24 * 6).map(|i| crate::Scalar::I(if i % 2 == 0 { most } else { -most }));
+            let dims = if turns { [6, 24] } else { [24, 6] };
+            let w = c.g.constant(ConstData::from_scalars(DType::I16, &dims, codes).unwrap());
+            let mut w = c.g.cast(w, DType::F32).unwrap();
+            if turns {
+                w = c.g.transpose(w, 0, 1).unwrap();
+            }
+            let y = c.g.matmul(a, w).unwrap();
+            let want = if taken { (vec![(DType::I32, 2)], 1) } else { (vec![], 0) };
+            assert_eq!(c.check_for(y, |t| t == [DType::I16; 2]), want, "{most} {limit} {turns}");
+        }
+    }
+}
+
 #[test]
 fn transposed_constants_are_made_once() {
     let mut c = Case::new();

@@ -1,10 +1,11 @@
 //! The state that a training step keeps: saving, restoring, moving to another device, and inspection.
 
-use super::{Kind, TrainStep, lock};
-use crate::scaler::Scaling;
+use super::{Kind, TrainStep, lock, of_backend, scaler_of};
+use crate::scaler::{LossScaler, Scaling};
 use crate::slot::Slot;
 use halcyon::ir::dtype::Scalar;
-use halcyon::ir::error::{Error, Result};
+use halcyon::ir::error::{Error, Result, Span};
+use halcyon::ir::passes::AmpPolicy;
 use halcyon::ir::{DType, Graph};
 use halcyon::{Backend, State, Tensor};
 use std::collections::HashMap;
@@ -130,17 +131,25 @@ impl TrainStep<'_> {
     /// Moves parameters, buffers and all other state of the step to another backend. Later steps are planned
     /// for that backend. Tensors that the forward captures are not moved, so pass data as the batch.
     ///
+    /// A step without a mixed precision of its own takes that of the new backend. With f16 or a loss scale
+    /// there, it gets a new loss scaler if it has none.
+    ///
     /// # Errors
     /// `Error::Unsupported` if the device does not store the type of the step's mixed precision; errors of
     /// the copies. After an error nothing has moved.
     pub fn to_device(&mut self, backend: &Backend) -> Result<()> {
-        if let Some(m) = &self.mixed {
+        let mixed = self.mixed.clone().or_else(|| of_backend(backend));
+        if let Some(m) = &mixed {
             halcyon::ir::passes::autocast::check(
                 m.policy,
                 backend.device().as_target().caps(),
                 backend.id(),
             )?;
         }
+        // A step with its own mixed precision also keeps its choice of a scaler.
+        let default = mixed.as_ref().filter(|m| m.policy == AmpPolicy::F16).map(|_| LossScaler::default());
+        let new = scaler_of(backend).or(default).filter(|_| self.mixed.is_none());
+        let scaler = self.scaler.or(new);
         let moved = |s: &Arc<State>| s.value().to(backend);
         let slots: Vec<Slot> = {
             let optimizer = lock(&self.optimizer);
@@ -148,7 +157,7 @@ impl TrainStep<'_> {
         };
         let values = slots.iter().map(|s| s.stored().to(backend)).collect::<Result<Vec<_>>>()?;
         let scaling = match self.scaling.as_ref().map(|s| s.states().map(moved)) {
-            None => None,
+            None => scaler.map(|s| Scaling::new(backend, s)).transpose()?,
             Some([a, b, c]) => Some(Scaling::holding([a?, b?, c?])),
         };
         let ema = self.ema.as_ref().map(|e| e.moved(moved)).transpose()?;
@@ -159,7 +168,7 @@ impl TrainStep<'_> {
         };
         lock(&self.optimizer).move_state(moved)?;
         slots.iter().zip(values).try_for_each(|(s, t)| s.replace(t))?;
-        self.scaling = scaling;
+        (self.mixed, self.scaler, self.scaling) = (mixed, scaler, scaling);
         self.ema = ema.map(Arc::new);
         if let (Some(s), Some(states)) = (&mut self.sums, sums) {
             s.states = states;
@@ -174,6 +183,7 @@ impl TrainStep<'_> {
     ///
     /// # Errors
     /// Errors of the forward, and of copying the inputs to the host.
+    #[track_caller]
     pub fn graph(&self, batch: &[&Tensor]) -> Result<StepGraph> {
         let path = |s: &Slot| s.path();
         let mut inputs: Vec<(String, Tensor)> =
@@ -186,10 +196,12 @@ impl TrainStep<'_> {
             names.into_iter().chain(averages.into_iter().map(name)).chain(self.buffers.iter().map(path));
         let names = names.chain(sums.into_iter().map(name)).chain(SCALER.iter().map(|n| (*n).to_string()));
         inputs.extend(names.zip(self.states(Kind::Update).iter().map(|s| s.value())));
-        let given =
-            |(_, t): &(String, Tensor)| Ok(Tensor::placeholder(&self.backend, t.dtype()?, t.shape()?));
-        let given = inputs.iter().map(given).collect::<Result<Vec<_>>>()?;
-        let outputs = self.parts_of(Kind::Update)?.planned(&lock(&self.optimizer), &given)?;
+        let mut given = vec![];
+        // A closure would have a line of this file as its caller.
+        for (_, t) in &inputs {
+            given.push(Tensor::placeholder(&self.backend, t.dtype()?, t.shape()?));
+        }
+        let outputs = self.parts_of(Kind::Update, Span::caller())?.planned(&lock(&self.optimizer), &given)?;
         let named: Vec<(&str, &Tensor)> =
             inputs.iter().zip(&given).map(|((n, _), t)| (n.as_str(), t)).collect();
         let (graph, captured, numbers) = Tensor::trace_compiled(&named, &outputs)?;

@@ -7,7 +7,7 @@ use crate::scaler::{LossScaler, next, overflowed};
 use crate::scope::{Scope, Writes, within};
 use crate::slot::Slot;
 use halcyon::ir::DType;
-use halcyon::ir::error::{Error, Result};
+use halcyon::ir::error::{Error, Result, Span};
 use halcyon::{MixedPrecision, Tensor};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -38,7 +38,9 @@ pub(super) struct Parts<'a> {
     pub(super) ema: Option<Arc<Ema>>,
     pub(super) budget: Option<MemoryBudget>,
     pub(super) mixed: Option<MixedPrecision>,
-    /// The trace stores the number of parts that the budget needs here.
+    /// The line of the program that runs the step, for the sums of gradients.
+    pub(super) at: Span,
+    /// Gets the number of parts that the budget needs.
     pub(super) chosen: Arc<AtomicUsize>,
 }
 
@@ -140,7 +142,13 @@ impl Parts<'_> {
         }];
         out.extend(graded.others);
         let mut sums: Vec<Tensor> = vec![];
-        let add = |(sum, g): (&Tensor, &Tensor)| sum.dtype().map_or_else(|_| g.clone(), |d| sum + g.cast(d));
+        let add = |(sum, g): (&Tensor, &Tensor)| {
+            let g = sum.dtype().map_or_else(|_| g.clone(), |d| g.cast(d));
+            Tensor::build(&[sum, &g], |graph, x| {
+                graph.span = self.at.clone();
+                graph.add(x[0], x[1])
+            })
+        };
         if self.kind == Kind::Add {
             sums.extend(x.sums.iter().zip(&graded.grads).map(add));
             out.extend(graded.buffers);

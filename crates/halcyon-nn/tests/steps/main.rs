@@ -328,6 +328,60 @@ fn a_planted_overflow_skips_exactly_its_step() {
     }
 }
 
+/// A step that moves to a backend with f16 gets what a step that is made there has.
+#[test]
+fn a_step_that_moves_to_f16_gets_a_loss_scaler() {
+    let cpu = || Backend::builder().backend_type(BackendType::Cpu);
+    let f16 = || cpu().amp(AmpPolicy::F16).force_amp(true);
+    let plain = cpu().build().unwrap();
+    let half = f16().build().unwrap();
+    let scaled = f16().loss_scale(64.0).build().unwrap();
+    let f = |m: &&Linear, x: &[Tensor]| Ok(vec![m.forward(&x[0]).sqr().mean(..)]);
+    for (to, initial) in [(&half, 65536.0), (&scaled, 64.0)] {
+        let layer = Linear::new(&plain, 8, 8).unwrap();
+        let mut step = TrainStep::new(&layer, Optimizer::new(&layer, Adam::new()).unwrap(), f).unwrap();
+        let x = |b: &Backend| Tensor::ones(b, [4, 8], DType::F32);
+        step.run(&[&x(&plain)]).unwrap();
+        assert_eq!(step.scale().unwrap(), None);
+        step.to_device(to).unwrap();
+        assert_eq!(step.scale().unwrap(), Some((initial, 0)));
+        assert_eq!(step.mixed_precision().unwrap().policy, AmpPolicy::F16);
+        // An overflow skips its step; the number of the next step is the third.
+        step.run(&[&(x(to) * f32::INFINITY)]).unwrap();
+        step.run(&[&x(to)]).unwrap();
+        assert_eq!(step.scale().unwrap(), Some((initial / 2.0, 1)));
+        assert!(layer.weight.value().to_vec::<f32>().unwrap().iter().all(|v| v.is_finite()));
+        // A scaler that the step has keeps its state.
+        step.to_device(&scaled).unwrap();
+        assert_eq!(step.scale().unwrap(), Some((initial / 2.0, 1)));
+    }
+    // A step with a policy of its own keeps it.
+    let layer = Linear::new(&plain, 8, 8).unwrap();
+    let step = TrainStep::new(&layer, Optimizer::new(&layer, Adam::new()).unwrap(), f).unwrap();
+    let mut step = step.amp(AmpPolicy::Bf16).unwrap();
+    step.to_device(&half).unwrap();
+    assert_eq!((step.scale().unwrap(), step.mixed_precision().unwrap().policy), (None, AmpPolicy::Bf16));
+}
+
+/// Every op of a step with shared parameters and several batches has a line of the program, also the sums of
+/// gradients.
+#[test]
+fn sums_of_gradients_name_the_line_of_the_step() {
+    let b = Backend::cpu().unwrap();
+    let layer = Linear::new(&b, 4, 4).unwrap();
+    let f = |m: &&Linear, x: &[Tensor]| Ok(vec![m.forward(&m.forward(&x[0])).sqr().mean(..)]);
+    let step = TrainStep::new(&layer, Optimizer::new(&layer, Sgd::new()).unwrap(), f).unwrap();
+    let step = step.accumulate(2).unwrap();
+    let x = Tensor::ones(&b, [3, 4], DType::F32);
+    let line = line!() + 1;
+    let graph = step.graph(&[&x]).unwrap().graph;
+    let text = graph.to_string();
+    assert!(graph.nodes().iter().all(|n| n.span.is_known()), "{text}");
+    let place = format!("{}:{line}", file!());
+    let adds = graph.nodes().iter().filter(|n| n.op.name() == "add" && n.span.text() == place);
+    assert!(adds.count() >= 4, "the sums of two gradients and of two batches, of each parameter: {text}");
+}
+
 /// The scale and the parameter after each step equal those of PyTorch's GradScaler.
 #[test]
 fn the_scale_follows_pytorch() {

@@ -5,7 +5,7 @@ use super::manifest::Manifest;
 use super::tensors::{Tensors, record};
 use halcyon::ir::error::{Error, Result};
 use halcyon::{ConstData, DType, Tensor};
-use halcyon_nn::{LoadWeights, Module, ModuleExt, Strictness, TrainStep, Unmatched};
+use halcyon_nn::{LoadWeights, Module, ModuleExt, SlotId, SlotKind, Strictness, TrainStep, Unmatched};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
@@ -166,17 +166,27 @@ fn optimizer_state(
     }
 }
 
-/// The f32 copies that the file has of parameters, by name. Only parameters that are f32 or f64 in this run
-/// are included.
+/// The f32 copies of parameters in the file, by name, for parameters that the run has in f32 or f64. The file
+/// has one copy of a parameter that several fields share; each of its names gets it, because the weights are
+/// read under each name.
 fn masters(model: &dyn Module, state: &Tensors) -> Result<HashMap<String, ConstData>> {
+    let (mut names, mut order) = (HashMap::<SlotId, Vec<String>>::new(), vec![]);
+    model.each_slot(|path, slot| {
+        let own = names.entry(slot.id()).or_default();
+        if own.is_empty() {
+            order.push(slot.clone());
+        }
+        own.push(format!("{path}.master"));
+    });
     let mut out = HashMap::new();
-    for (path, slot) in model.parameters() {
-        let name = format!("{path}.master");
-        if !matches!(slot.value().dtype()?, DType::F32 | DType::F64) {
+    for slot in order {
+        if slot.kind() != SlotKind::Param || !matches!(slot.value().dtype()?, DType::F32 | DType::F64) {
             continue;
         }
-        if let Some(data) = state.get(&name) {
-            out.insert(name, data?);
+        let names = names.remove(&slot.id()).unwrap_or_default();
+        if let Some(data) = names.iter().find_map(|n| state.get(n)) {
+            let data = data?;
+            out.extend(names.into_iter().map(|n| (n, data.clone())));
         }
     }
     Ok(out)

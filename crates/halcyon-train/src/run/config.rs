@@ -1,5 +1,6 @@
 //! The configuration file.
 
+use super::settings;
 use crate::checkpoint::Goal;
 use halcyon::ir::DType;
 use halcyon::ir::error::{Error, Result};
@@ -8,7 +9,8 @@ use halcyon_nn::{
 };
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
-use toml::{Table, Value};
+use toml::de::{DeTable, DeValue, Deserializer};
+use toml::{Spanned, Table, Value};
 
 /// The configuration of a training, which `halcyon train` reads from a TOML file.
 ///
@@ -284,30 +286,41 @@ impl Config {
     /// `optimizer.rate=0.1`. `value` is TOML; text needs no quotes.
     ///
     /// # Errors
-    /// `Error::Io`; `Error::Format`, with the line, for a file that is not TOML or has unknown keys or wrong
-    /// types; `Error::Argument` for a setting that is not of the form `key=value`.
+    /// `Error::Io`; `Error::Format` for a file that is no TOML or has unknown keys or wrong types, with the
+    /// line; `Error::Argument` for a setting that is no `key=value`, or whose key or value is wrong, with the
+    /// setting.
     pub fn read(path: &Path, settings: &[String]) -> Result<Config> {
         let text = halcyon_host::input::text(path)?;
-        let malformed = |what: String| Error::Format { file: path.display().to_string(), what };
-        let mut table: Table = toml::from_str(&text).map_err(|e| malformed(located(&e, &text)))?;
-        // The file is checked before the settings are applied, so that errors of the file's own keys have
-        // their line.
-        let typed = |t: &Table| t.clone().try_into::<Config>();
-        if settings.is_empty() {
-            toml::from_str::<Config>(&text).map_err(|e| malformed(located(&e, &text)))?;
-        }
+        let malformed =
+            |e: toml::de::Error| Error::Format { file: path.display().to_string(), what: located(&e, &text) };
+        let settings = settings::parse(settings, text.len() + 1)?;
+        let mut table = DeTable::parse(&text).map_err(malformed)?;
         let folder = path.parent().unwrap_or(Path::new(""));
         for key in
             [&["data"][..], &["train", "path"], &["train", "labels"], &["test", "path"], &["test", "labels"]]
         {
-            if let Some(Value::String(p)) = at(&mut table, key) {
-                *p = folder.join(&p).display().to_string();
+            if let Some(DeValue::String(p)) = at(table.get_mut(), key) {
+                *p = folder.join(&**p).display().to_string().into();
             }
         }
-        for s in settings {
-            set(&mut table, s)?;
+        let typed = |t: &Spanned<DeTable<'_>>| Config::deserialize(Deserializer::from(t.clone()));
+        let (mut read, mut last) = (typed(&table), None);
+        for s in &settings {
+            s.apply(table.get_mut())?;
+            let next = typed(&table);
+            // The setting after which the configuration was not valid any more.
+            if next.is_ok() || read.is_ok() {
+                last = next.is_err().then_some(s);
+            }
+            read = next;
         }
-        let mut config = typed(&table).map_err(|e| malformed(e.message().to_string()))?;
+        let mut config = read.map_err(|e| {
+            let named = e.span().and_then(|span| settings.iter().find(|s| s.has(&span)));
+            match named.or(last) {
+                Some(s) => Error::argument("--set", format!("`{}`: {}", s.text(), e.message())),
+                None => malformed(e),
+            }
+        })?;
         if config.output.as_os_str().is_empty() {
             config.output = Path::new("runs").join(path.file_stem().unwrap_or_default());
         }
@@ -336,39 +349,13 @@ fn located(e: &toml::de::Error, text: &str) -> String {
     }
 }
 
-fn at<'t>(table: &'t mut Table, path: &[&str]) -> Option<&'t mut Value> {
-    match path {
-        [key] => table.get_mut(*key),
-        [key, rest @ ..] => at(table.get_mut(*key)?.as_table_mut()?, rest),
-        [] => None,
+fn at<'t, 'i>(table: &'t mut DeTable<'i>, path: &[&str]) -> Option<&'t mut DeValue<'i>> {
+    let (key, rest) = path.split_first()?;
+    match (table.get_mut(*key)?.get_mut(), rest) {
+        (value, []) => Some(value),
+        (DeValue::Table(t), rest) => at(t, rest),
+        _ => None,
     }
-}
-
-/// Applies one setting.
-fn set(table: &mut Table, setting: &str) -> Result<()> {
-    let bad = |what: String| Error::argument("--set", what);
-    let (key, text) = setting
-        .split_once('=')
-        .filter(|(k, _)| !k.trim().is_empty())
-        .ok_or_else(|| bad(format!("`{setting}` is not of the form key=value, as in optimizer.rate=0.01")))?;
-    let parsed: std::result::Result<Table, _> = toml::from_str(&format!("value = {text}"));
-    let value = match parsed.ok().and_then(|mut t| t.remove("value")) {
-        Some(v) => v,
-        None => Value::String(text.to_string()),
-    };
-    let (mut table, mut parts) = (table, key.trim().split('.').peekable());
-    while let Some(part) = parts.next() {
-        if parts.peek().is_none() {
-            table.insert(part.to_string(), value);
-            return Ok(());
-        }
-        let entry = table.entry(part.to_string()).or_insert_with(|| Value::Table(Table::new()));
-        table = match entry {
-            Value::Table(t) => t,
-            _ => return Err(bad(format!("`{part}` of `{key}` is a value, not a table"))),
-        };
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -423,6 +410,36 @@ mod tests {
             let want = format!("line {line}");
             assert!(e.contains(&want) && e.contains(part) && e.contains("small.toml"), "{e}");
         }
+    }
+
+    /// The line of an error is that of the file, whatever is set; a wrong setting is named itself.
+    #[test]
+    fn errors_name_the_line_or_the_setting() {
+        for (text, settings, line, part) in [
+            (format!("{MLP}shuffle = true\n[other]\n"), &["epochs=3"][..], 9, "other"),
+            (MLP.replace("epochs = 2", "epochs = \"two\""), &["batch=8"], 1, "invalid type"),
+            (MLP.replace("mlp", "mpl"), &["epochs=3", "optimizer.rate=0.1"], 3, "mpl"),
+        ] {
+            let e = read(&text, settings).unwrap_err().to_string();
+            let want = format!("line {line}");
+            assert!(e.contains(&want) && e.contains(part) && e.contains("small.toml"), "{e}");
+        }
+        for (settings, setting) in [
+            (&["batch=8", "epochs=many"][..], "epochs=many"),
+            (&["optimizer.rate=fast", "epochs=3"], "optimizer.rate=fast"),
+            (&["optimizer.speed=1"], "optimizer.speed=1"),
+            (&["batch=8", "model.hidden=8"], "model.hidden=8"),
+            (&["best.metric=loss", "batch=8"], "best.metric=loss"),
+            (&["optimizer={ kind = \"sgd\", rat = 1 }"], "optimizer={ kind = \"sgd\", rat = 1 }"),
+        ] {
+            let e = read(MLP, settings).unwrap_err().to_string();
+            assert!(e.contains("--set") && e.contains(&format!("`{setting}`")), "{settings:?}: {e}");
+            assert!(!e.contains("line"), "{settings:?}: {e}");
+        }
+        // Settings may give what the file lacks, and replace what is wrong there.
+        let c = read("[train]\nkind = \"npz\"\npath = \"a.npz\"\n", &["model.kind=mlp", "model.hidden=[4]"]);
+        assert!(c.is_ok(), "{c:?}");
+        assert_eq!(read(&MLP.replace("epochs = 2", "epochs = \"two\""), &["epochs=3"]).unwrap().epochs, 3);
     }
 
     #[test]

@@ -2,10 +2,9 @@
 
 use super::data::{Data, Target};
 use super::models::Model;
+use crate::onnx::write_onnx;
 use halcyon::ir::error::Result;
-use halcyon::ir::passes::{cse, fold, simplify};
 use halcyon::{DType, Dim, Shape, Tensor};
-use halcyon_formats::onnx::export::{ExportOptions, write as write_onnx};
 use std::path::Path;
 
 /// Writes the model's forward in evaluation mode. The input is f32; the model computes in the dtype of its
@@ -25,11 +24,5 @@ pub(super) fn write(model: &Model, data: &Data, path: &Path) -> Result<u64> {
         Target::Classes(_) => ("probabilities", y.softmax(-1)),
         Target::Values => ("values", y),
     };
-    y.check()?;
-    let graph = Tensor::trace(&[(&data.input.name, &x)], &[(name, &y)])?;
-    let (graph, _) = fold::run_lean(&graph)?;
-    let (graph, _) = simplify::run(&graph)?;
-    let (graph, _) = cse::run(&graph)?;
-    let written = write_onnx(&graph, path, &ExportOptions::default())?;
-    Ok(written.model_bytes + written.data.map_or(0, |(_, n)| n))
+    write_onnx(model, &[(&data.input.name, &x)], &[(name, &y)], path)
 }

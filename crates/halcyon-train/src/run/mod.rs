@@ -7,6 +7,7 @@ mod config;
 mod data;
 mod export;
 mod models;
+mod settings;
 
 pub use config::{Config, DTypeName, GoalName, ModelConfig, OptimizerConfig, OptimizerKind, Watch};
 pub use models::{Chars, Cnn, Mlp, Model};

@@ -204,7 +204,9 @@ impl BackendBuilder {
         self
     }
 
-    /// The directory in which compiled programs are cached.
+    /// The directory of everything that is kept on disk: compiled programs, packed constants, measured rates,
+    /// tuning results. If not set, the user's cache directory, or none with `HALCYON_CACHE=off`. A directory
+    /// that is set is used with `HALCYON_CACHE=off` too.
     pub fn cache_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.0.options.cache_dir = Some(dir.into());
         self

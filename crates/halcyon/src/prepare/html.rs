@@ -1,6 +1,7 @@
 //! A report as one HTML page: tables, and plots as inline SVG. The page has no scripts and loads nothing.
 
 use super::result::{OpTime, OptimizationReport, error, size, time};
+use crate::markup::escape;
 use std::fmt::Write;
 
 const STYLE: &str = "\
@@ -23,28 +24,6 @@ const ROW: f64 = 21.0;
 const LABEL: usize = 42;
 /// The number of ops in a plot. The table below the plot has all ops.
 const OPS: usize = 15;
-
-/// Prepares text for HTML: escapes markup, and replaces characters that HTML does not allow or that change
-/// the direction of text.
-fn escape(s: &str) -> String {
-    let mut out = String::with_capacity(s.len());
-    for c in s.chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            c if c.is_control() => out.push('\u{fffd}'),
-            '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => {
-                out.push('\u{fffd}')
-            }
-            '\u{fffe}' | '\u{ffff}' => out.push('\u{fffd}'),
-            c => out.push(c),
-        }
-    }
-    out
-}
 
 /// Shortens `s` to at most `most` characters.
 fn short(s: &str, most: usize) -> String {

@@ -93,6 +93,11 @@ impl WeightType {
         WeightType::F8,
     ];
 
+    /// Whether activations stay floats (f32 or bf16), so that nothing depends on their ranges.
+    pub fn keeps_activations(self) -> bool {
+        matches!(self, WeightType::Int4 | WeightType::Int4Min | WeightType::Bf16)
+    }
+
     /// The name, as [`FromStr`] reads it.
     pub fn name(self) -> &'static str {
         match self {
@@ -123,7 +128,8 @@ impl FromStr for WeightType {
     }
 }
 
-/// The source of the scales of activations.
+/// The source of the scales of activations. With weights of 4 bits activations have no scales: only `Auto` is
+/// valid, and calibration samples are not used.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activations {
@@ -270,6 +276,10 @@ fn check(options: &QuantizeOptions) -> Result<()> {
         return bad("weight_bits", format!("{b}: expected 7 or 8"));
     }
     match options.activations {
+        a if options.weights.keeps_activations() && a != Activations::Auto => {
+            let what = format!("it has no effect with {} weights: activations stay floats", options.weights);
+            bad("activations", what)
+        }
         Activations::Percentile(p) if !(50.0..=100.0).contains(&p) => {
             bad("activations", format!("percentile {p} is outside 50..=100"))
         }
@@ -284,10 +294,10 @@ fn check(options: &QuantizeOptions) -> Result<()> {
 /// If the backend was built without the transformation [`QUANTIZED`], the graph is returned unchanged.
 ///
 /// # Errors
-/// [`Error::Argument`] for options out of range, if `samples` is empty, for calibrated activations without
-/// calibration samples, and for a graph without layers that can be quantised; [`Error::Unsupported`] with the
-/// measured error if the bound cannot be met, and for f8 on a device without products of f8; errors of
-/// [`Session::run`].
+/// [`Error::Argument`] for options out of range or without effect, without samples, for calibrated
+/// activations without calibration samples, and for a graph in which nothing can be quantised;
+/// [`Error::Unsupported`] with the measured error if the bound cannot be met, and for f8 on a device that
+/// does not multiply it; the errors of [`Session::run`].
 pub fn quantize(
     backend: &Backend,
     graph: &Graph,
@@ -300,7 +310,7 @@ pub fn quantize(
         return Err(Error::argument("samples", "none given; the error is measured on at least one"));
     }
     let mut options = options.clone();
-    if options.activations == Activations::Auto {
+    if options.activations == Activations::Auto && !options.weights.keeps_activations() {
         let none = calibration.is_empty();
         options.activations = if none { Activations::Dynamic } else { Activations::MinMax };
     }

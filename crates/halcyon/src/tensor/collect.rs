@@ -174,6 +174,7 @@ pub(crate) struct Collector {
 impl Collector {
     /// Makes a tensor an input of the graph, even if it is computed from others.
     pub(crate) fn declare(&mut self, name: &str, t: &Tensor) {
+        self.graph.span = t.0.span.clone();
         let id = self.graph.input(name, t.0.ty.clone());
         self.ids.insert(Arc::as_ptr(&t.0), id);
         self.order.push(t.clone());

@@ -379,9 +379,10 @@ impl Tensor {
         Tensor::leaf(backend, ty, Value::Ready(b), span)
     }
 
-    /// A placeholder that a traced function gets as an argument, in place of an input.
-    pub(crate) fn stand_in(backend: &Backend, ty: TensorType) -> Tensor {
-        Tensor::leaf(backend, ty, Value::Pending, Span::default())
+    /// A placeholder that a traced function gets as an argument, in place of an input. The sums of its
+    /// gradients get its span.
+    pub(crate) fn stand_in(backend: &Backend, ty: TensorType, span: Span) -> Tensor {
+        Tensor::leaf(backend, ty, Value::Pending, span)
     }
 
     /// The serial number that the next tensor gets.

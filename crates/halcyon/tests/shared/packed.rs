@@ -32,6 +32,22 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
     std::fs::read_dir(dir.join("packed")).into_iter().flatten().map(|e| e.unwrap().path()).collect()
 }
 
+/// A directory that the program names is used although HALCYON_CACHE=off switches the user's cache off.
+#[test]
+fn a_named_directory_is_used_without_the_users_cache() {
+    let user = tempfile::tempdir().unwrap();
+    let mut c = std::process::Command::new(std::env::current_exe().unwrap());
+    c.args(["packed::a_second_start_reads_what_the_first_packed", "--exact"]);
+    c.env("HALCYON_CACHE", "off");
+    for name in halcyon::hal::cache::variables() {
+        c.env(name, user.path());
+    }
+    let o = c.output().unwrap();
+    let text = String::from_utf8_lossy(&o.stdout);
+    assert!(o.status.success() && text.contains("1 passed"), "{text}");
+    assert_eq!(std::fs::read_dir(user.path()).unwrap().count(), 0, "the user's cache is not used");
+}
+
 #[test]
 fn a_second_start_reads_what_the_first_packed() {
     let mut rng = Rng::fresh("a_second_start_reads_what_the_first_packed");

@@ -5,7 +5,7 @@ use halcyon::ir::ops::Conv;
 use halcyon::ir::passes::{BLOCKED, QUANTIZED, RECOGNITION};
 use halcyon::ir::{Graph, TensorType};
 use halcyon::prelude::*;
-use halcyon::quantize::{Activations, QuantizeOptions, WeightType, error, quantize};
+use halcyon::quantize::{Activations, Fallback, QuantizeOptions, WeightType, error, quantize};
 use halcyon::{ConstData, Error, Session};
 use halcyon_test::Rng;
 use halcyon_test::devices::devices;
@@ -150,7 +150,8 @@ fn layers_return_to_f32_until_the_bound_is_met() {
     let all = quantize(&b, &g, &calibration, &held, &within(0.9)).unwrap().report;
     assert_eq!(all.quantized(), all.layers.len());
     let bound = all.error * 0.8;
-    match quantize(&b, &g, &calibration, &held, &within(bound)) {
+    let options = QuantizeOptions { fallback: Fallback::F32, ..within(bound) };
+    match quantize(&b, &g, &calibration, &held, &options) {
         Ok(q) => {
             assert!(q.report.error <= bound && q.report.quantized() < all.layers.len(), "{}", q.report);
             assert!(q.report.quantized() > 0 && q.report.error_of_all > bound);
@@ -159,6 +160,61 @@ fn layers_return_to_f32_until_the_bound_is_met() {
         }
         Err(e) => panic!("no layer within {bound}: {e}"),
     }
+}
+
+/// Layers of 16 bits have errors far below those of 8 bits, and the kernels of integers compute what O0 does.
+#[test]
+fn layers_of_16_bits_are_more_accurate_on_every_device() {
+    let mut rng = Rng::fresh("layers of 16 bits");
+    let g = rows(&mut rng);
+    let held = samples(&mut rng, &g, 2);
+    let zero = cpu(Level::O0, &[]);
+    for b in devices("quantize", Level::O3) {
+        let of = |weights, calibration: &[Vec<ConstData>]| {
+            let o = QuantizeOptions { weights, ..within(0.9) };
+            quantize(&b, &g, calibration, &held, &o).unwrap()
+        };
+        let eight = of(WeightType::Int8, &[]).report.error;
+        let q = of(WeightType::Int16, &[]);
+        assert_eq!(q.report.of_type(WeightType::Int16), 2, "{}", q.report);
+        assert!(q.report.error < eight / 8.0 && q.report.error > 0.0, "{}: {eight}", q.report);
+        let (ours, theirs) = (Session::new(&b, q.graph.clone()), Session::new(&zero, q.graph.clone()));
+        for x in &held {
+            let (y, want) = (ours.run(x).unwrap(), theirs.run(x).unwrap());
+            assert!(error(&[y], &[want]) < 1e-4, "{}", b.id());
+        }
+        // Ranges of these very samples, beyond which nothing saturates.
+        let calibrated = of(WeightType::Int16, &held).report.error;
+        assert!(calibrated < eight / 8.0, "{calibrated} {eight}");
+        let halves = of(WeightType::Bf16, &[]).report;
+        assert!(
+            halves.of_type(WeightType::Bf16) == 2 && halves.error < eight && halves.error > 0.0,
+            "{halves}"
+        );
+        let ran = kernels(&b, &q.graph, &held[0]).iter().filter(|l| l.contains("gemm_i16")).count();
+        let vectors = b.info().properties.get("simd").is_some_and(|s| s.contains("avx"));
+        assert_eq!(ran > 0, b.id().starts_with("cpu") && vectors, "{}", b.id());
+    }
+}
+
+/// Layers that exceed the bound in 8 bits get the fallback's 16 bits.
+#[test]
+fn layers_return_to_16_bits_until_the_bound_is_met() {
+    let mut rng = Rng::fresh("layers return to 16 bits");
+    let (g, b) = (rows(&mut rng), cpu(Level::O3, &[]));
+    let held = samples(&mut rng, &g, 2);
+    let all = quantize(&b, &g, &[], &held, &within(0.9)).unwrap().report.error;
+    for fallback in [Fallback::Int16, Fallback::F32] {
+        let q = quantize(&b, &g, &[], &held, &QuantizeOptions { fallback, ..within(all / 1.05) }).unwrap();
+        let (eight, wide) = (q.report.of_type(WeightType::Int8), q.report.of_type(WeightType::Int16));
+        assert!(eight < 2 && q.report.error <= all / 1.05, "{}", q.report);
+        assert_eq!(wide, if fallback == Fallback::Int16 { 2 - eight } else { 0 }, "{}", q.report);
+        assert_eq!(q.report.options.fallback, fallback);
+    }
+    let auto = quantize(&b, &g, &[], &held, &within(0.9)).unwrap().report.options.fallback;
+    assert_ne!(auto, Fallback::Auto, "the report has the choice that was made");
+    assert!("int32".parse::<Fallback>().is_err());
+    assert_eq!("bf16".parse::<Fallback>().unwrap(), Fallback::Bf16);
 }
 
 #[test]
@@ -227,6 +283,10 @@ fn bad_options_and_graphs_are_refused() {
     assert!(refused(&g, &[], &held, &o).contains("calibration"));
     let o = QuantizeOptions { activations: Activations::Percentile(10.0), ..within(0.5) };
     assert!(refused(&g, &held, &held, &o).contains("percentile"));
+    for activations in [Activations::MinMax, Activations::Dynamic] {
+        let o = QuantizeOptions { activations, weights: WeightType::Int4, ..within(2.0) };
+        assert!(refused(&g, &held, &held, &o).contains("no effect with int4 weights"));
+    }
     let o = QuantizeOptions { weight_bits: Some(6), ..within(0.5) };
     assert!(refused(&g, &[], &held, &o).contains("weight_bits"));
     let mut none = Graph::new();

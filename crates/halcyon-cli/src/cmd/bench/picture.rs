@@ -1,6 +1,7 @@
 //! Bar charts as SVG.
 
 use crate::report::short;
+use halcyon::markup::escape;
 use std::fmt::Write;
 
 #[derive(Clone, Debug)]
@@ -25,22 +26,6 @@ const BARS_WIDTH: f64 = 400.0;
 const ROW: f64 = 22.0;
 /// Characters of a label that fit to the left of the bars.
 const LABEL: usize = 46;
-
-/// Text for XML: escapes markup, and replaces characters that XML does not allow.
-fn escape(s: &str) -> String {
-    let mut out = String::with_capacity(s.len());
-    for c in s.chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            c if c.is_control() || matches!(c, '\u{fffe}' | '\u{ffff}') => out.push('\u{fffd}'),
-            c => out.push(c),
-        }
-    }
-    out
-}
 
 /// A chart of several parts, one below the other. The longest bar of each part has the full length.
 pub(super) fn svg(title: &str, parts: &[Part]) -> String {

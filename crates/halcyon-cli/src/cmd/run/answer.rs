@@ -2,6 +2,7 @@
 
 use super::leaf::{Leaf, key_json, key_type};
 use crate::report::{number, one_line, table, time};
+use halcyon::hal::select::TRIED_LAST;
 use halcyon::ir::composite::CompositeKind;
 use halcyon::{Backend, BackendType, ConstData, Error, Result, Scalar};
 use halcyon_formats::onnx::Text;
@@ -197,9 +198,9 @@ pub(crate) fn placement_text(b: &Backend) -> String {
     }
     let others: Vec<_> = s.candidates.iter().filter(|c| c.backend != BackendType::Cpu).collect();
     let why = |c: &halcyon::hal::select::Candidate| c.rejected.clone().unwrap_or_default();
-    let named = |c: &halcyon::hal::select::Candidate| why(c).contains("used only when named");
+    let last = |c: &halcyon::hal::select::Candidate| why(c).contains(TRIED_LAST);
     // A device that exists but was not selected is more relevant than a missing driver.
-    if let Some(c) = others.iter().find(|c| c.device.is_some() && !named(c)) {
+    if let Some(c) = others.iter().find(|c| c.device.is_some() && !last(c)) {
         let id = c.device.as_deref().unwrap_or(c.backend.id());
         let what = match c.missing {
             Some(_) => "has too little free memory",

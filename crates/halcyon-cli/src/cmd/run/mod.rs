@@ -97,10 +97,16 @@ fn quantized(a: &RunArgs, model: Model, input: &InputArgs, many: bool) -> Result
         true => vec![],
         false => vec![optimize::sample(&model.inputs()?, input)?],
     };
+    let sample = own.first().cloned();
     let q = optimize::quantized(&model, &backend, &a.quantize, input, own)?;
     if !q.changed() {
         return Ok((model, Some(q)));
     }
+    let sample = match sample {
+        Some(s) => Some(s),
+        None => optimize::samples(&model.inputs()?, &a.quantize, input)?.into_iter().next(),
+    };
+    sample.map(|s| optimize::warn_without_kernels(&q, &backend, &s)).transpose()?;
     // The JSON of one run has the report; that of several inputs has no place for it.
     if !a.json || many {
         tell::note(&q.report.to_string());

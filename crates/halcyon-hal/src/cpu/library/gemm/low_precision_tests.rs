@@ -4,6 +4,7 @@
 use super::product_bf16::*;
 use super::product_f32::{Batch, Epilogue, Gemm, Mat, MatMut};
 use super::product_int8::*;
+use super::product_int16::gemm_pairs;
 use crate::cpu::library::testing::*;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, Team};
@@ -280,6 +281,52 @@ where
             let packed = PackedI8::b_for(code, isa, bm, k, n);
             gemm_i8_packed(team, &Gemm::new((m, n, k), am, &packed, mat_mut(&out, sc)));
             assert!(out.slice() == want, "packed {code:?} {what:?}");
+        }
+    }
+}
+
+/// Checks a product of 16-bit integers with any strides, whose sums wrap.
+fn check_i16(team: &Team, isa: Isa, rng: &mut Rng, c: Case) {
+    const ENDS: [i16; 4] = [i16::MIN, i16::MAX, 0, -1];
+    let draw = |rng: &mut Rng| if rng.below(4) == 0 { ENDS[rng.below(4)] } else { rng.bits() as i16 };
+    let (m, n, k) = (c.m, c.n, c.k);
+    let (sa, sb, sc) = (strides(c.l[0], m, k), strides(c.l[1], k, n), strides(c.l[2], m, n));
+    let a = Guarded::new(&(0..sa.2).map(|_| draw(rng)).collect::<Vec<i16>>(), c.side);
+    let b = Guarded::new(&(0..sb.2).map(|_| draw(rng)).collect::<Vec<i16>>(), c.side);
+    let poison: Vec<i32> = (0..sc.2).map(|_| rng.bits() as i32).collect();
+    let mut want = poison.clone();
+    for i in 0..m {
+        for j in 0..n {
+            let term = |q: usize| {
+                i64::from(a.slice()[i * sa.0 + q * sa.1]) * i64::from(b.slice()[q * sb.0 + j * sb.1])
+            };
+            want[i * sc.0 + j * sc.1] = (0..k).map(term).sum::<i64>() as i32;
+        }
+    }
+    let (am, bm) = (mat(&a, sa), mat(&b, sb));
+    let (epilogue, size) = (Epilogue::default(), (m, n, k));
+    for threads in [1, team.threads()] {
+        let out = Guarded::new(&poison, c.side);
+        // SAFETY: the guarded vectors hold the elements that the strides reach; results are separate memory.
+        unsafe { gemm_pairs(team, threads, isa, &Gemm::new(size, am, bm, mat_mut(&out, sc)).with(epilogue)) };
+        assert!(out.slice() == want, "{isa:?} {threads} {c:?}");
+    }
+}
+
+#[test]
+fn products_of_16_bits_are_exact_between_guard_pages() {
+    let mut rng = Rng::new();
+    for threads in [1, 3] {
+        let team = Team::new(threads);
+        for isa in Isa::available() {
+            for _ in 0..150 {
+                let c = random_case(&mut rng);
+                check_i16(&team, isa, &mut rng, c);
+            }
+            for (m, n, k) in LARGE.into_iter().take(2).filter(|&(m, n, k)| bearable(m, n, k)) {
+                let c = Case { m, n, k, ..random_case(&mut rng) };
+                check_i16(&team, isa, &mut rng, c);
+            }
         }
     }
 }

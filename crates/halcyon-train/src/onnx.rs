@@ -1,0 +1,85 @@
+//! Trained models as ONNX.
+
+use halcyon::ir::Op;
+use halcyon::ir::error::{Result, Span};
+use halcyon::ir::graph::{Graph, Node};
+use halcyon::ir::passes::{cse, fold, simplify};
+use halcyon::{ConstData, Tensor};
+use halcyon_formats::onnx::export::{ExportOptions, export, write};
+use halcyon_nn::{LoadWeights, Module};
+use std::path::Path;
+
+/// Writes what `outputs` compute of `inputs` as an ONNX model. The inputs are placeholders
+/// ([`Tensor::placeholder`]), whose shapes may have symbols; other values become constants. Parameters and
+/// buffers of `model` keep their names, and the nodes that read them have the name of their module. Returns
+/// the size in bytes.
+///
+/// ```
+/// use halcyon::{Dim, prelude::*};
+/// use halcyon_nn::Linear;
+/// # fn main() -> halcyon::Result<()> {
+/// # let dir = tempfile::tempdir().unwrap();
+/// # let path = dir.path().join("layer.onnx");
+/// let b = Backend::cpu()?;
+/// let layer = Linear::new(&b, 4, 2)?;
+/// let x = Tensor::placeholder(&b, DType::F32, [Dim::sym("batch"), Dim::from(4)]);
+/// halcyon_train::write_onnx(&layer, &[("x", &x)], &[("y", &layer.forward(&x))], &path)?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// Errors that the tensors carry, `Error::Unsupported` for an op that ONNX lacks, and `Error::Io`.
+pub fn write_onnx(
+    model: &dyn Module,
+    inputs: &[(&str, &Tensor)],
+    outputs: &[(&str, &Tensor)],
+    path: &Path,
+) -> Result<u64> {
+    outputs.iter().try_for_each(|(_, t)| t.check())?;
+    let traced = Tensor::trace(inputs, outputs)?;
+    let graph = named(&traced, &model.state_dict()?);
+    let (graph, _) = fold::run_lean(&graph)?;
+    let (graph, _) = simplify::run(&graph)?;
+    let (graph, _) = cse::run(&graph)?;
+    let options = ExportOptions::default();
+    // An error names the line of the program, which the named graph does not have.
+    let written = write(&graph, path, &options).map_err(|e| export(&traced, &options).err().unwrap_or(e))?;
+    Ok(written.model_bytes + written.data.map_or(0, |(_, n)| n))
+}
+
+/// The graph with names in place of lines: constants are named after the weights that they hold, and nodes
+/// that read weights after the weights' module.
+fn named(graph: &Graph, weights: &[(String, ConstData)]) -> Graph {
+    let mut out = Graph::new();
+    // The weight that each node holds, also as a view.
+    let mut holds: Vec<Option<&str>> = vec![];
+    for id in graph.ids() {
+        let n = graph.node(id);
+        let of_operands = n.inputs.iter().find_map(|x| holds[x.index()]);
+        let weight = match &n.op {
+            Op::Const(data) => weights.iter().find(|(_, w)| same(data, w)).map(|(name, _)| name.as_str()),
+            Op::Permute(_) | Op::Reshape | Op::Expand => of_operands,
+            _ => None,
+        };
+        let module = of_operands.and_then(|w| w.rsplit_once('.')).map(|(module, _)| module);
+        let span = weight.or(module).map_or(Span::default(), Span::new);
+        // Every node keeps its number, because a trace has its inputs in their order.
+        match &n.op {
+            Op::Input(_) => {
+                let spec = graph.inputs().iter().find(|i| i.node == id);
+                out.input(spec.map_or("", |i| &*i.name), n.ty.clone())
+            }
+            _ => out.push_unchecked(Node { span, ..n.clone() }),
+        };
+        holds.push(weight);
+    }
+    for o in graph.outputs() {
+        out.output(&o.name, o.node);
+    }
+    out
+}
+
+fn same(a: &ConstData, b: &ConstData) -> bool {
+    (a.dtype, &a.dims) == (b.dtype, &b.dims) && a.bytes() == b.bytes()
+}

@@ -1,0 +1,55 @@
+//! The examples that train with this crate.
+
+#[path = "../../../examples/06_char_gpt.rs"]
+mod char_gpt;
+#[path = "../../../examples/05_digits_cnn.rs"]
+mod digits;
+
+use halcyon::OnnxSession;
+use halcyon::prelude::*;
+use halcyon_formats::npz::Npz;
+use std::path::{Path, PathBuf};
+
+fn shipped(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(name)
+}
+
+/// The share of the test images that a model file classifies correctly.
+fn accuracy(b: &Backend, model: &Path) -> f64 {
+    let data = Npz::open(&shipped("models/digits.npz")).unwrap();
+    let images = Tensor::from_data(b, &data.get("test_images").unwrap()).unwrap();
+    let n = images.dims().unwrap()[0];
+    let images = images.reshape([n, 1, 8, 8]).cast(DType::F32) / 16.0;
+    let found = OnnxSession::open(b, model).unwrap().run([("image", &images)]).unwrap();
+    let p = &found["probabilities"];
+    assert_eq!(p.dims().unwrap().as_slice(), [n, 10]);
+    let digits = p.argmax(-1).to_vec::<i64>().unwrap();
+    let labels = data.get("test_labels").unwrap().to_vec::<i64>();
+    digits.iter().zip(&labels).filter(|(d, l)| d == l).count() as f64 / n as f64
+}
+
+/// Fewer epochs than the example's main, which made the file that ships.
+#[test]
+fn the_digits_cnn_reaches_97_percent_also_as_a_file() {
+    let b = Backend::cpu().unwrap();
+    let (net, found) = digits::train(&b, &shipped("models/digits.npz"), 2, 18).unwrap();
+    assert!(found >= 0.97, "{found}");
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("digits.onnx");
+    let bytes = digits::save(&net, &b, &file).unwrap();
+    assert_eq!(std::fs::metadata(&file).unwrap().len(), bytes);
+    assert!(bytes < 40_000, "{bytes}");
+    assert!((accuracy(&b, &file) - found).abs() < 1e-9);
+    assert!(accuracy(&b, &shipped("models/digits.onnx")) >= 0.978);
+}
+
+#[test]
+fn the_character_model_learns_and_writes() {
+    let b = Backend::cpu().unwrap();
+    let (gpt, v, [first, last]) = char_gpt::train(&b, &shipped("examples/train/text.txt"), 60).unwrap();
+    // Random characters have the loss ln(size).
+    let random = (v.size() as f64).ln();
+    assert!(first < random + 1.0 && last < 0.7 * random, "{first} {last} {random}");
+    let text = gpt.write(&b, &v, "The ", 12).unwrap();
+    assert!(text.starts_with("The ") && text.chars().count() == 16, "{text}");
+}
