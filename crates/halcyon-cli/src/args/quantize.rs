@@ -2,7 +2,7 @@
 
 use super::{BackendArgs, InputArgs};
 use clap::Args;
-use halcyon::quantize::{Activations, Fallback, QuantizeOptions, WeightType};
+use halcyon::quantize::{Activations, QuantizeOptions, WeightType, WiderType};
 use halcyon::{Error, Result};
 use halcyon_formats::onnx::export::ExportOptions;
 use std::path::PathBuf;
@@ -13,8 +13,8 @@ pub(crate) struct QuantizeArgs {
     /// Bound of the error at O3: the largest difference from O0 over the standard deviation of O0's output
     /// [default: 1e-2]
     ///
-    /// Layers return to a wider type (--fallback) until the error is within the bound. If no layer can be quantised within it, the
-    /// run is refused (exit code 3) with the measured error.
+    /// Layers return to a wider type (--wider-type) until the error is within the bound. If no layer can be
+    /// quantised within it, the run is refused (exit code 3) with the measured error.
     #[arg(long, value_name = "ERROR", hide_short_help = true)]
     pub max_error: Option<f64>,
     /// Samples for the ranges of activations at O3: a folder (each file is a sample: .npz, .npy, image,
@@ -34,7 +34,7 @@ pub(crate) struct QuantizeArgs {
     /// Type of the layers that would exceed the bound: auto, f32, int16 or bf16. `auto` is the type of 16 bits
     /// whose products are faster than those of f32 on the device, or f32 [default: auto]
     #[arg(long, value_name = "TYPE", hide_short_help = true)]
-    pub fallback: Option<String>,
+    pub wider_type: Option<String>,
     /// Ranges of activations at O3: dynamic (computed in each run), minmax, or percentile:P, which leaves out
     /// the values beyond percentile P of each sample. Not for weights of 4 bits [default: minmax with
     /// --calibrate, else dynamic]
@@ -49,7 +49,7 @@ impl QuantizeArgs {
             (self.max_error.is_some(), "--max-error"),
             (self.calibrate.is_some(), "--calibrate"),
             (self.weights.is_some(), "--weights"),
-            (self.fallback.is_some(), "--fallback"),
+            (self.wider_type.is_some(), "--wider-type"),
             (self.activations.is_some(), "--activations"),
         ]
         .into_iter()
@@ -68,7 +68,7 @@ impl QuantizeArgs {
     pub(crate) fn options(&self) -> Result<QuantizeOptions> {
         let default = QuantizeOptions::default();
         let weights: Option<WeightType> = self.weights.as_deref().map(str::parse).transpose()?;
-        let fallback: Option<Fallback> = self.fallback.as_deref().map(str::parse).transpose()?;
+        let wider_type: Option<WiderType> = self.wider_type.as_deref().map(str::parse).transpose()?;
         let (weights, activations) = (weights.unwrap_or_default(), self.activations()?);
         if weights.keeps_activations() && activations != Activations::Auto {
             let what =
@@ -77,7 +77,7 @@ impl QuantizeArgs {
         }
         Ok(QuantizeOptions {
             weights,
-            fallback: fallback.unwrap_or_default(),
+            wider_type: wider_type.unwrap_or_default(),
             activations,
             max_error: self.max_error.unwrap_or(default.max_error),
             ..default

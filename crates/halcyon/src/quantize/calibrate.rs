@@ -54,7 +54,7 @@ pub(super) fn ranges(
         Activations::Percentile(p) => Some(p).filter(|p| *p < 100.0),
     };
     let calibrated = |w: &WeightType| matches!(w, WeightType::Int8 | WeightType::Int16 | WeightType::F8);
-    let types: Vec<WeightType> = [Some(options.weights), options.fallback.weights()]
+    let types: Vec<WeightType> = [Some(options.weights), options.wider_type.weights()]
         .into_iter()
         .flatten()
         .filter(calibrated)

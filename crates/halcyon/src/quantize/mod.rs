@@ -7,7 +7,7 @@
 //! with kernels for byte products uses them.
 //!
 //! The error of the rewritten graph is measured on samples that were not used for calibration. If the error
-//! exceeds the caller's bound, the layers that contribute most return to a wider type ([`Fallback`]), as few as
+//! exceeds the caller's bound, the layers that contribute most return to a wider type ([`WiderType`]), as few as
 //! are needed to meet the bound. If no layer can be quantised within the bound, an `Error` with the measured error is returned.
 //!
 //! ```
@@ -149,7 +149,7 @@ pub enum Activations {
 /// The type of the layers that would exceed the bound of the error in [`QuantizeOptions::weights`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Fallback {
+pub enum WiderType {
     /// The type of 16 bits whose products are faster than those of f32 on the device: bf16, else int16, else
     /// f32.
     #[default]
@@ -162,9 +162,10 @@ pub enum Fallback {
     Bf16,
 }
 
-impl Fallback {
+impl WiderType {
     /// Every choice.
-    pub const ALL: &'static [Fallback] = &[Fallback::Auto, Fallback::F32, Fallback::Int16, Fallback::Bf16];
+    pub const ALL: &'static [WiderType] =
+        &[WiderType::Auto, WiderType::F32, WiderType::Int16, WiderType::Bf16];
 
     /// The name, as [`FromStr`] reads it.
     pub fn name(self) -> &'static str {
@@ -174,26 +175,26 @@ impl Fallback {
     /// The type of weights. `None` for f32 and for a choice that is not made yet.
     fn weights(self) -> Option<WeightType> {
         match self {
-            Fallback::Auto | Fallback::F32 => None,
-            Fallback::Int16 => Some(WeightType::Int16),
-            Fallback::Bf16 => Some(WeightType::Bf16),
+            WiderType::Auto | WiderType::F32 => None,
+            WiderType::Int16 => Some(WeightType::Int16),
+            WiderType::Bf16 => Some(WeightType::Bf16),
         }
     }
 }
 
-impl fmt::Display for Fallback {
+impl fmt::Display for WiderType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for Fallback {
+impl FromStr for WiderType {
     type Err = Error;
-    fn from_str(s: &str) -> Result<Fallback> {
-        let known = Fallback::ALL.iter().find(|w| w.name() == s.trim().to_ascii_lowercase());
+    fn from_str(s: &str) -> Result<WiderType> {
+        let known = WiderType::ALL.iter().find(|w| w.name() == s.trim().to_ascii_lowercase());
         known.copied().ok_or_else(|| {
-            let names: Vec<&str> = Fallback::ALL.iter().map(|w| w.name()).collect();
-            Error::argument("fallback", format!("\"{s}\" is not one of {}", names.join(", ")))
+            let names: Vec<&str> = WiderType::ALL.iter().map(|w| w.name()).collect();
+            Error::argument("wider type", format!("\"{s}\" is not one of {}", names.join(", ")))
         })
     }
 }
@@ -212,7 +213,7 @@ pub struct QuantizeOptions {
     /// with saturation (AVX2 without VNNI), where 7-bit weights are faster, and 8 on every other device.
     pub weight_bits: Option<u32>,
     /// The type of the layers that would exceed the bound.
-    pub fallback: Fallback,
+    pub wider_type: WiderType,
 }
 
 impl Default for QuantizeOptions {
@@ -223,7 +224,7 @@ impl Default for QuantizeOptions {
             activations: Activations::Auto,
             max_error: 1e-2,
             weight_bits: None,
-            fallback: Fallback::Auto,
+            wider_type: WiderType::Auto,
         }
     }
 }
@@ -249,10 +250,10 @@ fn weight_bits(backend: &Backend) -> u32 {
     if saturates && backend.info().backend == BackendType::Cpu { 7 } else { 8 }
 }
 
-/// The fallback of 16 bits that is faster than f32 on the device.
-fn fallback(backend: &Backend) -> Fallback {
+/// The type of 16 bits that is faster than f32 on the device.
+fn wider_type(backend: &Backend) -> WiderType {
     if bf16_is_faster(&**backend.device()) {
-        return Fallback::Bf16;
+        return WiderType::Bf16;
     }
     // A product of any size.
     let (m, n, k) = (64, 64, 64);
@@ -264,7 +265,7 @@ fn fallback(backend: &Backend) -> Fallback {
         let call = LibraryCall::new(Work::Op(&op), &operands, &out);
         backend.device().as_target().library(&call).is_ok()
     });
-    if claimed { Fallback::Int16 } else { Fallback::F32 }
+    if claimed { WiderType::Int16 } else { WiderType::F32 }
 }
 
 fn check(options: &QuantizeOptions) -> Result<()> {
@@ -316,8 +317,8 @@ pub fn quantize(
     }
     let bits = options.weight_bits.unwrap_or_else(|| weight_bits(backend));
     options.weight_bits = Some(bits);
-    if options.fallback == Fallback::Auto {
-        options.fallback = fallback(backend);
+    if options.wider_type == WiderType::Auto {
+        options.wider_type = wider_type(backend);
     }
     let original = prepared(graph)?;
     if backend.lower_options().passes.without.contains(QUANTIZED) {

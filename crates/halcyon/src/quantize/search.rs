@@ -126,9 +126,9 @@ impl Search<'_> {
             let error = all.error;
             return self.report(all, error, &HashMap::new());
         }
-        // First as many layers as possible in the fallback, which has the smaller error, then as many of them
+        // First as many layers as possible in the wider type, which has the smaller error, then as many of them
         // as possible in the requested type.
-        let wide = match self.options.fallback.weights().filter(|w| *w != weights) {
+        let wide = match self.options.wider_type.weights().filter(|w| *w != weights) {
             Some(wide) => {
                 let every = self.measure(self.with(&none, wide, None), usize::MAX)?;
                 match every.error <= self.options.max_error {

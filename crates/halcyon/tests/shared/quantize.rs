@@ -5,7 +5,7 @@ use halcyon::ir::ops::Conv;
 use halcyon::ir::passes::{BLOCKED, QUANTIZED, RECOGNITION};
 use halcyon::ir::{Graph, TensorType};
 use halcyon::prelude::*;
-use halcyon::quantize::{Activations, Fallback, QuantizeOptions, WeightType, error, quantize};
+use halcyon::quantize::{Activations, QuantizeOptions, WeightType, WiderType, error, quantize};
 use halcyon::{ConstData, Error, Session};
 use halcyon_test::Rng;
 use halcyon_test::devices::devices;
@@ -150,7 +150,7 @@ fn layers_return_to_f32_until_the_bound_is_met() {
     let all = quantize(&b, &g, &calibration, &held, &within(0.9)).unwrap().report;
     assert_eq!(all.quantized(), all.layers.len());
     let bound = all.error * 0.8;
-    let options = QuantizeOptions { fallback: Fallback::F32, ..within(bound) };
+    let options = QuantizeOptions { wider_type: WiderType::F32, ..within(bound) };
     match quantize(&b, &g, &calibration, &held, &options) {
         Ok(q) => {
             assert!(q.report.error <= bound && q.report.quantized() < all.layers.len(), "{}", q.report);
@@ -197,24 +197,24 @@ fn layers_of_16_bits_are_more_accurate_on_every_device() {
     }
 }
 
-/// Layers that exceed the bound in 8 bits get the fallback's 16 bits.
+/// Layers that exceed the bound in 8 bits get the wider type of 16 bits.
 #[test]
 fn layers_return_to_16_bits_until_the_bound_is_met() {
     let mut rng = Rng::fresh("layers return to 16 bits");
     let (g, b) = (rows(&mut rng), cpu(Level::O3, &[]));
     let held = samples(&mut rng, &g, 2);
     let all = quantize(&b, &g, &[], &held, &within(0.9)).unwrap().report.error;
-    for fallback in [Fallback::Int16, Fallback::F32] {
-        let q = quantize(&b, &g, &[], &held, &QuantizeOptions { fallback, ..within(all / 1.05) }).unwrap();
+    for wider_type in [WiderType::Int16, WiderType::F32] {
+        let q = quantize(&b, &g, &[], &held, &QuantizeOptions { wider_type, ..within(all / 1.05) }).unwrap();
         let (eight, wide) = (q.report.of_type(WeightType::Int8), q.report.of_type(WeightType::Int16));
         assert!(eight < 2 && q.report.error <= all / 1.05, "{}", q.report);
-        assert_eq!(wide, if fallback == Fallback::Int16 { 2 - eight } else { 0 }, "{}", q.report);
-        assert_eq!(q.report.options.fallback, fallback);
+        assert_eq!(wide, if wider_type == WiderType::Int16 { 2 - eight } else { 0 }, "{}", q.report);
+        assert_eq!(q.report.options.wider_type, wider_type);
     }
-    let auto = quantize(&b, &g, &[], &held, &within(0.9)).unwrap().report.options.fallback;
-    assert_ne!(auto, Fallback::Auto, "the report has the choice that was made");
-    assert!("int32".parse::<Fallback>().is_err());
-    assert_eq!("bf16".parse::<Fallback>().unwrap(), Fallback::Bf16);
+    let auto = quantize(&b, &g, &[], &held, &within(0.9)).unwrap().report.options.wider_type;
+    assert_ne!(auto, WiderType::Auto, "the report has the choice that was made");
+    assert!("int32".parse::<WiderType>().is_err());
+    assert_eq!("bf16".parse::<WiderType>().unwrap(), WiderType::Bf16);
 }
 
 #[test]

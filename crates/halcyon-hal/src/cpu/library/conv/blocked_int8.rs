@@ -68,6 +68,8 @@ impl Engine {
 
 /// How bytes are multiplied, and whether those of the image are signed.
 #[derive(Clone, Copy, Debug)]
+// Only x86-64 has the instructions.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(super) struct Bytes {
     pub engine: Engine,
     pub signed: bool,

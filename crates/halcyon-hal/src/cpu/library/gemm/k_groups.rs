@@ -25,8 +25,6 @@ pub(crate) trait LaneElem: Copy + Send + Sync + 'static {
 }
 
 /// The position of a tile in C, and whether the K block is the first or the last.
-// Only the products of x86-64 have epilogues that read the position.
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(crate) struct Place<C> {
     pub c: *mut C,
     pub rs: isize,

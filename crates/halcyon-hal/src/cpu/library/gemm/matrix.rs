@@ -32,6 +32,7 @@ impl<T> Mat<T> {
     }
 
     /// The same matrix with elements of another type of the same size.
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn cast<U>(self) -> Mat<U> {
         const { assert!(size_of::<T>() == size_of::<U>()) };
         Mat { ptr: self.ptr.cast(), rs: self.rs, cs: self.cs }

@@ -1,6 +1,8 @@
 //! Matrix products.
 
 pub mod gemv;
+// Only x86-64 has instructions that multiply K groups.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(super) mod k_groups;
 #[cfg(test)]
 mod low_precision_call_tests;

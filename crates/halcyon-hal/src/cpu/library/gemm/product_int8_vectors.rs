@@ -2,10 +2,136 @@
 
 use super::k_groups::{Kind, LaneElem, LaneVector, PanelShape, Place, pack_vectors};
 use super::matrix::Mat;
-use super::product_int8::{Ints, Signs, micro, tile_of_rows};
+use super::product_int8::Signs;
 use super::tile_registers::Source;
 use crate::cpu::library::simd::mask16;
 use std::arch::x86_64::*;
+
+/// A vector of i32 sums, and of the lanes that are multiplied. Each lane of a factor is a K group.
+///
+/// The methods must be called from code compiled for the implementation's instruction set.
+trait Ints: Copy {
+    type V: Copy;
+    /// Number of lanes.
+    const W: usize;
+    /// # Safety
+    /// The calling function is compiled for the instruction set.
+    unsafe fn zero() -> Self::V;
+    /// # Safety
+    /// The calling function is compiled for the instruction set.
+    unsafe fn splat(x: u32) -> Self::V;
+    /// # Safety
+    /// `W` lanes at `p` are readable; the calling function is compiled for the instruction set.
+    unsafe fn load(p: *const u32) -> Self::V;
+    /// # Safety
+    /// `W` lanes at `p` are writable; the calling function is compiled for the instruction set.
+    unsafe fn store(p: *mut i32, v: Self::V);
+    /// # Safety
+    /// The calling function is compiled for the instruction set.
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    /// `acc` plus, in each lane, the sum of the products of the lane's integers.
+    ///
+    /// # Safety
+    /// The calling function is compiled for the instruction set.
+    unsafe fn dot(acc: Self::V, a: Self::V, b: Self::V) -> Self::V;
+}
+
+/// Computes `R x (NV W)` sums over `kc` K groups and stores or adds them to `out`. With `head`, panels begin
+/// with one row of starting values. The starting values of B are used only with `b_head`.
+///
+/// # Safety
+/// `a` is a packed panel of `MR` rows and `b` one of `NV W` columns, with `kc` K groups each plus the head.
+/// `out.rows <= R`, `out.cols <= NV W`, and the tile of `out` is writable (and readable unless `out.first`).
+/// The calling function is compiled for the instructions of `S`.
+#[inline(always)]
+unsafe fn micro<S: Ints, const R: usize, const MR: usize, const NV: usize>(
+    kc: usize,
+    head: bool,
+    b_head: bool,
+    a: *const u32,
+    b: *const u32,
+    out: &Place<i32>,
+) {
+    // SAFETY: by contract the panels hold `kc` K groups (plus the head) per row and column, and `out` is
+    // valid for `out.rows x out.cols`; `sums` holds 16 values per vector and `W <= 16`. Loops over the sums
+    // have constant bounds and no early exits; otherwise the compiler keeps the sums in memory.
+    unsafe {
+        let (mut a, mut b) = (a, b);
+        let mut acc = [[S::zero(); NV]; R];
+        if head {
+            let mut start = [S::zero(); NV];
+            if b_head {
+                for v in 0..NV {
+                    start[v] = S::load(b.add(v * S::W));
+                }
+            }
+            for i in 0..R {
+                let x = S::splat(*a.add(i));
+                for v in 0..NV {
+                    acc[i][v] = S::add(x, start[v]);
+                }
+            }
+            a = a.add(MR);
+            b = b.add(NV * S::W);
+        }
+        for _ in 0..kc {
+            let mut bv = [S::zero(); NV];
+            for v in 0..NV {
+                bv[v] = S::load(b.add(v * S::W));
+            }
+            for i in 0..R {
+                let x = S::splat(*a.add(i));
+                for v in 0..NV {
+                    acc[i][v] = S::dot(acc[i][v], x, bv[v]);
+                }
+            }
+            a = a.add(MR);
+            b = b.add(NV * S::W);
+        }
+        let full = out.cs == 1 && out.rows == R && out.cols == NV * S::W;
+        if full && out.first {
+            for i in 0..R {
+                for v in 0..NV {
+                    S::store(out.c.offset(i as isize * out.rs).add(v * S::W), acc[i][v]);
+                }
+            }
+        } else if full {
+            for i in 0..R {
+                for v in 0..NV {
+                    let p = out.c.offset(i as isize * out.rs).add(v * S::W);
+                    S::store(p, S::add(acc[i][v], S::load(p as *const u32)));
+                }
+            }
+        } else {
+            let mut sums = [[[0i32; 16]; NV]; R];
+            for i in 0..R {
+                for v in 0..NV {
+                    S::store(sums[i][v].as_mut_ptr(), acc[i][v]);
+                }
+            }
+            for i in 0..out.rows {
+                for j in 0..out.cols {
+                    let p = out.c.offset(i as isize * out.rs + j as isize * out.cs);
+                    let s = sums[i][j / S::W][j % S::W];
+                    *p = if out.first { s } else { s.wrapping_add(*p) };
+                }
+            }
+        }
+    }
+}
+
+/// [`micro`] with a third, two thirds or all of the panel's rows, whichever is enough for `out.rows`.
+macro_rules! tile_of_rows {
+    ($s:ty, $mr:literal, $nv:literal, $kc:expr, $head:expr, $b_head:expr, $a:expr, $b:expr, $out:expr) => {
+        if $out.rows > $mr * 2 / 3 {
+            micro::<$s, $mr, $mr, $nv>($kc, $head, $b_head, $a, $b, $out)
+        } else if $out.rows > $mr / 3 {
+            micro::<$s, { $mr * 2 / 3 }, $mr, $nv>($kc, $head, $b_head, $a, $b, $out)
+        } else {
+            micro::<$s, { $mr / 3 }, $mr, $nv>($kc, $head, $b_head, $a, $b, $out)
+        }
+    };
+}
 
 /// 16 lanes of four bytes each, unsigned on the left and signed on the right.
 #[derive(Clone, Copy)]
