@@ -162,7 +162,7 @@ fn mistakes_in_configurations_are_named() {
     fails(&["epochs"], 2, &["key=value"]);
     fails(&["data=nowhere.npz"], 1, &["nowhere.npz"]);
     fails(&["train.shape=[64]", "test.shape=[64]"], 2, &["cnn", "[channels, height, width]"]);
-    fails(&["model.channels=[4, 4, 4, 4]"], 2, &["1 to 3 times"]);
+    fails(&["model.channels=[4, 4, 4, 4]"], 2, &["1 to 3 convolutions"]);
     fails(&["test.shape=[1, 4, 16]"], 2, &["test data"]);
     fails(&["optimizer.momentum=0.9"], 2, &["momentum", "sgd"]);
     fails(&["optimizer.schedule={kind=\"sine\"}"], 2, &["sine"]);
