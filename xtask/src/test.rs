@@ -322,6 +322,8 @@ impl Context {
         // saves.
         command.env("POCL_CACHE_DIR", crate::target_dir().join("pocl-cache"));
         command.env("HALCYON_CACHE", "off");
+        // Level O3 tunes all kernels if no mode is set, which takes minutes. Tests of tuning set the mode.
+        command.env("HALCYON_TUNING", "cached");
         // The user's settings must not influence the tests.
         command.env("HALCYON_CONFIG", "off").env_remove("HALCYON_BACKENDS").env_remove("HALCYON_PRECISION");
         command.env("HALCYON_MODELS", testdata::models());

@@ -68,7 +68,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
     row(
         User,
         "HALCYON_TUNING",
-        "off|cached|background|SECONDS",
+        "off|cached|background|exhaustive|SECONDS",
         "The default of --tuning: when kernels are tuned.",
     ),
     row(

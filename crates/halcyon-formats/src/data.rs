@@ -4,8 +4,9 @@ use bytes::Bytes;
 use halcyon_ir::{ConstData, DType, Error, Result, Scalar};
 use std::sync::Arc;
 
-/// Size in bytes of a dense tensor. `None` if it exceeds the largest possible allocation. Sizes of zero count
-/// as one in that check, so that the strides fit too.
+/// Size in bytes of a dense tensor. `None` if it exceeds the largest possible allocation. For that check a
+/// dimension of 0 counts as 1, because the strides, which are products of the other dimensions, must not
+/// overflow either.
 pub fn byte_len(dtype: DType, dims: &[usize]) -> Option<usize> {
     let bound = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d.max(1)))?;
     let bits = bound.checked_mul(dtype.bits() as usize)?;

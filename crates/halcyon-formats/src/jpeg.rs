@@ -3,7 +3,7 @@
 //!
 //! ONNX's ImageDecoder specifies the result: chroma is interpolated with ordered dithering. The inverse DCT
 //! is the integer one of Loeffler, Ligtenberg and Moschytz (1989) in the fixed point of the Independent JPEG
-//! Group's library, so results are bit-identical to those of decoders that follow it.
+//! Group's library, so results are bit-identical to those of decoders that compute as this library does.
 
 use crate::picture::{Failure, Picture};
 
@@ -192,9 +192,9 @@ struct Decoder {
 /// Decodes an image to grey or RGB.
 ///
 /// # Errors
-/// [`Failure::Unsupported`] for arithmetic coding, lossless and hierarchical images, 12 bits, four
-/// components, and sampling factors that do not divide each other; [`Failure::Corrupt`] for anything else
-/// that is not a complete JPEG.
+/// [`Failure::Unsupported`] for arithmetic coding, lossless and hierarchical images, samples that do not have
+/// 8 bits, a number of components other than 1 and 3, and sampling factors that do not divide the largest
+/// one; [`Failure::Corrupt`] for anything else that is not a complete JPEG.
 pub fn decode(data: &[u8]) -> Result<Picture> {
     let mut d = Decoder::default();
     let mut at = 2;
@@ -616,8 +616,9 @@ fn idct(block: &[i16; 64], q: &[u16; 64]) -> [u8; 64] {
     out
 }
 
-/// Scales a component to the size of the image. For factors of two, the samples are interpolated: 3/4 of the
-/// nearest sample plus 1/4 of its neighbour, with alternating rounding.
+/// Scales a component to the size of the image. An axis that is doubled is interpolated: 3/4 of the nearest
+/// sample plus 1/4 of its neighbour, with alternating rounding. Samples are repeated for larger factors, and
+/// if a component whose width is doubled has at most two columns.
 fn upsample(plane: &[u8], c: &Component, f: &Frame) -> Result<Vec<u8>> {
     if !f.h.is_multiple_of(c.h) || !f.v.is_multiple_of(c.v) {
         return Err(Failure::Unsupported("JPEG with fractional sampling".into()));

@@ -1,10 +1,10 @@
 //! NumPy's `.npy`, format versions 1 to 3 (numpy.lib.format).
 //!
-//! Reads bool and the integers and floats of [`DType`], in C and Fortran order and both byte orders. The
-//! result is row-major and little endian. If no conversion is needed, it is a slice of the file. Writes
-//! version 1, C order, little endian. NumPy has no bf16, no floats of 8 or fewer bits and no integers under 8
-//! bits, so writing such a type is an error; cast to [`stand_in`] first, which is exact. Strings have their
-//! own reader, [`parse_text`].
+//! Reads bool, integers of 8 to 64 bits and floats of 16 to 64 bits, in C and Fortran order and both byte
+//! orders. The result is row-major and little endian. If no conversion is needed, it is a slice of the file.
+//! Writes version 1, C order, little endian. NumPy has no bf16, no floats of 8 or fewer bits and no integers
+//! under 8 bits, so writing such a type is an error; cast to [`stand_in`] first, which is exact. Strings have
+//! their own reader, [`parse_text`].
 
 use crate::{ConstData, bad};
 use bytes::Bytes;
@@ -23,7 +23,8 @@ pub fn read(path: &Path) -> Result<ConstData> {
 /// Reads the content of an `.npy` file; `file` names it in errors.
 ///
 /// # Errors
-/// [`Error::Format`] for malformed content, [`Error::Unsupported`] for element types that [`DType`] lacks.
+/// [`Error::Format`] for malformed content, [`Error::Unsupported`] for element types that [`DType`] lacks,
+/// [`Error::OutOfMemory`] if there is no memory to convert the byte order or the order of the axes.
 pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
     let (dtype, _) = head(&data, data.len() as u64, file)?;
     let (h, body) = parts(&data, file)?;
@@ -45,7 +46,7 @@ pub const MAX_HEADER: usize = 1 << 20;
 /// header. The element data is not read, but its length is checked against the sizes.
 ///
 /// # Errors
-/// The errors of [`parse`].
+/// The errors of [`parse`], except [`Error::OutOfMemory`].
 pub fn head(start: &[u8], bytes: u64, file: &str) -> Result<(DType, Vec<usize>)> {
     let (h, end) = header(start, file)?;
     let (dtype, _) = element_type(&h.descr)?;
@@ -69,7 +70,8 @@ const EMPTY: usize = 1 << 16;
 /// row-major order, without trailing NULs.
 ///
 /// # Errors
-/// [`Error::Format`] for malformed content, [`Error::Unsupported`] for other element types.
+/// [`Error::Format`] for malformed content, [`Error::Unsupported`] for other element types and for more than
+/// 65,536 strings of width 0, [`Error::OutOfMemory`] if there is no memory to convert the order of the axes.
 pub fn parse_text(data: Bytes, file: &str) -> Result<(Vec<usize>, Vec<String>)> {
     let (h, body) = parts(&data, file)?;
     let other = || {
@@ -153,7 +155,8 @@ pub fn stand_in(d: DType) -> DType {
 /// Returns the content of the `.npy` file of a tensor.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for element types NumPy lacks.
+/// [`Error::Unsupported`] for element types NumPy lacks, [`Error::Shape`] for more dimensions than a header
+/// of 64 KiB can list.
 pub fn encode(t: &ConstData) -> Result<Vec<u8>> {
     let Some(descr) = t.dtype.row().npy else {
         return Err(Error::unsupported(

@@ -1,5 +1,5 @@
-//! Reading zip archives: what NumPy and PyTorch write of PKWARE APPNOTE 6.3, which is stored and deflated
-//! members and zip64 sizes. A stored member is a slice of the file.
+//! Reads the part of the zip format (PKWARE APPNOTE 6.3) that NumPy and PyTorch write: stored and deflated
+//! members, and zip64 sizes. A stored member is a slice of the file.
 
 use crate::bad;
 use bytes::Bytes;
@@ -113,7 +113,7 @@ impl Archive {
         }
     }
 
-    /// The bytes of a member, whose checksum is compared.
+    /// The unpacked bytes of a member. Fails if they do not have the member's checksum.
     pub(crate) fn member(&self, m: &Member) -> Result<Bytes> {
         let body = self.body(m)?;
         match crc(&body) == m.crc {
@@ -122,7 +122,7 @@ impl Archive {
         }
     }
 
-    /// The bytes of a member, without its checksum.
+    /// The unpacked bytes of a member. The checksum is not compared.
     pub(crate) fn body(&self, m: &Member) -> Result<Bytes> {
         let packed = self.packed(m)?;
         if m.method == 0 { Ok(packed) } else { self.unpack(m, &packed) }

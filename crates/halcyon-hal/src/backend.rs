@@ -1,5 +1,5 @@
-//! The table of backends, and their names: one enum, parsed from every alias in use. Backends of drivers
-//! registered at run time ([`crate::registry::register`]) bring their own names.
+//! The table of backends, and the enum [`BackendType`], which is parsed from their names and aliases.
+//! Backends of drivers registered at run time ([`crate::registry::register`]) bring their own names.
 
 #[cfg(not(target_arch = "wasm32"))]
 use crate::probe::ProbeSpec;
@@ -36,8 +36,8 @@ pub enum Torch {
 pub enum TestDevice {
     /// Every machine has a device of this backend.
     Always,
-    /// A software implementation, with its name, that test machines install. With `HALCYON_REQUIRE_ALL=1`
-    /// tests fail without it.
+    /// Test machines install a software implementation of this name. With `HALCYON_REQUIRE_ALL=1` tests fail
+    /// without it.
     Installed(&'static str),
     /// The operating system includes the driver. With `HALCYON_REQUIRE_ALL=1` the conformance suite fails
     /// without it.

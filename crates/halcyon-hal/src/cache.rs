@@ -1,5 +1,5 @@
-//! Keeps compiled programs and packed constants on disk: one file per key, which is validated when it is read
-//! and replaced atomically. The total size is bounded.
+//! A cache on disk for compiled programs, packed constants, probe records and measurements. It has one file
+//! per key, which is validated when it is read and is replaced atomically. The total size is bounded.
 //!
 //! Errors here never fail a build: an entry that cannot be read is rebuilt, and a failure to write is logged
 //! once.
@@ -149,7 +149,7 @@ impl DiskCache {
         self.dir.join(format!("{key:032x}.{EXTENSION}"))
     }
 
-    /// The bytes stored under `key`. A corrupt entry is deleted.
+    /// The bytes stored under `key`; `None` if there is no valid entry. A corrupt entry is deleted.
     pub fn get(&self, key: u128) -> Option<Vec<u8>> {
         let path = self.path(key);
         let mut file = fs::read(&path).ok()?;
@@ -215,7 +215,8 @@ impl DiskCache {
         written
     }
 
-    /// Marks an entry as used: eviction deletes the entries with the oldest modification time.
+    /// Marks an entry as used, by setting its modification time. Eviction deletes the entries with the oldest
+    /// modification times.
     fn touch(&self, path: &Path) {
         if let Ok(f) = fs::File::options().append(true).open(path) {
             let _ = f.set_modified(SystemTime::now());
@@ -262,8 +263,9 @@ impl DiskCache {
     }
 }
 
-/// Large entries that are mapped into memory: packed constants. The key is cheap to compute. An entry also
-/// stores the digest of the source content, which `map` compares.
+/// Large entries that are mapped into memory: packed constants. The caller's key need not cover the whole
+/// source content, so that it is cheap to compute. An entry therefore also stores a digest of that content,
+/// which `map` compares.
 impl DiskCache {
     /// Whether an entry exists; its content is not checked.
     pub fn has(&self, key: u128) -> bool {

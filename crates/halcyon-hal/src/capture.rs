@@ -5,8 +5,9 @@
 //!   pool memory, and moved ([`MemoryStats::generation`](crate::MemoryStats::generation)) or different
 //!   buffers are detected.
 //! - A launch is ordered like a submission of the same commands and updates the same counters.
-//! - Scalars that change between launches are declared at capture. The device reads them from a buffer that
-//!   each launch fills in queue order, so several launches with different values can be pending at a time.
+//! - Scalars that change between launches are declared at capture. The device reads them from a buffer. If
+//!   the values have changed, a launch first copies the new ones to this buffer, in queue order, so several
+//!   launches with different values can be pending at a time.
 
 use crate::{BufferRef, Command, Error};
 use std::any::Any;

@@ -73,8 +73,8 @@ pub(crate) trait Actions<D: DeviceInstance> {
     /// Runs or enqueues a copy between parts of buffers, each given with its offset.
     ///
     /// # Safety
-    /// Both buffers must belong to the queue's opening of its device; for both, offset and `bytes` must not
-    /// exceed its size. The ranges must not overlap.
+    /// Both buffers must belong to the queue's opening of its device. For each, its offset plus `bytes` must
+    /// not exceed its size. The ranges must not overlap.
     unsafe fn copy(&mut self, src: (&D::Buffer, usize), dst: (&D::Buffer, usize), bytes: usize)
     -> Result<()>;
 
@@ -88,7 +88,7 @@ pub(crate) trait Actions<D: DeviceInstance> {
     }
 }
 
-/// Checks, runs and counts commands up to the first invalid one.
+/// Checks, runs and counts commands. Stops at the first command that is invalid or fails.
 ///
 /// # Safety
 /// The buffers of each launch must be as large as its kernel requires, which the driver contract leaves to

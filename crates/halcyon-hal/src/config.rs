@@ -3,7 +3,7 @@
 //! ```toml
 //! backends = "torchbridge"     # or ["cuda", "cpu"]
 //! fallback = "never"           # or "next", "cpu"
-//! tuning = "background"        # or "off", "cached", a budget in seconds ("30")
+//! tuning = "background"        # or "off", "cached", "exhaustive", a budget in seconds ("30")
 //! tuning_cache = "/home/me/tuning.json"
 //! memory_pool = "best-fit:2GiB,defragment"    # or a table: strategy, initial_size, max_size, defragment
 //! ```

@@ -19,7 +19,8 @@ use std::io::Write;
 /// Receives a line printed by a driver, with the driver's name.
 pub type Listener = fn(driver: &str, line: &str);
 
-/// Sets the function that receives each line, once per driver and line. Later calls have no effect.
+/// Sets the function that receives each line, once per driver and line, at most 1000 lines in all. Later
+/// calls have no effect.
 pub fn set_listener(f: Listener) {
     let _ = lines::SHOW.set(f);
 }

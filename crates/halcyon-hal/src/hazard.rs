@@ -3,8 +3,8 @@
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 
-/// Ranges of addresses (or of numbers that stand for whole buffers). After [`Spans::normalise`] they are
-/// sorted and disjoint.
+/// Ranges of addresses, or of the numbers that a driver without addresses gives to its bytes (OpenCL). After
+/// [`Spans::normalise`] they are sorted and disjoint.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Spans(SmallVec<[(usize, usize); 8]>);
 
@@ -132,7 +132,7 @@ impl<T> Ledger<T> {
         self.place(ticket).and_then(|i| self.entries.remove(i))
     }
 
-    /// Removes the entries for which `f` returns false. The caller lets it return false for finished work.
+    /// Calls `f` for every entry, in submission order, and removes the entries for which it returns false.
     pub(crate) fn retain(&mut self, f: impl FnMut(&Entry<T>) -> bool) {
         self.entries.retain(f);
     }

@@ -82,10 +82,11 @@ unsafe impl GlobalAlloc for RecordingAllocator {
     }
 }
 
-/// Makes the process exit with code 5 and one message if it would crash for lack of memory: at an infallible
-/// allocation in Rust (in a process with [`RecordingAllocator`]) or in a driver's library. Without this
-/// function such a process ends by a signal. With `json`, standard output gets the message in the format of
-/// the command's errors. No effect on systems without signals.
+/// Makes the process exit with code 5 and one message, instead of by a signal, if it runs out of memory.
+/// Covers infallible allocations of Rust in a process with [`RecordingAllocator`]. If the process has a limit
+/// on its address space (`ulimit -v`), also covers crashes in a driver's library when most of the limit is
+/// used. With `json`, standard output gets the message in the format of the command's errors. No effect on
+/// systems without signals.
 pub fn end_when_out(json: bool) {
     #[cfg(unix)]
     out::install(json);
@@ -107,7 +108,7 @@ mod out {
         fn _exit(code: c_int) -> !;
     }
 
-    /// The numbers are the same on Linux and macOS, except that of the bus error.
+    /// Numbers of signals. Only the number of the bus error differs between Linux and macOS.
     const ABORT: c_int = 6;
     const SEGMENT: c_int = 11;
     const BUS: c_int = if cfg!(target_os = "linux") { 7 } else { 10 };

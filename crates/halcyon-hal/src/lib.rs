@@ -6,17 +6,18 @@
 //!   tried and says what the user can do.
 //! - A device runs its work in order: the commands of one [`Device::submit`] and of successive calls behave
 //!   as if they ran one after another. [`Device::read`] waits for everything submitted before it. [`stream`]s
-//!   are additional queues that run concurrently with the device's queue; work that uses the same memory is
-//!   still ordered.
+//!   are additional queues that may run concurrently with the device's queue; work that uses the same memory
+//!   is still ordered.
 //! - The caller validates shapes and bindings (with the verifier in [`halcyon_ir::kernel`]). A device
 //!   validates the buffers of copies and of library kernels, whose sizes it knows, and the number of buffers
 //!   and parameters of a launch. It returns typed errors for these, and for failures that only the driver
 //!   detects (memory, compilation, a lost device).
 //! - A new buffer's contents are undefined. A correct kernel never accesses bytes past the end of a buffer.
-//!   Which bytes a generated kernel accesses depends on its parameters, so accesses are checked while the
-//!   kernel runs: `cpu` skips an access past the end and reports it as an error; `webgpu` skips it. `cuda`,
-//!   `rocm` and `opencl` do not check. For these three, the interpreter tests the kernels of
-//!   [`halcyon_ir::kernel::templates`]; the author of any other kernel is responsible for its accesses.
+//!   Which bytes a generated kernel accesses depends on its parameters, so only the running kernel can check
+//!   its accesses. On `cpu`, an access past the end is skipped and reported as an error; on `webgpu` it is
+//!   skipped. On `cuda`, `rocm` and `opencl` nothing checks accesses. For these three, the interpreter tests
+//!   the kernels of [`halcyon_ir::kernel::templates`]; the author of any other kernel is responsible for its
+//!   accesses.
 //! - A kernel that meets an index out of range clamps it and sets the device's fault word, see
 //!   [`Device::take_fault`].
 
@@ -103,7 +104,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Properties of a device as reported by its driver; `None` if the driver does not report one.
+/// Properties of a device as reported by its driver. A field is `None` if the driver does not report it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DeviceInfo {
     pub backend: BackendType,
@@ -169,7 +170,8 @@ pub trait Program: Send + Sync + fmt::Debug {
 pub enum Command<'a> {
     /// `buffers` and `params` are in the kernel's order. A kernel that can fault (`Stmt::SetError`) declares
     /// the fault word (u32) as its last buffer, and a parameter named `fault`. The device binds this buffer
-    /// itself, and passes this command's `fault` as the parameter.
+    /// itself, so `buffers` leaves it out. `params` has an entry for the parameter, but the device passes
+    /// this command's `fault`, which must not be 0, in its place.
     Launch {
         program: &'a Arc<dyn Program>,
         groups: [u32; 3],
@@ -330,8 +332,8 @@ pub struct Options {
     /// Worker threads of the CPU device, including the calling thread. `None`: one per core available to the
     /// process.
     pub threads: Option<usize>,
-    /// Whether the CPU device uses instruction sets beyond the target's baseline. `None`: whatever the
-    /// processor supports.
+    /// Whether the CPU device uses the processor's instruction sets beyond the portable one. `Some(true)`:
+    /// opening fails if the build lacks the feature `simd`. `None`: use them if the build has it.
     pub simd: Option<bool>,
     /// Whether CUDA devices use cuDNN. `Some(true)`: opening a device fails if cuDNN is not found, and
     /// devices have the property `cudnn`. `None`: use it if found.
@@ -340,7 +342,8 @@ pub struct Options {
     /// use them, and of vendor libraries only algorithms without matrix units are requested. `None`: use them
     /// if present.
     pub matrix_units: Option<bool>,
-    /// Maximum bytes obtained from the driver: live buffers plus what the pool keeps.
+    /// Maximum bytes obtained from the driver: live buffers plus what the pool keeps. `None`: the device's
+    /// memory. If [`MemoryPoolConfig::max_size`] is set too, the smaller value counts.
     pub memory_limit: Option<u64>,
     /// How the pool allocates; `None` is the default strategy.
     pub memory_pool: Option<MemoryPoolConfig>,
@@ -460,8 +463,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         ))
     }
 
-    /// A buffer over host memory without a copy, if the device shares host memory. The memory is never
-    /// written.
+    /// A buffer over host memory without a copy; `None` if the device cannot use this memory directly. The
+    /// device never writes to the memory.
     fn import(&self, _data: Arc<dyn halcyon_ir::data::Bytes>) -> Option<BufferRef> {
         None
     }

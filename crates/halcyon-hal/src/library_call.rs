@@ -13,7 +13,7 @@ pub(crate) struct CallForm<'a> {
     pub inputs: &'a [Operand],
     /// Number of the op's operands.
     pub own: usize,
-    /// The op's output, or the epilogue's.
+    /// The op's outputs; with an epilogue, the epilogue's output instead.
     pub outputs: &'a [Operand],
     pub precision: MatmulPrecision,
     pub in_place: bool,

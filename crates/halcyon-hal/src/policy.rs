@@ -90,8 +90,8 @@ impl Policy {
         &self.name
     }
 
-    /// Whether the caller listed the backends one by one. If so, each of them counts as named, so that its
-    /// software devices may be chosen too.
+    /// Whether the caller listed the backends one by one. If so, software devices are tried at the place of
+    /// their backend in the list, not after all other devices.
     pub fn is_list(&self) -> bool {
         self.name != BY_PRIORITY && POLICIES.iter().all(|p| p.name != self.name)
     }
@@ -155,7 +155,8 @@ impl From<Policy> for String {
     }
 }
 
-/// What to do if the first choice does not exist, does not open or has too little memory.
+/// What to do if the first choice does not exist, does not open, has too little memory or does not accept the
+/// work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fallback {

@@ -5,9 +5,10 @@
 //! program provides an executable for it ([`set_executable`]), and so does the first opening of each device.
 //! The result is stored on disk under a digest of what the devices depend on, together with the state of
 //! every library that was loaded ([`files`]). While all of this is unchanged, no child is needed. Listing the
-//! devices does not load the drivers at all in two cases: if all devices were software devices (which
-//! automatic selection tries last), or if no device was found and either no library was loaded or the machine
-//! has no device nodes of drivers.
+//! devices then does not load the drivers at all in three cases: if the backend's probe is never repeated in
+//! this process ([`ProbeSpec::repeat`]); if all devices were software devices (which automatic selection
+//! tries last); or if no device was found and either no library was loaded or the machine has no device nodes
+//! of drivers.
 
 pub mod files;
 
@@ -89,7 +90,8 @@ impl Default for State {
 #[derive(Debug)]
 enum CachedProbe {
     Nothing,
-    /// The probe did not crash the child: later probes run in this process.
+    /// Later probes run in this process, because the probe did not crash the child or no executable for a
+    /// child was set.
     Safe,
     /// The final answer: the probe is not repeated in this process.
     Answer(Result<Vec<DeviceInfo>>),
@@ -182,8 +184,8 @@ pub fn forget() {
     }
 }
 
-/// Starts a child for each driver without a valid record, in parallel. The probes that follow use their
-/// answers.
+/// Starts a child for each driver without a valid record, in parallel. The probes that follow use the answers
+/// of these children.
 pub fn prepare() {
     let (Some(exe), false) = (EXECUTABLE.get(), in_child()) else { return };
     std::thread::scope(|s| {
@@ -441,8 +443,8 @@ impl ProbeSpec {
     /// Probes in a child process: runs `exe __probe BACKEND`.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with how the child ended if a driver crashed it; [`Error::Io`] if it could not
-    /// be started.
+    /// [`Error::Unavailable`] with how the child ended if a driver crashed it; [`Error::Io`] if the child
+    /// could not be started; the errors of [`limit`].
     fn via_child(&self, exe: &Path) -> Result<ProbeReply> {
         self.run_child(Command::new(exe).args(["__probe", self.backend.id()]), limit()?, "")
     }

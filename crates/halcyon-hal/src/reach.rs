@@ -15,7 +15,8 @@ pub(crate) fn is_countable(shape: &[usize]) -> bool {
     shape.iter().try_fold(1u128, |n, d| Some(n * (*d).max(1) as u128).filter(|n| *n < MAX_ELEMENTS)).is_some()
 }
 
-/// Smallest and largest element index that reads of the view access; `None` if nothing is read.
+/// The smallest and the largest index of the buffer's elements that the view reads; `None` if it reads
+/// nothing.
 ///
 /// # Errors
 /// [`Declined`] if the view has fewer strides or mask ranges than axes, begins before its buffer, or is too

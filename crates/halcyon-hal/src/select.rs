@@ -1,11 +1,12 @@
 //! Selection of a device, with a report of the reasons.
 //!
-//! If the request names a backend, that backend is used. If it has no device, that is an error, unless a
-//! [`Fallback`] is requested. `Auto` goes through an order of backends ([`Policy`]): the caller's, else the
-//! environment's (`HALCYON_BACKENDS`), else the configuration file's ([`crate::config`]), else by priority.
-//! It takes the first device that exists, opens, has the required memory and accepts the work. Software
-//! devices (a graphics driver that runs on the CPU) come after all others, including the CPU backend. If an
-//! order lists backends one by one, software devices stay at the place of their backend.
+//! If the request names a backend, only that backend is tried. If its device is missing, does not open, has
+//! too little memory or does not accept the work, that is an error, unless a [`Fallback`] is requested.
+//! `Auto` goes through an order of backends ([`Policy`]): the caller's, else the environment's
+//! (`HALCYON_BACKENDS`), else the configuration file's ([`crate::config`]), else by priority. It takes the
+//! first device that exists, opens, has the required memory and accepts the work. Software devices (a
+//! graphics driver that runs on the CPU) come after all others, including the CPU backend. If an order lists
+//! backends one by one, software devices stay at the place of their backend.
 
 use crate::config;
 use crate::policy::{Fallback, Policy, SetBy};
@@ -26,7 +27,7 @@ pub const TRIED_LAST: &str = "a software device is tried last unless named";
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Candidate {
     pub backend: BackendType,
-    /// `None` if the backend has no devices.
+    /// `None` if the entry is about the backend as a whole: it has no devices, or it was not tried.
     pub device: Option<String>,
     pub name: Option<String>,
     pub priority: Option<u32>,
@@ -35,7 +36,8 @@ pub struct Candidate {
     /// A short form of `rejected`.
     #[serde(default)]
     pub brief: Option<String>,
-    /// Bytes that the work needs on it, if they were checked.
+    /// Bytes that the work needs on the device. This field and the next two are set only if the device was
+    /// rejected for lack of memory.
     pub required: Option<u64>,
     /// Bytes that were free at the check.
     pub free: Option<u64>,
@@ -55,7 +57,8 @@ pub struct Selection {
     /// The source of the policy.
     pub policy_by: SetBy,
     pub fallback: Fallback,
-    /// Every backend and device that was considered, in order.
+    /// The backends and devices of the search, in order, including those that were not tried. Empty if the
+    /// requested backend was used.
     pub candidates: Vec<Candidate>,
 }
 
@@ -164,7 +167,8 @@ pub fn discover() -> Vec<BackendReport> {
     backend::all().into_iter().map(look).collect()
 }
 
-/// A request for a device. The environment and the configuration file supply fields that are `None`.
+/// A request for a device. If `policy` is `None`, the environment or the configuration file may set it; if
+/// `fallback` is `None`, the configuration file may.
 #[derive(Clone, Debug)]
 pub struct Request {
     pub backend: BackendType,
@@ -197,9 +201,9 @@ pub type AcceptCheck<'a> = &'a mut dyn FnMut(&Arc<dyn Device>) -> Result<()>;
 /// Selects and opens a device.
 ///
 /// # Errors
-/// [`Error::Unavailable`] if no device exists; [`Error::OutOfMemory`] if the existing ones have too little
-/// memory (with the shortfall of each); the device's own error if only one was considered;
-/// [`Error::Argument`] for an invalid order; errors of [`config::load`].
+/// [`Error::Unavailable`] if no device exists. If one device was tried, its error. If several were tried:
+/// [`Error::OutOfMemory`] if any of them has too little memory (with the shortfall of each such device), else
+/// the error of the first. [`Error::Argument`] for an invalid order; errors of [`config::load`].
 pub fn open(request: &Request, options: &Options) -> Result<(Arc<dyn Device>, Selection)> {
     open_for(request, options, &mut |_| Ok(()))
 }

@@ -28,7 +28,8 @@ use std::task::{Context, Poll, Waker};
 /// Settings of a stream.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StreamOptions {
-    /// Threads of a stream of the CPU device. `None`: half of the device's, at least one.
+    /// Threads of a stream of the CPU device, at most the device's number. `None`: half of that number, at
+    /// least one. `Some(0)` is an error.
     pub threads: Option<usize>,
     /// Records when the work of each event ran ([`Event::elapsed`]) on devices where this costs time. The CPU
     /// device always records it.
@@ -222,8 +223,8 @@ impl Event {
         !open()
     }
 
-    /// Waits. Returns the id of the first fault of the work since the stream's previous event, as
-    /// [`Device::take_fault`](crate::Device::take_fault) does. Repeated calls return the same result.
+    /// Waits for the event. Returns the id of the first fault of the work since the stream's previous event,
+    /// as [`Device::take_fault`](crate::Device::take_fault) does. Repeated calls return the same result.
     ///
     /// # Errors
     /// The first error of that work.
@@ -242,8 +243,9 @@ impl Event {
         self.0.report.outcome()
     }
 
-    /// The part of [`Event::wait`]'s result that is known now. It is complete for work whose outputs have
-    /// been read since.
+    /// The part of [`Event::wait`]'s result that is known now. Does not wait. If the caller has read outputs
+    /// of the work after this event was recorded, the faults and errors of the commands that computed them
+    /// are included.
     ///
     /// # Errors
     /// The errors of [`Event::wait`].
@@ -253,8 +255,9 @@ impl Event {
         self.0.report.outcome()
     }
 
-    /// Calls `f` when the event is done, or at once if it is. `f` runs on a thread of the driver: it must be
-    /// short and must not wait for a stream.
+    /// Calls `f` when the event is done, or at once if it is. `f` runs on a thread of the driver, or on the
+    /// thread that finds the event done by a call of this type. It must be short and must not wait for a
+    /// stream.
     pub fn on_done(&self, f: impl FnOnce() + Send + 'static) {
         let mut then = lock(&self.0.then);
         match &mut *then {

@@ -56,6 +56,8 @@ pub enum TuningMode {
     Background,
     /// Tune a new plan's kernels before its first run, within this total time.
     Budget(Duration),
+    /// Tune all kernels of a new plan before its first run. Level O3 does this unless a mode is set.
+    Exhaustive,
 }
 
 impl fmt::Display for TuningMode {
@@ -64,6 +66,7 @@ impl fmt::Display for TuningMode {
             TuningMode::Off => f.write_str("off"),
             TuningMode::Cached => f.write_str("cached"),
             TuningMode::Background => f.write_str("background"),
+            TuningMode::Exhaustive => f.write_str("exhaustive"),
             TuningMode::Budget(d) => write!(f, "{}", d.as_secs_f64()),
         }
     }
@@ -86,14 +89,16 @@ impl FromStr for TuningMode {
     type Err = Error;
     fn from_str(s: &str) -> Result<TuningMode> {
         let bad = || {
-            let what =
-                format!("\"{s}\" is not a tuning mode; use off, cached, background, or a budget in seconds");
+            let what = format!(
+                "\"{s}\" is not a tuning mode; use off, cached, background, exhaustive, or a budget in seconds"
+            );
             Error::argument("tuning", what)
         };
         Ok(match s.trim().to_ascii_lowercase().as_str() {
             "off" => TuningMode::Off,
             "cached" => TuningMode::Cached,
             "background" => TuningMode::Background,
+            "exhaustive" => TuningMode::Exhaustive,
             t => {
                 let seconds: f64 = t.parse().map_err(|_| bad())?;
                 TuningMode::Budget(Duration::try_from_secs_f64(seconds).map_err(|_| bad())?)
@@ -153,8 +158,8 @@ pub struct Best {
     pub program: String,
     /// The variant that the heuristic chose.
     pub default: Variant,
-    /// The default's time divided by the variant's: the median over pairs of bursts, and its 95 % confidence
-    /// interval.
+    /// The default's time divided by the variant's: the median over pairs of measurements, and (in
+    /// `interval`) its 95 % confidence interval.
     pub gain: f64,
     pub interval: (f64, f64),
     /// Seconds per run.
@@ -394,8 +399,8 @@ impl TuningCache {
         self.said.lock().unwrap_or_else(|e| e.into_inner()).push(what);
     }
 
-    /// Returns and clears the warnings about the file: that it is corrupt, and the new name of a corrupt
-    /// file. Reads the file if that has not happened yet.
+    /// Returns and clears the warnings about the file, for example that it is corrupt, and its new name.
+    /// Reads the file if that has not happened yet.
     pub fn warnings(&self) -> Vec<String> {
         drop(self.lock());
         std::mem::take(&mut *self.said.lock().unwrap_or_else(|e| e.into_inner()))

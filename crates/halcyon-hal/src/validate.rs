@@ -36,7 +36,7 @@ pub struct Signature {
     /// itself.
     pub buffers: Vec<BufferDecl>,
     pub params: Vec<ParamDecl>,
-    /// Whether the kernel uses the fault word.
+    /// Whether the kernel declares the fault word and the parameter `fault`.
     pub faults: bool,
     fault_param: Option<usize>,
 }
@@ -52,7 +52,8 @@ impl Signature {
     /// The signature of a verified kernel.
     ///
     /// # Errors
-    /// [`Error::Internal`] if a kernel that can fault lacks the fault word or the `fault` parameter.
+    /// [`Error::Internal`] if a kernel that can fault lacks the fault word or the `fault` parameter, or sets
+    /// an error in another buffer.
     pub fn of(k: &Kernel) -> Result<Signature> {
         let mut sets = false;
         let mut elsewhere = false;

@@ -1,5 +1,5 @@
-//! Text files that are read as a whole: configuration, labels, lists, reports. A size limit keeps an endless
-//! device or a wrong file from filling memory.
+//! Files, mostly of text, that are read as a whole: configuration, labels, lists, reports. A size limit
+//! prevents an endless device or a wrong file from filling the memory.
 
 use halcyon_ir::{Error, Result};
 use std::fs::File;
@@ -13,7 +13,7 @@ pub const TEXT: u64 = 16 << 20;
 #[derive(Debug)]
 pub enum InputError {
     Io(io::Error),
-    /// Larger than the limit, in bytes.
+    /// The file has more bytes than this limit.
     Large(u64),
     NotText,
 }

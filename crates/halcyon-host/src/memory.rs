@@ -33,7 +33,8 @@ fn addresses() -> Option<(u64, u64)> {
 /// Amounts up to this size are not checked against the system.
 const UNCHECKED_BYTES: u64 = 64 << 20;
 
-/// Checks that the process can allocate `bytes` more. `what` names the purpose in the error.
+/// Checks that the process can allocate `bytes` more. Passes without a check for at most 64 MiB, or if the
+/// system does not report its memory. `what` names the purpose in the error.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].

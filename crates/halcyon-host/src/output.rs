@@ -2,7 +2,7 @@
 //!
 //! - A regular file is replaced as a whole: the bytes go to a new file in the same folder, which is renamed
 //!   when it is complete. After a failure (a full disk, a signal) the old file is unchanged; if there was no
-//!   file, none appears.
+//!   file, none appears. A signal may leave the new file behind under its temporary name, `.halcyon-*.tmp`.
 //! - Symbolic links are followed: the link stays, and the file that it names is replaced. The new file has
 //!   the permissions of the old file, and its owner if the system permits. Other hard links to the old file
 //!   keep the old bytes.
@@ -132,7 +132,7 @@ pub fn place(path: &Path) -> io::Result<Place> {
     Err(io::Error::other("it leads to too many symbolic links"))
 }
 
-/// Whether `path` is standard output. Reports must then be written elsewhere.
+/// Whether `path` is standard output. If so, the program must print its own messages elsewhere.
 pub fn is_stdout(path: &Path) -> bool {
     matches!(place(path), Ok(Place::Stdout))
 }

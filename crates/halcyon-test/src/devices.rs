@@ -1,13 +1,15 @@
 //! The devices to test on.
 
 use crate::{required, skip};
+use halcyon::TuningMode;
 use halcyon::hal::backend::{BUILT_IN, BuiltIn, TestDevice};
 use halcyon::prelude::*;
 
 /// Opens a backend; `None`, with a message, if it is missing. With `HALCYON_REQUIRE_ALL=1` a missing
-/// backend panics.
+/// backend panics. Kernels are not tuned, which level O3 would do, because tuning takes minutes.
 pub fn open(test: &str, kind: BackendType, level: Level) -> Option<Backend> {
-    match Backend::builder().backend_type(kind).level(level).build() {
+    let builder = Backend::builder().backend_type(kind).level(level).tuning(TuningMode::Cached);
+    match builder.build() {
         Ok(b) => Some(b),
         Err(e) if required() => panic!("{kind}: {e}"),
         Err(e) => {

@@ -174,7 +174,7 @@ impl Backend {
             device,
             selection,
             lowering: Lowering { level, ..Lowering::default() },
-            tuning: Tuning::new(TuningMode::Cached, TuningCache::memory(), key),
+            tuning: Tuning::new(None, TuningCache::memory(), key),
             packed: None,
             warnings: vec![],
             built: None,
@@ -348,7 +348,7 @@ impl Backend {
 
     /// When this backend tunes.
     pub fn tuning_mode(&self) -> TuningMode {
-        self.0.planner.tuning.mode
+        self.0.planner.tuning.mode_at(self.level())
     }
 
     /// The key of this device in a tuning cache.

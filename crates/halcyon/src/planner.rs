@@ -163,7 +163,8 @@ impl Planner {
         let donated = key.donated.clone();
         let mixed = key.mixed.clone();
         let options = || LowerOptions { donated: donated.clone(), ..self.options_for(mixed.as_ref()) };
-        let at_once = matches!(self.tuning.mode, TuningMode::Budget(_));
+        let mode = self.tuning.mode_at(self.lowering.level);
+        let at_once = matches!(mode, TuningMode::Budget(_) | TuningMode::Exhaustive);
         if at_once && self.tune_new(&lower(&key.graph, r.device.as_target(), &options())?) {
             key.tuning = self.tuning_generation();
         }

@@ -156,6 +156,35 @@ fn budgets_stop_and_new_plans_are_tuned_in_theirs() {
     assert_eq!(receipt, best.variant != best.default);
 }
 
+/// Level O3 tunes all kernels of a plan before its first run, unless a mode is set.
+#[test]
+fn level_o3_tunes_everything_unless_a_mode_is_set() {
+    if backend("level_o3", Path::new("unused.json")).is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let g = product(40, 96, 72);
+    // The environment of tests may set a mode, which counts as the user's.
+    let default = std::env::var_os(halcyon::hal::tune::VARIABLE).is_none();
+    let (all, cached) = (TuningMode::Exhaustive, TuningMode::Cached);
+    for (mode, level, tuned) in [
+        (Some(all), Level::O3, 1),
+        (Some(cached), Level::O3, 0),
+        (None, Level::O3, usize::from(default)),
+        (None, Level::O2, 0),
+    ] {
+        let file = dir.path().join(format!("{mode:?} {level}.json"));
+        let b = builder(&file).level(level);
+        let b = mode.into_iter().fold(b, |b, m| b.tuning(m)).build().unwrap();
+        Session::new(&b, g.clone()).prepare(&inputs(&g)).unwrap();
+        assert_eq!(b.cache_stats().kernels_tuned, tuned as u64, "{mode:?} {level}");
+        // A view of another level follows the same rule.
+        let o3 = b.with_level(Level::O3).unwrap();
+        let expected = mode.unwrap_or(if default { all } else { cached });
+        assert_eq!(o3.tuning_mode(), expected, "{mode:?} {level}");
+    }
+}
+
 /// The variants of the templates plus the variants `names`, some of which are faulty.
 struct Planted {
     names: &'static [&'static str],

@@ -67,9 +67,10 @@ pub(crate) struct BackendArgs {
     /// Switches a transformation off, by its name in the receipt; repeatable
     #[arg(long, value_name = "NAME")]
     pub without: Vec<String>,
-    /// When kernels are tuned, at O2: off (results in the cache are not used either), cached (nothing is
-    /// tuned, but results in the cache are used), background, or a budget in seconds. Default:
-    /// HALCYON_TUNING, else `tuning` of the configuration file, else cached
+    /// When kernels are tuned, from O2 on: off (results in the cache are not used either), cached (nothing is
+    /// tuned, but results in the cache are used), background, exhaustive (all kernels, before the first run),
+    /// or a budget in seconds. Default: HALCYON_TUNING, else `tuning` of the configuration file, else
+    /// exhaustive at O3 and cached at O2
     #[arg(long, value_name = "MODE")]
     pub tuning: Option<String>,
     /// File for the results of tuning. Default: HALCYON_TUNING_CACHE (off for none), else

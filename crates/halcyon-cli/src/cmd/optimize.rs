@@ -5,10 +5,9 @@ use crate::args::{InputArgs, OptimizeArgs, QuantizeArgs};
 use crate::report::{self, size};
 use crate::source::{self, Input};
 use halcyon::ir::Graph;
-use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::plan::Receipt;
-use halcyon::quantize::{QuantizeOptions, Quantized, quantize};
-use halcyon::{Backend, ConstData, Error, Level, Result, Session, Shape};
+use halcyon::quantize::{Activations, QuantizeOptions, Quantized, quantize};
+use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Session, Shape, TuningMode};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::export::{ExportOptions, export, write};
 use halcyon_formats::onnx::tensor::External;
@@ -107,8 +106,11 @@ pub(crate) fn quantized(
 ) -> Result<Quantized> {
     let ports = model.inputs()?;
     let options = a.options()?;
+    if backend.tuning_mode() == TuningMode::Exhaustive && backend.info().backend != BackendType::Cpu {
+        report::note("level O3 tunes all kernels before their first run; --tuning cached leaves this out");
+    }
     let all = samples(&ports, a, input)?;
-    if options.weights.keeps_activations() {
+    if options.weights.keeps_activations() || options.activations == Activations::Dynamic || all.is_empty() {
         return without_ranges(model, backend, &options, &ports, own.into_iter().chain(all).collect());
     }
     let held = if own.is_empty() { all.len().div_ceil(SHARE).min(all.len().saturating_sub(1)) } else { 0 };
@@ -125,16 +127,16 @@ pub(crate) fn quantized(
             "one sample is not enough: another one must measure the error; add samples or --input",
         ));
     }
-    let ranges = match calibration.len() {
-        0 => "ranges of activations are computed in each run".to_string(),
-        n => format!("{n} {} for calibration", if n == 1 { "sample" } else { "samples" }),
-    };
-    let (n, s) = (check.len(), if check.len() == 1 { "" } else { "s" });
-    report::note(&format!("quantising: {ranges}; the error is measured on {n} sample{s}"));
+    let ranges = format!("{} for calibration", counted(calibration.len()));
+    report::note(&format!("quantising: {ranges}; the error is measured on {}", counted(check.len())));
     quantize(backend, &graph(model, &check[0], &ports)?, &calibration, &check, &options)
 }
 
-/// Quantises weights alone. Activations have no ranges, so every sample measures the error.
+fn counted(samples: usize) -> String {
+    format!("{samples} sample{}", if samples == 1 { "" } else { "s" })
+}
+
+/// Quantises a model whose activations have no ranges from samples, so every sample measures the error.
 fn without_ranges(
     model: &Model,
     backend: &Backend,
@@ -145,35 +147,25 @@ fn without_ranges(
     let Some(first) = check.first() else {
         return Err(Error::argument("--calibrate", "no samples; at least one must measure the error"));
     };
-    let (n, s) = (check.len(), if check.len() == 1 { "" } else { "s" });
-    report::note(&format!("quantising: activations stay f32; the error is measured on {n} sample{s}"));
+    let activations = match options.weights.keeps_activations() {
+        true => "activations stay floats",
+        false => "ranges of activations are computed in each run",
+    };
+    report::note(&format!("quantising: {activations}; the error is measured on {}", counted(check.len())));
     quantize(backend, &graph(model, first, ports)?, &[], &check, options)
 }
 
-/// Warns if the plan has no kernel for the quantised layers, so that all of them are computed in f32 on
-/// dequantised weights: the device has none, or `--without` switched them off.
+/// Warns of quantised layers that run in f32 on dequantised weights.
 pub(crate) fn warn_without_kernels(q: &Quantized, backend: &Backend, sample: &Sample) -> Result<()> {
-    // The search has planned this graph, so its plan is in the backend's cache.
-    let exe = Session::new(backend, q.graph.clone()).prepare(sample)?;
-    let plan = exe.plan();
-    let of = |kinds: &[CompositeKind]| {
-        let names: Vec<String> = kinds.iter().map(ToString::to_string).collect();
-        plan.steps.iter().any(|s| names.iter().any(|n| s.op.starts_with(n.as_str())))
-    };
-    // A convolution in a blocked layout is one of bytes if its weights are.
-    let packed_bytes = plan.packed.iter().any(|p| !p.data.dtype.is_float());
-    let kernels = of(&[CompositeKind::ByteMatmul, CompositeKind::ByteConv, CompositeKind::QuantizedMatmul])
-        || packed_bytes && of(&[CompositeKind::BlockedConv]);
-    if !kernels && q.changed() {
-        let layers = match q.report.quantized() {
+    for t in q.types_without_kernels(backend, sample)? {
+        let layers = match q.report.of_type(t) {
             1 => "1 quantised layer runs".to_string(),
             n => format!("{n} quantised layers run"),
         };
         report::warn(&format!(
-            "the plan for {} has no kernel with {} weights: {layers} in f32 on dequantised weights, which is \
+            "the plan for {} has no kernel with {t} weights: {layers} in f32 on dequantised weights, which is \
              not faster than O2",
-            backend.id(),
-            q.report.options.weights
+            backend.id()
         ));
     }
     Ok(())

@@ -131,7 +131,8 @@ impl CompiledBody {
         Ok(CompiledBody { values: vec![None; next], sections, outputs })
     }
 
-    /// Sets input `i`. It keeps its value until it is set again.
+    /// Sets input `i`. The input keeps its value over several runs, until it is set again or `clear` is
+    /// called.
     pub(super) fn set_input(&mut self, i: usize, value: Handle) {
         self.values[i] = Some(value);
     }
@@ -335,7 +336,8 @@ pub(super) struct Rows {
     row: TensorType,
     dims: Vec<usize>,
     bytes: usize,
-    /// Number of rows stored (`n`), with memory (`room`), and for the first allocation (`expected`).
+    /// Number of rows that are stored (`n`), that fit the memory (`room`), and for which the first allocation
+    /// is made (`expected`).
     pub(super) n: usize,
     room: usize,
     expected: usize,

@@ -169,7 +169,7 @@ pub struct Builder {
     /// Set if the model computes gradients. Floats are then not folded: the graph must show how they depend
     /// on each other.
     pub(super) differentiates: bool,
-    /// Total elements of the folded values above [`MIN_COUNTED`].
+    /// Total elements of the folded values that have more than [`MIN_COUNTED`] elements.
     folded: usize,
     /// Part of the seed of every random operator without a seed attribute. 0 by default.
     pub base_seed: u64,
@@ -255,8 +255,8 @@ impl Builder {
         }
     }
 
-    /// Builds a node for elements of which some are symbolic sizes. A size is computed as a sum of that many
-    /// ones.
+    /// Builds a node for a tensor some of whose elements are symbolic sizes. Such an element is computed as
+    /// the sum of a vector of ones that has this size.
     fn sizes(&mut self, h: &Host) -> Result<NodeId> {
         let mut parts = Vec::with_capacity(h.vals.len());
         for v in &h.vals {

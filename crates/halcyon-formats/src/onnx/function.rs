@@ -1,4 +1,5 @@
-//! Expands the functions that a model defines: replaces the attributes in their bodies by those of a call.
+//! Expands the functions that a model defines: in a copy of the body, references to the function's attributes
+//! are replaced by the values that a call gives.
 
 use super::proto::{AttributeProto, FunctionProto, GraphProto, NodeProto, ValueInfoProto};
 use crate::bad;

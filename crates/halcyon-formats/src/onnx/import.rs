@@ -49,14 +49,14 @@ pub(super) fn node_name(n: &NodeProto, index: usize) -> String {
 
 /// Limit on the nesting of graphs and functions.
 const MAX_DEPTH: usize = 64;
-/// Limits on the nodes and bytes of a model whose functions are expanded.
+/// Limits on the nodes and bytes of all expanded function bodies together.
 const MAX_EXPANDED_NODES: usize = 1 << 18;
 const MAX_COPIED_BYTES: usize = 256 << 20;
 /// Limit on the nodes walked, counting every loop iteration, and its increase per node of the graph built so
 /// far. So a loop that builds no nodes because it only counts fails quickly.
 const MAX_WALKED_NODES: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 17 };
 const WALKED_PER_OP: usize = 64;
-/// Limit on the nodes of the graph for any model, and its increase per node of the model.
+/// Limit on the nodes of the graph for any model, and its increase per node walked.
 const MAX_GRAPH_NODES: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 19 };
 const NODES_PER_NODE: usize = 256;
 
@@ -495,8 +495,8 @@ fn missing(m: &Model, value: &str, node: &str) -> Error {
     )
 }
 
-/// The shape of every input: the given one, or the declared one with the symbols that the given shapes
-/// determine replaced.
+/// The shape of every input that is a tensor of numbers: the given shape, else the declared one. Symbols of
+/// declared shapes that the given shapes determine are replaced by sizes.
 fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Vec<Shape>> {
     let declared: HashSet<&str> = ports.iter().map(|p| p.name.as_str()).collect();
     if let Some((name, _)) = given.iter().find(|(n, _)| !declared.contains(n)) {

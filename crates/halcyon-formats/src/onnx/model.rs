@@ -142,7 +142,7 @@ impl std::fmt::Display for PortType {
 }
 
 /// Version of the operator set that `sets` imports for `domain`; 0 if it is not imported. The default domain
-/// is `""`.
+/// is `""`; it has version 1 if `sets` is empty.
 pub(super) fn opset(sets: &[OperatorSetIdProto], domain: &str) -> i64 {
     fn norm(d: &str) -> &str {
         if d == "ai.onnx" { "" } else { d }
@@ -207,7 +207,7 @@ impl Model {
     }
 
     /// Version of the operator set imported for `domain`; 0 if it is not imported. The default domain is
-    /// `""`.
+    /// `""`; it has version 1 if the model imports nothing.
     pub fn opset(&self, domain: &str) -> i64 {
         opset(&self.proto.opset_import, domain)
     }
@@ -246,7 +246,7 @@ impl Model {
     ///
     /// # Errors
     /// [`Error::UnsupportedOps`] lists all operators that the importer cannot build; `backend` is named in
-    /// its message. [`Error::Unsupported`] for other unsupported parts of the format.
+    /// its message.
     pub fn check(&self, backend: &str) -> Result<()> {
         let g = self.graph()?;
         let mut check = Check {
@@ -271,7 +271,8 @@ impl Model {
     /// # Errors
     /// The errors of [`Model::check`]; [`Error::Argument`] and [`Error::Shape`] for shapes that do not fit
     /// the declared ones or the operators; [`Error::Format`] for values that are missing, defined twice or
-    /// part of a cycle; [`Error::Unsupported`] if a shape depends on the value of an input.
+    /// part of a cycle; [`Error::Unsupported`] if a shape depends on the value of an input, and for parts of
+    /// operators and of the format that are not supported.
     pub fn import(&self, shapes: &[(&str, Shape)]) -> Result<Imported> {
         self.import_with(shapes, &[])
     }
@@ -310,8 +311,9 @@ impl Model {
         import::import(self, shapes, values, &Limits::new(options.clone()))
     }
 
-    /// Whether the model draws random numbers. If so, the ONNX specification determines only the types and
-    /// shapes of its results.
+    /// Whether the model has an operator of [`ops::RANDOM`], which draws random numbers. If so, the ONNX
+    /// specification determines only the types and shapes of its results. (A Dropout in training mode also
+    /// draws random numbers, but is not detected.)
     pub fn draws(&self) -> bool {
         fn any(nodes: &[NodeProto]) -> bool {
             nodes.iter().any(|n| {

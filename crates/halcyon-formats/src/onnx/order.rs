@@ -17,7 +17,7 @@ pub(super) struct Order {
     pub(super) nodes: Vec<usize>,
     /// For each node, the names that nothing reads after it.
     pub(super) drops: Vec<Vec<String>>,
-    /// Names that the nodes and outputs read.
+    /// Names that these nodes read or produce, and the names of the outputs.
     pub(super) reads: HashSet<String>,
 }
 

@@ -11,7 +11,7 @@
 //! distinguishes the draws of one node. Both are kernel arguments, so changing the seed does not recompile
 //! kernels.
 //!
-//! **Period.** The counter has 32 bits; draws of more elements are unsupported.
+//! **Period.** The counter has 32 bits; draws of more than 2³² elements are unsupported.
 
 use super::build::{Builder, Value};
 use super::host::Host;

@@ -62,7 +62,8 @@ pub trait Engine: Debug {
         self.upload(&ConstData::new(dtype, dims, Arc::new(bytes))?)
     }
 
-    /// Copies a tensor into another at byte offset `at`. No other handle may be reading `into`.
+    /// Copies a tensor into another at byte offset `at`. Clones of the handle `into` must not be in use: it
+    /// depends on the engine whether they see the change.
     fn put(&mut self, into: &mut Handle, at: usize, tensor: &Handle) -> Result<()> {
         let (to, row) = (self.read(into)?, self.read(tensor)?);
         let mut bytes = to.bytes().to_vec();
@@ -73,7 +74,7 @@ pub trait Engine: Debug {
     }
 }
 
-/// A value that an earlier step must have computed.
+/// A value that must have been computed already.
 pub(super) fn value_of(v: &Option<Handle>) -> Result<&Handle> {
     v.as_ref().ok_or_else(|| Error::internal("a step needs a value that no step computed"))
 }
@@ -99,7 +100,7 @@ pub struct LoopRun {
 /// The parts of a staged run that the device computed, and those that the host computed.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct Placement {
-    /// Graphs that ran on the device.
+    /// Number of graphs that ran on the device, without the runs of compiled loop bodies.
     pub stages: usize,
     /// Nodes computed on the host, each with its number of runs.
     pub host_nodes: Vec<(String, usize)>,
@@ -112,7 +113,8 @@ pub struct Placement {
     pub warnings: Vec<String>,
 }
 
-/// Number of reads that are listed individually; the totals cover all.
+/// Number of reads, of loops and of warnings that a [`Placement`] lists. Reads that are not listed are still
+/// counted in `bytes_read`.
 const MAX_LISTED: usize = 256;
 /// A loop runs the pending nodes once there are more than this.
 const STAGE_NODES: usize = 4096;
@@ -186,8 +188,8 @@ pub(super) struct Subgraph {
     pub(super) outputs: Vec<NodeId>,
 }
 
-/// The part that computes `wanted` from nodes that are `done`. Its outputs also include the intermediate
-/// values that `later` nodes need.
+/// The part that computes `wanted` from nodes that are `done`. Its outputs also include the nodes of the part
+/// that are in `later`, or from which other nodes in `later` are computed.
 pub(super) fn subgraph(
     g: &Graph,
     wanted: &[NodeId],

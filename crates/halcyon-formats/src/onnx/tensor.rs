@@ -142,8 +142,8 @@ fn leads_out(location: &str, to: &Path) -> String {
 }
 
 /// Checks that a file of the folder `dir` stays in it after symbolic links are resolved, or in the Hugging
-/// Face cache that contains the folder (its `snapshots` link to its `blobs`). The error is the path that it
-/// leads to. Missing files pass; opening them reports the error.
+/// Face cache that contains the folder (its `snapshots` link to its `blobs`). The error is the path that the
+/// links lead to. Missing files pass; opening them reports the error.
 fn check_inside(dir: &Path, path: &Path) -> std::result::Result<(), PathBuf> {
     let (Ok(base), Ok(to)) = (dir.canonicalize(), path.canonicalize()) else { return Ok(()) };
     if to.starts_with(&base) {

@@ -128,7 +128,7 @@ fn tensors(items: &[Item]) -> std::result::Result<Vec<Value>, Reason> {
 }
 
 impl TracedBody {
-    /// The body that computes `outputs`. Its inputs are the operands in the graph's order.
+    /// The body that computes `outputs`. Its inputs are the operands, followed by the captured values.
     fn body(mut self, outputs: &[Value]) -> Result<CompiledBody> {
         let ids = self.b.ids(&outputs.iter().collect::<Vec<_>>())?;
         let controls = self.b.controls.take().unwrap_or_default();

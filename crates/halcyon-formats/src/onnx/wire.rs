@@ -14,8 +14,8 @@ use halcyon_ir::Result;
 const MAX_DEPTH: usize = 100;
 /// Bytes of memory that a file of any size may use.
 const BASE: usize = 16 << 20;
-/// Bytes of memory allowed in addition per encoded byte of structure. Sizeable models need 10 to 27, models
-/// of one node up to 48.
+/// Bytes of memory allowed in addition per encoded byte of structure. Sizeable models need 10 to 27. Models
+/// of one node need up to 48, but for these `BASE` is enough.
 const RATIO: usize = 32;
 
 /// The message types whose structure is counted.

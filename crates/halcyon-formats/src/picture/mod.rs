@@ -58,7 +58,7 @@ pub enum Samples {
 pub struct Header {
     pub width: usize,
     pub height: usize,
-    /// Samples of a pixel in the file, alpha included.
+    /// Samples of a pixel that the decoder produces. Alpha counts if the decoder does not skip it.
     pub channels: usize,
     /// Bytes of a sample.
     pub sample_bytes: usize,

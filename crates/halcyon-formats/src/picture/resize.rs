@@ -1,4 +1,4 @@
-//! Sizes of images.
+//! Resizes images.
 
 use halcyon_ir::{Error, Result};
 

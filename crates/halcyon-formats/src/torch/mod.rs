@@ -112,11 +112,11 @@ impl TorchFile {
     }
 
     /// Returns one tensor in row-major order. The data is copied only if it is strided, compressed or
-    /// big-endian.
+    /// big-endian, or has bools that are neither 0 nor 1.
     ///
     /// # Errors
     /// [`Error::Argument`] if no tensor has this name; [`Error::Unsupported`] for complex numbers;
-    /// [`Error::Format`] for a damaged member.
+    /// [`Error::Format`] for a damaged member; [`Error::OutOfMemory`].
     pub fn get(&self, name: &str) -> Result<ConstData> {
         let file = &self.archive.file;
         let i = self

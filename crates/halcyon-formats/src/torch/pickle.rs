@@ -49,7 +49,7 @@ pub(super) enum Global {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Element {
     Is(DType),
-    /// A complex or quantised type, by its name.
+    /// A complex type, by its name.
     Unsupported(&'static str),
 }
 

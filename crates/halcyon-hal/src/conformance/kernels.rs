@@ -10,7 +10,7 @@ use std::sync::Arc;
 pub struct Random(u64);
 
 impl Random {
-    /// Seeded by `HALCYON_SEED` if it is set to a number, else by the time.
+    /// A generator whose seed is `HALCYON_SEED` if that is set to a number, else the time.
     pub fn fresh() -> Random {
         if let Some(seed) = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok()) {
             return Random::seeded(seed);
@@ -31,7 +31,7 @@ impl Random {
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
     }
 
-    /// In [0, n).
+    /// A number in [0, n). `n` must not be 0.
     pub fn below(&mut self, n: u64) -> u64 {
         (self.next() >> 11) % n
     }
@@ -77,7 +77,7 @@ pub fn launch(
     d.submit(&[Command::Launch { program, groups, buffers: &buffers, params, fault: 0 }])
 }
 
-/// `y[i] = x[i] * a + b` for `i < n`, in the compute type of `dtype`.
+/// `y[i] = x[i] * a + c` for `i < n`, in the compute type of `dtype`.
 pub fn affine(dtype: DType) -> Kernel {
     let b = Builder::new(&format!("affine_{dtype}"), [32, 1, 1]);
     let ty = Ty::of(dtype);

@@ -364,7 +364,7 @@ pub fn two_streams_overlap_where_the_device_can(l: &DeviceUnderTest) {
         .unwrap();
         s.record().unwrap()
     };
-    // About 20 ms of work.
+    // More than 20 ms of work.
     let mut n = 20_000;
     let time = loop {
         let e = go(&s, &p, &x, &y, n);

@@ -2,10 +2,9 @@
 //! for their configuration, and their instructions.
 //!
 //! Each of the eight registers `tmm0` to `tmm7` holds up to 16 rows of up to 64 bytes. Take a product
-//! `C += A B` over `n` K groups (of two bf16 or four bytes each). A row of A has `4 n` bytes. B has `n` rows,
-//! of which row `l` holds K group `l` of every column. C holds 4-byte sums. Source: Intel 64 and IA-32
-//! Architectures Software Developer's Manual, volume 1 chapter "Programming with Intel AMX", volume 2 for the
-//! instructions.
+//! `C += A B` over `n` K groups (of two bf16 or four bytes each). A row of A has `4 n` bytes. B has `n` rows;
+//! row `l` holds K group `l` of every column. C holds 4-byte sums. Source: Intel 64 and IA-32 Architectures
+//! Software Developer's Manual, volume 1 chapter "Programming with Intel AMX", volume 2 for the instructions.
 //!
 //! `tdpbf16ps` rounds every step to nearest even and treats denormal operands and results as zero, regardless
 //! of MXCSR. The byte products are exact in 32 bits, and their sums wrap.
@@ -142,7 +141,7 @@ pub struct Tiles {
 #[cfg(target_arch = "x86_64")]
 impl Tiles {
     /// Configures and clears the registers. Use one guard at a time per thread: a second one overwrites the
-    /// first one's configuration and contents.
+    /// first one's configuration and contents, and dropping either of them releases the registers.
     ///
     /// # Panics
     /// If [`available`] reports no tile registers.
@@ -196,7 +195,8 @@ pub mod tile {
     /// Loads register T: rows of bytes from `p`, `stride` bytes apart (`tileloadd`).
     ///
     /// # Safety
-    /// The last [`super::Tiles`] guard of this thread is alive; every configured row is readable.
+    /// The [`super::Tiles`] guard that this thread made last is alive, and no older guard was dropped after
+    /// it was made; every configured row is readable.
     #[inline(always)]
     pub unsafe fn load<const T: u8>(p: *const u8, stride: isize) {
         // SAFETY: the contract of `load` gives a live guard and readable rows.
@@ -209,7 +209,8 @@ pub mod tile {
     /// [`load`] with a hint that the bytes are not read again soon (`tileloaddt1`).
     ///
     /// # Safety
-    /// The last [`super::Tiles`] guard of this thread is alive; every configured row is readable.
+    /// The [`super::Tiles`] guard that this thread made last is alive, and no older guard was dropped after
+    /// it was made; every configured row is readable.
     #[inline(always)]
     pub unsafe fn load_once<const T: u8>(p: *const u8, stride: isize) {
         // SAFETY: the contract of `load_once` gives a live guard and readable rows.
@@ -222,7 +223,8 @@ pub mod tile {
     /// Stores register T: its rows to `p`, `stride` bytes apart (`tilestored`).
     ///
     /// # Safety
-    /// The last [`super::Tiles`] guard of this thread is alive; every configured row is writable.
+    /// The [`super::Tiles`] guard that this thread made last is alive, and no older guard was dropped after
+    /// it was made; every configured row is writable.
     #[inline(always)]
     pub unsafe fn store<const T: u8>(p: *mut u8, stride: isize) {
         // SAFETY: the contract of `store` gives a live guard and writable rows.
@@ -235,7 +237,8 @@ pub mod tile {
     /// Clears register T (`tilezero`).
     ///
     /// # Safety
-    /// The last [`super::Tiles`] guard of this thread is alive.
+    /// The [`super::Tiles`] guard that this thread made last is alive, and no older guard was dropped after
+    /// it was made.
     #[inline(always)]
     pub unsafe fn zero<const T: u8>() {
         // SAFETY: the contract of `zero` gives a live guard; no memory is accessed.
@@ -247,9 +250,10 @@ pub mod tile {
             $(#[$doc])*
             ///
             /// # Safety
-            /// The last [`super::Tiles`] guard of this thread is alive, the processor has the instruction,
-            /// and the three registers differ and have matching sizes: C has as many rows as A and as many
-            /// bytes per row as B, and B has one row for every 4 bytes of a row of A.
+            /// The [`super::Tiles`] guard that this thread made last is alive, and no older guard was dropped
+            /// after it was made; the processor has the instruction; the three registers differ and have
+            /// matching sizes: C has as many rows as A and as many bytes per row as B, and B has one row for
+            /// every 4 bytes of a row of A.
             #[inline(always)]
             pub unsafe fn $name<const C: u8, const A: u8, const B: u8>() {
                 // SAFETY: the function's contract gives a live guard and matching registers; no memory is

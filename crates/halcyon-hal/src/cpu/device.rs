@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-/// Number of threads the process may use.
+/// Number of threads the process may use; 1 without the feature `parallel`.
 fn cores() -> usize {
     if !cfg!(feature = "parallel") {
         return 1;

@@ -175,8 +175,8 @@ mod tests {
             (best.has_bf16(), IsaLevel::Avx512Bf16),
             (amx::available() != amx::Amx::default(), IsaLevel::Amx),
         ] {
-            // A processor may support a higher level without a lower one, and its instructions are used then,
-            // unless a limit excludes them.
+            // A processor may support a level without a lower one. Kernels then use the instructions of the
+            // higher level too, unless a limit excludes them.
             assert!(has || used < step, "{used:?} without {step:?}");
             if limit().unwrap().is_some_and(|l| l < step) {
                 assert!(!has, "{step:?} beyond the limit {used:?}");

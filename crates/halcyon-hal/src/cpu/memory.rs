@@ -20,8 +20,8 @@ const HUGE: usize = 2 << 20;
 const PAGE: usize = 4096;
 
 /// Zeroed memory of the process. It is zeroed because reading uninitialised bytes is undefined behaviour in
-/// Rust, even where the device contract allows it. The system supplies large blocks as zero pages, so zeroing
-/// them costs nothing.
+/// Rust, although the driver contract leaves the contents of a new buffer undefined. The system supplies
+/// large blocks as zero pages, so zeroing them costs nothing.
 pub(crate) struct HostMemory {
     base: NonNull<u8>,
     layout: Layout,
@@ -129,7 +129,7 @@ enum Storage {
     /// A range of a pool block. The block may be moved.
     Part { block: Block<HostSource>, offset: usize, bytes: usize },
     /// Imported data, or a range of it, which is read-only and kept alive by `of`. The address is taken once,
-    /// because a second call of `Bytes::bytes` could return other data than those that were checked.
+    /// because a second call of `Bytes::bytes` could return data that were not checked.
     Lent { at: Ptr, of: Arc<dyn Bytes> },
 }
 
@@ -198,8 +198,8 @@ impl CpuBuffer {
         aligned.then(|| CpuBuffer { storage: Storage::Lent { at, of: data }, owner })
     }
 
-    /// A view of `bytes` bytes from `offset` of a buffer. Errors if the range leaves the buffer, or begins
-    /// where elements would not be aligned.
+    /// A view of `bytes` bytes from `offset` of a buffer. Fails if the range reaches past the buffer, or if
+    /// `offset` is not a multiple of [`LINE`].
     pub(crate) fn part(of: &BufferRef, offset: usize, bytes: usize, owner: u64) -> Result<CpuBuffer> {
         let whole = CpuBuffer::of(&**of, owner, "part")?;
         crate::validate::range("part", whole.at().bytes, offset, bytes)?;

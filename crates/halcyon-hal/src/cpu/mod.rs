@@ -30,8 +30,9 @@ pub use device::CpuDevice;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;
 
-/// Whether pairs of products of bytes saturate 16 bits on the CPU device, unless weights have 7 bits: AVX2
-/// without AVX512_VNNI.
+/// Whether the CPU device multiplies bytes with an instruction that adds two products in 16 bits and
+/// saturates: AVX2 or AVX-512 without AVX512_VNNI. Weights of 7 bits cannot saturate it. Kernels widen other
+/// weights, which is exact but slower.
 pub fn saturates_bytes() -> bool {
     let best = sys::Isa::best();
     best != sys::Isa::Portable && !best.has_vnni()

@@ -3,7 +3,8 @@
 //!
 //! Each measurement runs a loop in many short bursts and returns one figure per burst, so that the caller can
 //! take the best, the median or the spread. The threads of a burst start together. In the bandwidth loops
-//! each thread has its own part of the arrays, which stays in its own caches.
+//! each thread has its own part of the arrays, so no data moves from the cache of one core to that of
+//! another.
 
 use super::library::simd::{Simd, Sizes, dispatch_simd};
 use super::memory::HostMemory;
@@ -21,8 +22,8 @@ const TIME: Duration = Duration::from_millis(50);
 /// Least length of a bandwidth burst, in seconds: long compared with starting a job, short compared with a
 /// busy system's scheduling slices.
 const BURST: f64 = 3e-4;
-/// Number of independent chains in the multiply-add loops with 32 registers: more than latency times issue
-/// width, and as many as fit in the registers.
+/// Number of independent sums (chains of dependent multiply-adds) in the loops for 32 registers. There are
+/// more than latency times issue width, and as many as fit in the registers.
 const CHAINS: usize = 24;
 
 /// Multiply-adds in registers only. With more chains than registers, the loop would measure accesses to the

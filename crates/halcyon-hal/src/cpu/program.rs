@@ -28,14 +28,15 @@ struct Buffers<'a> {
 
 impl<'a> Buffers<'a> {
     /// # Safety
-    /// While the value lives, every entry of `at` points to live memory that no other command writes.
-    /// Entries that are not `read_only` and that the kernel writes are used by no other command at all.
+    /// While the value lives, every entry of `at` points to live memory that no other command writes. No
+    /// other command uses an entry that the kernel writes, unless the entry is `read_only`.
     unsafe fn new(at: &'a [Ptr], fault: &'a AtomicU32) -> Buffers<'a> {
         Buffers { at, fault }
     }
 }
 
-/// Whether `bytes` bytes from `at` on are one value that lies in a buffer of `len` bytes.
+/// Whether an access to `bytes` bytes at offset `at` has at most 8 bytes (the largest value) and ends inside
+/// a buffer of `len` bytes.
 fn inside(at: usize, bytes: usize, len: usize) -> bool {
     bytes <= 8 && at.checked_add(bytes).is_some_and(|end| end <= len)
 }
@@ -62,9 +63,10 @@ impl Memory for Buffers<'_> {
     fn store(&mut self, buf: usize, at: usize, bytes: usize, value: u64) {
         match self.at.get(buf) {
             Some(p) if inside(at, bytes, p.bytes) && !p.read_only => {
-                // SAFETY: `inside` checked that the bytes lie in the buffer and are at most 8. `Buffers::new`
-                // requires that the buffer is live and that only this kernel uses it if it is written: the
-                // verifier rejects stores to buffers that the kernel declares read only.
+                // SAFETY: `inside` checked that the bytes lie in the buffer and are at most 8. The verifier
+                // rejects stores to buffers that the kernel does not declare as written, so the kernel writes
+                // this buffer, and the condition above excludes buffers that are `read_only`. For such a
+                // buffer `Buffers::new` requires that it is live and that no other command uses it.
                 unsafe { std::ptr::copy_nonoverlapping(value.to_le_bytes().as_ptr(), p.ptr.add(at), bytes) };
             }
             Some(_) => {}
@@ -93,8 +95,9 @@ impl CpuProgram {
     /// Runs one launch. `at` holds the buffers in the kernel's order, without the fault word.
     ///
     /// # Errors
-    /// `Argument` if buffers or parameters do not match, or if the kernel accessed a buffer out of range
-    /// (such accesses are not carried out).
+    /// `Argument` if buffers or parameters do not match, or if the interpreter found a fault (see
+    /// [`halcyon_ir::kernel::interp::Fault`]): an access out of range, which is not carried out, or an error
+    /// that is no access, such as an index division by zero.
     ///
     /// # Safety
     /// Every entry of `at` points to live memory. During the call, no other command writes it, and no other

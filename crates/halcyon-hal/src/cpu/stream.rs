@@ -20,8 +20,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Maximum number of items that wait in one stream. While there are as many, a caller that submits work is
-/// blocked.
+/// Maximum number of items that wait in one stream. A caller that submits more is blocked until there is
+/// room.
 const MANY: usize = 1024;
 
 /// A command that owns its data, with the addresses of its buffers looked up.
@@ -129,7 +129,7 @@ enum Item {
 
 struct Queue {
     items: VecDeque<Item>,
-    /// Report of the work after the last event.
+    /// Receives the outcome of the work that is submitted after the last recorded event.
     report: Arc<Report>,
     closed: bool,
 }
@@ -154,7 +154,8 @@ struct Shared {
 /// A stream of the CPU device.
 pub(crate) struct CpuStream {
     shared: Arc<Shared>,
-    /// Present only if no thread could be started. It is locked while a caller runs the work itself.
+    /// Present only if no thread could be started. Callers then run the stream's work on their own threads,
+    /// and hold this lock meanwhile.
     inline: Option<Mutex<()>>,
 }
 
@@ -234,9 +235,9 @@ impl Shared {
 }
 
 impl CpuStream {
-    /// A stream with the number of threads that `options` requests; the default is half of `width`. `width`
-    /// is the device's number of threads, for which kernels are made. The caller holds the device lock, so
-    /// that no unregistered work of the device's own queue is running.
+    /// A stream with the number of threads that `options` requests, at most `width`; the default is half of
+    /// `width`, at least 1. `width` is the device's number of threads, for which kernels are made. The caller
+    /// holds the device lock, so that no unregistered work of the device's own queue is running.
     pub(super) fn new(
         id: &str,
         owner: u64,

@@ -145,7 +145,8 @@ pub struct Caches {
     pub l2: usize,
     /// The last level, shared by several cores; 0 if there is none or the system does not report it.
     pub l3: usize,
-    /// Whether the system reported these sizes; otherwise they are typical values.
+    /// Whether the system reported at least one of these sizes. Sizes that it did not report are typical
+    /// values.
     pub known: bool,
 }
 

@@ -154,8 +154,9 @@ impl std::fmt::Debug for Team {
 }
 
 impl Team {
-    /// A team of `threads` threads including the caller's (0 counts as 1). If threads cannot be started (on
-    /// wasm32, or because the system refuses), the team is smaller; see [`Team::threads`].
+    /// A team of `threads` threads including the caller's (0 counts as 1, and more than 1,024 as 1,024). If
+    /// threads cannot be started (on wasm32, or because the system refuses), the team is smaller; see
+    /// [`Team::threads`].
     pub fn new(threads: usize) -> Team {
         Team::with_width(threads, 1)
     }
@@ -264,7 +265,7 @@ impl Team {
     }
 
     /// Splits `0..n` into ranges of at least `grain` items, at most four per thread, and runs `f(start, end)`
-    /// on each.
+    /// on each. If `n` is smaller than `grain` or the team has one thread, there is one range.
     pub fn ranges(&self, n: usize, grain: usize, f: &(dyn Fn(usize, usize) + Sync)) {
         let grain = grain.max(1);
         let most = if self.threads() == 1 { 1 } else { self.threads() * 4 };
@@ -403,7 +404,7 @@ impl<T> Clone for SharedConst<T> {
     }
 }
 impl<T> Copy for SharedConst<T> {}
-// SAFETY: the memory is only read through the pointer, and `T: Sync` allows reads from several threads.
+// SAFETY: the pointer is only used for reading, and `T: Sync` allows reads from several threads.
 unsafe impl<T: Sync> Send for SharedConst<T> {}
 // SAFETY: `get` only copies the pointer; reads from several threads are allowed, since `T: Sync`.
 unsafe impl<T: Sync> Sync for SharedConst<T> {}
@@ -419,14 +420,14 @@ impl<T> SharedConst<T> {
 /// Lets a value that holds raw pointers be shared between threads by reference.
 pub(crate) struct AssertSync<T>(T);
 
-// SAFETY: `new` requires that only raw pointers in the value need care, and that threads write through them
-// only to ranges that no other thread uses.
+// SAFETY: `new` requires that everything in the value except its raw pointers may be shared, and that threads
+// write through these pointers only to ranges that no other thread uses.
 unsafe impl<T> Sync for AssertSync<T> {}
 
 impl<T> AssertSync<T> {
     /// # Safety
-    /// Apart from raw pointers, everything in `value` may be shared between threads. Threads that reach it at
-    /// the same time write through its pointers only to ranges that no other thread reads or writes.
+    /// Apart from raw pointers, everything in `value` may be shared between threads. Threads that use the
+    /// value at the same time write through its pointers only to ranges that no other thread reads or writes.
     #[inline(always)]
     pub(crate) unsafe fn new(value: T) -> AssertSync<T> {
         AssertSync(value)

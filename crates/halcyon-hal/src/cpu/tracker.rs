@@ -1,4 +1,4 @@
-//! Orders work in different queues of a CPU device that uses the same memory, and records memory that failed
+//! Orders work that uses the same memory in different queues of a CPU device, and records memory that failed
 //! work should have written.
 
 use super::device::{kernel_of, program_of};
@@ -72,8 +72,8 @@ impl Tracker {
         (s.ledger.enter(queue, access, ()), before)
     }
 
-    /// Waits until all work in `before` has ended. Returns the error of poisoned memory that the work would
-    /// read.
+    /// Waits until all work with the tickets `before` has ended. If the work that `each` describes would then
+    /// read poisoned memory, returns the error with which the memory was poisoned.
     pub(super) fn admit(&self, before: &[u64], each: Each<'_>) -> Result<()> {
         let mut s = self.lock();
         while before.iter().any(|t| s.ledger.is_open(*t)) {
@@ -155,7 +155,7 @@ pub(super) enum End<'a> {
     Done,
     /// It failed after its submission returned; it may have written part of its outputs.
     Failed(&'a Error, &'a [Keep]),
-    /// It failed, and its caller received the error.
+    /// It failed, and its caller received the error. The poisoned ranges do not change.
     Refused,
 }
 

@@ -6,9 +6,9 @@
 //! `[f32; N]`. [`apply`] runs an op in place over a slice with run-time dispatch. The polynomials are those
 //! of [`halcyon_ir::polynomials`].
 //!
-//! NaN propagates; infinities and overflow give C99's results. The tests bound the errors against f64, in
-//! units of the last place (ulp). Denormal results are accurate to their last place unless the thread flushes
-//! to zero.
+//! NaN propagates, except that [`pow`] is 1 if the base is 1 or the exponent is 0, as in C99. Infinities and
+//! overflow give C99's results. The tests bound the errors against f64, in units of the last place (ulp).
+//! Denormal results are accurate to their last place unless the thread flushes to zero.
 
 use super::sys::dispatch;
 use halcyon_ir::{ScalarOp, polynomials};

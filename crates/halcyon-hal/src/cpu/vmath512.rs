@@ -129,7 +129,8 @@ pub(super) fn exp_16(x: __m512) -> __m512 {
     _mm512_scalef_ps(m, k)
 }
 
-/// `d = e^(a - m)`. The error is below 1.5 ulp, relative to e to the power of the rounded difference.
+/// `d = e^(a - m)`. The difference is rounded first. Compared with the exponential of this rounded
+/// difference, the error is below 1.5 ulp.
 ///
 /// # Safety
 /// The processor has AVX-512F; `a` and `d` are valid for `n` floats.

@@ -272,7 +272,8 @@ impl Adapter {
             workgroup_memory: u32_of(sys::DEVICE_LOCAL_MEM_SIZE, 32 << 10),
             max_bindings: arguments / 2 / size_of::<Handle>() as u32,
             max_binding_bytes: self.number(sys::DEVICE_MAX_MEM_ALLOC_SIZE).unwrap_or(128 << 20),
-            // Workgroup indices are i32 in kernels. OpenCL itself has no smaller limit.
+            // OpenCL has no limit on the number of workgroups, but workgroup indices are i32 in kernels. This
+            // is the smallest limit that the conformance suite permits.
             max_groups: 65_535,
             offset_alignment: 1,
             compute_units: self.number(sys::DEVICE_MAX_COMPUTE_UNITS).map(|n| n as u32),

@@ -124,8 +124,8 @@ unsafe impl Send for ClPages {}
 // SAFETY: `&self` only yields the address, and accesses through it are unsafe.
 unsafe impl Sync for ClPages {}
 
-// SAFETY: the mapping stays unchanged until the value is dropped, has the requested size, and was zeroed when
-// it was made.
+// SAFETY: the mapping stays at one address until the value is dropped, has the requested size, and was zeroed
+// when it was made. The value owns it.
 unsafe impl Pages for ClPages {
     fn start(&self) -> *mut u8 {
         self.at.cast()

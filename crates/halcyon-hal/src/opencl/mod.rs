@@ -72,8 +72,8 @@ impl Driver for OpenClDriver {
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
         let mut all = PROBE.devices().map_err(|e| self.with_backend_name(e))?;
-        // The free memory in a remembered probe is outdated, so it is queried again. The library is loaded
-        // for it only if a device has AMD's extension that reports it.
+        // The free memory in a remembered probe is outdated, so it is queried again. For this, the library is
+        // loaded only if a device has AMD's extension, which reports the free memory.
         let mut now = None;
         for d in &mut all {
             let amd = d.properties.get("extensions").is_some_and(|e| e.contains(sys::AMD_ATTRIBUTES));

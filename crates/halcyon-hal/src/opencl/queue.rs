@@ -422,11 +422,11 @@ impl Queue {
         unsafe { self.event("clEnqueueReadBuffer", event, code) }
     }
 
-    /// If a kernel that can fault ran since the fault word was last cleared, enqueues a copy of the word and
-    /// returns true.
+    /// If a kernel that can fault ran since the fault word was last cleared, enqueues a copy of the word to
+    /// `to` and returns true.
     ///
     /// # Safety
-    /// `to` must stay valid until the commands enqueued so far are done, and nothing else may write it.
+    /// `to` must stay valid until the copy is done, and nothing else may write it until then.
     pub(super) unsafe fn read_fault(&self, to: &AtomicU32) -> Result<bool> {
         if !self.lock().may_have_faulted {
             return Ok(false);

@@ -41,7 +41,8 @@ impl Point {
         (code == sys::SUCCESS).then_some(status)
     }
 
-    /// Calls `f` with the status when the event is done, on a thread of the driver.
+    /// Calls `f` with the status when the event is done, on a thread of the driver. If the driver refuses the
+    /// callback, waits for the event, calls `f` on this thread and returns the error.
     fn when_done(&self, f: impl FnOnce(i32) + Send + 'static) -> Result<()> {
         type Call = Box<dyn FnOnce(i32) + Send>;
         /// # Safety

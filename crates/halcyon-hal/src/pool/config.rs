@@ -52,8 +52,9 @@ impl FromStr for AllocationStrategy {
 pub struct MemoryPoolConfig {
     /// Bytes obtained from the driver when the device is opened; must be 0 for `Exclusive`.
     pub initial_size: u64,
-    /// Maximum bytes obtained from the driver: live buffers, kept ones and unused parts of chunks. `None`:
-    /// the device's memory.
+    /// Maximum bytes obtained from the driver: live buffers, kept ones and unused parts of chunks. If
+    /// [`crate::Options::memory_limit`] is set too, the smaller value counts. If neither is set, the device's
+    /// memory is the limit.
     pub max_size: Option<u64>,
     pub strategy: AllocationStrategy,
     /// Moves buffers together when no free range fits a request.

@@ -28,7 +28,7 @@ const BY_PROCESSOR: [&str; 11] = [
     "atomics",
 ];
 
-/// Default directories of the loader, below the root, including Debian's directories for this architecture.
+/// Default directories of the loader, below the root, including Debian's directories for x86-64 and AArch64.
 const DEFAULT_DIRS: [&str; 9] = [
     "lib",
     "usr/lib",
@@ -263,7 +263,8 @@ pub fn mapped() -> Option<BTreeSet<PathBuf>> {
     Some(all)
 }
 
-/// The state of the libraries mapped since `before`, and of their directories.
+/// The state of the libraries mapped since `before`, and of their directories; `None` if the system does not
+/// report them.
 pub fn loaded_since(before: &Option<BTreeSet<PathBuf>>) -> Option<Vec<Seen>> {
     let (before, now) = (before.as_ref()?, mapped()?);
     let files: Vec<PathBuf> = now.difference(before).cloned().collect();

@@ -29,7 +29,7 @@ use smallvec::SmallVec;
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Entries of the ring: the number of launches that can be pending.
+/// Entries of the ring: the number of launches with different words that can be pending.
 const RING_ENTRIES: usize = 16;
 
 /// A CUDA or HIP graph that is not instantiated.
@@ -335,7 +335,8 @@ impl SimtCapture {
         r.ok_or_else(|| capture::foreign(c, &shared.context.id))
     }
 
-    /// The memory that a launch uses. Invalid buffers are reported when it is enqueued.
+    /// The memory that a launch uses. Invalid buffers are left out here, and reported when the launch is
+    /// enqueued.
     pub(super) fn access(&self, buffers: &[&BufferRef]) -> Access {
         let mut a = Access::default();
         let of = |b: &BufferRef| self.shared.buffer("", b).ok().map(SimtBuffer::span);
@@ -355,8 +356,8 @@ impl SimtCapture {
         a
     }
 
-    /// Enqueues a launch; returns `false` if a buffer is not at its captured address. The caller orders it
-    /// with other queues.
+    /// Enqueues a launch; returns `false` if a buffer is not at its captured address or is smaller than at
+    /// capture. The caller orders the launch with other queues.
     pub(super) fn launch(&self, queue: &Queue, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
         check("buffers", buffers.len(), self.buffers.len())?;
         check("values", values.len(), self.variables.len())?;
@@ -383,8 +384,8 @@ impl SimtCapture {
         let graphs = self.shared.context.api.graphs.as_ref();
         let graphs = graphs.map_err(|f| Error::internal(format!("a graph without {f}")))?;
         // SAFETY: the checks above found the buffers at their captured addresses and at least as large as
-        // captured. They stay allocated as for any launch. This value keeps everything else that the graph
-        // uses until it has run.
+        // captured. They stay allocated, because the pool reuses a freed buffer only for work that runs
+        // later. `self` keeps everything else that the graph uses until the graph has run.
         let launched = unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) };
         if let Err(e) = launched.and_then(|()| ring.mark(queue)) {
             // Without a mark, no later launch would wait until the copy has read this entry of the ring, so

@@ -164,8 +164,8 @@ impl SimtDriver {
 
     fn adapters(&self) -> Result<Vec<adapter::Adapter>> {
         let names = self.libraries.as_ref().map_or_else(|| self.family.candidates(), |l| vec![l.0.clone()]);
-        // SAFETY: the names are the vendor's or the user's, or they come from `over`, which requires such
-        // libraries.
+        // SAFETY: each name is one of the vendor's library, or one that the user set in its place, or it
+        // comes from `over`, which requires that loading the library is sound.
         adapter::Adapter::all(unsafe { self.family.load(&names) }?)
     }
 }
@@ -212,8 +212,8 @@ impl Driver for SimtDriver {
         // chosen.
         let compilers =
             self.libraries.as_ref().map_or_else(|| self.family.compiler_candidates(), |l| l.1.clone());
-        // SAFETY: the names are the vendor's or the user's, or they come from `over`, `with_compilers` and
-        // `with_kernels`, which require such libraries.
+        // SAFETY: each name is one of a vendor's library, or one that the user set in its place, or it comes
+        // from `over`, `with_compilers` or `with_kernels`, which require that loading the library is sound.
         let device = unsafe { device::SimtDevice::open(a, &compilers, self.sources(), options) }?;
         Ok(Arc::new(device))
     }

@@ -135,7 +135,7 @@ impl Drop for Function {
 pub enum Output {
     /// Code for one architecture.
     Binary,
-    /// NVIDIA's intermediate language as text, which the driver compiles when it is loaded.
+    /// NVIDIA's intermediate language as text, which the driver compiles when it loads the module.
     Ptx,
 }
 

@@ -567,8 +567,9 @@ impl Submission<'_> {
     /// Copies between validated ranges, from another device to this one.
     ///
     /// # Safety
-    /// `to` must be a buffer of this queue's device and `src` one of the device of `other`; for both, offset
-    /// and `bytes` must not exceed its size. Until the copy has run, `src` must neither be moved nor reused.
+    /// `to` must be a buffer of this queue's device, and `src` a buffer of the device of `other`. For each,
+    /// its offset plus `bytes` must not exceed its size. Until the copy has run, `src` must neither be moved
+    /// nor reused.
     pub(super) unsafe fn copy_peer(
         &mut self,
         peers: Peers,
@@ -622,9 +623,9 @@ impl Actions<Shared> for Submission<'_> {
             words.push(self.queue.fault.at());
         }
         words.extend(arguments.iter().map(|a| a.bits));
-        // SAFETY: the words are those of the signature: one address for each buffer, of which the last may be
-        // the fault word, and one word for each parameter. `launch` requires buffers of this device that
-        // contain every byte that the kernel accesses.
+        // SAFETY: the words are those of the signature: the address of each buffer, that of the fault word if
+        // the kernel declares it, and one word for each parameter. `launch` requires buffers of this device
+        // that contain every byte that the kernel accesses.
         unsafe { self.launch_words(p, &p.function, groups, words)? };
         self.state.may_have_faulted |= p.signature.faults;
         Ok(())

@@ -101,7 +101,8 @@ fn has_cache_header(bytes: &[u8]) -> bool {
     start.bytes().all(|want| have.next().is_none_or(|b| *b == want))
 }
 
-/// Resolves a path to a tuning cache of this version, or to a file that does not exist yet.
+/// Follows the links of a path to the file of a tuning cache. The file is a cache of this version (perhaps
+/// damaged) or empty, or it does not exist yet.
 ///
 /// # Errors
 /// [`Error::Format`] for anything else; [`Error::Io`].

@@ -307,6 +307,7 @@ fn modes_have_names() {
         TuningMode::Off,
         TuningMode::Cached,
         TuningMode::Background,
+        TuningMode::Exhaustive,
         TuningMode::Budget(Duration::from_millis(2500)),
     ] {
         assert_eq!(m.to_string().parse::<TuningMode>().unwrap(), m);

@@ -16,12 +16,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// Bytes of kernel parameters per submission.
 const RING: u64 = 128 << 10;
-/// A loop over a size of at least this, or nested loops over two such sizes, may exceed the iteration limit
-/// of devices that abort long loops.
+/// If an integer argument of a launch is at least this, the launch counts as one whose loops (a single one,
+/// or nested ones) may exceed the iteration limit of devices that abort long loops.
 const LONG_LOOP: u64 = 1 << 12;
 /// Maximum number of commands timed together.
 const MAX_TIMED: u32 = 512;
-/// Maximum number of bytes that one mapping reads, and that are written before the next submission.
+/// Maximum number of bytes that one mapping reads. A write is also submitted in pieces of this size.
 const CHUNK: usize = 32 << 20;
 /// Size in bytes of the staging buffer for moves within one buffer.
 const STAGING_BYTES: u64 = 1 << 20;
@@ -488,7 +488,8 @@ impl Queue {
     }
 
     /// If the device has reached the fetch, copies its bytes to `to`, adds faults and errors to `report` and
-    /// returns true. Does not wait.
+    /// returns true. After an error that makes the bytes unavailable, such as a lost device, also returns
+    /// true. Does not wait.
     pub fn finish_fetch(&self, f: &Fetch, to: &mut [u8], report: &Report) -> bool {
         if let Err(e) = self.poll(wgpu::PollType::Poll) {
             report.fail(e);

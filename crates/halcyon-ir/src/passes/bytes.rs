@@ -22,6 +22,7 @@
 //! sums: on some devices sums of 8-bit floats have fewer digits than f32.
 
 use super::derived::{Derived, derived_bytes};
+use super::fold;
 use super::rebuild::{Rebuild, prune};
 use super::small_types::decode;
 use crate::composite::{Attr, Composite, CompositeKind};
@@ -273,11 +274,15 @@ impl<'a> Finder<'a> {
         false
     }
 
-    /// Whether `is` holds for every element of a constant (false for a large one). `None` for other nodes.
+    /// Whether `is` holds for every element of a constant (false for a large one whose elements differ). `None`
+    /// for other nodes.
     fn all_elements(&self, id: NodeId, is: impl Fn(f64) -> bool) -> Option<bool> {
         match &self.g.node(id).op {
             Op::Full(v) => Some(is(v.as_f64())),
-            Op::Const(c) => Some(c.numel() <= MAX_EXAMINED && c.scalars().all(|v| is(v.as_f64()))),
+            Op::Const(c) => Some(match fold::uniform(c) {
+                Some(v) => is(v.as_f64()),
+                None => c.numel() <= MAX_EXAMINED && c.scalars().all(|v| is(v.as_f64())),
+            }),
             _ => None,
         }
     }
@@ -384,7 +389,13 @@ impl<'a> Finder<'a> {
     fn largest_code(&self, codes: NodeId) -> u64 {
         let n = self.g.node(codes);
         let (low, high) = match (&n.op, self.input(codes)) {
-            (Op::Cast, Some(x)) => self.bounds(x, 0),
+            (Op::Cast, Some(x)) => match self.bounds(x, 0) {
+                // Integers wrap in a cast, so those that do not fit give codes of any magnitude.
+                (low, high) if self.g.dtype(x).is_int() && (low < -32768.0 || high > 32767.0) => {
+                    return 1 << 15;
+                }
+                bounds => bounds,
+            },
             _ => (f64::NEG_INFINITY, f64::INFINITY),
         };
         let (low, high) = (low.max(f64::from(i16::MIN)), high.min(f64::from(i16::MAX)));

@@ -589,8 +589,10 @@ fn sums_of_constants_are_known() {
 /// constant.
 #[test]
 fn products_of_16_bits_are_taken_if_their_sums_fit() {
-    // 24 weights of up to 200 in magnitude, whose sums with codes of up to 32,767 fit i32, or do not.
-    for (most, limit, taken) in [(200i64, 300, true), (3000, 300, true), (3000, 32767, false)] {
+    // The sums of 24 terms of these magnitudes fit i32, or do not: 24 * 2730 * 32,767 is the last that does.
+    for (most, limit, taken) in
+        [(200i64, 300, true), (3000, 300, true), (2730, 32767, true), (2731, 32767, false)]
+    {
         for turns in [false, true] {
             let mut c = Case::new();
             let x = c.input(DType::F32, &[4, 24]);
@@ -610,6 +612,47 @@ fn products_of_16_bits_are_taken_if_their_sums_fit() {
             assert_eq!(c.check_for(y, |t| t == [DType::I16; 2]), want, "{most} {limit} {turns}");
         }
     }
+}
+
+/// Integers that a cast to i16 wraps have any magnitude, whatever their limits.
+#[test]
+fn limits_of_integers_that_wrap_do_not_count() {
+    for (limit, taken) in [(30_000i64, true), (40_000, false)] {
+        let mut c = Case::new();
+        let x = c.input(DType::F32, &[4, 3]);
+        let x = c.g.cast(x, DType::I32).unwrap();
+        let (low, high) = (c.g.lit(x, 0.0), c.g.lit(x, limit as f64));
+        let q = c.g.max(x, low).unwrap();
+        let q = c.g.min(q, high).unwrap();
+        let q = c.g.cast(q, DType::I16).unwrap();
+        let a = c.g.cast(q, DType::F32).unwrap();
+        // The sum of the magnitudes, 65,538, fits i32 times 32,767 but not times 32,768.
+        let codes = [32767, 32767, 4].map(|v| [crate::Scalar::I(v); 6]).concat();
+        let w = c.g.constant(ConstData::from_scalars(DType::I16, &[3, 6], codes).unwrap());
+        let w = c.g.cast(w, DType::F32).unwrap();
+        let y = c.g.matmul(a, w).unwrap();
+        let want = if taken { (vec![(DType::I32, 2)], 1) } else { (vec![], 0) };
+        assert_eq!(c.check_for(y, |t| t == [DType::I16; 2]), want, "{limit}");
+    }
+}
+
+/// A zero point of zeros is left out, however long it is.
+#[test]
+fn long_zero_points_of_zero_are_left_out() {
+    let n = MAX_EXAMINED + 3;
+    let mut c = Case::new();
+    let x = c.input(DType::F32, &[1, 2]);
+    let s = c.g.full(DType::F32, [1usize], 0.01);
+    let s = c.g.reshape(s, Shape::scalar()).unwrap();
+    let q = c.g.quantize_within(x, s, 100).unwrap();
+    let a = c.g.dequantize(q, s, None, None).unwrap();
+    let codes = (0..2 * n).map(|i| crate::Scalar::I(i as i64 % 13 - 6));
+    let w = c.g.constant(ConstData::from_scalars(DType::I16, &[2, n], codes).unwrap());
+    let scales = c.g.full(DType::F32, [n], 0.5);
+    let zero = c.g.constant(ConstData::splat(DType::I16, &[n], crate::Scalar::I(0)).unwrap());
+    let w = c.g.dequantize(w, scales, Some(zero), Some(1)).unwrap();
+    let y = c.g.matmul(a, w).unwrap();
+    assert_eq!(c.check_for(y, |t| t == [DType::I16; 2]), (vec![(DType::I32, 2)], 1));
 }
 
 #[test]

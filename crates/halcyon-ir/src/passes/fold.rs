@@ -119,7 +119,7 @@ fn replace(r: &mut Rebuild, id: NodeId, n: &Node, op: Op) -> usize {
 }
 
 /// The value that all elements of a tensor have, if they are equal.
-fn uniform(c: &ConstData) -> Option<Scalar> {
+pub(super) fn uniform(c: &ConstData) -> Option<Scalar> {
     if c.dtype.bits() < 8 {
         let first = c.get(0)?;
         return c.scalars().all(|s| s == first).then_some(first);

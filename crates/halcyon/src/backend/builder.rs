@@ -227,8 +227,9 @@ impl BackendBuilder {
     }
 
     /// When kernels are tuned. If not set: the environment variable `HALCYON_TUNING` (`off`, `cached`,
-    /// `background`, or a budget in seconds), else `tuning` in the configuration file, else
-    /// [`TuningMode::Cached`]. Tuned kernels are used at level O2.
+    /// `background`, `exhaustive`, or a budget in seconds), else `tuning` in the configuration file, else
+    /// [`TuningMode::Exhaustive`] at level O3 and [`TuningMode::Cached`] at others. Tuned kernels are used from
+    /// level O2 on.
     pub fn tuning(mut self, mode: TuningMode) -> Self {
         self.0.tuning = Some(mode);
         self
@@ -249,17 +250,17 @@ impl BackendBuilder {
         Ok(self.tuning_settings()?.1)
     }
 
-    /// The tuning mode, and the path of the tuning cache file.
-    fn tuning_settings(&self) -> Result<(TuningMode, Option<PathBuf>)> {
+    /// The tuning mode, if one is set, and the path of the tuning cache file.
+    fn tuning_settings(&self) -> Result<(Option<TuningMode>, Option<PathBuf>)> {
         let (mode, file) = (std::env::var(tune::VARIABLE).ok(), std::env::var_os(tune::FILE_VARIABLE));
         let config = match (self.0.tuning, &self.0.tuning_file) {
             (Some(_), Some(_)) => None,
             _ => halcyon_hal::config::load()?.map(|(_, c)| c),
         };
         let mode = match (self.0.tuning, mode) {
-            (Some(m), _) => m,
-            (None, Some(m)) => m.parse()?,
-            (None, None) => config.as_ref().and_then(|c| c.tuning).unwrap_or_default(),
+            (Some(m), _) => Some(m),
+            (None, Some(m)) => Some(m.parse()?),
+            (None, None) => config.as_ref().and_then(|c| c.tuning),
         };
         let named = match (&self.0.tuning_file, file) {
             (Some(f), _) => Some(f.clone()),
@@ -404,7 +405,7 @@ impl BackendBuilder {
         device: Arc<dyn Device>,
         selection: Selection,
         amp: AmpPolicy,
-        (mode, file): &(TuningMode, Option<PathBuf>),
+        (mode, file): &(Option<TuningMode>, Option<PathBuf>),
     ) -> Backend {
         let lowering = self.lowering(&*device, amp);
         let mut warnings = options::warnings(&self.0, &*device, amp, &lowering.amp_kept);

@@ -131,7 +131,9 @@ pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &Kept
     {
         warn("keep_packed", "there is no cache directory (HALCYON_CACHE is off, or no home is known)".into());
     }
-    if !o2 && matches!(b.tuning, Some(TuningMode::Background | TuningMode::Budget(_))) {
+    if !o2
+        && matches!(b.tuning, Some(TuningMode::Background | TuningMode::Budget(_) | TuningMode::Exhaustive))
+    {
         warn("tuning", format!("tuned kernels need level O2, and the level is {}", b.level));
     }
     if b.tuning == Some(TuningMode::Off) && b.tuning_file.is_some() {

@@ -57,7 +57,7 @@ impl Planner {
         if !self.tuning.touch(plan) {
             return false;
         }
-        match self.tuning.mode {
+        match self.tuning.mode_at(self.lowering.level) {
             TuningMode::Off | TuningMode::Cached => false,
             TuningMode::Background => {
                 let weak = Arc::downgrade(self);
@@ -67,9 +67,9 @@ impl Planner {
                 });
                 false
             }
-            TuningMode::Budget(_) => {
+            mode @ (TuningMode::Budget(_) | TuningMode::Exhaustive) => {
                 let before = self.tuning_generation();
-                if let Err(e) = self.forgetting_plans(|| self.tuning.run_in_budget(&self.runtime, plan)) {
+                if let Err(e) = self.forgetting_plans(|| self.tuning.run_at_once(&self.runtime, plan, mode)) {
                     tracing::warn!(%e, "the kernels of a plan are not tuned");
                 }
                 self.tuning_generation() != before

@@ -56,7 +56,9 @@ impl Layer {
                 }
             }
             (WeightType::Int8 | WeightType::Bf16, _) => {}
-            (_, Kind::Conv) => return Err(format!("convolutions have no form in {to}")),
+            (_, Kind::Conv) => {
+                return Err(format!("convolutions have no form in {to}, but in int8 and bf16"));
+            }
             (WeightType::Int4 | WeightType::Int4Min, Kind::Product) => {
                 if !self.dims[0].is_multiple_of(WEIGHT_BLOCK) {
                     let what = format!("{} rows do not divide into blocks of {WEIGHT_BLOCK}", self.dims[0]);

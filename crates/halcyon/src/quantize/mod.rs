@@ -47,6 +47,7 @@ use crate::backend::options::bf16_is_faster;
 use crate::receipts::{Effort, compare, median};
 use crate::session::Session;
 use halcyon_hal::BackendType;
+use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::layout::View;
 use halcyon_ir::passes::bytes::operation;
@@ -151,7 +152,7 @@ pub enum Activations {
 #[serde(rename_all = "lowercase")]
 pub enum WiderType {
     /// The type of 16 bits whose products are faster than those of f32 on the device: bf16, else int16, else
-    /// f32.
+    /// f32. With weights of 16 bits: f32.
     #[default]
     Auto,
     /// f32: such layers are not quantised.
@@ -209,8 +210,9 @@ pub struct QuantizeOptions {
     /// The bound of the error. The error is the largest difference from O0, divided by the standard deviation
     /// of O0's output ([`error`]).
     pub max_error: f64,
-    /// Bits of i8 weights: 7 or 8. `None` means 7 on a CPU whose instruction for byte products adds pairs
-    /// with saturation (AVX2 without VNNI), where 7-bit weights are faster, and 8 on every other device.
+    /// Bits of the i8 weights of convolutions: 7 or 8. `None` means 7 on a CPU whose convolutions of bytes add
+    /// pairs with saturation (AVX2 without VNNI), where 7-bit weights are faster, and 8 on every other device.
+    /// The i8 weights of products always have 8.
     pub weight_bits: Option<u32>,
     /// The type of the layers that would exceed the bound.
     pub wider_type: WiderType,
@@ -240,7 +242,7 @@ pub struct Quantized {
     original: Graph,
 }
 
-/// The bits of i8 weights that are fastest on the device.
+/// The bits of the i8 weights of convolutions that are fastest on the device.
 fn weight_bits(backend: &Backend) -> u32 {
     // Without the CPU backend, no device needs 7 bits.
     #[cfg(feature = "cpu")]
@@ -276,9 +278,20 @@ fn check(options: &QuantizeOptions) -> Result<()> {
     if let Some(b) = options.weight_bits.filter(|b| !matches!(b, 7 | 8)) {
         return bad("weight_bits", format!("{b}: expected 7 or 8"));
     }
+    if options.weight_bits.is_some() && options.weights != WeightType::Int8 {
+        let what = format!("it has no effect with {} weights; leave it out", options.weights);
+        return bad("weight_bits", what);
+    }
+    if options.wider_type.weights() == Some(options.weights) {
+        let what = format!("{} is the type of the weights; use f32 or auto", options.weights);
+        return bad("wider_type", what);
+    }
     match options.activations {
         a if options.weights.keeps_activations() && a != Activations::Auto => {
-            let what = format!("it has no effect with {} weights: activations stay floats", options.weights);
+            let what = format!(
+                "it has no effect with {} weights: activations stay floats; use Activations::Auto",
+                options.weights
+            );
             bad("activations", what)
         }
         Activations::Percentile(p) if !(50.0..=100.0).contains(&p) => {
@@ -315,10 +328,17 @@ pub fn quantize(
         let none = calibration.is_empty();
         options.activations = if none { Activations::Dynamic } else { Activations::MinMax };
     }
+    let ranges = matches!(options.activations, Activations::MinMax | Activations::Percentile(_));
+    if !calibration.is_empty() && !ranges {
+        let what = "they have no effect: activations have no ranges, or ranges of each run; pass none";
+        return Err(Error::argument("calibration", what));
+    }
     let bits = options.weight_bits.unwrap_or_else(|| weight_bits(backend));
-    options.weight_bits = Some(bits);
+    options.weight_bits = (options.weights == WeightType::Int8).then_some(bits);
     if options.wider_type == WiderType::Auto {
-        options.wider_type = wider_type(backend);
+        // Neither type of 16 bits is wider than the other.
+        let wide = matches!(options.weights, WeightType::Int16 | WeightType::Bf16);
+        options.wider_type = if wide { WiderType::F32 } else { wider_type(backend) };
     }
     let original = prepared(graph)?;
     if backend.lower_options().passes.without.contains(QUANTIZED) {
@@ -375,6 +395,32 @@ impl Quantized {
             (Session::new(backend, self.graph.clone()), Session::new(backend, self.original.clone()));
         let ratios = compare(&ours, &theirs, inputs, Effort { pairs: n, ..Effort::default() })?;
         Ok(Receipt { gain: Some(median(&ratios)), ..self.plain_receipt() })
+    }
+
+    /// The types of quantised layers that run in f32 on dequantised weights, because the plan for these inputs
+    /// has no kernel for them: the device has none, or a transformation is switched off.
+    ///
+    /// # Errors
+    /// Errors of planning.
+    pub fn types_without_kernels(&self, backend: &Backend, inputs: &[ConstData]) -> Result<Vec<WeightType>> {
+        let exe = Session::new(backend, self.graph.clone()).prepare(inputs)?;
+        let plan = exe.plan();
+        let runs = |kinds: &[CompositeKind]| {
+            let names: Vec<String> = kinds.iter().map(ToString::to_string).collect();
+            plan.steps.iter().any(|s| names.iter().any(|n| s.op.starts_with(n.as_str())))
+        };
+        // A convolution in a blocked layout is one of bytes if its weights are.
+        let packed_bytes = plan.packed.iter().any(|p| !p.data.dtype.is_float());
+        let has_kernel = |t: &WeightType| match t {
+            WeightType::Int8 | WeightType::Int16 | WeightType::F8 => {
+                runs(&[CompositeKind::ByteMatmul, CompositeKind::ByteConv])
+                    || packed_bytes && runs(&[CompositeKind::BlockedConv])
+            }
+            WeightType::Int4 | WeightType::Int4Min => runs(&[CompositeKind::QuantizedMatmul]),
+            WeightType::Bf16 => bf16_is_faster(&**backend.device()),
+        };
+        let used = |t: &&WeightType| self.report.of_type(**t) > 0;
+        Ok(WeightType::ALL.iter().filter(used).filter(|t| !has_kernel(t)).copied().collect())
     }
 
     /// The receipt without a measured gain.

@@ -51,8 +51,11 @@ fn round(layer: &Layer, to: WeightType, options: &QuantizeOptions) -> Result<Vec
             Ok(vec![ConstData::from_scalars(DType::BF16, &layer.dims, rounded)?])
         }
         WeightType::Int8 => {
-            let axis = if layer.kind == Kind::Conv { 0 } else { 1 };
-            let w = int8(&values, &layer.dims, axis, options.weight_bits.unwrap_or(8))?;
+            let (axis, bits) = match layer.kind {
+                Kind::Conv => (0, options.weight_bits.unwrap_or(8)),
+                Kind::Product => (1, 8),
+            };
+            let w = int8(&values, &layer.dims, axis, bits)?;
             Ok(vec![w.codes, w.scales])
         }
         WeightType::Int4 | WeightType::Int4Min => {
@@ -127,7 +130,8 @@ fn operand(
             let limit = activation_limit(layer.dims[0]);
             let s = match range {
                 Some(r) => {
-                    let s = (r.high.max(-r.low) / limit as f32).max(f32::MIN_POSITIVE);
+                    let top = r.high.max(-r.low);
+                    let s = if top > 0.0 { (top / limit as f32).max(f32::MIN_POSITIVE) } else { 1.0 };
                     g.constant(ConstData::from_slice(&[], &[s])?)
                 }
                 None => scale_at_run_time(g, x, layer.kind, limit as f64)?,

@@ -8,6 +8,7 @@ use crate::sync::lock;
 use halcyon_hal::tune::{Entry, RejectReason, TuningCache, TuningMode};
 use halcyon_ir::error::Result;
 use halcyon_ir::kernel::tune::{Tunable, TunedVariants};
+use halcyon_ir::passes::Level;
 use halcyon_ir::plan::Plan;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -48,6 +49,8 @@ pub(crate) fn jobs(plans: &[Plan]) -> (Vec<Job>, usize) {
 #[derive(Debug)]
 pub(crate) struct Tuning {
     pub(crate) mode: TuningMode,
+    /// Whether the user set the mode.
+    chosen: bool,
     pub(crate) cache: TuningCache,
     /// The device's key in the cache.
     pub(crate) device: String,
@@ -74,10 +77,13 @@ struct TuneQueue {
 }
 
 impl Tuning {
-    pub(crate) fn new(mode: TuningMode, cache: TuningCache, device: String) -> Tuning {
+    /// `mode`: `None` if the user set none.
+    pub(crate) fn new(mode: Option<TuningMode>, cache: TuningCache, device: String) -> Tuning {
+        let (chosen, mode) = (mode.is_some(), mode.unwrap_or_default());
         let left = if let TuningMode::Budget(d) = mode { d } else { Duration::ZERO };
         Tuning {
             mode,
+            chosen,
             cache,
             device,
             known: Mutex::default(),
@@ -88,6 +94,11 @@ impl Tuning {
             recovered: AtomicBool::new(false),
             busy: Mutex::default(),
         }
+    }
+
+    /// The mode for plans of a level.
+    pub(crate) fn mode_at(&self, level: Level) -> TuningMode {
+        if level == Level::O3 && !self.chosen { TuningMode::Exhaustive } else { self.mode }
     }
 
     /// The tuned kernels that plans may use; `None` if tuning is off.
@@ -175,18 +186,19 @@ impl Tuning {
         result.map(|()| report)
     }
 
-    /// Tunes the untuned keys of a plan that were not requested before, within what is left of the time of
-    /// [`TuningMode::Budget`].
+    /// Tunes the untuned keys of a plan that were not requested before: all of them, or within what is left of
+    /// the time of [`TuningMode::Budget`].
     ///
     /// # Errors
     /// The errors of [`Tuning::run`].
-    pub(crate) fn run_in_budget(&self, runtime: &Runtime, plan: &Plan) -> Result<()> {
+    pub(crate) fn run_at_once(&self, runtime: &Runtime, plan: &Plan, mode: TuningMode) -> Result<()> {
         let mut left = lock(&self.left);
-        if left.is_zero() {
+        let budget = matches!(mode, TuningMode::Budget(_)).then_some(*left);
+        if budget.is_some_and(|b| b.is_zero()) {
             return Ok(());
         }
         let start = Instant::now();
-        let options = TuneOptions { budget: Some(*left), ..TuneOptions::default() };
+        let options = TuneOptions { budget, ..TuneOptions::default() };
         let new = |j: &Job| lock(&self.waiting).seen.insert(j.tunable.choices.key.clone());
         let jobs: Vec<Job> = jobs(std::slice::from_ref(plan)).0.into_iter().filter(new).collect();
         let ran = self.run(runtime, &jobs, &options);

@@ -7,8 +7,12 @@ use halcyon::ir::{Graph, TensorType};
 use halcyon::prelude::*;
 use halcyon::quantize::{Activations, QuantizeOptions, WeightType, WiderType, error, quantize};
 use halcyon::{ConstData, Error, Session};
+use halcyon_formats::onnx::export::{ExportOptions, export};
+use halcyon_formats::onnx::tensor::External;
+use halcyon_formats::onnx::{Model, ops::LATEST};
 use halcyon_test::Rng;
 use halcyon_test::devices::devices;
+use std::path::Path;
 
 fn cpu(level: Level, without: &[&str]) -> Backend {
     let b = Backend::builder().backend_type(BackendType::Cpu).level(level).num_threads(2);
@@ -89,7 +93,8 @@ fn quantised_graphs_stay_within_the_bound_on_every_device() {
         for b in devices("quantize", Level::O3) {
             for activations in [Activations::MinMax, Activations::Dynamic, Activations::Percentile(99.9)] {
                 let o = QuantizeOptions { activations, ..within(0.15) };
-                let q = quantize(&b, &g, &calibration, &held, &o).unwrap();
+                let ranges = if activations == Activations::Dynamic { &[] } else { &calibration[..] };
+                let q = quantize(&b, &g, ranges, &held, &o).unwrap();
                 assert!(q.changed() && q.report.error <= 0.15, "{}: {}", b.id(), q.report);
                 // The reported error is the error of a run.
                 let s = Session::new(&b, q.graph.clone());
@@ -197,6 +202,44 @@ fn layers_of_16_bits_are_more_accurate_on_every_device() {
     }
 }
 
+/// Layers of 16 bits stay products of integers when the model is written and read.
+#[test]
+fn layers_of_16_bits_survive_a_file() {
+    let mut rng = Rng::fresh("layers of 16 bits in a file");
+    let (g, b) = (rows(&mut rng), cpu(Level::O3, &[]));
+    let held = samples(&mut rng, &g, 1);
+    let o = QuantizeOptions { weights: WeightType::Int16, ..within(0.9) };
+    let q = quantize(&b, &g, &[], &held, &o).unwrap();
+    let options = ExportOptions { opset: LATEST, external_data: false };
+    let file = export(&q.graph, &options).unwrap();
+    let model = Model::new(file, External::in_folder_of(Path::new("m.onnx")), "m.onnx").unwrap();
+    let back = model.import(&[]).unwrap().graph;
+    let integers = |g: &Graph| kernels(&b, g, &held[0]).iter().filter(|l| l.contains("gemm_i16")).count();
+    assert_eq!(integers(&back), integers(&q.graph));
+    let [ours, theirs] = [back, q.graph.clone()].map(|g| Session::new(&b, g).run(&held[0]).unwrap());
+    assert!(error(&[ours], &[theirs]) < 1e-6);
+    // Without a kernel for them, the types of the layers are named.
+    assert_eq!(q.types_without_kernels(&b, &held[0]).unwrap(), []);
+    let off = cpu(Level::O3, &[RECOGNITION]);
+    assert_eq!(q.types_without_kernels(&off, &held[0]).unwrap(), [WeightType::Int16]);
+}
+
+/// A value that is 0 in all calibration samples has a scale all the same.
+#[test]
+fn ranges_of_zeros_do_not_make_outputs_zero() {
+    let mut rng = Rng::fresh("ranges of zeros");
+    let (g, b) = (rows(&mut rng), cpu(Level::O3, &[]));
+    let held = samples(&mut rng, &g, 1);
+    let zeros: Vec<ConstData> =
+        held[0].iter().map(|x| ConstData::splat(x.dtype, &x.dims, Scalar::F(0.0)).unwrap()).collect();
+    for weights in [WeightType::Int8, WeightType::Int16] {
+        let o = QuantizeOptions { weights, wider_type: WiderType::F32, ..within(100.0) };
+        let q = quantize(&b, &g, &[zeros.clone()], &held, &o).unwrap();
+        let y = Session::new(&b, q.graph).run(&held[0]).unwrap();
+        assert!(y[0].to_vec::<f32>().iter().any(|v| v.abs() > 1e-3), "{weights}");
+    }
+}
+
 /// Layers that exceed the bound in 8 bits get the wider type of 16 bits.
 #[test]
 fn layers_return_to_16_bits_until_the_bound_is_met() {
@@ -289,6 +332,17 @@ fn bad_options_and_graphs_are_refused() {
     }
     let o = QuantizeOptions { weight_bits: Some(6), ..within(0.5) };
     assert!(refused(&g, &[], &held, &o).contains("weight_bits"));
+    let o = QuantizeOptions { weight_bits: Some(7), weights: WeightType::Int4, ..within(2.0) };
+    assert!(refused(&g, &[], &held, &o).contains("no effect with int4 weights"));
+    for (weights, wider_type) in [(WeightType::Int16, WiderType::Int16), (WeightType::Bf16, WiderType::Bf16)]
+    {
+        let o = QuantizeOptions { weights, wider_type, ..within(0.5) };
+        assert!(refused(&g, &[], &held, &o).contains("is the type of the weights"));
+        let auto = quantize(&b, &g, &[], &held, &QuantizeOptions { weights, ..within(0.9) }).unwrap();
+        assert_eq!(auto.report.options.wider_type, WiderType::F32);
+    }
+    let o = QuantizeOptions { activations: Activations::Dynamic, ..within(0.5) };
+    assert!(refused(&g, &held, &held, &o).contains("no effect"));
     let mut none = Graph::new();
     let x = none.input("x", TensorType::new(DType::F32, [6, 64]));
     let y = none.exp(x).unwrap();

@@ -122,7 +122,7 @@ impl<'g> Emitter<'g> {
     /// Returns the finished model.
     pub(super) fn model(mut self) -> Result<ModelProto> {
         let g = self.g;
-        // Several nodes may read one argument; it becomes one input.
+        // Several `Op::Arg` nodes may stand for the same argument. The argument becomes one input.
         let mut args: Vec<Val> = vec![];
         for (k, d) in g.args().iter().enumerate() {
             let name = self.unused_name(&format!("arg{k}"));
@@ -192,7 +192,8 @@ impl<'g> Emitter<'g> {
         })
     }
 
-    /// Marks the nodes that the outputs need, without literals and broadcasts that ONNX does implicitly.
+    /// Marks the nodes that the outputs need. Literals that are written as scalars, and expansions that
+    /// ONNX's implicit broadcasting replaces, are not needed.
     fn live(&self) -> Vec<bool> {
         let mut live = vec![false; self.sources.len()];
         self.g.outputs().iter().for_each(|o| live[o.node.index()] = true);

@@ -61,9 +61,11 @@ pub const STATES: &str = "halcyon.states";
 /// graph is written without optimisation; run the passes first for a smaller model.
 ///
 /// # Errors
-/// [`Error::Argument`] for an operator set out of range and for names shared by two inputs or two outputs;
-/// [`Error::Unsupported`] for ops that the operator set cannot express (custom ops; a bitcast to a float
-/// before version 26) and for symbolic sizes that no input's shape determines.
+/// [`Error::Argument`] for an operator set out of range, for names shared by two inputs or two outputs, and
+/// for an output that has the name of an input but is another value; [`Error::Unsupported`] for ops and
+/// element types that the operator set cannot express (such as custom ops, and before version 26 a bitcast
+/// from or to a float or bool), for symbolic sizes that no input's shape determines, and for symbolic sizes
+/// in an op that needs numbers (such as a running maximum).
 pub fn export(graph: &Graph, options: &ExportOptions) -> Result<ModelProto> {
     if !(OLDEST..=LATEST).contains(&options.opset) {
         let what = format!("operator set {} is outside {OLDEST}..={LATEST}", options.opset);

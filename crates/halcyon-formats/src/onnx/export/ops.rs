@@ -45,7 +45,7 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
             Err(Error::internal("an input or argument was exported as an ONNX node"))
         }
         Op::Const(c) => Ok(e.weight(c)),
-        // It only keeps the passes of this library from merging values.
+        // `Recompute` only keeps the passes of this library from merging values.
         Op::Recompute => Ok(x[0].clone()),
         Op::Full(v) => e.full(&ty, *v),
         Op::Iota { axis } => iota(e, &ty, *axis),
@@ -155,11 +155,11 @@ fn reduce(
     })
 }
 
-/// Casts as Halcyon defines it. A float saturates at the range of an integer type of 8 or 16 bits. Of a float
-/// that is cast to a 2- or 4-bit integer, the low bits are kept, as ONNX `Cast` does. 32- and 64-bit integers
-/// are not clamped, because floats cannot represent all their limits: there the software that runs the model
-/// decides what becomes of a float out of range. The same holds for NaN in every integer type, because `Clip`
-/// passes it on to `Cast`, which leaves it undefined.
+/// Casts as Halcyon defines it, as far as ONNX can express it. A float saturates at the range of an integer
+/// type of 8 or 16 bits. For other integer types, a float out of range is left to ONNX's `Cast`, and the
+/// software that runs the model decides the result: floats cannot represent all limits of 32- and 64-bit
+/// integers, and ONNX does not specify that 2- and 4-bit integers keep the low bits. NaN is left to `Cast`
+/// for every integer type, because `Clip` passes it on.
 fn cast(e: &mut Emitter<'_>, x: &Val, to: DType) -> Result<Val> {
     let mut x = x.clone();
     if x.dtype() == to {

@@ -1,5 +1,5 @@
-//! Exports quantisation: QuantizeLinear, DequantizeLinear, and `MatMulNBits` of onnxruntime's operator set
-//! `com.microsoft`, which ONNX itself has no operator for.
+//! Exports quantisation as QuantizeLinear and DequantizeLinear. ONNX has no operator for a product with
+//! weights of 4 bits, so this product becomes `MatMulNBits` of onnxruntime's operator set `com.microsoft`.
 
 use super::emit::{Emitter, MICROSOFT, Val, int};
 use halcyon_ir::composite::{Composite, CompositeKind as Kind};
@@ -10,10 +10,10 @@ use std::sync::Arc;
 /// Whether the operators can express the composite: they take one scale, or a vector of scales along an axis.
 pub(super) fn direct(c: &Composite, opset: i64) -> bool {
     let scale = c.body.inputs().get(1).map(|i| c.body.shape(i.node));
-    // The type of the codes: of the result, or of the operand.
+    // The type of the codes, which are the result of Quantize and the operand of Dequantize.
     let codes = c.dtype("dtype").or_else(|| c.body.inputs().first().map(|i| c.body.dtype(i.node)));
     match &c.kind {
-        // The operators have i16 from operator set 21 on, and no limit of the magnitude.
+        // The operators accept i16 from operator set 21 on. They cannot limit the magnitude of the codes.
         Kind::Quantize | Kind::Dequantize
             if codes == Some(DType::I16) && opset < 21 || c.int(LIMIT).is_some() =>
         {
@@ -52,7 +52,7 @@ pub(super) fn linear(e: &mut Emitter<'_>, c: &Composite, x: &[Val], ty: TensorTy
     Ok(e.node(name, &[&x[0], &scale, &zero], attrs, ty))
 }
 
-/// The constant that an operand is.
+/// The value of an operand, which must be a constant.
 fn constant<'g>(e: &Emitter<'g>, id: NodeId) -> Result<&'g ConstData> {
     match &e.g.node(id).op {
         Op::Const(c) => Ok(c),
@@ -63,7 +63,8 @@ fn constant<'g>(e: &Emitter<'g>, id: NodeId) -> Result<&'g ConstData> {
     }
 }
 
-/// MatMulNBits: codes `[n, k / 32, 16]`, scales `[n k / 32]`, zero points of 4 bits `[n ⌈k / 64⌉]`.
+/// MatMulNBits: codes u8 `[n, k / 32, 16]` with two codes per byte, scales `[n k / 32]`, and zero points (see
+/// [`zero_points`]).
 pub(super) fn matmul(e: &mut Emitter<'_>, id: NodeId, x: &Val, ty: TensorType) -> Result<Val> {
     let inputs = e.g.node(id).inputs.clone();
     let [_, codes, scales, ..] = inputs[..] else {
@@ -88,8 +89,8 @@ pub(super) fn matmul(e: &mut Emitter<'_>, id: NodeId, x: &Val, ty: TensorType) -
     Ok(e.node_in(MICROSOFT, "MatMulNBits", &operands, attrs, ty))
 }
 
-/// Minima as zero points, two per byte: `minimum = -zero * scale` with a whole number from 0 to 15. If one is
-/// another number, the zero points are f32.
+/// Converts minima to zero points, where `minimum = -zero * scale`. If all zero points are whole numbers from
+/// 0 to 15 (within 0.001), two are packed per byte, u8 `[n ⌈k / 64⌉]`; else they are f32 `[n k / 32]`.
 fn zero_points(minima: &ConstData, scales: &ConstData, [n, blocks]: [usize; 2]) -> Result<ConstData> {
     let (m, s) = (minima.to_vec::<f32>(), scales.to_vec::<f32>());
     let zeros: Vec<f32> = m.iter().zip(&s).map(|(m, s)| if *s == 0.0 { 0.0 } else { -m / s }).collect();

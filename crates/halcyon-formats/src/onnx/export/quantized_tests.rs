@@ -79,7 +79,7 @@ fn four_bits(minima: Option<ConstData>) -> Graph {
 
 #[test]
 fn weights_of_4_bits_are_matmul_nbits_and_come_back() {
-    // No minimum, whole numbers of scales, and other numbers.
+    // No minima, minima that are whole multiples of the scale, and other minima.
     let whole: Vec<f32> = (0..21).map(|i| -((i % 16) as f32) * 0.125).collect();
     let whole = ConstData::from_slice(&[7, 3], &whole).unwrap();
     let cases = [

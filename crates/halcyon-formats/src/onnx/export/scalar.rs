@@ -261,10 +261,10 @@ fn implied(e: &mut Emitter<'_>, a: &Val, b: &Val, op: &str) -> Result<Val> {
     e.test(op, &n, b)
 }
 
-/// Computes powers of unsigned integers in a signed type, because powers wrap equally in all types of one
-/// width. Only an exponent of 2^63 or more would be negative in i64. For such an exponent, the result is 0 if
-/// the base is even. If the base is odd, the exponent's top bit is left out, because the 2^62th power of
-/// every odd number is 1 modulo 2^64.
+/// Computes powers of unsigned integers in a signed type that is at least as wide, because the low bits of a
+/// power are the same in both types. Only an exponent of 2^63 or more would be negative in i64. For such an
+/// exponent, the result is 0 if the base is even. If the base is odd, the exponent's top bit is left out,
+/// because the 2^62th power of every odd number is 1 modulo 2^64.
 fn power(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
     let (base, exponent) = (&x[0], &x[1]);
     let d = base.dtype();
@@ -356,7 +356,8 @@ fn via(types: Types, opset: i64, d: DType) -> Option<DType> {
     Some(v)
 }
 
-/// Builds an operator that accepts only `types`: casts operands of other types and casts the result back.
+/// Builds an operator that accepts only `types`: casts operands of other types and, if `back`, casts the
+/// result back.
 pub(super) fn within(
     e: &mut Emitter<'_>,
     op: &str,

@@ -19,7 +19,7 @@ fn pads(v: impl IntoIterator<Item = (i64, i64)> + Clone) -> super::super::proto:
 }
 
 /// A convolution. With input dilation it becomes a ConvTranspose if ConvTranspose can express it; otherwise a
-/// Conv over the input with explicit zeros. Negative padding is applied as a slice first.
+/// Conv over the input with explicit zeros. A Pad node before the Conv applies negative padding.
 pub(super) fn conv(e: &mut Emitter<'_>, c: &Conv, x: &Val, w: &Val, to: &Shape) -> Result<Val> {
     let n = c.stride.len();
     if n == 0 {
@@ -78,9 +78,9 @@ fn insert_zeros(e: &mut Emitter<'_>, x: &Val, axis: usize, d: usize) -> Result<V
     narrow(e, &y, axis, 0, 1, long[axis].offset(1 - d as i64))
 }
 
-/// Exports a ConvTranspose, or returns `None` if ConvTranspose cannot express the convolution. Its kernel is
-/// `w`, reversed along the spatial axes and with swapped channel axes. Its padding is cut off from the full
-/// result.
+/// Exports a ConvTranspose, or returns `None` if ConvTranspose cannot express the convolution. The kernel of
+/// the ConvTranspose is `w`, reversed along the spatial axes and with swapped channel axes. The padding of a
+/// ConvTranspose is what it cuts off from the full result.
 fn transposed(
     e: &mut Emitter<'_>,
     c: &Conv,
@@ -160,7 +160,7 @@ pub(super) fn pool(e: &mut Emitter<'_>, p: &Pool, x: &Val, to: &Shape) -> Result
     }
     let max = p.kind == PoolKind::Max;
     let d = x.dtype();
-    // Integers up to 32 bits are exact in a float type; 64-bit ones are not.
+    // f64 represents every integer of up to 32 bits, but not every integer of 64 bits.
     if max && d.is_int() && !matches!(d, I8 | U8) {
         if d.bits() == 64 {
             return windows(e, p, x, to);

@@ -144,7 +144,7 @@ fn softsign(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// `x - bias` above `lambd`, `x + bias` below `-lambd`, else zero. Integers are computed in a float type that
-/// represents them exactly.
+/// represents them exactly, except 64-bit integers, which are rounded to f64.
 fn shrink(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let (bias, lambd) = (c.float("bias", 0.0)?, c.float("lambd", 0.5)?);

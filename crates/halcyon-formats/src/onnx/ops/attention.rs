@@ -157,7 +157,8 @@ impl Visible {
         Ok(())
     }
 
-    /// The sum of all biases on the scores, in `dtype`, and the rows in which every key is masked.
+    /// What is added to the scores, in `dtype` (-inf for masked keys), and the rows in which every key is
+    /// masked.
     fn finish(self, b: &mut Builder, dtype: DType) -> Result<Option<(Value, Value)>> {
         let bias = match (self.allowed, self.bias) {
             (None, None) => return Ok(None),
@@ -213,8 +214,9 @@ fn mask(b: &mut Builder, c: &Call<'_>, m: &Value, dtype: DType, to: &Shape, see:
     Ok(())
 }
 
-/// Applies the window, causality and cache lengths, which depend on positions. `past` is the number of tokens
-/// in the operator's own cache, and `valid` has the lengths of a cache outside the operator.
+/// Restricts `see` to keys that lie in the window, not after the query (if `causal`), and within the cache
+/// lengths. `past` is the number of tokens in the operator's own cache, and `valid` has the lengths of a
+/// cache outside the operator.
 fn structure(
     b: &mut Builder,
     c: &Call<'_>,

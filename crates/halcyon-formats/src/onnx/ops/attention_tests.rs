@@ -254,7 +254,7 @@ fn linear_attention_in_parts_equals_the_recurrence() {
         n.input.truncate(keep);
         n
     };
-    // Lengths that take one part, and lengths that take several parts of which the last is shorter.
+    // Lengths that take one part, and lengths that take several parts with a shorter last one.
     for tokens in [1, 17, 70] {
         let (q, k, v) = (noise(&[1, tokens, 12], 1), noise(&[1, tokens, 6], 2), noise(&[1, tokens, 4], 3));
         let g = noise(&[1, tokens, 2], 4);

@@ -37,7 +37,8 @@ fn unsigned(d: DType) -> DType {
     }
 }
 
-/// A right shift by the type's width or more, or by a negative amount, gives the sign; a left shift gives 0.
+/// A right shift by the type's width or more, or by a negative amount, gives -1 for a negative number, else
+/// 0. A left shift by such an amount gives 0.
 fn bit_shift(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     integers(c)?;
     let (x, y) = (c.arg(0)?, c.arg(1)?);

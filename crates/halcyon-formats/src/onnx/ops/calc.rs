@@ -80,7 +80,8 @@ pub(super) fn index_type(n: Dim) -> DType {
     }
 }
 
-/// The number of elements. Fails if a tensor with this number of elements cannot be addressed in some dtype.
+/// The number of elements. Fails above `isize::MAX / 16`, so that a tensor with this number of elements can
+/// be addressed whatever its dtype is.
 pub(super) fn checked_numel(c: &Call<'_>, dims: &[usize]) -> Result<usize> {
     dims.iter()
         .try_fold(1usize, |n, &d| n.checked_mul(d.max(1)))

@@ -16,8 +16,8 @@ use crate::onnx::trace::{self, Bounds, CompiledLoop, Loop, Reason, Sequences};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape, TensorType};
 
 /// A loop of constant length is unrolled into the surrounding graph if its iterations together visit at most
-/// this many nodes of the model. For longer loops, planning the unrolled graph costs more time than running
-/// it saves.
+/// this many nodes of the model. For longer loops, planning the unrolled graph takes more time than is saved
+/// when it runs.
 const MAX_UNROLLED_NODES: usize = 512;
 /// After its iterations have visited this many nodes of the model, a loop that adds few nodes to the graph is
 /// treated as long.
@@ -295,8 +295,8 @@ fn nest_in_body(
     Ok(trace::nested(b, body, &Bounds { limit: Err(limit), on: None }, &state)?.map(Some))
 }
 
-/// Runs a loop by compiling its body, for as many iterations as possible: for none if the loop is short and
-/// better unrolled.
+/// Runs as many iterations of a loop as possible with a compiled body. Runs none if the loop is short and
+/// better unrolled, or if its body cannot be compiled.
 fn run_compiled(
     b: &mut Builder,
     c: &Call<'_>,
@@ -480,7 +480,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     if !old {
         return Ok(scan_slices(b, c, &s, &args, None)?.into_iter().map(Item::from).collect());
     }
-    // In version 8 every operand has a leading batch axis, and each batch has its own length.
+    // In version 8 every operand has a leading batch axis, and each entry of the batch has its own length.
     let batch = args[0]
         .shape()
         .first()

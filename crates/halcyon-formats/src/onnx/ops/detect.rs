@@ -82,7 +82,8 @@ impl Corners {
     }
 }
 
-/// Greedy selection by score within each batch and class. The result is `[selected, (batch, class, box)]`.
+/// Greedy selection by score within each batch and class. The result is `[selected, 3]`; its rows are the
+/// indices (batch, class, box).
 fn non_max_suppression(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (boxes, scores) = (c.arg(0)?, c.arg(1)?);
     let fits = boxes.dtype() == DType::F32 && scores.dtype() == DType::F32;

@@ -129,8 +129,8 @@ fn labels(c: &Call<'_>, word: &[u8], rank: usize) -> Result<Vec<Label>> {
     Ok(out)
 }
 
-/// Takes the diagonal of axes with the same label: two axes of size n are merged into one axis, of which the
-/// diagonal is every (n + 1)-th element.
+/// Takes the diagonal of axes with the same label: two axes of size n are merged into one axis, where the
+/// diagonal is a slice with step n + 1.
 fn diagonal(b: &mut Builder, c: &Call<'_>, mut v: Value, mut labels: Vec<Label>) -> Result<Term> {
     while let Some((i, j)) =
         (0..labels.len()).find_map(|j| labels[..j].iter().position(|l| *l == labels[j]).map(|i| (i, j)))

@@ -202,9 +202,9 @@ fn pow(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let e = &second_operand(b, c, x, c.arg(1)?)?;
     let to = x.dtype();
-    // An integer base with a float exponent is computed in a float type that holds the base exactly. With an
-    // integer exponent that is wider than the base, the power is computed in i64, whose low bits are those of
-    // the narrower result.
+    // An integer base with a float exponent is computed in a float type that holds the base exactly (64-bit
+    // bases are rounded to f64). With an integer exponent that is wider than the base, the power is computed
+    // in i64, whose low bits are those of the narrower result.
     let via = match (to.is_float(), e.dtype().is_float()) {
         (false, true) if to.bits() > 16 => DType::F64,
         (false, true) => DType::F32,

@@ -5,8 +5,9 @@
 //! and `n1` transforms of length `n2` (Cooley and Tukey, "An algorithm for the machine calculation of complex
 //! Fourier series", 1965), so it costs `n * (n1 + n2)`. A transform of long prime length is a convolution
 //! with a chirp (Bluestein, "A linear filtering approach to the computation of discrete Fourier transform",
-//! 1970), which is computed by transforms whose length is a power of two. Complex signals of even length are
-//! split into halves before a product, which halves the work. Tables are computed in f64 and rounded once.
+//! 1970), which is computed by transforms whose length is a power of two. A complex signal of even length and
+//! at most [`LEAF`] points is split into halves before the product, which halves the work. Tables are
+//! computed in f64 and rounded once.
 //!
 //! Signals have the shape `[m, n, c]`: `m` signals of `n` real (`c = 1`) or complex (`c = 2`) elements.
 

@@ -23,8 +23,8 @@ const CHUNK: usize = 64;
 const CHUNK_BY_FEATURE: usize = 16;
 /// Limit on the parts that a sequence is split into; each adds about twenty nodes to the graph.
 const MAX_PARTS: usize = 2048;
-/// Stronger decays are raised to this value. Its exponential is 0 in f32. Without the clamp, differences of
-/// sums of very strong decays would lose their digits or be NaN.
+/// Decays are logarithms. Lower (stronger) decays are raised to this value, whose exponential is 0 in f32.
+/// Without the clamp, differences of sums of very strong decays would lose their digits or be NaN.
 const STRONGEST: f64 = -104.0;
 
 /// Operands by head, in the compute type: `q [b, hk, h / hk, t, dk]`, `k [b, hk, 1, t, dk]`, `v [b, hk, 1, t,
@@ -168,7 +168,7 @@ fn known(d: Dim) -> Result<usize> {
 
 /// Computes the results of `n` tokens from `start`, and the state after them.
 ///
-/// With the cumulative decay `g` since the start of the part, token `i` weighs the value of token `j` by
+/// With the sum `g` of the log decays since the start of the part, token `i` weighs the value of token `j` by
 /// `(q_i exp(g_i - g_j)) · k_j`, and the earlier state by `q_i exp(g_i)` (Yang et al., "Gated linear
 /// attention transformers with hardware-efficient training", 2024). Update rules that depend on the contents
 /// of the state are computed token by token.

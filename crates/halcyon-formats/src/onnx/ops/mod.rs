@@ -67,7 +67,7 @@ use std::sync::LazyLock;
 /// Newest version of the default operator set that the rows have been checked against.
 pub const LATEST: i64 = 28;
 
-/// Operators that draw random numbers.
+/// Operators that draw random numbers in every case. (Dropout draws them only in training mode.)
 pub const RANDOM: &[&str] =
     &["Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"];
 
@@ -106,7 +106,7 @@ pub struct Row {
     pub op: &'static str,
     /// First version of the operator set whose form of the operator is supported.
     pub since: i64,
-    /// Attributes that `build` reads. Others are reported as unsupported.
+    /// Attributes that `build` accepts, including those that it ignores. Others are reported as unsupported.
     pub attrs: &'static [&'static str],
     pub build: Build,
 }

@@ -11,7 +11,8 @@ use halcyon_ir::{DType, Dim, Result, Shape};
 pub(super) const ROWS: &[Row] =
     &[row_in("com.microsoft", "MatMulNBits", 1, &["K", "N", "accuracy_level", "bits", "block_size"], matmul)];
 
-/// The sizes of a node: `k`, `n`, blocks per column, and the repetitions of a scale for blocks of 32.
+/// The sizes of a node: `k`, `n`, blocks per column, and how often a scale is repeated so that every 32
+/// weights have one.
 struct Sizes {
     k: usize,
     n: usize,
@@ -39,7 +40,8 @@ fn sizes(c: &Call<'_>) -> Result<Sizes> {
     Ok(Sizes { k, n, blocks: k / block, repeat: block / WEIGHT_BLOCK })
 }
 
-/// `v` with one element for each block, `[n, blocks]`, repeated for each 32 weights.
+/// `v` has one element for each block, `[n, blocks]`. Repeats it, so that the result has one element for
+/// every 32 weights.
 fn repeated(b: &mut Builder, v: &Value, s: &Sizes) -> Result<Value> {
     let v = b.reshape(v, dims(&[s.n, s.blocks, 1]))?;
     let v = b.expand(&v, &dims(&[s.n, s.blocks, s.repeat]))?;
@@ -50,7 +52,7 @@ fn dims(d: &[usize]) -> Shape {
     d.iter().map(|n| Dim::from(*n)).collect()
 }
 
-/// Zero points `[n, blocks]` in f32: two to a byte, or floats.
+/// Returns the zero points `[n, blocks]` in f32. The operand `z` has two per byte, or floats.
 fn zero_points(b: &mut Builder, c: &Call<'_>, z: &Value, s: &Sizes) -> Result<Value> {
     if z.dtype().is_float() {
         if !z.shape().numel().is(s.n * s.blocks) {

@@ -63,8 +63,8 @@ pub(super) fn window(c: &Call<'_>, x: &[Dim], kernel: &[usize]) -> Result<Window
         "VALID" => vec![(0, 0); n],
         auto @ ("SAME_UPPER" | "SAME_LOWER") => (0..n)
             .map(|k| {
-                // Enough padding for ceil(x / stride) results. An odd element is put at the end or at the
-                // start.
+                // Enough padding for ceil(x / stride) results. An odd element is put at the end (SAME_UPPER)
+                // or at the start (SAME_LOWER).
                 let x = known(c, x[k])?;
                 let reach = reach(c, kernel[k], dilation[k])?;
                 let total = (x.div_ceil(stride[k]).saturating_sub(1) * stride[k] + reach) as i64 - x as i64;

@@ -279,7 +279,7 @@ fn convolution(
     }
 }
 
-/// Checks that a value is a single element for the whole tensor.
+/// Reshapes a value to a scalar. The value must have one element.
 fn scalar(b: &mut Builder, c: &Call<'_>, v: &Value) -> Result<Value> {
     if !v.shape().numel().is(1) {
         return Err(c.invalid(format!("expected one value, not {}", v.ty)));
@@ -287,7 +287,7 @@ fn scalar(b: &mut Builder, c: &Call<'_>, v: &Value) -> Result<Value> {
     b.reshape(v, Shape::scalar())
 }
 
-/// A single value, or one per output channel of the weight `w`.
+/// Shapes `v` for broadcasting to the weight `w`. It has a single value, or one per output channel of `w`.
 fn outputs(b: &mut Builder, c: &Call<'_>, v: &Value, w: &Value) -> Result<Value> {
     if v.shape().numel().is(1) {
         return b.reshape(v, Shape::scalar());

@@ -163,16 +163,17 @@ fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// Constants of bytes with at least this many elements stay bytes.
+/// Constants of integers with at least this many elements stay integers.
 const WEIGHTS: usize = 1024;
 
-/// Weights of bytes as a composite, which the builder does not fold, so that kernels can multiply the bytes.
+/// Weights of 8 or 16 bits as a composite, which the builder does not fold, so that kernels can multiply the
+/// integers.
 fn weights(b: &mut Builder, c: &Call<'_>, to: DType) -> Result<Option<Value>> {
     let (x, scale, zero) = (c.arg(0)?, c.arg(1)?, c.opt(2));
-    let bytes = matches!(x.dtype(), DType::I8 | DType::U8) && x.is_constant();
+    let integers = matches!(x.dtype(), DType::I8 | DType::U8 | DType::I16) && x.is_constant();
     let large = x.shape().numel().known().is_some_and(|n| n >= WEIGHTS);
     let vector = scale.shape().numel().is(1) || scale.rank() == 1;
-    if !bytes || !large || !vector || c.int("block_size", 0)? != 0 {
+    if !integers || !large || !vector || c.int("block_size", 0)? != 0 {
         return Ok(None);
     }
     if [scale.dtype(), to] != [DType::F32; 2] {

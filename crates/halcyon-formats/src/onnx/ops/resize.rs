@@ -112,7 +112,7 @@ impl Rules {
             Coords::PytorchHalfPixel if x.out == 1 => 0.0,
             Coords::PytorchHalfPixel => half,
             Coords::AlignCorners if x.out == 1 => 0.0,
-            // The resized length is not rounded if it comes from a scale.
+            // `scale * n` is the resized length. It is not rounded if the model gives the scale.
             Coords::AlignCorners => i * (n - 1.0) / (x.scale * n - 1.0),
             Coords::Asymmetric => i / x.scale,
             Coords::TfHalfPixelForNn => (i + 0.5) / x.scale,
@@ -135,7 +135,7 @@ impl Rules {
         }
     }
 
-    /// Half the number of taps.
+    /// Half the number of taps of a linear or cubic kernel; 1 for nearest, which has one tap.
     fn reach(&self, x: &Axis) -> f64 {
         let shrink = if self.antialias { x.scale.min(1.0) } else { 1.0 };
         match self.kind {
@@ -250,7 +250,7 @@ fn repeat(b: &mut Builder, x: &Value, axis: usize, times: usize) -> Result<Value
     b.reshape(&y, shape(&[s[axis].mul(Dim::from(times))]))
 }
 
-/// Resizes one axis. If the result is a weighted sum, `x` must have a dtype to compute in.
+/// Resizes one axis. If the result is a weighted sum, `x` must already be cast to the dtype of the sum.
 fn apply(b: &mut Builder, c: &Call<'_>, x: &Value, r: &Rules, a: &Axis, t: &Taps) -> Result<Value> {
     let (rank, axis, out) = (x.rank(), a.axis, a.out);
     let mut y = if t.k == 1 && t.weight.iter().all(|w| *w == 1.0) {
@@ -523,7 +523,7 @@ fn run(b: &mut Builder, c: &Call<'_>, r: &Rules, x: Value, mut work: Vec<Axis>) 
     if to == DType::Bool && r.kind != Kind::Nearest {
         return Err(c.invalid("bool cannot be interpolated"));
     }
-    // f64 preserves the digits of wide integers.
+    // f64 represents integers of 32 bits exactly; those of 64 bits are rounded.
     let wide = !to.is_float() && to.bits() >= 32;
     let compute = if to.is_float() { to.compute() } else { [DType::F32, DType::F64][usize::from(wide)] };
     // Resize shrinking axes first, which reduces the work on the other axes.

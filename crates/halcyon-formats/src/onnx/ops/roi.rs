@@ -82,10 +82,10 @@ impl AxisRegions {
     }
 
     /// The two taps of every sample (the elements it is interpolated from), and the mask of samples that
-    /// exist. `per` is the number of samples per bin of each region, and `grid` the largest of them. Of 5
-    /// axes, the regions are axis 0; bins and samples are axes 1 and 2, or 3 and 4 if `second`. A sample more
-    /// than one element outside the image is zero; a sample outside but closer takes the element at the
-    /// border.
+    /// exist. `per` is the number of samples per bin of each region, and `grid` the largest of these numbers.
+    /// The results have 5 axes: the regions are axis 0; bins and samples are axes 1 and 2, or 3 and 4 if
+    /// `second`. A sample more than one element outside the image is zero; a sample outside but closer takes
+    /// the element at the border.
     fn taps(&self, b: &mut Builder, per: &Value, grid: usize, second: bool) -> Result<(Vec<Tap>, Value)> {
         let (bins_at, grid_at) = if second { (3, 4) } else { (1, 2) };
         let dtype = self.start.dtype();

@@ -277,7 +277,7 @@ fn grid_sample(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         return Err(c.invalid(format!("the input {} has no elements to sample", x.ty)));
     }
     let to = x.dtype();
-    // Integers are interpolated as floats, those of 32 bits and more in f64 to preserve their digits.
+    // Integers are interpolated as floats. Those of 32 and 64 bits use f64, which holds 32 bits exactly.
     let compute = match (mode, to.is_float()) {
         (Mode::Nearest, _) => to,
         (_, true) => to.compute(),

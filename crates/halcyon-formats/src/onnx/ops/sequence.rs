@@ -1,5 +1,5 @@
-//! Sequences and optionals are lists of values that exist during import only. The tensors in them are part of
-//! the graph.
+//! Operators on sequences and optionals, which exist during import only. The tensors in them are part of the
+//! graph.
 
 use super::text::StringTable;
 use super::{Row, item_row};

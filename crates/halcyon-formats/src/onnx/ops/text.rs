@@ -61,8 +61,8 @@ pub(crate) fn moves(op: &str) -> bool {
     MOVE_OPERATORS.iter().any(|(m, _)| *m == op)
 }
 
-/// Runs a tensor operator on operands of which some are strings. `None` if the operator does more than move
-/// or compare elements, or an operand is neither a tensor nor a string tensor.
+/// Runs a tensor operator, some of whose operands are strings. `None` if the operator does more than move or
+/// compare elements, or an operand is neither a tensor nor a string tensor.
 pub(crate) fn run(
     b: &mut Builder,
     c: &Call<'_>,
@@ -136,7 +136,7 @@ impl StringTable {
         StringTable { list: all.into_iter().map(String::from).collect() }
     }
 
-    /// Replaces the strings of a tensor by their numbers. They must all be in the list.
+    /// Replaces the strings of a tensor by their numbers. All strings must be in the table.
     pub(crate) fn coded(&self, t: &Text) -> Result<Value> {
         let code = |s: &String| match self.list.binary_search(s) {
             Ok(i) => Ok(i as i64),
@@ -210,8 +210,9 @@ pub(crate) fn spell(v: Scalar, dtype: DType) -> String {
     }
 }
 
-/// Parses a string as a number. Integers that fit 64 bits are exact; other strings are parsed as floats, and
-/// `INF` and `NaN` are accepted in any case. For an integer dtype the fraction is truncated.
+/// Parses a string as a number. For an integer dtype, integers that fit 64 bits are exact; other strings are
+/// parsed as finite floats and truncated. A float dtype also accepts `INF` and `NaN`, in upper or lower case.
+/// For bool, `True` and `False` (or `true` and `false`) and numbers are accepted.
 pub(crate) fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
     let t = s.trim();
     let not = || c.invalid(format!("'{s}' is not a number of type {dtype}"));

@@ -48,8 +48,8 @@ fn words(b: &mut Builder, c: &Call<'_>, pool: &[String]) -> Result<Vec<Item>> {
     Ok(vec![vectorize(b, c, &x, &pool)?.into()])
 }
 
-/// Limit on the comparisons, each of which adds a few nodes. A pair of length and distance has as many as the
-/// length.
+/// Limit on the comparisons, each of which adds a few nodes. For each distance, n-grams of length `l` take
+/// `l` comparisons.
 const PASSES: usize = 1024;
 
 /// Counts the n-grams of `pool` in `[length]` or `[batch, length]` tokens and applies the weights of the

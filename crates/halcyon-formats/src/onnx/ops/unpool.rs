@@ -91,7 +91,8 @@ impl Maxima {
         Ok(Maxima { v: cut(&self.v)?, at: cut(&self.at)? })
     }
 
-    /// The larger of both, `self` if they are equal. NaN is the largest.
+    /// The larger of both, `self` if they are equal. NaN is the largest. If `self` is in the padding, the
+    /// result is `o`.
     fn or(&self, b: &mut Builder, o: &Maxima) -> Result<Maxima> {
         let mut take = bin(b, S::Gt, &o.v, &self.v)?;
         if self.v.dtype().is_float() {

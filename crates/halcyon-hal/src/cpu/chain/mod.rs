@@ -13,6 +13,9 @@ mod flush;
 pub(crate) mod lane;
 mod ops;
 mod plan;
+mod quantize;
+#[cfg(test)]
+mod quantize_tests;
 mod reduce;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -31,6 +34,10 @@ pub(crate) const BLOCK: usize = 256;
 
 /// Compiles a fused chain to a kernel.
 pub(crate) fn kernel(isa: Isa, f: &Fused, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
+    plan::check(f, call)?;
+    if let Some(k) = quantize::kernel(f, call)? {
+        return Ok(k);
+    }
     let plan = plan::Plan::new(f, call)?;
     let args = f
         .params

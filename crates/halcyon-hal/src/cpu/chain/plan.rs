@@ -152,8 +152,8 @@ fn declined<T>(why: impl Into<String>) -> Result<T, Declined> {
 }
 
 impl Plan {
+    /// Compiles a chain that passed [`check`].
     pub(super) fn new(f: &Fused, call: &CallForm<'_>) -> Result<Plan, Declined> {
-        check(f, call)?;
         let raw = is_copy(f);
         let (mut steps, pinned, values) = instructions(f, raw)?;
         fuse_multiply_add(&mut steps, f);
@@ -337,7 +337,7 @@ impl Plan {
 }
 
 /// Declines chains that lowering never builds, so that the executor can rely on the properties checked here.
-fn check(f: &Fused, call: &CallForm<'_>) -> Result<(), Declined> {
+pub(super) fn check(f: &Fused, call: &CallForm<'_>) -> Result<(), Declined> {
     let outer = f.space.len().checked_sub(f.reduced);
     let Some(outer) = outer.map(|n| &f.space[..n]) else {
         return declined("more reduced axes than axes");

@@ -59,7 +59,12 @@ pub(crate) fn points(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + '_ {
 
 /// Evaluates the chain element by element. It rounds f16 and bf16 values after every op, which the kernel
 /// under test need not do.
-fn reference(f: &Fused, inputs: &[Vec<Scalar>], args: &[Scalar], sizes: &[usize]) -> Vec<Vec<Scalar>> {
+pub(super) fn reference(
+    f: &Fused,
+    inputs: &[Vec<Scalar>],
+    args: &[Scalar],
+    sizes: &[usize],
+) -> Vec<Vec<Scalar>> {
     let param = |i: u32| match f.params[i as usize] {
         (d, Param::Literal(s)) => s.cast(d),
         (d, Param::Arg(a)) => args[a as usize].cast(d),
@@ -109,12 +114,12 @@ fn reference(f: &Fused, inputs: &[Vec<Scalar>], args: &[Scalar], sizes: &[usize]
     outs
 }
 
-fn operand(d: DType, n: usize) -> Operand {
+pub(super) fn operand(d: DType, n: usize) -> Operand {
     Operand { dtype: d, view: View::dense(&[n]) }
 }
 
 /// Runs the fused kernel on a device. Output `n` has `sizes[n]` elements.
-fn execute(
+pub(super) fn execute(
     dev: &CpuDevice,
     f: &Fused,
     inputs: &[Vec<Scalar>],
@@ -153,7 +158,7 @@ fn execute(
         .collect())
 }
 
-fn device(threads: usize) -> CpuDevice {
+pub(super) fn device(threads: usize) -> CpuDevice {
     CpuDevice::new(&Options { threads: Some(threads), ..Default::default() }).unwrap()
 }
 
@@ -188,13 +193,13 @@ fn close(d: DType, got: Scalar, want: Scalar, ulps: f64, scale: f64) -> bool {
     g == w || flushed || (g - w).abs() <= ulps * eps(d) * w.abs().max(scale).max(tiny(d))
 }
 
-fn instr(kind: InstrKind, dtype: DType, args: &[u32]) -> Instr {
+pub(super) fn instr(kind: InstrKind, dtype: DType, args: &[u32]) -> Instr {
     Instr { kind, dtype, args: args.into() }
 }
-fn load(input: u32, dtype: DType, view: View) -> Load {
+pub(super) fn load(input: u32, dtype: DType, view: View) -> Load {
     Load { input, dtype, view, fill: None }
 }
-fn out(value: u32, dtype: DType, shape: &[usize], reduce: Option<ReduceKind>) -> Out {
+pub(super) fn out(value: u32, dtype: DType, shape: &[usize], reduce: Option<ReduceKind>) -> Out {
     Out { value, dtype, reduce, view: View::dense(shape) }
 }
 

@@ -130,8 +130,9 @@ pub(super) fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
     Mat { ptr: m.ptr.wrapping_offset(by), ..m }
 }
 
-/// Matrix product of operands with any views. f32, f16 and bf16 are summed in f32, f64 is summed in f64;
-/// integers wrap. The result of 8-bit factors may also be i32.
+/// Matrix product of operands with any strides. f32, f16 and bf16 are summed in f32, f64 is summed in f64;
+/// integers wrap. [`narrow_matmul`] gives the kernels for other result types, and those that may round f32
+/// factors to bf16.
 pub(crate) fn matmul(isa: Isa, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
     matmul_where(isa, call, isa.bf16_is_faster().then(|| Bf16Code::best(isa)))
 }
@@ -351,8 +352,8 @@ pub(crate) fn pooling(call: &CallForm<'_>, p: &ops::Pool) -> Result<CpuKernel, D
     })
 }
 
-/// Gradient of pooling with operands x, y and dy (y is not read). Each plane is summed in f64 and rounded
-/// once.
+/// Gradient of pooling with operands x, y and dy (y is not read). If windows may overlap, the gradients of
+/// each plane are summed in f64 and rounded once.
 pub(crate) fn pool_grad(isa: Isa, call: &CallForm<'_>, p: &ops::Pool) -> Result<CpuKernel, Declined> {
     let [x, _, dy] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
@@ -508,7 +509,7 @@ fn soft(isa: Isa, call: &CallForm<'_>, axis: usize, log: bool) -> Result<CpuKern
     })
 }
 
-/// A vector of `n` elements as f32. Other types are converted into `room`.
+/// A vector of `n` elements as f32. An f32 operand is read in place; f16 and bf16 are converted into `room`.
 ///
 /// # Safety
 /// `v` is a dense view of `n` elements of type `d`, which is f32, f16 or bf16. Buffer `buf` holds it and is

@@ -2,8 +2,8 @@
 //! the cache.
 //!
 //! The result is a row-major matrix. The kernel calls `BoundChain::run_rows` on a part once its sums are
-//! complete. The chain reads the sums in place and its other operands from their buffers, and overwrites the
-//! sums with its result.
+//! complete. The chain reads the sums in place and its other operands from their buffers. Its result
+//! overwrites the sums, or goes to another place and then may be bf16 (`BoundChain::run_into`).
 
 use super::Run;
 #[cfg(target_arch = "x86_64")]
@@ -58,7 +58,7 @@ enum Step {
     Round(usize),
 }
 
-/// A compiled chain. Each step writes its result to a block of its own.
+/// A compiled chain. Each step has a block of its own for its result.
 #[derive(Debug)]
 pub(crate) struct EpilogueChain {
     steps: Vec<Step>,
@@ -469,8 +469,9 @@ impl EpilogueChain {
         Ok(Some(EpilogueChain { steps, result: out.value as usize, columns, args, half }))
     }
 
-    /// Compiles the epilogue of a product of integers, whose sums are i32. The chain may only convert them to
-    /// f32. The kernel does that before it calls [`BoundChain::run_rows`]. `None` if the call has no epilogue.
+    /// Compiles the epilogue of a product of integers, whose sums are i32. All that the chain may do with i32
+    /// values is to convert the sums to f32. The kernel does this conversion before it calls
+    /// [`BoundChain::run_rows`]. `None` if the call has no epilogue.
     pub(crate) fn of_sums(
         call: &CallForm<'_>,
         own: usize,
@@ -484,7 +485,7 @@ impl EpilogueChain {
             }
             l.dtype = DType::F32;
         }
-        // The conversion that follows such a load is now one from f32 to f32. Arithmetic on i32 is declined
+        // The cast that follows such a load is now a cast from f32 to f32. Arithmetic on i32 is declined
         // because of its type.
         for i in &mut fused.body {
             if let InstrKind::Load(k) = i.kind

@@ -8,8 +8,8 @@ impl Rng {
     #[track_caller]
     pub(crate) fn new() -> Rng {
         let seed = halcyon_test_host::seed(&std::panic::Location::caller().to_string());
-        // SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): a small
-        // seed would make the first numbers small.
+        // SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) mixes
+        // the seed, because a small seed would make the first numbers small.
         let z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -93,7 +93,7 @@ mod os {
         fn mprotect(addr: *mut c_void, len: usize, prot: c_int) -> c_int;
         fn munmap(addr: *mut c_void, len: usize) -> c_int;
     }
-    /// Maps `len` bytes, of which those from `PAGE` to `len - PAGE` are readable and writable.
+    /// Maps `len` bytes. The bytes from `PAGE` to `len - PAGE` are readable and writable, the others are not.
     pub(super) fn map(len: usize) -> *mut u8 {
         // PROT_NONE = 0, PROT_READ | PROT_WRITE = 3, MAP_PRIVATE | MAP_ANONYMOUS = 0x22.
         // SAFETY: `mmap` creates a fresh private mapping, and `mprotect` changes pages of it only.

@@ -481,7 +481,7 @@ fn slices_are_updated_in_place() {
         assert_eq!(got, bytes(&want), "{at}");
         assert_eq!(dev.take_fault().unwrap(), fault, "{at}");
         assert_eq!(dev.take_fault().unwrap(), None);
-        // An in-place call needs one buffer for both operands, and an output must not be bound twice.
+        // An in-place call needs the same buffer as base and as output.
         let two = [bufs[0].clone(), bufs[1].clone(), bufs[2].clone(), dev.alloc(80, Tag::Io).unwrap()];
         assert!(dev.submit(&[Command::Library { kernel: &k, buffers: &two, args: &[], fault: 1 }]).is_err());
     }

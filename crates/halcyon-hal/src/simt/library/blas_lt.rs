@@ -122,9 +122,10 @@ const TF32: c_int = 77;
 const WIDEST_LOAD: u32 = 16;
 /// Attribute of a preference: maximum bytes of workspace.
 const MAX_WORKSPACE: c_int = 1;
-/// Reduction: partial products are summed in the compute type, never in the result's.
+/// Reduction: partial products are summed in the compute type, never in the result's type.
 const IN_COMPUTE_TYPE: u32 = 2;
-/// Epilogues: none, and flags that combine with a bias.
+/// Epilogues: `DEFAULT` is none. The others are flags; `BIAS` can be combined with one of the two
+/// activations.
 const DEFAULT: u32 = 1;
 const RELU: u32 = 2;
 const BIAS: u32 = 4;
@@ -163,12 +164,13 @@ fn status(side: Side, code: Code) -> &'static str {
     }
 }
 
-/// Required multiple of all sizes (elements) and alignments (bytes) in products of 8-bit floats.
+/// In products of 8-bit floats, N and K (in elements), leading dimensions, strides and alignments (in bytes)
+/// must be multiples of this.
 const FP8_MULTIPLE: usize = 16;
 
 /// The requirements of FP8 kernels according to `cublasLtMatmul`: both factors are contiguous along the
-/// summed dimension (the first one transposed, the second not), and pointers, sizes and strides are multiples
-/// of 16 bytes.
+/// summed dimension (the library's first factor is transposed, the second is not), and pointers, N, K,
+/// leading dimensions and strides are multiples of 16 bytes. M may have any value.
 fn eight_bits_fit(p: &Product) -> Result<(), Declined> {
     let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT).map(|a| a as usize);
     if !p.k.is_multiple_of(FP8_MULTIPLE) || !p.n.is_multiple_of(FP8_MULTIPLE) || c < FP8_MULTIPLE {
@@ -491,7 +493,7 @@ impl Plan {
             desc.set(attribute, n.operations[usize::from(!m.by_rows)])?;
         }
         if epilogue != 0 {
-            // The flag of a bias replaces `DEFAULT`; the two are not combined.
+            // The flags of an epilogue replace `DEFAULT`; they are not combined with it.
             desc.set(n.epilogue, epilogue)?;
         } else {
             desc.set(n.epilogue, DEFAULT)?;

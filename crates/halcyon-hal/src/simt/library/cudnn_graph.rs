@@ -289,7 +289,7 @@ impl Description {
     }
 }
 
-/// Descriptors, of which later ones refer to earlier ones. They are dropped in reverse order.
+/// Descriptors. Later ones refer to earlier ones, so they are dropped in reverse order.
 #[derive(Default)]
 struct Parts(Vec<Description>);
 

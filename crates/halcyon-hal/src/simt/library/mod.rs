@@ -70,8 +70,9 @@ pub(super) struct Libraries {
     /// The device's id, stored in its kernels.
     owner: u64,
     sources: Sources,
-    /// Whether cuDNN may be used; `matrix`: whether matrix units may be.
+    /// Whether cuDNN may be used.
     dnn: bool,
+    /// Whether matrix units may be used.
     matrix: bool,
     products: OnceLock<Result<Arc<Lt>, Absent>>,
     plain: OnceLock<Result<Arc<RocBlas>, Absent>>,
@@ -96,8 +97,8 @@ impl Libraries {
         self.context.api.family
     }
 
-    /// The names of `l` to try: the vendor's names, the library that the user named instead, or the one that
-    /// the caller of [`super::SimtDriver::with_kernels`] has vouched for.
+    /// The names of `l` to try: the vendor's names, the library that the user named instead, or the library
+    /// of [`super::SimtDriver::with_kernels`].
     fn candidates(&self, l: &VendorLibrary) -> Vec<String> {
         match &self.sources {
             Sources::System => self.family().library_candidates(l),
@@ -165,16 +166,18 @@ impl Libraries {
 
     fn products(&self) -> Result<Arc<Lt>, Absent> {
         self.get(&self.products, Some(&self.family().products), |c, l, names| {
-            // SAFETY: `get` passes the names that `candidates` returns: the vendor's library, or one that the
-            // user named or the caller of `with_kernels` vouched for.
+            // SAFETY: `get` passes the names that `candidates` returns. They are names of the vendor's
+            // library, one that the user set in its place, or the one of `with_kernels`, which requires that
+            // loading it is sound.
             unsafe { Lt::open(c, l, names) }
         })
     }
 
     fn plain_products(&self) -> Result<Arc<RocBlas>, Absent> {
         self.get(&self.plain, self.family().plain_products.as_ref(), |c, l, names| {
-            // SAFETY: `get` passes the names that `candidates` returns: the vendor's library, or one that the
-            // user named or the caller of `with_kernels` vouched for.
+            // SAFETY: `get` passes the names that `candidates` returns. They are names of the vendor's
+            // library, one that the user set in its place, or the one of `with_kernels`, which requires that
+            // loading it is sound.
             unsafe { RocBlas::open(c, l, names) }
         })
     }
@@ -192,8 +195,9 @@ impl Libraries {
         // in a directory that the loader does not search.
         let _ = self.products();
         self.get(&self.convolutions, self.family().convolutions.as_ref(), |c, l, names| {
-            // SAFETY: `get` passes the names that `candidates` returns: the vendor's library, or one that the
-            // user named or the caller of `with_kernels` vouched for.
+            // SAFETY: `get` passes the names that `candidates` returns. They are names of the vendor's
+            // library, one that the user set in its place, or the one of `with_kernels`, which requires that
+            // loading it is sound.
             unsafe { Dnn::open(c, l, names) }
         })
     }
@@ -359,7 +363,7 @@ impl SimtKernel {
         })
     }
 
-    /// Whether a run writes buffer `i`; otherwise it reads it.
+    /// Whether a run writes buffer `i`. A run only reads all other buffers.
     pub(super) fn writes(&self, i: usize) -> bool {
         self.needs.get(i).is_some_and(|n| n.write)
     }

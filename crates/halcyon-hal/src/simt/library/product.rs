@@ -31,7 +31,8 @@ pub(super) struct Matrix {
     pub step: isize,
 }
 
-/// `c[i] = a[i] b[i]` with `a` m by k and `b` k by n, all row-major in the call's terms.
+/// `c[i] = a[i] b[i]` with `a` m by k and `b` k by n, in the call's terms (not those of the transposed
+/// product that the library computes). The result is row-major.
 #[derive(Clone, Debug)]
 pub(super) struct Product {
     pub m: usize,

@@ -26,8 +26,8 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    /// Fails if an AMD library has no kernels for the device. `function` is the address of one of its
-    /// functions.
+    /// Fails if an AMD library has no kernels for the device, or loads another HIP runtime than the driver's.
+    /// CUDA devices always pass. `function` is the address of one of the library's functions.
     pub(super) fn check(&self, context: &Context, function: usize) -> Result<()> {
         if context.api.family.side == Side::Cuda {
             return Ok(());

@@ -195,7 +195,7 @@ fn feature_vectorizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// Adds a last axis with a 1 at the index of the category. An unknown category gives zeros, or an error if
-/// `zeros` is 0 (at run time, as an index out of range).
+/// `zeros` is 0 (for numbers, the fault of an index out of range at run time).
 fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let zeros = c.flag("zeros", true)?;
     let texts = c.strings("cats_strings")?.filter(|v| !v.is_empty());

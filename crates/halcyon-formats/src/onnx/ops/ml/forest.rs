@@ -15,7 +15,7 @@ use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 /// Limit on the depth of trees. Each level adds several nodes to the graph.
 const MAX_DEPTH: usize = 1024;
-/// A table may have this many elements in addition to twice the number of elements in the model file.
+/// A table may have this many elements in addition to twice the number of votes (or of trees) in the model.
 const EXTRA_ENTRIES: usize = 1 << 16;
 
 /// How a node compares a feature with a threshold.
@@ -253,7 +253,9 @@ impl Forest {
         Ok(f)
     }
 
-    /// Swaps the nodes `first` and `first + k`. Only nodes from `first` on refer to either.
+    /// Swaps the nodes `first` and `first + k`, and the references to them in the nodes from `first` on.
+    /// Earlier nodes may refer to `first`; these references stay, because they mean the root, which is now at
+    /// `first`.
     fn swap_root(&mut self, first: usize, k: usize) {
         let other = first + k;
         self.split.swap(first, other);
@@ -375,7 +377,8 @@ impl Forest {
     }
 
     /// If every tree votes for at most one target, returns the roots ordered by target, and their number per
-    /// target. It is the same for all targets: a leaf without votes takes the place of missing roots.
+    /// target. This number is the same for all targets: a leaf without votes takes the place of missing
+    /// roots. `None` if a tree votes for several targets, or if too many roots are missing.
     fn groups(&mut self) -> Option<(Vec<usize>, usize)> {
         let single = self.single.take()?;
         let mut count = vec![0usize; self.targets];
@@ -385,7 +388,7 @@ impl Forest {
         if all > 2 * self.roots.len() + EXTRA_ENTRIES {
             return None;
         }
-        // This comes before roots are copied, because a new leaf shifts the indices of branches.
+        // The blank leaf is made before roots are copied, because a new leaf shifts the indices of branches.
         let blank = if count.iter().any(|n| *n < size) { self.blank_leaf() } else { 0 };
         let mut roots = vec![blank; all];
         let mut filled = vec![0usize; self.targets];
@@ -447,7 +450,7 @@ impl Forest {
         Ok(Value::table(data::from_scalars(self.dtype, dims, v)?))
     }
 
-    /// Aggregates the votes if a tree votes for several targets.
+    /// Aggregates the votes of trees that [`Forest::groups`] cannot order by target.
     fn reduce_votes(&self, b: &mut Builder, c: &Call<'_>, rows: Dim, at: &Value) -> Result<Value> {
         let (leaves, k, none) = (self.votes.len(), self.targets, self.aggregate.neutral());
         let total: usize = self.votes.iter().map(Vec::len).sum();

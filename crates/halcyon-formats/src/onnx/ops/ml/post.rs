@@ -56,7 +56,7 @@ impl Post {
     }
 }
 
-/// Softmax over the non-zero scores; zeros stay zero.
+/// Softmax over the non-zero scores; zeros stay zero. Magnitudes of up to 1e-7 count as zero.
 fn softmax_zero(b: &mut Builder, x: &Value) -> Result<Value> {
     let (zero, one, tiny) = (b.lit(x, 0.0), b.lit(x, 1.0), b.lit(x, 1e-7));
     let top = b.reduce(ReduceKind::Max, x, &[1], true)?;

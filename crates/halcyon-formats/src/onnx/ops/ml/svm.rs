@@ -111,7 +111,7 @@ fn kernel(b: &mut Builder, c: &Call<'_>, x: &Value, n: usize) -> Result<Value> {
 }
 
 /// `[N, 1]`: the sum of kernel values times coefficients, plus rho. Without support vectors the coefficients
-/// apply to the features.
+/// apply to the features. With `one_class`, the result is 1 if that sum is positive, else -1.
 fn regressor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let post = Post::of(c)?;
     let x = matrix(b, c, c.arg(0)?)?;

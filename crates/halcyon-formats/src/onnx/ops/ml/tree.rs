@@ -110,7 +110,7 @@ fn list<'a>(c: &Call<'a>, name: &str, n: usize) -> Result<&'a [i64]> {
 
 /// The numbers of an attribute.
 struct Numbers {
-    /// Whether they are stored in f64, which only the `_as_tensor` form of an attribute can be.
+    /// Whether they are stored in f64, which is possible only in attributes that are tensors.
     wide: bool,
     vals: Vec<f64>,
 }

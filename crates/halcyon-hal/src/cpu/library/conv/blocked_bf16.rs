@@ -582,8 +582,8 @@ impl Blocked16 {
 }
 
 /// Runs `f(thread, part)` for all parts. Each thread starts with its own range of parts, which is the same
-/// for every op, and then takes parts from the ranges of other threads. So the data that one op writes in a
-/// range is likely still in the cache of the core that reads it in the next op.
+/// share of the work in every op, and then takes parts from the ranges of other threads. So the data that one
+/// op writes are likely still in the cache of the core that reads them in the next op.
 pub(crate) fn by_place(team: &Team, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     /// The most threads that have their own range. Further threads only take parts from these ranges.
     const MAX_OWNERS: usize = 64;

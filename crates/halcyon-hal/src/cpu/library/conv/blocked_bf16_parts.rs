@@ -272,7 +272,7 @@ impl Job<'_> {
     ) {
         let (b, w) = (self.b, &self.b.conv.window);
         let (n, line, first) = place;
-        // Blocks of the output, and the part of the block that these sums are.
+        // The number of output blocks, the block to which these sums belong, and their place in it.
         let (blocks, of, part) = match b.bytes {
             None => (b.out_blocks(), ob, 0),
             Some(_) => (b.out_blocks() / 2, ob / 2, ob % 2),
@@ -315,7 +315,8 @@ impl Job<'_> {
                     act: after.act,
                     y: Place { at: self.y.get(), wide: after.wide }.after(at * BLOCK),
                 };
-                // SAFETY: `finish` of the tile has this contract.
+                // SAFETY: by contract `sums`, the output and the operands are valid for these `n` pixels, as
+                // the function `finish` of the tile requires.
                 unsafe { finish(self.isa, self.bf16, n, sums, &f) }
             }
             After::Bytes(after) => {
@@ -329,7 +330,8 @@ impl Job<'_> {
                     to: after.to,
                     y: self.y.get().wrapping_add(first * after.to.size()),
                 };
-                // SAFETY: the sums of bytes are i32 in the same places.
+                // SAFETY: by contract the pointers are valid for these `n` pixels. For bytes, `sums` points
+                // to i32 sums.
                 unsafe { int8::finish(self.isa, n, sums as *const i32, &f) }
             }
         }

@@ -227,8 +227,9 @@ unsafe fn taps_body<S: Simd, const K: u8>(
     while done < n {
         let o = first + done;
         let inside = done + WIDE <= n && w.at(2, o, 0) >= 0 && w.at(2, o + WIDE - 1, w.kernel[2] - 1) < wide;
-        // SAFETY: by contract `sums` holds `n` pixels, of which `pixels` writes `done .. done + T`; with
-        // several pixels, `inside` means that all their columns are in the image.
+        // SAFETY: by contract `sums` holds `n` pixels, and the function `pixels` writes pixels
+        // `done .. done + T` of them; with several pixels, `inside` means that all their columns are in the
+        // image.
         unsafe {
             let sums = sums.add(done * BLOCK);
             if inside {

@@ -286,7 +286,8 @@ impl Simple {
             }
             a.residual = a.bias.take().or(a.residual);
         }
-        // The operand's buffer and offset, if it lies inside its buffer.
+        // The buffer and offset of a load. Returns `None` from the function if the load reaches past its
+        // operand.
         let place = |load: Option<usize>| match load {
             None => Some(None),
             Some(k) => {

@@ -10,9 +10,9 @@
 //! - With AMX, tile registers multiply the bytes as they are (`tdpbusd`, `tdpbssd`).
 //! - AVX512_VNNI multiplies unsigned by signed bytes (`vpdpbusd`). Signed images are read with 128 added, and
 //!   the sums start at `-128 Σ w`.
-//! - AVX2 multiplies pairs of bytes into 16 bits with saturation (`vpmaddubsw`). If `|w₁| + |w₂| <= 128` for
-//!   all pairs of weights, no sum saturates, which packing finds out; weights of 7 bits fulfil this. If not,
-//!   the bytes are widened to 16 bits, which takes twice as long.
+//! - AVX2 multiplies pairs of bytes into 16 bits with saturation (`vpmaddubsw`). No sum saturates if
+//!   `|w₁| + |w₂| <= 128` for all pairs of weights. Packing checks this; weights of 7 bits fulfil it.
+//!   Otherwise the bytes are widened to 16 bits, which takes twice as long.
 //!
 //! The sums are converted to f32. Then scale, bias, residual and activation are applied, and the result is
 //! stored as f32, or quantised and stored as bytes.
@@ -116,9 +116,10 @@ pub struct Blocked8 {
 }
 
 impl Blocked8 {
-    /// `None` if the channels of a group do not come in whole blocks (64 input channels, 32 output channels,
-    /// 64 over all groups), if a sum could overflow i32, or for the geometries that [`Blocked16::new`] does
-    /// not support. `engine` must be one that this processor has. `signed`: the image is i8, else u8.
+    /// `None` if the channels do not come in whole blocks (64 input channels and 32 output channels per
+    /// group, 64 output channels in all), if a sum could overflow i32, or for the geometries that
+    /// [`Blocked16::new`] does not support. `engine` must be one that this processor has. `signed`: the image
+    /// is i8, else u8.
     pub fn new(conv: Conv, threads: usize, engine: Engine, signed: bool) -> Option<Blocked8> {
         let whole = (conv.c_in / conv.groups).is_multiple_of(BLOCK) && conv.c_out.is_multiple_of(BLOCK);
         if !whole || conv.k() > MAX_TERMS {
@@ -134,8 +135,8 @@ impl Blocked8 {
         self.parts.out_blocks()
     }
 
-    /// Size of the packed weights in bytes: the weights, `-128 Σ w` of each output channel in i32, and
-    /// whether no sum of two products saturates.
+    /// Size of the packed weights in bytes: the weights, `-128 Σ w` of each output channel in i32, and a flag
+    /// that says whether no sum of two products can saturate.
     pub fn weights(&self) -> usize {
         self.blocks() * (self.parts.block_weights() + size_of::<i32>() * HALF_BLOCK) + 64
     }

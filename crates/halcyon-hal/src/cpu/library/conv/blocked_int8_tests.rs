@@ -96,7 +96,8 @@ fn blocked_convolutions_of_bytes_are_exact_between_guard_pages() {
 fn one(rng: &mut Rng, team: &Team, (engine, isa): (Engine, Isa), c: &Conv, signed: bool, k: &Blocked8) {
     let side = [Side::Start, Side::End][rng.below(2)];
     let (si, so) = (c.window.in_size(), c.window.out_size());
-    // Weights of 8 bits may saturate 16 bits on AVX2, those of 7 bits may not.
+    // On AVX2, sums of two products can saturate 16 bits with weights of 8 bits, but not with weights of 7
+    // bits.
     let most = [63, 127][rng.below(2)];
     let ends = rng.below(2) == 0;
     let mut value = |lo: i64, hi: i64| match ends {

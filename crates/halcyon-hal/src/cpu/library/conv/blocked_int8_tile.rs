@@ -132,10 +132,11 @@ mod x86 {
         };
     }
 
-    /// See the parent module.
+    /// The function of the same name in the parent module, for x86-64. The definition for other architectures
+    /// documents the arguments.
     ///
     /// # Safety
-    /// As in the parent module.
+    /// The contract that is stated at that definition.
     pub(in super::super) unsafe fn on_vectors(
         bytes: &Bytes,
         small: bool,

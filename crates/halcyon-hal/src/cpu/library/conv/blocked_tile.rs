@@ -32,7 +32,7 @@ pub(crate) struct Tile {
     pub tap_row: usize,
     pub tap_col: usize,
     pub pixel: usize,
-    /// The first pixel's output, and the distance to the second block's.
+    /// The output of the first pixel, and the distance from there to its output in the second block.
     pub y: *mut f32,
     pub next_y: usize,
     /// Distance from the first pixel of the tile to the first pixel of its second half, in the input and in

@@ -316,6 +316,8 @@ pub struct ConvOperands<T> {
     /// Whether negative results become 0.
     pub relu: bool,
     /// A chain that is applied in place to each part of the output. Each output plane is a row for the chain.
+    /// If `Conv::few` holds and the weights are not packed, [`conv_f32`] does not apply the chain, and the
+    /// caller runs it afterwards.
     pub chain: BoundChain,
     /// The output, [`Conv::output_len`] elements.
     pub y: *mut T,

@@ -12,8 +12,8 @@ pub enum Pool {
     /// padding only.
     Max,
     /// The mean. Padding counts as zeros if `count_include_pad`, otherwise it is left out of sum and count.
-    /// Positions past the far padding never count. The mean of integers is truncated. A window without
-    /// elements gives NaN for floats and 0 for integers.
+    /// Positions past the far padding never count. The mean of integers is truncated. If nothing is counted,
+    /// the mean is NaN for floats and 0 for integers.
     Average { count_include_pad: bool },
 }
 

@@ -104,7 +104,8 @@ impl Window {
         self.kernel == [1; 3] && self.input == self.output && self.pad_lo == [0; 3] && self.stride == [1; 3]
     }
 
-    /// Position in the padded and dilated input that tap `t` of output `o` reads on `axis`.
+    /// Position in the dilated input that tap `t` of output `o` reads on `axis`. Position 0 is the first
+    /// element; positions in the padding are negative or past the last element.
     #[inline(always)]
     pub(crate) fn at(&self, axis: usize, o: usize, t: usize) -> isize {
         (o * self.stride[axis]) as isize - self.pad_lo[axis] + (t * self.dilation[axis]) as isize

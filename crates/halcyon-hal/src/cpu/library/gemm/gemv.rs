@@ -2,10 +2,10 @@
 //! once, in place and in memory order; everything else stays in the first-level cache.
 //!
 //! There are two forms, by the layout of the large operand `B` (k x n). If its rows are contiguous, a chunk
-//! of columns is summed as `c += a_k * B[k, :]`, several k at a time; each element is a chain of
-//! multiply-adds in the order of k. If its columns are contiguous, dot products with up to four columns at a
-//! time are accumulated in vector lanes, which are summed at the end. The order of a sum does not depend on
-//! how the columns are divided among threads.
+//! of columns is summed as `c += a_k * B[k, :]`, several k at a time; each element is accumulated in the
+//! order of k. If its columns are contiguous, dot products with up to four columns at a time are accumulated
+//! in vector lanes, which are summed at the end. The order of a sum does not depend on how the columns are
+//! divided among threads.
 
 use super::product_f32::{Epilogue, Gemm, Mat, MatMut, PackElem};
 use crate::cpu::library::simd::{Simd, Storage, dispatch_simd};
@@ -265,8 +265,8 @@ dispatch_simd! {
     unsafe fn cols_form[T: Storage, const M: usize][T, M](isa, w: &Job<T>, j0: usize, j1: usize) = cols_body
 }
 
-/// `C = act(alpha A B + beta C + bias)` for up to [`ROWS`] rows, where the rows or columns of B are
-/// contiguous.
+/// `C = act(alpha A B + beta C + bias)` for up to [`ROWS`] rows. The rows or the columns of B are contiguous.
+/// The epilogue's chain is not applied.
 ///
 /// # Safety
 /// The contract of [`super::product_f32::gemm`]; `has_few_rows` holds for `m` and `b`.
@@ -274,7 +274,8 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g
     let Gemm { m, n, k, a, b, c, epilogue } = *g;
     let parallel = g.work() >= SERIAL;
     let threads = if parallel { team.threads() } else { 1 };
-    // Long enough for hardware prefetching, short enough that the sums stay in the first-level cache.
+    // A chunk is long enough for hardware prefetching, and so short that its sums stay in the first-level
+    // cache.
     let widest = if b.cs == 1 { (4096 / m).max(512) } else { 512 };
     let share = n.div_ceil(threads * 4).next_multiple_of(16);
     let chunk = share.clamp(16, widest);

@@ -1,8 +1,9 @@
 //! The driver of matrix products whose operands are packed into K groups: 32-bit words of consecutive
-//! elements of K, two bf16, four 8-bit integers or two 16-bit ones.
+//! elements of K, two bf16 or four 8-bit integers.
 //!
-//! A is packed once for all threads; each thread packs the columns of B that it multiplies by. Panels of A
-//! stay in the first-level cache, a chunk of B's columns in the second. The order of the sums is that of
+//! A is packed once for all threads. Each thread packs the columns of B that it multiplies by; only if B has
+//! few columns, so that the rows of A are divided among the threads, B is packed once for all threads. Panels
+//! of A stay in the first-level cache, a chunk of B's columns in the second. The order of the sums is that of
 //! [`super::product_f32`] with K groups in place of f32: the K blocks depend on K alone, and K is never split
 //! among threads.
 
@@ -54,14 +55,15 @@ pub(crate) trait Kind: Sync {
     const MR: usize;
     const NR: usize;
 
-    /// Packs `rows` rows of `k` elements like [`pack_lanes`], into panels of MR rows with HEAD rows before
-    /// each.
+    /// Packs `rows` rows of `k` elements like [`pack_lanes`], into panels of MR rows with HEAD head rows
+    /// before the K groups of each.
     ///
     /// # Safety
     /// Elements `src[r * rs + q * ks]` are readable for `r < rows`, `q < k`; `dst` has room for all panels;
     /// the processor has the kind's instructions.
     unsafe fn pack_a(&self, src: *const Self::A, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32);
-    /// Packs `cols` columns of `k` elements into panels of NR columns. The columns are `cs` elements apart.
+    /// Packs `cols` columns of `k` elements into panels of NR columns with HEAD head rows. The columns are
+    /// `cs` elements apart.
     ///
     /// # Safety
     /// Elements `src[c * cs + q * ks]` are readable for `c < cols`, `q < k`; `dst` has room for all panels;

@@ -1,5 +1,5 @@
-//! Low-precision products of bf16 and bytes through library calls, with packed weights and epilogues, against
-//! f64.
+//! Low-precision products of bf16 and integers through library calls, with packed weights and epilogues,
+//! against f64.
 
 use super::product_bf16::Bf16Code;
 use crate::cpu::library::calls::matmul_where;
@@ -155,6 +155,94 @@ fn chains_read_the_sums_of_bf16_products() {
                         };
                         let most = unit + 2e-6 * mag;
                         assert!((got - want).abs() <= most, "{what:?} {i}: {got} for {want}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The sums of integers are exact, so results differ from f64 only by the rounding of the chain.
+#[test]
+fn chains_read_the_sums_of_integer_products() {
+    let mut rng = Rng::new();
+    let side = Side::End;
+    for isa in Isa::available() {
+        for threads in [1, 3] {
+            let team = Team::new(threads);
+            for (batch, m, n, k, shared) in SHAPES {
+                for (d, packed) in
+                    [(DType::I16, None), (DType::I16, Some(1)), (DType::I8, None), (DType::I8, Some(1))]
+                {
+                    // VNNI's products of bytes have no epilogue, and those of 16 bits need vectors of x86.
+                    if d == DType::I8 && isa.has_vnni() || d == DType::I16 && isa == Isa::Portable {
+                        continue;
+                    }
+                    let dims = [batch, m, n];
+                    let weights = if shared { 1 } else { batch };
+                    let limit = if d == DType::I8 { 127.0 } else { 700.0 };
+                    let mut codes = |len: usize| -> Vec<i16> {
+                        rng.vec(len).into_iter().map(|v| (v * limit) as i16).collect()
+                    };
+                    let (a, b) = (codes(batch * m * k), codes(weights * k * n));
+                    let narrow = |v: &[i16]| v.iter().map(|v| *v as i8).collect::<Vec<_>>();
+                    let (a8, b8) = (Guarded::new(&narrow(&a), side), Guarded::new(&narrow(&b), side));
+                    let (a16, b16) = (Guarded::new(&a, side), Guarded::new(&b, side));
+                    let [pa, pb] = match d {
+                        DType::I8 => [at(&a8, false), at(&b8, false)],
+                        _ => [at(&a16, false), at(&b16, false)],
+                    };
+                    let bias = Guarded::new(&rng.vec(n), side);
+                    let rest = Guarded::new(&half(rng.vec(batch * m * n)), side);
+                    let f = chain(&dims, DType::I32, DType::F32);
+                    let view = View::dense(&[weights, k, n]).expand(&[batch, k, n]);
+                    let inputs = [
+                        Operand { dtype: d, view: View::dense(&[batch, m, k]) },
+                        Operand { dtype: d, view },
+                        Operand { dtype: DType::F32, view: View::dense(&[n]) },
+                        Operand { dtype: DType::BF16, view: View::dense(&dims) },
+                    ];
+                    let output = [Operand { dtype: DType::F32, view: View::dense(&dims) }];
+                    let (more, to) = (&inputs[2..], &output[0]);
+                    let call = CallForm {
+                        own: 2,
+                        packed,
+                        epilogue: Some(Epilogue { fused: &f, product: 0, inputs: more, output: to }),
+                        ..CallForm::plain(&LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &output))
+                    };
+                    let what = (isa, threads, dims, k, d, packed);
+                    let kernel = match matmul_where(isa, &call, None) {
+                        Err(e) => {
+                            assert!(packed.is_some() && !shared, "{what:?}: {}", e.reason);
+                            continue;
+                        }
+                        Ok(k) => k,
+                    };
+                    let room = kernel.packing().map_or(0, |p| p.bytes / 4);
+                    assert_eq!(room > 0, packed.is_some(), "{what:?}");
+                    let packed_b = Guarded::new(&vec![f32::NAN; room], side);
+                    let second = match room {
+                        0 => pb,
+                        _ => {
+                            // SAFETY: both are live vectors that nothing else uses.
+                            unsafe { kernel.pack(&team, &pb, &at(&packed_b, true)) }.unwrap();
+                            at(&packed_b, false)
+                        }
+                    };
+                    let y = Guarded::new(&vec![f32::NAN; batch * m * n], side);
+                    run(&kernel, &team, &[pa, second, at(&bias, false), at(&rest, false), at(&y, true)]);
+                    for i in 0..batch * m * n {
+                        let (g, r, c) = (i / (m * n), i / n % m, i % n);
+                        let term = |q: usize| {
+                            i64::from(a[(g * m + r) * k + q]) * i64::from(b[(g % weights * k + q) * n + c])
+                        };
+                        let sum = (0..k).map(term).sum::<i64>() as f64;
+                        let want = (sum + f64::from(bias.slice()[c])) * 0.5 + rest.slice()[i].to_f64();
+                        let got = f64::from(y.slice()[i]);
+                        assert!(
+                            (got - want).abs() <= 4e-7 * (sum.abs() + 2.0),
+                            "{what:?} {i}: {got} for {want}"
+                        );
                     }
                 }
             }

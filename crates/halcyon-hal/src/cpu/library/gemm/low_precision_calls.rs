@@ -36,9 +36,10 @@ use halcyon_ir::target::MatmulPrecision;
 use half::bf16;
 
 /// Finds kernels for low-precision products. 8-bit factors are multiplied into i32 on every processor, 16-bit
-/// integers where that is faster than f32. bf16
-/// factors (into bf16 or f32) and f32 factors that are rounded to bf16 need [`MatmulPrecision::Medium`] and a
-/// processor on which bf16 is faster. The chain of an epilogue reads the f32 sums of a bf16 product.
+/// integers only on x86-64 with AVX2. bf16 factors (into bf16 or f32) and f32 factors that are rounded to
+/// bf16 need [`MatmulPrecision::Medium`] and a processor on which bf16 is faster than f32. The chain of an
+/// epilogue reads the f32 sums of a bf16 product. Returns `None` if the call needs another kernel than those
+/// of this file.
 pub(crate) fn narrow_matmul(
     isa: Isa,
     call: &CallForm<'_>,
@@ -46,7 +47,8 @@ pub(crate) fn narrow_matmul(
     code: Option<Bf16Code>,
 ) -> Option<Result<CpuKernel, Declined>> {
     let (a, b, c) = (call.inputs[0].dtype, call.inputs[1].dtype, call.outputs[0].dtype);
-    // The sums are i32. The chain of an epilogue gives them another type.
+    // Whether the product is i32. With an epilogue, `c` is the type of the chain's result, so look at what
+    // the chain loads.
     let sums = match &call.epilogue {
         None => c == DType::I32,
         Some(e) => e.fused.loads.iter().any(|l| l.input == e.product && l.dtype == DType::I32),

@@ -18,10 +18,10 @@ impl<T> Clone for Mat<T> {
     }
 }
 impl<T> Copy for Mat<T> {}
-// SAFETY: the matrix is only read through; dereferencing the pointer is unsafe, and `T: Sync` allows shared
+// SAFETY: the pointer is only used for reading; dereferencing it is unsafe, and `T: Sync` allows shared
 // reads.
 unsafe impl<T: Sync> Send for Mat<T> {}
-// SAFETY: the matrix is only read through; dereferencing the pointer is unsafe, and `T: Sync` allows shared
+// SAFETY: the pointer is only used for reading; dereferencing it is unsafe, and `T: Sync` allows shared
 // reads.
 unsafe impl<T: Sync> Sync for Mat<T> {}
 
@@ -86,9 +86,9 @@ impl<T> MatMut<T> {
     }
 }
 
-/// One matrix product, `C = act(alpha A B + beta C + bias)`. The types of the operands say how they are
-/// stored: [`Mat`] in place with strides, `Packed` and the like in the layout that a kernel reads, `*const T`
-/// as dense rows. `E` is the type of the epilogue; `()` means that the sums are stored as they are.
+/// One matrix product. [`Epilogue`] gives the formula. The types of the operands say how they are stored:
+/// [`Mat`] in place with strides, `Packed` and the like in the layout that a kernel reads, `*const T` as
+/// dense rows. `E` is the type of the epilogue; `()` means that the sums are stored as they are.
 #[derive(Clone, Copy, Debug)]
 pub struct Gemm<A, B, C = MatMut<f32>, E = Epilogue> {
     /// Rows of A and C.
@@ -174,8 +174,8 @@ impl<A, B, C> Gemm<Mat<A>, Mat<B>, MatMut<C>> {
     }
 }
 
-/// How many products a batch has, and the distance in elements from one product's operands to the next's.
-/// Distance 0 repeats an operand.
+/// How many products a batch has, and the distances in elements from the operands and the result of one
+/// product to those of the next. Distance 0 repeats an operand.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch {
     pub count: usize,
@@ -196,7 +196,9 @@ impl Batch {
     }
 }
 
-/// The epilogue of a product, done before the result is stored: `C = act(alpha A B + beta C + bias)`.
+/// The epilogue of a product: `C = chain(act(alpha A B + beta C + bias))`, where `act` is ReLU or nothing.
+/// The kernel applies everything but the chain while it stores the sums. The chain runs afterwards, on
+/// complete sums.
 #[derive(Clone, Copy, Debug)]
 pub struct Epilogue {
     pub alpha: f32,
@@ -207,7 +209,8 @@ pub struct Epilogue {
     /// One value per column of C (n of them), or null.
     pub bias_col: SharedConst<f32>,
     pub relu: bool,
-    /// A chain that is applied in place to each part of a row once its sums are complete.
+    /// A chain that is applied to a part of the result once the sums of that part are complete: in place in
+    /// C, or from scratch memory to C. Not every product applies it, see [`super::product_f32::gemm`].
     pub chain: BoundChain,
 }
 
@@ -257,14 +260,15 @@ impl Epilogue {
         }
     }
 
-    /// Value of one element whose dot product is `sum`. Reads `c` only if beta is not 0.
+    /// Value of one element whose dot product is `sum`, without the chain. Reads `c` only if beta is not 0.
     ///
     /// # Safety
-    /// `c` is readable if beta is not 0; the biases are null or have elements `i` and `j`.
+    /// `c` is readable if beta is not 0; `bias_row` is null or has element `i`; `bias_col` is null or has
+    /// element `j`.
     #[inline(always)]
     pub(crate) unsafe fn scalar(&self, sum: f32, c: *const f32, i: usize, j: usize) -> f32 {
-        // SAFETY: `scalar` requires that `c` and elements `i` and `j` of the biases are readable where they
-        // are read.
+        // SAFETY: `scalar` requires that `c` is readable if beta is not 0, and that a bias that is not null
+        // has its element `i` or `j`.
         unsafe {
             let mut v = self.alpha * sum;
             if self.beta != 0.0 {

@@ -88,7 +88,7 @@ impl PackedBf16 {
 /// [`super::product_bf16::gemm_bf16`] with a right operand packed by [`PackedBf16::b`].
 ///
 /// # Safety
-/// The contract of [`super::product_f32::gemm`] for A, C and the epilogue.
+/// The contract of [`super::product_f32::gemm`] for A, C and the epilogue. The epilogue has no chain.
 ///
 /// # Panics
 /// If `b` was packed for another shape.

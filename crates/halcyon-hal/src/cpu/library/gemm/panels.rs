@@ -1,4 +1,5 @@
-//! Matrix products `C = alpha A B + beta C` with B in packed panels and the rows of A read in place.
+//! Matrix products (with the formula of [`Epilogue`]) with B in packed panels and the rows of A read in
+//! place.
 //!
 //! The blocking is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008),
 //! with one difference: a register tile reads its rows of A in place, one value of each row per step, so A is
@@ -359,8 +360,8 @@ pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV
     }
 }
 
-/// Stores the i32 sums of a tile of any size. A row of `sums` has `vectors` groups of 16 words, of which the
-/// first `lanes` are sums.
+/// Stores the i32 sums of a tile of any size. A row of `sums` has `vectors` groups of 16 words. The first
+/// `lanes` words of a group are sums.
 ///
 /// # Safety
 /// `sums` has `out.rows` rows; the rows and columns of `out` are writable (and readable for
@@ -589,8 +590,8 @@ pub(super) type RunBlock<P> = unsafe fn(Isa, &Block<'_, P>);
 /// Computes the product.
 ///
 /// # Safety
-/// The contract of `gemm_panels`; `run` computes blocks; `buf` has room for `s.floats()` floats; `team` is `None` if `s.threads`
-/// is 1, otherwise a team of `s.threads` threads.
+/// The contract of `gemm_panels`; `run` computes blocks; `buf` has room for `s.floats()` floats; `team` is
+/// `None` if `s.threads` is 1, otherwise a team of `s.threads` threads.
 unsafe fn drive<T: Storage, P: Panels>(
     team: Option<&Team>,
     s: &Shape,

@@ -7,18 +7,18 @@
 //! zero**: products below 2^-126 vanish. Rounding leaves f32 factors only 8 bits of significand, which
 //! `MatmulPrecision::Medium` allows and `Highest` and `High` do not. For bf16 operands the results differ
 //! from [`super::product_f32::gemm`], which widens them, only in denormals and in the order of the sums.
-//! Calls still use this file only at `Medium`, so that results can be compared with those of levels O0 and
-//! O1, which use `Highest`.
+//! Calls use this file only at `Medium` all the same. Levels O0 and O1 use `Highest`, so their results are
+//! free of these differences and serve for comparison.
 //!
 //! Results depend on shape and strides, not on the number of threads. Products with few rows or columns are
-//! bound by memory and run in f32 as in [`super::product_f32::gemm`]. So do all products on processors with
-//! neither AMX nor AVX512_BF16, because `Medium` asks for bf16 or better.
+//! bound by memory and run in f32 as in [`super::product_f32::gemm`]. On processors with neither AMX nor
+//! AVX512_BF16 all products run in f32; `Medium` permits this, because it asks for bf16 or better.
 //!
 //! One instruction on tile registers ([`Bf16Code::Tiles`], `tile_registers.rs`) adds 16 pairs to each of 16 x
 //! 16 sums, with the same rounding and the same treatment of denormals. `vdpbf16ps` serves processors without
 //! AMX. On the Intel processor that was measured, `vdpbf16ps` reaches half the FLOP/s of f32 multiply-adds,
-//! and AMX reaches 15 times the FLOP/s of f32 multiply-adds. On other processors `vdpbf16ps` reaches twice
-//! the FLOP/s of f32 multiply-adds. Calls use bf16 if [`Isa::bf16_is_faster`].
+//! and AMX reaches 15 times the FLOP/s of f32 multiply-adds. On processors of other vendors, `vdpbf16ps` is
+//! assumed to reach twice the FLOP/s of f32 multiply-adds. Calls use bf16 if [`Isa::bf16_is_faster`].
 //!
 //! Cost of `vdpbf16ps`. One K group of the 12 x 32 tile takes 24 instructions (64 FLOPs each) on 12 + 32
 //! lanes of 4 bytes: 1,536 FLOPs per 176 bytes read from cache, so the instruction's rate limits the product.
@@ -157,7 +157,7 @@ impl Bf16Code {
         [Bf16Code::Tiles, Bf16Code::Pairs].into_iter().find(|c| c.runs(isa)).unwrap_or(Bf16Code::Wide)
     }
 
-    /// Whether this processor can run it together with `isa`.
+    /// Whether kernels of `isa` can use these instructions on this processor.
     pub fn runs(self, isa: Isa) -> bool {
         match self {
             Bf16Code::Tiles => isa.has_bf16_tiles(),
@@ -183,9 +183,11 @@ impl Bf16Code {
 
 /// `C = act(alpha A B + beta C + bias)` with bf16 factors and f32 sums: A is m x k, B is k x n, f32 or bf16,
 /// with any strides. A bf16 result is rounded once, to nearest even, and the epilogue's `beta` is ignored.
+/// With [`Bf16Code::Wide`], f32 factors are not rounded. A chain of the epilogue is applied to the f32 sums.
 ///
 /// # Safety
-/// As [`gemm`].
+/// As [`gemm`]. If the epilogue has a chain, beta is 0, the chain's operands are bound, and C has contiguous
+/// rows.
 pub unsafe fn gemm_bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
     isa: Isa,
@@ -199,7 +201,8 @@ pub unsafe fn gemm_bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 /// [`gemm_bf16`] with the given instructions.
 ///
 /// # Safety
-/// As [`gemm`].
+/// As [`gemm`]. If the epilogue has a chain, beta is 0, the chain's operands are bound, and C has contiguous
+/// rows.
 ///
 /// # Panics
 /// If the processor lacks these instructions.
@@ -443,7 +446,7 @@ pub(crate) fn epilogue<C: Bf16Out>(c: MatMut<C>, epi: Epilogue) -> Epilogue {
 /// The product with `vdpbf16ps`, on at most `threads` threads of the team.
 ///
 /// # Safety
-/// As [`gemm`]; the processor has AVX512_BF16.
+/// As [`gemm`]; the epilogue has no chain; the processor has AVX512_BF16.
 #[cfg(target_arch = "x86_64")]
 pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
@@ -486,7 +489,8 @@ pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 /// The products of a batch that starts with `g`.
 ///
 /// # Safety
-/// As [`gemm`] for every product; the results do not overlap.
+/// As [`gemm_bf16`] for every product; the results do not overlap. For a chain, the results lie below each
+/// other in one matrix.
 pub unsafe fn gemm_bf16_batched<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
     isa: Isa,

@@ -1,5 +1,5 @@
-//! Matrix multiplication in f32, `C = alpha A B + beta C`: the library calls for it, the choice of the
-//! algorithm, and the packing of operands.
+//! Matrix multiplication in f32: the library calls for it, the choice of the algorithm, and the packing of
+//! operands.
 //!
 //! Products with many rows and columns run on packed panels (`panels.rs`); products with few rows or columns
 //! read their operands unpacked ([`super::gemv`]). f16 and bf16 are widened to f32 while packing. K is cut
@@ -20,7 +20,7 @@ use crate::library_call::CallForm;
 use halcyon_ir::layout::View;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The kernel of a product of f32 operands, with any views, whose result is f32.
+/// The kernel of a product of f32 operands, with any strides, whose result is f32.
 pub(in crate::cpu::library) fn matmul_f32(
     isa: Isa,
     call: &CallForm<'_>,
@@ -117,9 +117,10 @@ fn matmul_packed(
 }
 
 /// `C = act(alpha A B + beta C + bias)` in f32: `A` is m x k, `B` is k x n, with any strides. A and B may be
-/// f32, f16 or bf16.
+/// f32, f16 or bf16. The epilogue's chain is applied only if [`by_panels`] holds; otherwise the caller runs
+/// it afterwards.
 ///
-/// Sums are in f32, in an order that depends on shape and strides alone.
+/// Sums are in f32, in an order that depends only on shape, strides and instruction set.
 ///
 /// # Safety
 /// Every element of A, B and the biases is readable, and every element of C writable (also readable unless
@@ -247,7 +248,7 @@ pub unsafe fn gemm_packed_a<B: PackElem>(team: &Team, g: &Gemm<&Packed, Mat<B>>)
     unsafe { gemm_panels(team, isa, &g.with_a(&Left::<f32>::Packed(*g.a)).with_b(&g.b)) }
 }
 
-/// Computes the products of a batch, of which `g` is the first.
+/// Computes the products of a batch. `g` is the first of them.
 ///
 /// # Safety
 /// As [`gemm`] for every product; the results do not overlap.

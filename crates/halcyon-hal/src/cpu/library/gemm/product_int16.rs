@@ -1,13 +1,14 @@
-//! Exact matrix products of 16-bit and 8-bit integers, `C = A B` in wrapping i32, on processors that multiply
-//! pairs of 16-bit integers: AVX2 (`vpmaddwd` and an addition) and AVX512_VNNI (`vpdpwssd`). Other processors
-//! use plain integers.
+//! Exact matrix products of 16-bit and 8-bit integers, `C = A B` in wrapping i32, with the instructions that
+//! multiply pairs of 16-bit integers: `vpmaddwd` and an addition (AVX2), or `vpdpwssd` (AVX512_VNNI).
+//! Processors without them use plain integer arithmetic.
 //!
 //! Two consecutive elements of K are a pair of 32 bits. A matrix of pairs lies in memory like a matrix of f32
 //! with half as many columns, so a product of pairs runs on the driver of f32 products ([`super::panels`])
 //! with another step. Bytes are widened to 16 bits first, which is exact. Odd K gets a zero at its end.
 //!
-//! Cost. A step multiplies two elements of K where that of f32 multiplies one, from operands of the same size
-//! in bytes, so the limit is twice the rate of f32. Rows of A that are 16-bit integers are read in place.
+//! Cost. A step multiplies two elements of K, and a step of an f32 product multiplies one. The operands of
+//! both have the same size in bytes, so the limit is twice the rate of f32. Rows of A are read in place if
+//! they are contiguous 16-bit integers, all pairs are aligned and K is even.
 
 use super::matrix::{Gemm, Mat, MatMut};
 use super::panels::{Block, Left, Step, block_of, gemm_blocks};
@@ -52,7 +53,8 @@ mod x86 {
     use super::{Avx2, Avx512, Dot, Step};
     use std::arch::x86_64::*;
 
-    // SAFETY (of every block below): `Step` requires a caller that is compiled for AVX2; no memory is accessed.
+    // SAFETY (of every block below): `Step` requires a caller that is compiled for AVX2; no memory is
+    // accessed.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Step<Avx2> for Dot {
         const INTEGERS: bool = true;
@@ -70,8 +72,9 @@ mod x86 {
         }
     }
 
-    /// `acc` plus the products of pairs. Assembly, because otherwise the compiler would reorder the additions of
-    /// several steps. That takes more registers than there are, so the sums would be in memory.
+    /// `acc` plus the products of pairs. This is assembly, because otherwise the compiler would reorder the
+    /// additions of several steps. The reordered code needs more registers than there are, so the sums would
+    /// be in memory.
     ///
     /// # Safety
     /// The processor has AVX2.
@@ -137,7 +140,7 @@ mod x86 {
     }
 }
 
-/// The products and the sum of one lane.
+/// Adds the two products of one lane to its sum.
 #[inline(always)]
 fn dot(a: f32, b: f32, acc: f32) -> f32 {
     let (a, b) = (a.to_bits() as i32, b.to_bits() as i32);
@@ -162,7 +165,7 @@ impl Step<Portable> for Dot {
     }
 }
 
-/// The instruction set for products of pairs: with AVX-512 but without VNNI, that is AVX2.
+/// The instruction set for products of pairs: `isa`, but AVX2 in place of AVX-512 without VNNI.
 pub(crate) fn isa_of_pairs(isa: Isa) -> Isa {
     match isa.check() {
         Isa::Avx512 if !isa.has_vnni() => Isa::Avx2,
@@ -218,14 +221,14 @@ fn pair(low: u16, high: u16) -> u32 {
 }
 
 impl<T: PairElem> Pairs<T> {
-    /// The same memory as a matrix of 32-bit pairs, if K is contiguous and every pair is aligned.
+    /// The same memory as a matrix of 32-bit pairs, under the conditions of [`words`] on the columns.
     fn as_words(&self) -> Option<Mat<f32>> {
         words(self.b.t(), self.k).map(Mat::t)
     }
 }
 
-/// A matrix of 16-bit integers with contiguous rows of `k` elements, as one of 32-bit pairs. None if a pair
-/// is not aligned or not complete.
+/// A matrix of 16-bit integers with contiguous rows of `k` elements, as a matrix of 32-bit pairs. `None` for
+/// other matrices, or if a pair is not aligned or not complete.
 fn words<T: PairElem>(m: Mat<T>, k: usize) -> Option<Mat<f32>> {
     let aligned = m.ptr.cast::<f32>().is_aligned() && m.rs % 2 == 0;
     let fits = T::IS_I16 && m.cs == 1 && k.is_multiple_of(2) && aligned;
@@ -240,8 +243,8 @@ impl<T: PairElem> Panels for Pairs<T> {
         // The number of elements; the last pair may have only one.
         let elements = (self.k - 2 * k0).min(2 * kc);
         // SAFETY: `Panels::pack` requires that columns `j .. j + cols` are readable in the pairs
-        // `k0 .. k0 + kc`, of which the matrix has `elements` elements, and that `dst` has room for `nr * kc`
-        // words. `kc <= KC`, so a line of `lines` has room for `kc` pairs.
+        // `k0 .. k0 + kc`, which hold `elements` elements of K, and that `dst` has room for `nr * kc` words.
+        // `kc <= KC`, so a line of `lines` has room for `kc` pairs.
         unsafe {
             if let Some(m) = self.as_words() {
                 let p = m.ptr.offset(k0 as isize * m.rs + j as isize * m.cs);
@@ -319,7 +322,7 @@ pub(crate) unsafe fn gemm_pairs<A: PairElem, B: PairElem>(
     if g.m == 0 || g.n == 0 {
         return;
     }
-    // Packed first, and not part by part, so that one kernel serves every source of B.
+    // B is packed first, and not part by part, so that one kernel serves every source of B.
     let shape = PairShape::new(isa, g.k, g.n);
     let scratch = team.scratch(shape.words());
     // SAFETY: `gemm_pairs` requires a readable B; the scratch memory has room for its panels. The rest is the
@@ -381,7 +384,10 @@ unsafe fn widen_rows<T: PairElem>(
             let a = a.offset(i as isize * a.rs);
             // SAFETY: row `i` is readable and `to` has room for it; ranges are disjoint.
             unsafe {
-                let to = std::slice::from_raw_parts_mut(to.get().add(i * pairs), pairs);
+                let to = to.get().add(i * pairs);
+                // A reference to words needs initialised memory.
+                std::ptr::write_bytes(to, 0, pairs);
+                let to = std::slice::from_raw_parts_mut(to, pairs);
                 if a.cs == 1 {
                     widen_line(std::slice::from_raw_parts(a.ptr, k), to);
                     continue;

@@ -1,10 +1,12 @@
 //! Products with weights of 4 bits: the composite `quantized_matmul`.
 //!
 //! A row of the weights is a column of the result. Its blocks of 32 weights are widened in registers and
-//! multiplied with the operand, which is copied first with the values at even and at odd places apart, as the
-//! weights lie in the low and high halves of their bytes. The sum of a block is `scale Σ code x`; the
-//! constant part of the weights (`-8 scale`, or the minimum) is multiplied by `Σ x`, which is computed once
-//! for each row and block. Products of few rows are bound by memory, and read an eighth of the bytes of f32.
+//! multiplied with the operand. A byte holds the weight of an even place in its low half and that of the
+//! next, odd place in its high half. So the operand is copied first, and in each block of the copy the values
+//! at even places come before those at odd places. The sum of a block is `scale Σ code x`; the constant part
+//! of the weights (`-8 scale`, or the minimum) is multiplied by `Σ x`, which is computed once for each row
+//! and block. Products of few rows are bound by memory. They read about an eighth of the bytes that f32
+//! weights would have.
 //!
 //! With more than [`FEW`] rows the weights are widened to f32 once, and multiplied as such.
 
@@ -51,7 +53,7 @@ impl Size {
     }
 }
 
-/// The operands. `minima` is null if the codes have a middle.
+/// The weights. A weight is `scale * (code - 8)` if `minima` is null, otherwise `scale * code + minimum`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Weights {
     /// `[n, k / 2]`.
@@ -108,7 +110,8 @@ pub(crate) unsafe fn product(
     }
     let sums = SharedMut(work.get().wrapping_add(s.m * k));
     for r in 0..s.m {
-        // SAFETY: row `r` of the operand and of its copy, and the row's sums.
+        // SAFETY: `r < m`, so the contract makes row `r` of the operand readable, and row `r` of its copy and
+        // the sums of this row writable in `work`.
         unsafe {
             let (from, to) = (x.get().add(r * k), work.get().add(r * k));
             for b in 0..blocks {
@@ -124,14 +127,15 @@ pub(crate) unsafe fn product(
         }
     }
     team.ranges(s.n, GRAIN, &|first, end| {
-        // SAFETY: the copy and the sums were just written; each part writes its own columns.
+        // SAFETY: the loop above wrote the copy and the sums; the contract makes the weights readable; each
+        // part writes its own columns.
         unsafe { columns(isa, (first, end), s, work.get(), sums.get(), &w, y.get()) };
     });
 }
 
 dispatch_simd! {
-    /// Columns `range` of the result. `x` is the operand with even and odd places apart, `sums` the sums of
-    /// its blocks.
+    /// Columns `range` of the result. `x` is the copied operand, in each block the even places before the odd
+    /// ones; `sums` has the sums of its blocks.
     ///
     /// # Safety
     /// The contract of [`product`], and the columns are in range.
@@ -160,7 +164,8 @@ unsafe fn columns_body<S: Simd>(
     for j in range.0..range.1 {
         let mut r = 0;
         while r < s.m {
-            // SAFETY: the rows `r..` and the column are in range.
+            // SAFETY: `r < s.m`, the match picks at most the `s.m - r` rows that are left, and the contract
+            // puts column `j` in range.
             unsafe {
                 match s.m - r {
                     1 => rows::<S, 1>(j, r, s, x, sums, w, y),

@@ -1,15 +1,15 @@
 //! Matrix products on tile registers (AMX): K groups of two bf16 are summed in f32, and K groups of four
 //! bytes in i32.
 //!
-//! The micro-kernel keeps 32 x 32 sums in four tile registers. A step takes 64 bytes of K of 32 rows and 32
-//! columns: four loads of 1 KiB for four products. Every sum is accumulated along K in order, regardless of
-//! how the product is divided and of the number of threads.
+//! The micro-kernel keeps 32 x 32 sums in four tile registers. A step multiplies 64 bytes of K of 32 rows by
+//! those of 32 columns: four loads of 1 KiB for four products. Every sum is accumulated along K in order,
+//! regardless of how the product is divided and of the number of threads.
 //!
 //! Cost. A step is 64 cycles of products and 4 KiB of loads. On the processor measured, products run at 80 %
 //! of their peak rate if the loads hit the first-level cache, and at 60 % if they hit the second-level cache;
-//! memory beyond delivers 10 bytes per cycle. So a few steps of A are multiplied by two panels of B before
-//! the next steps of A are read. Meanwhile the sums are in a small buffer. The next parts of B, and of the
-//! memory of the result, are prefetched.
+//! memory beyond the second-level cache delivers 10 bytes per cycle. So a few steps of A are multiplied by
+//! two panels of B (four if K is short) before the next steps of A are read. Between these multiplications
+//! the sums are in a small buffer. The next parts of B, and of the memory of the result, are prefetched.
 //!
 //! B is packed in panels of 32 columns: `[panel][step][2][16 K groups][16 columns]` with K groups of 4 bytes,
 //! and zeros past the last column and the end of K. A is read in place if its rows are contiguous and of the
@@ -44,7 +44,8 @@ const GROUP: usize = 2;
 const SHORT_GROUP: usize = 4;
 /// Bytes of A that a thread multiplies by one panel of B after another: a part of the second-level cache.
 const A_BLOCK: usize = 512 << 10;
-/// Row panels of such a block: the least, so that B is read less often, and the most.
+/// The least and the largest number of row panels in a block of A. The least number limits how often B is
+/// read.
 const MB: (usize, usize) = (4, 8);
 /// Smallest number of micro-kernel steps for which a separate part is worthwhile.
 const FEW_STEPS: usize = 48;
@@ -331,8 +332,8 @@ pub(crate) struct Micro {
 }
 
 impl Micro {
-    /// A call with `steps` steps of A, whose first row is at `a`; bytes from row to row, from row 0 to row
-    /// 16, and from step to step. The caller sets B and C.
+    /// A call with `steps` steps of A, whose first row is at `a`. `a_stride`, `a_below` and `a_step` are the
+    /// bytes from row to row, from row 0 to row 16, and from step to step. The caller sets B and C.
     pub(crate) fn new(steps: usize, a: *const u8, a_stride: isize, a_below: isize, a_step: usize) -> Micro {
         Micro {
             steps,
@@ -523,7 +524,7 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
     let threads = threads.clamp(1, team.threads());
     let blocks = (shape.steps() * STEP).div_ceil(KC).max(1);
     if let (Dest::Parts(f, _), true) = (dest, blocks > 1) {
-        // With several K blocks, the sums wait in memory until the last block.
+        // With several K blocks, the sums are kept in scratch memory until the last block is done.
         let scratch = team.scratch(m * n);
         let sums = SharedMut(scratch.ptr());
         let to = Dest::Sums(MatMut::rows(sums.get().cast(), n));

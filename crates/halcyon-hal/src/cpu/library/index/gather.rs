@@ -112,8 +112,8 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel, De
     })
 }
 
-/// Class labels as indices below `classes`. Labels equal to `ignore` become 0. Other labels that are not
-/// below `classes` become 0 too, and set the fault.
+/// Class labels as indices below `classes`. A label that is negative or not below `classes` becomes 0. It
+/// also sets the fault, unless it equals `ignore`.
 pub(crate) fn class_index(
     call: &CallForm<'_>,
     classes: Option<usize>,

@@ -167,8 +167,9 @@ fn common(a: usize, b: usize) -> usize {
     if b == 0 { a.max(1) } else { common(b, a % b) }
 }
 
-/// `out = base; out[.., p .. p + len, ..] = update` along the axis, where `p` is a scalar on the device. In
-/// place, only the update is written.
+/// `out = base; out[.., p .. p + len, ..] = update` along the axis, where `p` is a scalar on the device. A
+/// `p` that is negative, or so large that the update would reach past the end, is clamped and sets the fault.
+/// In place, only the update is written.
 pub(crate) fn update_slice(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel, Declined> {
     let [base, update, position] = call.inputs else {
         return Err(Declined::because("three operands are needed"));

@@ -136,7 +136,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Prefetches the cache line at `p`, which need not be readable, into the second-level cache.
+    /// Prefetches the cache line at `p`, which need not be readable, into the second-level cache. The default
+    /// does nothing.
     ///
     /// # Safety
     /// The caller is compiled for this instruction set.
