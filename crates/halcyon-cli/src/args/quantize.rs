@@ -31,8 +31,8 @@ pub(crate) struct QuantizeArgs {
     /// f8 (on devices that multiply it) [default: int8]
     #[arg(long, value_name = "TYPE", hide_short_help = true)]
     pub weights: Option<String>,
-    /// Type of the layers that would exceed the bound: auto, f32, int16 or bf16. `auto` is the type of 16 bits
-    /// whose products are faster than those of f32 on the device, or f32 [default: auto]
+    /// Type of the layers that would exceed the bound: auto, f32, int16 or bf16. `auto` is the type of 16
+    /// bits whose products are faster than those of f32 on the device, or f32 [default: auto]
     #[arg(long, value_name = "TYPE", hide_short_help = true)]
     pub wider_type: Option<String>,
     /// Ranges of activations at O3: dynamic (computed in each run), minmax, or percentile:P, which leaves out

@@ -7,7 +7,7 @@ use crate::source::{self, Input};
 use halcyon::ir::Graph;
 use halcyon::ir::plan::Receipt;
 use halcyon::quantize::{Activations, QuantizeOptions, Quantized, quantize};
-use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Session, Shape, TuningMode};
+use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Shape, TuningMode};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::export::{ExportOptions, export, write};
 use halcyon_formats::onnx::tensor::External;

@@ -1,5 +1,5 @@
-//! Quantisation: composites that convert between floats and integers of 8 or 16 bits, convolutions of bytes, and
-//! products with weights of 4 bits.
+//! Quantisation: composites that convert between floats and integers of 8 or 16 bits, convolutions of bytes,
+//! and products with weights of 4 bits.
 
 use super::Conv;
 use super::composite::{CompositeGradient, CompositeKind, CompositeRow, some_per_element};
@@ -82,9 +82,10 @@ fn own_attributes(dtype: Option<DType>, axis: Option<usize>) -> crate::composite
 }
 
 impl Graph {
-    /// Quantises f32 to integers of 8 or 16 bits: `saturate(round(x / scale) + zero)`, rounded to nearest, ties to even
-    /// (the definition of ONNX's QuantizeLinear). `scale` is f32: one number, a vector along `axis`, or any
-    /// shape that broadcasts to `x`. `zero` has the type `dtype` and the shape of `scale`; absent, it is 0.
+    /// Quantises f32 to integers of 8 or 16 bits: `saturate(round(x / scale) + zero)`, rounded to nearest,
+    /// ties to even (the definition of ONNX's QuantizeLinear). `scale` is f32: one number, a vector along
+    /// `axis`, or any shape that broadcasts to `x`. `zero` has the type `dtype` and the shape of `scale`;
+    /// absent, it is 0.
     ///
     /// # Errors
     /// [`Error::DType`] unless `x` and `scale` are f32; [`Error::Argument`] unless `dtype` is i8, u8 or i16;
@@ -117,8 +118,8 @@ impl Graph {
         })
     }
 
-    /// As [`Graph::quantize`] to i16 without a zero point, but saturates at `limit` in magnitude. A product of
-    /// such codes has sums that are known to fit i32.
+    /// As [`Graph::quantize`] to i16 without a zero point, but saturates at `limit` in magnitude. A product
+    /// of such codes has sums that are known to fit i32.
     ///
     /// # Errors
     /// Those of [`Graph::quantize`]; [`Error::Argument`] unless `limit` is in 1..=32767.
@@ -142,8 +143,8 @@ impl Graph {
         })
     }
 
-    /// The inverse of [`Graph::quantize`]: `(codes - zero) * scale` in f32, where `codes` are integers of 8 or
-    /// 16 bits.
+    /// The inverse of [`Graph::quantize`]: `(codes - zero) * scale` in f32, where `codes` are integers of 8
+    /// or 16 bits.
     ///
     /// # Errors
     /// [`Error::DType`] unless `scale` is f32; [`Error::Argument`] unless `codes` are i8, u8 or i16;

@@ -39,8 +39,8 @@ use std::sync::Arc;
 
 /// `a bᵀ` with `a` `[batch…, m, k]` and `b` `[batch…, n, k]`, both with the summed axis last, as matrix units
 /// read them. The attributes `left` and `right` are the dtypes of the operands. Integers (i8 and u8, or two
-/// i16) give `[batch…, m, n]` in i32, which wraps. 8-bit floats (stored as u8) give f32, f16 or bf16. The optional
-/// third operand, a scale `[1]` in f32, multiplies their result.
+/// i16) give `[batch…, m, n]` in i32, which wraps. 8-bit floats (stored as u8) give f32, f16 or bf16. The
+/// optional third operand, a scale `[1]` in f32, multiplies their result.
 const KIND: CompositeKind = CompositeKind::ByteMatmul;
 
 /// Maximum number of nodes through which an operand is traced, and of products in a sum.
@@ -274,8 +274,8 @@ impl<'a> Finder<'a> {
         false
     }
 
-    /// Whether `is` holds for every element of a constant (false for a large one whose elements differ). `None`
-    /// for other nodes.
+    /// Whether `is` holds for every element of a constant (false for a large one whose elements differ).
+    /// `None` for other nodes.
     fn all_elements(&self, id: NodeId, is: impl Fn(f64) -> bool) -> Option<bool> {
         match &self.g.node(id).op {
             Op::Full(v) => Some(is(v.as_f64())),

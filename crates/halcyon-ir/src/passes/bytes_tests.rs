@@ -585,8 +585,8 @@ fn sums_of_constants_are_known() {
     }
 }
 
-/// Products of 16-bit integers are taken only if no sum can wrap: the codes are clamped, and the weights are a
-/// constant.
+/// Products of 16-bit integers are taken only if no sum can wrap: the codes are clamped, and the weights are
+/// a constant.
 #[test]
 fn products_of_16_bits_are_taken_if_their_sums_fit() {
     // The sums of 24 terms of these magnitudes fit i32, or do not: 24 * 2730 * 32,767 is the last that does.

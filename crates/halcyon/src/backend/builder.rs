@@ -228,8 +228,8 @@ impl BackendBuilder {
 
     /// When kernels are tuned. If not set: the environment variable `HALCYON_TUNING` (`off`, `cached`,
     /// `background`, `exhaustive`, or a budget in seconds), else `tuning` in the configuration file, else
-    /// [`TuningMode::Exhaustive`] at level O3 and [`TuningMode::Cached`] at others. Tuned kernels are used from
-    /// level O2 on.
+    /// [`TuningMode::Exhaustive`] at level O3 and [`TuningMode::Cached`] at others. Tuned kernels are used
+    /// from level O2 on.
     pub fn tuning(mut self, mode: TuningMode) -> Self {
         self.0.tuning = Some(mode);
         self

@@ -7,8 +7,9 @@
 //! with kernels for byte products uses them.
 //!
 //! The error of the rewritten graph is measured on samples that were not used for calibration. If the error
-//! exceeds the caller's bound, the layers that contribute most return to a wider type ([`WiderType`]), as few as
-//! are needed to meet the bound. If no layer can be quantised within the bound, an `Error` with the measured error is returned.
+//! exceeds the caller's bound, the layers that contribute most return to a wider type ([`WiderType`]), as few
+//! as are needed to meet the bound. If no layer can be quantised within the bound, an `Error` with the
+//! measured error is returned.
 //!
 //! ```
 //! use halcyon::quantize::{QuantizeOptions, quantize};
@@ -210,9 +211,9 @@ pub struct QuantizeOptions {
     /// The bound of the error. The error is the largest difference from O0, divided by the standard deviation
     /// of O0's output ([`error`]).
     pub max_error: f64,
-    /// Bits of the i8 weights of convolutions: 7 or 8. `None` means 7 on a CPU whose convolutions of bytes add
-    /// pairs with saturation (AVX2 without VNNI), where 7-bit weights are faster, and 8 on every other device.
-    /// The i8 weights of products always have 8.
+    /// Bits of the i8 weights of convolutions: 7 or 8. `None` means 7 on a CPU whose convolutions of bytes
+    /// add pairs with saturation (AVX2 without VNNI), where 7-bit weights are faster, and 8 on every other
+    /// device. The i8 weights of products always have 8.
     pub weight_bits: Option<u32>,
     /// The type of the layers that would exceed the bound.
     pub wider_type: WiderType,
@@ -397,8 +398,8 @@ impl Quantized {
         Ok(Receipt { gain: Some(median(&ratios)), ..self.plain_receipt() })
     }
 
-    /// The types of quantised layers that run in f32 on dequantised weights, because the plan for these inputs
-    /// has no kernel for them: the device has none, or a transformation is switched off.
+    /// The types of quantised layers that run in f32 on dequantised weights, because the plan for these
+    /// inputs has no kernel for them: the device has none, or a transformation is switched off.
     ///
     /// # Errors
     /// Errors of planning.

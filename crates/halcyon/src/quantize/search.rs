@@ -126,8 +126,8 @@ impl Search<'_> {
             let error = all.error;
             return self.report(all, error, &HashMap::new());
         }
-        // First as many layers as possible in the wider type, then as many of them as possible in the requested
-        // type.
+        // First as many layers as possible in the wider type, then as many of them as possible in the
+        // requested type.
         let wide = match self.options.wider_type.weights().filter(|w| *w != weights) {
             Some(wide) => {
                 let every = self.measure(self.with(&none, wide, None), usize::MAX)?;

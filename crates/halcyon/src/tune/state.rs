@@ -186,8 +186,8 @@ impl Tuning {
         result.map(|()| report)
     }
 
-    /// Tunes the untuned keys of a plan that were not requested before: all of them, or within what is left of
-    /// the time of [`TuningMode::Budget`].
+    /// Tunes the untuned keys of a plan that were not requested before: all of them, or within what is left
+    /// of the time of [`TuningMode::Budget`].
     ///
     /// # Errors
     /// The errors of [`Tuning::run`].

@@ -350,8 +350,8 @@ fn half_of(to: DType, x: f64) -> f32 {
     if to == DType::F16 { f16_of(x).to_f32() } else { bf16_of(x).to_f32() }
 }
 
-/// Casts f32 to integers of 8 or 16 bits, in the 32 bits of their register type. Saturates; NaN becomes 0. The
-/// compiler turns a conversion of numbers in the range of i32 into vector instructions, but not one that
+/// Casts f32 to integers of 8 or 16 bits, in the 32 bits of their register type. Saturates; NaN becomes 0.
+/// The compiler turns a conversion of numbers in the range of i32 into vector instructions, but not one that
 /// saturates.
 #[inline(always)]
 fn small_integers(to: DType, s: &[f32], d: &mut [i32]) {

@@ -2,8 +2,8 @@
 //! `cast(clamp(round(x / s)))`, where `s` has one value for each row or one for all.
 //!
 //! Cost. The codes take a division and 4 bytes read and 1 or 2 written per element. The general executor
-//! passes over a block once for each instruction, computes `s` for every element, and makes a maximum of
-//! five instructions, because it propagates NaN and orders zeros. Here both zeros become the code 0, and a NaN
+//! passes over a block once for each instruction, computes `s` for every element, and makes a maximum of five
+//! instructions, because it propagates NaN and orders zeros. Here both zeros become the code 0, and a NaN
 //! does after the limits.
 
 use super::flush::FlushToZero;
@@ -80,7 +80,8 @@ pub(super) fn kernel(f: &Fused, call: &CallForm<'_>) -> Result<Option<CpuKernel>
     }
     if let Some((x, out)) = magnitude(f) {
         let inputs = call.inputs.len();
-        // SAFETY: as above.
+        // SAFETY: `plan::check` found that the views lie in their operands, whose buffers `CpuKernel::run`
+        // has checked.
         let run = move |r: &Run<'_>| unsafe { run_magnitude(x, inputs, out, r) };
         return CpuKernel::new("cpu.magnitude", call, run).map(Some);
     }
