@@ -23,8 +23,8 @@ pub(crate) struct QuantizeArgs {
     ///
     /// If an array of an .npz has one axis more than the input, each index of its first axis is a sample. If
     /// the input's first dimension is 1 or open, each row is a sample. A quarter of the samples (at least
-    /// one, if there are two) is not used for calibration, but to measure the error. With weights of 4 bits,
-    /// whose activations have no ranges, all samples measure the error.
+    /// one, if there are two) is not used for calibration, but to measure the error. If activations
+    /// have no ranges (weights of 4 bits or bf16, dynamic ranges), all samples measure the error.
     #[arg(long, value_name = "DIR|FILE", hide_short_help = true)]
     pub calibrate: Option<PathBuf>,
     /// Type of weights at O3: int8, int16, bf16, int4, int4min (4 bits with a minimum for each 32 weights) or
@@ -36,7 +36,7 @@ pub(crate) struct QuantizeArgs {
     #[arg(long, value_name = "TYPE", hide_short_help = true)]
     pub wider_type: Option<String>,
     /// Ranges of activations at O3: dynamic (computed in each run), minmax, or percentile:P, which leaves out
-    /// the values beyond percentile P of each sample. Not for weights of 4 bits [default: minmax with
+    /// the values beyond percentile P of each sample. Not for weights of 4 bits or bf16 [default: minmax with
     /// --calibrate, else dynamic]
     #[arg(long, value_name = "HOW", hide_short_help = true)]
     pub activations: Option<String>,
