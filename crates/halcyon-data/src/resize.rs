@@ -7,7 +7,7 @@ use halcyon_ir::Result;
 /// The values of an image, from 0 to 1, as `[channels, height, width]` with 1 or 3 channels.
 ///
 /// # Errors
-/// `Error::Format` for samples that are not numbers, and those of [`resize`].
+/// `Error::Format` for a sample that is NaN, and the errors of [`resize`].
 pub(crate) fn planes(image: Image, channels: usize, to: (usize, usize), file: &str) -> Result<Vec<f32>> {
     let (from, stored) = ((image.width, image.height), image.channels);
     let floats = matches!(image.samples, Samples::F32(_));

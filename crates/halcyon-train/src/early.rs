@@ -22,7 +22,7 @@ impl EarlyStopping {
         EarlyStopping { metric: metric.into(), goal, patience, least: 0.0, best: f64::NAN, waited: 0 }
     }
 
-    /// Sets the smallest change that counts as an improvement. Default: 0.
+    /// An epoch counts as an improvement only if the metric changes by more than `least`. Default: 0.
     pub fn least(mut self, least: f64) -> EarlyStopping {
         self.least = least;
         self

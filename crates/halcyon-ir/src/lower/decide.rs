@@ -180,6 +180,18 @@ impl Lowerer<'_> {
                 node.inputs.iter().for_each(|x| stored[x.index()] = true);
             }
         }
+        let mut readers = vec![0usize; n];
+        for id in self.g.ids().filter(|i| self.live[i.index()]) {
+            self.g.node(id).inputs.iter().for_each(|x| readers[x.index()] += 1);
+        }
+        self.g.outputs().iter().for_each(|o| readers[o.node.index()] += 1);
+        // Whether a node computes from one value that others read too, and has one reader itself. Then the
+        // value gets a buffer, and the node can join its reader: the largest magnitude of a row that is also
+        // quantised.
+        let reads_stored = |id: NodeId| match self.g.node(id).inputs[..] {
+            [x] => readers[id.index()] == 1 && readers[x.index()] > 1,
+            _ => false,
+        };
         // The last product from which a node's value is computed by expressions alone.
         let mut last: Vec<Option<NodeId>> = vec![None; n];
         for id in self.g.ids().filter(|i| self.live[i.index()]) {
@@ -196,7 +208,7 @@ impl Lowerer<'_> {
             } else if self.facts(id).lowering == Lowering::Fused {
                 // Kernels of reductions and concatenations cannot be epilogues.
                 for x in &node.inputs {
-                    cut[x.index()] |= last[x.index()].is_some() && self.is_expr(*x);
+                    cut[x.index()] |= last[x.index()].is_some() && self.is_expr(*x) && !reads_stored(*x);
                 }
             }
         }
