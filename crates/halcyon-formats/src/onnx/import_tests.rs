@@ -331,7 +331,12 @@ fn sparse_weights_equal_dense_ones() {
         dims: vec![3],
     };
     let mut m = model(17, port("x", DType::F32, &["3"]), vec![node("Mul", &["x", "w"], &["y"])], &[]);
-    m.graph.as_mut().unwrap().sparse_initializer.push(s);
+    let g = m.graph.as_mut().unwrap();
+    g.sparse_initializer.push(s);
+    // A weight may be declared as an input too. It is no input of a run.
+    g.input.push(port("w", DType::F32, &["3"]));
+    let names: Vec<String> = open(m.clone()).summary().inputs.into_iter().map(|p| p.0).collect();
+    assert_eq!(names, ["x"]);
     let i = import(m).unwrap();
     let y = reference::run(&i.graph, &[t(&[3], &[5f32, 5.0, 5.0])]).remove(0);
     assert_eq!(y.to_vec::<f64>(), [0.0, 15.0, -5.0]);

@@ -81,7 +81,10 @@ impl Model {
         let functions: Vec<(&str, &str)> = m.functions.iter().map(|f| (&*f.domain, &*f.name)).collect();
         if let Some(g) = &m.graph {
             s.graph_name.clone_from(&g.name);
-            let stored: Vec<&str> = g.initializer.iter().map(|t| t.name.as_str()).collect();
+            let dense = g.initializer.iter().map(|t| t.name.as_str());
+            let sparse =
+                g.sparse_initializer.iter().filter_map(|t| t.values.as_ref()).map(|t| t.name.as_str());
+            let stored: Vec<&str> = dense.chain(sparse).collect();
             let port = |v: &ValueInfoProto| {
                 let text = match self.port(v) {
                     Ok(p) => p.ty.to_string(),

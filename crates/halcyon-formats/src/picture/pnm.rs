@@ -106,7 +106,8 @@ pub(super) fn decode(data: &[u8], check: &mut Check<'_>) -> Result<Image> {
     check(Header {
         width: form.width,
         height: form.height,
-        channels,
+        // Alpha is decoded too, and then left out.
+        channels: form.depth,
         sample_bytes: if wide { 2 } else { 1 },
     })?;
     let values = values(kind, &form, rest, &mut text)?;

@@ -19,8 +19,14 @@ pub fn resize(
     if w == 0 || h == 0 {
         return Err(crate::bad(file, "the image has no pixels"));
     }
-    let between = w.checked_mul(to_h).and_then(|n| n.checked_mul(4 * channels));
-    let between = between.ok_or_else(|| Error::argument("resize", format!("{to_w}x{to_h} is too large")))?;
+    let bytes = |w: usize, h: usize| w.checked_mul(h).and_then(|n| n.checked_mul(4 * channels));
+    // The weights of a row or column take at least 32 bytes.
+    let weights = to_w.checked_add(to_h).and_then(|n| n.checked_mul(32));
+    let all = [bytes(w, to_h), bytes(to_w, to_h), weights];
+    let between = all.into_iter().try_fold(0usize, |sum, n| sum.checked_add(n?));
+    let between = between
+        .filter(|n| *n <= isize::MAX as usize)
+        .ok_or_else(|| Error::argument("resize", format!("{to_w}x{to_h} is too large")))?;
     halcyon_host::check_available(between as u64, &format!("resizing the image {file}"))?;
     let row = w * channels;
     let mut rows = vec![0f32; row * to_h];
@@ -76,5 +82,9 @@ mod tests {
         let tall = resize(&[1.0, 10.0, 3.0, 30.0], 2, (1, 2), (1, 4), "t").unwrap();
         assert_eq!(tall, [1.0, 10.0, 1.5, 15.0, 2.5, 25.0, 3.0, 30.0]);
         assert!(resize(&[], 1, (0, 1), (1, 1), "t").is_err());
+        for huge in [(usize::MAX / 2, 1), (1, usize::MAX / 2), (usize::MAX / 64, 3), (1 << 60, 1)] {
+            let e = resize(&[0.0], 1, (1, 1), huge, "t").unwrap_err();
+            assert!(matches!(e, Error::Argument { .. } | Error::OutOfMemory { .. }), "{huge:?}: {e}");
+        }
     }
 }

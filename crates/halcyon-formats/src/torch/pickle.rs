@@ -2,8 +2,8 @@
 //! It builds values and runs no code: a Python name that is not in the short list of [`global`] is an error.
 //!
 //! All values are in one arena and refer to each other by number. So a pickle with cycles is freed like any
-//! other pickle. Every opcode adds at most one value, so the memory is proportional to the size of the
-//! pickle.
+//! other pickle. Every opcode adds at most one value, except that an OrderedDict copies a list. The
+//! number of all copies is limited.
 
 use halcyon_ir::DType;
 use std::collections::HashMap;
@@ -84,6 +84,9 @@ pub(super) struct Arena {
 /// Largest rank of a tensor. PyTorch's own bound is the same.
 const MAX_RANK: usize = 64;
 
+/// Largest length of a storage's key in bytes. PyTorch's keys are decimal numbers.
+const MAX_KEY: usize = 256;
+
 /// The largest number of values, containers and memo entries. 100,000 tensors need about 3 million. The limit
 /// is needed because a compressed pickle can be a thousand times larger than the file.
 const MAX_VALUES: usize = 1 << 24;
@@ -159,8 +162,15 @@ fn global(module: &str, name: &str) -> Outcome<Global> {
 
 /// Reads a pickle. Returns its value.
 pub(super) fn read(bytes: &[u8]) -> Outcome<(Arena, Value)> {
-    let mut m =
-        Machine { bytes, at: 0, stack: vec![], marks: vec![], memo: HashMap::new(), arena: Arena::default() };
+    let mut m = Machine {
+        bytes,
+        copied: 0,
+        at: 0,
+        stack: vec![],
+        marks: vec![],
+        memo: HashMap::new(),
+        arena: Arena::default(),
+    };
     loop {
         let at = m.at;
         let code = m.byte()?;
@@ -180,6 +190,8 @@ pub(super) fn read(bytes: &[u8]) -> Outcome<(Arena, Value)> {
 
 struct Machine<'b> {
     bytes: &'b [u8],
+    /// Entries that were copied from lists to dicts.
+    copied: usize,
     at: usize,
     stack: Vec<Value>,
     marks: Vec<usize>,
@@ -448,7 +460,12 @@ impl Machine<'_> {
                     [key, value] => Ok((*key, *value)),
                     _ => Err("an entry of an OrderedDict is not a pair".to_string()),
                 });
-                let entries = pairs.collect::<Outcome<_>>()?;
+                let entries = pairs.collect::<Outcome<Vec<_>>>()?;
+                // A pickle may refer to one list many times, so copies of it are counted.
+                self.copied += entries.len();
+                if self.copied > MAX_VALUES {
+                    return Err(format!("more than {MAX_VALUES} entries in OrderedDicts"));
+                }
                 Ok(self.dict(entries))
             }
             (Global::Size, [items]) => Ok(*items),
@@ -515,7 +532,12 @@ impl Machine<'_> {
             return Err("a reference to a value that is not a storage".into());
         }
         let numel = u64::try_from(*numel).map_err(|_| format!("a storage of {numel} elements"))?;
-        let storage = Storage { key: self.str_of(*key)?.to_string(), element: *element, numel };
+        let key = self.str_of(*key)?;
+        // Each storage has a copy of its key, and a pickle may refer to one key many times.
+        if key.len() > MAX_KEY {
+            return Err(format!("a storage's name of {} bytes; the most is {MAX_KEY}", key.len()));
+        }
+        let storage = Storage { key: key.to_string(), element: *element, numel };
         self.arena.storages.push(storage);
         Ok(Value::Storage(self.arena.storages.len() as u32 - 1))
     }

@@ -202,6 +202,20 @@ fn attack_cycles_and_doubling() {
     }
     p.push(b'.');
     assert!(matches!(file(&p), Err(Error::Format { .. })));
+    // A list of 65,536 pairs that 300 OrderedDicts copy: 2^24 entries and more.
+    let mut p = b"\x80\x02ccollections\nOrderedDict\nq\0](".to_vec();
+    (0..1 << 16).for_each(|_| p.extend(b"K\x01K\x02\x86"));
+    p.extend(b"eq\x01");
+    (0..300).for_each(|_| p.extend(b"h\0h\x01\x85R0"));
+    p.push(b'.');
+    let e = file(&p).unwrap_err().to_string();
+    assert!(e.contains("entries in OrderedDicts"), "{e}");
+    // A storage with a long name, which each reference would copy.
+    let mut p = b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\nX\0\x02\0\0".to_vec();
+    p.extend([b'7'; 512]);
+    p.extend(b"X\x03\0\0\0cpuK\x01tQ.");
+    let e = file(&p).unwrap_err().to_string();
+    assert!(e.contains("name of 512 bytes"), "{e}");
 }
 
 #[test]
