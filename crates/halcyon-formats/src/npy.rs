@@ -97,8 +97,10 @@ pub fn parse_text(data: Bytes, file: &str) -> Result<(Vec<usize>, Vec<String>)> 
         ));
     }
     if size == 0 {
-        let few = count <= EMPTY;
-        return if few { Ok((h.shape, vec![String::new(); count])) } else { Err(other()) };
+        return match count <= EMPTY {
+            true => Ok((h.shape, vec![String::new(); count])),
+            false => Err(bad(file, format!("{count} strings of width 0; at most {EMPTY} are supported"))),
+        };
     }
     let body = if h.fortran && h.shape.len() > 1 { from_fortran(&body, size, &h.shape, file)? } else { body };
     let word = |b: &[u8]| -> Option<String> {
@@ -383,6 +385,9 @@ mod tests {
         assert!(matches!(read(head("<f4", "False"), &[0; 16]), Err(Error::Unsupported { .. })));
         let many = "{'descr': '<U0', 'fortran_order': False, 'shape': (99999999999,), }\n";
         assert!(read(many.into(), b"").is_err());
+        let few = many.replace("99999999999", "65537");
+        let e = read(few, b"").unwrap_err().to_string();
+        assert!(e.contains("65537 strings of width 0"), "{e}");
         assert!(
             read(many.replace("99999999999", "4294967296, 4294967296").replace("U0", "U9"), b"").is_err()
         );

@@ -6,11 +6,12 @@ use halcyon::{Backend, State, Tensor};
 use std::sync::Arc;
 
 /// Scales the loss so that small gradients do not vanish in f16, and skips steps whose gradients overflow
-/// (Micikevicius et al. 2018). The device decides whether a step is skipped: the plan of the step selects the
-/// old or the new values. The defaults are those of PyTorch's `GradScaler`.
+/// (Micikevicius et al. 2018). The device decides whether a training step is skipped: its plan computes the
+/// new parameters and states, and selects the old ones if a gradient overflowed. The defaults are those of
+/// PyTorch's `GradScaler`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScaler {
-    /// The first factor of the loss. Default: 65536.
+    /// The initial scale, by which the loss is multiplied. Default: 65536.
     pub initial: f64,
     /// The scale is multiplied by this factor after `interval` steps without an overflow. Default: 2.
     pub growth: f64,

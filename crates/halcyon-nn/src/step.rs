@@ -58,6 +58,7 @@ pub struct TrainStep<'a> {
     scaler: Option<LossScaler>,
     scaling: Option<Scaling>,
     mixed: Option<MixedPrecision>,
+    own: Own,
     budget: Option<MemoryBudget>,
     sums: Option<Sums>,
     ema: Option<Arc<Ema>>,
@@ -74,6 +75,13 @@ pub struct TrainStep<'a> {
 /// the numbers of parts that are tried (at most 64), the smallest that keeps the budget is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryBudget(pub u64);
+
+/// The settings that the user chose. The others follow the backend.
+#[derive(Clone, Copy, Default)]
+struct Own {
+    mixed: bool,
+    scaler: bool,
+}
 
 /// The summed gradients of the micro-batches of one update.
 struct Sums {
@@ -138,6 +146,7 @@ impl<'a> TrainStep<'a> {
             scaler: None,
             scaling: None,
             mixed: None,
+            own: Own::default(),
             budget: None,
             sums: None,
             ema: None,
@@ -152,8 +161,8 @@ impl<'a> TrainStep<'a> {
     /// Takes the settings of mixed precision and of loss scaling from the backend.
     fn like_the_backend(self) -> Result<TrainStep<'a>> {
         match (of_backend(&self.backend), scaler_of(&self.backend)) {
-            (Some(mixed), _) => self.amp(mixed),
-            (None, Some(scaler)) => self.loss_scaler(Some(scaler)),
+            (Some(mixed), _) => self.mixed_and_scaler(mixed),
+            (None, Some(scaler)) => self.scaler(Some(scaler)),
             (None, None) => Ok(self),
         }
     }
@@ -174,8 +183,18 @@ impl<'a> TrainStep<'a> {
     /// Sets or removes the loss scaler. The state of a new scaler starts from its initial scale.
     ///
     /// # Errors
-    /// `Error::Argument` for settings out of range.
+    /// `Error::Argument` for settings out of range, and between the batches of one update, whose gradients
+    /// would have different scales.
     pub fn loss_scaler(mut self, scaler: Option<LossScaler>) -> Result<Self> {
+        self.own.scaler = true;
+        self.scaler(scaler)
+    }
+
+    fn scaler(mut self, scaler: Option<LossScaler>) -> Result<Self> {
+        if self.sums.as_ref().is_some_and(|s| s.done > 0) {
+            let what = "a new scale between the batches of one update; finish the update first";
+            return Err(Error::argument("loss_scaler", what));
+        }
         self.scaling = scaler.map(|s| Scaling::new(&self.backend, s)).transpose()?;
         self.scaler = scaler;
         Ok(self.replanned())
@@ -190,13 +209,17 @@ impl<'a> TrainStep<'a> {
     /// # Errors
     /// `Error::Unsupported` if the device does not store the dtype.
     pub fn amp(mut self, policy: impl Into<MixedPrecision>) -> Result<Self> {
-        let mixed = MixedPrecision { guarded: true, ..policy.into() };
+        self.own.mixed = true;
+        self.mixed_and_scaler(MixedPrecision { guarded: true, ..policy.into() })
+    }
+
+    fn mixed_and_scaler(mut self, mixed: MixedPrecision) -> Result<Self> {
         let caps = self.backend.device().as_target().caps();
         halcyon::ir::passes::autocast::check(mixed.policy, caps, self.backend.id())?;
         let default = (mixed.policy == AmpPolicy::F16).then(LossScaler::default);
         self.mixed = Some(mixed);
         match scaler_of(&self.backend).or(default).filter(|_| self.scaler.is_none()) {
-            Some(scaler) => self.loss_scaler(Some(scaler)),
+            Some(scaler) => self.scaler(Some(scaler)),
             None => Ok(self.replanned()),
         }
     }

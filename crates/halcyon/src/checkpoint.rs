@@ -11,8 +11,9 @@ use std::sync::Arc;
 /// between: they compute it again, when they need it. This takes the time of `f` once more, and memory only
 /// for `inputs` and the results. The gradients have the same values.
 ///
-/// Tensors that `f` captures and that were made before this call are further inputs. Numbers that `f` makes
-/// itself are constants of the plan. Random tensors in `f` are drawn once: the second computation repeats
+/// Tensors that `f` captures and that were made before this call are further inputs, and so are tensors that
+/// already have a value, wherever they were made. Literals that `f` makes become constants of the plan, so
+/// another value needs another plan. Random tensors in `f` are drawn once: the second computation repeats
 /// their values. `f` gets placeholders and cannot read values.
 ///
 /// ```
@@ -59,7 +60,8 @@ pub fn checkpoint(
     c.visit_in_order(&results)?;
     let operands: Vec<&Tensor> = inputs.iter().copied().chain(&outside).collect();
     let one = |t: &Tensor| {
-        // Every result is a checkpoint of its own. Passes merge what they have in common.
+        // Every result gets its own checkpoint composite. Passes later merge the nodes that these composites
+        // share.
         let mut body: Graph = c.graph.clone();
         body.output("", c.ids[&Arc::as_ptr(&t.0)]);
         let composite = Composite { kind: CompositeKind::Checkpoint, attrs: Attrs::new(), body };
@@ -69,8 +71,8 @@ pub fn checkpoint(
     results.iter().map(one).collect()
 }
 
-/// The tensors that the results depend on and that were made before `start`, or that have a value or no
-/// operands. The `given` tensors are not among them.
+/// The tensors that the results depend on and that are inputs of the checkpoint: those with a serial number
+/// below `start`, those that have a value, and placeholders. The `given` tensors are not among them.
 fn captured(results: &[Tensor], given: &[Tensor], start: u64) -> Vec<Tensor> {
     let key = |t: &Tensor| Arc::as_ptr(&t.0);
     let mut seen: HashSet<_> = given.iter().map(key).collect();

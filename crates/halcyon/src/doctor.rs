@@ -274,7 +274,12 @@ fn copies(d: &dyn Device) -> Result<(String, Value)> {
     let rate = |k: usize, n: usize| (n * size) as f64 / best[k].max(1e-9);
     let (up, down, inside) = (rate(0, 1), rate(1, 1), rate(2, 2));
     let gb = |r: f64| format!("{:.2} GB/s", r / 1e9);
-    let text = format!("{} to it, {} from it, {} inside (read and written)", gb(up), gb(down), gb(inside));
+    let text = format!(
+        "{} to the device, {} from it, {} within it (reads plus writes)",
+        gb(up),
+        gb(down),
+        gb(inside)
+    );
     Ok((text, json!({ "upload": up, "download": down, "device": inside, "bytes": size })))
 }
 

@@ -520,7 +520,7 @@ impl Builder {
         if self.stage.is_some() {
             return Err(Error::unsupported(
                 format!("{what} of type {}", v.ty),
-                "Values that determine a graph must have at most 4096 elements",
+                "Values that determine a graph must have at most 4096 elements (64 for floats)",
             ));
         }
         self.note_missing(v);

@@ -85,7 +85,7 @@ pub(super) struct Arena {
 const MAX_RANK: usize = 64;
 
 /// Largest length of a storage's key in bytes. PyTorch's keys are decimal numbers.
-const MAX_KEY: usize = 256;
+const MAX_KEY: usize = 32;
 
 /// The largest number of values, containers and memo entries. 100,000 tensors need about 3 million. The limit
 /// is needed because a compressed pickle can be a thousand times larger than the file.

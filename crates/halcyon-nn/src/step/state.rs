@@ -1,6 +1,6 @@
 //! The state that a training step keeps: saving, restoring, moving to another device, and inspection.
 
-use super::{Kind, TrainStep, lock, of_backend, scaler_of};
+use super::{Kind, Own, TrainStep, lock, of_backend, scaler_of};
 use crate::scaler::{LossScaler, Scaling};
 use crate::slot::Slot;
 use halcyon::ir::dtype::Scalar;
@@ -131,14 +131,16 @@ impl TrainStep<'_> {
     /// Moves parameters, buffers and all other state of the step to another backend. Later steps are planned
     /// for that backend. Tensors that the forward captures are not moved, so pass data as the batch.
     ///
-    /// A step without a mixed precision of its own takes that of the new backend. With f16 or a loss scale
-    /// there, it gets a new loss scaler if it has none.
+    /// Mixed precision and a loss scaler that the user set stay. If the user set neither, the mixed precision
+    /// becomes that of the new backend, and the scaler is added or removed as the new backend requires. A
+    /// scaler that stays keeps its settings and its scale.
     ///
     /// # Errors
-    /// `Error::Unsupported` if the device does not store the type of the step's mixed precision; errors of
-    /// the copies. After an error nothing has moved.
+    /// `Error::Unsupported` if the device does not store the type of the step's mixed precision;
+    /// `Error::Argument` if the move adds or removes a loss scaler between the batches of one update, whose
+    /// gradients would have different scales; errors of the copies. After an error nothing has moved.
     pub fn to_device(&mut self, backend: &Backend) -> Result<()> {
-        let mixed = self.mixed.clone().or_else(|| of_backend(backend));
+        let mixed = if self.own.mixed { self.mixed.clone() } else { of_backend(backend) };
         if let Some(m) = &mixed {
             halcyon::ir::passes::autocast::check(
                 m.policy,
@@ -146,19 +148,33 @@ impl TrainStep<'_> {
                 backend.id(),
             )?;
         }
-        // A step with its own mixed precision also keeps its choice of a scaler.
         let default = mixed.as_ref().filter(|m| m.policy == AmpPolicy::F16).map(|_| LossScaler::default());
-        let new = scaler_of(backend).or(default).filter(|_| self.mixed.is_none());
-        let scaler = self.scaler.or(new);
+        let scaler = match self.own {
+            // A step with its own mixed precision also keeps its choice of a scaler.
+            Own { mixed: false, scaler: false } => {
+                scaler_of(backend).or(default).map(|new| self.scaler.unwrap_or(new))
+            }
+            _ => self.scaler,
+        };
+        let begun = self.sums.as_ref().is_some_and(|s| s.done > 0);
+        if begun && scaler.is_some() != self.scaler.is_some() {
+            let what = "the move would change the scale of the loss between the batches of one update; finish the \
+                        update first";
+            return Err(Error::argument("to_device", what));
+        }
         let moved = |s: &Arc<State>| s.value().to(backend);
         let slots: Vec<Slot> = {
             let optimizer = lock(&self.optimizer);
             optimizer.slots().chain(&self.frozen).chain(&self.buffers).cloned().collect()
         };
         let values = slots.iter().map(|s| s.stored().to(backend)).collect::<Result<Vec<_>>>()?;
-        let scaling = match self.scaling.as_ref().map(|s| s.states().map(moved)) {
-            None => scaler.map(|s| Scaling::new(backend, s)).transpose()?,
-            Some([a, b, c]) => Some(Scaling::holding([a?, b?, c?])),
+        let scaling = match (&self.scaling, scaler) {
+            (_, None) => None,
+            (None, Some(s)) => Some(Scaling::new(backend, s)?),
+            (Some(old), Some(_)) => {
+                let [a, b, c] = old.states().map(moved);
+                Some(Scaling::holding([a?, b?, c?]))
+            }
         };
         let ema = self.ema.as_ref().map(|e| e.moved(moved)).transpose()?;
         let held = |s: &Arc<State>| Ok(Arc::new(State::new(moved(s)?)));

@@ -355,6 +355,24 @@ fn a_step_that_moves_to_f16_gets_a_loss_scaler() {
         step.to_device(&scaled).unwrap();
         assert_eq!(step.scale().unwrap(), Some((initial / 2.0, 1)));
     }
+    // What came from a backend is replaced by what the next one has.
+    let layer = Linear::new(&half, 8, 8).unwrap();
+    let mut step = TrainStep::new(&layer, Optimizer::new(&layer, Adam::new()).unwrap(), f).unwrap();
+    step.to_device(&plain).unwrap();
+    assert!(step.scale().unwrap().is_none() && step.mixed_precision().is_none());
+    // A scaler may not come or go between the batches of one update.
+    let mut step = step.accumulate(2).unwrap();
+    let x = Tensor::ones(&plain, [4, 8], DType::F32);
+    step.run(&[&x]).unwrap();
+    let e = step.to_device(&half).unwrap_err();
+    assert!(
+        matches!(e, halcyon::Error::Argument { .. }) && e.to_string().contains("finish the update"),
+        "{e}"
+    );
+    assert_eq!(step.backend().id(), plain.id());
+    step.run(&[&x]).unwrap();
+    step.to_device(&half).unwrap();
+    assert_eq!(step.scale().unwrap(), Some((65536.0, 0)));
     // A step with a policy of its own keeps it.
     let layer = Linear::new(&plain, 8, 8).unwrap();
     let step = TrainStep::new(&layer, Optimizer::new(&layer, Adam::new()).unwrap(), f).unwrap();

@@ -151,12 +151,12 @@ pub fn by_support(
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         return Err(Error::unsupported(
             format!(
-                "{} ops with {:.1} % of the FLOPs do not run on {}, and at most {:.1} % may run elsewhere: {}{more}; reason for the first: {}",
+                "{} ops do not run on {}: {}{more}. They have {:.1} % of the FLOPs, but at most {:.1} % may run elsewhere. The reason for the first op: {}",
                 why.len(),
-                100.0 * share,
                 first.id(),
-                100.0 * limit,
                 some.join(", "),
+                100.0 * share,
+                100.0 * limit,
                 why.values().next().map_or("", String::as_str)
             ),
             format!("Let more of the work go to {}, or use it alone", rest.id()),

@@ -93,6 +93,12 @@ pub(super) fn matmul(e: &mut Emitter<'_>, id: NodeId, x: &Val, ty: TensorType) -
 /// 0 to 15 (within 0.001), two are packed per byte, u8 `[n ⌈k / 64⌉]`; else they are f32 `[n k / 32]`.
 fn zero_points(minima: &ConstData, scales: &ConstData, [n, blocks]: [usize; 2]) -> Result<ConstData> {
     let (m, s) = (minima.to_vec::<f32>(), scales.to_vec::<f32>());
+    if m.iter().zip(&s).any(|(m, s)| *s == 0.0 && *m != 0.0) {
+        return Err(Error::unsupported(
+            "a block of 4-bit weights with the scale 0 and a minimum that is not 0, in ONNX",
+            "Give the block a scale; the operator MatMulNBits multiplies its zero point by it",
+        ));
+    }
     let zeros: Vec<f32> = m.iter().zip(&s).map(|(m, s)| if *s == 0.0 { 0.0 } else { -m / s }).collect();
     let whole = |z: &f32| (z - z.round()).abs() < 1e-3 && (-0.5..15.5).contains(z);
     if !zeros.iter().all(whole) {

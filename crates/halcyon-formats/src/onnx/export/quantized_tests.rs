@@ -67,14 +67,27 @@ fn a_scale_for_each_row_is_written_as_its_operations() {
 }
 
 fn four_bits(minima: Option<ConstData>) -> Graph {
+    scaled_four_bits(0.125, minima)
+}
+
+fn scaled_four_bits(scale: f64, minima: Option<ConstData>) -> Graph {
     let mut g = Graph::new();
     let x = g.input("x", TensorType::new(DType::F32, [2, 96]));
     let codes = g.constant(bytes(DType::U8, &[7, 48]));
-    let scales = g.constant(ConstData::splat(DType::F32, &[7, 3], halcyon_ir::Scalar::F(0.125)).unwrap());
+    let scales = g.constant(ConstData::splat(DType::F32, &[7, 3], halcyon_ir::Scalar::F(scale)).unwrap());
     let minima = minima.map(|m| g.constant(m));
     let y = g.quantized_matmul(x, codes, scales, minima).unwrap();
     g.output("y", y);
     g
+}
+
+#[test]
+fn a_minimum_without_a_scale_has_no_form() {
+    let g = scaled_four_bits(0.0, Some(f32s(&[7, 3], 1.0)));
+    let e = export(&g, &ExportOptions::default()).unwrap_err();
+    assert!(matches!(e, Error::Unsupported { .. }) && e.to_string().contains("scale 0"), "{e}");
+    let zeros = ConstData::splat(DType::F32, &[7, 3], halcyon_ir::Scalar::F(0.0)).unwrap();
+    export(&scaled_four_bits(0.0, Some(zeros)), &ExportOptions::default()).unwrap();
 }
 
 #[test]

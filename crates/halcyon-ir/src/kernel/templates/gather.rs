@@ -1,5 +1,6 @@
-//! Gathers, scatters and slice updates. Negative indices count from the end. An index out of range is clamped
-//! and sets the fault word. Scatters are deterministic: each result is computed by one work-item, which
+//! Gathers, scatters and slice updates. In gathers and scatters, a negative index counts from the end. The
+//! position of a slice update must not be negative. An index or position out of range is clamped and sets the
+//! fault word. Scatters are deterministic: each result is computed by one work-item, which
 //! applies the updates in order.
 
 use crate::error::Result;
@@ -91,9 +92,9 @@ fn scatter_op(kind: ScatterKind) -> Option<ScalarOp> {
 /// updates are `[a…, i…, b…]` for an index `[i…]` and a base `[a…, n, b…]`. Otherwise index and updates have
 /// the same shape, which is no larger than the base's except along `axis`.
 ///
-/// Each work-item computes one result. It looks at every update along `axis` that has the result's position
-/// on the other axes, in order, and applies those whose index is the result's. This needs no atomics, but
-/// every result costs as many steps as there are such updates.
+/// Each work-item computes one result. It goes, in order, through all updates that have the result's position
+/// on the other axes, and applies those whose index equals the result's position along `axis`. This needs no
+/// atomics, but the cost of a result grows with the number of updates that it goes through.
 pub(crate) fn scatter(
     axis: usize,
     kind: ScatterKind,
@@ -117,7 +118,7 @@ pub(crate) fn scatter(
     let idims = t.sizes("i", &index.view.shape);
     let groups = t.points(&out.view.shape, |_, idx| {
         let acc = b.var(ax.load(b, idx));
-        // Columns that the index does not cover are unchanged.
+        // The index may be smaller than the base on the other axes. Results beyond it are unchanged.
         let mut reached: Option<E<'_>> = None;
         if !rows {
             for k in (0..idx.len()).filter(|&k| k != axis) {
