@@ -8,7 +8,7 @@
 //! signed (a u8 minus 128). Sums start from the correction of this shift, which is computed per row of A and
 //! per column of B during packing: `sum a b = sum a' b' - 128 s_a sum b' + 128 u_b sum a`, where a' and b'
 //! are the packed bytes, s_a is 1 for signed A, and u_b is 1 for unsigned B. `vpdpbusd` sums do not saturate.
-//! AVX2 and other processors widen bytes to 16 bits and multiply pairs ([`super::product_int16`]), which is
+//! AVX2 and other processors widen bytes to 16 bits and multiply pairs (`product_int16.rs`), which is
 //! exact as well. So the result is the same on every processor and for any number of threads. Zero points x
 //! and y are left to the caller: `sum (a - x)(b - y)` needs a correction of the same form.
 //!
