@@ -3,7 +3,7 @@
 use crate::args::Verbosity;
 use halcyon::hal::driver_output;
 pub(crate) use halcyon::summary::reason;
-use halcyon::{Backend, ConstData, Error, Result, TuningMode};
+use halcyon::{Backend, BackendType, ConstData, Error, Result, TuningMode};
 use halcyon_ir::error::escaped;
 pub(crate) use halcyon_ir::error::one_line;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::io::{ErrorKind, Write};
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{Once, OnceLock};
 use std::time::{Duration, Instant};
 
 static VERBOSITY: OnceLock<Verbosity> = OnceLock::new();
@@ -110,8 +110,16 @@ fn say(text: &str) {
     let _ = driver_output::err().write_all(format!("{}\n", plain(text)).as_bytes());
 }
 
-/// Prints problems with the file of tuned kernels. Plans are then made without it.
+/// Prints problems with the file of tuned kernels, without which plans are then made, and that tuning may take
+/// long.
 pub(crate) fn tuning_warnings(b: &Backend) {
+    // The kernels of the CPU have no variants.
+    if b.tuning_mode() == TuningMode::Exhaustive && b.info().backend != BackendType::Cpu {
+        // A command may open the device more than once.
+        static TOLD: Once = Once::new();
+        let what = "all kernels are tuned before their first run, which may take minutes";
+        TOLD.call_once(|| note(&format!("{what}; --tuning cached leaves this out")));
+    }
     if b.tuning_mode() != TuningMode::Off {
         b.tuning_cache().warnings().iter().for_each(|w| note(&format!("warning: {w}")));
     }

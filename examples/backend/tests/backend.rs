@@ -146,7 +146,7 @@ fn the_command_accepts_the_backend_by_name() {
     assert!(out.contains("\"interp:0\""), "{out}");
     let (_, out, _) = halcyon(&["devices"]);
     let line = out.lines().find(|l| l.starts_with("interp:0")).unwrap_or_default();
-    assert!(line.contains("Kernel IR interpreter") && line.contains("used only when named"), "{out}");
+    assert!(line.contains("Kernel IR interpreter") && line.contains("tried last"), "{out}");
     assert!(out.starts_with("cpu:0"), "{out}");
     let (code, _, err) = halcyon(&[&run[..6], &["--backend", "interpp"]].concat());
     assert!(code == Some(2) && err.contains("interp, interpreter"), "{err}");

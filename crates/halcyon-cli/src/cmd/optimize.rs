@@ -7,7 +7,7 @@ use crate::source::{self, Input};
 use halcyon::ir::Graph;
 use halcyon::ir::plan::Receipt;
 use halcyon::quantize::{Activations, QuantizeOptions, Quantized, quantize};
-use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Shape, TuningMode};
+use halcyon::{Backend, ConstData, Error, Level, Result, Shape};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::export::{ExportOptions, export, write};
 use halcyon_formats::onnx::tensor::External;
@@ -106,9 +106,6 @@ pub(crate) fn quantized(
 ) -> Result<Quantized> {
     let ports = model.inputs()?;
     let options = a.options()?;
-    if backend.tuning_mode() == TuningMode::Exhaustive && backend.info().backend != BackendType::Cpu {
-        report::note("level O3 tunes all kernels before their first run; --tuning cached leaves this out");
-    }
     let all = samples(&ports, a, input)?;
     if options.weights.keeps_activations() || options.activations == Activations::Dynamic || all.is_empty() {
         return without_ranges(model, backend, &options, &ports, own.into_iter().chain(all).collect());

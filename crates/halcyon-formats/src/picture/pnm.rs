@@ -194,6 +194,13 @@ mod tests {
         is(b"P6 1 1 65535\n\0\x01\0\x02\0\x03", [1, 1, 3], Samples::U16(vec![1, 2, 3]));
         let pam = b"P7\nWIDTH 1\nHEIGHT 1\nDEPTH 4\nMAXVAL 255\nTUPLTYPE RGB_ALPHA\nENDHDR\nabcd";
         is(pam, [1, 1, 3], Samples::U8(b"abc".to_vec()));
+        // Alpha is decoded too, so the limit of an image's size counts it.
+        let mut checked = 0;
+        let decoded = decode_samples(pam, &mut |h| {
+            checked = h.channels;
+            Ok(())
+        });
+        assert_eq!((decoded.is_ok(), checked), (true, 4));
         let grey = b"P7\nWIDTH 1\nHEIGHT 1\nDEPTH 2\nMAXVAL 1\nENDHDR\n\x01\0";
         is(grey, [1, 1, 1], Samples::U8(vec![255]));
     }

@@ -19,7 +19,7 @@ pub fn resize(
     if w == 0 || h == 0 {
         return Err(crate::bad(file, "the image has no pixels"));
     }
-    let bytes = |w: usize, h: usize| w.checked_mul(h).and_then(|n| n.checked_mul(4 * channels));
+    let bytes = |w: usize, h: usize| w.checked_mul(h)?.checked_mul(channels)?.checked_mul(4);
     // The weights of a row or column take at least 32 bytes.
     let weights = to_w.checked_add(to_h).and_then(|n| n.checked_mul(32));
     let all = [bytes(w, to_h), bytes(to_w, to_h), weights];

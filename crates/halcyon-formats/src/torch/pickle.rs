@@ -84,6 +84,10 @@ pub(super) struct Arena {
 /// Largest rank of a tensor. PyTorch's own bound is the same.
 const MAX_RANK: usize = 64;
 
+/// The largest number of entries that are copied from lists to OrderedDicts. Python 2 writes OrderedDicts
+/// this way.
+const MAX_COPIED: usize = 1 << 20;
+
 /// Largest length of a storage's key in bytes. PyTorch's keys are decimal numbers.
 const MAX_KEY: usize = 32;
 
@@ -463,8 +467,8 @@ impl Machine<'_> {
                 let entries = pairs.collect::<Outcome<Vec<_>>>()?;
                 // A pickle may refer to one list many times, so copies of it are counted.
                 self.copied += entries.len();
-                if self.copied > MAX_VALUES {
-                    return Err(format!("more than {MAX_VALUES} entries in OrderedDicts"));
+                if self.copied > MAX_COPIED {
+                    return Err(format!("more than {MAX_COPIED} entries of OrderedDicts in lists"));
                 }
                 Ok(self.dict(entries))
             }

@@ -373,6 +373,12 @@ fn a_step_that_moves_to_f16_gets_a_loss_scaler() {
     step.run(&[&x]).unwrap();
     step.to_device(&half).unwrap();
     assert_eq!(step.scale().unwrap(), Some((65536.0, 0)));
+    step.to_device(&plain).unwrap();
+    assert!(step.scale().unwrap().is_none() && step.mixed_precision().is_none());
+    // A new scaler in the middle of an update is refused too.
+    step.run(&[&x]).unwrap();
+    let e = step.loss_scaler(Some(LossScaler::default())).unwrap_err();
+    assert!(e.to_string().contains("finish the update"), "{e}");
     // A step with a policy of its own keeps it.
     let layer = Linear::new(&plain, 8, 8).unwrap();
     let step = TrainStep::new(&layer, Optimizer::new(&layer, Adam::new()).unwrap(), f).unwrap();

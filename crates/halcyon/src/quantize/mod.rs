@@ -258,17 +258,21 @@ fn wider_type(backend: &Backend) -> WiderType {
     if bf16_is_faster(&**backend.device()) {
         return WiderType::Bf16;
     }
+    if multiplies(backend, DType::I16) { WiderType::Int16 } else { WiderType::F32 }
+}
+
+/// Whether the device has a kernel for products of these integers.
+fn multiplies(backend: &Backend, d: DType) -> bool {
     // A product of any size.
     let (m, n, k) = (64, 64, 64);
-    let operands = [[m, k], [n, k]].map(|s| Operand { dtype: DType::I16, view: View::dense(&s) });
+    let operands = [[m, k], [n, k]].map(|s| Operand { dtype: d, view: View::dense(&s) });
     let out = [Operand { dtype: DType::I32, view: View::dense(&[m, n]) }];
     let shapes = [[m, k], [n, k]].map(Shape::from);
-    let claimed = operation([DType::I16; 2], shapes, false, DType::I32).is_ok_and(|c| {
+    operation([d; 2], shapes, false, DType::I32).is_ok_and(|c| {
         let op = Op::Composite(c);
         let call = LibraryCall::new(Work::Op(&op), &operands, &out);
         backend.device().as_target().library(&call).is_ok()
-    });
-    if claimed { WiderType::Int16 } else { WiderType::F32 }
+    })
 }
 
 fn check(options: &QuantizeOptions) -> Result<()> {
@@ -413,10 +417,12 @@ impl Quantized {
         // A convolution in a blocked layout is one of bytes if its weights are.
         let packed_bytes = plan.packed.iter().any(|p| !p.data.dtype.is_float());
         let has_kernel = |t: &WeightType| match t {
-            WeightType::Int8 | WeightType::Int16 | WeightType::F8 => {
+            WeightType::Int8 | WeightType::F8 => {
                 runs(&[CompositeKind::ByteMatmul, CompositeKind::ByteConv])
                     || packed_bytes && runs(&[CompositeKind::BlockedConv])
             }
+            // The products of the plan may be those of bytes.
+            WeightType::Int16 => runs(&[CompositeKind::ByteMatmul]) && multiplies(backend, DType::I16),
             WeightType::Int4 | WeightType::Int4Min => runs(&[CompositeKind::QuantizedMatmul]),
             WeightType::Bf16 => bf16_is_faster(&**backend.device()),
         };

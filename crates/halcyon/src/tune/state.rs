@@ -201,6 +201,9 @@ impl Tuning {
         let options = TuneOptions { budget, ..TuneOptions::default() };
         let new = |j: &Job| lock(&self.waiting).seen.insert(j.tunable.choices.key.clone());
         let jobs: Vec<Job> = jobs(std::slice::from_ref(plan)).0.into_iter().filter(new).collect();
+        if !jobs.is_empty() {
+            tracing::info!(kernels = jobs.len(), "tuning the kernels of a plan before its first run");
+        }
         let ran = self.run(runtime, &jobs, &options);
         *left = left.saturating_sub(start.elapsed());
         ran.map(drop)

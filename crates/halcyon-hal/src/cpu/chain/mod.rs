@@ -34,11 +34,11 @@ pub(crate) const BLOCK: usize = 256;
 
 /// Compiles a fused chain to a kernel.
 pub(crate) fn kernel(isa: Isa, f: &Fused, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
-    plan::check(f, call)?;
+    // Making the plan checks the chain, on which the code below relies.
+    let plan = plan::Plan::new(f, call)?;
     if let Some(k) = quantize::kernel(f, call)? {
         return Ok(k);
     }
-    let plan = plan::Plan::new(f, call)?;
     let args = f
         .params
         .iter()

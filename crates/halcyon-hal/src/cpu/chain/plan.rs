@@ -152,8 +152,8 @@ fn declined<T>(why: impl Into<String>) -> Result<T, Declined> {
 }
 
 impl Plan {
-    /// Compiles a chain that passed [`check`].
     pub(super) fn new(f: &Fused, call: &CallForm<'_>) -> Result<Plan, Declined> {
+        check(f, call)?;
         let raw = is_copy(f);
         let (mut steps, pinned, values) = instructions(f, raw)?;
         fuse_multiply_add(&mut steps, f);
@@ -337,7 +337,7 @@ impl Plan {
 }
 
 /// Declines chains that lowering never builds, so that the executor can rely on the properties checked here.
-pub(super) fn check(f: &Fused, call: &CallForm<'_>) -> Result<(), Declined> {
+fn check(f: &Fused, call: &CallForm<'_>) -> Result<(), Declined> {
     let outer = f.space.len().checked_sub(f.reduced);
     let Some(outer) = outer.map(|n| &f.space[..n]) else {
         return declined("more reduced axes than axes");
@@ -434,9 +434,9 @@ fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>,
             }
             InstrKind::Op(op) => {
                 arity(op.arity())?;
-                let d = if op.row().rule == Rule::Select { of(1) } else { of(0) };
-                let same = (0..op.arity())
-                    .all(|k| of(k) == d || (k == 0 && op.row().rule == Rule::Select && of(0) == DType::Bool));
+                let selects = op.row().rule == Rule::Select;
+                let d = if selects { of(1) } else { of(0) };
+                let same = (0..op.arity()).all(|k| of(k) == if selects && k == 0 { DType::Bool } else { d });
                 if !op.takes(d) || !same || op.result(d) != i.dtype {
                     return declined(format!("{} on {d} giving {}", op.name(), i.dtype));
                 }

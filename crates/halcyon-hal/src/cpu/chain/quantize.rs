@@ -28,6 +28,8 @@ const FEWEST_COLS: usize = 16;
 const FEWEST_ROWS: usize = 32;
 /// Fewest elements for which a separate part of the work is worthwhile.
 const GRAIN: usize = 32 << 10;
+/// Chains of quantisation are shorter. It bounds the depth of recursion.
+const MAX_BODY: usize = 64;
 /// Values that a row may have besides its elements: loads, parameters and results.
 const MAX_VALUES: usize = 8;
 
@@ -68,20 +70,19 @@ struct Codes {
     out: isize,
 }
 
-/// A kernel for the chain, if it is one of the two.
+/// A kernel for the chain, if it is one of the two. `Plan::new` must have accepted the chain: instructions then
+/// use earlier ones and have the operands that their ops take, and views lie in their operands.
 pub(super) fn kernel(f: &Fused, call: &CallForm<'_>) -> Result<Option<CpuKernel>, Declined> {
-    if call.in_place || f.outs.len() != 1 {
+    if call.in_place || f.outs.len() != 1 || f.body.len() > MAX_BODY {
         return Ok(None);
     }
     if let Some(c) = codes(f, call.inputs.len()) {
-        // SAFETY: `plan::check` found that the views lie in their operands, whose buffers `CpuKernel::run`
-        // has checked.
+        // SAFETY: `Plan::new` accepted the chain and its views; `CpuKernel::run` has checked the buffers.
         return CpuKernel::new("cpu.quantize", call, move |r| unsafe { run_codes(&c, r) }).map(Some);
     }
     if let Some((x, out)) = magnitude(f) {
         let inputs = call.inputs.len();
-        // SAFETY: `plan::check` found that the views lie in their operands, whose buffers `CpuKernel::run`
-        // has checked.
+        // SAFETY: `Plan::new` accepted the chain and its views; `CpuKernel::run` has checked the buffers.
         let run = move |r: &Run<'_>| unsafe { run_magnitude(x, inputs, out, r) };
         return CpuKernel::new("cpu.magnitude", call, run).map(Some);
     }
@@ -256,9 +257,10 @@ unsafe fn scales(c: &Codes, r: &Run<'_>, from: usize, n: usize) -> [f32; ROWS] {
             }
             Value::Op(op, args) => {
                 let arg = |a: usize| before.get(a).map_or(std::ptr::null(), |b| b.as_ptr().cast::<u8>());
-                // An op reads as many operands as it has; the others point to any values.
+                // Operands that the op does not have are the first value, which it does not read.
                 let x = args.map(arg);
-                // SAFETY: operands are earlier values of `ROWS` floats, and the destination is another.
+                // SAFETY: the chain was accepted, so an op of floats comes after its operands, which are values of
+                // `ROWS` floats; the destination is another value; `isa` is that of the run.
                 unsafe { ops::apply(r.isa, op, DType::F32, n, to.as_mut_ptr().cast(), x) };
             }
         }

@@ -134,6 +134,29 @@ fn similar_chains_are_not_taken() {
     }
 }
 
+/// Chains that lowering never builds are declined before they are compared with those of quantisation.
+#[test]
+fn malformed_chains_are_declined() {
+    let (rows, cols) = (8, 32);
+    let good = codes(&[rows, cols], per_row(rows, cols), DType::I16, Some((-9.0, 9.0)));
+    let inputs = [floats(vec![1.0; rows * cols]), floats(vec![1.0; rows])];
+    let bad: [&dyn Fn(&mut Fused); 6] = [
+        // A limit of itself, and of a later instruction.
+        &|f| f.body[10].args[0] = 10,
+        &|f| f.body[10].args[0] = 11,
+        &|f| f.body[6].args[1] = 99,
+        // Too few operands, and an operand of another type.
+        &|f| f.body[5].args.truncate(1),
+        &|f| f.body[4] = op(ScalarOp::Select, &[1, 2, 3]),
+        &|f| f.body[12].args.clear(),
+    ];
+    for (i, change) in bad.iter().enumerate() {
+        let mut f = good.clone();
+        change(&mut f);
+        assert!(execute(&device(1), &f, &inputs, &[], &[rows * cols]).is_err(), "{i}");
+    }
+}
+
 #[test]
 fn magnitudes_are_those_of_the_chain() {
     let mut rng = Rng(9);

@@ -32,6 +32,21 @@ fn run(kernel: &CpuKernel, team: &Team, bufs: &[Ptr]) {
         .unwrap();
 }
 
+/// Room for the packed right operand of a kernel; empty if the kernel packs nothing.
+fn room_of(kernel: &CpuKernel) -> Guarded<f32> {
+    Guarded::new(&vec![f32::NAN; kernel.packing().map_or(0, |p| p.bytes / 4)], Side::End)
+}
+
+/// The right operand that the kernel reads: `b` itself, or `b` packed in `room`.
+fn packed_or_plain(kernel: &CpuKernel, team: &Team, b: Ptr, room: &Guarded<f32>) -> Ptr {
+    if room.slice().is_empty() {
+        return b;
+    }
+    // SAFETY: both are live vectors that nothing else uses.
+    unsafe { kernel.pack(team, &b, &at(room, true)) }.unwrap();
+    at(room, false)
+}
+
 /// The chain `(x + bias) * 0.5 + residual` on the product `x`, computed in f32 and stored as `out`.
 fn chain(dims: &[usize], product: DType, out: DType) -> Fused {
     let (f32_, b16) = (DType::F32, DType::BF16);
@@ -125,17 +140,9 @@ fn chains_read_the_sums_of_bf16_products() {
                         }
                         Ok(k) => k,
                     };
-                    let room = kernel.packing().map_or(0, |p| p.bytes / 4);
-                    assert_eq!(room > 0, packed.is_some(), "{what:?}");
-                    let packed_b = Guarded::new(&vec![f32::NAN; room], side);
-                    let second = match room {
-                        0 => at(&b, false),
-                        _ => {
-                            // SAFETY: both are live vectors that nothing else uses.
-                            unsafe { kernel.pack(&team, &at(&b, false), &at(&packed_b, true)) }.unwrap();
-                            at(&packed_b, false)
-                        }
-                    };
+                    let room = room_of(&kernel);
+                    assert_eq!(!room.slice().is_empty(), packed.is_some(), "{what:?}");
+                    let second = packed_or_plain(&kernel, &team, at(&b, false), &room);
                     let y32 = Guarded::new(&vec![f32::NAN; batch * m * n], side);
                     let y16 = Guarded::new(&vec![bf16::NAN; batch * m * n], side);
                     let y = if out == DType::F32 { at(&y32, true) } else { at(&y16, true) };
@@ -218,17 +225,9 @@ fn chains_read_the_sums_of_integer_products() {
                         }
                         Ok(k) => k,
                     };
-                    let room = kernel.packing().map_or(0, |p| p.bytes / 4);
-                    assert_eq!(room > 0, packed.is_some(), "{what:?}");
-                    let packed_b = Guarded::new(&vec![f32::NAN; room], side);
-                    let second = match room {
-                        0 => pb,
-                        _ => {
-                            // SAFETY: both are live vectors that nothing else uses.
-                            unsafe { kernel.pack(&team, &pb, &at(&packed_b, true)) }.unwrap();
-                            at(&packed_b, false)
-                        }
-                    };
+                    let room = room_of(&kernel);
+                    assert_eq!(!room.slice().is_empty(), packed.is_some(), "{what:?}");
+                    let second = packed_or_plain(&kernel, &team, pb, &room);
                     let y = Guarded::new(&vec![f32::NAN; batch * m * n], side);
                     run(&kernel, &team, &[pa, second, at(&bias, false), at(&rest, false), at(&y, true)]);
                     for i in 0..batch * m * n {
