@@ -110,8 +110,8 @@ fn say(text: &str) {
     let _ = driver_output::err().write_all(format!("{}\n", plain(text)).as_bytes());
 }
 
-/// Prints problems with the file of tuned kernels, without which plans are then made, and that tuning may take
-/// long.
+/// Prints problems with the file of tuned kernels, without which plans are then made, and that tuning may
+/// take long.
 pub(crate) fn tuning_warnings(b: &Backend) {
     // The kernels of the CPU have no variants.
     if b.tuning_mode() == TuningMode::Exhaustive && b.info().backend != BackendType::Cpu {

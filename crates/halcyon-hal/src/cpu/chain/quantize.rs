@@ -70,8 +70,8 @@ struct Codes {
     out: isize,
 }
 
-/// A kernel for the chain, if it is one of the two. `Plan::new` must have accepted the chain: instructions then
-/// use earlier ones and have the operands that their ops take, and views lie in their operands.
+/// A kernel for the chain, if it is one of the two. `Plan::new` must have accepted the chain: instructions
+/// then use earlier ones and have the operands that their ops take, and views lie in their operands.
 pub(super) fn kernel(f: &Fused, call: &CallForm<'_>) -> Result<Option<CpuKernel>, Declined> {
     if call.in_place || f.outs.len() != 1 || f.body.len() > MAX_BODY {
         return Ok(None);
@@ -259,8 +259,8 @@ unsafe fn scales(c: &Codes, r: &Run<'_>, from: usize, n: usize) -> [f32; ROWS] {
                 let arg = |a: usize| before.get(a).map_or(std::ptr::null(), |b| b.as_ptr().cast::<u8>());
                 // Operands that the op does not have are the first value, which it does not read.
                 let x = args.map(arg);
-                // SAFETY: the chain was accepted, so an op of floats comes after its operands, which are values of
-                // `ROWS` floats; the destination is another value; `isa` is that of the run.
+                // SAFETY: the chain was accepted, so an op of floats comes after its operands, which are
+                // values of `ROWS` floats; the destination is another value; `isa` is that of the run.
                 unsafe { ops::apply(r.isa, op, DType::F32, n, to.as_mut_ptr().cast(), x) };
             }
         }
