@@ -16,7 +16,7 @@ pub(crate) struct CallForm<'a> {
     /// The op's outputs; with an epilogue, the epilogue's output instead.
     pub outputs: &'a [Operand],
     pub precision: MatmulPrecision,
-    pub in_place: bool,
+    pub in_place: usize,
     /// The input that is read as a packed constant.
     pub packed: Option<usize>,
     pub epilogue: Option<Epilogue<'a>>,
@@ -97,7 +97,7 @@ impl<'a> CallForm<'a> {
     pub(crate) fn needs(&self) -> Result<Needs, Declined> {
         let mut all = SmallVec::new();
         for (i, o) in self.inputs.iter().enumerate() {
-            all.push(Need { bytes: reach::bytes(o)?, write: self.in_place && i == 0 });
+            all.push(Need { bytes: reach::bytes(o)?, write: i < self.in_place });
         }
         for o in self.outputs {
             all.push(Need { bytes: reach::bytes(o)?, write: true });
@@ -117,8 +117,8 @@ pub(crate) struct Need {
 #[derive(Clone, Debug)]
 pub(crate) struct Needs {
     all: SmallVec<[Need; 8]>,
-    /// Whether output 0 has the buffer of input 0.
-    in_place: bool,
+    /// Number of outputs that have the buffer of the input with the same index.
+    in_place: usize,
 }
 
 /// A bound buffer: its address, its size, and the size of the part in which an overlap matters.
@@ -142,7 +142,7 @@ impl Needs {
     /// Whether a run reads and writes buffer `i`, as `(reads, writes)`.
     pub(crate) fn uses(&self, i: usize) -> (bool, bool) {
         let write = self.all[i].write;
-        (!write || (self.in_place && i == 0), write)
+        (!write || i < self.in_place, write)
     }
 
     /// Adds a workspace, unless it is empty.
@@ -158,7 +158,7 @@ impl Needs {
     }
 
     /// Validates the buffers of a run of the kernel `name`: there are as many as needed, they are large
-    /// enough, and those that are written overlap no other, except output 0 and input 0 in place.
+    /// enough, and those that are written overlap no other, except an output and the input in its place.
     pub(crate) fn check(&self, name: &str, count: usize, bound: impl Fn(usize) -> Bound) -> Result<()> {
         let bad = |what: String| Err(Error::argument(name, what));
         if count != self.len() {
@@ -170,14 +170,14 @@ impl Needs {
                 return bad(format!("buffer {i} has {} bytes, {} are needed", b.bytes, n.bytes));
             }
         }
-        // If output 0 has the buffer of input 0, the check of output 0 covers both.
-        let first = self.all.iter().skip(usize::from(self.in_place)).position(|n| n.write);
-        let first = first.map_or(self.len(), |k| k + usize::from(self.in_place));
+        // The check of an output covers the input in its place.
+        let first = self.all.iter().skip(self.in_place).position(|n| n.write);
+        let first = first.map_or(self.len(), |k| k + self.in_place);
         for o in first..self.len() {
             let b = bound(o);
             let shares = |i: usize| {
                 let x = bound(i);
-                let pair = self.in_place && i == 0 && o == first;
+                let pair = i < self.in_place && o == first + i;
                 // Buffers may be parts of one allocation, so compare ranges.
                 let apart = x.address >= b.address + b.span as u64 || b.address >= x.address + x.span as u64;
                 !apart && !pair && x.span > 0 && b.span > 0
@@ -186,8 +186,9 @@ impl Needs {
                 return bad(format!("buffer {o} is written and bound twice"));
             }
         }
-        if self.in_place && bound(0).address != bound(first).address {
-            return bad("output 0 must be input 0's buffer".into());
+        let apart = |i: &usize| bound(*i).address != bound(first + i).address;
+        if let Some(i) = (0..self.in_place).find(apart) {
+            return bad(format!("output {i} must be input {i}'s buffer"));
         }
         Ok(())
     }
@@ -239,7 +240,7 @@ mod tests {
     fn buffers_are_as_large_as_needed_and_apart() {
         let (x, y) = ([operand(&[4]), operand(&[2])], [operand(&[4])]);
         let call = LibraryCall::new(Work::Op(&Op::Matmul), &x, &y);
-        let check = |in_place: bool, at: [(u64, usize); 3]| {
+        let check = |in_place: usize, at: [(u64, usize); 3]| {
             let needs = CallForm { in_place, ..CallForm::plain(&call) }.needs().unwrap();
             let bound = |i: usize| Bound { address: at[i].0, bytes: at[i].1, span: at[i].1 };
             needs.check("kernel", 3, bound).map_err(|e| e.to_string())
@@ -248,15 +249,28 @@ mod tests {
             let e = r.unwrap_err();
             assert!(e.contains(what), "{e}");
         };
-        check(false, [(0, 16), (16, 8), (24, 16)]).unwrap();
+        check(0, [(0, 16), (16, 8), (24, 16)]).unwrap();
         // Operands that are only read may overlap.
-        check(false, [(0, 16), (0, 8), (24, 16)]).unwrap();
-        says(check(false, [(0, 16), (16, 4), (24, 16)]), "buffer 1 has 4 bytes, 8 are needed");
-        says(check(false, [(0, 16), (16, 16), (24, 16)]), "buffer 2 is written and bound twice");
-        says(check(false, [(0, 16), (16, 8), (0, 16)]), "buffer 2 is written and bound twice");
-        check(true, [(0, 16), (16, 8), (0, 16)]).unwrap();
-        says(check(true, [(0, 16), (8, 8), (0, 16)]), "buffer 2 is written and bound twice");
-        says(check(true, [(0, 16), (16, 8), (24, 16)]), "output 0 must be input 0's buffer");
+        check(0, [(0, 16), (0, 8), (24, 16)]).unwrap();
+        says(check(0, [(0, 16), (16, 4), (24, 16)]), "buffer 1 has 4 bytes, 8 are needed");
+        says(check(0, [(0, 16), (16, 16), (24, 16)]), "buffer 2 is written and bound twice");
+        says(check(0, [(0, 16), (16, 8), (0, 16)]), "buffer 2 is written and bound twice");
+        check(1, [(0, 16), (16, 8), (0, 16)]).unwrap();
+        says(check(1, [(0, 16), (8, 8), (0, 16)]), "buffer 2 is written and bound twice");
+        says(check(1, [(0, 16), (16, 8), (24, 16)]), "output 0 must be input 0's buffer");
+        // Two outputs in place of two inputs.
+        let two = [operand(&[4]), operand(&[2])];
+        let call = LibraryCall { in_place: 2, ..LibraryCall::new(Work::Op(&Op::Matmul), &x, &two) };
+        let needs = CallForm::plain(&call).needs().unwrap();
+        let check = |at: [(u64, usize); 4]| {
+            let bound = |i: usize| Bound { address: at[i].0, bytes: at[i].1, span: at[i].1 };
+            needs.check("kernel", 4, bound).map_err(|e| e.to_string())
+        };
+        check([(0, 16), (16, 8), (0, 16), (16, 8)]).unwrap();
+        says(check([(0, 16), (16, 8), (0, 16), (24, 8)]), "output 1 must be input 1's buffer");
+        says(check([(0, 16), (8, 8), (0, 16), (8, 8)]), "is written and bound twice");
+        says(check([(0, 16), (16, 8), (16, 16), (0, 8)]), "is written and bound twice");
+        let call = LibraryCall::new(Work::Op(&Op::Matmul), &x, &y);
         let needs = CallForm::plain(&call).needs().unwrap();
         says(needs.check("kernel", 2, |_| unreachable!()).map_err(|e| e.to_string()), "2 buffers were bound");
     }

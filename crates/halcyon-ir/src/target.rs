@@ -35,6 +35,10 @@ pub struct Caps {
     pub workgroup_memory: u32,
     /// Maximum number of buffers that a kernel may bind.
     pub max_bindings: u32,
+    /// Maximum size of a kernel's arguments in bytes, if one launch may run several element-wise kernels
+    /// ([`crate::kernel::Parts`]); 0 if it may not.
+    #[serde(default)]
+    pub max_argument_bytes: u32,
     /// Maximum size of one bound buffer in bytes.
     pub max_binding_bytes: u64,
     pub max_groups: u32,
@@ -82,6 +86,7 @@ impl Caps {
             max_workgroup: 256,
             workgroup_memory: 32 << 10,
             max_bindings: 32,
+            max_argument_bytes: 0,
             max_binding_bytes: u64::MAX,
             max_groups: 65_535,
             offset_alignment: 1,
@@ -149,7 +154,7 @@ pub enum Work<'a> {
 /// A request for a library kernel. Inputs and outputs have the types that the op's type rule gives. In
 /// addition, a pass may request [`Op::Matmul`] of 8-bit integers into i32 and of bf16 into f32. Inputs may
 /// have any view; outputs are dense. For fused work, operands are whole buffers and the views are part of the
-/// chain. With [`LibraryCall::in_place`], output 0 shares the buffer of input 0.
+/// chain.
 ///
 /// A call describes everything that lowering knows about the work, so that the target can answer with one
 /// kernel. The kernel reports which of the offers in `constants` and `epilogue` it uses.
@@ -159,7 +164,9 @@ pub struct LibraryCall<'a> {
     pub inputs: &'a [Operand],
     pub outputs: &'a [Operand],
     pub precision: MatmulPrecision,
-    pub in_place: bool,
+    /// The number of outputs that overwrite an operand: output `i` has the buffer of input `i`, for each `i`
+    /// below this number.
+    pub in_place: usize,
     /// Indices of constant inputs. The kernel may read one of them as a packed constant
     /// ([`LibraryKernel::packing`]).
     pub constants: &'a [usize],
@@ -190,7 +197,7 @@ impl<'a> LibraryCall<'a> {
             inputs,
             outputs,
             precision: MatmulPrecision::Highest,
-            in_place: false,
+            in_place: 0,
             constants: &[],
             epilogue: None,
         }

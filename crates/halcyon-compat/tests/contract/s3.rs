@@ -209,7 +209,7 @@ fn s3_06_batch_norm_keeps_running_statistics() {
     }
 }
 
-/// One call updates all parameters, in place, by the formula of Adam.
+/// One call updates all parameters, in place, by the formula of Adam, in one launch where the device can.
 #[test]
 fn s3_07_one_call_updates_all_parameters() {
     use unified::{AdamState, fused_adam_step};
@@ -233,7 +233,20 @@ fn s3_07_one_call_updates_all_parameters() {
         for t in 1..=5usize {
             let g: Vec<Tensor> =
                 sizes.iter().enumerate().map(|(k, d)| tensor(&|i| value(k + t, i), *d)).collect();
+            g.iter().for_each(|g| {
+                g.eval().unwrap();
+            });
+            let run = || {
+                let c = b.counters();
+                c.launches + c.library_calls
+            };
+            let before = run();
             fused_adam_step(&states, &g.iter().collect::<Vec<_>>(), &mut state, 0.01, (0.9, 0.99)).unwrap();
+            // One launch over all parameters where the device can, else one for each parameter.
+            let merges = b.device().as_target().caps().max_argument_bytes > 0;
+            let expected = if merges { 1 } else { sizes.len() as u64 };
+            // The first step also makes the moments.
+            assert!(t == 1 || run() - before == expected, "{}: {}", b.id(), run() - before);
             for (k, all) in want.iter_mut().enumerate() {
                 for (i, [p, m, v]) in all.iter_mut().enumerate() {
                     let g = value(k + t, i);

@@ -248,6 +248,8 @@ impl CpuDevice {
             max_workgroup: 256,
             workgroup_memory: 256 << 10,
             max_bindings: 1 << 16,
+            // A launch costs little.
+            max_argument_bytes: 0,
             max_binding_bytes: u64::MAX,
             max_groups: u32::MAX,
             offset_alignment: 8,

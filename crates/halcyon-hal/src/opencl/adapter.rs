@@ -271,6 +271,7 @@ impl Adapter {
             max_workgroup: u32_of(sys::DEVICE_MAX_WORK_GROUP_SIZE, 1),
             workgroup_memory: u32_of(sys::DEVICE_LOCAL_MEM_SIZE, 32 << 10),
             max_bindings: arguments / 2 / size_of::<Handle>() as u32,
+            max_argument_bytes: arguments,
             max_binding_bytes: self.number(sys::DEVICE_MAX_MEM_ALLOC_SIZE).unwrap_or(128 << 20),
             // OpenCL has no limit on the number of workgroups, but workgroup indices are i32 in kernels. This
             // is the smallest limit that the conformance suite permits.

@@ -183,6 +183,8 @@ impl Adapter {
             workgroup_memory: self.positive(a.workgroup_memory).unwrap_or(32 << 10),
             // The arguments of a kernel share 4 KiB. Half of it is for pointers of 8 bytes, half for scalars.
             max_bindings: 2048 / 8,
+            // A captured launch takes one more argument.
+            max_argument_bytes: 4096 - 8,
             max_binding_bytes: u64::MAX,
             // The limit of the second and third dimension. The limit of the first is higher.
             max_groups: 65_535,

@@ -197,6 +197,8 @@ impl Adapter {
             workgroup_memory: l.max_compute_workgroup_storage_size,
             // One binding is reserved for the word that reports aborted loops.
             max_bindings: l.max_storage_buffers_per_shader_stage.saturating_sub(self.is_cpu() as u32),
+            // WGSL has no pointers to buffers that a kernel could choose from.
+            max_argument_bytes: 0,
             max_binding_bytes: l.max_storage_buffer_binding_size.min(l.max_buffer_size),
             max_groups: l.max_compute_workgroups_per_dimension,
             // Whole buffers are bound; offsets are arguments.

@@ -5,7 +5,7 @@ use super::tune::{Choices, Tolerance, Variant, class, digest_chain};
 use super::{Buf, Builder, E, Kernel, Launch, Local, Ty, Var};
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::{Error, Result};
-use crate::fused::{Fused, InstrKind, Param};
+use crate::fused::{Fused, InstrKind, Out, Param};
 use crate::layout::View;
 use crate::scalar_op::ScalarOp;
 use crate::target::{Caps, Declined};
@@ -271,6 +271,52 @@ fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
         Some(e) => Err(e),
         None => t.finish(groups, caps.max_groups),
     }
+}
+
+/// Like [`lower_fused`], for a chain over one axis whose operands are dense or the same element for all points.
+/// Chains that differ only in the length of the axis have the same kernel: each of its work-items processes
+/// several neighbours, and the points that remain have a work-item each. `None` for other chains.
+///
+/// # Errors
+/// The errors of [`lower_fused`].
+pub(crate) fn lower_any_length(f: &Fused, caps: &Caps) -> Result<Option<(Kernel, Launch)>> {
+    let [n] = f.space[..] else { return Ok(None) };
+    let plain = |v: &View| v.mask.is_none() && (v.strides[0] == 0 || v.strides[0] == 1 && v.offset == 0);
+    let whole = |o: &Out| o.reduce.is_none() && o.view.strides[0] == 1;
+    let views = || f.loads.iter().map(|l| &l.view).chain(f.outs.iter().map(|o| &o.view));
+    if f.reduced > 0 || !views().all(plain) || !f.outs.iter().all(whole) {
+        return Ok(None);
+    }
+    let dense = f.loads.iter().filter(|l| l.view.strides[0] == 1).map(|l| l.dtype.size());
+    let sizes: Vec<usize> = dense.chain(f.outs.iter().map(|o| o.dtype.size())).collect();
+    let narrowest = sizes.iter().copied().min().unwrap_or(1);
+    let fits = |each: &u32| *each as usize * narrowest <= 16 && (*each as usize * f.body.len() <= 256 || *each == 4);
+    // Elements of 8 bytes are processed one at a time.
+    let each = if sizes.iter().any(|s| *s > 4) { 1 } else { [16, 8, 4].into_iter().find(fits).unwrap_or(1) };
+    let items = 256.min(caps.max_workgroup);
+    let t = Template::with_index("chain_any_length", items, index(f));
+    t.b.may_alias();
+    let w = Chain::declare(&t, f, each)?;
+    let all = t.size("all", n);
+    let b = &t.b;
+    let i = b.let_(b.linear_id());
+    b.if_(i.lt(w.count), || match w.vector(b, vec![i], each) {
+        Ok((first, results)) => w.write_runs(b, &first, &results),
+        Err(e) => w.fail(e),
+    });
+    let rest = b.let_(i - w.count + w.count * each);
+    b.if_(i.ge(w.count).and(rest.lt(all)), || match w.body(b, &[rest], &[]) {
+        Ok(v) => w.write(b, &[rest], &f.outs.iter().map(|o| v[o.value as usize]).collect::<Vec<_>>()),
+        Err(e) => w.fail(e),
+    });
+    let error = w.error.take();
+    drop(w);
+    if let Some(e) = error {
+        return Err(e);
+    }
+    let each = each as usize;
+    let count = n / each + n % each;
+    t.finish((count as u64).div_ceil(items as u64).max(1), caps.max_groups).map(Some)
 }
 
 /// The index in [`Fused::params`] of parameter `k` of a kernel made by [`lower_fused`].

@@ -6,6 +6,7 @@
 //! store converts back.
 
 use crate::dtype::{Class, DType, Scalar};
+use super::merged::Parts;
 use crate::scalar_op::{Rule, ScalarOp};
 use serde::{Deserialize, Serialize};
 use std::hash::{Hash, Hasher};
@@ -579,6 +580,9 @@ pub struct Kernel {
     pub values: Vec<Ty>,
     pub vars: Vec<Ty>,
     pub body: Vec<Stmt>,
+    /// Set in a kernel that runs another kernel several times, on different buffers. Its own body is empty.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parts: Option<Box<Parts>>,
 }
 
 impl Hash for Kernel {
@@ -597,6 +601,9 @@ impl Hash for Kernel {
         // fragments existed.
         if !self.fragments.is_empty() {
             self.fragments.hash(h);
+        }
+        if let Some(p) = &self.parts {
+            p.hash(h);
         }
     }
 }
@@ -687,6 +694,7 @@ impl Kernel {
     /// Whether the kernel uses subgroup operations or fragments.
     pub fn uses_subgroups(&self) -> bool {
         let mut yes = !self.fragments.is_empty();
+        yes |= self.parts.as_ref().is_some_and(|p| p.kernel.uses_subgroups());
         yes |= self.exprs.iter().any(|e| matches!(e, Expr::Id(Id::Lane | Id::SubgroupSize)));
         self.walk(&mut |s| {
             yes |= matches!(
@@ -709,6 +717,7 @@ impl Kernel {
             || self.params.iter().any(|p| p.ty == ty)
             || self.locals.iter().chain(&self.privates).any(|a| a.ty == ty)
             || self.types().contains(&ty)
+            || self.parts.as_ref().is_some_and(|p| p.kernel.uses_ty(ty))
     }
 }
 

@@ -1,5 +1,6 @@
 //! Lowers fused kernels and structured ops to kernel IR. `crate::lower` calls these functions.
 
+pub(crate) use super::chain::lower_any_length;
 pub use super::chain::{fused_choices, fused_param, lower_fused, lower_fused_as};
 pub use super::parts::reduction_in_parts;
 use super::tune::{Choices, Variant};

@@ -6,6 +6,7 @@ mod chain;
 pub mod interp;
 pub mod ir;
 pub mod lower;
+pub mod merged;
 mod parts;
 pub mod templates;
 pub mod tune;
@@ -13,6 +14,7 @@ pub mod verify;
 
 pub use builder::{Buf, Builder, E, Fault, Local, Private, Var};
 pub use ir::*;
+pub use merged::Parts;
 pub use verify::{verify, verify_for};
 
 use crate::dtype::Scalar;

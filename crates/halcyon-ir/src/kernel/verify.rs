@@ -1,6 +1,7 @@
 //! Checks that a kernel is well-formed before it is rendered or run.
 
 use super::ir::*;
+use super::merged;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::scalar_op::{Rule, ScalarOp};
@@ -31,7 +32,11 @@ pub fn verify_for(k: &Kernel, caps: &crate::target::Caps) -> Result<()> {
             caps.workgroup_memory
         ));
     }
-    if k.buffers.len() > caps.max_bindings as usize {
+    let arguments = merged::argument_bytes(k);
+    if k.parts.is_some() && arguments > caps.max_argument_bytes as usize {
+        return over(format!("{arguments} bytes of arguments, the device takes {}", caps.max_argument_bytes));
+    }
+    if k.parts.is_none() && k.buffers.len() > caps.max_bindings as usize {
         return over(format!("{} buffers, the device binds {}", k.buffers.len(), caps.max_bindings));
     }
     let bad = k.buffers.iter().find(|b| !caps.storage.contains(&b.dtype));
@@ -93,6 +98,9 @@ pub fn verify(k: &Kernel) -> Result<()> {
     let casts = k.exprs.iter().filter_map(|e| if let Expr::Cast(d, _) = e { Some(*d) } else { None });
     if let Some(d) = k.buffers.iter().map(|b| b.dtype).chain(casts).find(|d| !d.is_native()) {
         return fail(format!("{d} is not a native dtype; the passes must replace it"));
+    }
+    if let Some(p) = &k.parts {
+        return p.verify(k);
     }
     if k.params.iter().any(|p| p.ty == Ty::Bool || p.ty.lanes() > 1) {
         return fail("a parameter must be a scalar number".into());

@@ -269,7 +269,7 @@ impl Lowerer<'_> {
         buffers.push(buffer);
         let call = LibraryCall {
             precision: self.options.precision,
-            in_place: in_place.is_some(),
+            in_place: usize::from(in_place.is_some()),
             ..LibraryCall::new(Work::Fused(&f), &inputs, &outputs)
         };
         let first = in_place.and_then(|_| sources.first()).map(|s| &self.g.node(*s).op);
@@ -287,7 +287,7 @@ impl Lowerer<'_> {
                     return self.in_parts(root, two, parts, &outputs[0]);
                 }
                 let (kernel, launch, tunable) =
-                    self.chain(&f, inputs, &outputs[0]).map_err(|e| e.at(&self.g.node(root).span))?;
+                    self.chain(&f, inputs.clone(), &outputs[0]).map_err(|e| e.at(&self.g.node(root).span))?;
                 (kernel_work(kernel, launch, Some(&f)), tunable)
             }
         };
@@ -307,7 +307,9 @@ impl Lowerer<'_> {
             fused: Some(f),
             tunable,
         };
-        self.push(step, values);
+        let in_place = usize::from(in_place.is_some());
+        let chain = (reduced == 0).then(|| ChainCall { inputs, outputs: outputs.to_vec(), in_place });
+        self.steps.push(PlacedStep { place: self.place, step, values, chain });
         Ok(())
     }
 }

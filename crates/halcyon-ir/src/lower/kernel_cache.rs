@@ -10,7 +10,7 @@ struct CallKey {
     inputs: Vec<Operand>,
     outputs: Vec<Operand>,
     precision: MatmulPrecision,
-    in_place: bool,
+    in_place: usize,
     constants: Vec<usize>,
     /// The chain, the index of its input that is the op's result, its other inputs, and its output.
     epilogue: Option<(Fused, u32, Vec<Operand>, Operand)>,

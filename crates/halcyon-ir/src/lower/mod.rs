@@ -6,7 +6,9 @@
 
 mod decide;
 mod fuse;
+mod join;
 mod kernel_cache;
+mod launches;
 mod slots;
 mod structured;
 mod trace;
@@ -21,7 +23,8 @@ use crate::kernel::{Kernel, Launch, MatrixOp, MatrixType, lower as kernel_lower}
 use crate::layout::{Restride, View};
 use crate::ops::{Facts, Lowering, Op, ReduceKind};
 use crate::passes::{
-    self, AmpPolicy, COMPOSITES, EPILOGUES, FUSION, IN_PLACE, Level, MIXED, PACKED, PassOptions, TUNED,
+    self, AmpPolicy, COMPOSITES, EPILOGUES, FUSION, IN_PLACE, JOINED, LAUNCHES, Level, MIXED, PACKED,
+    PassOptions, TUNED,
 };
 use crate::plan::{
     Bounds, BufId, BufferSpec, HostWork, PackedConst, Plan, PlanOutput, Receipt, Step, StepWork, Storage,
@@ -32,6 +35,7 @@ use crate::target::{
 };
 use decide::BufferView;
 use fuse::{Body, Store, kernel_work};
+use join::ChainCall;
 use kernel_cache::KernelCache;
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
@@ -263,7 +267,7 @@ fn select(
         (t.variant, t.tuned) = (v, true);
         return Ok(KernelChoice::Kernels(low, tunable.map(Arc::new)));
     }
-    match kernel_lower::lower_op(op, inputs, outputs, in_place, caps) {
+    match kernel_lower::lower_op(op, inputs, outputs, in_place > 0, caps) {
         Ok(k) => Ok(KernelChoice::Kernels(k, tunable.map(Arc::new))),
         Err(d) => {
             let dense = if library.dense.is_empty() { d.dense } else { library.dense };
@@ -316,6 +320,8 @@ struct PlacedStep {
     place: NodeId,
     step: Step,
     values: Values,
+    /// Set if the step is an element-wise chain of its own.
+    chain: Option<ChainCall>,
 }
 
 /// The result of one lowering.
@@ -401,6 +407,8 @@ impl<'a> Lowerer<'a> {
         // A product that was not joined with its chain has its own place in the order of steps. A product
         // that still waits for its chain is not read by any step, because the chain has no elements.
         self.steps.sort_by_key(|s| s.place);
+        let joined = self.join_chains();
+        let launches = self.merge_launches();
         let (steps, values): (_, Vec<Values>) =
             std::mem::take(&mut self.steps).into_iter().map(|s| (s.step, s.values)).unzip();
         self.plan.steps = steps;
@@ -412,6 +420,11 @@ impl<'a> Lowerer<'a> {
         let fused = self.inlined;
         if fused > 0 && self.options.passes.does(FUSION) {
             self.plan.receipts.push(Receipt::new(FUSION, fused));
+        }
+        for (name, count) in [(JOINED, joined), (LAUNCHES, launches)] {
+            if count > 0 {
+                self.plan.receipts.push(Receipt::new(name, count));
+            }
         }
         if self.in_place > 0 {
             self.plan.receipts.push(Receipt::new(IN_PLACE, self.in_place));
@@ -432,7 +445,7 @@ impl<'a> Lowerer<'a> {
     }
 
     fn push(&mut self, step: Step, values: Values) {
-        self.steps.push(PlacedStep { place: self.place, step, values });
+        self.steps.push(PlacedStep { place: self.place, step, values, chain: None });
     }
 
     fn facts(&self, id: NodeId) -> Facts {

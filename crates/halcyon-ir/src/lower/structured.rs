@@ -158,7 +158,7 @@ impl Lowerer<'_> {
         let chosen = loop {
             let call = LibraryCall {
                 precision: precision(self.options, &x.seen),
-                in_place,
+                in_place: usize::from(in_place),
                 constants: &self.constants(&node.op, &x),
                 epilogue,
                 ..LibraryCall::new(Work::Op(&node.op), &x.seen, std::slice::from_ref(&output))

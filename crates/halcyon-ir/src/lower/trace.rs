@@ -19,18 +19,20 @@ pub struct Trace {
     pub(super) values: Vec<Values>,
 }
 
-/// Steps that together compute one value of the graph from stored values; usually a single step.
+/// Steps that together compute one value of the graph from stored values; usually a single step. If a single
+/// step computes several values, the piece has all of them.
 #[derive(Clone, Debug)]
 pub struct Piece {
     pub steps: Range<usize>,
     /// The computation of these steps as a graph: its inputs are stored values, constants are part of it, and
-    /// it has one output.
+    /// its outputs are the values that the steps compute.
     pub graph: Graph,
     /// Where each input is stored before the first step, in the order of the graph's inputs: (step, position
     /// among the step's buffers).
     pub inputs: Vec<(usize, usize)>,
-    /// Where the value is stored after the last step: (step, position among the step's buffers).
-    pub output: (usize, usize),
+    /// Where each value is stored after the last step, in the order of the graph's outputs: (step, position
+    /// among the step's buffers).
+    pub outputs: Vec<(usize, usize)>,
 }
 
 impl Trace {
@@ -46,40 +48,48 @@ impl Trace {
                 plan.steps.len()
             )));
         }
-        let written = |t: usize| -> Option<(NodeId, BufId)> {
+        let written = |t: usize| -> Vec<(NodeId, BufId)> {
             let s = &plan.steps[t];
             let first = s.buffers.len() - s.outputs;
-            (first..s.buffers.len()).find_map(|k| Some(((*self.values.get(t)?.get(k)?)?, s.buffers[k])))
+            let one = |k: usize| Some(((*self.values.get(t)?.get(k)?)?, s.buffers[k]));
+            (first..s.buffers.len()).filter_map(one).collect()
         };
         let mut pieces = vec![];
         let mut start = 0;
         for t in 0..plan.steps.len() {
             // A step that writes only temporaries belongs to the piece of the next step that writes a value.
             // Steps that each write a part of the same buffer belong to one piece.
-            let Some(mine) = written(t) else { continue };
-            let next = (t + 1..plan.steps.len()).find_map(written);
-            if next == Some(mine) {
+            let mine = written(t);
+            if mine.is_empty() {
                 continue;
             }
-            pieces.push(self.piece(plan, start..t + 1, mine));
+            let next = (t + 1..plan.steps.len()).map(written).find(|w| !w.is_empty());
+            if next.as_ref() == Some(&mine) {
+                continue;
+            }
+            pieces.push(self.piece(plan, start..t + 1, &mine));
             start = t + 1;
         }
         Ok(pieces)
     }
 
-    fn piece(&self, plan: &Plan, steps: Range<usize>, (root, result): (NodeId, BufId)) -> Piece {
+    /// The piece of `steps`, which compute the values `roots` in these buffers.
+    fn piece(&self, plan: &Plan, steps: Range<usize>, roots: &[(NodeId, BufId)]) -> Piece {
         let mut stored: BTreeMap<NodeId, (usize, usize)> = BTreeMap::new();
-        let mut output = (steps.start, 0);
+        let mut outputs = vec![(steps.start, 0); roots.len()];
         for t in steps.clone() {
             let s = &plan.steps[t];
             let read = s.buffers.len() - s.outputs;
             for (k, (b, v)) in s.buffers.iter().zip(&self.values[t]).enumerate() {
                 match v {
-                    Some(n) if k < read && (*n, *b) != (root, result) => {
-                        stored.entry(*n).or_insert((t, k));
-                    }
-                    Some(n) if (*n, *b) == (root, result) => output = (t, k),
-                    _ => {}
+                    Some(n) => match roots.iter().position(|r| *r == (*n, *b)) {
+                        Some(o) => outputs[o] = (t, k),
+                        None if k < read => {
+                            stored.entry(*n).or_insert((t, k));
+                        }
+                        None => {}
+                    },
+                    None => {}
                 }
             }
         }
@@ -89,8 +99,9 @@ impl Trace {
         // Tensors without elements are neither computed nor read by any step.
         let empty = |n: NodeId| g.shape(n).numel().is(0);
         let ends = |n: NodeId| stored.contains_key(&n) || empty(n);
-        let mut live = vec![false; root.index() + 1];
-        live[root.index()] = true;
+        let last = roots.iter().map(|r| r.0.index()).max().unwrap_or(0);
+        let mut live = vec![false; last + 1];
+        roots.iter().for_each(|r| live[r.0.index()] = true);
         for i in (0..live.len()).rev() {
             if live[i] && !ends(NodeId(i as u32)) {
                 g.nodes()[i].inputs.iter().for_each(|x| live[x.index()] = true);
@@ -130,8 +141,10 @@ impl Trace {
             };
             map.insert(id, new);
         }
-        part.output(&format!("{} %{}", g.node(root).op.name(), root.0), map[&root]);
-        part.span = g.node(root).span.clone();
-        Piece { steps, graph: part, inputs, output }
+        for (root, _) in roots {
+            part.output(&format!("{} %{}", g.node(*root).op.name(), root.0), map[root]);
+            part.span = g.node(*root).span.clone();
+        }
+        Piece { steps, graph: part, inputs, outputs }
     }
 }

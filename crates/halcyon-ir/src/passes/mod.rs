@@ -81,6 +81,8 @@ pub const CSE: &str = "common subexpressions";
 pub const FUSION: &str = "fusion";
 pub const COMPOSITES: &str = "whole composites";
 pub const IN_PLACE: &str = "in-place updates";
+pub const JOINED: &str = "joined chains";
+pub const LAUNCHES: &str = "merged launches";
 pub const PACKED: &str = "packed constants";
 pub const EPILOGUES: &str = "epilogues";
 pub const AFFINE: &str = "affine chains";
@@ -99,6 +101,8 @@ pub const ALL: &[&str] = &[
     FUSION,
     COMPOSITES,
     IN_PLACE,
+    JOINED,
+    LAUNCHES,
     PACKED,
     EPILOGUES,
     AFFINE,
@@ -110,7 +114,7 @@ pub const ALL: &[&str] = &[
 ];
 
 /// Transformations that O2 adds.
-const FROM_O2: &[&str] = &[PACKED, EPILOGUES, AFFINE, BLOCKED, RECOGNITION, MIXED, TUNED];
+const FROM_O2: &[&str] = &[JOINED, LAUNCHES, PACKED, EPILOGUES, AFFINE, BLOCKED, RECOGNITION, MIXED, TUNED];
 
 /// Options of [`optimize`].
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]

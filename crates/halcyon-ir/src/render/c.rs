@@ -8,6 +8,7 @@ use super::helpers::{bits, definition, math};
 use super::{Indirect, Language, Source};
 use crate::dtype::{Class, DType};
 use crate::error::{Error, Result};
+use crate::kernel::Parts;
 use crate::kernel::ir::*;
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -36,7 +37,9 @@ pub(super) fn batch(
         matrices |= !k.fragments.is_empty();
         f64s |= uses_f64;
         vectors |= k.uses_ty(Ty::F32x2) || k.uses_ty(Ty::F32x4);
-        let text = Writer::new(&k, d).kernel(name, indirect)?;
+        // A kernel with parts is written as the kernel of its parts, with other declarations.
+        let written = k.parts.as_ref().map_or(&*k, |p| &p.kernel);
+        let text = Writer::new(written, d).kernel(&k, name, indirect)?;
         helpers.scan(&text)?;
         body.push('\n');
         body.push_str(&text);
@@ -127,6 +130,8 @@ struct Writer<'a> {
     depth: usize,
     /// Name of the counter of the enclosing fragment map, and whether the map is over a row fragment.
     map: Option<(String, bool)>,
+    /// Whether the kernel is a part, whose workgroups are a range of those of the launch.
+    part: bool,
 }
 
 impl<'a> Writer<'a> {
@@ -142,7 +147,18 @@ impl<'a> Writer<'a> {
         }
         k.walk(&mut |s| s.exprs().into_iter().for_each(|e| count(k, e, &mut uses)));
         let types = k.types();
-        Writer { k, d, types, uses, bound: HashMap::new(), temps: 0, out: String::new(), depth: 1, map: None }
+        Writer {
+            k,
+            d,
+            types,
+            uses,
+            bound: HashMap::new(),
+            temps: 0,
+            out: String::new(),
+            depth: 1,
+            map: None,
+            part: false,
+        }
     }
 
     fn line(&mut self, s: &str) {
@@ -153,8 +169,11 @@ impl<'a> Writer<'a> {
         self.out.push('\n');
     }
 
-    fn kernel(mut self, name: &str, indirect: Option<&Indirect>) -> Result<String> {
-        let (k, d) = (self.k, self.d);
+    /// The text of `k`, whose body is the writer's kernel.
+    fn kernel(mut self, k: &Kernel, name: &str, indirect: Option<&Indirect>) -> Result<String> {
+        let d = self.d;
+        // The names of what the parts choose from.
+        let listed = if k.parts.is_some() { "_of" } else { "" };
         let w = k.workgroup;
         let mut head = d
             .entry
@@ -172,22 +191,22 @@ impl<'a> Writer<'a> {
         };
         for (i, b) in k.buffers.iter().enumerate() {
             if i + 1 == k.buffers.len() && indirect.is_some_and(|w| w.fault) {
-                self.line(&word(&format!("{}* const", d.element(b.dtype)), &format!("b{i}")));
+                self.line(&word(&format!("{}* const", d.element(b.dtype)), &format!("b{i}{listed}")));
                 continue;
             }
             let c = if b.write { "" } else { "const " };
             let r = if k.noalias { d.restrict } else { "" };
             let p = format!("{}{c}{}* {r}", d.global, d.element(b.dtype));
-            let n = format!("b{i}");
+            let n = format!("b{i}{listed}");
             args.push(d.buffer_arg.replace("$p", &p).replace("$n", &n).replace("$i", &i.to_string()));
         }
         for (i, p) in k.params.iter().enumerate() {
             if indirect.is_some_and(|w| w.params.contains(&i)) {
-                self.line(&word(&format!("const {}", d.ty(p.ty)), &format!("p{i}")));
+                self.line(&word(&format!("const {}", d.ty(p.ty)), &format!("p{i}{listed}")));
                 continue;
             }
             let at = (k.buffers.len() + i).to_string();
-            let n = format!("p{i}");
+            let n = format!("p{i}{listed}");
             args.push(d.param_arg.replace("$t", d.ty(p.ty)).replace("$n", &n).replace("$i", &at));
         }
         if indirect.is_some() {
@@ -197,6 +216,10 @@ impl<'a> Writer<'a> {
             args.push(d.extra_args.to_string());
         }
         let _ = writeln!(head, "\n    {})\n{{", args.join(",\n    "));
+        if let Some(p) = &k.parts {
+            self.choose(p);
+        }
+        let k = self.k;
         for (i, l) in k.locals.iter().enumerate() {
             self.line(&format!("{}{} l{i}[{}];", d.local, self.array_ty(l.ty), l.len));
         }
@@ -213,6 +236,50 @@ impl<'a> Writer<'a> {
         }
         self.block(&k.body)?;
         Ok(format!("{head}{}}}\n", self.out))
+    }
+
+    /// Declares the buffers and parameters of the part that this workgroup belongs to.
+    fn choose(&mut self, parts: &Parts) {
+        let (k, d) = (self.k, self.d);
+        for (i, b) in k.buffers.iter().enumerate() {
+            let c = if b.write { "" } else { "const " };
+            self.line(&format!("{}{c}{}* b{i};", d.global, d.element(b.dtype)));
+        }
+        for (i, p) in k.params.iter().enumerate() {
+            match parts.own.iter().any(|o| o.ix() == i) {
+                true => self.line(&format!("{} p{i};", d.ty(p.ty))),
+                false => self.line(&format!("const {} p{i} = p{i}_of;", d.ty(p.ty))),
+            }
+        }
+        self.line(&format!("int w0 = {} * {} + {};", d.group_id[1], d.groups[0], d.group_id[0]));
+        self.choose_of(parts, 0, parts.count as usize);
+        self.part = true;
+    }
+
+    /// Chooses among the parts `first..end`, of which there is at least one, by halves.
+    fn choose_of(&mut self, parts: &Parts, first: usize, end: usize) {
+        if first + 1 < end {
+            let middle = first + (end - first) / 2;
+            self.line(&format!("if (w0 < p{}_of) {{", parts.start(middle)));
+            self.depth += 1;
+            self.choose_of(parts, first, middle);
+            self.depth -= 1;
+            self.line("} else {");
+            self.depth += 1;
+            self.choose_of(parts, middle, end);
+            self.depth -= 1;
+            self.line("}");
+            return;
+        }
+        for i in 0..self.k.buffers.len() {
+            self.line(&format!("b{i} = b{}_of;", parts.buffer(first, i)));
+        }
+        for p in &parts.own {
+            self.line(&format!("p{} = p{}_of;", p.0, parts.param(first, p.ix())));
+        }
+        if first > 0 {
+            self.line(&format!("w0 -= p{}_of;", parts.start(first)));
+        }
     }
 
     /// Bools are stored as words in arrays.
@@ -268,6 +335,10 @@ impl<'a> Writer<'a> {
             Expr::Const { ty, bits } => int_constant(bits, ty, d),
             Expr::Param(p) => format!("p{}", p.0),
             Expr::Value(v) => format!("v{}", v.0),
+            // A part has a linear range of workgroups.
+            Expr::Id(Id::Group(0)) if self.part => "w0".into(),
+            Expr::Id(Id::Group(_)) if self.part => "0".into(),
+            Expr::Id(Id::Groups(_)) if self.part => "1".into(),
             Expr::Id(id) => match id {
                 Id::Local(i) => d.local_id[i as usize],
                 Id::Group(i) => d.group_id[i as usize],

@@ -82,6 +82,12 @@ pub(super) fn batch(kernels: &[(&Kernel, String)], options: &Options) -> Result<
     let mut entries = vec![];
     let (mut f16, mut int16) = (false, false);
     for (k, name) in kernels {
+        if k.parts.is_some() {
+            return Err(crate::Error::unsupported(
+                format!("several parts in one launch in WGSL (kernel {})", k.name),
+                "Launch the parts one by one",
+            ));
+        }
         let k: Cow<'_, Kernel> =
             if options.subgroups { Cow::Borrowed(*k) } else { Cow::Owned(without_subgroups(k)) };
         let prefix = if kernels.len() > 1 { format!("{name}_") } else { String::new() };

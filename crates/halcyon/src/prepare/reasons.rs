@@ -20,7 +20,8 @@ pub(super) fn unapplied(session: &Session, exe: &Executable, sample: &[ConstData
         plan.warnings.iter().chain(b.warnings()).any(|w| w.starts_with(&own))
     };
     let blocks = [DType::F32, DType::BF16].iter().any(|d| b.device().as_target().channel_block(*d).is_some());
-    let facts = Facts { graph: &graph, amp: b.amp(), blocks };
+    let merges = b.device().as_target().caps().max_argument_bytes > 0;
+    let facts = Facts { graph: &graph, amp: b.amp(), blocks, merges };
     // Quantisation is skipped here, because it happens before the passes and has its own report.
     let wanted = passes::ALL.iter().filter(|n| all.does(n) && !changed(n) && **n != passes::QUANTIZED);
     let line = |name: &&str| match options.without.contains::<str>(name) {
@@ -36,6 +37,8 @@ struct Facts<'a> {
     amp: AmpPolicy,
     /// Whether the device computes images in blocks of channels.
     blocks: bool,
+    /// Whether the device runs several kernels in one launch.
+    merges: bool,
 }
 
 impl Facts<'_> {
@@ -62,6 +65,9 @@ impl Facts<'_> {
                 "the graph updates no slices"
             }
             passes::IN_PLACE => "every updated tensor is an input or is read again",
+            passes::JOINED => "no element-wise kernel stores a result that the next one reads",
+            passes::LAUNCHES if !self.merges => "the device does not run several kernels in one launch",
+            passes::LAUNCHES => "no two independent steps run the same element-wise kernel",
             passes::PACKED if !constants => "the graph has no constants",
             passes::PACKED => "no kernel of the plan asks for a packed constant",
             passes::EPILOGUES if !products => "the graph has no products or convolutions",

@@ -15,7 +15,7 @@ pub use replay::{Outcome, Recorded, Replay, ReplayOrigin, Replayed};
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease};
 use crate::optable::Rng;
-use crate::optable::check::Errors;
+use crate::optable::check::{Errors, Expected, Wrong};
 use crate::session::Session;
 use halcyon_hal::{BackendType, BufferRef};
 use halcyon_host as host;
@@ -233,11 +233,11 @@ impl<'a> PieceRunner<'a> {
         all.map(|(i, at)| self.read(*at, u.graph.dtype(i.node), &u.graph.shape(i.node).dims()?)).collect()
     }
 
-    /// Reads the value in the memory that a piece wrote.
-    fn output(&self, piece: usize) -> Result<ConstData> {
+    /// Reads the values in the memory that a piece wrote.
+    fn outputs(&self, piece: usize) -> Result<Vec<ConstData>> {
         let u = &self.pieces[piece];
-        let y = u.graph.outputs()[0].node;
-        self.read(u.output, u.graph.dtype(y), &u.graph.shape(y).dims()?)
+        let all = u.graph.outputs().iter().zip(&u.outputs);
+        all.map(|(o, at)| self.read(*at, u.graph.dtype(o.node), &u.graph.shape(o.node).dims()?)).collect()
     }
 
     fn read(&self, (step, place): (usize, usize), dtype: DType, dims: &[usize]) -> Result<ConstData> {
@@ -267,6 +267,12 @@ impl<'a> PieceRunner<'a> {
     }
 }
 
+/// The largest errors of all results, or the first result that is wrong.
+fn judge(expected: &[Expected], got: &[ConstData]) -> std::result::Result<Errors, Wrong> {
+    let mut each = expected.iter().zip(got).map(|(e, g)| e.judge(g));
+    each.try_fold(Errors::default(), |all, e| Ok(all.max(e?)))
+}
+
 impl Session {
     /// Runs the graph once, and checks a sample of the plan's steps against a reference, on the values that
     /// the steps actually read.
@@ -294,14 +300,13 @@ impl Session {
             run.run_until(u)?;
             let read = run.inputs(u)?;
             run.run(u)?;
-            let got = run.output(u)?;
+            let got = run.outputs(u)?;
             // A fault comes from this piece or an earlier one; the error names its op.
             self.backend().check_faults()?;
             let part = &run.pieces[u].graph;
             let want = bound::once(&options.reference, part, &read)?;
             let expected = bound::expected(part, &read, want, &options.reference)?;
-            let expected = &expected[0];
-            let verdict = expected.judge(&got);
+            let verdict = judge(&expected, &got);
             let (op, kernel, span) = run.names(u);
             report.checks.push(Check {
                 step: run.pieces[u].steps.start,
@@ -309,8 +314,8 @@ impl Session {
                 op,
                 kernel,
                 span,
-                elements: got.numel(),
-                tolerance: expected.tolerance(),
+                elements: got.iter().map(ConstData::numel).sum(),
+                tolerance: expected.iter().map(Expected::tolerance).fold(0.0, f64::max),
                 errors: verdict.as_ref().map_or_else(|w| w.errors, |e| *e),
                 wrong: verdict.as_ref().err().map(|w| w.what.clone()),
             });
@@ -326,8 +331,8 @@ impl Session {
                     about,
                     graph: part.clone(),
                     inputs: read,
-                    got: vec![got],
-                    expected: vec![expected.value().clone()],
+                    got,
+                    expected: expected.iter().map(|e| e.value().clone()).collect(),
                 }));
                 return Ok(report);
             }

@@ -5,6 +5,7 @@
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
 mod graphs;
+mod launches;
 mod options;
 mod peers;
 

@@ -258,7 +258,7 @@ impl Plan {
                 let dense = o.reduce.is_none() && contiguous(&at);
                 let large = o.dtype.bytes(o.view.numel()) >= STREAM_BYTES
                     && cfg!(target_arch = "x86_64")
-                    && !call.in_place;
+                    && call.in_place == 0;
                 let stream = large && dense;
                 // Whether rows consist of whole cache lines.
                 let lines = |n: isize| (n * o.dtype.size() as isize) % 64 == 0;
@@ -271,7 +271,7 @@ impl Plan {
                 let computed =
                     matches!(f.body[value].kind, InstrKind::Op(_) | InstrKind::Cast | InstrKind::Bitcast);
                 let same = from == o.dtype && from.compute() == from;
-                let direct = dense && !stream && computed && same && !call.in_place && !direct_taken[value];
+                let direct = dense && !stream && computed && same && call.in_place == 0 && !direct_taken[value];
                 direct_taken[value] |= direct;
                 Out { value, from, dtype: o.dtype, at, reduce: o.reduce, direct, stream, line_rows }
             })
@@ -359,11 +359,11 @@ fn check(f: &Fused, call: &CallForm<'_>) -> Result<(), Declined> {
         if l.view.mask.is_some() && l.fill.is_none_or(|p| p as usize >= f.params.len()) {
             return declined("a masked load without a fill value");
         }
-        if call.in_place
-            && l.input == 0
-            && f.outs.first().is_none_or(|o| o.view != l.view || o.dtype.size() != l.dtype.size())
+        let place = l.input as usize;
+        if place < call.in_place
+            && f.outs.get(place).is_none_or(|o| o.view != l.view || o.dtype.size() != l.dtype.size())
         {
-            return declined("in place, output 0 must be written where input 0 is read");
+            return declined(format!("in place, output {place} must be written where input {place} is read"));
         }
     }
     if f.outs.len() != call.outputs.len() || f.outs.is_empty() {

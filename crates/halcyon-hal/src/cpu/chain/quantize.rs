@@ -73,7 +73,7 @@ struct Codes {
 /// A kernel for the chain, if it is one of the two. `Plan::new` must have accepted the chain: instructions
 /// then use earlier ones and have the operands that their ops take, and views lie in their operands.
 pub(super) fn kernel(f: &Fused, call: &CallForm<'_>) -> Result<Option<CpuKernel>, Declined> {
-    if call.in_place || f.outs.len() != 1 || f.body.len() > MAX_BODY {
+    if call.in_place > 0 || f.outs.len() != 1 || f.body.len() > MAX_BODY {
         return Ok(None);
     }
     if let Some(c) = codes(f, call.inputs.len()) {

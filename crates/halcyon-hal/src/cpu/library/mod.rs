@@ -305,7 +305,7 @@ fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel,
     call.one_dense_output()?;
     check_types(op, call)?;
     let facts = op.facts();
-    if call.in_place && !facts.in_place {
+    if call.in_place > usize::from(facts.in_place) {
         return Err(Declined::because("this op does not run in place"));
     }
     if (call.packed.is_some() || call.epilogue.is_some()) && !facts.packs {

@@ -465,7 +465,7 @@ fn slices_are_updated_in_place() {
     let view = |dims: &[usize], d| Operand { dtype: d, view: View::dense(dims) };
     let ins = [view(&[10, 2], DType::F32), view(&[3, 2], DType::F32), view(&[], DType::I32)];
     let outs = [view(&[10, 2], DType::F32)];
-    let call = LibraryCall { in_place: true, ..LibraryCall::new(Work::Op(&op), &ins, &outs) };
+    let call = LibraryCall { in_place: 1, ..LibraryCall::new(Work::Op(&op), &ins, &outs) };
     let k = dev.library(&call).unwrap();
     for (at, first, fault) in [(4, 4, None), (9, 7, Some(42)), (-1, 0, Some(42))] {
         let bufs: Vec<BufferRef> = [80, 24, 4].iter().map(|n| dev.alloc(*n, Tag::Io).unwrap()).collect();

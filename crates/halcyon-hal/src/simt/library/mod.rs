@@ -245,7 +245,7 @@ impl Libraries {
         if !matches!(op, Op::Matmul | Op::Conv(_)) && !bytes && attention.is_none() {
             return Err(Declined::because(format!("the vendor's libraries are not used for {}", op.name())));
         }
-        if call.in_place {
+        if call.in_place > 0 {
             return Err(Declined::because("the vendor's kernels do not run in place"));
         }
         call.one_dense_output()?;

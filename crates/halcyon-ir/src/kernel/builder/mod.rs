@@ -124,6 +124,7 @@ impl Builder {
             exprs: vec![],
             values: vec![],
             vars: vec![],
+            parts: None,
             body: vec![],
         };
         let inner = Inner { k, types: vec![], cons: HashMap::new(), blocks: vec![vec![]], error: None };

@@ -47,7 +47,7 @@ unsafe fn start<T: Copy + Send + Sync>(r: &Run<'_>, base: &Walk) {
 
 /// Declines an in-place call whose base is not dense.
 fn in_place_ok(call: &CallForm<'_>) -> Result<(), Declined> {
-    if call.in_place && !call.inputs[0].view.is_dense() {
+    if call.in_place > 0 && !call.inputs[0].view.is_dense() {
         return Err(Declined::because("in place, the base must be dense"));
     }
     Ok(())
