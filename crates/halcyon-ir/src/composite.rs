@@ -9,7 +9,7 @@ pub use crate::ops::composite::{CompositeKind, CompositeRow};
 use crate::ops::{CROSS_ENTROPY, Op};
 use crate::shape::{Bindings, Dim, TensorType};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// Value of an attribute.
@@ -143,7 +143,8 @@ impl Graph {
     /// Mean over `axes`. Float types only; the sizes of `axes` must be known.
     pub fn mean(&mut self, x: NodeId, axes: &[usize], keep: bool) -> Result<NodeId> {
         self.need_float("mean", x)?;
-        let n = axes
+        let once: BTreeSet<usize> = axes.iter().copied().collect();
+        let n = once
             .iter()
             .fold(Dim::from(1), |a, &k| a.mul(self.shape(x).get(k).copied().unwrap_or(Dim::from(1))));
         let s = self.sum(x, axes, keep)?;

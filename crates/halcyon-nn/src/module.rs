@@ -322,6 +322,7 @@ pub trait ModuleExt: Module {
             by_backend.entry(t.backend().id().to_string()).or_default().push(t.clone());
         }
         by_backend.values().try_for_each(|v| halcyon::eval(v))?;
+        slots.iter().zip(&new).try_for_each(|((_, s), t)| s.accepts(t))?;
         slots.iter().zip(new).try_for_each(|((_, s), t)| s.replace(t))
     }
 
@@ -431,9 +432,12 @@ fn summary<M: Module>(module: &M) -> Result<String> {
                 return;
             }
         };
-        let (owner, name) = path.rsplit_once('.').unwrap_or(("", path));
         let mut lines = lines.borrow_mut();
-        let Some(line) = lines.iter_mut().rev().find(|l| l.path == owner) else { return };
+        // Lists, tuples and maps of parameters have no line, so the owner may be several names up.
+        let owners = path.match_indices('.').map(|(i, _)| i).rev().chain([0]);
+        let owner = owners.into_iter().find_map(|end| lines.iter().rposition(|l| l.path == path[..end]));
+        let Some(line) = owner.and_then(|i| lines.get_mut(i)) else { return };
+        let name = path[line.path.len()..].trim_start_matches('.');
         line.shapes.push(format!("{name} {t}"));
         match slot.kind() {
             SlotKind::Buffer => total[2] += n,

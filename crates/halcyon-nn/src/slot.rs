@@ -102,12 +102,18 @@ impl Slot {
     /// # Errors
     /// `Error::Shape` if the shape differs; the error that `new` carries.
     pub fn replace(&self, new: Tensor) -> Result<()> {
+        self.accepts(&new)?;
+        *lock(&self.0.state) = Arc::new(State::new(new));
+        Ok(())
+    }
+
+    /// Fails where [`Slot::replace`] would.
+    pub(crate) fn accepts(&self, new: &Tensor) -> Result<()> {
         let (have, want) = (new.shape()?, self.stored().shape()?);
         if have != want {
             let what = format!("the parameter is {want}, the new value {have}");
             return Err(self.name_in(Error::shape("Slot::replace", what)));
         }
-        *lock(&self.0.state) = Arc::new(State::new(new));
         Ok(())
     }
 

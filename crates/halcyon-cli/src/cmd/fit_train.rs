@@ -243,9 +243,13 @@ impl Report {
             1 => "recomputing them needs no less memory".to_string(),
             n => format!("and {} if {n} parts of the forward are computed again", size(r.activations)),
         };
+        let gradients = match p.gradients < p.parameters {
+            true => "of which not all are in memory at once".to_string(),
+            false => "as large as the parameters".into(),
+        };
         out += &table(&[
             row("parameters", p.parameters, format!("{} numbers", self.count)),
-            row("gradients", p.gradients, "as large as the parameters".into()),
+            row("gradients", p.gradients, gradients),
             row("optimizer", p.optimizer, "Adam: two moments for each parameter".into()),
             row("activations", p.activations, again),
             row("others", p.others, "the batch, the results and constants".into()),

@@ -65,7 +65,12 @@ fn epoch_json(r: &EpochReport) -> Value {
         "loss": number(r.loss),
         "samples_per_s": number(r.samples_per_s),
     });
-    r.metrics.iter().for_each(|(k, x)| v[k] = number(*x));
+    // A metric does not replace a field of the line.
+    for (name, x) in &r.metrics {
+        if let Some(fields) = v.as_object_mut() {
+            fields.entry(name.as_str()).or_insert_with(|| number(*x));
+        }
+    }
     v
 }
 

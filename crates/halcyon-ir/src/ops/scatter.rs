@@ -292,8 +292,7 @@ impl Rules for UpdateSlice {
         }
         if b.needs_grad(1) {
             let len = b.g.shape(u)[self.axis];
-            let i = b.g.iota(b.g.dtype(position), [len], 0)?;
-            let i = b.g.add(i, position)?;
+            let i = b.g.rows_from(position, len)?;
             out[1] = Some(b.g.gather(dy, i, self.axis)?);
         }
         Ok(Gradient::Of(out))

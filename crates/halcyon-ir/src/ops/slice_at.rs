@@ -2,9 +2,12 @@
 
 use super::composite::{CompositeGradient, CompositeKind, CompositeRow, some_per_element};
 use crate::composite::{Attr, Composite, attrs};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::grad::{Backward, Gradient, zeros};
 use crate::graph::{Graph, NodeId};
+use crate::scalar_op::ScalarOp;
+use crate::shape::Dim;
 
 const NAME: &str = "slice_at";
 
@@ -55,9 +58,24 @@ impl Graph {
         }
         let a = attrs([("axis", Attr::Int(axis as i64)), ("len", Attr::Int(len as i64))]);
         self.composite(CompositeKind::SliceAt, a, &[x, position], |g, x| {
-            let i = g.iota(g.dtype(x[1]), [len], 0)?;
-            let i = g.add(i, x[1])?;
+            let i = g.rows_from(x[1], len.into())?;
             g.gather(x[0], i, axis)
         })
+    }
+
+    /// The indices `position..position + len`. From a negative position, all indices are out of range, because
+    /// a gather counts negative indices from the end.
+    pub(crate) fn rows_from(&mut self, position: NodeId, len: Dim) -> Result<NodeId> {
+        let narrow = self.dtype(position).bits() < 32;
+        let p = if narrow { self.cast(position, DType::I32)? } else { position };
+        let d = self.dtype(p);
+        let i = self.iota(d, [len], 0)?;
+        let i = self.add(i, p)?;
+        if matches!(d, DType::U32 | DType::U64) {
+            return Ok(i);
+        }
+        let (zero, far) = (self.lit(p, 0i64), self.full(d, [len], d.range().1));
+        let negative = self.scalar(ScalarOp::Lt, &[p, zero])?;
+        self.scalar(ScalarOp::Select, &[negative, far, i])
     }
 }

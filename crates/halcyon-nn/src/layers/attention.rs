@@ -125,21 +125,22 @@ impl MultiHeadAttention {
     /// Splits `x` into heads: `[batch, heads, sequence, size of a head]`.
     #[track_caller]
     fn split(&self, x: &Tensor) -> Tensor {
-        let Ok(d) = x.dims() else { return x.clone() };
-        if d.len() != 3 {
-            let what = format!("an input of three axes expected, found {:?}", d.as_slice());
+        // The sizes may be symbols.
+        let Ok(d) = x.shape() else { return x.clone() };
+        if d.rank() != 3 {
+            let what = format!("an input of three axes expected, found {d}");
             let e = halcyon::ir::error::Error::shape("multi_head_attention", what);
             return Tensor::build(&[x], |_, _| Err(e));
         }
-        let y = x.reshape([d[0], d[1], self.heads, self.size / self.heads]);
+        let y = x.reshape([d[0], d[1], self.heads.into(), (self.size / self.heads).into()]);
         y.permute(if self.batch_first { &[0, 2, 1, 3] } else { &[1, 2, 0, 3] })
     }
 
     #[track_caller]
     fn join(&self, y: &Tensor) -> Tensor {
         let y = y.permute(if self.batch_first { &[0, 2, 1, 3] } else { &[2, 0, 1, 3] });
-        match y.dims() {
-            Ok(d) if d.len() == 4 => y.reshape([d[0], d[1], self.size]),
+        match y.shape() {
+            Ok(d) if d.rank() == 4 => y.reshape([d[0], d[1], self.size.into()]),
             _ => y,
         }
     }

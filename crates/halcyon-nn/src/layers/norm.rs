@@ -6,6 +6,7 @@ use crate::slot::{Buffer, Param};
 use halcyon::ir::DType;
 use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::error::Result;
+use halcyon::ir::shape::Dim;
 use halcyon::{Backend, Tensor};
 
 /// Options of layer, group and root-mean-square normalisation.
@@ -204,19 +205,21 @@ impl GroupNorm {
     /// The layer's result for `x` of shape `[batch, channels, …]`.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
-        let Ok(dims) = x.dims() else { return x.clone() };
-        let wanted = dims.len() >= 2 && dims[1] == self.channels;
-        if !wanted {
-            let what = format!("{} channels expected, the input is {:?}", self.channels, dims.as_slice());
+        // The sizes may be symbols.
+        let Ok(shape) = x.shape() else { return x.clone() };
+        let dims: Vec<Dim> = shape.iter().copied().collect();
+        if dims.get(1) != Some(&Dim::from(self.channels)) {
+            let what = format!("{} channels expected, the input is {shape}", self.channels);
             let e = halcyon::ir::error::Error::shape("group_norm", what);
             return placed(Tensor::build(&[x], |_, _| Err(e)), &self.weight, x);
         }
-        let rest: usize = dims[2..].iter().product();
-        let y = x.reshape([dims[0], self.groups, self.channels / self.groups * rest]);
+        let each = Dim::from(self.channels / self.groups);
+        let rest = dims[2..].iter().fold(each, |n, d| n.mul(*d));
+        let y = x.reshape([dims[0], Dim::from(self.groups), rest]);
         let mean = y.mean_keepdim(2);
         let centred = &y - &mean;
         let var = centred.sqr().mean_keepdim(2);
-        let y = (centred * (var + self.eps).rsqrt()).reshape(dims.to_vec());
+        let y = (centred * (var + self.eps).rsqrt()).reshape(dims.clone());
         let mut per_channel = vec![1usize; dims.len() - 1];
         per_channel[0] = self.channels;
         let y = match &self.weight {

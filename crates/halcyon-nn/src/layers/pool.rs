@@ -99,20 +99,18 @@ impl<const N: usize> Module for AdaptiveAvgPool<N> {
 }
 
 impl<const N: usize> AdaptiveAvgPool<N> {
-    /// The layer's result for `x` of shape `[batch, channels, …]`, with known sizes.
+    /// The layer's result for `x` of shape `[batch, channels, …]`. The sizes after the channels must be known.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
-        let dims = match x.dims() {
-            Ok(d) => d,
-            Err(_) => return x.clone(),
-        };
-        if dims.len() != N + 2 || self.0.contains(&0) {
-            let what = format!("windows {:?} over a tensor of shape {:?}", self.0, dims.as_slice());
+        let Ok(shape) = x.shape() else { return x.clone() };
+        let dims: Option<Vec<usize>> = shape.iter().skip(2).map(|d| d.known()).collect();
+        let Some(dims) = dims.filter(|_| shape.rank() == N + 2 && !self.0.contains(&0)) else {
+            let what = format!("windows {:?} over a tensor of shape {shape}", self.0);
             return Tensor::build(&[x], |_, _| Err(Error::shape("adaptive average", what)));
-        }
+        };
         let mut y = x.clone();
         for (i, n) in self.0.iter().enumerate() {
-            y = averaged(&y, 2 + i, dims[2 + i], *n);
+            y = averaged(&y, 2 + i, dims[i], *n);
         }
         y
     }

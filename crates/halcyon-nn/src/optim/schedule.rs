@@ -80,6 +80,8 @@ impl Schedule {
                 let (low, least) = (most / divisor, most / divisor / final_divisor);
                 let k = (k as f64).min(end);
                 match k <= first {
+                    // The rise may have a single step.
+                    true if first <= 0.0 => *most,
                     true => cosine(low, *most, k / first),
                     false => cosine(*most, least, (k - first) / (end - first).max(1e-300)),
                 }

@@ -3,7 +3,7 @@
 //! fault word. Scatters are deterministic: each result is computed by one work-item, which
 //! applies the updates in order.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::access::{Access, GROUP, Template, typed};
 use crate::kernel::{Builder, E, Fault, Kernel, Launch, Ty};
 use crate::ops::ScatterKind;
@@ -33,6 +33,14 @@ fn checked<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>, fault: Fault<'a>) -> E<'a> 
     i
 }
 
+/// Fails for an axis without elements. Every index is out of range there, and a clamped index needs an element.
+fn not_empty(n: usize) -> Result<()> {
+    match n {
+        0 => Err(Error::argument("gather", "the axis has no elements, so every index is out of range")),
+        _ => Ok(()),
+    }
+}
+
 /// `out[a…, i…, b…] = x[a…, index[i…], b…]`.
 pub(crate) fn gather(
     axis: usize,
@@ -41,6 +49,7 @@ pub(crate) fn gather(
     out: &Operand,
     caps: &Caps,
 ) -> Result<(Kernel, Launch)> {
+    not_empty(x.view.shape[axis])?;
     let t = Template::new("gather", GROUP, &[x, index, out]);
     let (ax, ai, ao) = (t.input(x), t.input(index), t.output(out));
     let b = &t.b;
@@ -65,6 +74,7 @@ pub(crate) fn gather_elements(
     out: &Operand,
     caps: &Caps,
 ) -> Result<(Kernel, Launch)> {
+    not_empty(x.view.shape[axis])?;
     let t = Template::new("gather_elements", GROUP, &[x, index, out]);
     let (ax, ai, ao) = (t.input(x), t.input(index), t.output(out));
     let b = &t.b;
@@ -201,9 +211,12 @@ pub(crate) fn class_index(
     let groups = t.points(&labels.view.shape, |_, idx| {
         let wide = b.let_(wide(al.load(b, idx)));
         let ok = wide.ge(0).and(wide.lt(n.to(Ty::I64)));
-        let fine = ignore.map_or(ok, |i| ok.or(wide.equals(i)));
+        let ignored = ignore.map(|i| wide.equals(i));
+        let fine = ignored.map_or(ok, |i| ok.or(i));
         b.if_(!fine, || fault.set());
-        ao.store(b, idx, ok.select(wide, 0i64));
+        // An ignored label becomes class 0, even if it is in range.
+        let counts = ignored.map_or(ok, |i| ok.and(!i));
+        ao.store(b, idx, counts.select(wide, 0i64));
     });
     t.finish(groups, caps.max_groups)
 }

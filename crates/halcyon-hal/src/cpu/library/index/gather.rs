@@ -112,8 +112,8 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel, De
     })
 }
 
-/// Class labels as indices below `classes`. A label that is negative or not below `classes` becomes 0. It
-/// also sets the fault, unless it equals `ignore`.
+/// Class labels as indices below `classes`. The label `ignore` becomes 0. So does a label that is negative or
+/// not below `classes`, which also sets the fault.
 pub(crate) fn class_index(
     call: &CallForm<'_>,
     classes: Option<usize>,
@@ -131,11 +131,11 @@ pub(crate) fn class_index(
                 // is dense and writable. Each `q` is its own output.
                 unsafe {
                     let l = labels.get(src.get(), q);
-                    let ok = l >= 0 && (l as u64) < n as u64;
-                    if !ok && Some(l) != ignore {
+                    let (ok, ignored) = (l >= 0 && (l as u64) < n as u64, Some(l) == ignore);
+                    if !ok && !ignored {
                         r.fault.set();
                     }
-                    *dst.get().add(q) = if ok { l } else { 0 };
+                    *dst.get().add(q) = if ok && !ignored { l } else { 0 };
                 }
             }
         });
