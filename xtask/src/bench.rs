@@ -289,8 +289,8 @@ impl Options {
     }
 }
 
-/// Builds the command and the example `bench_server`, which is Halcyon's side of the benchmarks, in release
-/// mode.
+/// Builds the command and the examples `bench_server` and `bench_train`, which are Halcyon's side of the
+/// benchmarks, in release mode.
 pub(crate) fn build() -> Result<(), Failure> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let what =

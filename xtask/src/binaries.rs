@@ -45,8 +45,8 @@ fn binary(message: &str) -> Option<Binary> {
     })
 }
 
-/// Builds the test binaries that `build` selects, a `cargo test --no-run` command. Its diagnostics appear on
-/// the terminal.
+/// Builds the test binaries that `command` selects, which is a `cargo test --no-run` command. Its diagnostics
+/// appear on the terminal.
 fn build(command: &mut Command) -> Result<Vec<Binary>, String> {
     command.arg("--message-format=json-render-diagnostics");
     println!("    $ {}", line(command));

@@ -16,7 +16,8 @@ pub(crate) struct ChildResult {
     pub err: String,
     /// What happened to the child if it has no exit code, such as `was ended by signal: 11 (SIGSEGV)`.
     pub broken: Option<String>,
-    /// Set if the deadline passed: the time since the child's last output, or `None` if it was not started.
+    /// Set if the deadline passed: the time since the child's last output, or `Some(None)` if the child was
+    /// not started.
     pub late: Option<Option<Duration>>,
     pub code: Option<i32>,
 }

@@ -303,8 +303,8 @@ impl Job {
         command
     }
 
-    /// The events of a child, plus an error if it ended badly. Running out of time is not an error, unless a
-    /// child that does not measure had no recent output: it is reported as hung.
+    /// The events of a child, plus an error if it ended badly. Running out of time is not an error, unless
+    /// the child does not measure and had no recent output. Such a child is reported as hung.
     pub(crate) fn events(&self, ended: &ChildResult, measures: bool) -> Vec<Event> {
         let mut out = match self.form {
             OutputFormat::Events => lines(&ended.out),

@@ -1,5 +1,5 @@
-//! How the command treats drivers: child processes probe them first, and what they print is kept apart from
-//! what the command prints.
+//! How the command treats drivers: child processes probe the drivers first, and the output of drivers is kept
+//! apart from the output of the command.
 
 use crate::cmd::Command;
 use crate::report;

@@ -1,7 +1,7 @@
-//! All environment variables that the sources read, printed by `halcyon help environment`. A test compares
-//! this table with the sources.
+//! The environment variables that the sources read, except those that are set only by tests and for child
+//! processes. `halcyon help environment` prints this table, and a test compares it with the sources.
 
-/// Who sets the variable.
+/// The section of `halcyon help environment` that lists the variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Group {
     User,

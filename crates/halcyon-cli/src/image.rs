@@ -13,7 +13,7 @@ use halcyon_ir::Scalar;
 const MAX_PIXELS: usize = 100 << 20;
 const MAX_BYTES: usize = 512 << 20;
 
-/// The image format that an input expects. `None` where the model does not determine it.
+/// The image format that an input expects. A field is `None` if the model does not determine it.
 #[derive(Debug, PartialEq)]
 struct ImageFormat {
     layout: ImageLayout,
@@ -25,12 +25,12 @@ struct ImageFormat {
 
 /// Decodes an image file for an input. Also returns a short description of the conversion.
 ///
-/// Values are scaled to 0..1, then `(x - mean) / std`. A u8 input gets the bytes unchanged. Transparency is
-/// ignored.
+/// Values are scaled to 0..1, then `(x - mean) / std`. A u8 input gets values from 0 to 255 instead.
+/// Transparency is ignored.
 ///
 /// # Errors
 /// [`Error::Argument`] if the input cannot be an image or an option does not fit; [`Error::Format`] for a
-/// damaged file.
+/// file that is damaged, unsupported or too large; [`Error::OutOfMemory`].
 pub(crate) fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstData, String)> {
     let want = want(p, a)?;
     let bad = |what: String| Error::Format { file: file.into(), what };
@@ -194,7 +194,7 @@ fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Resu
     }
     let dtype = p.dtype()?;
     if dtype.is_float() {
-        // The division by 255 has already rounded to f32. The next steps are in f64, so their rounding is
+        // Scaling to 0..1 has already rounded to f32. The next steps are in f64, so their rounding is
         // negligible.
         return Ok(pixels
             .iter()

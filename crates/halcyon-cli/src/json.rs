@@ -30,8 +30,8 @@ pub(crate) fn print(v: &impl Serialize) -> Result<()> {
     write(&mut io::BufWriter::new(driver_output::out()), v, "standard output")
 }
 
-/// The values of a tensor in row-major order, each with the fewest digits that identify it in its dtype. JSON
-/// has no NaN and no infinities, so these are strings.
+/// The values of a tensor in row-major order. A float has the fewest digits that identify its value as f64
+/// (for f64 tensors) or as f32. JSON has no NaN and no infinities, so these are strings.
 #[derive(Debug)]
 pub(crate) struct Values<'a>(pub &'a ConstData);
 

@@ -7,10 +7,12 @@ use halcyon_formats::onnx::{Datum, Port, PortType};
 use serde_json::Value;
 use std::path::Path;
 
-/// Parses a source as JSON unless it is a file: an array, an object, a number, a string, true or false.
+/// Parses a source that is JSON: an array, an object, a number, a string, true or false. `None` for the name
+/// of an existing file and for other text.
 ///
 /// # Errors
-/// [`Error::Argument`] for text that begins like an array or object but is not valid JSON.
+/// [`Error::Argument`] for text that begins like an array or object but is not valid JSON. Text that ends
+/// with a letter is no error, because it may be a file pattern.
 pub(crate) fn parse(text: &str) -> Result<Option<Value>> {
     let start = text.trim_start();
     let nested = start.starts_with(['[', '{']);
@@ -48,7 +50,8 @@ pub(crate) fn datum(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
     tensor(dtype, &dims, &vals).map(Datum::Tensor)
 }
 
-/// A tensor of these elements, each of which the dtype must be able to represent.
+/// A tensor of these elements. An integer or bool that the dtype cannot represent is an error; floats are
+/// rounded to the dtype.
 pub(crate) fn tensor(
     dtype: DType,
     dims: &[usize],

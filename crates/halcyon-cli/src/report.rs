@@ -53,7 +53,7 @@ pub(crate) fn path(path: &Path) -> Value {
     path.to_string_lossy().into()
 }
 
-/// Text for a terminal, without the control characters that quoted names may contain.
+/// Text for a terminal. Control characters, which quoted names may contain, are escaped.
 fn plain(text: &str) -> Cow<'_, str> {
     escaped(text, &['\n', '\t'])
 }
@@ -110,8 +110,8 @@ fn say(text: &str) {
     let _ = driver_output::err().write_all(format!("{}\n", plain(text)).as_bytes());
 }
 
-/// Prints problems with the file of tuned kernels, without which plans are then made, and that tuning may
-/// take long.
+/// Warns that tuning may take long, if all kernels are to be tuned. Also warns about problems with the file
+/// of tuned kernels; plans are then made without its results.
 pub(crate) fn tuning_warnings(b: &Backend) {
     // The kernels of the CPU have no variants.
     if b.tuning_mode() == TuningMode::Exhaustive && b.info().backend != BackendType::Cpu {
@@ -280,7 +280,7 @@ pub(crate) fn table(rows: &[Vec<String>]) -> String {
     out
 }
 
-/// A table with a heading; the columns in `right` are right-aligned.
+/// A table. The columns in `right` are right-aligned.
 pub(crate) fn figures(rows: Vec<Vec<String>>, right: &[usize]) -> String {
     let mut rows = rows;
     for &c in right {
@@ -294,7 +294,8 @@ pub(crate) fn figures(rows: Vec<Vec<String>>, right: &[usize]) -> String {
     table(&rows)
 }
 
-/// Width of the output in columns: the terminal's, or COLUMNS, limited to the range from 40 to 100.
+/// Width of the output in columns: the terminal's, else the variable COLUMNS, else 100. It is limited to the
+/// range from 40 to 100.
 pub(crate) fn columns() -> usize {
     let asked = std::env::var("COLUMNS").ok().and_then(|v| v.parse().ok());
     let wide = terminal_size::terminal_size().map(|(w, _)| usize::from(w.0)).or(asked);
@@ -338,7 +339,8 @@ pub(crate) fn short(s: &str, most: usize) -> String {
 /// Statistics of an output's values.
 #[derive(Debug)]
 pub(crate) struct Summary {
-    /// Over the values that are not NaN; `None` if there are none.
+    /// Minimum, maximum and mean are those of the values that are not NaN; `None` if there are no such
+    /// values.
     pub min: Option<f64>,
     pub max: Option<f64>,
     pub mean: Option<f64>,

@@ -91,8 +91,8 @@ pub(crate) enum Spec {
 /// an error.
 ///
 /// # Errors
-/// [`Error::Argument`] for unknown names and for inputs given twice or not at all; [`Error::DType`] for data
-/// of another dtype than the model's; errors of the file formats.
+/// [`Error::Argument`] for unknown names, for inputs given twice or not at all, and for data of another dtype
+/// than the model's; [`Error::OutOfMemory`] for generated values; errors of the file formats.
 pub(crate) fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> {
     resolve_with(ports, a, vec![], fill)
 }
@@ -630,7 +630,8 @@ fn fill_values(f: Fill, name: &str, dtype: DType, dims: &[usize], seed: u64) -> 
         (Fill::Ones, _) => Scalar::U(1),
         (Fill::Random, DType::Bool) => Scalar::Bool(r.next() & 1 == 1),
         (Fill::Random, d) if d.is_int() => Scalar::U(r.next() % 10),
-        // 24 bits, which f32 represents exactly, so that no value rounds up to 1.
+        // Multiples of 2^-24 below 1, which f32 represents exactly. (Narrower floats may round the largest to
+        // 1.)
         (Fill::Random, _) => Scalar::F((r.next() >> 40) as f64 / (1u64 << 24) as f64),
     });
     ConstData::from_scalars(dtype, dims, values)

@@ -156,8 +156,8 @@ fn squeezenet_follows_onnxruntime() {
 
 const FOLDERS: [&str; 4] = ["models/light", "models/random", "ml", "models/shapes"];
 
-/// Checks that every case of a folder passes on cpu, opencl and webgpu, and that there are at least
-/// `at_least`.
+/// Checks that every case of a folder passes on every test backend, and that there are at least `at_least`
+/// cases.
 fn all_pass(test: &'static str, folder: &str, at_least: u64) {
     if drawn("folder of models", FOLDERS.len()).is_some_and(|i| FOLDERS[i] != folder) {
         println!("{test}: another folder was drawn");

@@ -299,8 +299,8 @@ pub trait BaseBackend {
     fn get_device_info_dict(&self, device_id: Option<usize>) -> Result<serde_json::Value> {
         self.get_device_info(device_id)?.to_dict()
     }
-    /// Moves to this backend: a tensor gives its copy here, or itself if it is here already; of a module, all
-    /// parameters and buffers move.
+    /// Moves a tensor or a module to this backend. For a tensor, returns its copy on this backend, or the
+    /// tensor itself if it is already there. For a module, moves all its parameters and buffers.
     ///
     /// # Errors
     /// Errors of evaluating and copying.
@@ -312,13 +312,14 @@ pub trait BaseBackend {
     /// [`Error::Argument`] for an unknown level, [`Error::Unsupported`] for one that is not supported; errors
     /// of moving the model.
     fn prepare_model<K, M: PrepareModel<K>>(&self, model: M, level: impl LevelName) -> Result<M::Prepared>;
-    /// The model compiled for inference; for a module, weights are constants. With a sample, the plan is made
-    /// and has run once. With a dtype, products and convolutions compute in it. A module that is not prepared
-    /// gets the backend's level; other models keep theirs.
+    /// The model compiled for inference; for a module, weights are constants. With a sample, the call makes
+    /// the plan and runs it once. With a dtype, products and convolutions compute in that dtype. A module
+    /// that is not prepared gets the backend's level; other models keep their level.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a dtype that is no policy of mixed precision; [`Error::Unsupported`] for one
-    /// that the device does not support; errors of the model and the device.
+    /// [`Error::Argument`] for a dtype other than f32, bf16 and f16, for bf16 or f16 below level O2, and at
+    /// level O3 without a sample; [`Error::Unsupported`] for a dtype that the device does not support; errors
+    /// of the model and the device.
     fn optimize_for_inference<K, M: ForInference<K>>(
         &self,
         model: M,
@@ -326,8 +327,8 @@ pub trait BaseBackend {
         dtype: Option<DType>,
     ) -> Result<M::Optimized>;
     /// The module, and the optimizer if one is given (otherwise `()`), on this backend for training. With a
-    /// dtype, products and convolutions of training steps compute in it. A module that is not prepared gets
-    /// the backend's level; one that does not implement `Forward` must be prepared first.
+    /// dtype, products and convolutions of training steps compute in that dtype. A module that is not
+    /// prepared gets the backend's level; a module that does not implement `Forward` must be prepared first.
     ///
     /// # Errors
     /// As [`BaseBackend::optimize_for_inference`].

@@ -47,7 +47,7 @@ impl From<BackendPreference> for BackendType {
 
 impl FromStr for BackendPreference {
     type Err = Error;
-    /// Parses any name of the backend.
+    /// Parses any of the names of a backend.
     fn from_str(s: &str) -> Result<BackendPreference> {
         use BackendPreference::*;
         let b: BackendType = s.parse()?;
@@ -122,7 +122,8 @@ impl MemoryEstimate {
     }
 }
 
-/// The memory need of a Llama-like decoder, from its sizes. Results saturate at the maximum of `u64`.
+/// The memory need of a Llama-like decoder, from its sizes. The formulas below are numbers of elements, each
+/// of `dtype_bytes` bytes. Results saturate at the maximum of `u64`.
 ///
 /// - Weights: embedding and output matrix, `2 · vocab · hidden`; per layer, attention `hidden · (2 · hidden +
 ///   2 · kv_heads · head)`, feed-forward network `3 · hidden · intermediate` and two norms; a final norm.

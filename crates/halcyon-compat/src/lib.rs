@@ -1,5 +1,5 @@
-//! Functions and types that choose and use a backend under the names that other libraries gave them. Each
-//! function only calls the API of [`halcyon`].
+//! Functions and types for choosing and using a backend, with the names of other libraries. Each function
+//! only calls the API of [`halcyon`].
 //!
 //! Each module is for programs that were written for one such interface. `docs/compat.md` lists all names and
 //! what each of them does. New programs should use the core API: [`Backend`](halcyon::Backend),

@@ -48,7 +48,7 @@ fn first_device(b: BackendType) -> Result<DeviceInfo, Error> {
 ///
 /// # Errors
 /// [`BackendErrorKind::UnknownValue`](crate::BackendErrorKind) for an unknown name; `Mismatch` for `cuda` on
-/// a machine with ROCm, and vice versa; `MissingRuntime` if the backend has no device.
+/// a machine that has ROCm but no CUDA, and vice versa; `MissingRuntime` if the backend has no device.
 pub fn resolve_device(name: &str) -> Result<DeviceInfo, BackendError> {
     let asked: BackendType = name.parse().map_err(BackendError::from)?;
     if asked == BackendType::Auto {
@@ -170,7 +170,8 @@ impl AmpConfig {
     /// `halcyon-nn` on that backend begin with a scale of 65536.
     ///
     /// # Errors
-    /// [`BackendErrorKind`](crate::BackendErrorKind)`::Unsupported` if the dtype is none of f16 and bf16.
+    /// [`BackendErrorKind`](crate::BackendErrorKind)`::Unsupported` if mixed precision is enabled and the
+    /// dtype is neither f16 nor bf16.
     pub fn apply(&self, builder: BackendBuilder) -> Result<BackendBuilder, BackendError> {
         let policy = match self.dtype.filter(|_| self.enabled) {
             None => AmpPolicy::None,

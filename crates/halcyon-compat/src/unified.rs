@@ -64,7 +64,8 @@ impl BackendBuilder {
 
     /// Sets mixed precision ([`halcyon::BackendBuilder::amp`]), which takes effect at level O2, and the scale
     /// of the loss in training steps ([`halcyon::BackendBuilder::loss_scale`]). The scale is that of the
-    /// first step; later it changes with the gradients. 1.0 means that bf16 and f32 use no scale.
+    /// first step; later it changes with the gradients. With a `scale_factor` of 1.0, training steps in bf16
+    /// and f32 do not scale the loss.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if `accum_dtype` is not f32, or `compute_dtype` is none of f32, f16 and bf16;
@@ -184,8 +185,8 @@ fn adam(x: &[Tensor]) -> Vec<Tensor> {
 ///
 /// # Errors
 /// [`Error::Argument`] if the numbers of parameters and gradients differ, there are none, or `state` belongs
-/// to other parameters; [`Error::Shape`] if the type of a gradient is not that of its parameter; errors of
-/// the device.
+/// to other parameters; [`Error::Shape`] if the type of a gradient is not that of its parameter, or is not
+/// f32; errors of the device.
 pub fn fused_adam_step(
     params: &[&State],
     grads: &[&Tensor],

@@ -39,8 +39,8 @@ pub fn mnist(dir: &Path, split: Split) -> Result<Arc<dyn Dataset>> {
     ready(folder(dir, split)?, None)
 }
 
-/// Converts images to f32 and divides them by `divisor`; without one, it divides images of bytes by 255.
-/// Images `[h, w]` become `[1, h, w]`. Labels become i32.
+/// Converts images to f32 and divides them by `divisor`. The default divisor is 255 for images in u8, and 1
+/// for other images. Images `[h, w]` become `[1, h, w]`. Labels become i32.
 pub(crate) fn ready(raw: Arrays, divisor: Option<f32>) -> Result<Arc<dyn Dataset>> {
     let Column { dtype, dims, .. } = raw.columns()[0].clone();
     let divisor = divisor.unwrap_or(if dtype == DType::U8 { 255.0 } else { 1.0 });

@@ -29,8 +29,8 @@
 //! ```
 //!
 //! Files may be truncated, damaged or hostile. Every length is checked against the file before memory is
-//! allocated for it, and a rejected file gives an [`halcyon_ir::Error::Format`] that names the file and the
-//! position in it.
+//! allocated for it. A rejected file gives an [`halcyon_ir::Error::Format`] that names the file, and for a
+//! table also the line and the column.
 #![forbid(unsafe_code)]
 
 mod arrays;

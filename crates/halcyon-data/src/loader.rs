@@ -211,8 +211,8 @@ impl fmt::Debug for DataLoader {
 
 impl DataLoader {
     /// # Errors
-    /// [`Error::Argument`] for a batch size or prefetch of 0, for more than 256 threads, and for a dataset
-    /// with too few rows for a batch.
+    /// [`Error::Argument`] for a batch size of 0, for a prefetch of 0 with threads, for more than 256
+    /// threads, and for a dataset with too few rows for a batch.
     pub fn new(data: impl Dataset + 'static, options: LoaderOptions) -> Result<DataLoader> {
         let bad = |what: String| Err(Error::argument("DataLoader", what));
         let (rows, size) = (data.len(), options.batch_size);

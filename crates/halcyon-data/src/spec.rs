@@ -175,7 +175,7 @@ impl DataSpec {
         }
     }
 
-    /// The keys that are set, each with the kinds that use it.
+    /// The keys that apply only to some kinds: each with whether it is set, and the kinds that use it.
     fn keys(&self) -> [(&'static str, bool, &'static [Kind]); 18] {
         use Kind::*;
         const ARRAYS: &[Kind] = &[Npz, Safetensors];

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// The largest number of classes. A column with more different labels is an error.
+/// The largest number of classes. A column of labels with more different names is an error.
 const MAX_CLASSES: usize = 1 << 16;
 /// The largest number of characters of a value that an error quotes.
 const QUOTED: usize = 40;
@@ -18,8 +18,9 @@ const LISTED: usize = 20;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LabelKind {
-    /// If all labels are integers from 0 to 2^31 - 1, they are class numbers. Otherwise, if all labels are
-    /// numbers, they are values to predict. Otherwise they are names of classes.
+    /// If [`CsvOptions::classes`] are given, the labels are names of classes. Otherwise, if all labels are
+    /// integers from 0 to 2^31 - 1, they are class numbers. Otherwise, if all labels are numbers, they are
+    /// values to predict. Otherwise they are names of classes.
     #[default]
     Auto,
     /// Names of classes, even if the labels are numbers.

@@ -101,8 +101,9 @@ impl From<Vocabulary> for String {
 pub struct TextOptions {
     /// Characters of a window.
     pub context: usize,
-    /// The distance between the starts of two windows, in characters. The default `None` means `context`, so
-    /// that an epoch has every character once. With 1, every possible window is used.
+    /// The distance between the starts of two windows, in characters. The default `None` means `context`:
+    /// windows then do not overlap, and characters at the end that do not fill a window are left out. With 1,
+    /// every possible window is used.
     pub stride: Option<usize>,
     /// The vocabulary to use, such as the vocabulary of the training text. `None` means the characters of
     /// this text.

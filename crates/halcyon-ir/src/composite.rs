@@ -164,7 +164,7 @@ impl Graph {
 
     /// Mean negative log-likelihood of integer `labels [n, d…]` under `logits [n, classes, d…]`. Labels equal
     /// to `ignore` are excluded from both the sum and the count; if all labels are excluded the result is
-    /// NaN. A label outside `[0, classes)` makes the run fail. Half types are summed in f32.
+    /// NaN. Any other label outside `[0, classes)` makes the run fail. Half types are summed in f32.
     pub fn cross_entropy(&mut self, logits: NodeId, labels: NodeId, ignore: Option<i64>) -> Result<NodeId> {
         self.need_float(CROSS_ENTROPY, logits)?;
         let (s, l) = (self.shape(logits).clone(), self.shape(labels).clone());

@@ -19,10 +19,10 @@ pub enum Rounding {
 
 impl Graph {
     /// Casts to `dtype` after clamping `x` to the finite range of `dtype`, so infinities and numbers out of
-    /// range become the largest or smallest finite number. NaN is cast as by [`Graph::cast`]. A cast to an
-    /// 8-bit float is ONNX `Cast` with `saturate`. A cast from a float to an integer truncates, so round
-    /// before it to quantise. A cast to `f8e8m0` is [`Graph::cast_e8m0`] with [`Rounding::Nearest`] and
-    /// `saturate`.
+    /// range become the largest or smallest finite number. NaN, and casts from or to bool, are as in
+    /// [`Graph::cast`]. A cast to an 8-bit float is ONNX `Cast` with `saturate`. A cast from a float to an
+    /// integer truncates, so round before it to quantise. A cast to `f8e8m0` is [`Graph::cast_e8m0`] with
+    /// [`Rounding::Nearest`] and `saturate`.
     pub fn cast_saturating(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
         let mut x = x;
         let from = self.dtype(x);

@@ -45,7 +45,8 @@ pub trait CustomOp: Send + Sync + fmt::Debug {
     }
 }
 
-/// A handle on a custom op. It is serialised as its name, so the op must be [`register`]ed before loading.
+/// A handle on a custom op. It is serialised as its name and key, so the op must be [`register`]ed before a
+/// graph that uses it is loaded.
 #[derive(Clone)]
 pub struct Custom(Arc<dyn CustomOp>);
 

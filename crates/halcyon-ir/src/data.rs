@@ -20,7 +20,7 @@ impl<T: AsRef<[u8]> + Send + Sync> Bytes for T {
 
 /// Dense row-major little-endian tensor data. Elements of fewer than 8 bits are packed with the first element
 /// in the low bits of a byte, as in ONNX raw data; unused bits of the last byte are ignored. Cloning shares
-/// the bytes. Two values are equal if they share bytes, or if dtype, shape and bytes are equal.
+/// the bytes. Two values are equal if their dtypes, shapes and bytes are equal.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct ConstData {
     pub dtype: DType,

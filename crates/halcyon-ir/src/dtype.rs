@@ -1,10 +1,9 @@
-//! Element types. Everything that depends on the dtype alone is a column of [`ROWS`], which has one row per
-//! dtype.
+//! Element types. [`ROWS`] has one row per dtype, with its names, size and class.
 //!
-//! Small types (integers of 2 and 4 bits, floats of 4 and 8 bits) are for storage: tensors hold, move,
-//! compare and cast them. No kernel uses them, because [`crate::passes::small_types`] rewrites a graph to
-//! types of [`DType::native`]. Elements of fewer than 8 bits are packed into bytes, the first element in the
-//! low bits. Unused bits of the last byte are zero.
+//! Small types (integers of 2 and 4 bits, floats of 4 and 8 bits) are for storage. Ops accept them, but
+//! kernels do not: [`crate::passes::small_types`] rewrites a graph so that it computes in the types of
+//! [`DType::native`]. Elements of fewer than 8 bits are packed into bytes, the first element in the low bits.
+//! Unused bits of the last byte are written as zero and ignored when read.
 
 use crate::minifloat::{self, Format, Special};
 use serde::{Deserialize, Serialize};
@@ -33,13 +32,13 @@ pub enum DType {
     I4,
     /// Two exponent bits and one fraction bit: magnitudes 0 to 6, no infinity, no NaN (OCP MX).
     F4E2M1,
-    /// The largest number is 448. It has NaN, but no infinity (OCP).
+    /// The largest number is 448. The type has NaN, but no infinity (OCP).
     F8E4M3FN,
-    /// The largest number is 240. It has NaN, but no infinity and no negative zero.
+    /// The largest number is 240. The type has NaN, but no infinity and no negative zero.
     F8E4M3FNUZ,
-    /// The largest number is 57,344. It has infinity and NaN (OCP).
+    /// The largest number is 57,344. The type has infinity and NaN (OCP).
     F8E5M2,
-    /// The largest number is 57,344. It has NaN, but no infinity and no negative zero.
+    /// The largest number is 57,344. The type has NaN, but no infinity and no negative zero.
     F8E5M2FNUZ,
     /// A power of two from 2^-127 to 2^127, or NaN, without zero and sign. Microscaling formats (OCP MX)
     /// store their scales in it.
@@ -63,7 +62,8 @@ pub struct Row {
     /// Bits per element in memory; types under 8 bits are packed.
     pub bits: u32,
     pub class: Class,
-    /// Its number in ONNX's `TensorProto.DataType` (onnx.proto3); 0 (UNDEFINED) if ONNX has no such type.
+    /// The dtype's number in ONNX's `TensorProto.DataType` (onnx.proto3); 0 (UNDEFINED) if ONNX has no such
+    /// type.
     pub onnx: i32,
     /// The first version of ONNX's operator set that has the type.
     pub onnx_since: i64,
@@ -172,8 +172,8 @@ impl DType {
         self.bytes(1)
     }
 
-    /// The dtype in which arithmetic runs: f32 for floats under 32 bits, a 32-bit integer for smaller
-    /// integers (whose results wrap when they are stored).
+    /// The dtype in which arithmetic runs: f32 for floats under 32 bits, and i32 or u32 for integers under 32
+    /// bits, whose results wrap when they are stored. Every other dtype is its own compute dtype.
     pub fn compute(self) -> DType {
         match self {
             DType::F16 | DType::BF16 => DType::F32,
@@ -204,7 +204,8 @@ impl DType {
         ROWS.iter().find(|r| r.onnx == code && code != 0).map(|r| r.dtype)
     }
 
-    /// Smallest and largest value. Bool is 0..=1; floats that have infinities return infinities.
+    /// Smallest and largest value. Bool is 0..=1; floats that have infinities return infinities. The largest
+    /// values of 64-bit integers are rounded up to 2^63 and 2^64, because f64 cannot represent them.
     pub fn range(self) -> (f64, f64) {
         match (self.class(), self.bits()) {
             _ if self == DType::F8E8M0 => (minifloat::e8m0_decode(0), minifloat::e8m0_decode(254)),
@@ -286,7 +287,8 @@ impl Scalar {
 
     /// The value after a cast to `dtype` by the rules of the `Cast` op. To bool: `!= 0`. Between integers:
     /// wraps. Float to integer: truncates and saturates, NaN becomes 0. To float: rounds to nearest even, and
-    /// values past the largest number become infinity.
+    /// values past the largest number become infinity. (A 64-bit integer is rounded to f64 before it is
+    /// rounded to bf16.)
     ///
     /// Small types: a float that is cast to an integer of 2 or 4 bits is first cast to i32, whose low bits
     /// are kept. In a small float type without infinity, values past the largest number become NaN. `f4e2m1`,

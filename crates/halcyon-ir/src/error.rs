@@ -220,7 +220,8 @@ pub enum Error {
     /// Operands of one op on two devices.
     #[error("{}: {}{}", one_line(op), different_devices(a, b), place(at))]
     MixedDevices { op: String, a: String, b: String, at: Span },
-    /// A kernel read an index that was out of range. It used the nearest valid index instead.
+    /// A kernel read an index that was out of range. It used the nearest valid index instead; for a class
+    /// label it used 0.
     #[error("index out of range in {}{}: {}", one_line(op), place(at), bad_index(range, found, input))]
     Index {
         op: String,
@@ -243,7 +244,7 @@ pub enum Error {
     Format { file: String, what: String },
     #[error("{}: {}", one_line(path), one_line(what))]
     Io { path: String, what: String },
-    /// A bug in Halcyon, with what to report.
+    /// A bug in Halcyon. The message asks the user to report it.
     #[error("internal error: {0}. Please report this with the model and command that led here")]
     Internal(String),
 }

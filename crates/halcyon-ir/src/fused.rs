@@ -124,8 +124,9 @@ impl Fused {
         (r + w) as u64
     }
 
-    /// The kernel without the values passed at run time (sizes, strides, offsets, literal values). Two fused
-    /// kernels with equal templates can share a compiled program that takes these values as arguments.
+    /// The kernel without the values passed at run time: sizes, strides, offsets, bounds of masks, literals
+    /// and arguments. Of a stride, only whether it is 0 is kept. Two fused kernels with equal templates can
+    /// share a compiled program that takes these values as arguments.
     pub fn template(&self) -> Fused {
         let mut f = self.clone();
         let blank = |v: &mut View| {

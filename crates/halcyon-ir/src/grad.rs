@@ -22,14 +22,14 @@ pub use scalar::ScalarGrad;
 pub(crate) type Grads = SmallVec<[Option<NodeId>; 3]>;
 
 /// Appends nodes that compute `d loss / d wrt[k]` and returns them in the order of `wrt`. Each gradient has
-/// the shape and dtype of `wrt[k]`. The entry is `None` if the loss does not depend on `wrt[k]` or if
-/// `wrt[k]` is not a float.
+/// the shape and dtype of `wrt[k]`. The entry is `None` if `wrt[k]` is not a float, if the loss does not
+/// depend on it, or if it depends on it only through integers or through ops whose gradient is zero.
 ///
-/// `loss` must be a float with one element, unless `seed` is given: a node of the loss's type that holds the
-/// incoming gradient. Contributions to one node are added in descending order of the users' ids, which fixes
-/// the order of summation. Composites are differentiated in closed form if their row has one (as softmax,
-/// layer norm and attention), otherwise through a copy of their body. New nodes take the span of the node
-/// that they differentiate.
+/// `loss` must be a float. It must have one element, unless `seed` is given, a node of the loss's type that
+/// holds the incoming gradient. Contributions to one node are added in descending order of the users' ids,
+/// which fixes the order of summation. A composite is differentiated in closed form if its row has such a
+/// form (softmax, layer norm and attention do), otherwise through a copy of its body. New nodes take the span
+/// of the node that they differentiate.
 ///
 /// Errors: the loss or the seed has the wrong type, or an op has no gradient ([`Error::Unsupported`], with
 /// its name).

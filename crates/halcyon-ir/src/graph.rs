@@ -2,8 +2,8 @@
 //! representation.
 //!
 //! A graph is a pure function of its inputs and arguments. A state (KV cache, parameter, running statistic)
-//! is an input whose new value is an output. [`Graph::states`] pairs them, and lowering stores the new value
-//! in the old value's buffer if nothing else reads the old value.
+//! is an input whose new value is an output. [`Graph::states`] pairs them. If the caller donates the input,
+//! the plan may store the new value in the old value's buffer.
 
 mod build;
 
@@ -153,7 +153,9 @@ impl Graph {
         Ok(g)
     }
 
-    /// The sizes of the symbols for which the declared input shapes equal `shapes` (in input order).
+    /// The sizes of the symbols with which the declared input shapes become `shapes`, which are in the order
+    /// of the inputs. A symbol gets its size from a dimension that is this symbol alone. It is an error if a
+    /// symbol of an input occurs only inside expressions, such as `2*s`.
     pub fn solve(&self, shapes: &[Shape]) -> Result<Bindings> {
         let mut b = Bindings::new();
         if shapes.len() != self.inputs.len() {
@@ -194,8 +196,9 @@ impl Graph {
         Ok(b)
     }
 
-    /// Copies the nodes of `other` that `roots` depend on into this graph. Input `k` of `other` becomes
-    /// `inputs[k]`. Returns the new ids of the roots.
+    /// Copies `roots` and the nodes of `other` that they depend on into this graph. Input `k` of `other`
+    /// becomes `inputs[k]`. Run-time arguments keep their indices, so this graph must have declared them.
+    /// Returns the new ids of the roots.
     pub fn inline(&mut self, other: &Graph, inputs: &[NodeId], roots: &[NodeId]) -> Result<Vec<NodeId>> {
         let mut map: HashMap<NodeId, NodeId> = HashMap::new();
         let live = other.live(roots);
@@ -219,7 +222,7 @@ impl Graph {
         Ok(roots.iter().map(|r| map[r]).collect())
     }
 
-    /// For each node, whether `roots` depend on it.
+    /// For each node, whether it is one of `roots` or a root depends on it.
     pub fn live(&self, roots: &[NodeId]) -> Vec<bool> {
         let mut live = vec![false; self.nodes.len()];
         roots.iter().for_each(|r| live[r.index()] = true);
@@ -231,8 +234,8 @@ impl Graph {
         live
     }
 
-    /// Structural hash over ops, types, edges, outputs and states. It ignores spans and names. For a
-    /// constant, it covers the dtype, the shape and at most the first 64 bytes.
+    /// Structural hash over ops, types, edges, outputs, arguments and states. It ignores spans and names. For
+    /// a constant, it covers the dtype, the shape and at most the first 64 bytes.
     pub fn structural_hash(&self) -> u64 {
         let mut h = std::collections::hash_map::DefaultHasher::new();
         self.hash(&mut h);
@@ -374,7 +377,7 @@ impl Graph {
         }
     }
 
-    /// Checks every node against its type rule.
+    /// Checks the graph's structure, and every node against its type rule.
     pub fn check(&self) -> Result<()> {
         self.well_formed(0).map_err(|w| Error::internal(format!("graph: {w}")))?;
         self.check_types()

@@ -5,8 +5,9 @@ use crate::shape::Dims;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-/// Element `i0, i1, …` lies at `offset + Σ i_k * strides[k]`, counted in elements. If `mask` is set and an
-/// index is outside its `[lo, hi)`, the element is the reader's fill value and memory is not accessed.
+/// Element `i0, i1, …` lies at `offset + Σ i_k * strides[k]`, counted in elements. If `mask` is set and the
+/// index along an axis is outside the axis's `[lo, hi)`, the element is the reader's fill value and memory is
+/// not accessed.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct View {
     pub shape: Dims,

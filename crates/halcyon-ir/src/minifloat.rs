@@ -91,7 +91,7 @@ impl Format {
         self.decode(self.largest() as u8)
     }
 
-    /// The value of a pattern. NaN keeps its sign.
+    /// The value of a pattern. NaN keeps its sign, except in the FNUZ types, which have only one NaN.
     pub fn decode(&self, bits: u8) -> f64 {
         let (bits, sign) = (bits as u32, self.sign());
         let rest = bits & (sign - 1);

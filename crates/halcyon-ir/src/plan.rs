@@ -54,8 +54,8 @@ pub struct Slot {
 /// layout.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Live {
-    /// Total bytes of these buffers. Each buffer is written by the step or before it, and is used by the step
-    /// or after it.
+    /// Total bytes of these buffers. The first use of each is at `step` or before it, and its last use is at
+    /// `step` or after it.
     pub bytes: usize,
     /// The first step at which the total is largest.
     pub step: usize,
@@ -93,8 +93,8 @@ pub struct Bounds {
     pub end: i64,
     /// An index value that is skipped, whether or not it is in range.
     pub ignore: Option<i64>,
-    /// Whether the indices' memory is kept unchanged until the end of the plan, so that an error can read
-    /// them.
+    /// Whether the indices' memory is kept unchanged until the end of the plan, so that the error of a bad
+    /// index can quote its value and position.
     pub kept: bool,
 }
 

@@ -3,8 +3,9 @@
 //! and [`eval_f64`] is the float64 reference of the op tests.
 //!
 //! Semantics: after every op, elements are rounded to the node's dtype. Float sums, sums of products and
-//! scans accumulate in f64 and round once. Integers wrap. Where a device clamps an index and reports a fault,
-//! this returns [`Error::Index`]. An average over a window wholly in the padding is 0.
+//! scans accumulate in f64 and round once. Integers wrap. For an index out of range, which a device replaces
+//! by a valid one and reports as a fault, the evaluation returns [`Error::Index`]. An average over a window
+//! wholly in the padding is 0.
 
 use crate::composite::Composite;
 use crate::data::ConstData;
@@ -20,7 +21,8 @@ use std::sync::Arc;
 pub(crate) mod index;
 pub(crate) mod window;
 
-/// Elements widened to 64 bits: floats as `f64` (exact); bools and integers as `i64` (u64 with its bits).
+/// Elements widened to 64 bits: floats as `f64` (exact); bools and integers as `i64` (a u64 as the i64 with
+/// the same bits).
 #[derive(Clone, Debug)]
 pub(crate) enum Vals {
     F(Vec<f64>),
@@ -59,7 +61,7 @@ fn round(d: DType, v: f64) -> f64 {
     }
 }
 
-/// Wraps to the integer dtype `d`. A bool is whether `v` is not 0.
+/// Wraps to the integer dtype `d`. For bool, the result is 0 if `v` is 0, and 1 otherwise.
 pub(crate) fn wrap(d: DType, v: i64) -> i64 {
     let sh = 64 - d.bits();
     match d.class() {
@@ -99,8 +101,8 @@ impl Vals {
 
     pub(crate) fn float(d: DType, mut v: Vec<f64>) -> Vals {
         if d == DType::F8E8M0 {
-            // The range of these powers of two is too wide for exact sums, so arithmetic on them is defined
-            // in f32.
+            // Sums of powers of two from this wide range are not exact in f64. Therefore a result is defined
+            // to be rounded to f32 first.
             v.iter_mut().for_each(|x| *x = *x as f32 as f64);
         }
         if d != DType::F64 {
@@ -245,7 +247,7 @@ fn widened(c: &ConstData) -> Result<ConstData> {
 }
 
 /// The graph with every float dtype replaced by f64. Literals keep the value rounded to their original dtype.
-/// Errors: a bitcast between a float and an integer, whose sizes would then differ.
+/// Errors: a bitcast between an integer and a float of fewer than 64 bits, whose sizes would then differ.
 pub fn promote(graph: &Graph) -> Result<Graph> {
     let up = |d: DType| if d.is_float() { DType::F64 } else { d };
     let mut g = Graph::new();

@@ -45,7 +45,7 @@ pub struct Row {
     /// `Wide`, or `Exact` if the result is useless for operands that were rounded to a half type.
     pub mixed: MixedRole,
     /// The gradient. A short one is written in the row, a longer one is a function of `crate::grad::scalar`.
-    /// `Zero` for ops that take no floats.
+    /// It is `Zero` for ops whose derivative is zero (rounding, comparisons) and for ops that take no floats.
     pub gradient: ScalarGrad,
 }
 
@@ -248,16 +248,18 @@ macro_rules! for_each_scalar_op {
                 Sub sub sub ("sub", Same, "fiu", Some(|x, y, _| x - y), Some(|x, y, _| x.wrapping_sub(y)), "($0 - $1)", "($0 - $1)", 1.0, ANY, 1, Wide, Operand(grad::sub));
                 /// Product, element by element, of floats or integers. Integers wrap.
                 Mul mul mul ("mul", Same, "fiu", Some(|x, y, _| x * y), Some(|x, y, _| x.wrapping_mul(y)), "($0 * $1)", "($0 * $1)", 1.0, ANY, 1, Wide, Operand(|g, x, _, dy, k| g.mul(dy, x[1 - k]).map(Some)));
-                /// Quotient, of floats or integers. Integers round towards zero; division by zero gives 0.
+                /// Quotient, of floats or integers. The quotient of integers is rounded towards zero, and is
+                /// 0 if the divisor is 0.
                 Div div div ("div", Same, "fiu", Some(|x, y, _| x / y), Some(|x, y, _| if y == 0 { 0 } else { x / y }), "($0 / $1)", "h_idiv($0, $1)", 4.0, POS, 1, Wide, Operand(grad::div));
                 /// Remainder as in C: it has the sign of the dividend. For integers the remainder by zero is
                 /// 0.
                 Rem rem rem ("rem", Same, "fiu", Some(|x, y, _| x % y), Some(|x, y, _| if y == 0 { 0 } else { x % y }), "fmod($0, $1)", "h_irem($0, $1)", 8.0, POS, 4, Exact, Operand(grad::rem));
                 /// Floored modulus: it has the sign of the divisor. For integers the modulus by zero is 0.
                 Mod modulo modulo ("mod", Same, "fiu", Some(|x, y, _| { let r = x % y; if r != 0.0 && (r < 0.0) != (y < 0.0) { r + y } else { r } }), Some(|x, y, _| if y == 0 { 0 } else { ((x % y) + y) % y }), "h_mod($0, $1)", "h_imod($0, $1)", 8.0, POS, 4, Exact, Operand(grad::modulo));
-                /// This tensor to the power of `other`, of floats or integers. Integers wrap.
+                /// This tensor to the power of `other`, of floats or integers. Integers wrap. If an integer
+                /// exponent is negative, the result is 0, except for the bases 1 and -1.
                 Pow pow pow ("pow", Same, "fiu", Some(|x, y, _| x.powf(y)), Some(ipow), "pow($0, $1)", "h_ipow($0, $1)", 32.0, POS, 20, Wide, Operand(grad::pow));
-                /// The angle in radians of the point with this tensor as its y and `other` as its x, of
+                /// The angle in radians of the point whose y is this tensor and whose x is `other`, of
                 /// floats.
                 Atan2 atan2 atan2 ("atan2", Same, "f", Some(|x, y, _| x.atan2(y)), None, "atan2($0, $1)", "", 10.0, POS, 12, Wide, Operand(grad::atan2));
                 /// The smaller operand; NaN if either is NaN.
@@ -280,13 +282,13 @@ macro_rules! for_each_scalar_op {
                 Eq eq eq ("eq", Test, "fiub", Some(|x, y, _| b(x == y)), Some(|x, y, _| bi(x == y)), "($0 == $1)", "($0 == $1)", 0.0, ANY, 1, Wide, Zero);
                 /// Whether elements differ, as bools.
                 Ne ne ne ("ne", Test, "fiub", Some(|x, y, _| b(x != y)), Some(|x, y, _| bi(x != y)), "($0 != $1)", "($0 != $1)", 0.0, ANY, 1, Wide, Zero);
-                /// Whether this tensor's elements are less, as bools.
+                /// Whether this tensor's elements are less than those of `other`, as bools.
                 Lt lt lt ("lt", Test, "fiub", Some(|x, y, _| b(x < y)), Some(|x, y, _| bi(x < y)), "($0 < $1)", "($0 < $1)", 0.0, ANY, 1, Wide, Zero);
-                /// Whether this tensor's elements are less or equal, as bools.
+                /// Whether this tensor's elements are less than or equal to those of `other`, as bools.
                 Le le le ("le", Test, "fiub", Some(|x, y, _| b(x <= y)), Some(|x, y, _| bi(x <= y)), "($0 <= $1)", "($0 <= $1)", 0.0, ANY, 1, Wide, Zero);
-                /// Whether this tensor's elements are greater, as bools.
+                /// Whether this tensor's elements are greater than those of `other`, as bools.
                 Gt gt gt ("gt", Test, "fiub", Some(|x, y, _| b(x > y)), Some(|x, y, _| bi(x > y)), "($0 > $1)", "($0 > $1)", 0.0, ANY, 1, Wide, Zero);
-                /// Whether this tensor's elements are greater or equal, as bools.
+                /// Whether this tensor's elements are greater than or equal to those of `other`, as bools.
                 Ge ge ge ("ge", Test, "fiub", Some(|x, y, _| b(x >= y)), Some(|x, y, _| bi(x >= y)), "($0 >= $1)", "($0 >= $1)", 0.0, ANY, 1, Wide, Zero);
             }
             ternary {
@@ -416,7 +418,7 @@ impl ScalarOp {
         match (d.class(), r.float, r.int) {
             (Class::Float, Some(f), _) => {
                 let v = f(get(0).as_f64(), get(1).as_f64(), get(2).as_f64());
-                // Via f32, as in the reference of the other ops.
+                // A result of this type is rounded to f32 first, as in the reference of the other ops.
                 let v = if out == DType::F8E8M0 { v as f32 as f64 } else { v };
                 Scalar::F(v).cast(out)
             }
@@ -427,7 +429,8 @@ impl ScalarOp {
                 };
                 let v = f(wide(get(0)), wide(get(1)), wide(get(2)));
                 match out.class() {
-                    // `not` on bool is the only op whose integer value can be other than 0 or 1.
+                    // `not` on bool is the only op with a bool result whose integer value can be other than 0
+                    // or 1.
                     Class::Bool => Scalar::Bool(if d == DType::Bool { v & 1 != 0 } else { v != 0 }),
                     Class::Uint => Scalar::U(v as u64).cast(out),
                     _ => Scalar::I(v as i64).cast(out),

@@ -5,8 +5,8 @@
 //! first.
 //!
 //! Arithmetic never wraps and never panics. A result that does not fit 64 bits, or an expression that exceeds
-//! [`MAX_ATOMS`], becomes [`Dim::LOST`], as does everything computed from it. [`TensorType::check`], which
-//! every node of a graph passes, rejects types that contain it.
+//! [`MAX_ATOMS`], becomes [`Dim::LOST`], as does everything computed from it. [`TensorType::check`] rejects
+//! types that contain it, and so do [`crate::Graph::push`] and [`crate::Graph::check`].
 
 use crate::error::{Error, Result, one_line};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -43,9 +43,8 @@ static INTERNER: LazyLock<RwLock<Interner>> = LazyLock::new(Default::default);
 
 /// Maximum number of axes of a tensor (as in NumPy).
 pub const MAX_AXES: usize = 64;
-/// Maximum size of a tensor in bytes, where dimensions of size zero count as one. It is what a 64-bit process
-/// can address. Element counts, offsets and strides of such tensors, and sums of a few of these, fit an
-/// `isize`.
+/// Maximum size of a tensor in bytes. A dimension of 0 counts as 1. A 64-bit process can address this much.
+/// Element counts, offsets and strides of such tensors, and sums of a few of these, fit an `isize`.
 pub const MAX_BYTES: u64 = 1 << 47;
 /// Maximum number of symbols, quotients, maxima and terms in one expression, including nested ones.
 pub const MAX_ATOMS: usize = 256;
@@ -114,7 +113,7 @@ impl Dim {
         }
     }
 
-    /// The size, if the dimension contains no symbol.
+    /// The size; `None` for an expression, a negative number and [`Dim::LOST`].
     pub fn known(self) -> Option<usize> {
         (self.0 >= 0).then_some(self.0 as usize)
     }
@@ -196,7 +195,9 @@ impl Dim {
         }
     }
 
-    /// Floored quotient. Exact if the divisor divides every term.
+    /// Floored quotient. It is simplified if the divisor has a single term that divides every term of this
+    /// dimension, or if both are equal. Otherwise it stays a quotient until it is bound. A divisor of 0 is an
+    /// error.
     pub fn div(self, o: Dim) -> Result<Dim> {
         if o.is(0) {
             return Err(Error::shape("shape", "division of a dimension by zero"));
@@ -555,8 +556,9 @@ impl TensorType {
     }
 
     /// Rejects types that no device can hold: more than [`MAX_AXES`] axes, a size that is negative or does
-    /// not fit 64 bits, or known sizes of more than [`MAX_BYTES`] in total (counting sizes of zero as one, so
-    /// that strides fit as well).
+    /// not fit 64 bits, or more than [`MAX_BYTES`] bytes. In the number of bytes, a symbolic dimension counts
+    /// as 1. A dimension of 0 also counts as 1, because the strides, which are products of the other
+    /// dimensions, must not overflow either.
     ///
     /// # Errors
     /// [`Error::Shape`] that names `op`.

@@ -48,7 +48,7 @@ pub struct Caps {
     pub compute_units: Option<u32>,
     /// Whether the device is a CPU. Kernels then give each work-item long contiguous ranges.
     pub is_cpu: bool,
-    /// Operations of its matrix units; empty if it has none.
+    /// Operations of the device's matrix units; empty if it has none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub matrix: Vec<MatrixOp>,
 }

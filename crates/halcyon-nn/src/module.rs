@@ -310,10 +310,12 @@ pub trait ModuleExt: Module {
         p.matched(self.set_trainable_where(|path| p.matches(path), true))
     }
 
-    /// Replaces every parameter and buffer by `f(path, value)`. If there is an error, none is replaced.
+    /// Replaces every parameter and buffer by `f(path, value)`. The shape must stay the same. If `f` or the
+    /// evaluation of a result fails, nothing is replaced. If `f` changes a shape, the slots before that slot
+    /// are already replaced.
     ///
     /// # Errors
-    /// The first error of `f`, or of evaluating its results.
+    /// The first error of `f`, or of evaluating its results; `Error::Shape` if `f` changes a shape.
     fn map(&self, mut f: impl FnMut(&str, &Tensor) -> Result<Tensor>) -> Result<()> {
         let slots = self.slots();
         let new = slots.iter().map(|(path, s)| f(path, &s.stored())).collect::<Result<Vec<_>>>()?;
@@ -416,8 +418,9 @@ struct Line {
 }
 
 fn summary<M: Module>(module: &M) -> Result<String> {
-    // One line for every module that the visit entered, in order. A parameter belongs to the last line at the
-    // time of its visit.
+    // One line for every module that the visit entered, in order. A parameter belongs to the newest line
+    // whose path is the parameter's path without its last part. A parameter without such a line, such as an
+    // element of a `Vec<Param>`, is left out.
     let lines = std::cell::RefCell::new(vec![line("", module.kind())]);
     let (mut seen, mut failed) = (HashSet::new(), None);
     let mut total = [0usize; 3];

@@ -173,7 +173,7 @@ impl TrainingOptimizer for Optimizer {
 /// ```
 ///
 /// # Errors
-/// `Error::Argument` for a dtype that is not a policy of mixed precision, or for any dtype below level O2;
+/// `Error::Argument` for a dtype other than f32, bf16 and f16, and for bf16 or f16 below level O2;
 /// `Error::Unsupported` for a dtype that the device does not support; errors of the copies.
 pub fn optimize_for_training<M: Module, O: TrainingOptimizer>(
     module: Prepared<M>,
@@ -261,7 +261,8 @@ impl<'a> Inference<'a> {
     }
 
     /// The forward quantised for its device (level O3). The result only takes inputs of the sample's types.
-    /// The error of quantisation is measured on the sample ([`halcyon::quantize`]).
+    /// The error of quantisation is measured on the sample ([`halcyon::quantize`]). If no layer can be
+    /// quantised, the result is the unchanged forward, and the [`Rewrite`] has the reason.
     ///
     /// # Errors
     /// Those of [`halcyon::quantize::quantize`]; errors of the forward and of the device.
@@ -350,9 +351,9 @@ impl<'a> Inference<'a> {
 /// for inputs of the sample's type.
 ///
 /// # Errors
-/// `Error::Argument` for a dtype that is not a policy of mixed precision, for any dtype below level O2, and
-/// at level O3 without a sample; `Error::Unsupported` for a dtype that the device does not support; errors of
-/// the forward and the device.
+/// `Error::Argument` for a dtype other than f32, bf16 and f16, for bf16 or f16 below level O2, and at level
+/// O3 without a sample; `Error::Unsupported` for a dtype that the device does not support, and at level O3 if
+/// the bound cannot be met; errors of the forward and the device.
 pub fn optimize_for_inference<'a, M: Forward + 'a>(
     module: Prepared<M>,
     sample: Option<&Tensor>,

@@ -19,7 +19,7 @@ pub enum SlotKind {
 
 struct Inner {
     kind: SlotKind,
-    /// Whether files of weights contain it.
+    /// Whether files of weights contain the slot.
     saved: bool,
     state: Mutex<Arc<State>>,
     trainable: AtomicBool,
@@ -236,7 +236,7 @@ impl Buffer {
     /// value, and the buffer is replaced when the step ends.
     ///
     /// # Errors
-    /// Those of [`Slot::set`].
+    /// Those of [`Slot::set`]; `Error::Unsupported` inside of the forward of a [`crate::Inference`].
     pub fn write(&self, new: Tensor) -> Result<()> {
         self.0.write(new)
     }

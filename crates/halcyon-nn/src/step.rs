@@ -25,7 +25,8 @@ type Traced<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 
 /// A training step that is planned once per set of input types. The plan computes the loss, the gradients,
 /// and the new parameters, optimizer state and buffers. The new values overwrite the memory of the old
-/// values. A later call with inputs of the same types runs only that plan.
+/// values, except of those on which the program holds a handle. A later call with inputs of the same types
+/// runs only that plan.
 ///
 /// ```
 /// use halcyon::prelude::*;
@@ -76,7 +77,7 @@ pub struct TrainStep<'a> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryBudget(pub u64);
 
-/// The settings that the user chose. The others follow the backend.
+/// Whether the user chose each setting. A setting that the user did not choose follows the backend.
 #[derive(Clone, Copy, Default)]
 struct Own {
     mixed: bool,
@@ -201,13 +202,14 @@ impl<'a> TrainStep<'a> {
     }
 
     /// Sets the mixed precision of this step, in place of the backend's: an [`AmpPolicy`], or a
-    /// [`MixedPrecision`] with the ops that it applies to. Parameters and the optimizer's state stay in f32.
-    /// With f16, a step without a loss scaler gets one. Its first scale is
-    /// [`halcyon::BackendBuilder::loss_scale`], or 65536 by default. [`TrainStep::loss_scaler`] removes the
-    /// scaler.
+    /// [`MixedPrecision`] with the ops that it applies to. Parameters and the optimizer's state keep their
+    /// dtypes. With f16, a step without a loss scaler gets one. Its first scale is
+    /// [`halcyon::BackendBuilder::loss_scale`], or 65536 by default. To train without the scaler, call
+    /// [`TrainStep::loss_scaler`] after this method.
     ///
     /// # Errors
-    /// `Error::Unsupported` if the device does not store the dtype.
+    /// `Error::Unsupported` if the device does not store the dtype; `Error::Argument` if a scaler would be
+    /// added between the batches of one update.
     pub fn amp(mut self, policy: impl Into<MixedPrecision>) -> Result<Self> {
         self.own.mixed = true;
         self.mixed_and_scaler(MixedPrecision { guarded: true, ..policy.into() })
@@ -320,7 +322,9 @@ impl<'a> TrainStep<'a> {
         self.parts.load(Ordering::Relaxed)
     }
 
-    /// The number of plans, one per set of input types.
+    /// The number of plans. There is at least one per set of input types. A step that accumulates gradients
+    /// has another plan for the calls without an update, and a step needs another plan while the program
+    /// holds a handle on an old value of a state.
     pub fn plans(&self) -> usize {
         self.compiled.iter().flatten().map(Compiled::plans).sum()
     }
@@ -450,7 +454,8 @@ impl<'a> TrainStep<'a> {
     }
 }
 
-/// The mixed precision that a step takes over from a backend, because it needs a loss scaler with it.
+/// The backend's mixed precision, if it is f16. A step takes over only f16, because only f16 needs a loss
+/// scaler. With `None`, the step uses the backend's own setting.
 fn of_backend(backend: &Backend) -> Option<MixedPrecision> {
     let passes = backend.lower_options().passes;
     if passes.amp != AmpPolicy::F16 {
@@ -462,7 +467,8 @@ fn of_backend(backend: &Backend) -> Option<MixedPrecision> {
     Some(MixedPrecision { policy: AmpPolicy::F16, only, f32, force, guarded: true })
 }
 
-/// The loss scaler of a backend with a scale.
+/// The loss scaler with the backend's [`halcyon::BackendBuilder::loss_scale`]; `None` if the backend has no
+/// scale.
 fn scaler_of(backend: &Backend) -> Option<LossScaler> {
     backend.loss_scale().map(|initial| LossScaler { initial, ..LossScaler::default() })
 }

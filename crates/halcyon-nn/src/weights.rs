@@ -22,8 +22,8 @@ pub enum Strictness {
 
 /// Saving and loading the weights of a module.
 pub trait LoadWeights: Module {
-    /// Parameters and buffers by name, on the host. A shared parameter or buffer appears under each of its
-    /// names.
+    /// Parameters and buffers by name, on the host, without the buffers made by [`crate::Buffer::transient`].
+    /// A shared parameter or buffer appears under each of its names.
     ///
     /// # Errors
     /// Errors of the device.
@@ -37,12 +37,13 @@ pub trait LoadWeights: Module {
         slots.into_iter().map(|(path, slot)| Ok((path, slot.stored().to_data()?))).collect()
     }
 
-    /// Replaces parameters and buffers by tensors of the same names and shapes; dtypes are converted. Returns
-    /// the names without a counterpart. If there is an error, nothing is replaced.
+    /// Replaces parameters and buffers by tensors of the same names and shapes; dtypes are converted. `names`
+    /// lists the names of all given tensors, and `get` returns the tensor of a name, or `None`. Returns the
+    /// names without a counterpart. If there is an error, nothing is replaced.
     ///
     /// # Errors
-    /// `Error::Argument` for names without a counterpart if `strict`; `Error::Shape` for a tensor of another
-    /// shape, with its name; errors of the device.
+    /// `Error::Argument` for names without a counterpart, if `strictness` is [`Strictness::Strict`];
+    /// `Error::Shape` for a tensor of another shape, with its name; errors of `get` and of the device.
     fn load_state_dict(
         &self,
         get: &dyn Fn(&str) -> Option<Result<ConstData>>,

@@ -5,8 +5,8 @@ use halcyon::TuningMode;
 use halcyon::hal::backend::{BUILT_IN, BuiltIn, TestDevice};
 use halcyon::prelude::*;
 
-/// Opens a backend; `None`, with a message, if it is missing. With `HALCYON_REQUIRE_ALL=1` a missing
-/// backend panics. Kernels are not tuned, which level O3 would do, because tuning takes minutes.
+/// Opens a backend; `None`, with a message, if it is missing. With `HALCYON_REQUIRE_ALL=1` a missing backend
+/// panics. Kernels are not tuned, not even at level O3, because tuning takes minutes.
 pub fn open(test: &str, kind: BackendType, level: Level) -> Option<Backend> {
     let builder = Backend::builder().backend_type(kind).level(level).tuning(TuningMode::Cached);
     match builder.build() {
@@ -31,9 +31,9 @@ pub fn test_backends() -> Vec<BackendType> {
     BUILT_IN.iter().filter(tested).map(|b| b.kind).collect()
 }
 
-/// A backend of each of [`test_backends`].
+/// Opens each of [`test_backends`]. Those that are missing are left out as by [`open`].
 pub fn devices(test: &str, level: Level) -> Vec<Backend> {
-    // The CPU first: tests compare the others with it.
+    // The CPU comes first, because tests compare the other backends with it.
     let mut all = test_backends();
     all.sort_by_key(|k| *k != BackendType::Cpu);
     all.into_iter().filter_map(|k| open(test, k, level)).collect()

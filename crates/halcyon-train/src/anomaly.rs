@@ -40,11 +40,14 @@ impl Seen {
     }
 }
 
-/// Runs a training step op by op at O0 on the host, and returns an error that names the first op on the way
-/// to a NaN or an infinity in its results which made it: an op with a NaN from operands without one, or with
-/// an infinity from finite operands. It names the op, its module, the line of the program, and the operands'
-/// ranges. Infinities of constants, buffers and the batch, as in masks, are no anomaly. `None` if no op made
-/// one.
+/// Runs a training step op by op at O0 on the host, and finds the op that made a NaN or an infinity in the
+/// step's results. This is the first op from which a NaN or an infinity reached a result and that has a NaN
+/// although no operand has one, or an infinity although all operands are finite. Returns an error that names
+/// this op, its module, the line of the program, and the ranges of its operands.
+///
+/// A NaN of an input is reported in the same way. Infinities of constants, buffers and the batch are not,
+/// because masks have them. If no op made the NaN or the infinity of the loss, the error names the input that
+/// it came from. Returns `None` if nothing is found.
 ///
 /// # Errors
 /// Errors of the evaluation.
@@ -97,7 +100,8 @@ fn evaluate(graph: &Graph, inputs: Vec<ConstData>, args: &[halcyon::Scalar]) -> 
     Ok(seen)
 }
 
-/// The nodes from which a NaN or infinity came to one of `roots`, and those roots, in topological order.
+/// The roots that are not finite, and the nodes through which a NaN or an infinity reached them, in
+/// topological order.
 fn way_to(graph: &Graph, seen: &[Seen], roots: &[NodeId]) -> Vec<NodeId> {
     let mut found = vec![false; graph.nodes().len()];
     let mut stack = roots.to_vec();
@@ -114,7 +118,7 @@ fn makes(graph: &Graph, seen: &[Seen], id: NodeId) -> bool {
     let (n, s) = (graph.node(id), seen[id.index()]);
     let constant = |x: &NodeId| matches!(graph.node(*x).op, Op::Full(_) | Op::Const(_));
     match n.op {
-        // No mask has a NaN.
+        // An infinite input may be a mask. Masks have no NaN, so a NaN of an input counts.
         Op::Input(_) => s.nan.is_some(),
         _ if constant(&id) => false,
         _ => {
@@ -167,7 +171,8 @@ fn place(dims: &[usize], mut i: usize) -> String {
     format!("{at:?}")
 }
 
-/// Of the parameters that `id` depends on, the nearest one determines the module.
+/// The module of the nearest parameter that `id` depends on; empty for a parameter of the model itself.
+/// `None` if `id` depends on no parameter.
 fn module_of(graph: &Graph, id: NodeId) -> Option<String> {
     let mut visited = vec![false; graph.nodes().len()];
     let mut queue = VecDeque::from([id]);

@@ -26,7 +26,7 @@ pub struct StepReport {
     /// The number of the epoch, from 0.
     pub epoch: u64,
     pub loss: f64,
-    /// Samples per second since the last report.
+    /// Samples per second since losses were last read from the device.
     pub samples_per_s: f64,
     /// The number of batches of the epoch so far, and the number of all batches of the epoch.
     pub batches: (u64, u64),
@@ -105,7 +105,7 @@ pub trait Callback {
         Ok(())
     }
 
-    /// Called after the last step, also if the training was interrupted.
+    /// Called after the last step, also if the training was interrupted or failed.
     ///
     /// # Errors
     /// Errors of the implementation.

@@ -118,7 +118,7 @@ fn averaged(points: &[(u64, f64)]) -> Vec<(u64, f64)> {
     points.iter().map(next).collect()
 }
 
-/// At most 10 round numbers between two bounds. Their distance is 1, 2 or 5 times a power of ten.
+/// At most 7 round numbers between two bounds. Their distance is 1, 2 or 5 times a power of ten.
 fn ticks(low: f64, high: f64) -> Vec<f64> {
     let rough = (high - low) / 6.0;
     if !rough.is_finite() || rough <= 0.0 {

@@ -11,9 +11,10 @@ use std::path::{Path, PathBuf};
 const MOST: u64 = 1 << 30;
 
 /// Appends one JSON object per step and per epoch to a file. The object of a step is
-/// `{"step":…,"epoch":…,"loss":…,"samples_per_s":…}`. The object of an epoch also has `"kind":"epoch"` and
-/// the metrics. The lines are flushed to the disk after each epoch. Epochs are counted from 1. When a run is
-/// resumed, the lines of steps after the checkpoint are removed.
+/// `{"kind":"step","step":…,"epoch":…,"loss":…,"samples_per_s":…}`. The object of an epoch has
+/// `"kind":"epoch"` and also the metrics. Buffered lines are written to the file after each epoch and at the
+/// end. Epochs are counted from 1. When a run is resumed, the lines of steps after the checkpoint are
+/// removed. A run that starts at step 0 removes all lines of an existing file.
 #[derive(Debug)]
 pub struct JsonLog {
     path: PathBuf,

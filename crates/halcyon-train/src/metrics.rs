@@ -105,8 +105,8 @@ impl Classification {
         let own = classes.eq(targets.cast(DType::I32).unsqueeze(-1));
         let lowest = Tensor::full(scores.backend(), [1usize], f64::NEG_INFINITY, scores.dtype()?);
         let score = own.select(scores, &lowest).max_keepdim(-1);
-        // The number of classes whose score is not at most the target's score. A NaN is not at most any
-        // score, so a target never counts as found if the scores are NaN.
+        // The number of classes whose score is larger than the target's score. If one of the two scores is
+        // NaN, the class counts too, so that a target with NaN scores is not found.
         let ahead = (scores.le(&score).cast(DType::I32) * -1 + 1).sum(-1);
         let counted =
             if self.k.is_some() { vec![answers.clone(), ahead.clone()] } else { vec![answers.clone()] };

@@ -9,7 +9,7 @@ use halcyon_formats::onnx::export::{ExportOptions, export, write};
 use halcyon_nn::{LoadWeights, Module};
 use std::path::Path;
 
-/// Writes what `outputs` compute of `inputs` as an ONNX model. The inputs are placeholders
+/// Writes the computation of `outputs` from `inputs` as an ONNX model. The inputs are placeholders
 /// ([`Tensor::placeholder`]), whose shapes may have symbols; other values become constants. Parameters and
 /// buffers of `model` keep their names, and the nodes that read them have the name of their module. Returns
 /// the size in bytes.
@@ -43,7 +43,8 @@ pub fn write_onnx(
     let (graph, _) = simplify::run(&graph)?;
     let (graph, _) = cse::run(&graph)?;
     let options = ExportOptions::default();
-    // An error names the line of the program, which the named graph does not have.
+    // If the export fails, the traced graph is exported for its error, which names the line of the program.
+    // The named graph has names in place of the lines.
     let written = write(&graph, path, &options).map_err(|e| export(&traced, &options).err().unwrap_or(e))?;
     Ok(written.model_bytes + written.data.map_or(0, |(_, n)| n))
 }
@@ -52,7 +53,7 @@ pub fn write_onnx(
 /// that read weights after the weights' module.
 fn named(graph: &Graph, weights: &[(String, ConstData)]) -> Graph {
     let mut out = Graph::new();
-    // The weight that each node holds, also as a view.
+    // For each node that is the constant of a weight, or a view of such a node: the name of the weight.
     let mut holds: Vec<Option<&str>> = vec![];
     for id in graph.ids() {
         let n = graph.node(id);
@@ -64,7 +65,8 @@ fn named(graph: &Graph, weights: &[(String, ConstData)]) -> Graph {
         };
         let module = of_operands.and_then(|w| w.rsplit_once('.')).map(|(module, _)| module);
         let span = weight.or(module).map_or(Span::default(), Span::new);
-        // Every node keeps its number, because a trace has its inputs in their order.
+        // Every node keeps its number. `input` numbers the inputs anew, in the same order, because the input
+        // nodes of a trace are in the order of its inputs.
         match &n.op {
             Op::Input(_) => {
                 let spec = graph.inputs().iter().find(|i| i.node == id);

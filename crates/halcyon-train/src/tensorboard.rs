@@ -68,7 +68,8 @@ fn record(event: &Event) -> Vec<u8> {
     [&len[..], &masked(&len), &data, &masked(&data)].concat()
 }
 
-/// Writes `loss`, `samples_per_s` and the metrics of the evaluation as scalars to an event file in a folder.
+/// Writes scalars to an event file in a folder: `train/loss` and `train/samples_per_s` for each step,
+/// `epoch/loss` and the metrics of the evaluation (`eval/NAME`) for each epoch.
 #[derive(Debug)]
 pub struct TensorBoard {
     folder: PathBuf,

@@ -108,7 +108,7 @@ pub struct Report {
     /// The number of completed epochs, including those before a resumption; `step` is the number of steps.
     pub epoch: u64,
     pub step: u64,
-    /// The mean loss of the last epoch.
+    /// The mean loss of the last epoch, which may be incomplete.
     pub loss: f64,
     /// The metrics of the last evaluation.
     pub metrics: BTreeMap<String, f64>,
@@ -244,7 +244,8 @@ impl<'a> Trainer<'a> {
     /// the same bits. Add all callbacks before this call.
     ///
     /// # Errors
-    /// Those of [`Checkpoint::load`] and [`Batches::restore`].
+    /// Those of [`Checkpoint::open`], [`Checkpoint::load`], [`Batches::restore`] and [`Callback::restore`];
+    /// `Error::Format` if the trainer's state in the checkpoint is malformed.
     pub fn resume(&mut self, folder: &Path, data: &mut dyn Batches) -> Result<()> {
         let checkpoint = Checkpoint::open(folder)?;
         let m = checkpoint.manifest();
@@ -321,7 +322,7 @@ impl<'a> Trainer<'a> {
         Ok(Stopped::Done)
     }
 
-    /// The rest of an epoch. `None` if it was completed.
+    /// Runs the rest of an epoch. Returns `None` if the epoch is complete, otherwise why the training ends.
     #[track_caller]
     fn rest_of_epoch(&mut self, data: &mut dyn Batches, pending: &mut Pending) -> Result<Option<Stopped>> {
         loop {
@@ -446,7 +447,8 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// A step whose results are checked. After a NaN or infinity, everything has its old value again.
+    /// Runs a step and checks its results. If it made a NaN or an infinity, restores the old values of the
+    /// parameters, buffers and states, and returns an error.
     #[track_caller]
     fn checked(&mut self, batch: &[&Tensor]) -> Result<Vec<Tensor>> {
         let before = self.step.graph(batch)?;
@@ -502,7 +504,7 @@ fn rate(samples: u64, time: Duration) -> f64 {
     samples as f64 / time.as_secs_f64().max(1e-9)
 }
 
-/// Whether all elements of all floats are finite, computed on the device.
+/// Whether all elements of all float tensors are finite, computed on the device.
 fn all_finite<'t>(tensors: impl IntoIterator<Item = &'t Tensor>) -> Result<bool> {
     let mut sum: Option<Tensor> = None;
     for t in tensors {
@@ -515,9 +517,9 @@ fn all_finite<'t>(tensors: impl IntoIterator<Item = &'t Tensor>) -> Result<bool>
     sum.map_or(Ok(true), |s| Ok(!s.item::<f64>()?.is_nan()))
 }
 
-/// Whether an element of a parameter, buffer or state became NaN or infinite in a step. Elements that were
-/// infinite before, as in masks, do not count. Each has the names under which [`StepGraph::inputs`] may list
-/// its old value.
+/// Whether an element of a parameter, buffer or state became NaN or infinite in a step. An element that was
+/// infinite before, as in masks, counts only if it is NaN now. `kept` holds the new values, each with the
+/// names under which [`StepGraph::inputs`] may list the old value.
 fn any_became_infinite(before: &StepGraph, kept: &[([String; 2], Tensor)]) -> Result<bool> {
     for (names, new) in kept {
         if all_finite([new])? {

@@ -28,7 +28,7 @@ fn accuracy(b: &Backend, model: &Path) -> f64 {
     digits.iter().zip(&labels).filter(|(d, l)| d == l).count() as f64 / n as f64
 }
 
-/// Fewer epochs than the example's main, which made the file that ships.
+/// Trains for fewer epochs than the example's `main`, which made `models/digits.onnx`.
 #[test]
 fn the_digits_cnn_reaches_97_percent_also_as_a_file() {
     let b = Backend::cpu().unwrap();

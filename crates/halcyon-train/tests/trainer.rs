@@ -267,7 +267,7 @@ fn a_batch_with_a_nan_is_named() {
     assert!(e.contains("tensor 0 of the batch") && e.contains("[2, 1]"), "{e}");
 }
 
-/// Scores with a mask, which a buffer and the batch hold.
+/// A layer whose scores get two masks: one is a buffer, the other is in the batch.
 #[derive(Module)]
 struct Masked {
     fc: Linear,
@@ -280,7 +280,7 @@ fn infinities_of_masks_are_no_anomaly() {
     let inf = f32::NEG_INFINITY;
     let mask = Tensor::from_slice(&b, [3], &[0.0, inf, 0.0]).unwrap();
     let model = Masked { fc: Linear::new(&b, 3, 3).unwrap(), mask: Buffer::new(mask) };
-    // Zeros at the masked places. The first batch has none, the second one only such.
+    // A loader of one batch. `rows` is the mask of each row: -∞ hides a place, 0 does not.
     let batches = |rows: [[f32; 3]; 2]| {
         let x = ConstData::from_slice(&[2, 3], &[0.5f32, -0.2, 0.1, 0.3, 0.2, 0.4]).unwrap();
         let mask = ConstData::from_slice(&[2, 3], &rows.concat()).unwrap();
@@ -300,7 +300,7 @@ fn infinities_of_masks_are_no_anomaly() {
     let mut good = batches([[0.0, 0.0, inf], [inf, 0.0, 0.0]]);
     Trainer::new(&model, step(), o.clone()).fit(&mut good).unwrap();
     assert_eq!(model.mask.value().to_vec::<f32>().unwrap(), [0.0, inf, 0.0]);
-    // In a row without any place the difference of two infinities is NaN.
+    // The two masks hide every place of the second row, so the difference of two infinities is NaN.
     let mut bad = batches([[0.0, 0.0, inf], [inf, 0.0, inf]]);
     let e = Trainer::new(&model, step(), o).fit(&mut bad).unwrap_err().to_string();
     let place = format!("trainer.rs:{line}");

@@ -82,7 +82,7 @@ fn measure(simd: Option<bool>, amp: AmpPolicy) -> Result<[Rates; 2]> {
     let options = Options { threads: Some(1), simd, ..Options::default() };
     let device = registry::driver(BackendType::Cpu)?.open(0, &options)?;
     let planner = |amp| {
-        // The numbers of the chains are small, so no check of their range is needed.
+        // The values in the chains are small, so no check of their range is needed.
         let mixed = MixedOps { in_range: true, ..MixedOps::default() };
         let lowering = Lowering { level: Level::O2, amp, mixed, ..Lowering::default() };
         let tuning = Tuning::new(Some(TuningMode::Cached), TuningCache::memory(), String::new());

@@ -45,7 +45,7 @@ struct Inner {
     warnings: Vec<String>,
     /// The settings it was built with; `None` if it was made from a device.
     built: Option<BackendBuilder>,
-    /// Seed of the next [`Backend::randn`].
+    /// Seed of the next [`Backend::rand`] or [`Backend::randn`].
     seed: Arc<AtomicU64>,
     /// Held while a run collects its inputs and submits its commands: two threads must not decide about the
     /// donation of one buffer at the same time.
@@ -218,8 +218,8 @@ impl Backend {
         &self.device().caps().storage
     }
 
-    /// The mixed-precision policy that plans follow. `None` also if the device is no faster in the requested
-    /// type, so that everything stays in f32 ([`Backend::warnings`] states the measured rates).
+    /// The mixed-precision policy that plans follow. `None` also if the device is not clearly faster in the
+    /// requested type, so that everything stays in f32 ([`Backend::warnings`] states the measured rates).
     pub fn amp(&self) -> AmpPolicy {
         let l = &self.0.planner.lowering;
         if l.amp_kept.is_everything() { AmpPolicy::None } else { l.amp }
@@ -246,7 +246,7 @@ impl Backend {
         l.amp == AmpPolicy::F16 && l.level >= Level::O2
     }
 
-    /// The first scale of the loss with which training steps on this backend begin, if it was set
+    /// The initial loss scale of training steps on this backend, if it was set
     /// ([`BackendBuilder::loss_scale`]).
     pub fn loss_scale(&self) -> Option<f64> {
         self.0.built.as_ref().and_then(BackendBuilder::loss_scale_set)
@@ -331,9 +331,9 @@ impl Backend {
         self.0.planner.plan(graph, donated)
     }
 
-    /// The plan that the backend makes of a graph without symbols so that it fits the free memory. `inputs`
-    /// are the sizes in bytes of inputs that are still to be allocated. This is the fastest plan or, if that
-    /// does not fit, a plan without the transformations that cost memory.
+    /// Makes a plan of a graph without symbols that fits the free memory together with its inputs. `inputs`
+    /// are the sizes in bytes of the inputs that are not allocated yet. The result is the fastest plan or, if
+    /// the fastest plan does not fit, a plan without the transformations that cost memory.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with the need of the fastest plan, if none fits; errors of planning.
@@ -386,7 +386,7 @@ impl Backend {
         self.0.planner.tuning.wait(limit)
     }
 
-    /// The executable of a plan, which is not cached.
+    /// Makes the executable of a plan. It is not cached.
     ///
     /// # Errors
     /// Errors of compiling the programs and of placing the constants.

@@ -159,7 +159,8 @@ impl Tensor {
             return Err(Error::shape(CompositeKind::BatchNorm, what));
         }
         let axes: Vec<i64> = (0..shape.len() as i64).filter(|a| *a != 1).collect();
-        // Statistics of 16-bit floats are computed in f32.
+        // If the running statistics have another dtype than the input, the batch's statistics are computed in
+        // f32.
         let x = if old_mean.dtype()? == self.dtype()? { self.clone() } else { self.cast(DType::F32) };
         let m = x.mean_keepdim(&axes);
         let centred = &x - &m;

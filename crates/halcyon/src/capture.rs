@@ -26,8 +26,8 @@ use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-/// Number of sets of input types for which a compiled function keeps plans; beyond it, the least recently
-/// used is dropped.
+/// Maximum number of plans that a compiled function keeps. If there are more, the least recently used is
+/// dropped.
 const TYPES: usize = 64;
 
 type Buffers = SmallVec<[BufferRef; 8]>;
@@ -197,7 +197,8 @@ impl Backend {
 }
 
 impl<F> Compiled<F> {
-    /// The number of sets of input types for which there is a plan.
+    /// The number of plans. There is one for each set of input types and of inputs that the plan may
+    /// overwrite.
     pub fn plans(&self) -> usize {
         lock(&self.plans).len()
     }
@@ -207,8 +208,9 @@ impl<F> Compiled<F> {
     ///
     /// # Errors
     /// Errors that the function's tensors carry; [`Error::Donated`] for an input or a captured tensor whose
-    /// memory was donated; [`Error::MixedDevices`]; [`Error::Unsupported`] for inputs with a gradient
-    /// history, which would be lost.
+    /// memory was donated; [`Error::Argument`] for a donated input that the function also captures;
+    /// [`Error::MixedDevices`]; [`Error::Unsupported`] for inputs with a gradient history, which would be
+    /// lost; errors of planning and of the device.
     #[track_caller]
     pub fn call<R>(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
     where
@@ -272,7 +274,8 @@ impl<F> Compiled<F> {
     /// # Errors
     /// The errors of [`Compiled::call_with`]; [`Error::Argument`] if the function has fewer results than
     /// there are states; [`Error::Shape`] if the type of a new value is not that of its state. If the device
-    /// fails during the run, states whose memory was taken over hold [`Error::Donated`].
+    /// fails during the run, states whose memory was taken over have lost their values: reading them gives
+    /// [`Error::Donated`].
     #[track_caller]
     pub fn call_updating<R>(
         &self,
@@ -296,8 +299,8 @@ impl<F> Compiled<F> {
         Ok(made)
     }
 
-    /// Runs the function. The memory of inputs with `asked` may be overwritten if nothing else reads it. The
-    /// last outputs must have the types of `replaced`.
+    /// Runs the function. The memory of an input whose entry in `asked` is true may be overwritten if nothing
+    /// else reads it. The last outputs must have the types of `replaced`.
     #[track_caller]
     fn run<R>(
         &self,
@@ -604,8 +607,9 @@ impl CapturedGraph {
     ///
     /// # Errors
     /// [`Error::Argument`] for a wrong number of inputs; [`Error::DType`] and [`Error::Shape`] for a type
-    /// other than the captured one; [`Error::Donated`] for a tensor whose memory was donated. On an error the
-    /// bindings stay unchanged.
+    /// other than the captured one; [`Error::Donated`] for a tensor whose memory was donated;
+    /// [`Error::MixedDevices`] for a tensor of another backend; errors of evaluating pending tensors. On an
+    /// error the bindings stay unchanged.
     pub fn bind(&self, inputs: &[&Tensor]) -> Result<()> {
         self.check(inputs)?;
         self.bind_to(&mut lock(&self.bound), inputs)

@@ -7,9 +7,9 @@ use halcyon_ir::{Graph, Op};
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// The tensors that `f` returns for `inputs`, computed so that gradients do not keep what `f` computes in
-/// between: they compute it again, when they need it. This takes the time of `f` once more, and memory only
-/// for `inputs` and the results. The gradients have the same values.
+/// Calls `f` on placeholders for `inputs` and returns its results. The intermediate values of `f` are not
+/// kept for the gradients; the gradients compute them again when they need them. This takes the time of `f`
+/// once more, and memory only for `inputs` and the results. The gradients have the same values.
 ///
 /// Tensors that `f` captures and that were made before this call are further inputs, and so are tensors that
 /// already have a value, wherever they were made. Literals that `f` makes become constants of the plan, so

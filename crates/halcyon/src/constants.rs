@@ -23,8 +23,9 @@ pub(crate) enum PackedCache {}
 
 /// The identity of a constant's bytes on the host.
 type HostKey = (usize, usize);
-/// A buffer that lives as long as a plan uses it. Such a plan also keeps the host's bytes alive, so no other
-/// constant can get their address.
+/// A buffer on the device, and the constant that it was made of. The buffer lives as long as a plan uses it.
+/// The constant keeps the host's bytes alive, so no other constant can get their address while the entry
+/// exists.
 type Shared = (Weak<dyn Buffer>, ConstData);
 
 /// The constants on one device.

@@ -32,8 +32,8 @@ pub struct Fit {
     pub packed: u64,
     /// Host memory in bytes that packing needs temporarily, before a run; not part of [`Fit::device`].
     pub packing: u64,
-    /// Scratch memory, which buffers with different lifetimes share. It includes the workspace of kernels
-    /// where that can be placed in it.
+    /// Scratch memory, which buffers with different lifetimes share. It includes the workspace of kernels if
+    /// workspace can be placed in scratch.
     pub activations: u64,
     /// A lower bound on scratch for any placement, and the step that needs it. Not rounded.
     #[serde(skip)]
@@ -54,8 +54,9 @@ impl Fit {
         Fit::of_all(device, &[plan], inputs)
     }
 
-    /// Like [`Fit::of`], for plans that run one after the other and keep their memory: constants count once,
-    /// scratch and outputs are summed, and [`Fit::live`] is the largest of the plans'.
+    /// Like [`Fit::of`], for plans that run one after the other and keep their memory: constants count once;
+    /// scratch, workspace and outputs are summed; [`Fit::packing`] and [`Fit::live`] are the largest of all
+    /// plans.
     pub fn of_all(device: &dyn Device, plans: &[&Plan], inputs: &[usize]) -> Fit {
         let takes = |bytes: usize, tag: Tag| device.footprint(bytes, tag) as u64;
         let add = |to: &mut u64, n: u64| *to = to.saturating_add(n);

@@ -75,9 +75,10 @@ fn lifted(
     let wanted: Vec<NodeId> = ids.iter().flatten().copied().collect();
     let mut found = grad::gradients(g, root, &wanted, None)?.into_iter();
     let nodes: Vec<Option<NodeId>> = ids.iter().map(|id| id.and_then(|_| found.next().flatten())).collect();
-    // The forward first, where it is new.
+    // First make the tensors of those nodes of the forward pass that have no tensor yet.
     let value = lift(&loss.0.backend, g, &[root], &mut map, false)?.pop();
-    // All at once, so that the tensors are made in the order of the backward pass.
+    // Then make the tensors of all gradients in one call, so that they are made in the order of the backward
+    // pass.
     let all: Vec<NodeId> = nodes.iter().flatten().copied().collect();
     let mut made = lift(&loss.0.backend, g, &all, &mut map, true)?.into_iter();
     let grads = nodes.into_iter().map(|n| n.and_then(|_| made.next())).collect();
@@ -105,6 +106,10 @@ impl Tensor {
 /// The value of `f` at `params` and its gradients with respect to `params`, as one graph; nothing has run
 /// when it returns. The value has no gradient history; the gradients keep theirs, so they can be
 /// differentiated again.
+///
+/// # Errors
+/// Errors of `f`, and errors that the tensors carry; [`Error::Argument`] if `params` is empty; an error if
+/// the value of `f` is not a float with one element, or depends on `params` through an op without a gradient.
 pub fn value_and_grad(
     params: &[Tensor],
     f: impl FnOnce(&[Tensor]) -> Result<Tensor>,
@@ -116,9 +121,9 @@ pub fn value_and_grad(
 
 /// Like [`value_and_grad`], but keeps only some of the values that `f` computes, and computes the others
 /// again for the gradients. The forward is divided into `parts` parts of about the same number of bytes, at
-/// places where few bytes pass from part to part; only these are kept. With 1 part this is
-/// [`value_and_grad`]. In [`crate::Backend::compile`] the plan then needs less scratch memory and more time.
-/// [`crate::checkpoint`] chooses the parts by hand. The value has no gradient history.
+/// places where few bytes pass from part to part. Only the values that pass from part to part are kept. With
+/// 0 or 1 parts this is [`value_and_grad`]. In [`crate::Backend::compile`] the plan then needs less scratch
+/// memory and more time. [`crate::checkpoint`] chooses the parts by hand. The value has no gradient history.
 ///
 /// # Errors
 /// The errors of [`value_and_grad`].

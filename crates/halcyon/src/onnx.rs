@@ -29,7 +29,8 @@ pub use io::{Input, Outputs};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-/// An integer input of at most this number of elements may determine shapes.
+/// An input that is not a float and has at most this number of elements may determine shapes. The values of
+/// such inputs can be part of the cache key.
 const MAX_SHAPE_ELEMENTS: usize = 64;
 
 /// Number of sets of input shapes for which a model's compiled form is cached.
@@ -47,7 +48,7 @@ pub struct OnnxSession {
     made: Mutex<Lru<Key, Arc<PreparedModel>>>,
 }
 
-/// Shapes of the inputs, and the values of those inputs that determine shapes.
+/// Shapes of the inputs, and the values of those inputs that may determine shapes.
 type Key = Vec<(Shape, Option<ConstData>)>;
 
 /// How a model runs for one set of input shapes.

@@ -49,7 +49,7 @@ pub(crate) struct Planner {
     /// Shared by the planners of one runtime.
     pub(crate) tuning: Arc<Tuning>,
     plans: Mutex<Lru<PlanKey, Arc<Executable>>>,
-    /// The ops of graphs whose values have been checked for f16.
+    /// The mixed precision of graphs whose values have been checked for f16.
     ranges: Mutex<Lru<(Arc<Graph>, Option<Arc<Mixed>>), Arc<Mixed>>>,
 }
 
@@ -252,8 +252,8 @@ impl Planner {
     }
 
     /// The plan of a graph without symbols that fits into the free memory together with inputs of the given
-    /// sizes in bytes, which are not allocated yet. This is the fastest plan, or if that does not fit, one
-    /// without the transformations that cost memory.
+    /// sizes in bytes, which are not allocated yet. The result is the fastest plan or, if the fastest plan
+    /// does not fit, a plan without the transformations that cost memory.
     pub(crate) fn lower_to_fit(&self, graph: &Graph, inputs: &[usize]) -> Result<Plan> {
         let d = &*self.runtime.device;
         let fits = |p: Plan| Fit::of(d, &p, inputs).check(d, &p).map(|()| p);

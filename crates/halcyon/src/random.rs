@@ -90,7 +90,8 @@ impl Tensor {
         })
     }
 
-    /// Uniform in `[0, 1)`, drawn in f32 and cast to `dtype`. The same seed gives the same numbers.
+    /// Uniform in `[0, 1)`, drawn in f32 and cast to `dtype`. In a half type, the largest values round to 1.
+    /// The same seed gives the same numbers.
     #[track_caller]
     pub fn rand(backend: &Backend, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Tensor {
         Tensor::draw(backend, shape, dtype, |g, s| {
@@ -99,7 +100,7 @@ impl Tensor {
         })
     }
 
-    /// Standard normal, drawn in f32 (at most 6.7 standard deviations) and cast to `dtype`. The same seed
+    /// Standard normal, drawn in f32 (at most 6.8 standard deviations) and cast to `dtype`. The same seed
     /// gives the same numbers.
     #[track_caller]
     pub fn randn(backend: &Backend, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Tensor {

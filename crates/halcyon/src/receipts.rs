@@ -216,9 +216,9 @@ pub fn measure(
 impl Session {
     /// The receipts of this session's plan with measured gain and error. The gain of a transformation is the
     /// time without it divided by the time with it (the median of at least `n` pairs of bursts, see
-    /// [`measure`]). The error is the largest difference of the results from those at level O0, relative to
-    /// O0's largest magnitude. `rebuild` opens the same backend without the given transformation, or at level
-    /// O0 for `None`.
+    /// [`measure`]). The error is the largest difference of the whole plan's results from those at level O0,
+    /// relative to O0's largest magnitude; all receipts have the same error. `rebuild` opens the same backend
+    /// without the given transformation, or at level O0 for `None`.
     pub fn measure_receipts(
         &self,
         inputs: &[ConstData],

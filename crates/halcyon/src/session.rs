@@ -179,7 +179,8 @@ fn types(inputs: &[ConstData]) -> Vec<TensorType> {
 }
 
 /// Largest absolute difference over all outputs, relative to the largest magnitude of the reference.
-/// Non-finite values must agree exactly, and so must shapes and dtypes; otherwise the result is infinite.
+/// Non-finite values must agree exactly, and so must shapes and dtypes; otherwise the result is infinite. If
+/// one list is longer, its further outputs are not compared.
 pub fn difference(got: &[ConstData], reference: &[ConstData]) -> f64 {
     let (mut worst, mut scale) = (0f64, 0f64);
     for (g, r) in got.iter().zip(reference) {

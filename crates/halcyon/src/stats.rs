@@ -33,7 +33,7 @@ pub struct CacheStats {
     pub steps: u64,
     /// States or donated tensors that were copied because the old value was still needed.
     pub copies: u64,
-    /// Packed constants read from the disk cache instead of packed.
+    /// Packed constants that were read from the disk cache instead of being packed again.
     pub packed_loads: u64,
     /// Kernels that were tuned: their candidates were compiled, checked and timed.
     pub kernels_tuned: u64,

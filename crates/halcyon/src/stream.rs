@@ -233,8 +233,8 @@ impl Backend {
         Ok(Stream { backend: self.clone(), queue: r.queues.create(&*r.device, options)? })
     }
 
-    /// Copies host data to the device without waiting, directly from the shared `data`. The future's value is
-    /// the tensor.
+    /// Copies host data to the device without waiting, directly from the shared `data`. (If the device has no
+    /// streams, this call does the copy.) The future's value is the tensor.
     ///
     /// # Errors
     /// Reported by the future: out of memory, and errors of the driver.
@@ -313,7 +313,8 @@ impl Tensor {
         Ok((Some(queue), event.or_else(|| self.completion())))
     }
 
-    /// Evaluates the tensor if needed and copies its values to the host, without waiting.
+    /// Evaluates the tensor if needed and copies its values to the host, without waiting, except in the cases
+    /// in which [`Tensor::eval_async`] waits.
     ///
     /// # Errors
     /// Reported by the future: the errors of [`Tensor::to_data`]. An index out of range in work of the

@@ -291,7 +291,7 @@ fn f16_follows_the_range_of_the_first_run() {
             );
             assert!(off < 4e-3, "{}: {off}", b.id());
         }
-        // The same graph without values is planned in f32, and says so.
+        // The same graph without values is planned in f32, and a warning gives the reason.
         let p = lower(&g, low.device().as_target(), &low.lower_options()).unwrap();
         assert!(mixed(&p).is_none() && p.warnings.iter().any(|w| w.contains("sample")), "{:?}", p.warnings);
     }

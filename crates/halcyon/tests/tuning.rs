@@ -178,7 +178,7 @@ fn level_o3_tunes_everything_unless_a_mode_is_set() {
         let b = mode.into_iter().fold(b, |b, m| b.tuning(m)).build().unwrap();
         Session::new(&b, g.clone()).prepare(&inputs(&g)).unwrap();
         assert_eq!(b.cache_stats().kernels_tuned, tuned as u64, "{mode:?} {level}");
-        // A view of another level follows the same rule.
+        // A handle with another level follows the same rule.
         let o3 = b.with_level(Level::O3).unwrap();
         let expected = mode.unwrap_or(if default { all } else { cached });
         assert_eq!(o3.tuning_mode(), expected, "{mode:?} {level}");

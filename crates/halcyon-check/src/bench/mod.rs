@@ -117,7 +117,8 @@ impl Bench {
         Ok(Timed { ours: median(&mut a), theirs: (!b.is_empty()).then(|| median(&mut b)) })
     }
 
-    /// Like [`Bench::time`], for a captured graph. A backend that launches recorded commands must do so.
+    /// Like [`Bench::time`], for a captured graph. It is an error if the backend supports captures and did
+    /// not launch one.
     pub(crate) fn time_capture(&mut self, theirs: bool, b: &Backend, g: &CapturedGraph) -> Result<Timed> {
         let before = b.counters().capture_launches;
         let t = self.time(theirs, || g.launch(), || b.synchronize())?;
@@ -185,7 +186,8 @@ pub(crate) fn part(o: &SectionArgs, name: &str, f: impl FnOnce() -> Result<(), F
     o.stop_if_lost();
 }
 
-/// Reports a rate (more is better): `amount` of work per run, in `unit`s per second.
+/// Reports a rate (more is better). `amount` is the work of one run; `amount` divided by seconds has the unit
+/// `unit`.
 pub(crate) fn rate(
     name: &str,
     unit: &str,

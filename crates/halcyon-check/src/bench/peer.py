@@ -1,7 +1,8 @@
 # Measures PyTorch for halcyon-check. Each line of the input is a request in JSON: {"make": {"do": NAME, ...}}
 # prepares some work and runs it once; {"time": SECONDS} measures the work prepared last, after a run that is
 # not timed, as bench/mod.rs does for Halcyon. The answer to a request is one line of JSON, {"error": TEXT} if
-# the request failed. Operands have random values, because only times are compared.
+# the request failed. Operands have random or undefined values and results are not checked, because only times
+# are compared.
 import importlib
 import importlib.metadata
 import json

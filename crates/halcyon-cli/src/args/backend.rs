@@ -32,8 +32,8 @@ pub(crate) struct BackendArgs {
     pub fallback: Option<String>,
     /// Optimisation level: O0 (none, debug), O1 (conservative), O2 (balanced) or O3 (aggressive)
     ///
-    /// At O3 products and convolutions are computed in 8 or 4 bits, within a bound of the error. `run` and
-    /// `optimize` have it.
+    /// At O3 products and convolutions are quantised within a bound of the error (see `halcyon run --help`).
+    /// Only `run` and `optimize` accept O3.
     #[arg(long, value_name = "LEVEL", default_value = "O2")]
     pub level: String,
     /// Type of products and convolutions, at O2: f32, bf16 or f16

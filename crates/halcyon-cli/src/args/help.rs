@@ -1,7 +1,8 @@
 //! Builds the help texts from the argument definitions.
 //!
 //! Each text is written once: as the doc comment of an option or the `after_help` of a command. `--help`
-//! shows all of it. `-h` shows the first sentence of each option, omits rare options, and gives one example.
+//! shows all of it. `-h` shows only the beginning of an option's text (its first paragraph, or its first
+//! sentence if there is one paragraph), omits rare options, and gives one example.
 
 use super::{BackendArgs, Cli, InputArgs};
 use clap::builder::StyledStr;
@@ -43,7 +44,7 @@ Examples:
   halcyon man > halcyon.1
   halcyon man man1";
 
-/// Options that `-h` omits.
+/// Options that `-h` omits, in addition to those whose definition has `hide_short_help`.
 const RARE: [&str; 28] = [
     "max_iterations",
     "allow_external_links",
@@ -197,7 +198,7 @@ mod tests {
         }
     }
 
-    /// Every option listed as rare exists in some command.
+    /// Every option of [`RARE`] exists in some command.
     #[test]
     fn rare_options_exist() {
         let all: Vec<String> = commands()

@@ -114,8 +114,8 @@ pub(crate) struct FitArgs {
     /// other dimension of the same name
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 31))]
     pub batch: Option<u64>,
-    /// The memory of training instead of running: parameters, gradients, the state of Adam, and activations,
-    /// kept or computed again
+    /// Computes the memory of training instead of running: parameters, gradients, the state of Adam, and
+    /// activations (all kept, or computed again in part)
     #[arg(long)]
     pub train: bool,
     #[command(flatten)]

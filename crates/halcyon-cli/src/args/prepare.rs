@@ -13,10 +13,10 @@ pub(crate) struct PrepareArgs {
     pub input: InputArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// Pairs of measurements of each comparison; up to four times as many if times vary
+    /// Pairs of measurements for each comparison; up to four times as many if times vary
     #[arg(long, value_name = "N", default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
-    /// Writes the report as one page with plots, which loads nothing else
+    /// Writes the report, with plots, as one HTML file that loads no other file
     #[arg(long, value_name = "FILE.html")]
     pub html: Option<PathBuf>,
     /// Prints one JSON object

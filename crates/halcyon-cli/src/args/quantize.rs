@@ -10,8 +10,8 @@ use std::path::PathBuf;
 /// How a model is quantised.
 #[derive(Args, Debug, Clone, Default)]
 pub(crate) struct QuantizeArgs {
-    /// Bound of the error at O3: the largest difference from O0 over the standard deviation of O0's output
-    /// [default: 1e-2]
+    /// Bound of the error at O3: the largest difference from O0, divided by the standard deviation of O0's
+    /// output [default: 1e-2]
     ///
     /// Layers return to a wider type (--wider-type) until the error is within the bound. If no layer can be
     /// quantised within it, the run is refused (exit code 3) with the measured error.
@@ -22,13 +22,14 @@ pub(crate) struct QuantizeArgs {
     /// it, ranges are computed in each run
     ///
     /// If an array of an .npz has one axis more than the input, each index of its first axis is a sample. If
-    /// the input's first dimension is 1 or open, each row is a sample. A quarter of the samples (at least
-    /// one, if there are two) is not used for calibration, but to measure the error. If activations
-    /// have no ranges (weights of 4 bits or bf16, dynamic ranges), all samples measure the error.
+    /// the input's first dimension is 1 or open, each row is a sample. The error is measured on the inputs of
+    /// the run, if there is one set of them (`run`) or --input is given (`optimize`). Otherwise a quarter of
+    /// the samples (at least one, if there are two) measures the error and is not used for calibration. If
+    /// activations have no ranges (weights of 4 bits or bf16, dynamic ranges), all samples measure the error.
     #[arg(long, value_name = "DIR|FILE", hide_short_help = true)]
     pub calibrate: Option<PathBuf>,
     /// Type of weights at O3: int8, int16, bf16, int4, int4min (4 bits with a minimum for each 32 weights) or
-    /// f8 (on devices that multiply it) [default: int8]
+    /// f8 (on devices with f8 products) [default: int8]
     #[arg(long, value_name = "TYPE", hide_short_help = true)]
     pub weights: Option<String>,
     /// Type of the layers that would exceed the bound: auto, f32, int16 or bf16. `auto` is the type of 16
@@ -43,7 +44,7 @@ pub(crate) struct QuantizeArgs {
 }
 
 impl QuantizeArgs {
-    /// Whether any option was given.
+    /// The name of the first of these options that was given.
     fn given(&self) -> Option<&'static str> {
         [
             (self.max_error.is_some(), "--max-error"),

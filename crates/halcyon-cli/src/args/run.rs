@@ -20,9 +20,11 @@ pub(crate) struct InputArgs {
     pub inputs: Vec<String>,
     /// Tokenizer that turns text into token ids (default: tokenizer.json in the model's folder)
     ///
-    /// It fills the model's inputs input_ids (or ids), attention_mask (or mask) and token_type_ids, padded to
-    /// the longest line. Lines are cut to the smallest limit of tokenizer.json, tokenizer_config.json,
-    /// config.json and the model's shapes, with a warning.
+    /// It fills the model's inputs for token ids (input_ids, ids, token_ids or tokens), the mask
+    /// (attention_mask, mask or input_mask) and token types (token_type_ids, type_ids or segment_ids). Lines
+    /// are padded to the length that the model's shape fixes, else to the longest line. Lines are cut to the
+    /// smallest limit of tokenizer.json, tokenizer_config.json, config.json and the model's shapes, with a
+    /// warning.
     #[arg(long, value_name = "FILE")]
     pub tokenizer: Option<PathBuf>,
     /// Seed of the random numbers for `random`
@@ -76,8 +78,7 @@ pub(crate) struct RunArgs {
     pub more: Vec<String>,
     #[command(flatten)]
     pub input: InputArgs,
-    /// Images or lines of text per run, if the model does not fix its first dimension (default 1 image, 32
-    /// lines)
+    /// Images or lines of text per run, if the model leaves its batch size open (default 1 image, 32 lines)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub batch: Option<u32>,
     #[command(flatten)]
@@ -90,14 +91,15 @@ pub(crate) struct RunArgs {
     ///
     /// .npz and .json hold every output. .npy and .csv hold one, which NAME=FILE chooses if the model has
     /// several. With --top-k, .csv holds the classes instead of the values. A file with another extension
-    /// needs --format. Standard output, pipes and devices get JSON without it.
+    /// needs --format. Without --format, standard output, pipes and devices get JSON.
     #[arg(long = "output", short = 'o', value_name = "[NAME=]FILE")]
     pub output: Vec<String>,
     /// Format of --output if the file name has no known extension (-, pipes)
     #[arg(long, value_name = "FORMAT", requires = "output")]
     pub format: Option<Format>,
-    /// Saves every output in this folder as NAME.npy. Characters other than letters, digits and ._- become _;
-    /// types NumPy lacks are saved as f32, i8 or u8, with a note
+    /// Saves every output in this folder as NAME.npy. Strings and the keys of maps are saved as NAME.json.
+    /// Characters other than letters, digits and ._- become _. Types that NumPy lacks are saved as f32, i8 or
+    /// u8, with a warning
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
     /// Prints the first values of each output, or all values
@@ -113,7 +115,7 @@ pub(crate) struct RunArgs {
     /// Runs N times and reports the median, minimum and maximum
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
-    /// Limit of the iterations of a loop: a loop that reaches it is an error. A smaller trip count of the
+    /// Limit of the iterations of a loop: a loop that exceeds it is an error. A smaller trip count of the
     /// model ends the loop first
     #[arg(long, value_name = "N", default_value_t = MAX_ITERATIONS, value_parser = clap::value_parser!(u64).range(1..))]
     pub max_iterations: u64,

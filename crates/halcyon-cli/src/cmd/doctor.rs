@@ -93,7 +93,7 @@ fn line(check: &str, status: Status, text: String, fix: Option<String>, facts: V
     Line { check: check.into(), device: None, status, text, fix, facts }
 }
 
-/// Reports the memory, and checks the configuration file and the cache directory.
+/// Reports the number of threads and the memory, and checks the configuration file and the cache directory.
 fn machine() -> Vec<Line> {
     let mut lines = vec![];
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());

@@ -85,10 +85,11 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     refused.map_or(Ok(0), Err)
 }
 
-/// Available memory, measured before the model is loaded.
+/// Available memory, measured before the model is planned.
 #[derive(Debug)]
 struct AvailableMemory {
-    /// The free memory for the device's buffers in bytes; `total` is the whole memory.
+    /// The free memory for the device's buffers in bytes. `total` is the memory limit or, without a limit,
+    /// the device's whole memory.
     free: Option<u64>,
     total: Option<u64>,
     /// Host memory in bytes: free and total.
@@ -162,7 +163,7 @@ enum FitResult {
 struct Stages {
     why: String,
     known: Vec<(Plan, Fit)>,
-    /// The sum over the known stages.
+    /// The need of all known stages together: constants count once, scratch and outputs are summed.
     sum: Fit,
     host_nodes: usize,
     stopped: Option<String>,
@@ -330,7 +331,7 @@ impl FitRequest<'_> {
         let graph = g.graph.bind(&g.graph.solve(&shapes)?)?;
         let bytes: Vec<usize> = inputs.iter().map(|(t, d)| t.bytes(d.iter().product())).collect();
         let plan = match self.backend.lower_to_fit(&graph, &bytes) {
-            // If planning runs out of memory, report the plan that would be made first.
+            // If no plan fits the free memory, the fastest plan is reported.
             Err(Error::OutOfMemory { .. }) => self.lower(&graph)?,
             r => r?,
         };

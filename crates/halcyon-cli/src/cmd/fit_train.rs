@@ -171,7 +171,8 @@ fn step(forward: &Graph, params: &[NodeId], loss: NodeId, parts: usize) -> Resul
     Ok((g, donated))
 }
 
-/// The memory that the training of a graph without symbols needs.
+/// The memory that the training of a graph without symbols needs. Also returns the number of elements of all
+/// parameters.
 pub(crate) fn needs(b: &Backend, graph: &Graph, input_bytes: &[usize]) -> Result<(Needs, u64)> {
     let (forward, params, loss) = with_loss(graph)?;
     let bytes: Vec<usize> = params

@@ -57,7 +57,8 @@ macro_rules! commands {
     };
 }
 
-// A command is a file in this folder and a row: its line in the help, its arguments and its function.
+// Each command has a file in this folder and an entry here: its line in the help, its arguments and its
+// function.
 commands! {
     /// Runs an ONNX model
     Run(args::RunArgs) => run::main;
@@ -234,8 +235,8 @@ impl Loaded {
     /// with enough memory, unless the user chose the device.
     ///
     /// # Errors
-    /// `e` if it is another error, if the user chose the device, or if the model is not a single graph;
-    /// otherwise [`Error::OutOfMemory`] with the bytes that each device lacks.
+    /// `e` if it is not [`Error::OutOfMemory`], if the user chose the device, or if the model is not a single
+    /// graph. Otherwise [`Error::OutOfMemory`] with the bytes that each device lacks.
     pub(crate) fn move_to_other_device(&mut self, path: &Path, b: &BackendArgs, e: Error) -> Result<()> {
         if !matches!(e, Error::OutOfMemory { .. }) || b.kind()? != BackendType::Auto {
             return Err(e);

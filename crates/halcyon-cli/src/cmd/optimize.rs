@@ -95,8 +95,9 @@ pub(crate) fn main(a: &OptimizeArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// Quantises a model for `backend`. The samples `own` are used if there are no calibration samples, and to
-/// measure the error if there is only one calibration sample.
+/// Quantises a model for `backend`. If activations need ranges from samples, the calibration samples give
+/// them, and the samples `own` measure the error. If `own` is empty, a quarter of the calibration samples
+/// measures the error instead.
 pub(crate) fn quantized(
     model: &Model,
     backend: &Backend,

@@ -10,8 +10,8 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::time::Instant;
 
-/// The exit code if the results at the level cannot be compared with the results at O0 (other shapes, or
-/// other finite values).
+/// The exit code if the results at the level cannot be compared with the results at O0 (a result has another
+/// shape, or other elements are finite).
 const DIFFERS: u8 = 6;
 
 pub(crate) fn main(a: &PrepareArgs) -> Result<u8> {

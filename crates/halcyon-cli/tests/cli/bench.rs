@@ -139,7 +139,7 @@ fn reports_compare_with_earlier_ones() {
     assert_eq!(v["compare"]["settings_differ"], json!([]));
 
     // An earlier report of a machine a hundred million times slower (so that noise cannot hide it), with more
-    // threads and a work that no longer exists.
+    // threads and a row that the new report lacks.
     let mut slow = before.clone();
     slow["settings"]["threads"] = json!(64);
     for k in ["median", "min", "max", "low_quartile", "high_quartile"] {

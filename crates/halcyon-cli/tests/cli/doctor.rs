@@ -135,8 +135,9 @@ fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
         .fails(4, &["signal"]);
 }
 
-/// In place of a library, there is no file, a text, a library for another processor, or a library without the
-/// needed functions. In each case the backend is reported as absent, with the path and what is wrong.
+/// The path of a library leads to no file, to a text, to a library for another processor, or to a library
+/// without the needed functions. In each case the backend is reported as absent, with the path and what is
+/// wrong.
 #[test]
 #[cfg(target_os = "linux")]
 fn what_is_no_library_is_named_with_what_is_wrong() {

@@ -1,5 +1,5 @@
 //! Tests with drivers that crash, hang, print, or change after they were probed. None of them may crash the
-//! command, delay it twice or write into its output, and no probing process may be left behind.
+//! command, delay it more than once or write into its output, and no probing process may be left behind.
 
 use crate::common::*;
 use halcyon_test::{gone, library, soon, standin};

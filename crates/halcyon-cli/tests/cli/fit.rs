@@ -11,8 +11,8 @@ const DIGITS: &str = "models/digits.onnx";
 const CPU: [&str; 4] = ["--backend", "cpu", "--threads", "2"];
 const MIB: u64 = 1 << 20;
 
-/// Without a cache: constants that an earlier run packed are mapped from the user's cache, which takes less
-/// memory than is predicted.
+/// Runs without a cache, because constants that an earlier run packed would be mapped from the user's cache
+/// and take less memory than predicted.
 fn command(name: &str, model: &Path, more: &[&str]) -> Done {
     let mut c = common::command(&[&[name, text(model), "--json"], &CPU[..], more].concat());
     finish(c.env("HALCYON_CACHE", "off"))

@@ -39,7 +39,7 @@ fn paths_need_not_be_text() {
         let text = run(before, &[&cpu, after].concat()).ok();
         assert!(!text.out.contains('\x1b'), "{before:?}: {text:?}");
     }
-    // Such a name is accepted for an output, and an error about a missing file can contain it.
+    // A name that is not Unicode is accepted for an output, and an error about a missing file can contain it.
     let to = dir.path().join(OsStr::from_bytes(b"out\xfe.onnx"));
     let mut c = command(&["export", DIGITS, "--json", "-o"]);
     assert!(finish(c.arg(&to)).ok().json()["output"].is_string());

@@ -32,7 +32,7 @@ fn a_report_is_text_json_and_a_page() {
     let html = std::fs::read_to_string(&page).expect("written");
     assert!(html.contains("digits.onnx at O2") && html.contains("<svg") && !html.contains("<script"));
 
-    // A level without transformations, and one that is switched off.
+    // A level without transformations, and a level with one transformation switched off.
     let plain = halcyon(&[&args[..], &["--json", "--level", "none"]].concat()).ok().json();
     assert_eq!(
         (&plain["optimizations_applied"], &plain["metrics"]["error"]),

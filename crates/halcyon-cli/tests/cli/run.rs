@@ -314,7 +314,8 @@ fn product(dir: &Path) -> std::path::PathBuf {
     path
 }
 
-/// A plan without composites is that of a device without kernels for bytes.
+/// With whole composites switched off, the plan has no kernels for bytes, as on a device that lacks these
+/// kernels.
 #[test]
 fn level_o3_warns_without_kernels_for_bytes() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -336,13 +337,13 @@ fn level_o3_warns_without_kernels_for_bytes() {
     one_layer(&conv, &[1, 64, 8, 8], &[64, 64, 3, 3], |g, [x, w]| g.conv(x, w, attrs).expect("fits"));
     assert!(!with(&["run", text(&conv), "--level", "O3"], &[]).contains("has no kernel"));
     assert!(with(&run, &[&four[..], &none[..]].concat()).contains("has no kernel with int4 weights"));
-    // Without measurements the written model may be for another device.
+    // Without --receipts, `optimize` does not warn, because the written model may be for another device.
     let optimize = ["optimize", text(&path), "-o", text(&out)];
     assert!(!with(&optimize, &none).contains("has no kernel"));
     assert!(with(&optimize, &["--receipts", "--without", "whole composites"]).contains(want));
 }
 
-/// Samples have no ranges to give with weights of 4 bits, so all of them measure the error.
+/// With weights of 4 bits, activations need no ranges from samples, so all samples measure the error.
 #[test]
 fn all_samples_measure_weights_of_4_bits() {
     let dir = tempfile::tempdir().expect("a folder");

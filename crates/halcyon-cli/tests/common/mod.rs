@@ -38,7 +38,7 @@ impl Done {
         assert!(self.code == code && (self.err.contains(part) || self.out.contains(part)), "{self:?}");
     }
 
-    /// Checks the exit code, and that stderr contains all parts.
+    /// Checks the exit code, and that stderr begins with `error: ` and contains all parts.
     #[track_caller]
     pub fn fails(self, code: i32, parts: &[&str]) -> Done {
         assert_eq!(self.code, code, "{self:?}");

@@ -61,8 +61,8 @@ fn functions_that_expand_without_end() {
     };
     let mut a = Attacks::new();
     let one = &["--input", "ones"];
-    // A function that calls itself, two that call each other, a chain of ten thousand, and forty functions of
-    // which each calls the next one twice.
+    // A function that calls itself, two that call each other, a chain of ten thousand, and forty functions,
+    // each of which calls the next one twice.
     a.model(
         &with_functions(vec![function("f0", vec![call("f0", "a", "b")])]),
         one,

@@ -1,4 +1,4 @@
-//! Models of every kind under one name: modules, graphs, imported ONNX models.
+//! The traits by which one method takes models of every kind: modules, graphs, imported ONNX models.
 
 use super::vendors;
 #[cfg(feature = "onnx")]
@@ -8,7 +8,7 @@ use halcyon::{Backend, BackendType, ConstData, DType, Error, Level, Result, Sess
 use halcyon_nn::{Forward, Inference, Module, ModuleExt, Prepared};
 use serde::Serialize;
 
-/// A level: an [`Level`], its name or alias (`"O2"`, `"balanced"`), or `None` for a default.
+/// A level: a [`Level`], its name or alias (`"O2"`, `"balanced"`), or `None` for a default.
 pub trait LevelName {
     /// The level, or `default` if none is named.
     ///
@@ -65,13 +65,13 @@ pub enum OfSession {}
 #[derive(Clone, Copy, Debug)]
 pub enum OfTensor {}
 
-/// What moves to a device. The parameter keeps the implementations for modules and tensors apart; it is
-/// inferred.
+/// A value that can move to a device. The type parameter keeps the implementations for modules and tensors
+/// apart; the compiler infers it.
 pub trait Movable<Kind> {
-    /// What comes back.
+    /// The type of the result: a tensor for a tensor, `()` for a module, which moves in place.
     type Moved;
 
-    /// Moves it.
+    /// Moves the value.
     ///
     /// # Errors
     /// Errors of evaluating and copying.
@@ -252,7 +252,7 @@ sessions! {
 /// # }
 /// ```
 ///
-/// The names of earlier versions are marked, so the compiler reports them:
+/// The names of earlier versions are marked as deprecated, so the compiler reports their use:
 ///
 /// ```compile_fail
 /// #![deny(deprecated)]

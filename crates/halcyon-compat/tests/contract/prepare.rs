@@ -205,7 +205,7 @@ fn infers_and_trains(b: &Backend, test: &str) {
     model.run(&sample).unwrap();
     assert_eq!(b.cache_stats().plans_built, built);
 
-    // With an optimizer, both come back, and training goes on.
+    // With an optimizer, the call returns the module and the optimizer, and training goes on.
     let optimizer = Update::new(&module, Adam::new().rate(0.01)).unwrap();
     let (model, optimizer) = b.optimize_for_training(module, optimizer, None).unwrap();
     let mut step = TrainStep::new(&*model, optimizer, |m: &&Sequential, x: &[Tensor]| {

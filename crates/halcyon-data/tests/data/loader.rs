@@ -26,7 +26,7 @@ fn content(b: &Batch) -> (u64, u64, bool, Vec<usize>, Vec<ConstData>) {
     (b.epoch, b.index, b.last, b.rows.clone(), b.arrays.clone())
 }
 
-/// Random options for `n` rows. `r` draws a number below another.
+/// Random options for `n` rows. `r(n)` draws a random number below `n`.
 fn options(r: &mut impl FnMut(usize) -> usize, n: usize) -> LoaderOptions {
     let mut o = LoaderOptions::new(1 + r(n.min(40)));
     if r(3) > 0 {

@@ -11,8 +11,8 @@ use crate::scalar_op::ScalarOp;
 pub struct Affine {
     /// One factor per channel.
     pub scale: Option<usize>,
-    /// One value per channel. If every axis outside the channels has size 1, an operand has the shape of both
-    /// a bias and a residual. It is then the bias.
+    /// One value per channel. If every axis outside the channels has size 1, an operand fits both as a bias
+    /// and as a residual. It is then taken as the bias.
     pub bias: Option<usize>,
     /// A value per element of the result.
     pub residual: Option<usize>,

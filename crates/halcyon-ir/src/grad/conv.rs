@@ -1,8 +1,8 @@
 //! Gradients of a convolution, as convolutions.
 //!
 //! On one spatial axis with input size `i`, kernel `k`, output `o`, stride `s`, dilation `d`, input dilation
-//! `e` and low padding `l`, the convolution is `y[q] = Σ_j x̂[q·s + j·d - l]·w[j]`, where `x̂` is `x` with `e
-//! - 1` zeros between elements. Hence, with `dx`, `dw` and `dy` for the gradients of `x`, `w` and `y`:
+//! `e` and low padding `l`, the convolution is `y[q] = Σ_j x̂[q·s + j·d - l]·w[j]`. Here `x̂` is `x` with
+//! `e - 1` zeros between elements. Hence, with `dx`, `dw` and `dy` for the gradients of `x`, `w` and `y`:
 //! - `dx[p] = Σ_j ŷ[p·e + l - j·d]·w[j]`, where `ŷ` is `dy` with `s - 1` zeros between elements: a
 //!   convolution of `dy` with the flipped weight, with stride `e`, dilation `d`, input dilation `s` and low
 //!   padding `(k-1)·d - l`;

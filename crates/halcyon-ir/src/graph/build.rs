@@ -1,5 +1,5 @@
-//! Builds graphs: one method per op. It checks the operands' types, adds the node and returns its id. A view
-//! that changes nothing returns its operand.
+//! Builds graphs: one method per op. The method checks the operands' types, adds the node and returns its id.
+//! The method of a view that changes nothing returns its operand.
 
 use super::{Graph, InputSpec, Node, NodeId, OutputSpec};
 use crate::custom::{Custom, CustomOp};
@@ -128,7 +128,7 @@ impl Graph {
         self.push(Op::Cast, &[x], Some(want))
     }
 
-    /// Reinterprets the bits as `dtype`, which must have the same size.
+    /// Reinterprets the bits as `dtype`, which must have the same number of bits.
     pub fn bitcast(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
         let want = TensorType { dtype, shape: self.shape(x).clone() };
         self.push(Op::Bitcast, &[x], Some(want))

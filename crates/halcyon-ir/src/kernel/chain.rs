@@ -10,8 +10,8 @@ use crate::layout::View;
 use crate::scalar_op::ScalarOp;
 use crate::target::{Caps, Declined};
 
-/// Number of elements a work-item sums before it adds the partial sum to its total. This keeps rounding
-/// errors from growing with the length.
+/// Number of elements a work-item sums before it adds the partial sum to its total. Rounding errors then grow
+/// more slowly with the number of elements.
 const RUN: i64 = 64;
 
 /// How results are assigned to work-items.
@@ -67,7 +67,7 @@ impl Form {
         match runs {
             _ if alone => Form::Item(256.min(caps.max_workgroup)),
             Some(n) => Form::Group(n.min(128).next_power_of_two() as u32),
-            // Short rows, of which a work-item reads several elements at a time.
+            // Short rows: a work-item reads several elements of a row at a time.
             None if each.is_some_and(|e| inner / e as usize <= 32) => Form::Group(32.min(caps.max_workgroup)),
             None => Form::Group(128),
         }
@@ -178,7 +178,8 @@ pub fn lower_fused_as(f: &Fused, caps: &Caps, v: &Variant) -> Result<(Kernel, La
 /// Kernels with the same [`Kernel::key`] share a program.
 ///
 /// # Errors
-/// The errors of the verifier.
+/// The errors of the verifier. [`Error::Unsupported`] if the device does not allow the size of the workgroup,
+/// and [`Error::Internal`] for a malformed chain.
 pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
     build(f, caps, Form::default(f, caps))
 }

@@ -113,7 +113,8 @@ macro_rules! ids {
 ids! {
     /// An index into [`Kernel::exprs`].
     ExprId,
-    /// A value that is assigned once: by a let, a read or as a loop counter.
+    /// A value that only one statement assigns: a let, a read, an atomic add, a loop (its counter), or a
+    /// fragment map (its row and column).
     ValueId,
     /// A mutable variable.
     VarId,
@@ -476,13 +477,13 @@ pub enum Stmt {
         code: ExprId,
     },
     /// Sets every element of a sum or row fragment to an f32 value, which must be equal for all work-items of
-    /// a subgroup.
+    /// a subgroup. This and all other statements on fragments, except [`Stmt::SetElement`], need
+    /// workgroup-uniform control flow.
     FragmentFill {
         dst: FragmentId,
         value: ExprId,
     },
-    /// Loads an operand fragment from workgroup memory. This and the following fragment statements need
-    /// workgroup-uniform control flow.
+    /// Loads an operand fragment from workgroup memory.
     FragmentLoad {
         dst: FragmentId,
         tile: Tile,
@@ -561,7 +562,7 @@ pub struct ArrayDecl {
     pub len: u32,
 }
 
-/// A kernel. Sizes, strides and offsets are parameters, so one kernel serves all shapes.
+/// A kernel. Sizes, strides and offsets are parameters, so one kernel serves many shapes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Kernel {
     /// Template name, a C identifier. Not part of `Kernel::key`.

@@ -61,7 +61,8 @@ impl KernelCall<'_> {
 /// written to the buffer of input 0 ([`Op::UpdateSlice`]).
 ///
 /// # Errors
-/// [`Declined`] with the reason if there is no template for the op or its types, or if an operand is masked.
+/// [`Declined`] with the reason if there is no template for the op or its types, if an operand is masked, or
+/// if a kernel exceeds a limit of the device.
 pub fn lower_op(
     op: &Op,
     inputs: &[Operand],

@@ -29,7 +29,8 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Puts named parameter values in the kernel's order. Missing offsets `o<buffer>` default to 0.
+    /// Puts named parameter values in the kernel's order. An offset `o<buffer>` or the parameter `fault` is 0
+    /// if it is missing.
     ///
     /// # Errors
     /// [`Error::Internal`] if a value is missing, unknown or does not fit its type.

@@ -55,8 +55,8 @@ impl fmt::Display for Variant {
 /// How much the results of two variants may differ.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Tolerance {
-    /// Sums of this many products that are linear in each operand. The bound is relative to the sums of
-    /// magnitudes.
+    /// Sums of this many products that are linear in each operand. The bound is relative to the sums of the
+    /// products' magnitudes.
     Products(usize),
     /// Other floating-point work with sums of this many terms. The bound is relative to the largest result.
     Sums(usize),
@@ -65,8 +65,8 @@ pub enum Tolerance {
 /// The variants of a kernel for a call.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Choices {
-    /// Template, types, layout and size classes. The best variant for one call of a key is used for all calls
-    /// of the key.
+    /// Template, types, layout and size classes. The best variant for one call with this key is used for all
+    /// calls with this key.
     pub key: String,
     /// The heuristic's choice.
     pub default: Variant,
@@ -182,7 +182,8 @@ impl Tunable {
     }
 }
 
-/// A digest of a variant's kernels. If the digest under a known key differs, the template has changed.
+/// A digest of a variant's kernels. If it differs from the digest recorded for the same key and variant, the
+/// template has changed.
 pub fn digest(steps: &Lowered) -> u128 {
     let mut h = Fnv::new();
     steps.steps.iter().for_each(|(k, _, _)| k.hash(&mut h));

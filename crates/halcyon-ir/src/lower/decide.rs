@@ -9,7 +9,8 @@ pub(super) const MAX_MEMBERS: usize = 64;
 /// Maximum number of views between a fused value and the member that reads it. It bounds the depth of
 /// recursion.
 const MAX_VIEWS: u32 = 16;
-/// Maximum number of uses tracked through views. A view with more uses gets a buffer.
+/// Maximum number of uses tracked through views. A view with more uses gets a buffer if one of them reads it
+/// through more than `MAX_VIEWS` further views.
 const MAX_USES: usize = 64;
 
 /// A use of a node's value by a group of fused nodes, or by a node that needs the value in a buffer.
@@ -23,7 +24,7 @@ pub(super) struct Use {
     /// reshape.
     pub(super) reshaped: bool,
     /// Whether a pad lies between the value and the reader. The elements of the padding have the pad's fill
-    /// value, which is not a value of the expression.
+    /// value, which the expression does not compute.
     pub(super) padded: bool,
     pub(super) expands: bool,
 }
@@ -82,8 +83,8 @@ impl Lowerer<'_> {
                     let grows = self.dims[i].iter().product::<usize>()
                         > self.dims[x.index()].iter().product::<usize>();
                     let (reshapes, pads) = (change.reshapes(), change.fill().is_some());
-                    // A view that is an output is copied. A view is also copied if too many nodes use it
-                    // through further views.
+                    // A view that is an output is copied. A view is also copied if it has many uses and one
+                    // of them reads it through many further views.
                     let wanted = is_output[i] && mine.iter().any(|u| u.group.is_none());
                     if wanted || mine.len() > MAX_USES && mine.iter().any(|u| u.views > MAX_VIEWS) {
                         self.root[i] = true;
@@ -158,9 +159,10 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Expressions that must not be fused into their reader. If a node reads values that come from several
-    /// products, the chains on all but the last product are cut here, so that each becomes the epilogue of
-    /// its own product: a kernel computes only one product.
+    /// Expressions that must not be fused into their reader, so that they can become the epilogue of a
+    /// product. A kernel computes only one product. So if a node reads values that come from several
+    /// products, the chains on all but the last product are cut. A chain on a product is also cut if a
+    /// reduction or concatenation reads it.
     fn cuts(&self) -> Vec<bool> {
         let n = self.g.nodes().len();
         let mut cut = vec![false; n];
@@ -175,7 +177,7 @@ impl Lowerer<'_> {
         for id in self.g.ids().rev().filter(|i| self.live[i.index()]) {
             let node = self.g.node(id);
             let fuses = matches!(self.facts(id).lowering, Lowering::ElementWise | Lowering::Fused);
-            // A view of a stored value is not stored itself.
+            // A view stores nothing. If its value is read from memory, the operand is stored instead.
             if !fuses && (!node.op.is_view() || stored[id.index()]) {
                 node.inputs.iter().for_each(|x| stored[x.index()] = true);
             }
@@ -185,9 +187,9 @@ impl Lowerer<'_> {
             self.g.node(id).inputs.iter().for_each(|x| readers[x.index()] += 1);
         }
         self.g.outputs().iter().for_each(|o| readers[o.node.index()] += 1);
-        // Whether a node computes from one value that others read too, and has one reader itself. Then the
-        // value gets a buffer, and the node can join its reader: the largest magnitude of a row that is also
-        // quantised.
+        // Whether a node has one operand, which other nodes read too, and one reader. The operand then gets a
+        // buffer anyway, and the node can be fused into its reader. Example: `abs(x)` in the largest
+        // magnitude of a row `x` that is also quantised.
         let reads_stored = |id: NodeId| match self.g.node(id).inputs[..] {
             [x] => readers[id.index()] == 1 && readers[x.index()] > 1,
             _ => false,
@@ -220,7 +222,8 @@ impl Lowerer<'_> {
         self.g.node(id).op.restride(&self.dims[id.index()])
     }
 
-    /// Resolves views to strides of buffers. If a view cannot be expressed as strides, its operand is copied.
+    /// Resolves views to strides of buffers. The operand of a view is copied if strides cannot express the
+    /// view, or if both pad with different values.
     pub(super) fn place_views(&mut self) {
         for id in self.g.ids() {
             let i = id.index();
@@ -252,7 +255,8 @@ impl Lowerer<'_> {
 
     /// For every base, finds the first and the last root (in node order) whose step reads it.
     pub(super) fn find_last_reads(&mut self) {
-        // A fused node is read when its root runs, so propagate the reading root backwards.
+        // A fused node reads its operands when the step of its root runs. So the root is passed on from
+        // readers to operands.
         let n = self.g.nodes().len();
         let mut reader: Vec<u32> = vec![0; n];
         let mut first: Vec<u32> = vec![u32::MAX; n];

@@ -36,7 +36,7 @@ pub(super) struct Body {
 }
 
 impl Lowerer<'_> {
-    /// A step that copies a view into a dense buffer.
+    /// Copies a view into a new dense buffer. Adds no step if the view has no elements.
     pub(super) fn copy(&mut self, id: NodeId, from: &BufferView) -> Result<BufId> {
         let dims: Dims = from.view.shape.clone();
         let dtype = self.g.dtype(id);
@@ -74,8 +74,9 @@ impl Lowerer<'_> {
         self.finish(root, body, r, store, name)
     }
 
-    /// Adds the instructions that compute `id`, with the view ops `body.paths[path]` applied. If `id` has a
-    /// buffer and `own` is false, the instructions load it instead.
+    /// Adds the instructions that compute `id`, with the view ops `body.paths[path]` applied. If the value is
+    /// in a buffer and `own` is false, the instructions load it instead. Literals, arguments and iotas are
+    /// always computed.
     pub(super) fn emit(&self, body: &mut Body, id: NodeId, path: usize, own: bool) -> Result<Reg> {
         if let Some(r) = body.memo.get(&(id, path)) {
             return Ok(*r);

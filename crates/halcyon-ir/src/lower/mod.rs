@@ -1,8 +1,9 @@
 //! Lowering: a graph with concrete shapes becomes a [`Plan`] for a device.
 //!
-//! Element-wise nodes join the kernel of their only reader (fusion). Views become strides of the reader's
-//! loads. Every other node gets a buffer and a step. The decision visits readers before their operands, so it
-//! needs neither a search nor recursion over the whole graph.
+//! An element-wise node joins the kernel that reads it, if only one kernel does (fusion). Views become
+//! strides of the reader's loads. Literals and iotas are computed by their readers. Every other node gets a
+//! buffer and a step. The decision visits readers before their operands, so it needs neither a search nor
+//! recursion over the whole graph.
 
 mod decide;
 mod fuse;
@@ -70,8 +71,8 @@ pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Resu
     Ok(traced(graph, target, options)?.0)
 }
 
-/// The f32 values whose range decides which ops of a graph may be computed in f16
-/// ([`passes::autocast::ranged_ops`]), and the graph that has them, as the mixed-precision pass gets it.
+/// Returns the graph as the mixed-precision pass gets it, and for each of its ops that may be computed in f16
+/// the f32 values whose range decides this ([`passes::autocast::ranged_ops`]).
 ///
 /// # Errors
 /// Errors of the passes.
@@ -107,15 +108,16 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
     let mut declined: HashSet<Composite> = HashSet::new();
     let (changed, divided, mut plan, values) = loop {
         // Only lowering knows the epilogues of convolutions, so only lowering queries the target for
-        // convolutions in blocks. If the target declines a convolution in blocks, the graph is made again
-        // without these blocks.
+        // convolutions in blocks. If the target declines one of them, the graph is made again without its
+        // blocks.
         let in_blocks = |c: &Composite| match c.kind {
             CompositeKind::BlockedConv => !declined.contains(c),
             _ => claims(c),
         };
         let blocks = |d| target.channel_block(d);
         let (g, blocked) = passes::block_layouts(&before, &options.passes, &blocks, &in_blocks)?;
-        // This pass is not an optimisation. It is needed, because the device rejects larger bindings.
+        // This pass is not an optimisation. It runs at every level, because the device rejects bindings
+        // larger than its limit.
         let (g, divided) = match target.caps().max_binding_bytes {
             u64::MAX => (g, 0),
             most => passes::divide::run(g, most)?,
@@ -138,7 +140,8 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
             target.caps().max_binding_bytes
         ));
     }
-    // The plan stores outputs of small types as bytes.
+    // The lowered graph has bytes in place of outputs of small types. The plan describes the outputs as the
+    // given graph does.
     for (p, o) in plan.outputs.iter_mut().zip(graph.outputs()) {
         (p.dtype, p.dims) = (graph.dtype(o.node), graph.shape(o.node).dims()?);
     }
@@ -209,8 +212,9 @@ fn dedup(mut v: Vec<String>) -> String {
 }
 
 /// The precision that a call must have. Below O2, results must meet the tolerances of the ops, which assume
-/// the highest precision. Products of bf16 are exact in f32 on any hardware; from O2 on the device may flush
-/// denormals to zero and sum in its own order.
+/// the highest precision. From O2 on, calls on bf16 factors get medium precision: the products are exact in
+/// f32 on any hardware, and the device may flush denormals to zero and sum in its own order. Other calls get
+/// the precision of the options.
 fn precision(options: &LowerOptions, inputs: &[Operand]) -> MatmulPrecision {
     let half = inputs.len() >= 2 && inputs[..2].iter().all(|o| o.dtype == DType::BF16);
     match options.passes.level >= Level::O2 {
@@ -283,7 +287,8 @@ struct Lowerer<'a> {
     options: &'a LowerOptions,
     live: Vec<bool>,
     dims: Vec<Dims>,
-    /// Whether the node has its own buffer.
+    /// Whether steps compute the node's value into a buffer. (Inputs and constants have buffers too, but are
+    /// not roots.)
     root: Vec<bool>,
     /// Views that are resolved to strides of a buffer.
     placed: Vec<Option<BufferView>>,
@@ -292,22 +297,23 @@ struct Lowerer<'a> {
     inlined: usize,
     plan: Plan,
     /// For each base (a node whose buffer is read directly or through views): the last root whose step reads
-    /// it, in node order. The last step is not known until the end, so in-place decisions use node order.
+    /// it, in node order; `u32::MAX` for outputs of the graph. The last step is not known until the end, so
+    /// in-place decisions use node order.
     last_read: Vec<u32>,
     in_place: usize,
     /// Buffers of outputs that are the memory of donated inputs.
     overwriting: HashSet<BufId>,
     /// For each base: the first root whose step reads it.
     first_read: Vec<u32>,
-    /// Products that are computed together with the chain that reads them, because the chain may become their
-    /// epilogue.
+    /// Products that are not computed until the chain that reads them is known, because the chain may become
+    /// their epilogue.
     waiting: BTreeSet<NodeId>,
     /// Number of chains that are epilogues.
     epilogues: usize,
     /// The node whose steps are being added.
     place: NodeId,
     steps: Vec<PlacedStep>,
-    /// Blocked convolutions that the target has declined: when the graph was made, and in this lowering.
+    /// Blocked convolutions that the target declined in earlier attempts, and in this one.
     known_declined: &'a HashSet<Composite>,
     declined: Vec<Arc<Composite>>,
 }

@@ -16,8 +16,8 @@ use std::collections::BTreeSet;
 /// In larger plans, buffers share memory only by taking turns ([`turns`]).
 const MAX_PLACED: usize = 4096;
 
-/// Maximum number of attempts per order. `MAX_WORK` limits them further: it is the maximum of the number of
-/// attempts times the number of pairs of buffers.
+/// Maximum number of attempts per order. There is at least one attempt, and more only as long as the number
+/// of attempts times the square of the number of buffers does not exceed `MAX_WORK`.
 const ROUNDS: usize = 64;
 const MAX_WORK: usize = 1 << 23;
 
@@ -54,7 +54,7 @@ impl Lowerer<'_> {
         if scratch.is_empty() && wanted.is_empty() {
             return;
         }
-        // Only empty tensors have no lifetime, because no step uses them.
+        // A buffer without a lifetime belongs to an empty tensor, which no step uses.
         let item = |k: &usize| {
             let (first, last) = life[*k].unwrap_or((0, 0));
             Item { bytes: plan.buffers[*k].bytes, first, last }
@@ -107,7 +107,8 @@ impl Lowerer<'_> {
     }
 }
 
-/// Whether no two buffers that are live at the same time overlap, and all lie inside their allocations.
+/// Whether no two buffers that are live at the same time overlap, and whether all buffers lie inside their
+/// allocations.
 fn apart(plan: &Plan) -> bool {
     let life = plan.lifetimes();
     let mut all: Vec<(Slot, Item)> = plan

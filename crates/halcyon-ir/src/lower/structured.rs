@@ -300,7 +300,7 @@ impl Lowerer<'_> {
         Ok(any)
     }
 
-    /// The operands that are constants, if the op's kernels may read one packed.
+    /// The operands that are constants, if the op's kernels may read a packed constant.
     fn constants(&self, op: &Op, x: &Operands) -> Vec<usize> {
         if !op.facts().packs || !self.options.passes.does(PACKED) {
             return vec![];
@@ -341,9 +341,9 @@ impl Lowerer<'_> {
         Ok((bufs, values))
     }
 
-    /// If `op` is a blocked convolution, records that the target declined it, and returns true unless this
-    /// was known before. The passes choose the blocked layout before the target is queried, so the graph is
-    /// then made again with this convolution in the plain layout.
+    /// Records that the target declined `op`, if `op` is a blocked convolution that is not known to be
+    /// declined. Returns whether it is one. The passes choose the blocked layout before the target is
+    /// queried, so the graph is then made again with this convolution in the plain layout.
     fn set_aside(&mut self, op: &Op) -> bool {
         match op {
             Op::Composite(c)
@@ -418,7 +418,7 @@ impl Lowerer<'_> {
     }
 
     /// Whether an update may write into its base. The base must be dense, it must be scratch of this plan or
-    /// donated, and nothing may read it later.
+    /// donated, no other operand of the update may read it, and nothing may read it later.
     pub(super) fn may_overwrite(&mut self, id: NodeId, op: &Op, inputs: &[NodeId], ops: &[Operand]) -> bool {
         let wanted = self.options.passes.does(IN_PLACE);
         if !wanted || !op.facts().in_place || !ops[0].view.is_dense() {

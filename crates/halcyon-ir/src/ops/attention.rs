@@ -48,7 +48,8 @@ fn grad_flops(c: &Composite, inputs: &[Operand], y: &Operand) -> u64 {
 }
 
 /// One composite computes the gradients of queries, keys and values. The body is differentiated instead if
-/// the mask needs a gradient, or query heads share key heads.
+/// the mask needs a gradient, query heads share key heads, a size is not known, or the body is not the
+/// built-in one.
 fn gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     let (Some(scale), causal) = (c.float("scale"), c.flag("causal")) else { return Ok(Gradient::Body) };
     let sizes = |g: &Graph, x: NodeId| g.shape(x).known();
@@ -124,7 +125,8 @@ impl Graph {
     /// Scaled dot-product attention: `softmax(q·kᵀ·scale + mask)·v`. Shapes: `q [b, h, sq, d]`, `k, v [b, hk,
     /// sk, d]`, where `h` is a multiple of `hk` and consecutive query heads share a key head. `mask` is
     /// additive and broadcasts to `[b, h, sq, sk]`. With `causal`, query `i` attends to keys up to `i + sk -
-    /// sq`. (Vaswani et al. 2017; Ainslie et al. 2023 for shared heads.)
+    /// sq`. If `causal` or a mask of -inf hides all keys from a query, its result is NaN. (Vaswani et al.
+    /// 2017; Ainslie et al. 2023 for shared heads.)
     pub fn attention(
         &mut self,
         q: NodeId,

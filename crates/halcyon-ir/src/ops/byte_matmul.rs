@@ -1,4 +1,4 @@
-//! Products of bytes. The pass `crate::passes::bytes` creates them.
+//! Products of bytes or of 16-bit integers. The pass `crate::passes::bytes` creates them.
 
 use super::composite::{CompositeGradient, CompositeRow};
 use super::matmul;

@@ -41,15 +41,17 @@ impl Graph {
         self.composite(CompositeKind::Checkpoint, Attrs::new(), x, body)
     }
 
-    /// A graph in which each of these ranges of nodes is a checkpoint. The ranges are in order and do not
-    /// overlap. Only the nodes of a range that later nodes or outputs read remain as results of the
-    /// checkpoint. Also returns the new node of each old node, or
+    /// Returns a graph in which each of these ranges of nodes is checkpointed. The ranges must be in order
+    /// and must not overlap. Each node of a range that a node outside the range or an output reads becomes a
+    /// checkpoint composite ([`Graph::checkpoint`]). The other nodes of the range exist only in the bodies of
+    /// these composites. Also returns the new node of each old node, or
     /// [`DROPPED`](crate::passes::rebuild::DROPPED) for a node that was removed.
     ///
-    /// Leaves in a range are not part of the checkpoint. Ranges take effect in [`crate::grad::gradients`].
+    /// Leaves in a range are not part of the checkpoint. The ranges take effect when
+    /// [`crate::grad::gradients`] differentiates the graph.
     ///
     /// # Errors
-    /// `Error::Argument` if the ranges overlap or exceed the graph.
+    /// `Error::Argument` if the ranges are not in order, overlap or exceed the graph.
     pub fn checkpoint_ranges(&self, ranges: &[Range<usize>]) -> Result<(Graph, Vec<NodeId>)> {
         let n = self.nodes().len();
         let mut range_of: Vec<Option<usize>> = vec![None; n];
@@ -95,8 +97,9 @@ impl Graph {
         r.finish()
     }
 
-    /// The graph of the nodes for which `inside` is true and that `root` depends on. Its inputs are the other
-    /// nodes that it reads; they are returned too. Literals are copied.
+    /// The graph that computes `root` with those nodes for which `inside` is true. The other nodes that these
+    /// nodes read become inputs of the graph, in the order of the returned list. Literals and iotas are
+    /// copied instead.
     fn part(&self, root: NodeId, inside: &dyn Fn(NodeId) -> bool) -> Result<(Graph, Vec<NodeId>)> {
         let literal = |x: NodeId| matches!(self.node(x).op, Op::Full(_) | Op::Iota { .. });
         let mut need = vec![false; self.nodes().len()];

@@ -17,8 +17,8 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
-/// The facts about a composite that the rest of the system uses. There are no defaults: every row states each
-/// field.
+/// The facts about a composite that the rest of the system uses. The type has no default, so a row gives
+/// every field or starts from another row.
 #[derive(Debug)]
 pub struct CompositeRow {
     /// The name in messages, traces, receipts and files.
@@ -118,13 +118,13 @@ built_in! {
     BlockedConv => blocked::BLOCKED_CONV,
     /// Operand and result: blocked images.
     BlockedPool => blocked::BLOCKED_POOL,
-    /// `a bᵀ` of bytes (`crate::passes::bytes`).
+    /// `a bᵀ` of 8-bit floats, or of integers of 8 or 16 bits (`crate::passes::bytes`).
     ByteMatmul => byte_matmul::BYTE_MATMUL,
     /// A part of a graph that the gradient pass computes again ([`crate::Graph::checkpoint`]).
     Checkpoint => checkpoint::CHECKPOINT,
-    /// f32 to 8-bit integers ([`crate::Graph::quantize`]).
+    /// f32 to integers of 8 or 16 bits ([`crate::Graph::quantize`]).
     Quantize => quantize::QUANTIZE,
-    /// 8-bit integers to f32 ([`crate::Graph::dequantize`]).
+    /// Integers of 8 or 16 bits to f32 ([`crate::Graph::dequantize`]).
     Dequantize => quantize::DEQUANTIZE,
     /// Convolution of 8-bit integers with sums in f32 (`crate::passes::byte_conv`).
     ByteConv => quantize::BYTE_CONV,

@@ -116,8 +116,8 @@ impl Rules for Matmul {
 }
 
 /// All rows of a batch of matrices, as one matrix. If the products of a batch share their right operand, its
-/// gradient is one product over all rows. A product per batch item would write as many matrices, to be
-/// summed.
+/// gradient is one product over all rows. Separate products would write one matrix for each batch item, and
+/// these matrices would have to be summed.
 fn all_rows(g: &mut Graph, x: NodeId) -> Result<NodeId> {
     let dims = g.shape(x).0.clone();
     let (last, others) = (dims[dims.len() - 1], &dims[..dims.len() - 1]);
@@ -135,7 +135,8 @@ fn left_transposed(g: &mut Graph, x: NodeId, dy: NodeId, flipped: bool) -> Resul
     if flipped { g.transpose(d, r - 2, r - 1) } else { Ok(d) }
 }
 
-/// Whether a node is the transpose of a matrix in memory, possibly with leading axes of size 1 or expanded.
+/// Whether a node is the transpose of a matrix in memory, possibly reshaped or expanded along its leading
+/// axes.
 fn is_transposed(g: &Graph, mut x: NodeId) -> bool {
     loop {
         let node = g.node(x);

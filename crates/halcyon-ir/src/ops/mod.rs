@@ -116,10 +116,11 @@ pub enum Op {
     /// Operands: input, weight.
     Conv(Conv),
     Pool(Pool),
-    /// Gradient of a pool. Operands: x, y, dy. The result has the type of x. Where several elements of a
-    /// window equal its maximum, the first receives the gradient.
+    /// Gradient of a pool. Operands: x, y, dy. The result has the type of x. If several elements of a window
+    /// equal its maximum, the first receives the gradient.
     PoolGrad(Pool),
-    /// `out[a…, i…, b…] = x[a…, index[i…], b…]`. Negative indices count from the end.
+    /// `out[a…, i…, b…] = x[a…, index[i…], b…]`. Here and in the next three ops, a negative index counts from
+    /// the end, and an index out of range is clamped and reported as a fault.
     Gather {
         axis: usize,
     },
@@ -140,8 +141,8 @@ pub enum Op {
         kind: ScatterKind,
     },
     /// Operands: base, update, position (rank-0 integer). The result is base with `update` written at
-    /// `position` along `axis`. A position at which the update would reach past the end is clamped and
-    /// reported as a fault.
+    /// `position` along `axis`. A position that is negative, or at which the update would reach past the end,
+    /// is clamped and reported as a fault.
     UpdateSlice {
         axis: usize,
     },
@@ -178,9 +179,9 @@ pub enum Op {
     Concat {
         axis: usize,
     },
-    /// The operand, as a value that passes keep apart from it: what is computed from it is not merged with
-    /// what is computed from the operand. Checkpointing puts it before values that are computed again
-    /// ([`crate::Graph::checkpoint`]).
+    /// The result equals the operand, but passes treat the two as different values. So what is computed from
+    /// the result is not merged with what is computed from the operand. Checkpointing puts this op before
+    /// values that are computed again ([`crate::Graph::checkpoint`]).
     Recompute,
     /// A named function of primitive ops, which a target may run whole.
     Composite(Arc<Composite>),
@@ -201,12 +202,12 @@ pub enum Lowering {
     ElementWise,
     /// Ends a fused kernel, by reducing it or by writing it into a part of the result.
     Fused,
-    /// A step of its own: a library kernel or a template, or the body of a composite.
+    /// A step of its own: a library kernel, a template, or a custom op on the host.
     Step,
 }
 
-/// The operands whose elements appear in an op's result, moved or selected but not changed. The other
-/// operands are indices, positions and conditions.
+/// The operands whose elements appear in an op's result, moved or selected but not changed. If an op has such
+/// operands, its other operands are indices, positions and conditions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Moves {
     Nothing,
@@ -284,8 +285,8 @@ pub struct Facts {
     pub packs: bool,
     /// Whether the result may take the memory of operand 0.
     pub in_place: bool,
-    /// Operand and axis (counted from the end, 0 is the last) over which the op sums products: if that axis
-    /// is empty the result is zero.
+    /// Operand and axis (counted from the end, 0 is the last) over which the op sums products. If that axis
+    /// is empty, the result is zero.
     pub summed: Option<(usize, usize)>,
     /// The template that builds the op's kernels, if `Rules::kernels` does not.
     pub template: Option<&'static Template>,
@@ -322,7 +323,7 @@ pub enum Rounding {
     /// The result is exact. Errors of operands cannot be followed through the op.
     Exact,
     /// The op only moves elements. The result's errors are those of the operands that [`Facts::moves`] names,
-    /// moved by the op `with`. If `clamp` is set, negative ones count as zero.
+    /// moved by the op `with`. If `clamp` is set, errors that `with` makes negative count as zero.
     Moves { with: Op, clamp: bool },
     /// Linear in each operand, with sums of this many products.
     Linear { terms: usize },
@@ -567,8 +568,9 @@ impl Op {
         matches!(self.facts().lowering, Lowering::Stored | Lowering::Literal)
     }
 
-    /// The result type for operands of types `x`. `want` is the requested type. Ops whose type does not
-    /// follow from their operands (leaves, cast, reshape, expand, slice) check it; the others ignore it.
+    /// The result type for operands of types `x`. `want` is the requested type. Inputs, arguments, literals,
+    /// iotas, casts, bitcasts, reshapes, expansions and slices need it, because their type does not follow
+    /// from their operands. The other ops ignore it.
     pub fn infer(&self, x: &[&TensorType], want: Option<&TensorType>) -> Result<TensorType> {
         self.rules(|rules| rules.infer(&Types { rules, x, want }))
     }

@@ -46,8 +46,9 @@ fn grad_flops(_: &Composite, inputs: &[Operand], _: &Operand) -> u64 {
     inputs.first().map_or(0, |x| 18 * x.view.numel() as u64)
 }
 
-/// One composite computes the gradients of operand, scale and bias, if scale and bias have the shape of a
-/// row, and all operands are f32 or all are f64.
+/// One composite computes the gradients of operand, scale and bias. The body is differentiated instead if
+/// scale or bias does not have the shape of a row, the operands are not all f32 or all f64, a size is not
+/// known, or the body is not the built-in one.
 fn layer_norm_gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     let axis = c.int("axis").and_then(|a| usize::try_from(a).ok());
     let (Some(axis), Some(eps)) = (axis, c.float("eps")) else { return Ok(Gradient::Body) };

@@ -13,13 +13,13 @@ use crate::target::Operand;
 
 /// Number of weights that share a scale in [`Graph::quantized_matmul`].
 pub const WEIGHT_BLOCK: usize = 32;
-/// The code of the weight 0 if a product of 4-bit weights has no minimum.
+/// The code of the weight 0 in a product of 4-bit weights without minima.
 pub const MIDDLE: i64 = 8;
 
 /// The attribute of the composite `quantize` that limits the magnitude of its codes.
 pub const LIMIT: &str = "limit";
 
-/// The facts of a composite that only other passes and exporters look at.
+/// The row of a composite without kernels, which only passes and exporters recognise.
 const fn plain(has_builder: bool) -> CompositeRow {
     CompositeRow {
         name: "",
@@ -47,13 +47,14 @@ pub(super) static BYTE_CONV: CompositeRow = CompositeRow {
 
 pub(super) static QUANTIZED_MATMUL: CompositeRow = CompositeRow {
     name: "quantized_matmul",
-    // The CPU's reads the codes as they are.
+    // The CPU has a kernel that reads the codes as they are.
     has_kernels: true,
     flops: product_flops,
     ..plain(true)
 };
 
-/// Two for each multiply-add; the codes `[n, k / 2]` hold `k` weights per column.
+/// Two for each multiply-add. Each element of the result sums `k` products, where `k` is the last dimension
+/// of `x`.
 fn product_flops(_: &Composite, inputs: &[Operand], output: &Operand) -> u64 {
     let k = inputs.first().map_or(0, |x| count(x.view.shape.last().map(std::slice::from_ref).unwrap_or(&[])));
     (output.view.numel() as u64).saturating_mul(k).saturating_mul(2)
@@ -84,8 +85,8 @@ fn own_attributes(dtype: Option<DType>, axis: Option<usize>) -> crate::composite
 impl Graph {
     /// Quantises f32 to integers of 8 or 16 bits: `saturate(round(x / scale) + zero)`, rounded to nearest,
     /// ties to even (the definition of ONNX's QuantizeLinear). `scale` is f32: one number, a vector along
-    /// `axis`, or any shape that broadcasts to `x`. `zero` has the type `dtype` and the shape of `scale`;
-    /// absent, it is 0.
+    /// `axis`, or any shape that broadcasts to `x`. `zero` has the type `dtype` and the shape of `scale`; the
+    /// default is 0.
     ///
     /// # Errors
     /// [`Error::DType`] unless `x` and `scale` are f32; [`Error::Argument`] unless `dtype` is i8, u8 or i16;
@@ -118,8 +119,8 @@ impl Graph {
         })
     }
 
-    /// As [`Graph::quantize`] to i16 without a zero point, but saturates at `limit` in magnitude. A product
-    /// of such codes has sums that are known to fit i32.
+    /// As [`Graph::quantize`] to i16 without a zero point, but saturates at `limit` in magnitude. With a
+    /// small enough limit, the sums of a product of such codes are known to fit i32.
     ///
     /// # Errors
     /// Those of [`Graph::quantize`]; [`Error::Argument`] unless `limit` is in 1..=32767.
@@ -183,8 +184,9 @@ impl Graph {
     /// `(code - 8) * scale`, or `code * scale + minimum` with `minima`, f32 `[n, k / 32]`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the shapes do not belong together or `k` is not a multiple of 32; [`Error::DType`]
-    /// for other types.
+    /// [`Error::Shape`] if the shapes do not belong together, if a size of the matrix is not known, or if `k`
+    /// is not a positive multiple of 32; [`Error::DType`] unless `x` and `scales` are f32;
+    /// [`Error::Argument`] unless `codes` are u8.
     pub fn quantized_matmul(
         &mut self,
         x: NodeId,
@@ -237,8 +239,8 @@ impl Graph {
         }
     }
 
-    /// Convolution of 8-bit integers: `x` `[n, c, i…]` (i8 or u8) with `w` (i8), as [`Graph::conv`]. The sums
-    /// are f32; kernels sum exactly in i32 and round once.
+    /// Convolution of 8-bit integers: `x` `[n, c, i…]` (i8 or u8) with `w` (i8), as [`Graph::conv`]. The
+    /// result is f32. The body sums in f32; kernels sum exactly in i32 and round once.
     pub(crate) fn byte_conv(&mut self, x: NodeId, w: NodeId, attrs: Conv) -> Result<NodeId> {
         self.composite(CompositeKind::ByteConv, Default::default(), &[x, w], |g, x| {
             byte_conv_body(g, x[0], x[1], attrs)
@@ -246,7 +248,7 @@ impl Graph {
     }
 }
 
-/// The convolution of bytes as one of floats.
+/// The convolution of bytes, written as a convolution of floats.
 pub(crate) fn byte_conv_body(g: &mut Graph, x: NodeId, w: NodeId, attrs: Conv) -> Result<NodeId> {
     let (x, w) = (g.cast(x, DType::F32)?, g.cast(w, DType::F32)?);
     g.conv(x, w, attrs)

@@ -44,8 +44,8 @@ fn gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
 }
 
 impl Graph {
-    /// `len` elements along `axis`, from the run-time `position` (a rank-0 integer). `position + len` must
-    /// not exceed the axis.
+    /// `len` elements along `axis`, from the run-time `position` (a rank-0 integer). `position` must not be
+    /// negative, and `position + len` must not exceed the axis.
     pub fn slice_at(&mut self, x: NodeId, position: NodeId, axis: usize, len: usize) -> Result<NodeId> {
         let s = self.shape(x).clone();
         if axis >= s.rank() || s[axis].known().is_some_and(|n| n < len) {

@@ -1,5 +1,5 @@
-//! Mixed precision. Products, convolutions, and attention, norms and softmax that the target runs whole take
-//! operands of a half type. Everything that would lose accuracy stays in f32.
+//! Mixed precision. Products and convolutions take operands of a half type, and so do attention, norms and
+//! softmax if the target runs them whole. Everything that would lose accuracy stays in f32.
 //!
 //! A value read by such an op is rounded and stored once in the half type; its other readers widen it again,
 //! so memory holds only one form. Ops that only move elements (views, concatenation, gathers, and also
@@ -9,10 +9,10 @@
 //! inputs, outputs and states keep their dtypes. Gradients are ordinary nodes, so the same rules hold for
 //! training: parameters are stored in f32 and the graph rounds them where they are read.
 //!
-//! Products stay in f32 if their result is a phase (argument of sine or cosine), is rounded, or becomes an
-//! integer, as in rotary embeddings and integer models. Products with a constant outside of the half type's
-//! range also stay in f32, and so do, for f16, products whose values are near the end of its range on a
-//! sample ([`MixedOps::too_large`]).
+//! Products stay in f32 if an op needs all digits of their result: the sine, cosine or tangent of a phase,
+//! rounding to an integer, a remainder, or a cast to an integer. Such products occur in rotary embeddings and
+//! integer models. Products with a constant outside of the half type's range also stay in f32, and so do, for
+//! f16, products whose values are near the end of its range on a sample ([`MixedOps::too_large`]).
 
 use super::MIXED;
 use super::derived::{Derived, derived_bytes};
@@ -38,8 +38,8 @@ pub enum AmpPolicy {
     #[default]
     #[serde(rename = "f32")]
     None,
-    /// IEEE half precision, largest value 65,504. Ops whose values come near to it on a sample stay in f32
-    /// ([`RANGE_MARGIN`]); the sample is the first run.
+    /// IEEE half precision, largest value 65,504. Ops whose values come near this limit on a sample stay in
+    /// f32 ([`RANGE_MARGIN`]). The sample is the first run.
     F16,
     /// bfloat16: 8 bits of precision, with the range of f32.
     Bf16,
@@ -175,7 +175,8 @@ impl MixedOps {
             || self.too_large.contains_key(&id.0)
     }
 
-    /// One line for each op that the sample keeps in f32, and one if f16 has no effect.
+    /// One line for each op that the sample keeps in f32. If the policy is f16 and there was no sample, only
+    /// one line that says so.
     pub fn warnings(&self, amp: AmpPolicy) -> Vec<String> {
         if amp == AmpPolicy::F16 && !self.in_range {
             let why = "f16 needs a sample, from which the range of the values is known, and there was none";
@@ -191,8 +192,8 @@ impl MixedOps {
     }
 }
 
-/// The values whose range decides whether an op may be computed in f16: for each op that the pass would
-/// change, its operands and its result, f32.
+/// For each op that the pass would compute in f16: the op, and the f32 values whose range decides whether it
+/// may, which are its f32 operands and its result.
 pub fn ranged_ops(g: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<Vec<(NodeId, Vec<NodeId>)>> {
     let live = Rebuild::live(g);
     let mut p = Pass::new(g, DType::F16, KeptInF32::default(), MixedOps::default());
@@ -431,7 +432,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Whether a composite has a result of the half type: always, or if a reader reads it in that type.
+    /// Whether a composite has a result of the half type: always, or if the result is read in that type and
+    /// is no output.
     fn takes(&self, id: NodeId, w: &Whole) -> bool {
         w.when == HalfWhen::Always || self.asked[id.index()] && !self.outputs[id.index()]
     }
@@ -557,8 +559,8 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Whether operand `k` of an op that moves elements takes the half type: it does if the op moves its
-/// elements. An average moves no elements, and all its operands take the half type.
+/// Whether operand `k` of an op that moves elements takes the half type. It does if its elements are moved.
+/// An average moves no elements, and all its operands take the half type.
 fn takes_half(op: &Op, k: usize) -> bool {
     match op.facts().moves {
         Moves::Operands(_) | Moves::Compared(_) => op.facts().moves.operand(k),
@@ -566,7 +568,8 @@ fn takes_half(op: &Op, k: usize) -> bool {
     }
 }
 
-/// The composite in the half type as offered to the target: operands in that type, computed in f32.
+/// The composite in the half type as offered to the target: operands in that type, computed in f32. `None` if
+/// an operand is not f32.
 fn half_composite(c: &Composite, form: HalfForm, low: DType) -> Result<Option<Whole>> {
     let inputs = c.body.inputs();
     let rounds: Vec<bool> = (0..inputs.len()).map(|k| k < form.rounded).collect();

@@ -50,7 +50,7 @@ pub fn run(g: &Graph, blocks: Blocks<'_>, claims: &dyn Fn(&Composite) -> bool) -
     }
     let (n, widened, plain_bytes) = (p.convs, p.widened, p.plain_bytes);
     let g = super::rebuild::prune(&p.r.finish()?.0)?;
-    // Widen the weights now, not in every run.
+    // Fold the casts of the weights, so that they are not computed in every run.
     let g = if widened > 0 || plain_bytes { super::fold::run(&g)?.0 } else { g };
     Ok((g, n + widened))
 }
@@ -216,8 +216,8 @@ impl Pass<'_> {
         Ok(x)
     }
 
-    /// A composite of this kind over blocked images, if the target claims it. `body` gets the first operand
-    /// in plain form.
+    /// A composite of this kind over blocked images, if the target claims it. If `plain` is given, the first
+    /// operand is blocked, and `body` gets it in this plain shape.
     fn composite(
         &mut self,
         kind: CompositeKind,
@@ -273,7 +273,8 @@ impl Pass<'_> {
         Ok(None)
     }
 
-    /// The convolution of bytes on blocked operands. If the target has declined it, it is one of f32.
+    /// The convolution of bytes on blocked operands. If the target has declined it, the bytes are cast to f32
+    /// and a plain convolution takes its place.
     fn conv_of_bytes(&mut self, id: NodeId, n: &Node, c: &Composite) -> Result<Option<Made>> {
         let lost = || Error::internal("a convolution of bytes has no convolution in its body");
         let attrs = byte_conv::inner(c).ok_or_else(lost)?.clone();

@@ -72,7 +72,7 @@ fn find(f: &Finder<'_>, id: NodeId, claims: &dyn Fn(&Composite) -> bool) -> Resu
     let (Some(image), Some(weights)) = (scaled(f, x), scaled(f, w)) else { return Ok(None) };
     let (Some(xs), Some(ws)) = (g.shape(x).known(), g.shape(w).known()) else { return Ok(None) };
     let constant = matches!(&g.node(weights.codes).op, Op::Const(c) if c.dtype == DType::I8);
-    // The image has one scale, the weights have one per output channel.
+    // The image must have a single scale, and the weights a single scale or one per output channel.
     let one = image.scale.is_none_or(|s| f.uniform(s).is_some());
     let rows = weights.scale.is_none_or(|s| (1..ws.len()).all(|axis| f.constant_along(s, axis)));
     let blocks = xs.len() == 4 && xs[1].is_multiple_of(BLOCK) && ws[0].is_multiple_of(BLOCK);
@@ -115,7 +115,7 @@ pub fn run(g: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usi
     Ok((prune(&r.finish()?.0)?, found.len()))
 }
 
-/// The factor of the sums, `[1, O, 1, 1]` or `[1]`.
+/// The factor of the sums, `[1, O, 1, 1]` or `[1]`. `None` if neither operand has a scale.
 fn scales(r: &mut Rebuild<'_>, f: &Finder<'_>, found: &Found) -> Result<Option<NodeId>> {
     let image = match found.image.scale.and_then(|s| f.uniform(s)) {
         Some(s) => {
@@ -126,7 +126,8 @@ fn scales(r: &mut Rebuild<'_>, f: &Finder<'_>, found: &Found) -> Result<Option<N
     };
     let weights = match found.weights.scale {
         Some(s) => {
-            // The vector before it is broadcast, which folding reads at no cost.
+            // If the scales are one vector before they are broadcast, use that vector. Else slice the
+            // broadcast tensor.
             let mut before = s;
             while f.graph().node(before).op == Op::Expand {
                 before = f.graph().node(before).inputs[0];

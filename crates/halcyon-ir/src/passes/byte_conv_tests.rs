@@ -17,7 +17,7 @@ fn data(d: DType, dims: &[usize], seed: i64) -> ConstData {
     ConstData::from_scalars(d, dims, (0..n).map(value)).unwrap()
 }
 
-/// `conv(dequantised u8, dequantised i8) + bias`, relu, and the result quantised again.
+/// `relu(conv(x, w) + bias)` with a dequantised image `x` and dequantised weights `w`.
 struct Case {
     image: DType,
     zero: i64,
@@ -93,7 +93,7 @@ fn convolutions_of_bytes_become_composites_in_blocks() {
 #[test]
 fn other_forms_stay_convolutions_of_floats() {
     let others = [
-        // Padding is not the zero point.
+        // The zero point is not 0, which is the value of the padding.
         Case { zero: 3, ..PLAIN },
         // Unsigned weights, channels that do not fill a block, and a scale for each input channel.
         Case { weights: DType::U8, ..PLAIN },

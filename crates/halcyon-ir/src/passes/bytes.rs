@@ -11,8 +11,8 @@
 //! - **8-bit floats.** Without this pass [`super::small_types`] would rewrite them to native types. Widening
 //!   is exact, so the products are the same. A scale that is a single number is an operand of the composite.
 //!   A cast of the sums to a half type becomes the composite's result type if nothing else reads the sums.
-//! - **16-bit integers** are summed in i32 as well, if the right operand is a constant and the left one is
-//!   clamped so that no sum can wrap. They have no zero points.
+//! - **16-bit integers** are summed in i32 if the right operand is a constant and the left one is clamped so
+//!   that no sum can wrap. They have no zero points.
 //! - **8-bit integers** are summed in i32, exactly, which is more exact than the f32 sums they replace. A sum
 //!   of products over parts of the summed axis, which an importer creates so that each part is exact in f32,
 //!   becomes one product again. If the device has only i8 kernels, u8 values and their zero points are
@@ -40,12 +40,13 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 /// `a bᵀ` with `a` `[batch…, m, k]` and `b` `[batch…, n, k]`, both with the summed axis last, as matrix units
-/// read them. The attributes `left` and `right` are the dtypes of the operands. Integers (i8 and u8, or two
-/// i16) give `[batch…, m, n]` in i32, which wraps. 8-bit floats (stored as u8) give f32, f16 or bf16. The
-/// optional third operand, a scale `[1]` in f32, multiplies their result.
+/// read them. The attributes `left` and `right` are the dtypes of the operands. Integers (each operand i8 or
+/// u8, or both i16) give `[batch…, m, n]` in i32, which wraps. 8-bit floats (stored as u8) give f32, f16 or
+/// bf16. Only they may have a third operand, a scale `[1]` in f32, which multiplies the sums.
 const KIND: CompositeKind = CompositeKind::ByteMatmul;
 
-/// Maximum number of nodes through which an operand is traced, and of products in a sum.
+/// Maximum number of nodes through which an operand is traced (`MAX_DEPTH`), and of products in a sum
+/// (`PARTS`).
 const MAX_DEPTH: usize = 16;
 const PARTS: usize = 64;
 /// Constants of up to this many elements are examined in full.
@@ -96,7 +97,7 @@ fn composite(
 /// The composite for operands of these dtypes and shapes: `[batch…, m, k]`, `[batch…, n, k]`.
 ///
 /// # Errors
-/// Incompatible shapes, and dtypes that are not 8-bit floats or integers.
+/// Incompatible shapes, and dtypes other than two 8-bit floats, two 8-bit integers or two i16.
 pub fn operation(
     types: [DType; 2],
     shapes: [Shape; 2],
@@ -171,7 +172,8 @@ struct Factor {
     whole: bool,
 }
 
-/// A product found: its operands in the old graph, their factors, and the result that replaces it.
+/// A product that was found: its operands in the old graph, their factors, and the result dtype and shifts of
+/// the composite that replaces it.
 struct ProductMatch {
     operands: [NodeId; 2],
     factors: [Factor; 2],
@@ -261,8 +263,8 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// Follows a value through ops that do not change its numbers, to the first node for which `ask` has an
-    /// answer.
+    /// Follows a value back through casts and views to the first node for which `ask` has an answer. False if
+    /// there is no such node.
     fn leaf(&self, mut id: NodeId, ask: impl Fn(NodeId) -> Option<bool>) -> bool {
         for _ in 0..MAX_DEPTH {
             if let Some(answer) = ask(id) {
@@ -310,8 +312,8 @@ impl<'a> Finder<'a> {
         })
     }
 
-    /// Decomposes `id` into a factor, if it is computed from bytes. `axis` is the summed axis, while it can
-    /// be tracked.
+    /// Decomposes `id` into a factor, if it is computed from bytes. `axis` is the summed axis of `id`; `None`
+    /// if a view between `id` and the product hides it.
     fn factor(&self, id: NodeId, axis: Option<usize>, mut f: Factor, depth: usize) -> Option<Factor> {
         let n = self.g.node(id);
         if is_f8(n.ty.dtype) && !f.whole || is_code(n.ty.dtype) {
@@ -553,7 +555,8 @@ fn transposed_constant(c: &ConstData) -> Result<ConstData> {
     ConstData::new(stored(c.dtype), &[cols, rows], bytes)
 }
 
-/// The column sums `[1, n]` of the right operand in i32, computed now if it is a constant.
+/// The column sums `[1, n]` of the right operand in i32, computed now. `None` if the operand is not a
+/// constant matrix, possibly transposed.
 fn constant_sums(r: &mut Rebuild<'_>, old: &Graph, found: &ProductMatch) -> Result<Option<NodeId>> {
     let f = &found.factors[1];
     let Op::Const(c) = &old.node(f.codes).op else { return Ok(None) };

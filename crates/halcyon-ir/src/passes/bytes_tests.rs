@@ -384,8 +384,8 @@ fn two_parts(
 #[test]
 fn parts_of_different_products_stay_separate() {
     let two = (vec![(DType::I32, 2); 2], 2);
-    // Parts repeated along the summed axis, along the rows, from a value with one axis, and along the batch
-    // (which is one product).
+    // Parts that are repeated along the summed axis, along the rows, or from a value with one axis stay
+    // separate. Parts that are repeated along the batch become one product.
     let mut c = Case::new();
     let ab = [c.wide(DType::U8, &[4, 2]), c.wide(DType::I8, &[2, 6])];
     let y = two_parts(&mut c, [1, 1], ab, |g, x, right, _| {

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, Weak};
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) enum Derived {
     Rounded(DType),
-    /// A matrix of bytes, transposed.
+    /// The transpose of a matrix with these numbers of rows and columns.
     Transposed([usize; 2]),
     /// The i32 sums of a matrix of bytes: the matrix's dtype and shape, and the axis that is summed.
     Sums(DType, [usize; 2], usize),

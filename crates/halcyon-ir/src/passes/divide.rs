@@ -52,7 +52,8 @@ fn operand(g: &Graph, id: NodeId) -> Option<Operand> {
     Some(Operand { leaf, transposed, depth, columns })
 }
 
-/// Splits operands larger than `most` bytes. Returns the graph and the number of products that were split.
+/// Splits operands larger than `most` bytes, unless a single column is larger. Returns the graph and the
+/// number of products that were split.
 pub fn run(graph: Cow<'_, Graph>, most: u64) -> Result<(Cow<'_, Graph>, usize)> {
     let g = &*graph;
     let live = Rebuild::live(g);

@@ -1,8 +1,8 @@
 //! Constant folding, with the arithmetic of the reference.
 //!
-//! A node whose operands are constants becomes a constant if the result is small. A constant whose elements
-//! are all equal becomes a literal ([`Op::Full`]), which takes no memory. Views that would enlarge a constant
-//! stay views, but nodes that are computed from them are folded.
+//! A node whose operands are constants becomes a constant if the result is small. A small constant whose
+//! elements are all equal becomes a literal ([`Op::Full`]), which takes no memory. Views that would enlarge a
+//! constant stay views, but nodes that are computed from them are folded.
 
 use super::rebuild::Rebuild;
 use crate::data::ConstData;
@@ -21,7 +21,8 @@ pub const MAX_RESULT: usize = 65_536;
 const MAX_WORK: usize = 1 << 22;
 /// Maximum work for a graph.
 const TOTAL_WORK: usize = 1 << 26;
-/// Results of up to this many bytes are always folded, because a node takes as much space in a file.
+/// [`run_lean`] folds results of up to this many bytes even if they are larger than their operands, because a
+/// node takes as much space in a file.
 pub const ALWAYS: usize = 256;
 /// Maximum total bytes of folded values, in addition to four times the bytes of the graph's own constants: a
 /// few small nodes must not become gigabytes.

@@ -28,7 +28,7 @@ pub fn inline_composites(g: &Graph, keep: &dyn Fn(&Composite) -> bool) -> Result
     r.finish()
 }
 
-/// Appends the body of `c` on operands `x`, inlining nested composites. Returns its result.
+/// Appends the body of `c` on operands `x` and returns its result. Nested composites are kept.
 pub fn append(g: &mut Graph, c: &Composite, x: &[NodeId]) -> Result<NodeId> {
     let span = g.span.clone();
     body(g, c, x, &span, &|_| true)

@@ -90,7 +90,7 @@ pub const BLOCKED: &str = "blocked layouts";
 pub const RECOGNITION: &str = "composite recognition";
 pub const MIXED: &str = "mixed precision";
 pub const TUNED: &str = "tuned kernels";
-/// Precedes the passes: `halcyon::quantize` rewrites the graph.
+/// This transformation comes before the passes: `halcyon::quantize` does it.
 pub const QUANTIZED: &str = "quantisation";
 
 /// All transformations that have a receipt and can be switched off.
@@ -122,7 +122,7 @@ pub struct PassOptions {
     pub level: Level,
     /// Names of the transformations that are switched off.
     pub without: BTreeSet<String>,
-    /// Mixed precision: the dtype of the factors of products. Takes effect at O2.
+    /// Mixed precision: the dtype of the factors of products. Takes effect from O2 on.
     #[serde(default)]
     pub amp: AmpPolicy,
     /// Kinds of work that stay in f32 under mixed precision.
@@ -173,7 +173,7 @@ pub fn optimize(
         // Must run before 8-bit floats are rewritten to native types.
         (g, recognized) = bytes::run(&g, claims)?;
     }
-    // Its composites exist only in the blocked layout.
+    // Kernels for convolutions of bytes exist only in the blocked layout.
     if whole && options.does(RECOGNITION) && options.does(BLOCKED) && has_byte_convs(&g) {
         let (h, n) = byte_conv::run(&g, claims)?;
         (g, recognized) = (h, recognized + n);
@@ -250,14 +250,15 @@ fn convolves_bytes(n: &Node) -> bool {
 }
 
 /// Whether a graph has values that are known without its inputs. If not, nothing can be folded, and no chain
-/// is affine. The graph of tensors in evaluation often has none: its leaves are inputs and arguments.
+/// is affine. Graphs of evaluated tensors often have no such values, because their leaves are inputs and
+/// arguments.
 fn folds(g: &Graph) -> bool {
     let known =
         |n: &Node| matches!(n.op, Op::Const(_) | Op::Full(_)) || !n.op.is_leaf() && n.inputs.is_empty();
     g.nodes().iter().any(known)
 }
 
-/// Runs the last pass, [`blocked`], if the level has it. `blocks` is
+/// Runs [`blocked`] if the level has it. This pass follows those of [`optimize`]. `blocks` is
 /// [`crate::target::Target::channel_block`].
 pub fn block_layouts<'g>(
     g: &'g Graph,

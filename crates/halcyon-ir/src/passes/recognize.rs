@@ -526,7 +526,7 @@ pub fn run(g: &Graph, claims: Option<&dyn Fn(&Composite) -> bool>) -> Result<(Gr
     Ok((prune(&r.finish()?.0)?, made))
 }
 
-/// Whether the target runs the composite `y`, or the composite of which `y` is a reshape.
+/// Whether the target runs `y` whole, if `y` is a composite or a reshape of one. True for other ops.
 fn is_claimed(g: &Graph, y: NodeId, claims: Option<&dyn Fn(&Composite) -> bool>) -> bool {
     let n = g.node(y);
     match &n.op {

@@ -1,4 +1,5 @@
-//! Exact algebraic simplification. Results have the same bits, including NaN, infinities and signed zeros.
+//! Exact algebraic simplification. Results are the same, including infinities and the signs of zeros. NaN
+//! stays NaN.
 
 use super::rebuild::{Rebuild, prune};
 use crate::dtype::{Class, DType, Scalar};
@@ -144,7 +145,7 @@ fn compose(a: &SliceAxis, b: &SliceAxis) -> Option<SliceAxis> {
 
 /// Whether dtype `b` represents every value of dtype `a`.
 fn holds(b: DType, a: DType) -> bool {
-    // Width of integers that the float type represents exactly.
+    // Number of bits of the integers that the float type represents exactly.
     let exact = match b {
         DType::F16 => 11,
         DType::BF16 => 8,

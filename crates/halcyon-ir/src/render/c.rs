@@ -1,7 +1,7 @@
 //! The writer for C-like languages: walks a kernel once and spells it with a [`Dialect`].
 //!
 //! Names are positional (`b0` buffers, `p0` parameters, `v0` values, `m0` variables, `t0` shared expressions,
-//! `l0` and `a0` arrays), so equal kernels give equal text.
+//! `l0` and `a0` arrays, `f0` fragments), so equal kernels give equal text.
 
 use super::dialect::Dialect;
 use super::helpers::{bits, definition, math};
@@ -87,7 +87,7 @@ impl Helpers {
     }
 }
 
-/// An integer constant of type `ty`, given as bits.
+/// An integer or bool constant of type `ty`, given as bits.
 pub(super) fn int_constant(v: u64, ty: Ty, d: &Dialect) -> String {
     match ty {
         Ty::I32 if v as i32 == i32::MIN => "(-2147483647 - 1)".into(),
@@ -183,7 +183,8 @@ impl<'a> Writer<'a> {
             .replace("$z", &w[2].to_string())
             .replace("$n", &k.items().to_string());
         let mut args = vec![];
-        // A word's position depends only on the kernel and `indirect`, not on the values of a launch.
+        // The position of a word in the argument buffer depends only on the kernel and `indirect`, not on the
+        // values of a launch.
         let mut words = 0;
         let mut word = |t: &str, n: &str| {
             words += 1;

@@ -1,6 +1,6 @@
 //! Functions that the C renderer emits if they are used. The helpers that scalar ops call are in
-//! `functions.rs`. In the texts, `$T` is the type, `$U` the unsigned type of the same width, `@` the
-//! function's own name, and `%name(` a math function on the type.
+//! `functions.rs`. In the texts, `$T` is the type, `$U` the unsigned type of the same width, `$W` the width
+//! in bits, `$s` the type's name, `@` the function's own name, and `%name(` a math function on the type.
 
 use super::dialect::Dialect;
 use super::functions;

@@ -45,10 +45,11 @@ pub struct Options {
     pub short_loops: bool,
     /// The value that such a loop writes to this word, to identify the kernel; 0 is written as 1.
     pub mark: u32,
-    /// Unroll factor of loops without inner loops and barriers; 0 means 1.
+    /// With `short_loops`: unroll factor of loops of unknown length that have a short body without inner
+    /// loops and barriers; 0 means 1.
     pub unroll: u32,
-    /// The binding of each buffer. If empty, each buffer has its own. Buffers in the same memory must share a
-    /// binding.
+    /// The binding of each buffer. If this list does not have one entry per buffer, each buffer has its own
+    /// binding. Buffers in the same memory must share a binding.
     pub bindings: Vec<usize>,
 }
 
@@ -74,8 +75,8 @@ pub fn render(k: &Kernel, options: &Options) -> Result<Source> {
     batch(&[(k, k.name.clone())], options)
 }
 
-/// Renders many kernels into one module. If there is more than one, each kernel's names at module scope begin
-/// with the kernel's name.
+/// Renders many kernels into one module. If there is more than one, the names of each kernel's buffers,
+/// parameters and workgroup arrays begin with the kernel's name.
 pub(super) fn batch(kernels: &[(&Kernel, String)], options: &Options) -> Result<Source> {
     let mut helpers = Helpers { names: HashSet::new(), text: String::new() };
     let mut body = String::new();
@@ -542,9 +543,10 @@ impl<'a> Writer<'a> {
     }
 
     /// Emits a loop (counter, its type, start, end, step) that reports if the device stopped it. The device
-    /// counts the iterations of all nested loops together, so iterations are merged: a loop of unknown length
-    /// is unrolled with a test between iterations, and a loop whose number of iterations is `known` is
-    /// unrolled by 8 without tests if 8 divides it. Loops with few known iterations are written out.
+    /// counts the iterations of all nested loops together, so iterations of short bodies are merged. A loop
+    /// of unknown length is unrolled with a test between iterations. A loop whose number of iterations is
+    /// `known` is unrolled by 8 without tests if 8 divides this number. Loops with few known iterations are
+    /// written out.
     fn short_loop(
         &mut self,
         [v, t, start, end, step]: &[&str; 5],

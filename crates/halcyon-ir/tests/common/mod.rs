@@ -92,7 +92,8 @@ pub fn subgroup(ty: DType) -> Kernel {
     b.finish().unwrap()
 }
 
-/// A kernel with vectors, words, bytes, private arrays, atomics, the fault word and every other node.
+/// A kernel with vectors, words, bytes, arrays, atomics, loops, branches and the fault word. [`subgroup`] and
+/// [`matrices`] have the other nodes.
 pub fn everything() -> Kernel {
     let b = Builder::new("everything", [16, 2, 2]);
     let (v, w) = (b.raw_buffer(DType::F32, false), b.raw_buffer(DType::F32, true));
@@ -213,8 +214,8 @@ pub fn all_casts(f64: bool) -> Vec<Kernel> {
     DType::native().filter(keep).flat_map(|a| DType::native().filter(keep).map(move |b| cast(a, b))).collect()
 }
 
-/// The kinds of ops without a template: fused kernels, the memory planner or their own bodies handle them.
-/// Every other kind must be in [`templates`].
+/// The kinds of ops without a template. They become parts of fused kernels, buffers or views; a custom op has
+/// its own kernel. Every other kind must be in [`templates`].
 const WITHOUT_TEMPLATE: &[&str] = &[
     "scalar",
     "reduce",

@@ -88,8 +88,8 @@ fn every_kernel_renders_in_every_language() {
     }
 }
 
-/// Runs every kernel through naga's front end and validator, once plain and once with f16, 16-bit integers
-/// and subgroups.
+/// Runs every kernel through naga's front end and validator three times: plain; with f16, 16-bit integers,
+/// fused multiply-adds and subgroups; with short loops.
 #[test]
 fn wgsl_passes_naga() {
     use halcyon_ir::render::wgsl::{self, Options};

@@ -12,7 +12,7 @@ use halcyon::{Backend, Tensor};
 /// Options of layer, group and root-mean-square normalisation.
 #[derive(Clone, Copy, Debug)]
 pub struct NormOptions {
-    /// Added to the variance. Default: 1e-5.
+    /// Added to the variance, or in RMS normalisation to the mean of the squares. Default: 1e-5.
     pub eps: f64,
     /// Whether the result is scaled by a parameter. Default: true.
     pub affine: bool,

@@ -237,7 +237,8 @@ impl Lstm {
     }
 
     /// Returns the hidden states of the last layer at every time step, `[sequence, batch, directions ·
-    /// hidden]`, and the state after the last time step. If no state is given, the first state is zeros.
+    /// hidden]` (with `batch_first` `[batch, sequence, …]`), and the state after the last time step. If no
+    /// state is given, the first state is zeros.
     ///
     /// # Errors
     /// `Error::Shape` for an input or state of another shape, with the layer's path; errors that they carry.
@@ -292,8 +293,8 @@ impl Gru {
     }
 
     /// Returns the hidden states of the last layer at every time step, `[sequence, batch, directions ·
-    /// hidden]`, and the state after the last time step, `[layers · directions, batch, hidden]`. If no state
-    /// is given, the first state is zeros.
+    /// hidden]` (with `batch_first` `[batch, sequence, …]`), and the state after the last time step, `[layers
+    /// · directions, batch, hidden]`. If no state is given, the first state is zeros.
     ///
     /// # Errors
     /// `Error::Shape` for an input or state of another shape, with the layer's path; errors that they carry.

@@ -27,7 +27,8 @@ pub enum Clip {
     Value(f64),
 }
 
-/// The settings of a group of parameters. A field that is `None` takes the optimizer's setting.
+/// The settings of a group of parameters. A field that is `None` takes the optimizer's setting. However, in a
+/// group with its own rule, a `rate` or `weight_decay` of `None` takes the default of that rule.
 #[derive(Clone, Debug, Default)]
 pub struct GroupOptions {
     pub rule: Option<Arc<dyn UpdateRule>>,
@@ -104,7 +105,8 @@ impl fmt::Debug for OptimizerBuilder {
 }
 
 impl OptimizerBuilder {
-    /// Clips the gradients of the parameters that are in no other group.
+    /// Clips the gradients of the parameters that are in no other group, and of each group without a `clip`
+    /// of its own. Each group has its own total norm.
     pub fn clip(mut self, clip: Clip) -> Self {
         self.default.clip = Some(clip);
         self

@@ -309,8 +309,8 @@ impl UpdateRule for RmsProp {
 pub struct Adafactor {
     pub rate: f64,
     pub beta2_decay: f64,
-    /// The mean of the second moments in the divisor is at least `eps1`; each second moment is at least
-    /// `eps1²`.
+    /// A lower bound: the products of row and column means are divided by the mean of all second moments, or
+    /// by `eps1` if that is larger. Each resulting second moment is at least `eps1²`.
     pub eps1: f64,
     /// The relative learning rate is multiplied by the parameter's root-mean-square, but at least by `eps2`.
     pub eps2: f64,
@@ -455,7 +455,7 @@ setters!(Muon rate: f64 = "Sets the learning rate.", momentum: f64 = "Sets the m
 
 /// The Newton-Schulz iteration `x := a x + b (x xᵀ) x + c (x xᵀ)² x` with the coefficients of Jordan et al.,
 /// which move the singular values near 1 in few iterations. A matrix with more rows than columns is
-/// transposed first, because `x xᵀ` is then smaller than `xᵀ x`.
+/// transposed first, so that `x xᵀ` has the smaller of the two sizes.
 #[track_caller]
 fn orthogonalised(x: &Tensor, iterations: usize, eps: f64, wide: bool) -> Tensor {
     const A: f64 = 3.4445;

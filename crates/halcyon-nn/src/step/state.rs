@@ -195,7 +195,8 @@ impl TrainStep<'_> {
     }
 
     /// The graph of the next update for a batch, for inspection. Nothing runs. The inputs are named
-    /// `batch.N`, or by the paths of parameters, states and buffers.
+    /// `batch.N`, `captured.N` for a tensor that the forward captures, or like the parameter, buffer or state
+    /// that they hold (see [`TrainStep::state`]).
     ///
     /// # Errors
     /// Errors of the forward, and of copying the inputs to the host.

@@ -38,9 +38,9 @@ pub(super) struct Parts<'a> {
     pub(super) ema: Option<Arc<Ema>>,
     pub(super) budget: Option<MemoryBudget>,
     pub(super) mixed: Option<MixedPrecision>,
-    /// The line of the program that runs the step, for the sums of gradients.
+    /// The line of the program that runs the step. It is the span of the ops that sum gradients.
     pub(super) at: Span,
-    /// Gets the number of parts that the budget needs.
+    /// Here the trace stores the number of parts that the budget needs.
     pub(super) chosen: Arc<AtomicUsize>,
 }
 
@@ -105,7 +105,8 @@ impl Parts<'_> {
     }
 
     /// The results of the function for placeholders: the results of the forward, then the new values of the
-    /// states. They keep the memory budget, if there is one.
+    /// states. If there is a memory budget, the forward is divided into the smallest of the numbers of
+    /// `PARTS` that keeps the budget.
     pub(super) fn planned(&self, optimizer: &Optimizer, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
         let Some(MemoryBudget(budget)) = self.budget else {
             return self.trace(optimizer, inputs, 1);

@@ -328,7 +328,8 @@ fn a_planted_overflow_skips_exactly_its_step() {
     }
 }
 
-/// A step that moves to a backend with f16 gets what a step that is made there has.
+/// A step that moves to a backend with f16 gets the same mixed precision and the same loss scaler as a step
+/// that is made on that backend.
 #[test]
 fn a_step_that_moves_to_f16_gets_a_loss_scaler() {
     let cpu = || Backend::builder().backend_type(BackendType::Cpu);
@@ -346,16 +347,16 @@ fn a_step_that_moves_to_f16_gets_a_loss_scaler() {
         step.to_device(to).unwrap();
         assert_eq!(step.scale().unwrap(), Some((initial, 0)));
         assert_eq!(step.mixed_precision().unwrap().policy, AmpPolicy::F16);
-        // An overflow skips its step; the number of the next step is the third.
+        // The second step overflows and is skipped. The third step runs.
         step.run(&[&(x(to) * f32::INFINITY)]).unwrap();
         step.run(&[&x(to)]).unwrap();
         assert_eq!(step.scale().unwrap(), Some((initial / 2.0, 1)));
         assert!(layer.weight.value().to_vec::<f32>().unwrap().iter().all(|v| v.is_finite()));
-        // A scaler that the step has keeps its state.
+        // If the step already has a scaler, the scaler keeps its state.
         step.to_device(&scaled).unwrap();
         assert_eq!(step.scale().unwrap(), Some((initial / 2.0, 1)));
     }
-    // What came from a backend is replaced by what the next one has.
+    // Settings that the step took from one backend are replaced by the settings of the next backend.
     let layer = Linear::new(&half, 8, 8).unwrap();
     let mut step = TrainStep::new(&layer, Optimizer::new(&layer, Adam::new()).unwrap(), f).unwrap();
     step.to_device(&plain).unwrap();

@@ -92,9 +92,9 @@ pub fn selects(what: &str, rows: &[Row]) -> bool {
 }
 
 /// Runs the cases of rows. If `HALCYON_ROW` is set, runs all cases of the rows whose name contains it.
-/// Otherwise runs all cases on the CPU, and a sample of each row on devices that build a program for each
-/// case. `HALCYON_CASES` replaces this choice on every device: it is `all`, or the number N to run one case
-/// in N.
+/// Otherwise runs all cases if the CPU is among `backends`, else a sample of each row, because the other
+/// devices build a program for each case. `HALCYON_CASES` replaces this choice on every device: it is `all`,
+/// or the number N to run one case in N.
 pub fn check_rows(what: &str, rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
     let cpu = backends.iter().any(|b| b.device().info().backend == BackendType::Cpu);
     check_some(what, rows, backends, if cpu { 1 } else { SAMPLE }, rng)

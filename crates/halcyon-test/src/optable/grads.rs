@@ -1,6 +1,6 @@
-//! Gradients compared with central finite differences of the graph in f64: of the cases as they are, with
-//! operands that are read through views and broadcast, in checkpoints, in mixed precision, and of the
-//! gradients themselves.
+//! Compares gradients with central finite differences of the graph in f64. The gradients are those of the
+//! cases as they are, of cases whose operands are read through views or broadcast, of cases in checkpoints
+//! and in mixed precision, and second gradients.
 
 use super::check::{Tally, has};
 use crate::{Rng, one_in};
@@ -48,7 +48,7 @@ fn differences(g: &Graph, at: &[ConstData], k: usize, rng: &mut Rng) -> Result<V
         let h = 1e-5 * base[i].abs().max(0.1);
         let mut slope = |h: f64| Ok::<f64, Error>((value(base[i] + h)? - value(base[i] - h)?) / (2.0 * h));
         let (long, short) = (slope(h)?, slope(h / 4.0)?);
-        // Written so that NaN is kept, and compared.
+        // If a slope is NaN, `apart` is false, so the element is kept and compared.
         let apart = (long - short).abs() > 1e-5 * (1.0 + long.abs());
         if !apart {
             kept.push((i, long));
@@ -112,7 +112,7 @@ fn compare(
         let v: Vec<f64> = g.to_vec();
         let top = diffs.iter().map(|d| d.1.abs()).fold(0.0, f64::max);
         for (i, w) in diffs {
-            // Written so that NaN counts as wrong.
+            // If a value is NaN, `near` is false, so it counts as wrong.
             let near = (v[*i] - w).abs() <= tol * (top + w.abs()) + tol * 1e-2;
             if !near {
                 return Err(format!("operand {k} element {i}: {}, finite difference {w}", v[*i]));
@@ -146,7 +146,8 @@ fn seen_through(o: &OperandSpec, how: Through) -> OperandSpec {
             }
         }
         Through::Broadcast => {
-            // The first axis: over equal elements of a row, norms have no stable gradient.
+            // The first axis is broadcast, not the last: over equal elements of a row, norms have no stable
+            // gradient.
             if let Some(n) = dims.iter_mut().find(|n| **n > 1) {
                 *n = 1;
             }
@@ -193,14 +194,16 @@ fn changed(c: &Case, how: Through) -> Case {
     Case { ins, build: Arc::new(build), label: format!("{}, {how:?}", c.label), ..c.clone() }
 }
 
-/// Draws one case in this many for each device.
+/// Draws about one case in 6 on the CPU and one in 24 on another device, unless `HALCYON_CASES` or
+/// `HALCYON_ROW` says otherwise.
 fn drawn(b: &Backend, rng: &mut Rng) -> bool {
     let cpu = b.info().backend == BackendType::Cpu;
     let every = if std::env::var_os("HALCYON_ROW").is_some() { 1 } else { one_in(if cpu { 6 } else { 24 }) };
     rng.below(every) == 0
 }
 
-/// Values of inputs, and finite differences: for an input, elements with their derivatives.
+/// The values of the inputs; and for each checked input its number and some of its elements, each with its
+/// derivative as a finite difference.
 type Values = (Vec<ConstData>, Vec<(usize, Vec<(usize, f64)>)>);
 
 /// The values of the loss's inputs, and the finite differences of the loss for the float operands among the
@@ -212,7 +215,7 @@ fn prepared(g: &Graph, inputs: Vec<ConstData>, n: usize, rng: &mut Rng) -> Resul
     for k in (0..n).filter(|k| inputs[*k].dtype.is_float()) {
         match differences(&p, &wide, k, rng) {
             Ok(d) => want.push((k, d)),
-            // Equal elements that a maximum compares, and the like.
+            // For example, a maximum of equal elements has no derivative.
             Err(Error::Internal(_)) => return Ok(None),
             Err(e) => return Err(e),
         }
@@ -343,8 +346,8 @@ fn second(b: &Backend, c: &Case, inputs: &[ConstData], float: &[usize]) -> Resul
     Ok(grads)
 }
 
-/// Checks the gradients of the gradients, of a sample of the cases that have them. Returns also how many
-/// cases of those drawn have none.
+/// Checks second gradients, of a sample of the cases. Also returns how many of the drawn cases have none, or
+/// no finite differences to compare with.
 pub fn check_second(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> (Tally, usize) {
     let (mut t, mut without) = (Tally::default(), 0);
     for (row, c) in graded(rows) {

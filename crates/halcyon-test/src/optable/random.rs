@@ -1,5 +1,5 @@
-//! Random graphs of element-wise ops, views, reductions and products. Fused chains are tested with them
-//! against the reference.
+//! Random graphs of element-wise ops, views, reductions and products, for comparing fused chains with the
+//! reference.
 
 use super::check::run;
 use crate::Rng;
@@ -208,7 +208,7 @@ impl Maker<'_> {
     }
 }
 
-/// Largest error of any output, relative to its largest value.
+/// Largest error of any output, relative to its largest value, or to 0.1 if that is larger.
 fn error(b: &Backend, g: &Graph, inputs: &[ConstData]) -> std::result::Result<f64, String> {
     let want = reference::eval_f64(g, inputs, &[]).map_err(|e| format!("reference: {e}"))?;
     let got = run(b, g, inputs, &[]).map_err(|e| e.to_string())?;

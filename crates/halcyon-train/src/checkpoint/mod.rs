@@ -33,7 +33,7 @@ pub enum Goal {
 }
 
 impl Goal {
-    /// Whether `a` is better than `b`. A NaN is never better.
+    /// Whether `a` is better than `b`. A NaN is never better, and every other value is better than a NaN.
     pub fn better(self, a: f64, b: f64) -> bool {
         match self {
             Goal::Largest => a > b || (b.is_nan() && !a.is_nan()),
@@ -45,7 +45,8 @@ impl Goal {
 /// Which checkpoints are kept, and how large their files are.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CheckpointOptions {
-    /// The number of newest checkpoints to keep; 0 keeps all. Default: 3.
+    /// The number of newest checkpoints to keep; 0 keeps all. If a step is saved again, only its newest
+    /// checkpoint is kept. Default: 3.
     pub keep: usize,
     /// The metric by which the best checkpoint is kept, in addition to the newest checkpoints. Default: none.
     pub best: Option<(String, Goal)>,

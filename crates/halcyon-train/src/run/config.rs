@@ -161,7 +161,7 @@ pub struct Watch {
     /// Default: 5.
     #[serde(default = "patience")]
     pub patience: u64,
-    /// For early stopping: the smallest change that counts as an improvement. Default: 0.
+    /// For early stopping: only a change of more than this counts as an improvement. Default: 0.
     #[serde(default)]
     pub least: f64,
 }
@@ -203,8 +203,9 @@ pub struct OptimizerConfig {
     /// Clips the norm of all gradients together to this number.
     #[serde(default)]
     pub clip_norm: Option<f64>,
-    /// A [`Schedule`]. The default of its `steps` is the number of steps of the training. The default of
-    /// `most` of a one-cycle schedule is the learning rate.
+    /// A [`Schedule`]. In a `one_cycle`, `cosine` or `linear` schedule, the default of `steps` is the number
+    /// of steps of the training. In a `one_cycle` schedule, the default of `most` is `rate`, if `rate` is
+    /// given.
     #[serde(default)]
     pub schedule: Option<Table>,
 }
@@ -288,7 +289,7 @@ impl Config {
     /// # Errors
     /// `Error::Io`; `Error::Format` for a file that is no TOML or has unknown keys or wrong types, with the
     /// line; `Error::Argument` for a setting that is no `key=value`, or whose key or value is wrong, with the
-    /// setting.
+    /// setting; `Error::Argument` for a batch of 0 samples or a training of 0 steps.
     pub fn read(path: &Path, settings: &[String]) -> Result<Config> {
         let text = halcyon_host::input::text(path)?;
         let malformed =
@@ -412,7 +413,8 @@ mod tests {
         }
     }
 
-    /// The line of an error is that of the file, whatever is set; a wrong setting is named itself.
+    /// An error in the file names its line, also if there are settings. An error in a setting names the
+    /// setting.
     #[test]
     fn errors_name_the_line_or_the_setting() {
         for (text, settings, line, part) in [

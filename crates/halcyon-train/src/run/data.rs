@@ -101,8 +101,8 @@ fn part(config: &Config, table: &Table, which: &str, names: &[String]) -> Result
     }
     let mut spec: DataSpec = table.try_into().map_err(|e: toml::de::Error| bad(e.message().to_string()))?;
     match spec.kind {
-        // The test text may have other characters, but the numbers of the characters must be those of the
-        // training.
+        // The test text may lack characters of the training text, but its characters must have the same
+        // numbers as in the training text.
         Kind::Text if spec.vocabulary.is_none() && !names.is_empty() => {
             let text: String = names.concat();
             spec.vocabulary = Some(halcyon_data::Vocabulary::of(&text));

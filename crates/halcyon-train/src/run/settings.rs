@@ -11,7 +11,8 @@ pub(super) struct Setting<'a> {
     text: &'a str,
     key: &'a str,
     value: &'a str,
-    /// What the spans of its keys and values are. No other setting and no part of the file has it.
+    /// The span of all keys and values of this setting. No other setting and no part of the file has this
+    /// span, so that the span of an error tells whether the error is in this setting.
     span: Range<usize>,
 }
 
@@ -19,7 +20,8 @@ fn bad<T>(what: String) -> Result<T> {
     Err(Error::argument("--set", what))
 }
 
-/// Splits settings into keys and values. Their spans begin at `first`.
+/// Splits settings into keys and values. Setting `i` gets the span from `first + i` to `first + i + 1`;
+/// `first` must be past the end of the file.
 pub(super) fn parse<'a>(settings: &'a [String], first: usize) -> Result<Vec<Setting<'a>>> {
     let one = |(i, text): (usize, &'a String)| match text.split_once('=') {
         Some((key, value)) if !key.trim().is_empty() => {
@@ -36,7 +38,7 @@ impl<'a> Setting<'a> {
         self.text
     }
 
-    /// Whether the span of an error is in this setting.
+    /// Whether the span of an error is the span of this setting.
     pub(super) fn has(&self, span: &Range<usize>) -> bool {
         *span == self.span
     }
@@ -62,7 +64,7 @@ impl<'a> Setting<'a> {
         }
     }
 
-    /// Adds the setting to a table, in place of what is there.
+    /// Adds the setting to a table. It replaces the value that the key already has.
     pub(super) fn apply(&self, table: &mut DeTable<'a>) -> Result<()> {
         let key = |part: &'a str| Spanned::new(self.span.clone(), part.into());
         let (mut table, mut parts) = (table, self.key.split('.').peekable());

@@ -61,7 +61,7 @@ impl BackendBuilder {
         self
     }
 
-    /// How exact f32 matrix products and convolutions must be, at level O2; below O2 they are always
+    /// How exact f32 matrix products and convolutions must be, from level O2 on; below O2 they are always
     /// `Highest`. `High` and `Medium` let NVIDIA's libraries on `cuda` round the factors of products and
     /// convolutions to TF32. `Medium` lets the CPU round the factors of matrix products to bf16 (and flush
     /// denormals to zero) if the processor multiplies bf16 faster than f32; everything else is computed at
@@ -82,11 +82,11 @@ impl BackendBuilder {
         self
     }
 
-    /// Mixed precision, at level O2: products and convolutions read and write the policy's dtype, and so do
-    /// attention, norms and softmax if the device has kernels for them. Everything else computes in f32
+    /// Mixed precision, from level O2 on: products and convolutions read and write the policy's dtype, and so
+    /// do attention, norms and softmax if the device has kernels for them. Everything else computes in f32
     /// ([`autocast`]). Inputs, outputs and states keep their dtypes. It also works for training: parameters
-    /// stay f32. In f16, ops whose values come near the end of its range in the first run stay in f32, and a
-    /// warning of the plan names them. If not set: the environment variable `HALCYON_PRECISION` (`f32`,
+    /// stay f32. In f16, ops whose values come near the end of f16's range in the first run stay in f32, and
+    /// a warning of the plan names them. If not set: the environment variable `HALCYON_PRECISION` (`f32`,
     /// `bf16`, `f16`), else [`AmpPolicy::None`].
     pub fn amp(mut self, policy: AmpPolicy) -> Self {
         self.0.amp = Some(policy);
@@ -95,7 +95,8 @@ impl BackendBuilder {
 
     /// Uses the dtype of [`BackendBuilder::amp`] even where the processor is slower in it. If not set, the
     /// CPU device measures products and convolutions in both dtypes (once per processor) and keeps in f32
-    /// those that are no faster; a warning of the plan and [`Backend::warnings`] state the rates.
+    /// those that are not more than 10 % faster in that dtype; a warning of the plan and
+    /// [`Backend::warnings`] state the rates.
     pub fn force_amp(mut self, on: bool) -> Self {
         self.0.force_amp = on;
         self
@@ -115,8 +116,9 @@ impl BackendBuilder {
         self
     }
 
-    /// The factor with which training steps scale their loss in the first step, so that small gradients do
-    /// not vanish in f16.
+    /// The initial loss scale of training steps, by which the loss is multiplied so that small gradients do
+    /// not vanish in f16. If not set: 65536 for steps with mixed precision in f16; other steps do not scale
+    /// the loss.
     pub fn loss_scale(mut self, scale: f64) -> Self {
         self.0.loss_scale = Some(scale);
         self
@@ -300,8 +302,9 @@ impl BackendBuilder {
     /// Opens the device.
     ///
     /// # Errors
-    /// Errors of [`select::open`]; [`Error::Unsupported`] if the device does not support the requested mixed
-    /// precision.
+    /// Errors of [`select::open`]; [`Error::Argument`] for settings that are invalid or contradict each
+    /// other; [`Error::Unsupported`] if the device does not support the requested mixed precision, or if
+    /// cuDNN is required and missing; errors of environment variables and of the configuration file.
     pub fn build(self) -> Result<Backend> {
         self.open(|_| Ok(()))
     }

@@ -26,7 +26,7 @@ pub(super) struct Settings {
     pub(super) amp_kept: Option<KeptInF32>,
     /// The ops that `amp` applies to.
     pub(super) mixed: MixedOps,
-    /// The first scale of the loss in training.
+    /// The initial loss scale in training.
     pub(super) loss_scale: Option<f64>,
     pub(super) without: std::collections::BTreeSet<String>,
     pub(super) options: Options,

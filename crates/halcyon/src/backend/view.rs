@@ -29,7 +29,8 @@ impl Backend {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Argument`] for settings that contradict each other at that level.
+    /// The errors of [`BackendBuilder::build`] about settings. A backend that was built with these settings
+    /// has passed the same checks.
     pub fn with_level(&self, level: Level) -> Result<Backend> {
         self.view(self.settings().level(level), self.0.planner.lowering.amp)
     }

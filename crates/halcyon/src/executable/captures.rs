@@ -38,7 +38,7 @@ pub struct Captures {
     /// Runs whose commands were submitted individually.
     pub submitted: u64,
     /// Why commands are not captured, or are no longer captured for some of the plan's bindings. `None` if
-    /// all are captured.
+    /// capturing was not given up.
     pub reason: Option<String>,
 }
 
@@ -53,8 +53,8 @@ pub(super) struct CaptureState {
     reason: Mutex<Option<String>>,
     /// Whether the values of run-time arguments are part of a capture, because library kernels take them.
     fixed: bool,
-    /// For each buffer of the plan, one position where it is bound: the step, and the position among the
-    /// step's buffers.
+    /// For each buffer and each workspace of the plan, one position where it is bound: the step, and the
+    /// position among the step's buffers.
     places: Vec<(u32, u32)>,
 }
 

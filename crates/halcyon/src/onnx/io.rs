@@ -11,8 +11,8 @@ use halcyon_ir::{ConstData, Element};
 use std::collections::BTreeMap;
 use std::ops::Index;
 
-/// The value of an input: a [`Tensor`], which stays on the device; or host data, as [`ConstData`] or as a
-/// shape with values, `([1, 3], &values)`.
+/// The value of an input: a [`Tensor`], which stays on the device; or host data, as [`ConstData`], as
+/// [`Datum`], or as a shape with values, `([1, 3], &values)`.
 #[derive(Clone, Debug)]
 pub struct Input(Value);
 

@@ -22,7 +22,8 @@ use std::panic::Location;
 type Binary = fn(&mut Graph, NodeId, NodeId) -> Result<NodeId>;
 
 /// A number combined with a tensor. The number is converted to the tensor's dtype. A float dtype rounds it.
-/// If an integer dtype cannot represent it (`ints + 1.5`, `bytes * 300`), the result carries an error.
+/// If an integer dtype cannot represent it (`ints + 1.5`, `bytes * 300`), or if the dtype is bool, the result
+/// carries an error.
 pub trait Number: Copy + Into<Scalar> {}
 
 macro_rules! numbers {
@@ -120,7 +121,7 @@ impl Tensor {
     }
 
     /// Converts to another dtype. Floats become integers by rounding towards zero and saturating at the ends
-    /// of the range.
+    /// of the range; NaN becomes 0.
     #[track_caller]
     pub fn cast(&self, dtype: DType) -> Tensor {
         Tensor::build(&[self], |g, x| g.cast(x[0], dtype))
@@ -132,7 +133,8 @@ impl Tensor {
         Tensor::build(&[self], |g, x| g.bitcast(x[0], dtype))
     }
 
-    /// The same value, a float, through which no gradient is propagated.
+    /// The same value, but no gradient is propagated through it. If the dtype is not a float, returns the
+    /// tensor itself.
     #[track_caller]
     pub fn stop_gradient(&self) -> Tensor {
         Tensor::build(&[self], |g, x| {

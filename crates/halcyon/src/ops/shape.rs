@@ -136,7 +136,8 @@ impl Tensor {
     /// from the others, as in `x.reshape([-1, 4])`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the numbers of elements differ.
+    /// [`Error::Shape`] if the numbers of elements differ or the size -1 is not determined;
+    /// [`Error::Argument`] for a size below -1.
     #[track_caller]
     pub fn reshape(&self, shape: impl Extents) -> Tensor {
         Tensor::build(&[self], |g, x| {
@@ -323,7 +324,8 @@ impl Tensor {
     }
 
     /// A copy of this tensor with `update` written along `axis` at `position`, an integer of rank 0 computed
-    /// at run time.
+    /// at run time. The position must not be negative. If `update` does not fit at the position, this is
+    /// reported when the result is read.
     #[track_caller]
     pub fn update_slice(&self, update: &Tensor, position: &Tensor, axis: i64) -> Tensor {
         Tensor::build(&[self, update, position], |g, x| {

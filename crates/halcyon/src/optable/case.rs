@@ -16,8 +16,8 @@ pub enum Fill {
     /// Floats are drawn uniformly from the interval. Integers are the ends of the dtype's range, small
     /// numbers or random bits.
     Range(f64, f64),
-    /// Like `Range`, plus NaN, infinities, both zeros, the smallest normal and the largest number of the
-    /// dtype.
+    /// Like `Range(-9.0, 9.0)`, plus NaN, infinities, both zeros, the smallest normal and the largest number
+    /// of the dtype.
     Special,
     /// Like `Special` without the largest number, for ops whose partial results must not overflow.
     NonFinite,
@@ -27,7 +27,7 @@ pub enum Fill {
     Index(i64, i64),
     /// These values, repeated.
     Values(Vec<f64>),
-    /// Any bit pattern of a small type, including NaN.
+    /// Random bit patterns of the dtype, including NaN.
     Bits,
 }
 
@@ -267,7 +267,7 @@ impl fmt::Debug for Case {
     }
 }
 
-/// The test rows of one op.
+/// A row of the op table: an op with its dtypes, its tolerance and its cases.
 #[derive(Clone, Debug)]
 pub struct Row {
     /// The op's name.

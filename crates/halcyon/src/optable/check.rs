@@ -31,13 +31,15 @@ pub struct Expected {
 }
 
 /// The largest differences of a result from the expected one, over all elements. Elements that are both NaN,
-/// or both the same infinity, count as equal; if only one is NaN or infinite, all figures are infinite.
+/// or both the same infinity, count as equal; if only one is NaN or infinite, all figures are infinite,
+/// unless the difference is only one of rounding at the end of the dtype's range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Stored")]
 pub struct Errors {
     /// Absolute difference.
     pub abs: f64,
-    /// Difference relative to the expected magnitude, where that is a normal number.
+    /// Difference relative to the expected magnitude. Elements whose expected magnitude is below the smallest
+    /// normal number do not count.
     pub rel: f64,
     /// Difference in units in the last place of the expected value; for integers, the difference.
     pub ulp: f64,
@@ -103,8 +105,9 @@ impl Errors {
     }
 }
 
-/// Whether two values count as equal. All NaNs are equal. A device may flush numbers below the smallest
-/// normal of f32 and f64 (and bf16, which is the upper half of f32) to zero, but not those of f16.
+/// Whether two values count as equal. All NaNs are equal. If `zeros` is true, 0 and -0 are different. A
+/// device may flush numbers below the smallest normal of f32 and f64 (and bf16, which is the upper half of
+/// f32) to zero, but not those of f16.
 pub fn is_same(d: DType, g: Scalar, w: Scalar, zeros: bool) -> bool {
     if g == w || !d.is_float() {
         return g == w;

@@ -69,7 +69,8 @@ fn quantized_matmul() -> Row {
     row(
         CompositeKind::QuantizedMatmul,
         f32s(),
-        // The sum of codes and the sum of the middle cancel, so the result on magnitudes says nothing.
+        // The product subtracts the middle of the range from the codes, so terms of both signs cancel even if
+        // the operands are magnitudes. So the result on magnitudes gives no bound.
         Tol::Norm(32.0),
         [
             case("one row", [x([1, 64]), codes(9, 64), part(9, 64)], product),

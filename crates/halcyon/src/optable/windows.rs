@@ -124,8 +124,8 @@ fn pool(name: &str, kind: PoolKind) -> Row {
         let q = p.clone();
         cases.push(case(label, [operand.clone()], move |g, x| g.pool(x[0], q.clone())).tol(tol).grad());
         let q = p.clone();
-        // The gradient as an op of its own; the upstream gradient is computed from the input so that it has
-        // the right shape.
+        // The gradient as an op of its own. The upstream gradient is twice the result, so that it has the
+        // right shape.
         cases.push(
             case(format!("gradient, {label}"), [operand.clone()], move |g: &mut Graph, x: &[NodeId]| {
                 let y = g.pool(x[0], q.clone())?;

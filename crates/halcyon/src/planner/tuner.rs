@@ -78,7 +78,8 @@ impl Planner {
     }
 }
 
-/// Tunes the queued kernels. Ends when no kernel is left, or when the last handle on the backend is dropped.
+/// Tunes the queued kernels. Ends when no kernel is left, when tuning fails, or when the last handle on the
+/// backend is dropped.
 fn tune_waiting(weak: &Weak<Planner>) {
     while let Some(planner) = weak.upgrade() {
         let Some(job) = planner.tuning.next_job() else { return };

@@ -25,7 +25,7 @@ const LABEL: usize = 42;
 /// The number of ops in a plot. The table below the plot has all ops.
 const OPS: usize = 15;
 
-/// Shortens `s` to at most `most` characters.
+/// Shortens `s` to `most` characters and an ellipsis if it is longer.
 fn short(s: &str, most: usize) -> String {
     match s.char_indices().nth(most) {
         Some((i, _)) => format!("{}…", &s[..i]),

@@ -176,9 +176,9 @@ pub fn levels() -> Vec<Level> {
     ["O0", "O1", "O2", "O3"].iter().filter_map(|name| name.parse().ok()).collect()
 }
 
-/// The only function that gives a model its level. A level changes how a graph is planned, so it is enough to
-/// use a handle on the device that has this level. O3 also changes the graph; that happens elsewhere, because
-/// it needs a sample.
+/// The model at a level. A level changes how a graph is planned, so it is enough to use a handle on the
+/// device that has this level. O3 also changes the graph; [`Preparable::quantized`] does this, because it
+/// needs a sample.
 fn at_level<M: Preparable>(backend: &Backend, model: &M, level: Level) -> Result<M> {
     model.on(&backend.with_level(level)?)
 }
@@ -196,7 +196,7 @@ pub fn prepare_model<M: Preparable>(backend: &Backend, model: &M, level: Level) 
 /// The policy of mixed precision that computes in `dtype`.
 ///
 /// # Errors
-/// [`Error::Argument`] if there is no such policy, or if the level is below O2, which mixed precision needs.
+/// [`Error::Argument`] if there is no such policy, and for bf16 and f16 if the level is below O2.
 pub fn policy(dtype: DType, level: Level) -> Result<AmpPolicy> {
     let policy = match dtype {
         DType::F32 => AmpPolicy::None,
@@ -222,9 +222,8 @@ pub fn policy(dtype: DType, level: Level) -> Result<AmpPolicy> {
 ///
 /// # Errors
 /// [`Error::Unsupported`] with the measured error if level O3 cannot meet the bound; [`Error::Argument`] for
-/// a dtype that is not a policy of mixed precision, for any dtype below level O2, and at level O3 without a
-/// sample; [`Error::Unsupported`] for a dtype that the device does not support; errors of planning and
-/// running.
+/// a dtype other than f32, bf16 and f16, for bf16 and f16 below level O2, and at level O3 without a sample;
+/// [`Error::Unsupported`] for a dtype that the device does not support; errors of planning and running.
 pub fn optimize_for_inference<M: Preparable>(
     model: &M,
     sample: Option<&[ConstData]>,
@@ -267,7 +266,7 @@ pub fn needs_sample() -> Error {
 pub struct ReportOptions {
     /// The model's name in the report.
     pub name: String,
-    /// How often times are measured.
+    /// How many times are measured, and for how long.
     pub effort: Effort,
     /// Whether the gain of each transformation is measured. This compares the plan with a plan without the
     /// transformation.

@@ -33,7 +33,7 @@ pub struct Metrics {
     pub speedup: f64,
     /// 95 % confidence interval of the speed-up.
     pub speedup_interval: [f64; 2],
-    /// Bytes of device memory that a run at O0 needs, by the device's own accounting of its plan.
+    /// Bytes of device memory that a run at O0 needs, computed from the plan ([`crate::Fit::device`]).
     pub memory_before_bytes: u64,
     /// The same number at the level.
     pub memory_after_bytes: u64,

@@ -5,7 +5,7 @@ use halcyon_ir::ops::quantize::WEIGHT_BLOCK;
 use halcyon_ir::passes::byte_conv::BLOCK;
 use halcyon_ir::{ConstData, DType, Graph, NodeId, Op};
 
-/// Products with fewer weights than this are not quantised, because they would not become faster.
+/// Layers with fewer weights than this are not quantised, because they would not become faster.
 const MIN_WEIGHTS: usize = 1024;
 
 /// The kind of a layer.

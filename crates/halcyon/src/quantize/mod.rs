@@ -1,15 +1,15 @@
 //! Level O3: products and convolutions in 8 bits, or with 4-bit weights.
 //!
-//! [`quantize`] rewrites a graph. A product or convolution with constant weights is called a layer. Each
-//! layer becomes a product or convolution of integers: the weights are rounded to i8 with one scale per
-//! output channel, and the activations are rounded to bytes with a scale that comes from calibration samples
-//! or is computed in each run. The rewritten graph is an ordinary graph and runs on every backend. A device
-//! with kernels for byte products uses them.
+//! [`quantize`] rewrites a graph. A product or convolution with constant weights is called a layer. With the
+//! default type of weights, each layer becomes a product or convolution of integers: the weights are rounded
+//! to i8 with one scale per output channel, and the activations are rounded to bytes with a scale that comes
+//! from calibration samples or is computed in each run. The rewritten graph is an ordinary graph and runs on
+//! every backend. A device with kernels for byte products uses them.
 //!
 //! The error of the rewritten graph is measured on samples that were not used for calibration. If the error
-//! exceeds the caller's bound, the layers that contribute most return to a wider type ([`WiderType`]), as few
-//! as are needed to meet the bound. If no layer can be quantised within the bound, an `Error` with the
-//! measured error is returned.
+//! exceeds the caller's bound, the layers that contribute most get a wider type ([`WiderType`]), as few as
+//! are needed to meet the bound. If no layer can be quantised within the bound, an `Error` with the measured
+//! error is returned.
 //!
 //! ```
 //! use halcyon::quantize::{QuantizeOptions, quantize};
@@ -69,8 +69,8 @@ pub enum WeightType {
     /// i8 with one scale per output channel; activations are bytes too.
     #[default]
     Int8,
-    /// i16 with one scale per output channel; activations are i16 too. Weights and activations have as many
-    /// bits as the sums leave, about 12 and 14. Only for products.
+    /// i16 with one scale per output channel; activations are i16 too. Weights have about 12 bits and
+    /// activations about 14, so that the sums fit in 32 bits. Only for products.
     Int16,
     /// bf16, for weights and activations.
     Bf16,
@@ -130,16 +130,16 @@ impl FromStr for WeightType {
     }
 }
 
-/// The source of the scales of activations. With weights of 4 bits activations have no scales: only `Auto` is
-/// valid, and calibration samples are not used.
+/// The source of the scales of activations. With weights of 4 bits or in bf16, activations have no scales:
+/// only `Auto` is valid, and calibration samples are an error.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activations {
     /// [`Activations::MinMax`] if there are calibration samples, otherwise [`Activations::Dynamic`].
     #[default]
     Auto,
-    /// The scales are computed in each run: one scale per row of a product's operand, one scale for the whole
-    /// operand of a convolution.
+    /// The scales are computed in each run: one scale per row of a product's operand, and one scale for the
+    /// whole operand of a convolution or of a product in f8.
     Dynamic,
     /// One scale per tensor, from the least and the largest value over all calibration samples.
     MinMax,
@@ -148,7 +148,8 @@ pub enum Activations {
     Percentile(f64),
 }
 
-/// The type of the layers that would exceed the bound of the error in [`QuantizeOptions::weights`].
+/// The wider type: the type of those layers that cannot have the type [`QuantizeOptions::weights`] without
+/// exceeding the bound of the error.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WiderType {
@@ -156,7 +157,7 @@ pub enum WiderType {
     /// f32. With weights of 16 bits: f32.
     #[default]
     Auto,
-    /// f32: such layers are not quantised.
+    /// f32: these layers are not quantised.
     F32,
     /// [`WeightType::Int16`] for products, f32 for convolutions.
     Int16,
@@ -215,7 +216,7 @@ pub struct QuantizeOptions {
     /// add pairs with saturation (AVX2 without VNNI), where 7-bit weights are faster, and 8 on every other
     /// device. The i8 weights of products always have 8.
     pub weight_bits: Option<u32>,
-    /// The type of the layers that would exceed the bound.
+    /// The type of those layers that cannot have the type `weights` without exceeding the bound.
     pub wider_type: WiderType,
 }
 
@@ -421,7 +422,8 @@ impl Quantized {
                 runs(&[CompositeKind::ByteMatmul, CompositeKind::ByteConv])
                     || packed_bytes && runs(&[CompositeKind::BlockedConv])
             }
-            // The products of the plan may be those of bytes.
+            // A byte product in the plan may also belong to an int8 layer, so check as well that the device
+            // multiplies i16.
             WeightType::Int16 => runs(&[CompositeKind::ByteMatmul]) && multiplies(backend, DType::I16),
             WeightType::Int4 | WeightType::Int4Min => runs(&[CompositeKind::QuantizedMatmul]),
             WeightType::Bf16 => bf16_is_faster(&**backend.device()),

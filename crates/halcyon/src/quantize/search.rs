@@ -109,8 +109,8 @@ struct Most {
     best: Option<Tried>,
     /// The error of each layer by itself, on the first sample.
     alone: HashMap<usize, f64>,
-    /// The layer with the least error by itself, and its error on all samples, if not even one layer meets
-    /// the bound.
+    /// The layer with the least error by itself, and the error on all samples if only this layer is changed.
+    /// `None` if this was not measured.
     least: Option<(usize, f64)>,
 }
 

@@ -38,18 +38,19 @@ pub(super) fn int8(values: &[f32], dims: &[usize], axis: usize, bits: u32) -> Re
 /// The largest sum that i32 holds.
 const MAX_SUM: f64 = i32::MAX as f64;
 
-/// The largest magnitude of i16 activations of a product that sums `k` terms, a power of two. The sums leave
-/// activations and weights a number of bits in common. Activations get two more than weights, because their
-/// largest magnitude is further from the others. The weights of a channel are assumed to have a mean
-/// magnitude of a quarter of the largest.
+/// The largest magnitude of i16 activations of a product that sums `k` terms: a power of two, or 32767. The
+/// sums must fit i32, which limits the number of bits of an activation and a weight together. Activations get
+/// two bits more than weights, because their largest magnitude is further from the others. The weights of a
+/// channel are assumed to have a mean magnitude of a quarter of the largest.
 pub(super) fn activation_limit(k: usize) -> i64 {
     let product = MAX_SUM / (0.25 * k.max(1) as f64);
     let limit = (2.0 * product.sqrt()).log2().floor().exp2();
     limit.clamp(1.0, f64::from(i16::MAX)) as i64
 }
 
-/// Rounds the weights `[k, n]` of a product to i16 with one scale per column. The scale is as small as the
-/// sums of products with activations of magnitude `limit` allow, which must fit i32.
+/// Rounds the weights `[k, n]` of a product to i16 with one scale per column. The scale of a column is the
+/// smallest with which the weights fit i16 and the column's sum of products with activations of magnitude
+/// `limit` fits i32.
 pub(super) fn int16(values: &[f32], [k, n]: [usize; 2], limit: i64) -> Result<IntegerWeights> {
     // Rounding adds at most half a step to each weight.
     let most_sum = MAX_SUM / limit as f64 - 0.5 * k as f64;
@@ -64,7 +65,8 @@ pub(super) fn int16(values: &[f32], [k, n]: [usize; 2], limit: i64) -> Result<In
         false => 1.0,
     };
     let scales: Vec<f32> = largest.iter().zip(&total).map(scale).collect();
-    // A sum that is still too large, because the scale was rounded to f32, costs the last bit of one weight.
+    // The rounding of the scale to f32 can still make a sum too large. Then the last weights of the column
+    // are clamped.
     let mut left = vec![(MAX_SUM / limit as f64) as i64; n];
     let code = |(i, v): (usize, &f32)| {
         let left = &mut left[i % n];

@@ -5,7 +5,8 @@ use halcyon_ir::error::{Error, Result};
 use halcyon_ir::graph::{Graph, Node, NodeId};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// For each node, whether it is computed from constants alone. Such nodes are duplicated in each segment.
+/// For each node, whether it is constant: computed from constants, literals and run-time arguments alone,
+/// without inputs. Constant nodes are duplicated in each segment that reads them.
 pub(super) fn constant(g: &Graph) -> Vec<bool> {
     let mut c: Vec<bool> = vec![];
     for n in g.nodes() {
@@ -132,8 +133,8 @@ impl Cuts {
                     need.pop();
                     continue;
                 }
-                // A constant that is an output has its own segment. That segment may come later, so the other
-                // segments do not wait for it but duplicate the constant.
+                // A constant that is an output belongs to one segment, which may come later. So the other
+                // segments duplicate the constant instead of reading it from that segment.
                 let elsewhere = self.place[at.index()].is_some_and(|p| p != k) && !self.constants[at.index()];
                 let from_outside = matches!(n.op, Op::Input(_)) || elsewhere;
                 if from_outside {

@@ -151,8 +151,8 @@ pub(crate) enum Mode {
     Compile,
     /// Evaluated tensors become constants, literals stay literals.
     Data,
-    /// Like `Run`, but evaluated tensors that kept their operands are expanded into them, and placeholders
-    /// become inputs.
+    /// Like `Run`, but an evaluated tensor that kept its operands is represented by its operation on them,
+    /// and placeholders become inputs.
     Gradient,
 }
 
@@ -359,7 +359,7 @@ impl Tensor {
     }
 }
 
-/// Computes several tensors as one plan; common subexpressions are computed once. Inside
+/// Computes several tensors as one plan; operations that they share are computed once. Inside
 /// [`crate::Stream::run`] the work is enqueued in that stream.
 ///
 /// # Errors

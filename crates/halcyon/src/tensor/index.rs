@@ -10,9 +10,9 @@ use std::panic::Location;
 pub enum IndexItem {
     /// Selects one element and removes the axis. Negative values count from the end.
     At(i64),
-    /// Selects from `start` (default: the first) to before `end` (default: past the last). Negative bounds
-    /// count from the end. Takes every `step`-th element; a negative `step` walks down from the last element
-    /// of the range.
+    /// Selects the elements from `start` (default: the first), up to but without `end` (default: one after
+    /// the last). Negative bounds count from the end of the axis. Takes every `step`-th element; a negative
+    /// `step` walks down from the last element of the range.
     Range { start: Option<i64>, end: Option<i64>, step: i64 },
     /// Selects the elements at the indices in an integer tensor, whose axes replace this axis.
     Take(Tensor),
@@ -172,7 +172,7 @@ impl Tensor {
     /// A part of the tensor, as in NumPy. An integer takes one element of an axis and removes the axis; a
     /// range takes a part of the axis; `..` takes the whole axis; an integer tensor takes the elements at its
     /// indices. Integers and range bounds may be negative (counted from the end). Axes without an item are
-    /// taken whole. The start of a part is a run-time argument where [`Tensor::narrow`] makes it one.
+    /// taken whole. The start of a part is a run-time argument if [`Tensor::narrow`] makes it one.
     /// ```
     /// use halcyon::prelude::*;
     /// # fn main() -> halcyon::Result<()> {
@@ -187,8 +187,8 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Shape`] for more items than axes, and for integers and ranges outside of their axis (ranges
-    /// are not clamped); [`Error::Unsupported`] for several index tensors. Indices out of range in an index
-    /// tensor are reported when the result is read.
+    /// are not clamped); [`Error::Argument`] for a step of 0; [`Error::Unsupported`] for several index
+    /// tensors. Indices out of range in an index tensor are reported when the result is read.
     #[track_caller]
     pub fn index(&self, items: impl Index) -> Tensor {
         let at = Location::caller();

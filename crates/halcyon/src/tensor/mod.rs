@@ -47,7 +47,8 @@ pub(crate) struct Node {
     pub(crate) span: Span,
     /// Whether gradients can be taken through this node. If so, its operands are kept after evaluation.
     pub(crate) tracked: bool,
-    /// Whether the gradient pass made this node. If so, evaluating it keeps no residuals.
+    /// Whether the gradient pass made this node. If so, evaluating it keeps no intermediate values for
+    /// gradients.
     of_gradient: bool,
     /// Nodes made later have larger numbers, and operands are made before the nodes that read them.
     serial: u64,
@@ -55,8 +56,8 @@ pub(crate) struct Node {
     /// Number of pending nodes that have this one as an operand.
     readers: AtomicUsize,
     donate: AtomicBool,
-    /// Whether this is the newest version of a state. If so, it is evaluated together with any graph that
-    /// contains it.
+    /// Whether this is a version of a state. If so, and if something outside of the plan holds it, it is
+    /// evaluated together with any graph that contains it.
     state: AtomicBool,
 }
 
@@ -361,7 +362,8 @@ impl Tensor {
         Ok(Tensor::leaf(&n.backend, n.ty.clone(), Value::Ready(b), n.span.clone()))
     }
 
-    /// The same value without its gradient history, still lazy: evaluating it keeps no residuals.
+    /// The same value without its gradient history, still lazy: evaluating it keeps no intermediate values
+    /// for gradients.
     pub(crate) fn without_history(&self) -> Tensor {
         let n = &self.0;
         if !n.tracked {
@@ -379,7 +381,7 @@ impl Tensor {
         Tensor::leaf(backend, ty, Value::Ready(b), span)
     }
 
-    /// A placeholder that a traced function gets as an argument, in place of an input. The sums of its
+    /// A placeholder that a traced function gets as an argument, in place of an input. Nodes that sum its
     /// gradients get its span.
     pub(crate) fn stand_in(backend: &Backend, ty: TensorType, span: Span) -> Tensor {
         Tensor::leaf(backend, ty, Value::Pending, span)
@@ -454,8 +456,8 @@ impl Tensor {
         Ok(c.graph)
     }
 
-    /// Like [`Tensor::trace`], of results that may depend on [`Tensor::argument`]. Also returns the evaluated
-    /// tensors that the results depend on, which are further inputs, and the numbers of the graph's
+    /// Like [`Tensor::trace`], for results that may depend on [`Tensor::argument`]. Also returns the
+    /// evaluated tensors that the results depend on, which are further inputs, and the numbers of the graph's
     /// arguments. The outputs are called `0`, `1` and so on.
     ///
     /// # Errors

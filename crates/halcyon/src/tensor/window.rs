@@ -3,8 +3,8 @@
 //! In a narrow of data, the start is a run-time argument, like a literal, so cutting data into batches builds
 //! one plan for all offsets. Data are values on the device, inputs of compiled functions, and results
 //! computed element by element from those. For such results, the narrow is moved through the operations to
-//! the data, so that only that part is computed. A narrow of any other result (a product, say) is a view,
-//! which costs nothing; its start is fixed in the plan. Split and chunk always make such views.
+//! the data, so that only that part is computed. A narrow of a state or of any other result (a product, say)
+//! is a view, which costs nothing; its start is fixed in the plan. Split and chunk always make such views.
 
 use super::{Node, Tensor};
 use halcyon_ir::composite::CompositeKind;
@@ -206,8 +206,8 @@ impl Tensor {
     /// parts of the given sizes, which must add up to the size of the axis (`x.split([1, 3], 0)`).
     ///
     /// # Errors
-    /// [`Error::Argument`] for a size of 0, [`Error::Shape`] if the sizes do not add up to the size of the
-    /// axis or the axis does not exist; the error that the tensor carries.
+    /// [`Error::Argument`] if the one size is 0, [`Error::Shape`] if the sizes do not add up to the size of
+    /// the axis or the axis does not exist; the error that the tensor carries.
     #[track_caller]
     pub fn split(&self, sizes: impl Into<Parts>, axis: i64) -> Result<Vec<Tensor>> {
         let at = Span::caller();

@@ -38,7 +38,8 @@ pub struct TuneOptions<'a> {
     /// Time after which to stop; `None`: no limit. Kernels are tuned in order of their cost in the plan, most
     /// expensive first.
     pub budget: Option<Duration>,
-    /// Number and duration of measurements of the candidates closest to the best.
+    /// Number of pairs of bursts with which the fastest candidates are measured, and the duration of every
+    /// burst. [`Effort::interval`] is not used.
     pub effort: Effort,
     /// The source of candidates; the kernel IR's templates by default.
     pub space: &'a dyn Space,

@@ -17,8 +17,9 @@ use crate::optable::case::extremes;
 use crate::optable::check::{Expected, eps};
 use crate::{ConstData, DType, Error, Result, Session};
 
-/// Allowed error of a composite's kernel, in units in the last place of the largest value. It is the largest
-/// tolerance of a composite in the op table.
+/// Allowed error of a composite's kernel, in units in the last place of the largest value. It is attention's
+/// tolerance in the op table. Gradients of composites have twice this tolerance there, and [`expected`]
+/// allows twice the error.
 const COMPOSITE: f64 = 32.0;
 /// Allowed error in the same units, per op of the part, if the error of an op cannot be propagated (a custom
 /// op, the bits of a float).

@@ -278,8 +278,10 @@ impl Session {
     /// the steps actually read.
     ///
     /// # Errors
-    /// The errors of [`Session::run`], and errors of running a step on the reference. A wrong result is not
-    /// an error; it is reported in [`VerifyReport::divergence`].
+    /// The errors of [`Session::run`], and errors of running a step on the reference; [`Error::Argument`] for
+    /// a share outside of (0, 1] or a reference that is not at level O0; [`Error::Unsupported`] for a graph
+    /// with run-time arguments. A wrong result is not an error; it is reported in
+    /// [`VerifyReport::divergence`].
     pub fn verify(&self, inputs: &[ConstData], options: &VerifyOptions) -> Result<VerifyReport> {
         options.check()?;
         let mut run = PieceRunner::new(self, inputs)?;
@@ -341,8 +343,8 @@ impl Session {
         Ok(report)
     }
 
-    /// A replay of a run that failed. If running the steps one by one fails too, it contains the failing
-    /// step, otherwise the whole graph with its inputs.
+    /// A replay of a run that failed. If running the steps one by one fails too, the replay contains only the
+    /// failing piece; otherwise it contains the whole graph with its inputs.
     ///
     /// # Errors
     /// [`Error::Shape`] or another error if the inputs do not match the graph, so that there is nothing to

@@ -305,8 +305,8 @@ fn compiled_functions_and_captured_graphs_serve_several_threads() {
     });
 }
 
-/// A call replaces states: in their own memory where nothing else holds the old value, in other memory where
-/// the program does. A call that fails first changes nothing.
+/// A call replaces states. It reuses the memory of an old value if nothing else holds the value, and takes
+/// other memory if the program holds it. A call that fails before it runs changes nothing.
 #[test]
 fn states_are_replaced_and_old_values_that_are_held_stay() {
     let name = "states_are_replaced_and_old_values_that_are_held_stay";
@@ -331,7 +331,7 @@ fn states_are_replaced_and_old_values_that_are_held_stay() {
         f.call_updating(&[&x], &[&state, &same], &[]).unwrap();
         assert_eq!(held.to_vec::<f32>().unwrap(), [7.0; 64], "{}", b.id());
         assert_eq!(state.value().to_vec::<f32>().unwrap(), [9.0; 64], "{}", b.id());
-        // Of another shape, of another number of states, and without an argument: nothing runs.
+        // A new value of another shape, too few results, and a missing argument: nothing runs.
         let wrong = b.compile(|x: &[Tensor]| [x[1].sum(..), x[1].narrow(0, 0usize, 3usize)]);
         let e = wrong.call_updating(&[&x], &[&state], &[]).unwrap_err().to_string();
         assert!(e.contains("[64]") && e.contains("[3]"), "{e}");

@@ -70,7 +70,8 @@ fn at_every_call(inner: BackendType, level: Level, call: Call, after: After, nam
 }
 
 /// Runs every workload on the CPU at O2, where most kernels are library kernels, and on the noop device at
-/// O1, where every kernel is compiled. Each must make at least `least` calls.
+/// O1, where every kernel is compiled. Each must make at least `least` calls, except for compilations on the
+/// CPU.
 fn everywhere(call: Call, after: After, least: u64) {
     for (name, work) in WORK {
         for (inner, level) in [(BackendType::Cpu, Level::O2), (BackendType::Noop, Level::O1)] {

@@ -62,7 +62,7 @@ fn handles_of_one_device_have_their_own_levels_and_share_memory() {
         // Operations on tensors of both follow the first operand.
         assert_eq!((&same + &x).backend().level(), Level::O0);
         assert_eq!((&x + &same).backend().level(), Level::O2);
-        // A value that is donated by one is gone for both, but memory that both read is not overwritten.
+        // A donation through one handle does not overwrite memory that a tensor of the other handle reads.
         let y = (x.donate() + 1.0).to_vec::<f32>().unwrap();
         assert_eq!(y[3], v[3] + 1.0);
         assert_eq!(same.to_vec::<f32>().unwrap(), v);

@@ -188,7 +188,7 @@ fn layers_of_16_bits_are_more_accurate_on_every_device() {
             let (y, want) = (ours.run(x).unwrap(), theirs.run(x).unwrap());
             assert!(error(&[y], &[want]) < 1e-4, "{}", b.id());
         }
-        // Ranges of these very samples, beyond which nothing saturates.
+        // The ranges are those of the same samples, so no value saturates.
         let calibrated = of(WeightType::Int16, &held).report.error;
         assert!(calibrated < eight / 8.0, "{calibrated} {eight}");
         let halves = of(WeightType::Bf16, &[]).report;
@@ -221,7 +221,7 @@ fn layers_of_16_bits_survive_a_file() {
     assert_eq!(integers(&back), integers(&q.graph));
     let [ours, theirs] = [back, q.graph.clone()].map(|g| Session::new(&b, g).run(&held[0]).unwrap());
     assert!(error(&[ours], &[theirs]) < 1e-6);
-    // Without a kernel for them, the types of the layers are named.
+    // If the plan has no kernel for a type, `types_without_kernels` names it.
     let vectors = b.info().properties.get("simd").is_some_and(|s| s.contains("avx"));
     let missing = if vectors { &[][..] } else { &[WeightType::Int16] };
     assert_eq!(q.types_without_kernels(&b, &held[0]).unwrap(), missing);
@@ -276,7 +276,7 @@ fn weights_of_4_bits_run_on_every_device() {
             let o = QuantizeOptions { weights, ..within(2.0) };
             let q = quantize(&b, &g, &[], &held, &o).unwrap();
             assert_eq!(q.report.quantized(), 2, "{}", q.report);
-            // An eighth, and a scale (or two numbers) for each 32 weights.
+            // Codes take an eighth of the bytes. Each 32 weights also have a scale, or a scale and a minimum.
             let (before, after) = q.report.bytes;
             assert!(after * 8 <= before * 2 + 8, "{before} {after}");
             errors.push(q.report.error);

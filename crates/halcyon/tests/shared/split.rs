@@ -20,8 +20,8 @@ fn data(rng: &mut Rng, dims: &[usize]) -> ConstData {
     ConstData::from_slice(dims, &rng.f32s(dims.iter().product())).unwrap()
 }
 
-/// A network of layers with a residual connection around each. It has two inputs and two outputs, of which
-/// one comes from the middle.
+/// A network of layers with a residual connection around each. It has two inputs and two outputs. One of the
+/// outputs comes from the middle.
 fn network(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
     let mut g = Graph::new();
     let ty = |d: &[usize]| TensorType::new(DType::F32, d);

@@ -147,14 +147,14 @@ fn best(rates: &[f64]) -> f64 {
     rates.iter().copied().fold(0.0, f64::max)
 }
 
-/// Rounds up to a power of two, or one and a half times one.
+/// Rounds up to the next number of the form 2^k or 3 * 2^k.
 fn round_up(n: u64) -> u64 {
     let p = n.next_power_of_two();
     if n <= p / 4 * 3 { p / 4 * 3 } else { p }
 }
 
 /// Repeats bursts until the best three agree within 5 %, because other load on the machine can spoil a few
-/// bursts. Measures at most four times the usual number.
+/// bursts. Calls `measure` at most four times.
 pub(crate) fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec<f64>> {
     let mut all = measure()?;
     for _ in 0..3 {
@@ -168,7 +168,7 @@ pub(crate) fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec
 }
 
 /// Sizes in bytes of three working sets, of all threads together: for the second-level caches, for the
-/// third-level cache, and for memory. The error is the reason why there is none.
+/// third-level cache, and for memory. An error is the reason why this machine has no such working set.
 pub(crate) fn working_sets(threads: usize) -> [(&'static str, std::result::Result<usize, String>); 3] {
     let c = Caches::get();
     let l2 = c.l2 * threads;

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 /// Number of unmeasured runs before the measured ones.
 const WARM_UP: usize = 2;
-/// Without `--repeat`: at least this many runs, and as many as fit in this time.
+/// Without `--repeat`: at least this many runs, and as many as fit in [`TIME`].
 const MIN_RUNS: usize = 10;
 const TIME: Duration = Duration::from_secs(2);
 /// Number of steps in the chart.

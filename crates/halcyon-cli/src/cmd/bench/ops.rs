@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 /// Number of unmeasured runs before the measured ones.
 const WARM_UP: usize = 2;
-/// Without `--repeat`: at least this many runs, and as many as fit in this time.
+/// Without `--repeat`: at least this many runs, and as many as fit in [`TIME`].
 const MIN_RUNS: usize = 7;
 const TIME: Duration = Duration::from_millis(500);
 

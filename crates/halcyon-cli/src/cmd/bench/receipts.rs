@@ -60,7 +60,8 @@ struct Report<'a> {
 /// A receipt compared with that of the earlier report.
 struct ReceiptComparison {
     name: String,
-    /// The current gain divided by the earlier gain; `None` if only one report has the receipt.
+    /// The current gain divided by the earlier gain; `None` if only one report has the receipt, and for the
+    /// plan with all transformations, which has no gain.
     ratio: Option<f64>,
     /// The figures, other than times, that differ from the earlier report.
     differs: Vec<String>,
@@ -95,7 +96,7 @@ impl Report<'_> {
         rows
     }
 
-    /// All receipts of this report and the earlier one.
+    /// All receipts of this report and the earlier one; empty if there is no earlier report.
     fn compare(&self) -> Vec<ReceiptComparison> {
         let Some(b) = &self.before else { return vec![] };
         let bound = self.a.within.map_or(f64::INFINITY, |p| p / 100.0);

@@ -57,7 +57,7 @@ thread_local! {
     static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Records panics instead of printing them, until dropped.
+/// Until dropped, panics are not printed. Only their location is recorded.
 struct PanicRecorder(Option<Box<dyn Fn(&PanicHookInfo<'_>) + Sync + Send>>);
 
 impl PanicRecorder {
@@ -82,7 +82,8 @@ enum CaseError {
     Panic(String),
 }
 
-/// Catches panics, so that a bug in one case does not hide the others. The backend's locks survive a panic.
+/// Catches panics, so that a bug in one case does not hide the others. The backend stays usable after a
+/// panic, because its locks ignore poisoning.
 fn catch_panics<T>(f: impl FnOnce() -> Result<T>) -> std::result::Result<T, CaseError> {
     match catch_unwind(AssertUnwindSafe(f)) {
         Ok(r) => r.map_err(CaseError::Error),

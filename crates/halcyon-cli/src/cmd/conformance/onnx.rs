@@ -245,7 +245,8 @@ fn run(backend: &Backend, dir: &Path, save: Option<&Path>) -> Result<Verdict> {
     Ok(verdict)
 }
 
-/// Reads `input_0.pb`, `input_1.pb`, … while there are ports and files.
+/// Reads `input_0.pb`, `input_1.pb`, … (or `output_0.pb`, …), one for each port, up to the first file that is
+/// missing.
 fn read(set: &Path, kind: &str, ports: &[Port]) -> Result<Vec<Datum>> {
     let mut out = vec![];
     for (i, p) in ports.iter().enumerate() {

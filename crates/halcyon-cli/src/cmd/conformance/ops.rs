@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 /// Cases per op and dtype on devices that may have to compile a kernel for each case.
 const DEVICE_CASES: usize = 3;
-/// The time of an operation is the median of at least this many runs, and of as many as fit in this time.
+/// The time of an operation is the median of at least this many runs, and of as many as fit in [`TIME`].
 const MIN_RUNS: usize = 3;
 const TIME: Duration = Duration::from_millis(25);
 /// If at most this many ops were run, the report has a line of figures for every cell, not only for the cells
@@ -62,7 +62,7 @@ struct Cell {
     unsupported: usize,
     tolerance: String,
     errors: Errors,
-    /// Number of calls to vendor library kernels.
+    /// Number of calls to library kernels.
     library_calls: u64,
     speed: Option<Speed>,
 }

@@ -38,7 +38,7 @@ pub(super) fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
     cells.map(String::from).to_vec()
 }
 
-/// Elements and bytes by dtype, largest first.
+/// For each dtype the number of tensors, of elements and of bytes; the dtype with the most bytes comes first.
 pub(super) fn by_type(weights: &[Weight]) -> Vec<(&str, u64, u64, u64)> {
     let mut by: BTreeMap<&str, (u64, u64, u64)> = BTreeMap::new();
     for w in weights {

@@ -161,7 +161,8 @@ pub(crate) fn for_readers(warning: &str) -> bool {
     !warning.starts_with(halcyon::ir::passes::COMPOSITES) && !warning.contains("the device binds at once")
 }
 
-/// `0.15 ms`: in milliseconds, unless that has too few digits.
+/// Durations from 0.01 ms to 1 ms in milliseconds with two decimals (`0.15 ms`), others as [`time`] formats
+/// them.
 pub(crate) fn duration_text(t: Duration) -> String {
     match t.as_secs_f64() * 1e3 {
         ms if (0.01..1.0).contains(&ms) => format!("{ms:.2} ms"),
@@ -317,7 +318,7 @@ impl Top {
         }
     }
 
-    /// A line for each class: rank, class, share; and the value if the share was computed here.
+    /// A line for each class: rank, class, share; and the value if the share is the softmax of the values.
     pub(crate) fn short(&self) -> String {
         let mut out = String::new();
         for (i, (kind, top)) in self.rows.iter().take(ROWS).enumerate() {
@@ -387,7 +388,7 @@ impl Top {
 
 fn entries_json(entries: &[Entry]) -> Value {
     let one = |e: &Entry| {
-        // JSON has no NaN.
+        // `json!` writes NaN as null, because JSON has no NaN.
         json!({ "index": e.index, "label": e.label, "value": e.value, "share": e.share })
     };
     entries.iter().map(one).collect()

@@ -7,7 +7,7 @@ use halcyon_formats::onnx::{Datum, Keys, Text};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::{Map, Value, json};
 
-/// A tensor of an output. An output may be a sequence of them.
+/// A part of an output that is printed and saved by itself. Outputs that are sequences or maps have several.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Leaf<'a> {
     Tensor(&'a ConstData),
@@ -18,7 +18,8 @@ pub(crate) enum Leaf<'a> {
     None,
 }
 
-/// The tensors of an output with their names: `out`, `out.0`, `out.1`.
+/// The parts of an output with their names: `out` for a tensor, `out.0`, `out.1` for a sequence, `out.keys`
+/// and `out.values` for a map.
 pub(crate) fn leaves<'a>(name: &str, d: &'a Datum) -> Vec<(String, Leaf<'a>)> {
     match d {
         Datum::Tensor(t) => vec![(name.into(), Leaf::Tensor(t))],

@@ -47,7 +47,7 @@ enum Batch {
     One,
     /// As many as there are, up to this number.
     UpTo(usize),
-    /// Always this many: the last run is padded.
+    /// Always this many: a run with fewer rows is padded.
     Exactly(usize),
 }
 
@@ -310,7 +310,8 @@ impl<'a> Runs<'a> {
         Ok(())
     }
 
-    /// Runs the model once for `total` rows, the first of which are `rows`, and stores the result of each.
+    /// Runs the model once for `total` rows and stores the results. `rows` has the numbers of the first ones;
+    /// the others are padding.
     fn run(&mut self, inputs: Vec<Input>, rows: &[usize], total: usize) -> Result<()> {
         let data: Vec<Datum> = inputs.iter().map(|i| i.data.clone()).collect();
         if self.count == 0 {
@@ -342,7 +343,7 @@ impl<'a> Runs<'a> {
     }
 }
 
-/// Whether an error is caused by the contents of a row, so that other rows may succeed.
+/// Whether an error may be caused by the contents of a row, so that other rows may succeed.
 fn about_inputs(e: &Error) -> bool {
     matches!(
         e,

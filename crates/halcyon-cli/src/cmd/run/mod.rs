@@ -85,8 +85,8 @@ pub(crate) fn main(a: &RunArgs) -> Result<u8> {
     }
 }
 
-/// The model at level O3. The error is measured on the run's own inputs, or for several runs on a part of
-/// the calibration samples.
+/// The model at level O3. The error is measured on the run's own inputs or, if there are several, on
+/// calibration samples.
 fn quantized(a: &RunArgs, model: Model, input: &InputArgs, many: bool) -> Result<(Model, Option<Quantized>)> {
     let backend = a.backend.open(false)?;
     model.check(backend.info().backend.id())?;

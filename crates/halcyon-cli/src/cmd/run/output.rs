@@ -27,7 +27,7 @@ pub(super) struct Target {
 }
 
 impl Target {
-    /// Whether the file's format holds whole tensors.
+    /// Whether the file gets whole tensors, not one document or table of rows.
     pub(super) fn takes_tensors(&self) -> bool {
         match self.format {
             Format::Npy | Format::Npz => true,
@@ -244,7 +244,7 @@ fn numpy(name: &str, x: &ConstData, file: &str) -> Result<ConstData> {
     data::cast(x, to)
 }
 
-/// A value as text, with all digits of its dtype.
+/// A value as text, with as many digits as identify it.
 pub(super) fn exact(x: &ConstData, s: Scalar) -> String {
     match s {
         Scalar::Bool(b) => b.to_string(),

@@ -24,7 +24,7 @@ pub(super) struct RunReport<'a> {
     pub loaded: &'a Loaded,
     /// For a model split over several devices, with each device's counters before and after the runs.
     pub split: Option<(&'a Split, Vec<(Counters, Counters)>)>,
-    /// For a model that is one graph.
+    /// `None` for a model that runs in stages or is split over devices.
     pub plan: Option<&'a Plan>,
     pub run: &'a Run,
     pub verified: Option<&'a Verified>,

@@ -15,7 +15,8 @@ impl<'a> E<'a> {
         self.b.op(op, &[self, x])
     }
 
-    /// Converts to another numeric compute type; a no-op if the type is already `ty`.
+    /// Converts to another numeric compute type. If the type is already `ty`, nothing is emitted. If `ty` is
+    /// a vector, the value is in all its lanes.
     pub fn to(self, ty: Ty) -> E<'a> {
         if self.ty() == ty {
             return self;
@@ -88,7 +89,7 @@ impl<'a> E<'a> {
         self.b.op(ScalarOp::Fma, &[self, x, y])
     }
 
-    /// `self * x + y`, fused for floats.
+    /// `self * x + y`; for floats it is [`ScalarOp::Fma`].
     pub fn mul_add(self, x: E<'a>, y: E<'a>) -> E<'a> {
         if self.ty().is_float() { self.fma(x, y) } else { self * x + y }
     }

@@ -1,6 +1,6 @@
 //! Builds kernels from Rust: expression handles with operators, and closures for blocks.
 //!
-//! Statements, and reads among them, are emitted when a method is called, so memory is accessed in the order
+//! Statements, including reads, are emitted when their method is called, so memory is accessed in the order
 //! of the calls. Pure expressions are hash-consed and rendered once per block that uses them. The first
 //! misuse is recorded and returned by [`Builder::finish`].
 
@@ -22,8 +22,8 @@ struct Inner {
     error: Option<String>,
 }
 
-/// Builds one kernel. `ix` is the type of indexes and offsets: i32, or i64 for tensors of more than 2^31
-/// elements.
+/// Builds one kernel. `ix` is the type of indexes and offsets: i32, or i64 for tensors that are too large for
+/// i32.
 #[derive(Debug)]
 pub struct Builder {
     inner: RefCell<Inner>,

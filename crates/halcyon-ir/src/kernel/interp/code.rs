@@ -211,7 +211,8 @@ struct Gen<'a> {
     k: &'a Kernel,
     types: Vec<Ty>,
     code: Code,
-    /// Registers of the expressions. Values and leaves have registers of their own.
+    /// Registers of the expressions. The expression of a value or parameter has the register of that value or
+    /// parameter.
     exprs: Vec<Reg>,
     values: Vec<Reg>,
     vars: Vec<Reg>,

@@ -53,7 +53,8 @@ impl Memory for [Vec<u8>] {
 pub struct Options {
     /// Work-items per subgroup: a power of two from 1 to 64.
     pub subgroup: u32,
-    /// Seed for shuffling the order of work-items and workgroups; `None` keeps their order.
+    /// Seed that shuffles the order of the work-items and rotates the order of the workgroups; `None` keeps
+    /// both orders.
     pub seed: Option<u64>,
     /// Detects uninitialised reads and races.
     pub sanitize: bool,
@@ -101,7 +102,8 @@ pub enum Space {
 pub struct Report {
     pub fault: Fault,
     pub space: Space,
-    /// Index of the element or word.
+    /// Index of the element, vector or word. For a fault that is not an access to memory, the offending
+    /// value.
     pub index: i64,
     /// Linear index of the work-item in the launch.
     pub item: u32,
@@ -152,7 +154,8 @@ impl Interp {
     ///
     /// # Errors
     /// [`Error::Argument`] if the launch does not match the kernel. [`Error::Internal`] if work-items wait at
-    /// different barriers (the verifier excludes this) or a loop does not advance.
+    /// different barriers (the verifier excludes this if the kernel has no races on workgroup memory) or a
+    /// loop does not advance.
     pub fn run<M: Memory + ?Sized>(&self, launch: &Launch, memory: &mut M, o: &Options) -> Result<Outcome> {
         match &self.kernel.parts {
             Some(p) => self.run_parts(p, launch, memory, o),

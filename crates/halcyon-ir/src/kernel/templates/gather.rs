@@ -1,7 +1,7 @@
 //! Gathers, scatters and slice updates. In gathers and scatters, a negative index counts from the end. The
 //! position of a slice update must not be negative. An index or position out of range is clamped and sets the
-//! fault word. Scatters are deterministic: each result is computed by one work-item, which
-//! applies the updates in order.
+//! fault word. Scatters are deterministic: one work-item computes each result and applies the updates in
+//! order.
 
 use crate::error::{Error, Result};
 use crate::kernel::access::{Access, GROUP, Template, typed};

@@ -1,6 +1,6 @@
 //! Pooling and its gradient, one output element per work-item. The gradient is a gather: each input element
-//! sums over the windows in which it is the maximum, or which contain it (average). No element is written
-//! twice, and the order of the sums is fixed.
+//! sums the gradients of the windows in which it is the maximum, or, for an average, its shares of the
+//! gradients of the windows that contain it. No element is written twice, and the order of the sums is fixed.
 
 use super::common::*;
 use crate::kernel::ir::Ty;

@@ -88,9 +88,8 @@ impl RowMapping {
 }
 
 /// How many consecutive elements a work-item of a workgroup takes at a time, for contiguous rows of `n`
-/// elements. These are as many elements of the first operand as fill 16 bytes, but only one element if `n` is
-/// not a multiple of that number, if an operand is not aligned to it, or if an operand's type is wider than 4
-/// bytes.
+/// elements. These are as many elements of the first operand as fill 16 bytes, but only one element if `n` or
+/// the offset of an operand is not a multiple of that number, or if an operand's type is wider than 4 bytes.
 pub(super) fn run(n: usize, operands: &[Operand]) -> u32 {
     let Some(first) = operands.first().filter(|o| o.dtype.size() <= 4) else { return 1 };
     let run = 16 / first.dtype.size();

@@ -1,6 +1,6 @@
 //! Softmax and log-softmax along one axis. A kernel computes the maximum of a row, then the sum of the
-//! exponentials of the differences from it, then the values. A row whose maximum is -inf or NaN becomes NaN,
-//! as in the definition.
+//! exponentials of the differences from it, then the values. A row whose maximum is infinite or NaN becomes
+//! NaN, as in the definition.
 
 use super::common::*;
 use super::rows::{Line, Row, RowMapping, run};

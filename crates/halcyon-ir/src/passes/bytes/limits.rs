@@ -7,7 +7,7 @@ use crate::ops::Op;
 use crate::scalar_op::ScalarOp;
 
 impl Finder<'_> {
-    /// The bounds of a value that minima and maxima with constants limit.
+    /// Bounds of a value, as minima and maxima with constants set them. Infinite if there are none.
     fn bounds(&self, id: NodeId, depth: usize) -> (f64, f64) {
         let (n, all) = (self.g.node(id), (f64::NEG_INFINITY, f64::INFINITY));
         let (Op::Scalar(op), [x, c], true) = (&n.op, &n.inputs[..], depth < MAX_DEPTH) else { return all };

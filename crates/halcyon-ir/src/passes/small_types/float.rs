@@ -1,8 +1,9 @@
 //! Encoding and decoding of small floats as branch-free element-wise arithmetic on the bits of f32.
 //! `minifloat` does the same on the host.
 //!
-//! Every step is exact in f32. No step uses numbers below the smallest normal f32, which a device may flush
-//! to zero; such small values are handled as integers.
+//! Apart from rounding, every step is exact in f32. A device may flush numbers below the smallest normal f32
+//! to zero. Once the operand is f32, no result depends on this: E8M0, which has such a number, handles it as
+//! an integer.
 
 use crate::convert::Rounding;
 use crate::dtype::{DType, Scalar};

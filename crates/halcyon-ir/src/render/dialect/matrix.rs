@@ -4,7 +4,7 @@
 //! The instruction determines which work-item holds which elements. For `mma.sync` see the PTX ISA (sections
 //! "Matrix Fragments for mma.m16n8k16 with floating point type" and "… mma.m16n8k8"); for MFMA and WMMA see
 //! AMD's ISA documents and its matrix instruction calculator. A product here is 16 × 16: two instructions on
-//! NVIDIA (m16n8k16), one on AMD.
+//! NVIDIA (m16n8k16, or m16n8k8 for TF32), one on AMD.
 
 use crate::kernel::ir::{MatrixOp, MatrixType};
 
@@ -16,7 +16,8 @@ const fn op(operand: MatrixType, k: u8, width: u8) -> MatrixOp {
 pub const CUDA: [MatrixOp; 3] =
     [op(MatrixType::F16, 16, 32), op(MatrixType::BF16, 16, 32), op(MatrixType::Tf32, 8, 32)];
 
-/// The matrix ops of HIP: MFMA for waves of 64 (gfx90a, gfx942), WMMA for waves of 32 (gfx11).
+/// The matrix ops of HIP: MFMA for waves of 64 (gfx90a, gfx940 to gfx942, gfx950), WMMA for waves of 32
+/// (gfx11).
 pub const HIP: [MatrixOp; 4] = [
     op(MatrixType::F16, 16, 64),
     op(MatrixType::BF16, 16, 64),
@@ -258,7 +259,8 @@ pub(super) const CUDA_HELPERS: &[(&str, &str)] = &[
 }
 "#,
     ),
-    // Each work-item has the elements of the operand already, because sums and operands have the same layout.
+    // Each work-item already holds the elements of the operand, because sums and operands have the same
+    // layout.
     (
         "h_operand_f16",
         r#"h_operand @(const h_sum& v, int column, uint4* l, int offset, int stride) {

@@ -36,8 +36,8 @@ pub struct Dialect {
     pub buffer_arg: &'static str,
     /// A scalar argument: `$t`, `$n`, `$i`.
     pub param_arg: &'static str,
-    /// The parameter for the argument buffer `g`, in words of eight bytes. Empty if kernels cannot take
-    /// addresses from it.
+    /// The parameter for the argument buffer `g`, in words of eight bytes. Empty if the language cannot use
+    /// addresses that are read from a buffer.
     pub arguments: &'static str,
     /// Further arguments, after the parameters.
     pub extra_args: &'static str,
@@ -55,7 +55,7 @@ pub struct Dialect {
     pub barrier_global: &'static str,
     /// Expression that atomically adds `$v` at `&$p`; `$t` is the element type.
     pub atomic_add: &'static str,
-    /// Statement that sets word `$p` to `$v` unless it is already set.
+    /// Statement that sets word `$p` to `$v` unless it is already set. (In Metal, the larger code stays.)
     pub set_error: &'static str,
     /// Compute types in the order of [`Ty`]. An entry is empty if the language lacks the type.
     pub types: [&'static str; 10],

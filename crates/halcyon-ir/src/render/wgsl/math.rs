@@ -204,9 +204,9 @@ fn other_f32(name: &str) -> Option<String> {
              return 1.5707963 - (h_copysign_f32(h_asin_half_f32(a), x) + 4.371139e-8);\n",
         ),
         // erfc(a) for a >= 0 is exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a + 2). The caller also
-        // gives b and c with a^2 = c b^2, because a may be rounded where b is exact (GELU: a = b / sqrt(2)).
-        // exp(-a^2) = exp(-c h^2) exp(c (h^2 - b^2)), where h is the first 12 bits of b, so that h^2 is
-        // exact.
+        // gives b and c with a^2 = c b^2, because a may be rounded although b is exact (GELU: a = b /
+        // sqrt(2)). exp(-a^2) = exp(-c h^2) exp(c (h^2 - b^2)), where h is the first 12 bits of b, so that
+        // h^2 is exact.
         "erfc_pos" => format!(
             "fn @(a_: f32, b_: f32, c: f32) -> f32 {{\n    let a = min(a_, 16.0);\n    let b = min(b_, 16.0);\n    let t = (a - 2.0) / (a + 2.0);\n    \
              let p = {};\n    let h = bitcast<f32>(bitcast<u32>(b) & 0xfffff000u);\n    let d = c * ((h - b) * (b + h));\n    \

@@ -1,5 +1,6 @@
-//! Declaration, reads and writes of buffers. Elements under 32 bits are stored in words. 64-bit elements are
-//! stored in two words if buffers of another type share their binding.
+//! Declaration, reads and writes of buffers. Elements under 32 bits are stored in words, unless the device
+//! has 16-bit storage types. 64-bit elements are stored in two words if buffers of another type share their
+//! binding, or if the binding is also accessed by words or vectors.
 
 use super::{Options, Writer, ty_name};
 use crate::dtype::DType;

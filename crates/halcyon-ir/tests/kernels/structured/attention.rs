@@ -114,7 +114,7 @@ fn parts_without_a_key_that_is_seen_count_for_nothing() {
     }
 }
 
-/// The maximum is in each part in turn, so the sums of the other parts are scaled down.
+/// Each part in turn has the largest score, so the sums of the other parts are scaled down.
 #[test]
 fn every_part_may_have_the_largest_score() {
     let mut r = Rng::new(60);

@@ -352,7 +352,7 @@ fn faults_of_matrices_are_found() {
         b.map_fragment(s, |_, _| b.set_element(s, b.element(r)));
     });
     assert_eq!(found(&unset_rows.unwrap()), Some(Fault::Uninitialised));
-    // Scratch memory of conversions: each subgroup needs its own, and its contents are lost.
+    // Scratch memory of conversions: each subgroup needs its own, and a conversion destroys its contents.
     let converts = |own: i64, pitch: i64, reads: bool| {
         let k = kernel(&|b| {
             let l = b.local(Ty::U32x4, 128);

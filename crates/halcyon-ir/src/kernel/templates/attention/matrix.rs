@@ -109,8 +109,8 @@ struct Layout {
     bytes: u32,
 }
 
-/// Each subgroup has workgroup memory of its own, for one matrix in f32. These are the pitch of its rows in
-/// elements, and its size in bytes.
+/// Each subgroup has workgroup memory of its own, for one matrix in f32. `OWN_PITCH` is the distance between
+/// the rows of this matrix in elements, and `OWN` is the size of the memory in bytes.
 const OWN_PITCH: u32 = 20;
 const OWN: u32 = 16 * OWN_PITCH * 4;
 
@@ -420,8 +420,9 @@ impl<'a> Group<'a> {
         b.barrier();
     }
 
-    /// Completes the scores of a tile of keys. Multiplies them by the scale, if there is no `factor` that
-    /// does so later. Adds the mask. Keys that are not visible to a query get the score -inf.
+    /// Completes the scores of a tile of keys. Multiplies them by the scale, unless there is a `factor`, by
+    /// which [`Block::softmax`] multiplies later. Adds the mask. Keys that are not visible to a query get the
+    /// score -inf.
     fn finish(&self, block: &Block, first: E<'a>, factor: Option<E<'a>>) {
         let b = self.b;
         b.map_fragment(block.columns, |row, column| {

@@ -98,7 +98,8 @@ impl Problem {
     }
 
     /// Whether the matrix-unit kernel applies the scale to the distances from the maximum instead of to the
-    /// scores. This requires no mask and a positive scale, which keeps the order.
+    /// scores. This is possible only without a mask and with a positive scale, because the order of the
+    /// scores must not change.
     pub(super) fn late(&self) -> bool {
         self.mask.is_none() && self.scale > 0.0
     }

@@ -1,13 +1,13 @@
 //! Attention for few queries, as in text generation, where reading the keys and values limits the speed (Dao
 //! et al. 2023, flash-decoding).
 //!
-//! A workgroup processes part of the keys of one key head for all query rows that share them (query heads
-//! times queries). Each row of K and V is read once for up to eight query rows, 16 bytes at a time if the
-//! layout allows. The work-items of a key group share one key, and each of them processes some columns of the
-//! key; the key groups of a workgroup process different keys. If batch and heads leave compute units idle,
-//! the keys are split into parts among workgroups. Each workgroup writes the sums of its part, with the
-//! part's largest score and total weight, and a second kernel combines the parts. The number of parts is a
-//! parameter, so a program serves any number of keys.
+//! A workgroup processes part of the keys of one key head, for up to eight of the query rows that share them
+//! (query heads times queries). It reads each row of K and V once, 16 bytes at a time if the layout allows.
+//! The work-items of a key group share one key, and each of them processes some columns of the key; the key
+//! groups of a workgroup process different keys. If batch and heads leave compute units idle, the keys are
+//! split into parts among workgroups. Each workgroup writes the sums of its part, with the part's largest
+//! score and total weight, and a second kernel combines the parts. The number of parts is a parameter, so a
+//! program serves any number of keys.
 
 use super::super::common::*;
 use super::problem::{Io, Query};
@@ -343,7 +343,8 @@ impl Cx<'_> {
                     (i, r, key, Query { keys: b.let_(q.keys.min(end)), ..q })
                 })
                 .collect();
-            // The row to whose weights this work-item contributes.
+            // The row whose weights this work-item computes together with others (`mine`), and its number
+            // among them (`member`).
             let sharing = n_items / n_rows;
             let (mine, member) = (b.let_(lid.idiv(sharing)), b.let_(lid.imod(sharing)));
             let top = b.var_of(self.ty, NEG_INF);

@@ -364,7 +364,7 @@ struct Destination<'a, 's> {
     /// Workgroup memory that the sums go through, one row of fragments at a time.
     memory: Local<'a>,
     s: &'s Shape<'a>,
-    /// The result, and where the batch starts in it.
+    /// The buffer of the result, and the offset of the batch in it.
     y: Buf,
     start: E<'a>,
     /// Index of the subgroup, which selects its part of `memory`, and the first row and column of its part of

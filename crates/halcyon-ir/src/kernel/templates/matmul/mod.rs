@@ -176,8 +176,9 @@ impl Cx<'_> {
             let items: u32 = if caps.max_workgroup >= 256 { 256 } else { 64 };
             let columns = match (Self::split_along_k(p), self.transposed(p)) {
                 (true, _) => items / 64,
-                // A work-item's columns are 16 bytes, and four work-items fill whole cache-line sectors. Use
-                // more columns if enough workgroups remain for all units.
+                // A work-item reads 16 bytes of a row, so four work-items read 64 bytes, which are whole
+                // sectors of the cache. Use more work-items per row if enough workgroups remain for all
+                // units.
                 (false, (t, offset)) if self.run(&t, offset) > 1 => {
                     let each = self.run(&t, offset) as usize;
                     let groups = |c: u32| t.n.div_ceil(c as usize * each) * t.m.div_ceil(4) * t.batches();
@@ -230,7 +231,7 @@ impl Cx<'_> {
                 all.extend([8, 16, 32].map(|depth| KernelVariant::Tiled(Tile { side, each, depth })));
             }
         }
-        // On CPUs the other kernels are always faster where they apply.
+        // On CPUs the other kernels are always faster if they apply.
         if !self.caps.is_cpu || all.is_empty() {
             all.extend([32, 64, 128, 256].map(|items| KernelVariant::Simple { items }));
         }
