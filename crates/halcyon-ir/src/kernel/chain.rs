@@ -274,9 +274,9 @@ fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
     }
 }
 
-/// Like [`lower_fused`], for a chain over one axis whose operands are dense or the same element for all points.
-/// Chains that differ only in the length of the axis have the same kernel: each of its work-items processes
-/// several neighbours, and the points that remain have a work-item each. `None` for other chains.
+/// Like [`lower_fused`], for a chain over one axis whose operands are dense or the same element for all
+/// points. Chains that differ only in the length of the axis have the same kernel: each of its work-items
+/// processes several neighbours, and the points that remain have a work-item each. `None` for other chains.
 ///
 /// # Errors
 /// The errors of [`lower_fused`].
@@ -291,7 +291,8 @@ pub(crate) fn lower_any_length(f: &Fused, caps: &Caps) -> Result<Option<(Kernel,
     let dense = f.loads.iter().filter(|l| l.view.strides[0] == 1).map(|l| l.dtype.size());
     let sizes: Vec<usize> = dense.chain(f.outs.iter().map(|o| o.dtype.size())).collect();
     let narrowest = sizes.iter().copied().min().unwrap_or(1);
-    let fits = |each: &u32| *each as usize * narrowest <= 16 && (*each as usize * f.body.len() <= 256 || *each == 4);
+    let fits =
+        |each: &u32| *each as usize * narrowest <= 16 && (*each as usize * f.body.len() <= 256 || *each == 4);
     // Elements of 8 bytes are processed one at a time.
     let each = if sizes.iter().any(|s| *s > 4) { 1 } else { [16, 8, 4].into_iter().find(fits).unwrap_or(1) };
     let items = 256.min(caps.max_workgroup);

@@ -5,8 +5,8 @@
 //! are in scope. Storage types are separate from compute types: a load converts to [`DType::compute`], a
 //! store converts back.
 
-use crate::dtype::{Class, DType, Scalar};
 use super::merged::Parts;
+use crate::dtype::{Class, DType, Scalar};
 use crate::scalar_op::{Rule, ScalarOp};
 use serde::{Deserialize, Serialize};
 use std::hash::{Hash, Hasher};

@@ -83,8 +83,8 @@ impl Joined {
         self.body.len() as Reg - 1
     }
 
-    /// Adds the body of a chain. `inputs` has the number of each of its inputs; `known` has the register of an
-    /// input whose elements an earlier chain computes. Returns the register of each instruction.
+    /// Adds the body of a chain. `inputs` has the number of each of its inputs; `known` has the register of
+    /// an input whose elements an earlier chain computes. Returns the register of each instruction.
     fn add(&mut self, f: &Fused, inputs: &[u32], known: &dyn Fn(u32) -> Option<Reg>) -> Vec<Reg> {
         let params: Vec<u32> = f.params.iter().map(|p| self.param(*p)).collect();
         let mut map: Vec<Reg> = Vec::with_capacity(f.body.len());
@@ -126,7 +126,8 @@ impl Lowerer<'_> {
         if !self.options.passes.does(JOINED) || !self.options.passes.does(FUSION) {
             return 0;
         }
-        let mut steps: Vec<Option<PlacedStep>> = std::mem::take(&mut self.steps).into_iter().map(Some).collect();
+        let mut steps: Vec<Option<PlacedStep>> =
+            std::mem::take(&mut self.steps).into_iter().map(Some).collect();
         // The step that writes each buffer of a chain, and the last step that uses each buffer.
         let mut writer: HashMap<BufId, usize> = HashMap::new();
         let mut last: HashMap<BufId, usize> = HashMap::new();
@@ -167,8 +168,8 @@ impl Lowerer<'_> {
         joined
     }
 
-    /// A chain before step `t` whose result the chain of step `t` reads, and that can run at the place of step
-    /// `t` instead of its own.
+    /// A chain before step `t` whose result the chain of step `t` reads, and that can run at the place of
+    /// step `t` instead of its own.
     fn joinable(
         &self,
         steps: &[Option<PlacedStep>],
@@ -241,13 +242,14 @@ impl Lowerer<'_> {
         if new.inputs.len() != in_place {
             return None;
         }
-        let mut number = |inputs: &[(BufId, Option<NodeId>)], call: &ChainCall, skip: &dyn Fn(u32) -> bool| {
-            let of = |(k, i): (usize, &(BufId, Option<NodeId>))| match skip(k as u32) {
-                true => u32::MAX,
-                false => new.input(i.0, &call.inputs[k], i.1),
+        let mut number =
+            |inputs: &[(BufId, Option<NodeId>)], call: &ChainCall, skip: &dyn Fn(u32) -> bool| {
+                let of = |(k, i): (usize, &(BufId, Option<NodeId>))| match skip(k as u32) {
+                    true => u32::MAX,
+                    false => new.input(i.0, &call.inputs[k], i.1),
+                };
+                inputs.iter().enumerate().map(of).collect::<Vec<u32>>()
             };
-            inputs.iter().enumerate().map(of).collect::<Vec<u32>>()
-        };
         let na = number(&ia, ca, &|_| false);
         let nb = number(&ib, cb, &|k| given(k).is_some());
         let ra = new.add(fa, &na, &|_| None);
@@ -275,14 +277,17 @@ impl Lowerer<'_> {
             }
         }
         let most = (self.target.caps().max_bindings as usize).saturating_sub(3).clamp(2, 24);
-        if new.inputs.len() > most || new.inputs.len() + new.outs.len() > self.target.caps().max_bindings as usize {
+        if new.inputs.len() > most
+            || new.inputs.len() + new.outs.len() > self.target.caps().max_bindings as usize
+        {
             return None;
         }
         self.joined_step(new, in_place, [a, b])
     }
 
-    /// Whether no output of one chain has the memory of an operand of the other, except where the operand is
-    /// read element by element as the output is written. `given` tells which inputs of `b` are results of `a`.
+    /// Whether no output of one chain has the memory of an operand of the other, except where the operand
+    /// is read element by element as the output is written. `given` tells which inputs of `b` are results
+    /// of `a`.
     fn shares_no_memory(&self, a: &PlacedStep, b: &PlacedStep, given: &dyn Fn(u32) -> Option<usize>) -> bool {
         let at = |s: &PlacedStep, k: usize| Memory::of(&self.plan, s.step.buffers[k]);
         let reads = |s: &PlacedStep| s.step.buffers.len() - s.step.outputs;
@@ -300,7 +305,12 @@ impl Lowerer<'_> {
                 return false;
             }
             let same = |l: &&Load| at(a, l.input as usize) == memory;
-            if fa.loads.iter().filter(same).any(|l| l.view != out.view || l.dtype != out.dtype || l.fill.is_some()) {
+            if fa
+                .loads
+                .iter()
+                .filter(same)
+                .any(|l| l.view != out.view || l.dtype != out.dtype || l.fill.is_some())
+            {
                 return false;
             }
         }
@@ -354,6 +364,11 @@ impl Lowerer<'_> {
             tunable: None,
         };
         let values = all().map(|x| x.2).collect();
-        Some(PlacedStep { place: b.place, step, values, chain: Some(ChainCall { inputs, outputs, in_place }) })
+        Some(PlacedStep {
+            place: b.place,
+            step,
+            values,
+            chain: Some(ChainCall { inputs, outputs, in_place }),
+        })
     }
 }

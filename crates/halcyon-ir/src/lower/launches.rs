@@ -1,6 +1,6 @@
-//! Merges launches: steps that run the same element-wise kernel on different buffers, and do not depend on each
-//! other, become one launch ([`crate::kernel::Parts`]). A GPU needs a few microseconds for each launch, which
-//! is longer than the update of a small parameter takes.
+//! Merges launches: steps that run the same element-wise kernel on different buffers, and do not depend on
+//! each other, become one launch ([`crate::kernel::Parts`]). A GPU needs a few microseconds for each
+//! launch, which is longer than the update of a small parameter takes.
 
 use super::join::{Memory, uses};
 use super::*;
@@ -72,7 +72,8 @@ impl Lowerer<'_> {
             return 0;
         }
         let groups = self.groups();
-        let mut steps: Vec<Option<PlacedStep>> = std::mem::take(&mut self.steps).into_iter().map(Some).collect();
+        let mut steps: Vec<Option<PlacedStep>> =
+            std::mem::take(&mut self.steps).into_iter().map(Some).collect();
         let before = steps.len();
         for g in groups.iter().filter(|g| g.parts.len() > 1) {
             // As many parts at a time as one launch takes.
@@ -146,7 +147,8 @@ impl Lowerer<'_> {
         let Some(f) = s.fused.as_ref().and_then(|f| over_one_axis(f, longer)) else { return own() };
         match kernel_lower::lower_any_length(&f, self.target.caps()) {
             Ok(Some((kernel, launch))) => {
-                let StepWork::Kernel { kernel, groups, params } = kernel_work(kernel, launch, Some(&f)) else {
+                let StepWork::Kernel { kernel, groups, params } = kernel_work(kernel, launch, Some(&f))
+                else {
                     return None;
                 };
                 Some((kernel, Part { step, groups, params }))

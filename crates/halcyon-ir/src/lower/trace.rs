@@ -81,15 +81,14 @@ impl Trace {
             let s = &plan.steps[t];
             let read = s.buffers.len() - s.outputs;
             for (k, (b, v)) in s.buffers.iter().zip(&self.values[t]).enumerate() {
-                match v {
-                    Some(n) => match roots.iter().position(|r| *r == (*n, *b)) {
+                if let Some(n) = v {
+                    match roots.iter().position(|r| *r == (*n, *b)) {
                         Some(o) => outputs[o] = (t, k),
                         None if k < read => {
                             stored.entry(*n).or_insert((t, k));
                         }
                         None => {}
-                    },
-                    None => {}
+                    }
                 }
             }
         }

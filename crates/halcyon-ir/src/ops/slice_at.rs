@@ -63,8 +63,8 @@ impl Graph {
         })
     }
 
-    /// The indices `position..position + len`. From a negative position, all indices are out of range, because
-    /// a gather counts negative indices from the end.
+    /// The indices `position..position + len`. From a negative position, all indices are out of range,
+    /// because a gather counts negative indices from the end.
     pub(crate) fn rows_from(&mut self, position: NodeId, len: Dim) -> Result<NodeId> {
         let narrow = self.dtype(position).bits() < 32;
         let p = if narrow { self.cast(position, DType::I32)? } else { position };

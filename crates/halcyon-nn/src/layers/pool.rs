@@ -99,7 +99,8 @@ impl<const N: usize> Module for AdaptiveAvgPool<N> {
 }
 
 impl<const N: usize> AdaptiveAvgPool<N> {
-    /// The layer's result for `x` of shape `[batch, channels, …]`. The sizes after the channels must be known.
+    /// The layer's result for `x` of shape `[batch, channels, …]`. The sizes after the channels must be
+    /// known.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
         let Ok(shape) = x.shape() else { return x.clone() };

@@ -52,7 +52,9 @@ fn description(name: &str) -> &'static str {
         passes::IN_PLACE => {
             "writes updated slices into the tensor that they update, and element-wise results into donated inputs"
         }
-        passes::JOINED => "computes an element-wise result that is stored and its element-wise reader in one kernel",
+        passes::JOINED => {
+            "computes an element-wise result that is stored and its element-wise reader in one kernel"
+        }
         passes::LAUNCHES => "runs the same element-wise kernel on many small tensors in one launch",
         passes::PACKED => "stores constants once in the layout that the kernel reads",
         passes::EPILOGUES => "computes the ops after a product or convolution on its tiles",

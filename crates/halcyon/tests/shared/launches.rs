@@ -36,7 +36,10 @@ fn commands(c: &halcyon::hal::Counters) -> u64 {
 }
 
 fn merges(plan: &Plan) -> usize {
-    plan.steps.iter().filter(|s| matches!(&s.work, StepWork::Kernel { kernel, .. } if kernel.parts.is_some())).count()
+    plan.steps
+        .iter()
+        .filter(|s| matches!(&s.work, StepWork::Kernel { kernel, .. } if kernel.parts.is_some()))
+        .count()
 }
 
 #[test]
@@ -78,8 +81,12 @@ fn an_optimizers_step_is_one_launch_where_the_device_can() {
                 let mut launched = 0;
                 for _ in 0..3 {
                     let start = commands(&b.counters());
-                    f.call_updating(&grads.iter().collect::<Vec<_>>(), &states.iter().collect::<Vec<_>>(), &args)
-                        .unwrap();
+                    f.call_updating(
+                        &grads.iter().collect::<Vec<_>>(),
+                        &states.iter().collect::<Vec<_>>(),
+                        &args,
+                    )
+                    .unwrap();
                     launched = commands(&b.counters()) - start;
                 }
                 assert_eq!(b.counters().uploads, before.uploads, "{kind}");
@@ -151,7 +158,12 @@ fn chains_move_only_where_nothing_depends_on_their_place() {
             assert!(d < 1e-5, "{kind}: {d}");
             let plan = with.prepare(&inputs).unwrap();
             let count = |name: &str| {
-                plan.plan().receipts.iter().filter(|r| r.transformation == name).map(|r| r.count).sum::<usize>()
+                plan.plan()
+                    .receipts
+                    .iter()
+                    .filter(|r| r.transformation == name)
+                    .map(|r| r.count)
+                    .sum::<usize>()
             };
             joined += count(JOINED);
             merged += merges(plan.plan());

@@ -28,7 +28,9 @@ fn one_launch_updates_all_parameters() {
         let Some((_s, _alone)) = alone(kind) else { return };
         let sizes: Vec<usize> = (0..many).map(|k| [1, 10, 64, 513, 4096, 20_003][k % 6] + k / 6).collect();
         let data: Vec<Vec<f32>> = (0..4 * many)
-            .map(|k| rng.f32s(sizes[k % many]).iter().map(|v| if k < 3 * many { *v } else { v.abs() }).collect())
+            .map(|k| {
+                rng.f32s(sizes[k % many]).iter().map(|v| if k < 3 * many { *v } else { v.abs() }).collect()
+            })
             .collect();
         let run = |kind: BackendType, level: Level| {
             let b = Backend::builder().backend_type(kind).level(level).build().unwrap();

@@ -271,7 +271,8 @@ impl Plan {
                 let computed =
                     matches!(f.body[value].kind, InstrKind::Op(_) | InstrKind::Cast | InstrKind::Bitcast);
                 let same = from == o.dtype && from.compute() == from;
-                let direct = dense && !stream && computed && same && call.in_place == 0 && !direct_taken[value];
+                let direct =
+                    dense && !stream && computed && same && call.in_place == 0 && !direct_taken[value];
                 direct_taken[value] |= direct;
                 Out { value, from, dtype: o.dtype, at, reduce: o.reduce, direct, stream, line_rows }
             })

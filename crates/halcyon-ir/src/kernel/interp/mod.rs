@@ -266,8 +266,7 @@ impl Interp {
     ) -> Result<Outcome> {
         let k = &self.kernel;
         if launch.params.len() != k.params.len() {
-            let what =
-                format!("{} parameters given, expected {}", launch.params.len(), k.params.len());
+            let what = format!("{} parameters given, expected {}", launch.params.len(), k.params.len());
             return Err(Error::argument(format!("kernel {}", k.name), what));
         }
         let one = Interp { code: Code::new(&parts.kernel), kernel: parts.kernel.clone() };

@@ -33,7 +33,8 @@ fn checked<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>, fault: Fault<'a>) -> E<'a> 
     i
 }
 
-/// Fails for an axis without elements. Every index is out of range there, and a clamped index needs an element.
+/// Fails for an axis without elements. Every index is out of range there, and a clamped index needs an
+/// element.
 fn not_empty(n: usize) -> Result<()> {
     match n {
         0 => Err(Error::argument("gather", "the axis has no elements, so every index is out of range")),
