@@ -10,6 +10,8 @@ use crate::passes::JOINED;
 const REACH: usize = 64;
 /// Maximum number of instructions of a joined chain.
 const MAX_BODY: usize = 96;
+/// Maximum number of outputs of a joined chain. Copies add outputs and no instructions.
+const MAX_OUTPUTS: usize = 16;
 
 /// What lowering knows about the step of an element-wise chain.
 #[derive(Clone, Debug)]
@@ -121,6 +123,21 @@ impl Joined {
 }
 
 impl Lowerer<'_> {
+    /// Excludes the steps that write a part of a buffer, as those of a concatenation, from joined chains and
+    /// merged launches. Verification checks a value after the last step that writes to it; with a value of
+    /// its own in the same step, a part would look like a whole value.
+    pub(super) fn exclude_parts(&mut self) {
+        let written = |s: &PlacedStep| s.step.buffers[s.step.buffers.len() - s.step.outputs..].to_vec();
+        let mut once = HashSet::new();
+        let twice: HashSet<BufId> =
+            self.steps.iter().flat_map(written).filter(|b| !once.insert(*b)).collect();
+        for s in self.steps.iter_mut().filter(|s| s.chain.is_some()) {
+            if written(s).iter().any(|b| twice.contains(b)) {
+                s.chain = None;
+            }
+        }
+    }
+
     /// Joins chains of the finished list of steps. Returns how many chains were joined to a later one.
     pub(super) fn join_chains(&mut self) -> usize {
         if !self.options.passes.does(JOINED) || !self.options.passes.does(FUSION) {
@@ -210,7 +227,7 @@ impl Lowerer<'_> {
         if fa.space != fb.space || fa.reduced + fb.reduced > 0 || !dense(fa) || !dense(fb) {
             return None;
         }
-        if fa.body.len() + fb.body.len() > MAX_BODY {
+        if fa.body.len() + fb.body.len() > MAX_BODY || fa.outs.len() + fb.outs.len() > MAX_OUTPUTS {
             return None;
         }
         let parts = |s: &PlacedStep| -> (Vec<(BufId, Option<NodeId>)>, Vec<(BufId, Option<NodeId>)>) {

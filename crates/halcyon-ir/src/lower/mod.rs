@@ -326,7 +326,7 @@ struct PlacedStep {
     place: NodeId,
     step: Step,
     values: Values,
-    /// Set if the step is an element-wise chain of its own.
+    /// Set if the step is an element-wise chain that may be joined with others and merged into launches.
     chain: Option<ChainCall>,
 }
 
@@ -413,6 +413,7 @@ impl<'a> Lowerer<'a> {
         // A product that was not joined with its chain has its own place in the order of steps. A product
         // that still waits for its chain is not read by any step, because the chain has no elements.
         self.steps.sort_by_key(|s| s.place);
+        self.exclude_parts();
         let joined = self.join_chains();
         let launches = self.merge_launches();
         let (steps, values): (_, Vec<Values>) =

@@ -120,7 +120,7 @@ fn tangled(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
     for k in 0..40 {
         let x = values[rng.below(values.len())];
         let y = values[rng.below(values.len())];
-        let new = match rng.below(6) {
+        let new = match rng.below(7) {
             0 => g.scalar(ScalarOp::Tanh, &[x]).unwrap(),
             1 => g.softmax(x, 1).unwrap(),
             2 => {
@@ -134,6 +134,11 @@ fn tangled(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
                 g.sub(y, s).unwrap()
             }
             4 => g.mul(x, y).unwrap(),
+            5 => {
+                let x = g.narrow(x, 1, 0usize, 5usize).unwrap();
+                let y = g.narrow(y, 1, 5usize, 5usize).unwrap();
+                g.concat(&[x, y], 1).unwrap()
+            }
             _ => g.add(x, y).unwrap(),
         };
         values.push(new);
@@ -142,6 +147,29 @@ fn tangled(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
         }
     }
     (g, inputs)
+}
+
+/// Two steps write one buffer, each a part of it, and both read the result of a chain.
+#[test]
+fn parts_of_a_buffer_stay_steps_of_their_own() {
+    let reference = Backend::builder().backend_type(BackendType::Cpu).level(Level::O0).build().unwrap();
+    let mut rng = Rng::fresh("parts_of_a_buffer_stay_steps_of_their_own");
+    for n in [1usize, 7] {
+        let mut g = Graph::new();
+        let x = g.input("x", TensorType::new(DType::F32, [n]));
+        let y = g.scalar(ScalarOp::Atan, &[x]).unwrap();
+        let twice = g.concat(&[y, y], 0).unwrap();
+        let other = g.concat(&[y, x], 0).unwrap();
+        for (k, v) in [twice, y, other].into_iter().enumerate() {
+            g.output(&format!("y{k}"), v);
+        }
+        let x = ConstData::from_slice(&[n], &rng.f32s(n)).unwrap();
+        for kind in test_backends() {
+            let s = Session::new(&backend(kind, &[]), g.clone());
+            let report = s.verify(std::slice::from_ref(&x), &VerifyOptions::new(&reference)).unwrap();
+            assert!(report.agrees(), "{kind}: {:?}", report.divergence);
+        }
+    }
 }
 
 #[test]
