@@ -110,7 +110,7 @@ const STEPS: &[Step] = &[
     step(
         "tests",
         In::Sample(
-            "an eighth of the op table and a quarter of its gradients on OpenCL and WebGPU, and a twentieth over the stand-ins of CUDA and ROCm, where each case must build a program; a quarter of the kernels under the vendors' compilers; one level per model and backend",
+            "a sixteenth of the op table and an eighth of its gradients on OpenCL and WebGPU, and a twentieth over the stand-ins of CUDA and ROCm, where each case must build a program; an eighth of the kernels under the vendors' compilers; training by the command in one dtype per GPU backend; one level per model and backend",
         ),
         tests,
     ),

@@ -150,7 +150,10 @@ fn images(dir: &Path) -> Result<Vec<PathBuf>> {
         }
     }
     match all.is_empty() {
-        true => Err(bad(&place, format!("the class has no image; there are {}", EXTENSIONS.join(", ")))),
+        true => Err(bad(
+            &place,
+            format!("the folder of this class has no image; images end in {}", EXTENSIONS.join(", ")),
+        )),
         false => Ok(all),
     }
 }

@@ -107,7 +107,10 @@ impl Init {
             Init::Orthogonal { gain } => orthogonal(backend, dims, gain)?,
             Init::Eye => {
                 let [rows, cols] = *dims else {
-                    return Err(Error::argument("init", format!("an identity of shape {dims:?}")));
+                    return Err(Error::argument(
+                        "init",
+                        format!("the shape {dims:?} has no identity; `Eye` needs two axes"),
+                    ));
                 };
                 let index = |n: usize| Tensor::arange(backend, n, DType::I32);
                 index(rows).unsqueeze(1).eq(index(cols).unsqueeze(0))

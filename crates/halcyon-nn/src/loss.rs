@@ -342,8 +342,9 @@ pub fn ctc_loss(
     let too_long =
         input_lengths.iter().any(|n| *n > time || *n == 0) || target_lengths.iter().any(|n| *n > longest);
     if too_long {
-        let what =
-            format!("lengths {input_lengths:?} of 1 to {time} steps, {target_lengths:?} of {longest} labels");
+        let what = format!(
+            "input lengths {input_lengths:?}, expected 1 to {time}; target lengths {target_lengths:?}, expected at most {longest}"
+        );
         return Err(Error::argument("ctc_loss", what));
     }
     let b = log.backend();

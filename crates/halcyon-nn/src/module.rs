@@ -311,8 +311,7 @@ pub trait ModuleExt: Module {
     }
 
     /// Replaces every parameter and buffer by `f(path, value)`. The shape must stay the same. If `f` or the
-    /// evaluation of a result fails, nothing is replaced. If `f` changes a shape, the slots before that slot
-    /// are already replaced.
+    /// evaluation of a result fails, or if `f` changes a shape, nothing is replaced.
     ///
     /// # Errors
     /// The first error of `f`, or of evaluating its results; `Error::Shape` if `f` changes a shape.
@@ -418,9 +417,8 @@ struct Line {
 }
 
 fn summary<M: Module>(module: &M) -> Result<String> {
-    // One line for every module that the visit entered, in order. A parameter belongs to the newest line
-    // whose path is the parameter's path without its last part. A parameter without such a line, such as an
-    // element of a `Vec<Param>`, is left out.
+    // One line for every module that the visit entered, in order. A parameter belongs to the newest line of
+    // the closest module above it.
     let lines = std::cell::RefCell::new(vec![line("", module.kind())]);
     let (mut seen, mut failed) = (HashSet::new(), None);
     let mut total = [0usize; 3];

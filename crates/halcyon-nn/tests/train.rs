@@ -88,6 +88,67 @@ fn modules_are_visited_by_path_and_shared_parameters_once() {
     assert!(e.contains("rest.0.weight"), "{e}");
 }
 
+/// Parameters in lists and maps.
+#[derive(Module)]
+struct Lists {
+    scales: Vec<Param>,
+    named: std::collections::BTreeMap<String, Param>,
+}
+
+#[test]
+fn parameters_in_lists_are_in_the_summary_and_replaced_all_or_none() {
+    let b = Backend::cpu().unwrap();
+    let ones = |n: usize| Param::new(Tensor::ones(&b, [n], DType::F32));
+    let m = Lists { scales: vec![ones(2), ones(3)], named: [("a".to_string(), ones(4))].into() };
+    let summary = m.summary().unwrap();
+    assert!(summary.contains("9 parameters"), "{summary}");
+    for part in ["scales.0 [2]", "scales.1 [3]", "named.a [4]"] {
+        assert!(summary.contains(part), "{part}: {summary}");
+    }
+    let e = m.map(|path, t| Ok(if path == "scales.1" { t.narrow(0, 0, 1) } else { t + 1.0 })).unwrap_err();
+    assert!(e.to_string().contains("scales.1"), "{e}");
+    assert_eq!(m.scales[0].value().to_vec::<f32>().unwrap(), [1.0, 1.0]);
+    m.map(|_, t| Ok(t + 1.0)).unwrap();
+    assert_eq!(m.scales[0].value().to_vec::<f32>().unwrap(), [2.0, 2.0]);
+}
+
+/// A graph with a symbolic batch size gives what the layer gives for a known size.
+#[test]
+fn layers_take_symbolic_sizes() {
+    let b = Backend::cpu().unwrap();
+    b.manual_seed(5);
+    let mut rng = halcyon_test::Rng::fresh("layers_take_symbolic_sizes");
+    let norm = GroupNorm::new(&b, 2, 4).unwrap();
+    let pool = AdaptiveAvgPool([2, 3]);
+    let attention = MultiHeadAttention::new(&b, 8, 2).unwrap();
+    type Forward<'a> = (&'a str, Vec<usize>, Box<dyn Fn(&Tensor) -> Tensor + 'a>);
+    let layers: [Forward<'_>; 3] = [
+        ("GroupNorm", vec![3, 4, 5, 6], Box::new(|x| norm.forward(x))),
+        ("AdaptiveAvgPool", vec![3, 4, 5, 6], Box::new(|x| pool.forward(x))),
+        (
+            "MultiHeadAttention",
+            vec![3, 5, 8],
+            Box::new(|x| attention.forward(x, x, x, halcyon::Attention::default())),
+        ),
+    ];
+    for (name, dims, forward) in layers {
+        let data = rng.f32s(dims.iter().product());
+        let x = Tensor::from_slice(&b, dims.clone(), &data).unwrap();
+        let want = forward(&x).to_vec::<f32>().unwrap();
+        let symbolic: Vec<halcyon::Dim> = dims
+            .iter()
+            .enumerate()
+            .map(|(i, d)| if i == 0 { halcyon::Dim::sym("n") } else { (*d).into() })
+            .collect();
+        let x = Tensor::placeholder(&b, DType::F32, symbolic);
+        let graph = Tensor::trace(&[("x", &x)], &[("y", &forward(&x))]).unwrap();
+        let input = halcyon::ConstData::from_slice(&dims, &data).unwrap();
+        let got = halcyon::Session::new(&b, graph).run(&[input]).unwrap()[0].to_vec::<f32>();
+        assert_eq!(got.len(), want.len(), "{name}");
+        assert!(got.iter().zip(&want).all(|(a, c)| (a - c).abs() < 1e-5), "{name}");
+    }
+}
+
 #[test]
 fn weights_survive_a_file_and_wrong_files_are_errors() {
     let b = Backend::cpu().unwrap();

@@ -51,8 +51,9 @@ impl Callback for EarlyStopping {
             name => report.metrics.get(name).copied(),
         };
         let value = value.ok_or_else(|| {
-            let names: Vec<&str> = report.metrics.keys().map(String::as_str).collect();
-            let what = format!("the evaluation has no `{}`; it has loss, {}", self.metric, names.join(", "));
+            let names: Vec<&str> =
+                ["loss"].into_iter().chain(report.metrics.keys().map(String::as_str)).collect();
+            let what = format!("no metric `{}`; there are: {}", self.metric, names.join(", "));
             Error::argument("EarlyStopping", what)
         })?;
         let needed = match self.goal {

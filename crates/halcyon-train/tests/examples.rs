@@ -4,10 +4,14 @@
 mod char_gpt;
 #[path = "../../../examples/05_digits_cnn.rs"]
 mod digits;
+#[path = "../../../examples/10_mnist_cnn.rs"]
+mod mnist;
 
 use halcyon::OnnxSession;
+use halcyon::ir::passes::AmpPolicy;
 use halcyon::prelude::*;
 use halcyon_formats::npz::Npz;
+use halcyon_test::models;
 use std::path::{Path, PathBuf};
 
 fn shipped(name: &str) -> PathBuf {
@@ -41,6 +45,30 @@ fn the_digits_cnn_reaches_97_percent_also_as_a_file() {
     assert!(bytes < 40_000, "{bytes}");
     assert!((accuracy(&b, &file) - found).abs() < 1e-9);
     assert!(accuracy(&b, &shipped("models/digits.onnx")) >= 0.978);
+}
+
+#[test]
+fn the_mnist_cnn_continues_from_its_checkpoint() {
+    let Some(data) = models("the_mnist_cnn_continues_from_its_checkpoint", "mnist") else { return };
+    let b = Backend::cpu().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let run = |steps| mnist::Run {
+        data: data.clone(),
+        folder: dir.path().into(),
+        precision: AmpPolicy::None,
+        epochs: 1,
+        seed: 7,
+        steps,
+    };
+    assert_eq!(mnist::train(&b, &run(Some(40))).unwrap().0, 40);
+    let (steps, found) = mnist::train(&b, &run(None)).unwrap();
+    assert_eq!(steps, 125);
+    assert!(found >= 0.95, "{found}");
+    // Each run adds lines to the log; the checkpoint of the epoch's end is the latest.
+    let log = std::fs::read_to_string(dir.path().join("log.jsonl")).unwrap();
+    assert!(log.lines().last().unwrap().contains("\"accuracy\""), "{log}");
+    // A run that is complete takes no step.
+    assert_eq!(mnist::train(&b, &run(None)).unwrap(), (125, found));
 }
 
 #[test]

@@ -13,7 +13,7 @@ use halcyon_ir::error::{Error, Result};
 use halcyon_ir::lower::{LowerOptions, lower, ranged};
 use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::passes::autocast::{F16_MAX, KeptInF32, MixedOps, RANGE_MARGIN};
-use halcyon_ir::passes::{AmpPolicy, BLOCKED, Level, MIXED, PACKED, PassOptions};
+use halcyon_ir::passes::{AmpPolicy, BLOCKED, LAUNCHES, Level, MIXED, PACKED, PassOptions};
 use halcyon_ir::plan::Plan;
 use halcyon_ir::target::MatmulPrecision;
 use halcyon_ir::{Graph, NodeId, Scalar};
@@ -24,9 +24,9 @@ use std::sync::{Arc, Mutex};
 
 /// Maximum number of plans that a planner caches.
 const PLAN_CACHE: usize = 256;
-/// Transformations that cost memory. A plan that does not fit is made again without the first of them, then
-/// without both.
-const MEMORY_COSTLY: [&str; 2] = [PACKED, BLOCKED];
+/// Transformations that cost memory: a merged launch needs the operands of all its parts at once. A plan that
+/// does not fit is made again without the first of them, then without the first two, and so on.
+const MEMORY_COSTLY: [&str; 3] = [LAUNCHES, PACKED, BLOCKED];
 
 /// How graphs are lowered.
 #[derive(Clone, Debug, Default)]

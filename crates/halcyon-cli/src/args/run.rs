@@ -8,7 +8,7 @@ use std::path::PathBuf;
 /// The inputs of the model.
 #[derive(Args, Debug, Clone, Default)]
 pub(crate) struct InputArgs {
-    /// [NAME=]SOURCE: a file (.npy, .npz, .json, ONNX .pb, PNG, JPEG), numbers as JSON ('[1,2,3]'),
+    /// [NAME=]SOURCE: a file (.npy, .npz, .json, ONNX .pb, an image), numbers as JSON ('[1,2,3]'),
     /// random|zeros|ones[:SHAPE] (1x3x8x8), or text (text:"hello", @lines.txt). Repeatable
     ///
     /// Without a NAME, inputs are taken in the model's order. NumPy files have no type for some inputs: bf16,

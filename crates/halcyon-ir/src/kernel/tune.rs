@@ -37,11 +37,11 @@ impl Variant {
     /// The parameter called `name`.
     pub(crate) fn number(&self, name: &str) -> Result<u32, Declined> {
         let v = self.values.get(name).copied();
-        v.ok_or_else(|| Declined::because(format!("{self}: {name} is missing")))
+        v.ok_or_else(|| Declined::because(format!("the tuning variant \"{self}\" has no value for {name}")))
     }
 
     pub(crate) fn unknown(&self, template: &str) -> Declined {
-        Declined::because(format!("{template} has no kernel \"{}\"", self.kernel))
+        Declined::because(format!("the template {template} has no kernel \"{}\"", self.kernel))
     }
 }
 

@@ -294,7 +294,9 @@ impl Lowerer<'_> {
             }
         }
         let most = (self.target.caps().max_bindings as usize).saturating_sub(3).clamp(2, 24);
+        // The arguments of a launch have a limit, and each load adds some of them.
         if new.inputs.len() > most
+            || new.loads.len() > most
             || new.inputs.len() + new.outs.len() > self.target.caps().max_bindings as usize
         {
             return None;

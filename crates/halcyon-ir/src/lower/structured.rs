@@ -417,8 +417,8 @@ impl Lowerer<'_> {
         Ok(())
     }
 
-    /// Whether an update may write into its base. The base must be dense, it must be scratch of this plan or
-    /// donated, no other operand of the update may read it, and nothing may read it later.
+    /// Whether an update may write into its base. The base must be a whole buffer, dense, it must be scratch
+    /// of this plan or donated, no other operand of the update may read it, and nothing may read it later.
     pub(super) fn may_overwrite(&mut self, id: NodeId, op: &Op, inputs: &[NodeId], ops: &[Operand]) -> bool {
         let wanted = self.options.passes.does(IN_PLACE);
         if !wanted || !op.facts().in_place || !ops[0].view.is_dense() {
@@ -427,12 +427,14 @@ impl Lowerer<'_> {
         let Some(p) = self.placement(inputs[0]) else {
             return false;
         };
+        // The result takes over the buffer, so the buffer must not be larger than the result.
+        let whole = self.dims[p.base.index()].iter().product::<usize>() == ops[0].view.numel();
         let free = match &self.g.node(p.base).op {
             Op::Input(k) => self.options.donated.get(*k as usize).copied().unwrap_or(false),
             Op::Const(_) => false,
             _ => true,
         };
         let reads_twice = inputs[1..].iter().any(|x| self.placement(*x).is_some_and(|q| q.base == p.base));
-        free && !reads_twice && self.last_read[p.base.index()] <= id.0
+        whole && free && !reads_twice && self.last_read[p.base.index()] <= id.0
     }
 }

@@ -210,7 +210,7 @@ impl Graph {
         let fits = parts.into_iter().all(|p| self.shape(p).known().is_some_and(|s| s[..] == blocks));
         if half * 2 != k || !k.is_multiple_of(WEIGHT_BLOCK) || k == 0 || !fits || xs.rank() < 2 {
             let what = format!(
-                "operand {xs}, codes {cs}, scales {}: expected […, m, k], [n, k / 2], [n, k / 32], 32 | k",
+                "operand {xs}, codes {cs}, scales {}: expected […, m, k], [n, k / 2], [n, k / 32], k a multiple of 32",
                 self.shape(scales)
             );
             return Err(Error::shape(NAME, what).at(&self.span));

@@ -83,9 +83,9 @@ impl TrainStep<'_> {
             }
             if name == ACCUMULATED {
                 let n = t.item::<i64>()?;
-                let fits = self.sums.as_ref().is_some_and(|s| u64::try_from(n).is_ok_and(|n| n < s.n));
-                if !fits {
-                    let what = format!("{n} accumulated batches are not fewer than an update takes");
+                let most = self.sums.as_ref().map_or(1, |s| s.n) - 1;
+                if !u64::try_from(n).is_ok_and(|n| n <= most) {
+                    let what = format!("the state has {n} accumulated batches, expected 0 to {most}");
                     return Err(Error::argument("load_state", what));
                 }
                 done = Some(n as u64);

@@ -71,7 +71,7 @@ impl Tally {
 
 /// On devices that build a program for every case, one case in this many is run, and at least one case of
 /// each row. The cases are drawn anew each time.
-const SAMPLE: usize = 8;
+const SAMPLE: usize = 16;
 /// A sample of at least one in this many cases contains a case of every dtype of each row. A smaller sample
 /// contains at least one case of each row.
 const EVERY_DTYPE: usize = 3;

@@ -390,7 +390,7 @@ pub fn check_second(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> (Tally
 }
 
 /// On devices that build programs for each case, one gradient in this many is checked.
-const SAMPLE: usize = 4;
+const SAMPLE: usize = 8;
 
 /// Checks the gradients of every case with `Case::grad`, in f32 and f64: all on the CPU, on other devices a
 /// sample, or all with `HALCYON_CASES=all` or `HALCYON_ROW`. `HALCYON_CASES=N` checks one in N on every

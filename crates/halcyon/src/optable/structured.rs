@@ -727,6 +727,7 @@ fn class_index() -> Row {
         [
             case("7 of 5", [ix([7], 0, 5)], |g, x| g.class_index(x[0], 5, None)),
             case("one is skipped", [ix([3, 40], 0, 10)], |g, x| g.class_index(x[0], 9, Some(9))),
+            case("a class is skipped", [ix([3, 40], 0, 10)], |g, x| g.class_index(x[0], 10, Some(4))),
             case("a view", [ix([6, 8], 0, 5)], |g, x| {
                 let v = g.transpose(x[0], 0, 1)?;
                 g.class_index(v, 5, None)

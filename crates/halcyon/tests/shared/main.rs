@@ -11,6 +11,7 @@ mod end_to_end;
 #[cfg(feature = "onnx")]
 mod export;
 mod faults;
+mod in_place;
 mod launches;
 mod layouts;
 mod levels;

@@ -31,6 +31,29 @@ fn a_donated_tensor_gives_pending_readers_the_old_value_and_later_reads_an_error
     }
 }
 
+/// A position in a dtype with fewer than 32 bits; row 200 has no number in i8.
+#[test]
+fn positions_of_small_dtypes_reach_far_rows_and_have_gradients() {
+    for b in devices("small positions", Level::O2) {
+        let base = x(&b, 300).requires_grad().unwrap();
+        for (at, dtype) in [(200usize, DType::U8), (100, DType::I8), (290, DType::U16), (290, DType::I64)] {
+            let at_tensor = Tensor::scalar(&b, at, dtype);
+            let (y, grads) = halcyon::value_and_grad(std::slice::from_ref(&base), |w| {
+                Ok((w[0].narrow_at(0, &at_tensor, 10) * 2.0).sum(..))
+            })
+            .unwrap();
+            let want: f32 = (at..at + 10).map(|i| 2.0 * i as f32).sum();
+            assert_eq!(y.item::<f32>().unwrap(), want, "{} {dtype}", b.id());
+            let g = grads[0].to_vec::<f32>().unwrap();
+            let right = (0..300).all(|i| g[i] == if (at..at + 10).contains(&i) { 2.0 } else { 0.0 });
+            assert!(right, "{} {dtype}: {g:?}", b.id());
+        }
+        // A gather would count a negative position from the end.
+        let e = base.narrow_at(0, &Tensor::scalar(&b, -3, DType::I8), 2).to_vec::<f32>().unwrap_err();
+        assert!(matches!(e, halcyon::Error::Index { .. }), "{}: {e}", b.id());
+    }
+}
+
 #[test]
 fn a_reader_in_the_same_plan_runs_before_the_overwrite() {
     for b in devices("same plan", Level::O1) {

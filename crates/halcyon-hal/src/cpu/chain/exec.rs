@@ -121,7 +121,8 @@ fn with_executor(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut BlockExecutor<'_>)) 
 ///
 /// # Safety
 /// The buffers of `r` are those of the call that the plan was made for. Each is large enough for its operand.
-/// Outputs are writable and overlap no other buffer, except output 0 and input 0 if the call is in place.
+/// Outputs are writable and overlap no other buffer, except the outputs that the call computes in place: such
+/// an output has the memory of the input with the same index.
 pub(super) unsafe fn run(p: &Plan, r: &Run<'_>) {
     if p.outs.iter().all(|o| o.reduce.is_none()) {
         if p.empty {
@@ -321,8 +322,8 @@ impl BlockExecutor<'_> {
         let (src, dst) = (self.regs[out.value], self.out_ptr(o, out));
         let n = rows * cols;
         // SAFETY: the register holds the block. The rectangle lies in the output (see `out_ptr`), and no
-        // other part writes it. In place, a register that points into the input has the address `dst`,
-        // and nothing is copied.
+        // other part writes it. In place, a register that points into an overwritten input is the value of
+        // this output only (`Load::direct`), so it has the address `dst`, and nothing is copied.
         unsafe {
             if out.stream {
                 let same = self.p.raw || out.dtype.compute() == out.dtype;

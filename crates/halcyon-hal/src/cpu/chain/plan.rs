@@ -214,11 +214,19 @@ impl Plan {
         let contiguous = |a: &Affine| {
             a.stride[col] == 1 && (axes[row].step == 1 || (whole && a.stride[row] == axes[col].dim as isize))
         };
+        // The old elements of an overwritten input may also be a result of their own. They are then copied
+        // before the input's memory is overwritten.
+        let kept = |load: usize, input: usize| {
+            let is_it = |value: usize| matches!(f.body[value].kind, InstrKind::Load(l) if l as usize == load);
+            let others = f.outs.iter().enumerate().filter(|(k, _)| *k != input);
+            input < call.in_place && others.into_iter().any(|(_, o)| is_it(o.value as usize))
+        };
         let loads: Vec<Load> = f
             .loads
             .iter()
             .zip(&views)
-            .map(|(l, v)| {
+            .enumerate()
+            .map(|(k, (l, v))| {
                 let at = affine(v);
                 let mask = v.mask.as_ref().map(|m| {
                     let mut inside = [(0, 1); MAX_AXES];
@@ -230,7 +238,9 @@ impl Plan {
                 Load {
                     input: l.input as usize,
                     dtype: l.dtype,
-                    direct: contiguous(&at) && (raw || l.dtype.compute() == l.dtype),
+                    direct: contiguous(&at)
+                        && (raw || l.dtype.compute() == l.dtype)
+                        && !kept(k, l.input as usize),
                     uniform: mask.is_none() && at.stride[row] == 0 && at.stride[col] == 0,
                     at,
                     mask,

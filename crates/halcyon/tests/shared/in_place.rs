@@ -1,0 +1,93 @@
+//! Updates that write into the memory of their base.
+
+use halcyon::ir::passes::IN_PLACE;
+use halcyon::ir::{Graph, TensorType};
+use halcyon::prelude::*;
+use halcyon::{ConstData, Session, State};
+use halcyon_test::Rng;
+use halcyon_test::devices::test_backends;
+
+fn backend(kind: BackendType, level: Level) -> Backend {
+    Backend::builder().backend_type(kind).level(level).num_threads(2).build().unwrap()
+}
+
+/// An update of the first `rows` rows of a value with eight rows, which is an output of the plan.
+fn update(rows: usize) -> Graph {
+    let mut g = Graph::new();
+    let x = g.input("x", TensorType::new(DType::F32, [8usize, 4]));
+    let new = g.input("new", TensorType::new(DType::F32, [2usize, 4]));
+    let at = g.input("at", TensorType::new(DType::I32, [0usize; 0]));
+    let stored = g.softmax(x, 1).unwrap();
+    let first = g.narrow(stored, 0, 0usize, rows).unwrap();
+    let y = g.update_slice(first, new, at, 0).unwrap();
+    g.output("y", y);
+    g
+}
+
+/// The leading rows of a buffer are dense, but the result must not take over the larger buffer.
+#[test]
+fn an_update_of_leading_rows_gets_a_buffer_of_its_size() {
+    let mut rng = Rng::fresh("an_update_of_leading_rows_gets_a_buffer_of_its_size");
+    let inputs = [
+        ConstData::from_slice(&[8, 4], &rng.f32s(32)).unwrap(),
+        ConstData::from_slice(&[2, 4], &rng.f32s(8)).unwrap(),
+        ConstData::from_slice(&[], &[1i32]).unwrap(),
+    ];
+    let reference = backend(BackendType::Cpu, Level::O0);
+    for kind in test_backends() {
+        for (rows, in_place) in [(8, 1), (5, 0)] {
+            let want = Session::new(&reference, update(rows)).run(&inputs).unwrap();
+            let s = Session::new(&backend(kind, Level::O2), update(rows));
+            let got = s.run(&inputs).unwrap();
+            assert_eq!(got[0].dims, want[0].dims, "{kind} {rows}");
+            assert!(halcyon::session::difference(&got, &want) < 1e-6, "{kind} {rows}");
+            let plan = s.prepare(&inputs).unwrap();
+            let receipts = plan.plan().receipts.iter();
+            let count: usize = receipts.filter(|r| r.transformation == IN_PLACE).map(|r| r.count).sum();
+            assert_eq!(count, in_place, "{kind} {rows}");
+        }
+    }
+}
+
+/// A donated tensor whose leading rows are updated: its memory is larger than the result.
+#[test]
+fn the_leading_rows_of_a_donated_tensor_keep_their_numbers() {
+    for kind in test_backends() {
+        let b = backend(kind, Level::O2);
+        let rows: Vec<f32> = (0..32).map(|i| i as f32).collect();
+        let step = b.compile(|x: &[Tensor]| [x[0].narrow(0, 0, 5).update_slice(&x[1], &x[2], 0)]);
+        let x = Tensor::from_slice(&b, [8, 4], &rows).unwrap();
+        let new = Tensor::from_slice(&b, [1, 4], &[-1.0f32; 4]).unwrap();
+        let at = Tensor::scalar(&b, 2.0, DType::I32);
+        x.eval().unwrap();
+        let y = step.call(&[x.donate(), &new, &at]).unwrap().remove(0);
+        let mut want = rows[..20].to_vec();
+        want[8..12].fill(-1.0);
+        assert_eq!(y.to_vec::<f32>().unwrap(), want, "{kind}");
+        // Later steps read the result with its own shape.
+        assert_eq!((&y + 1.0).sum(..).item::<f32>().unwrap(), want.iter().sum::<f32>() + 20.0, "{kind}");
+    }
+}
+
+/// A joined step overwrites a state and also returns the state's old elements.
+#[test]
+fn the_old_value_of_an_overwritten_state_may_be_a_result() {
+    for kind in test_backends() {
+        let b = backend(kind, Level::O2);
+        for n in [1usize, 5000] {
+            let mut rng = Rng::fresh("the_old_value_of_an_overwritten_state_may_be_a_result");
+            let old = rng.f32s(2 * n);
+            let state = State::new(Tensor::from_slice(&b, [2, n], &old).unwrap());
+            state.value().eval().unwrap();
+            let step = b.compile(move |x: &[Tensor]| {
+                let y = x[0].reshape([2 * n]);
+                [y.clone(), &x[0] + y.tanh().reshape([2, n])]
+            });
+            let got = step.call_updating(&[], &[&state], &[]).unwrap();
+            assert_eq!(got[0].to_vec::<f32>().unwrap(), old, "{kind} {n}");
+            let new = state.value().to_vec::<f32>().unwrap();
+            let right = new.iter().zip(&old).all(|(a, o)| (a - (o + o.tanh())).abs() < 1e-5);
+            assert!(right, "{kind} {n}");
+        }
+    }
+}
