@@ -267,7 +267,7 @@ mod tests {
     fn folders_that_are_no_dataset() {
         let one = ImageOptions::new(1, 1);
         let dir = folder(&[("a/1.ppm", &ppm([1, 2, 3])), ("b/x.txt", b"")]);
-        assert!(text(dir.path(), one.clone()).contains("b: the class has no image"));
+        assert!(text(dir.path(), one.clone()).contains("b: the folder of this class has no image"));
         assert!(text(&dir.path().join("a"), one.clone()).contains("no sub-folders"));
         assert!(text(&dir.path().join("none"), one.clone()).contains("none"));
         let dir = folder(&[("a/b/1.ppm", &ppm([1, 2, 3]))]);
