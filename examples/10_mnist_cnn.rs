@@ -10,21 +10,20 @@
 use halcyon::Error;
 use halcyon::ir::passes::AmpPolicy;
 use halcyon::prelude::*;
-use halcyon_data::idx::{Split, mnist};
-use halcyon_data::{DataLoader, Dataset, DatasetExt, LoaderOptions};
+use halcyon_data::idx::{Split, mnist_part};
+use halcyon_data::{DataLoader, Dataset, LoaderOptions};
 use halcyon_nn::{
     Adam, BatchNorm, Conv2d, ConvOptions, CrossEntropyOptions, Dropout, Linear, MaxPool, Module, Optimizer,
     PoolOptions, Schedule, TrainStep, cross_entropy,
 };
 use halcyon_train::{
-    CheckpointOptions, Checkpoints, Classification, Goal, JsonLog, ProgressBar, Trainer, TrainerOptions,
+    CheckpointOptions, Checkpoints, Classification, Goal, JsonLog, ProgressBar, Report, Trainer,
+    TrainerOptions,
 };
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 const CLASSES: usize = 10;
-/// Rows of the test files that are used for training if there are no other files.
-const TRAINED: usize = 8000;
 
 #[derive(Module)]
 struct Net {
@@ -59,21 +58,6 @@ impl Net {
     }
 }
 
-/// The rows for training and for the test.
-type Parts = (Arc<dyn Dataset>, Arc<dyn Dataset>);
-
-fn load(data: &Path) -> Result<Parts> {
-    let test = mnist(data, Split::Test)?;
-    match mnist(data, Split::Train) {
-        Ok(train) => Ok((train, test)),
-        Err(Error::Io { .. }) => {
-            let first = TRAINED.min(test.len());
-            Ok((test.clone().subset(0..first)?.share(), test.clone().subset(first..test.len())?.share()))
-        }
-        Err(other) => Err(other),
-    }
-}
-
 /// The share of the rows that the network classifies correctly.
 fn accuracy(net: &Net, b: &Backend, data: &Arc<dyn Dataset>) -> Result<f64> {
     let mut counts = Classification::new(CLASSES);
@@ -95,11 +79,10 @@ pub(crate) struct Run {
     pub(crate) steps: Option<u64>,
 }
 
-/// Trains, from the latest checkpoint if there is one. Returns the number of steps taken so far and the
-/// accuracy on the test rows.
-pub(crate) fn train(b: &Backend, run: &Run) -> Result<(u64, f64)> {
+/// Trains, from the latest checkpoint if there is one.
+pub(crate) fn train(b: &Backend, run: &Run) -> Result<Report> {
     b.manual_seed(run.seed);
-    let (train, test) = load(&run.data)?;
+    let [train, test] = [mnist_part(&run.data, Split::Train)?, mnist_part(&run.data, Split::Test)?];
     let net = Net::new(b)?;
     let mut loader = DataLoader::new(train, LoaderOptions::new(64).shuffle(run.seed).drop_last(true))?;
     let schedule = Schedule::one_cycle(0.01, run.epochs * loader.batches());
@@ -124,9 +107,7 @@ pub(crate) fn train(b: &Backend, run: &Run) -> Result<(u64, f64)> {
         println!("continues from {}", latest.display());
         trainer.resume(&latest, &mut loader)?;
     }
-    let report = trainer.fit(&mut loader)?;
-    drop(trainer);
-    Ok((report.step, accuracy(&net, b, &test)?))
+    trainer.fit(&mut loader)
 }
 
 #[allow(dead_code)]
@@ -141,8 +122,9 @@ fn main() -> Result<()> {
     println!("{}", backend.selection());
     let start = std::time::Instant::now();
     let run = Run { data: data.into(), folder, precision, epochs: 6, seed: 7, steps: None };
-    let (steps, accuracy) = train(&backend, &run)?;
-    println!("accuracy {accuracy:.4} after {steps} steps, {:.1} s", start.elapsed().as_secs_f64());
+    let report = train(&backend, &run)?;
+    let (accuracy, time) = (report.metrics["accuracy"], start.elapsed().as_secs_f64());
+    println!("accuracy {accuracy:.4} after {} steps, {time:.1} s", report.step);
     println!("{}", run.folder.display());
     Ok(())
 }

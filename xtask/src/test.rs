@@ -110,7 +110,7 @@ const STEPS: &[Step] = &[
     step(
         "tests",
         In::Sample(
-            "a sixteenth of the op table and an eighth of its gradients on OpenCL and WebGPU, and a twentieth over the stand-ins of CUDA and ROCm, where each case must build a program; an eighth of the kernels under the vendors' compilers; training by the command in one dtype per GPU backend; one level per model and backend",
+            "a sixteenth of the op table and an eighth of its gradients on OpenCL and WebGPU, and a twentieth over the stand-ins of CUDA and ROCm, where each case must build a program; an eighth of the kernels under the vendors' compilers, for one architecture of each compiler; training by the command with one dtype on each of OpenCL and WebGPU; one level per model and backend",
         ),
         tests,
     ),

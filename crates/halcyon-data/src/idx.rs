@@ -16,6 +16,8 @@ use std::sync::Arc;
 const MAX_RATIO: usize = 1032;
 /// The number of bytes that are unpacked at a time.
 const UNPACK_CHUNK: usize = 1 << 18;
+/// The number of rows of MNIST's test files that are used for training if there are no other files.
+const TRAINED: usize = 8000;
 /// The first two bytes of a gzip file (RFC 1952).
 pub(crate) const GZIP: &[u8] = &[0x1f, 0x8b];
 
@@ -37,6 +39,24 @@ pub enum Split {
 /// Those of [`folder`].
 pub fn mnist(dir: &Path, split: Split) -> Result<Arc<dyn Dataset>> {
     ready(folder(dir, split)?, None)
+}
+
+/// Like [`mnist`], also for a folder that has only the test files: its first 8,000 rows are then
+/// [`Split::Train`], and the others [`Split::Test`].
+///
+/// # Errors
+/// Those of [`folder`].
+pub fn mnist_part(dir: &Path, split: Split) -> Result<Arc<dyn Dataset>> {
+    if find(dir, "train-images", 3).is_ok() {
+        return mnist(dir, split);
+    }
+    let all = mnist(dir, Split::Test)?;
+    let (n, first) = (all.len(), all.len().min(TRAINED));
+    let rows = match split {
+        Split::Train => 0..first,
+        Split::Test => first..n,
+    };
+    Ok(all.subset(rows)?.share())
 }
 
 /// Converts images to f32 and divides them by `divisor`. The default divisor is 255 for images in u8, and 1

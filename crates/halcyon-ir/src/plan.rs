@@ -133,6 +133,18 @@ pub struct Step {
     pub tunable: Option<Arc<Tunable>>,
 }
 
+impl Step {
+    /// The buffers that the step reads.
+    pub fn reads(&self) -> &[BufId] {
+        &self.buffers[..self.buffers.len() - self.outputs]
+    }
+
+    /// The buffers that the step writes.
+    pub fn writes(&self) -> &[BufId] {
+        &self.buffers[self.buffers.len() - self.outputs..]
+    }
+}
+
 /// An output of a plan: its buffer, dtype and shape.
 #[derive(Clone, Debug)]
 pub struct PlanOutput {
@@ -303,15 +315,14 @@ impl StepWork {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, s) in self.steps.iter().enumerate() {
-            let b: Vec<String> = s.buffers.iter().map(|b| self.place(*b)).collect();
-            let split = b.len() - s.outputs;
+            let places = |b: &[BufId]| b.iter().map(|b| self.place(*b)).collect::<Vec<_>>().join(" ");
             write!(
                 f,
                 "{i:4} {:<24} {:<28} {} -> {}",
                 s.op,
                 s.work.kernel_name(),
-                b[..split].join(" "),
-                b[split..].join(" ")
+                places(s.reads()),
+                places(s.writes())
             )?;
             if let Some(t) = s.tunable.as_ref().filter(|t| t.tuned) {
                 write!(f, " (tuned: {})", t.variant)?;

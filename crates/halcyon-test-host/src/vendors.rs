@@ -1,6 +1,6 @@
 //! Compiles generated source with the vendors' run-time compilers and clang, without a GPU.
 
-use crate::{required, root, skip};
+use crate::{drawn, required, root, skip};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 use std::process::Command;
@@ -26,10 +26,13 @@ fn record(script: &str, archs: &str, texts: &[String]) -> PathBuf {
     root().join("target/compiled").join(format!("{:016x}", hash.finish()))
 }
 
-/// Compiles each text with a script of `xtask/scripts` for every architecture in `archs`. Without the
-/// compiler the test is skipped, or fails if `HALCYON_REQUIRE_ALL=1`. Texts that compiled before are not
-/// compiled again, unless `HALCYON_REQUIRE_ALL=1` or the folder `target/compiled` is removed.
+/// Compiles each text with a script of `xtask/scripts` for one of the architectures in `archs`, drawn by the
+/// seed, or for all of them if `HALCYON_CASES` is `all`. Without the compiler the test is skipped, or fails
+/// if `HALCYON_REQUIRE_ALL=1`. Texts that compiled before are not compiled again, unless
+/// `HALCYON_REQUIRE_ALL=1` or the folder `target/compiled` is removed.
 pub fn compile(test: &str, script: &str, archs: &str, extension: &str, texts: &[String]) {
+    let all: Vec<&str> = archs.split(',').collect();
+    let archs = drawn(&format!("{test} with {script}"), all.len()).map_or(archs, |i| all[i]);
     let skip = |why: String| {
         assert!(!required(), "{why}");
         skip(test, &why.trim().replace('\n', "; "));

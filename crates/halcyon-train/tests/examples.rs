@@ -60,15 +60,16 @@ fn the_mnist_cnn_continues_from_its_checkpoint() {
         seed: 7,
         steps,
     };
-    assert_eq!(mnist::train(&b, &run(Some(40))).unwrap().0, 40);
-    let (steps, found) = mnist::train(&b, &run(None)).unwrap();
-    assert_eq!(steps, 125);
-    assert!(found >= 0.95, "{found}");
+    assert_eq!(mnist::train(&b, &run(Some(40))).unwrap().step, 40);
+    let first = mnist::train(&b, &run(None)).unwrap();
+    assert_eq!(first.step, 125);
+    assert!(first.metrics["accuracy"] >= 0.95, "{first:?}");
     // Each run adds lines to the log; the checkpoint of the epoch's end is the latest.
     let log = std::fs::read_to_string(dir.path().join("log.jsonl")).unwrap();
     assert!(log.lines().last().unwrap().contains("\"accuracy\""), "{log}");
     // A run that is complete takes no step.
-    assert_eq!(mnist::train(&b, &run(None)).unwrap(), (125, found));
+    let again = mnist::train(&b, &run(None)).unwrap();
+    assert_eq!((again.step, again.metrics), (125, first.metrics));
 }
 
 #[test]

@@ -276,7 +276,8 @@ fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
 
 /// Like [`lower_fused`], for a chain over one axis whose operands are dense or the same element for all
 /// points. Chains that differ only in the length of the axis have the same kernel: each of its work-items
-/// processes several neighbours, and the points that remain have a work-item each. `None` for other chains.
+/// processes several neighbours, and the points that remain have a work-item each. `None` for other chains,
+/// and for chains with elements of 8 bytes.
 ///
 /// # Errors
 /// The errors of [`lower_fused`].
@@ -293,8 +294,9 @@ pub(crate) fn lower_any_length(f: &Fused, caps: &Caps) -> Result<Option<(Kernel,
     let narrowest = sizes.iter().copied().min().unwrap_or(1);
     let fits =
         |each: &u32| *each as usize * narrowest <= 16 && (*each as usize * f.body.len() <= 256 || *each == 4);
-    // Elements of 8 bytes are processed one at a time.
-    let each = if sizes.iter().any(|s| *s > 4) { 1 } else { [16, 8, 4].into_iter().find(fits).unwrap_or(1) };
+    // A run has elements of at most 4 bytes.
+    let runs = sizes.iter().all(|s| *s <= 4);
+    let Some(each) = [16, 8, 4].into_iter().filter(|_| runs).find(fits) else { return Ok(None) };
     let items = 256.min(caps.max_workgroup);
     let t = Template::with_index("chain_any_length", items, index(f));
     t.b.may_alias();

@@ -41,12 +41,9 @@ impl Memory {
 
 /// The memory that a step reads and that it writes.
 pub(super) fn uses(plan: &Plan, s: &Step) -> (SmallVec<[Memory; 8]>, SmallVec<[Memory; 4]>) {
-    let (read, written) = s.buffers.split_at(s.buffers.len() - s.outputs);
     let of = |b: &BufId| Memory::of(plan, *b);
-    let mut reads: SmallVec<[Memory; 8]> = read.iter().map(of).collect();
     // Kernels may also read what they write.
-    reads.extend(written.iter().map(of));
-    (reads, written.iter().map(of).collect())
+    (s.buffers.iter().map(of).collect(), s.writes().iter().map(of).collect())
 }
 
 /// The inputs and outputs of a joined step under construction.
@@ -127,14 +124,11 @@ impl Lowerer<'_> {
     /// merged launches. Verification checks a value after the last step that writes to it; with a value of
     /// its own in the same step, a part would look like a whole value.
     pub(super) fn exclude_parts(&mut self) {
-        let written = |s: &PlacedStep| s.step.buffers[s.step.buffers.len() - s.step.outputs..].to_vec();
         let mut once = HashSet::new();
-        let twice: HashSet<BufId> =
-            self.steps.iter().flat_map(written).filter(|b| !once.insert(*b)).collect();
-        for s in self.steps.iter_mut().filter(|s| s.chain.is_some()) {
-            if written(s).iter().any(|b| twice.contains(b)) {
-                s.chain = None;
-            }
+        let written = self.steps.iter().flat_map(|s| s.step.writes());
+        let twice: HashSet<BufId> = written.copied().filter(|b| !once.insert(*b)).collect();
+        for s in self.steps.iter_mut().filter(|s| s.step.writes().iter().any(|b| twice.contains(b))) {
+            s.chain = None;
         }
     }
 
@@ -154,8 +148,7 @@ impl Lowerer<'_> {
                 last.insert(*b, t);
             }
             if s.chain.is_some() {
-                let written = &s.step.buffers[s.step.buffers.len() - s.step.outputs..];
-                writer.extend(written.iter().map(|b| (*b, t)));
+                writer.extend(s.step.writes().iter().map(|b| (*b, t)));
             }
         }
         let mut joined = 0;
@@ -165,7 +158,7 @@ impl Lowerer<'_> {
                 let (Some(a), Some(b)) = (&steps[first], &steps[t]) else { break };
                 let Some(new) = self.join(a, b) else {
                     // Not tried again: the step no longer counts as a chain that can move.
-                    for b in &a.step.buffers[a.step.buffers.len() - a.step.outputs..] {
+                    for b in a.step.writes() {
                         writer.remove(b);
                     }
                     continue;
@@ -173,7 +166,7 @@ impl Lowerer<'_> {
                 for b in &a.step.buffers {
                     last.entry(*b).and_modify(|l| *l = (*l).max(t));
                 }
-                for b in &new.step.buffers[new.step.buffers.len() - new.step.outputs..] {
+                for b in new.step.writes() {
                     writer.insert(*b, t);
                 }
                 steps[first] = None;
@@ -195,8 +188,7 @@ impl Lowerer<'_> {
         t: usize,
     ) -> Option<usize> {
         let b = steps[t].as_ref().filter(|s| s.chain.is_some())?;
-        let read = &b.step.buffers[..b.step.buffers.len() - b.step.outputs];
-        let mut from: Vec<usize> = read.iter().filter_map(|x| writer.get(x).copied()).collect();
+        let mut from: Vec<usize> = b.step.reads().iter().filter_map(|x| writer.get(x).copied()).collect();
         // The nearest chain first, so that chains that depend on each other stay in order.
         from.sort_unstable();
         from.dedup();
@@ -232,7 +224,7 @@ impl Lowerer<'_> {
         }
         let parts = |s: &PlacedStep| -> (Vec<(BufId, Option<NodeId>)>, Vec<(BufId, Option<NodeId>)>) {
             let all: Vec<_> = s.step.buffers.iter().copied().zip(s.values.iter().copied()).collect();
-            let (i, o) = all.split_at(all.len() - s.step.outputs);
+            let (i, o) = all.split_at(s.step.reads().len());
             (i.to_vec(), o.to_vec())
         };
         let ((ia, oa), (ib, ob)) = (parts(a), parts(b));
@@ -309,8 +301,7 @@ impl Lowerer<'_> {
     /// of `a`.
     fn shares_no_memory(&self, a: &PlacedStep, b: &PlacedStep, given: &dyn Fn(u32) -> Option<usize>) -> bool {
         let at = |s: &PlacedStep, k: usize| Memory::of(&self.plan, s.step.buffers[k]);
-        let reads = |s: &PlacedStep| s.step.buffers.len() - s.step.outputs;
-        let (na, nb) = (reads(a), reads(b));
+        let (na, nb) = (a.step.reads().len(), b.step.reads().len());
         let (Some(fa), Some(fb)) = (&a.step.fused, &b.step.fused) else { return false };
         // `b` reads the memory that `a` writes only as the result of `a`.
         let of_a: Vec<Memory> = (na..a.step.buffers.len()).map(|k| at(a, k)).collect();

@@ -162,7 +162,7 @@ impl Lowerer<'_> {
         let parts: Vec<&PlacedStep> = which.iter().map(|p| steps[p.step].as_ref()).collect::<Option<_>>()?;
         let launches: Vec<([u32; 3], &PlanParams)> = which.iter().map(|p| (p.groups, &p.params)).collect();
         let (kernel, groups, params) = merged::merge(kernel, &launches, self.target.caps())?;
-        let read = |p: &PlacedStep| p.step.buffers.len() - p.step.outputs;
+        let read = |p: &PlacedStep| p.step.reads().len();
         let mut buffers = vec![];
         let mut values = Values::new();
         for written in [false, true] {

@@ -50,7 +50,7 @@ impl Trace {
         }
         let written = |t: usize| -> Vec<(NodeId, BufId)> {
             let s = &plan.steps[t];
-            let first = s.buffers.len() - s.outputs;
+            let first = s.reads().len();
             let one = |k: usize| Some(((*self.values.get(t)?.get(k)?)?, s.buffers[k]));
             (first..s.buffers.len()).filter_map(one).collect()
         };
@@ -79,7 +79,7 @@ impl Trace {
         let mut outputs = vec![(steps.start, 0); roots.len()];
         for t in steps.clone() {
             let s = &plan.steps[t];
-            let read = s.buffers.len() - s.outputs;
+            let read = s.reads().len();
             for (k, (b, v)) in s.buffers.iter().zip(&self.values[t]).enumerate() {
                 if let Some(n) = v {
                     match roots.iter().position(|r| *r == (*n, *b)) {

@@ -2,15 +2,11 @@
 
 use super::config::Config;
 use halcyon::ir::error::{Error, Result};
-use halcyon_data::idx::Split;
-use halcyon_data::{Column, DataSpec, Dataset, DatasetExt, Kind, Subrange, open};
-use std::path::{Path, PathBuf};
+use halcyon_data::idx::{Split, mnist_part};
+use halcyon_data::{Column, DataSpec, Dataset, DatasetExt, Kind, open};
+use std::path::Path;
 use std::sync::Arc;
 use toml::{Table, Value};
-
-/// The number of rows of MNIST's test part that are used for training if the training part is missing. The
-/// other rows are used for the test.
-const MNIST_TRAINED: usize = 8000;
 
 /// What the model predicts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,7 +93,8 @@ fn part(config: &Config, table: &Table, which: &str, names: &[String]) -> Result
         if let Some(other) = table.keys().find(|k| !["kind", "path"].contains(&k.as_str())) {
             return Err(bad(format!("`{other}` has no effect on data of the kind mnist")));
         }
-        return mnist(Path::new(path), which == "train");
+        let split = if which == "train" { Split::Train } else { Split::Test };
+        return mnist_part(Path::new(path), split);
     }
     let mut spec: DataSpec = table.try_into().map_err(|e: toml::de::Error| bad(e.message().to_string()))?;
     match spec.kind {
@@ -117,20 +114,4 @@ fn part(config: &Config, table: &Table, which: &str, names: &[String]) -> Result
         true => Err(bad("the data has no rows".into())),
         false => Ok(data),
     }
-}
-
-/// A part of MNIST. If the folder has only the test part, the first rows of the test part are used for
-/// training.
-fn mnist(folder: &Path, train: bool) -> Result<Arc<dyn Dataset>> {
-    let exists = |name: &str| folder.join(name).is_file();
-    let names = ["train-images-idx3-ubyte", "train-images.idx3-ubyte"];
-    let whole = names.iter().any(|n| exists(n) || exists(&format!("{n}.gz")));
-    let mut spec = DataSpec::new(Kind::Idx, PathBuf::from(folder));
-    spec.split = Some(if whole && train { Split::Train } else { Split::Test });
-    if !whole {
-        let all = open(&spec)?.len();
-        let rows = if train { [0, MNIST_TRAINED.min(all)] } else { [MNIST_TRAINED.min(all), all] };
-        spec.subset = Some(Subrange::Rows(rows));
-    }
-    open(&spec)
 }

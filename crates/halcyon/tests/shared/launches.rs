@@ -149,6 +149,42 @@ fn tangled(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
     (g, inputs)
 }
 
+/// A merged launch needs the operands of all its parts at once.
+#[test]
+fn a_plan_that_does_not_fit_goes_without_merged_launches() {
+    let mut rng = Rng::fresh("a_plan_that_does_not_fit_goes_without_merged_launches");
+    const N: usize = 8;
+    const BYTES: u64 = 256 << 10;
+    let mut g = Graph::new();
+    let mut inputs = vec![];
+    for k in 0..N {
+        let x = g.input(&format!("x{k}"), TensorType::new(DType::F32, [64usize, 1024]));
+        inputs.push(ConstData::from_slice(&[64, 1024], &rng.f32s(64 * 1024)).unwrap());
+        let sums = g.scan(x, halcyon::ir::ops::ReduceKind::Sum, 1, false, false).unwrap();
+        let y = g.scalar(ScalarOp::Tanh, &[sums]).unwrap();
+        g.output(&format!("y{k}"), y);
+    }
+    for kind in test_backends() {
+        let run = |limit: u64| {
+            let b = Backend::builder().backend_type(kind).level(Level::O2).num_threads(2).memory_limit(limit);
+            let b = b.build().unwrap();
+            let s = Session::new(&b, g.clone());
+            let y = s.run(&inputs).unwrap();
+            let merged = merges(s.prepare(&inputs).unwrap().plan());
+            (y, merged, b.cache_stats().smaller_plans)
+        };
+        let (want, merged, smaller) = run(64 << 20);
+        assert_eq!(smaller, 0, "{kind}");
+        if merged == 0 {
+            continue;
+        }
+        // Room for inputs, outputs and the sums of a few inputs.
+        let (got, merged, smaller) = run((2 * N as u64 + 4) * BYTES);
+        assert_eq!((merged, smaller), (0, 1), "{kind}");
+        assert_eq!(got, want, "{kind}");
+    }
+}
+
 /// Two steps write one buffer, each a part of it, and both read the result of a chain.
 #[test]
 fn parts_of_a_buffer_stay_steps_of_their_own() {

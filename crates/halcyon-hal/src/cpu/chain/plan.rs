@@ -4,7 +4,7 @@ use super::BLOCK;
 use super::lane::Lane;
 use crate::library_call::CallForm;
 use crate::{Declined, reach};
-use halcyon_ir::fused::{Fused, InstrKind, MAX_RANK, Param};
+use halcyon_ir::fused::{self, Fused, InstrKind, MAX_RANK, Param};
 use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::ops::ReduceKind;
 use halcyon_ir::scalar_op::Rule;
@@ -214,12 +214,11 @@ impl Plan {
         let contiguous = |a: &Affine| {
             a.stride[col] == 1 && (axes[row].step == 1 || (whole && a.stride[row] == axes[col].dim as isize))
         };
-        // The old elements of an overwritten input may also be a result of their own. They are then copied
-        // before the input's memory is overwritten.
-        let kept = |load: usize, input: usize| {
-            let is_it = |value: usize| matches!(f.body[value].kind, InstrKind::Load(l) if l as usize == load);
-            let others = f.outs.iter().enumerate().filter(|(k, _)| *k != input);
-            input < call.in_place && others.into_iter().any(|(_, o)| is_it(o.value as usize))
+        // Whether another output has the old elements of an overwritten input. They must be copied before the
+        // input's memory is overwritten.
+        let is_kept = |load: usize, input: usize| {
+            let loads = |o: &fused::Out| f.body[o.value as usize].kind == InstrKind::Load(load as u32);
+            input < call.in_place && f.outs.iter().enumerate().any(|(k, o)| k != input && loads(o))
         };
         let loads: Vec<Load> = f
             .loads
@@ -240,7 +239,7 @@ impl Plan {
                     dtype: l.dtype,
                     direct: contiguous(&at)
                         && (raw || l.dtype.compute() == l.dtype)
-                        && !kept(k, l.input as usize),
+                        && !is_kept(k, l.input as usize),
                     uniform: mask.is_none() && at.stride[row] == 0 && at.stride[col] == 0,
                     at,
                     mask,
