@@ -1,10 +1,20 @@
 //! Callbacks: reports of a trainer while it runs, and requests to the trainer.
 
 use halcyon::Backend;
-use halcyon::ir::error::Result;
+use halcyon::ir::error::{Error, Result};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
+
+/// Makes the folder of a file that a callback writes.
+///
+/// # Errors
+/// `Error::Io`.
+pub(crate) fn make_folder_of(file: &Path) -> Result<()> {
+    let Some(folder) = file.parent() else { return Ok(()) };
+    std::fs::create_dir_all(folder)
+        .map_err(|e| Error::Io { path: folder.display().to_string(), what: e.to_string() })
+}
 
 /// What the trainer does after a callback.
 #[derive(Clone, Debug, Default)]

@@ -1,6 +1,6 @@
 //! A chart of the loss by step.
 
-use crate::callback::{Callback, EpochReport, Flow, StepReport};
+use crate::callback::{Callback, EpochReport, Flow, StepReport, make_folder_of};
 use halcyon::ir::error::{Error, Result};
 use std::io::BufWriter;
 use std::path::PathBuf;
@@ -33,7 +33,7 @@ pub struct LossChart {
 }
 
 impl LossChart {
-    /// A chart that is written to the file `path`.
+    /// A chart that is written to the file `path`. Its folder is made if it is missing.
     pub fn new(path: impl Into<PathBuf>) -> LossChart {
         LossChart { path: path.into(), log: None, steps: vec![], epochs: vec![] }
     }
@@ -55,6 +55,7 @@ impl LossChart {
         let mut writer = encoder.write_header().map_err(failed)?;
         writer.write_image_data(&canvas.pixels).map_err(failed)?;
         writer.finish().map_err(failed)?;
+        make_folder_of(&self.path)?;
         halcyon_host::output::write(&self.path, &bytes)
     }
 

@@ -1,6 +1,6 @@
 //! A log of JSON lines.
 
-use crate::callback::{Callback, EpochReport, Flow, StepReport};
+use crate::callback::{Callback, EpochReport, Flow, StepReport, make_folder_of};
 use halcyon::ir::error::{Error, Result};
 use serde_json::{Value, json};
 use std::fs::{File, OpenOptions};
@@ -22,7 +22,7 @@ pub struct JsonLog {
 }
 
 impl JsonLog {
-    /// A log in the file `path`, whose folder must exist when training starts.
+    /// A log in the file `path`. Its folder is made when training starts.
     pub fn new(path: impl Into<PathBuf>) -> JsonLog {
         JsonLog { path: path.into(), file: None }
     }
@@ -75,6 +75,7 @@ pub(crate) fn number(x: f64) -> Value {
 
 impl Callback for JsonLog {
     fn on_start(&mut self, step: u64) -> Result<()> {
+        make_folder_of(&self.path)?;
         if self.path.exists() {
             cut(&self.path, step)?;
         }

@@ -54,7 +54,7 @@ fn the_mnist_cnn_continues_from_its_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let run = |steps| mnist::Run {
         data: data.clone(),
-        folder: dir.path().into(),
+        folder: dir.path().join("run"),
         precision: AmpPolicy::None,
         epochs: 1,
         seed: 7,
@@ -65,7 +65,7 @@ fn the_mnist_cnn_continues_from_its_checkpoint() {
     assert_eq!(first.step, 125);
     assert!(first.metrics["accuracy"] >= 0.95, "{first:?}");
     // Each run adds lines to the log; the checkpoint of the epoch's end is the latest.
-    let log = std::fs::read_to_string(dir.path().join("log.jsonl")).unwrap();
+    let log = std::fs::read_to_string(dir.path().join("run/log.jsonl")).unwrap();
     assert!(log.lines().last().unwrap().contains("\"accuracy\""), "{log}");
     // A run that is complete takes no step.
     let again = mnist::train(&b, &run(None)).unwrap();

@@ -151,7 +151,9 @@ fn logs_evaluation_and_early_stopping() {
     let dir = tempfile::tempdir().unwrap();
     let b = Backend::cpu().unwrap();
     let model = net(&b);
-    let log = dir.path().join("log.jsonl");
+    // The callbacks make the folders.
+    let folder = dir.path().join("runs/first");
+    let log = folder.join("log.jsonl");
     let mut calls = 0;
     let evaluate = || {
         calls += 1;
@@ -162,8 +164,8 @@ fn logs_evaluation_and_early_stopping() {
     let mut t = Trainer::new(&model, train_step(&model), many)
         .evaluate(evaluate)
         .callback(JsonLog::new(&log))
-        .callback(LossChart::new(dir.path().join("loss.png")))
-        .callback(TensorBoard::new(dir.path().join("board")))
+        .callback(LossChart::new(folder.join("chart/loss.png")))
+        .callback(TensorBoard::new(folder.join("board")))
         .callback(EarlyStopping::new("accuracy", Goal::Largest, 3));
     let report = t.fit(&mut data()).unwrap();
     assert_eq!((report.stopped, report.epoch), (Stopped::Callback, 5));
@@ -172,7 +174,7 @@ fn logs_evaluation_and_early_stopping() {
     assert_eq!(lines.len(), 35 + 5);
     let epochs: Vec<_> = lines.iter().filter(|l| l["kind"] == "epoch").collect();
     assert_eq!((epochs.len(), epochs[1]["accuracy"].as_f64()), (5, Some(0.7)));
-    assert!(dir.path().join("loss.png").metadata().unwrap().len() > 1000);
+    assert!(folder.join("chart/loss.png").metadata().unwrap().len() > 1000);
     // Early stopping continues with its state: it stops after one more epoch without an improvement.
     let mut stop = EarlyStopping::new("accuracy", Goal::Largest, 2);
     let epoch = |accuracy: f64| EpochReport {
