@@ -12,14 +12,15 @@ use std::sync::RwLock;
 #[derive(Debug)]
 pub struct WgSource {
     pub device: wgpu::Device,
-    /// Maximum bytes of one buffer. This is the largest binding, because a kernel binds a whole buffer.
+    /// Maximum bytes of one buffer of the pool. This is the size of the largest binding, because kernels bind
+    /// these buffers whole.
     pub max: u64,
     /// Alignment of bindings in bytes.
     pub alignment: usize,
 }
 
-/// A buffer or a range of one. All storage is bound for reading and writing, so several ranges of one buffer
-/// may be bound in one dispatch.
+/// A wgpu buffer, or a range of one. All storage is bound read-write. So several disjoint ranges of one wgpu
+/// buffer may be bound in one dispatch; WebGPU only forbids mixing read-only and read-write ranges.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Slice {
     pub buffer: wgpu::Buffer,

@@ -11,8 +11,8 @@ use crate::scalar_op::ScalarOp;
 pub struct Affine {
     /// One factor per channel.
     pub scale: Option<usize>,
-    /// One value per channel. If every axis outside the channels has size 1, an operand fits both as a bias
-    /// and as a residual. It is then taken as the bias.
+    /// One value per channel. If all axes except the channels have size 1, an added operand could be the bias
+    /// or the residual; it is read as the bias.
     pub bias: Option<usize>,
     /// A value per element of the result.
     pub residual: Option<usize>,
@@ -30,7 +30,7 @@ pub struct Affine {
 pub enum AffineActivation {
     /// Relu, gelu, or gelu by tanh.
     Function(ScalarOp),
-    /// `min(max(v, lo), hi)`; NaN stays NaN. No bound is NaN.
+    /// `min(max(v, lo), hi)`; NaN stays NaN. The bounds are never NaN.
     Clamp { lo: f64, hi: f64 },
 }
 
@@ -41,7 +41,7 @@ impl Affine {
     }
 }
 
-/// The reason for a chain of another form. The text continues a sentence that begins with "the epilogue".
+/// The error for a chain of another form. The text continues a sentence that begins with "the epilogue".
 const MORE: &str = "is more than a scale, a bias, a residual and an activation";
 
 /// The parts of an affine epilogue, in the only order in which they may occur.
@@ -74,13 +74,13 @@ struct Reader<'a> {
 
 impl Fused {
     /// Reads the kernel as an affine epilogue of the result that input `product` holds. `shape` is the
-    /// result's shape in the kernel that stores it. `channels` are the axes of `shape` that together are the
-    /// axis of channels, outermost first.
+    /// result's shape in the kernel that stores it. `channels` are the axes of `shape` that together form the
+    /// channels, outermost first (a blocked layout has two).
     ///
     /// # Errors
-    /// If the kernel has another form (another order of the parts, a part twice, operands with other strides,
-    /// arithmetic in several types), the reason. The text continues a sentence that begins with "the
-    /// epilogue".
+    /// The kernel has another form: another order of the parts, a part twice, operands with other strides, or
+    /// arithmetic in several types. The error is the reason, as a text that continues a sentence that begins
+    /// with "the epilogue".
     pub fn as_affine(
         &self,
         product: u32,
@@ -169,8 +169,8 @@ impl<'a> Reader<'a> {
             }
             self.rounded = !(self.done == Part::Nothing && widens);
         }
-        // A cast from a half type to itself rounds a value that an executor keeps in f32. It is ignored here,
-        // because kernels round the result once, at the end.
+        // Half types are computed in f32, and a cast from a half type to itself rounds the f32 value. Such a
+        // cast is ignored here, because kernels round the result once, at the end.
         self.value = Some(i);
         Ok(())
     }
@@ -229,7 +229,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// The instruction that computes an operand, without a cast to the type of the arithmetic.
+    /// The instruction that computes an operand. A cast to the type of the arithmetic is skipped.
     fn source(&self, r: Reg, compute: DType) -> &'a InstrKind {
         let i = &self.f.body[r as usize];
         match i.kind {

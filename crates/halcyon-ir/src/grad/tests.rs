@@ -144,7 +144,8 @@ fn gradients_of_scalar_ops_agree_with_differences() {
             }
             let y = g.scalar(row.op, &ops)?;
             if matches!(grad, ScalarGrad::Zero) {
-                // Add a path with a non-zero gradient, so that the zero of the other path is compared too.
+                // `gradients` returns `None` for an operand that gets no gradient. Add `x[0]`, so that there
+                // is a gradient to compare.
                 return g.add(y, x[0]);
             }
             Ok(y)
@@ -269,7 +270,7 @@ fn views() {
     check("expand of ones", &[&[1, 1]], &|g, x, _| g.expand(x[0], &[1usize, 1, 1].into()));
     check("pad", &[&[2, 3]], &|g, x, _| g.pad(x[0], &[1, 0], &[2, 3], 7.0));
     check("concat", &[&[2, 3], &[2, 1], &[2, 2]], &|g, x, _| g.concat(x, 1));
-    check("concat of one thing", &[&[2, 3]], &|g, x, _| g.concat(&[x[0], x[0]], 0));
+    check("concat of one operand twice", &[&[2, 3]], &|g, x, _| g.concat(&[x[0], x[0]], 0));
     check("flip", &[&[3, 4]], &|g, x, _| g.flip(x[0], &[0, 1]));
     for (start, step, len) in
         [(1, 1, 3), (1, 2, 3), (0, 3, 2), (5, -1, 4), (6, -2, 4), (5, -3, 2), (2, 5, 1), (2, -5, 1)]
@@ -328,13 +329,13 @@ fn matmuls() {
         let y = g.matmul(x[0], x[1])?;
         g.mul(y, y)
     });
-    // Matrices that all products of a batch share: as they are, transposed, and expanded along their own
-    // axes.
+    // A right operand that all products of the batch share: as it is, and transposed.
     check("matmul shared", &[&[4, 3, 5], &[5, 7]], &|g, x, _| g.matmul(x[0], x[1]));
     check("matmul shared, transposed", &[&[4, 3, 5], &[7, 5]], &|g, x, _| {
         let t = g.transpose(x[1], 0, 1)?;
         g.matmul(x[0], t)
     });
+    // A right operand that is expanded along the batch, the rows, the columns, or several of these.
     for from in [[1, 1, 7], [1, 5, 1], [1, 1, 1], [1, 5, 7], [4, 1, 7]] {
         check("matmul of an expanded matrix", &[&[4, 3, 5], &from], &|g, x, _| {
             let w = g.expand(x[1], &[4usize, 5, 7].into())?;
@@ -484,7 +485,7 @@ fn composites() {
         let i = g.constant(ConstData::from_slice(&[3], &labels)?);
         g.cross_entropy(x[0], i, Some(-100))
     });
-    check("a softmax that is none", &[&[2, 3]], &|g, x, _| {
+    check("softmax with another body", &[&[2, 3]], &|g, x, _| {
         let a = [("axis".to_string(), crate::composite::Attr::Int(1))].into();
         g.composite("softmax", a, &[x[0]], |g, x| g.mul(x[0], x[0]))
     });
@@ -551,8 +552,8 @@ fn invalid_losses_are_errors() {
     assert!(matches!(gradients(&mut g, j, &[i], None), Err(Error::DType { .. })));
     let wrong = g.full(DType::F32, [3usize], 1.0);
     assert!(gradients(&mut g, y, &[x], Some(wrong)).is_err());
-    // Gradients with respect to a node that the loss does not depend on, an integer, an intermediate node,
-    // the loss itself, and an input.
+    // Gradients with respect to, in this order: an input that the loss does not use, an integer input, an
+    // intermediate node, the loss itself, and an input that the loss uses.
     let s = g.sum(y, &[0, 1], false).unwrap();
     let other = g.input("z", TensorType::new(DType::F32, [1usize]));
     let f = g.cast(i, DType::F32).unwrap();

@@ -1,5 +1,5 @@
 //! Builds graphs: one method per op. The method checks the operands' types, adds the node and returns its id.
-//! The method of a view that changes nothing returns its operand.
+//! The method of a view returns the operand itself if the view would change nothing.
 
 use super::{Graph, InputSpec, Node, NodeId, OutputSpec};
 use crate::custom::{Custom, CustomOp};

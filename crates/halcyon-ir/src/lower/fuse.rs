@@ -50,8 +50,9 @@ impl Lowerer<'_> {
         Ok(b)
     }
 
-    /// Adds a step that computes `value`, applies the view op `path` if there is one, and stores the result
-    /// of `root`.
+    /// Adds a step that computes node `value`, applies the view op `path` if there is one, and stores the
+    /// value or its reduction as the result of node `root`. If `root` is a reduction or a concatenation,
+    /// `value` is an operand of `root`; otherwise the two are the same node.
     pub(super) fn fused(
         &mut self,
         root: NodeId,
@@ -75,8 +76,8 @@ impl Lowerer<'_> {
     }
 
     /// Adds the instructions that compute `id`, with the view ops `body.paths[path]` applied. If the value is
-    /// in a buffer and `own` is false, the instructions load it instead. Literals, arguments and iotas are
-    /// always computed.
+    /// in a buffer, the instructions load it instead, unless `own` is set: `own` means that this kernel fills
+    /// the buffer. Literals, arguments and iotas are always computed.
     pub(super) fn emit(&self, body: &mut Body, id: NodeId, path: usize, own: bool) -> Result<Reg> {
         if let Some(r) = body.memo.get(&(id, path)) {
             return Ok(*r);
@@ -171,9 +172,9 @@ impl Lowerer<'_> {
     }
 
     /// Adds the instructions that compute an iota: the index along `axis`, with the view ops `through`
-    /// applied. It is an affine function of the position in the kernel's space. Its coefficients are the
-    /// strides of a view that starts with stride 1 along `axis` and 0 elsewhere, and to which `through` is
-    /// applied.
+    /// applied. The index is an affine function of the position in the kernel's space. To find this function,
+    /// `through` is applied to a view with stride 1 along `axis` and stride 0 along the other axes. Its
+    /// coefficients are the strides of the resulting view, and its constant term is the offset of that view.
     pub(super) fn iota(
         &self,
         body: &mut Body,
@@ -212,8 +213,8 @@ impl Lowerer<'_> {
         sum.ok_or_else(|| Error::internal("an index without terms"))
     }
 
-    /// Adds the step of a fused kernel that stores `value`: as the epilogue of a product, as a library
-    /// kernel, or as generated kernels.
+    /// Adds the chain `body`, which stores `value`, to the plan: as the epilogue of a product, as a library
+    /// kernel, or as one or two generated kernels.
     pub(super) fn finish(
         &mut self,
         root: NodeId,
@@ -421,7 +422,7 @@ struct Chain {
 }
 
 impl Chain {
-    /// The chain with source `k` as the first.
+    /// The chain with source `k` as its first source.
     fn reading_first(mut self, k: usize) -> Chain {
         self.sources.swap(0, k);
         self.inputs.swap(0, k);
@@ -439,9 +440,10 @@ impl Chain {
 }
 
 impl Lowerer<'_> {
-    /// The source whose memory the result of a chain takes over: a donated input of the same type that the
-    /// chain reads element by element as it writes, and that nothing reads later. The result must be an
-    /// output of the graph. So an optimizer's step writes parameters and moments in place.
+    /// The source whose memory the chain may overwrite with its result, if there is one. The source must be a
+    /// donated input of the result's type. To compute an element, the chain must read the source at the
+    /// position of that element only, and nothing may read the source later. The result must be an output of
+    /// the graph. So an optimizer's step writes parameters and moments in place.
     fn overwritten(&self, root: NodeId, chain: &Chain) -> Option<usize> {
         let f = &chain.fused;
         let [out] = f.outs.as_slice() else { return None };
@@ -467,8 +469,8 @@ impl Lowerer<'_> {
 
     /// Computes the products in `waiting`, which were postponed until the chain that reads them was known. If
     /// the kernel of one of them applies the chain, one step at the chain's place in the plan computes both.
-    /// The steps of the other products get the places of these products. The products are tried from the last
-    /// in the graph to the first.
+    /// Every other product gets a step at its own place. The products are tried from the last in the graph to
+    /// the first.
     fn as_epilogue(&mut self, root: NodeId, chain: &Chain) -> Result<bool> {
         let mut waiting: Vec<usize> =
             (0..chain.sources.len()).filter(|k| self.waiting.remove(&chain.sources[*k])).collect();

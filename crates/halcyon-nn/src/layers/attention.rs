@@ -54,7 +54,7 @@ impl Module for MultiHeadAttention {
 }
 
 impl MultiHeadAttention {
-    /// A layer with `heads` heads that share `size` elements.
+    /// A layer for vectors of `size` elements, with `heads` heads of `size / heads` elements each.
     ///
     /// # Errors
     /// Those of [`MultiHeadAttention::with`].

@@ -23,8 +23,7 @@ pub(super) fn constant(g: &Graph) -> Vec<bool> {
 #[derive(Debug)]
 pub(super) struct SegmentGraph {
     pub(super) device: usize,
-    /// The segment's nodes, as numbered in the whole graph, without the duplicated nodes that are computed
-    /// from constants.
+    /// The segment's nodes, with their ids in the whole graph. Duplicated constant nodes are not included.
     pub(super) nodes: Vec<NodeId>,
     pub(super) graph: Graph,
     pub(super) inputs: Vec<NodeId>,
@@ -34,7 +33,7 @@ pub(super) struct SegmentGraph {
 /// Cuts a graph into segments, in an order in which they can run.
 pub(super) fn parts(devices: usize, g: &Graph, assign: &[usize]) -> Result<Vec<SegmentGraph>> {
     if assign.len() != g.nodes().len() || assign.iter().any(|d| *d >= devices) {
-        let what = format!("each of the {} nodes needs a device below {}", g.nodes().len(), devices);
+        let what = format!("each of the {} nodes needs a device number below {}", g.nodes().len(), devices);
         return Err(Error::argument("split", what));
     }
     if !g.states().is_empty() {
@@ -65,8 +64,8 @@ impl Cuts {
         let live = g.live(&g.outputs().iter().map(|o| o.node).collect::<Vec<_>>());
         let constants = constant(g);
         let output: BTreeSet<usize> = g.outputs().iter().map(|o| o.node.index()).collect();
-        // A node's depth is the largest number of device changes on a path to it. Between two nodes of one
-        // depth and device there is no path through another device, so these nodes can form one segment.
+        // A node's depth is the largest number of device changes on a path to it. If two nodes have the same
+        // depth and device, no path between them leaves the device, so they can be in one segment.
         let mut keys: Vec<Option<(usize, usize)>> = vec![None; g.nodes().len()];
         for (i, n) in g.nodes().iter().enumerate() {
             // A constant that is an output must be computed in some segment.
@@ -78,8 +77,8 @@ impl Cuts {
             let depth = n.inputs.iter().filter_map(of).max().unwrap_or(0);
             keys[i] = Some((depth, assign[i]));
         }
-        // Move a node that could run early to the depth of its first reader on its device, so that it does
-        // not form a segment of its own.
+        // Find the greatest depth that the readers of a node permit. If a reader on the node's device has
+        // this depth, move the node to it, so that the node does not form a segment of its own.
         let mut readers: Vec<Vec<usize>> = vec![vec![]; g.nodes().len()];
         for (i, n) in g.nodes().iter().enumerate().filter(|(i, _)| keys[*i].is_some()) {
             n.inputs.iter().for_each(|x| readers[x.index()].push(i));
@@ -122,8 +121,8 @@ impl Cuts {
         // Run-time arguments keep their numbers.
         let args: Vec<NodeId> = g.args().iter().map(|d| sub.arg(*d)).collect();
         let finals: BTreeSet<NodeId> = g.outputs().iter().map(|o| o.node).collect();
-        // A node that the segment reads from outside becomes an input of the segment; one computed from
-        // constants alone is duplicated.
+        // If the segment reads a node of another segment or an input of the graph, that node becomes an input
+        // of the segment. If the segment reads a constant node, the node is duplicated.
         let mut need: Vec<NodeId> = vec![];
         for &id in nodes {
             need.push(id);
@@ -133,8 +132,8 @@ impl Cuts {
                     need.pop();
                     continue;
                 }
-                // A constant that is an output belongs to one segment, which may come later. So the other
-                // segments duplicate the constant instead of reading it from that segment.
+                // A constant that is an output belongs to one segment. Other segments duplicate it and do not
+                // read it from that segment, because that segment may run later.
                 let elsewhere = self.place[at.index()].is_some_and(|p| p != k) && !self.constants[at.index()];
                 let from_outside = matches!(n.op, Op::Input(_)) || elsewhere;
                 if from_outside {

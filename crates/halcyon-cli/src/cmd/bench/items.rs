@@ -100,7 +100,7 @@ fn attention(causal: bool) -> Item {
     })
 }
 
-/// The elements of every row in order. With `k`, only the first `k`, and also their indices.
+/// Sorts every row. With `k`, returns only the first `k` elements of each sorted row, and also their indices.
 fn sorted(g: &mut Graph, x: NodeId, descending: bool, k: Option<usize>) -> Result<Vec<NodeId>> {
     let order = g.argsort(x, 1, descending)?;
     let index = match k {
@@ -167,7 +167,7 @@ pub(crate) fn select_items(only: &[String]) -> Result<Vec<Item>> {
             let names: Vec<&str> = all.iter().map(|i| i.name.as_str()).collect();
             return Err(Error::argument(
                 "--only",
-                format!("there is no operation \"{o}\"; there are {}", names.join(", ")),
+                format!("there is no operation \"{o}\"; the operations are {}", names.join(", ")),
             ));
         }
     }
@@ -221,7 +221,7 @@ pub(crate) fn random(dtype: DType, dims: &[usize], seed: u64) -> Result<ConstDat
     let mut bytes = Vec::with_capacity(dtype.bytes(n));
     match dtype {
         DType::F32 => (0..n).for_each(|_| bytes.extend_from_slice(&next())),
-        // The upper half of an f32, which rounds towards zero.
+        // The upper half of the f32 is the number as bf16, rounded towards zero.
         DType::BF16 => (0..n).for_each(|_| bytes.extend_from_slice(&next()[2..])),
         d => return Err(Error::unsupported(format!("random numbers of type {d} here"), "Use f32 or bf16")),
     }

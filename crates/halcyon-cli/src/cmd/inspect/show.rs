@@ -210,9 +210,9 @@ impl Report<'_> {
         if let Some(why) = &w.staged {
             let _ = writeln!(
                 out,
-                "  no single graph, since {}: {} on the device",
-                report::name(why),
-                plural(w.graphs.len(), "stage")
+                "  {} on the device, since the model is not a single graph: {}",
+                plural(w.graphs.len(), "stage"),
+                report::name(why)
             );
             let _ = writeln!(
                 out,
@@ -321,7 +321,7 @@ impl Report<'_> {
         }
         *out += &table(&rows);
         for (why, kinds) in reasons {
-            let _ = writeln!(out, "  not here: {}: {}", kinds.join(", "), short(why, 160));
+            let _ = writeln!(out, "  not available: {}: {}", kinds.join(", "), short(why, 160));
         }
         for b in &self.backends {
             if let Err(all) = &b.plans {

@@ -30,7 +30,7 @@ pub(super) struct RunReport<'a> {
     pub verified: Option<&'a Verified>,
     pub outputs: &'a [(String, Leaf<'a>)],
     pub receipts: &'a [Receipt],
-    /// What level O3 did.
+    /// The report of the quantisation at level O3.
     pub quantized: Option<&'a QuantizeReport>,
     pub times: Vec<Duration>,
     pub compile: Duration,
@@ -252,7 +252,7 @@ pub(super) fn memory_json(m: &MemoryStats) -> Value {
     })
 }
 
-/// Receipts as a table, without figures that were not measured.
+/// Receipts as a table. A gain or an error without a measurement is shown as "not measured".
 pub(crate) fn receipts_text(receipts: &[Receipt]) -> String {
     if receipts.is_empty() {
         return "  no transformation applied\n".into();
@@ -263,7 +263,7 @@ pub(crate) fn receipts_text(receipts: &[Receipt]) -> String {
         vec![
             r.transformation.clone(),
             match r.bytes {
-                Some(b) => format!("{} ({} less for constants)", r.count, report::size(b)),
+                Some(b) => format!("{} (constants {} smaller)", r.count, report::size(b)),
                 None => r.count.to_string(),
             },
             r.gain.map_or("not measured".into(), |g| format!("{g:.2}x")),

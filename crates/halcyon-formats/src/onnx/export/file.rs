@@ -38,7 +38,7 @@ pub fn to_bytes(graph: &Graph, options: &ExportOptions) -> Result<Vec<u8>> {
     match m.encoded_len() {
         n if n > MAX_MESSAGE => Err(Error::unsupported(
             format!("a model of {n} bytes as one message"),
-            "Write it to a file, which keeps the weights in another one",
+            "Write the model to a file; its larger weights then go to a second file",
         )),
         _ => Ok(m.encode_to_vec()),
     }

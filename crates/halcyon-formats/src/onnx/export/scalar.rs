@@ -7,7 +7,8 @@ use halcyon_ir::{DType, Error, Result, Scalar, ScalarOp as S};
 
 use DType::{BF16, Bool, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64};
 
-/// Element types that an operator accepts. Each list applies from its version of the operator set on.
+/// Element types that an operator accepts. Each list has the first version of the operator set in which the
+/// operator accepts the types of the list.
 pub(super) type Types = &'static [(i64, &'static [DType])];
 
 pub(super) const FLOATS: Types = &[(1, &[F16, F32, F64, BF16])];
@@ -187,7 +188,7 @@ const TABLE: &[Row] = &[
         S::Atan2,
         "f",
         Formula(
-            "Atan(|y| / |x|), taken from pi where x < 0, with the sign of y; signs of zeros count",
+            "a = Atan(|y| / |x|); Where(x < 0, pi - a, a) with the sign of y; -0 counts as negative",
             |e, v| {
                 let (y, x) = (&v[0], &v[1]);
                 let (zero, one) = (e.scalar_like(x, 0.0)?, e.scalar_like(x, 1.0)?);
@@ -315,7 +316,7 @@ fn threefry(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
             x1 = e.calc("Add", &[&x1, &s])?;
         }
     }
-    // Every operand has been added to `x0` by now, so it has the shape to which the operands broadcast.
+    // By now every operand has been added to `x0`, so `x0` has the shape to which the operands broadcast.
     Ok(x0)
 }
 
@@ -332,7 +333,7 @@ fn takes(t: Types, opset: i64, d: DType) -> bool {
     t.iter().any(|(since, v)| *since <= opset && v.contains(&d))
 }
 
-/// The next wider type in which arithmetic on `d`, cast back, gives the same result.
+/// The next type to try for arithmetic on `d`. Computing in this type and casting back gives the same result.
 pub(super) fn wider(d: DType) -> Option<DType> {
     Some(match d {
         F16 | BF16 => F32,
@@ -347,7 +348,8 @@ pub(super) fn wider(d: DType) -> Option<DType> {
     })
 }
 
-/// The type in which an operator that accepts `types` computes on operands of type `d`.
+/// The type to which operands of type `d` are cast for an operator that accepts `types`: `d` itself if the
+/// operator accepts it. `None` if there is no such type.
 fn via(types: Types, opset: i64, d: DType) -> Option<DType> {
     let mut v = d;
     while !takes(types, opset, v) {

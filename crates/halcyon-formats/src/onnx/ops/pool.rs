@@ -63,8 +63,8 @@ pub(super) fn window(c: &Call<'_>, x: &[Dim], kernel: &[usize]) -> Result<Window
         "VALID" => vec![(0, 0); n],
         auto @ ("SAME_UPPER" | "SAME_LOWER") => (0..n)
             .map(|k| {
-                // Enough padding for ceil(x / stride) results. An odd element is put at the end (SAME_UPPER)
-                // or at the start (SAME_LOWER).
+                // Enough padding for ceil(x / stride) results. If the total is odd, the end (SAME_UPPER) or
+                // the start (SAME_LOWER) gets one element more.
                 let x = known(c, x[k])?;
                 let reach = reach(c, kernel[k], dilation[k])?;
                 let total = (x.div_ceil(stride[k]).saturating_sub(1) * stride[k] + reach) as i64 - x as i64;
@@ -162,8 +162,9 @@ fn average(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let Pooled { x, pool: mut p, given, .. } = pool(b, c, PoolKind::Avg { count_include_pad: false })?;
     let mut x = b.id(&x)?;
     if c.flag("count_include_pad", false)? {
-        // Declared padding counts towards the mean, but padding added by ceiling mode does not. So the
-        // declared padding is added explicitly, and the rest stays in the pool.
+        // Declared padding counts towards the mean, but padding that ceiling mode adds does not. If ceiling
+        // mode adds padding, only this padding stays in the pool. The declared padding is a pad op before the
+        // pool.
         let (mut lo, mut hi) = (vec![0; 2], vec![0; 2]);
         for (k, given) in given.iter().enumerate() {
             let end = given.1.min(p.pad[k].1);

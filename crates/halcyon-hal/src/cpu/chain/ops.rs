@@ -30,7 +30,7 @@ macro_rules! tri {
     };
 }
 
-/// Uses the standard library for the whole block if any argument is too large for the fast reduction.
+/// Uses the standard library for the whole block if any argument is too large for the fast range reduction.
 macro_rules! trig {
     ($d:ident $a:ident $name:ident) => {{
         let mut far = false;
@@ -120,7 +120,7 @@ fn f32_body<const FMA: bool>(op: ScalarOp, d: &mut [f32], a: &[f32], b: &[f32], 
         S::Fma => tri!(d a b c, |x, y, z| {
             if FMA { x.mul_add(y, z) } else { (f64::from(x) * f64::from(y) + f64::from(z)) as f32 }
         }),
-        // Other ops use the table's f64 definition, so a new row of the table works at once.
+        // Other ops use the f64 definition in the table of scalar ops, so a new row works without code here.
         op => {
             if let Some(f) = op.row().float {
                 tri!(d a b c, |x, y, z| f(x as f64, y as f64, z as f64) as f32)
@@ -327,9 +327,9 @@ pub(super) unsafe fn slm<'a, T>(p: *mut u8, n: usize) -> &'a mut [T] {
 /// Applies one op to `n` elements. `dtype` is the dtype of its operands (of the last two for a select).
 ///
 /// # Safety
-/// The operands hold `n` values of the register type of `dtype` (the first operand of a select: bytes), the
-/// destination has room for `n` values of the result's; all are aligned, and the destination overlaps no
-/// operand; `isa` is available.
+/// `isa` is available. Each operand holds `n` values of the type in which `dtype` is computed ([`Lane::of`]);
+/// the first operand of a select holds `n` bytes instead. The destination has room for `n` values of the type
+/// in which the result is computed. All pointers are aligned, and the destination overlaps no operand.
 pub(crate) unsafe fn apply(isa: Isa, op: ScalarOp, dtype: DType, n: usize, d: *mut u8, x: [*const u8; 3]) {
     let lane = Lane::of(dtype);
     macro_rules! s {

@@ -20,7 +20,7 @@ use crate::library_call::CallForm;
 use halcyon_ir::layout::View;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The kernel of a product of f32 operands, with any strides, whose result is f32.
+/// The kernel of a product with f32 operands of any strides and an f32 result.
 pub(in crate::cpu::library) fn matmul_f32(
     isa: Isa,
     call: &CallForm<'_>,
@@ -44,8 +44,8 @@ pub(in crate::cpu::library) fn matmul_f32(
         let (a, b) = p.mats::<f32>(r);
         if p.batch == 1 && p.outer.is_empty() {
             let by_panels = by_panels(p.m, p.n, &a, &b);
-            // SAFETY: `CpuKernel::run` has checked the buffers, and the output shares none with an input.
-            // The chain lives in this closure and its operands in `r`, both longer than this call.
+            // SAFETY: `CpuKernel::run` has checked the buffers, and that the output shares no buffer with an
+            // input. The closure owns the chain and `r` holds the chain's operands; both outlive this call.
             unsafe {
                 let on_the_way = BoundChain::new(chain.as_ref().filter(|_| by_panels), r);
                 let epilogue = Epilogue { chain: on_the_way, ..Epilogue::default() };
@@ -57,7 +57,8 @@ pub(in crate::cpu::library) fn matmul_f32(
         p.groups(|x, y, z| {
             let g = Gemm::new(p.size(), moved(a, x), moved(b, y), MatMut::rows(c.wrapping_offset(z), p.n));
             // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers and that the output
-            // shares no buffer with an input; it is dense, so products do not overlap.
+            // shares no buffer with an input. The output is dense, so the results of the products do not
+            // overlap.
             unsafe {
                 match p.batch {
                     1 => gemm(team, isa, &g),
@@ -72,8 +73,8 @@ pub(in crate::cpu::library) fn matmul_f32(
     Ok(kernel.with_args(args))
 }
 
-/// An f32 product whose right operand is packed once, in the layout in which [`gemm`] packs it for each
-/// product.
+/// An f32 product whose right operand is packed once. The layout is the one that [`gemm`] uses when it packs
+/// the operand for each product.
 fn matmul_packed(
     isa: Isa,
     call: &CallForm<'_>,
@@ -100,8 +101,8 @@ fn matmul_packed(
         let a = Mat { ptr: ptr::<f32>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
         let c = MatMut::rows(r.bufs[out].ptr as *mut f32, n);
         // SAFETY: `CpuKernel::run` has checked that the left operand and the result lie in their buffers and
-        // that the output shares no buffer with an input. The device binds a buffer that `pack` wrote as
-        // input 1. The chain lives in this closure and its operands in `r`, both longer than this call.
+        // that the output shares no buffer with an input. Input 1 is a buffer that `pack` has written. The
+        // closure owns the chain and `r` holds the chain's operands; both outlive this call.
         unsafe {
             let b = Packed::new(shape, r.bufs[1].ptr as *const f32);
             let epi = Epilogue { chain: BoundChain::new(chain.as_ref(), r), ..Epilogue::default() };
@@ -130,8 +131,8 @@ pub unsafe fn gemm<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g: &Gemm<Mat
     if g.m == 0 || g.n == 0 {
         return;
     }
-    // SAFETY: `gemm` requires readable A, B and biases, a writable C that overlaps neither, and a bound
-    // chain, as the three kernels do. Transposing swaps strides and touches the same elements.
+    // SAFETY: the three kernels have the contract of `gemm`: readable A, B and biases, a writable C that
+    // overlaps neither A nor B, and a bound chain. Transposing swaps strides and touches the same elements.
     unsafe {
         match Form::of(g.m, g.n, &g.a, &g.b) {
             Form::Rows => gemv::few_rows(team, isa, g),
@@ -199,8 +200,8 @@ pub(crate) fn inline_floats_at_most(isa: Isa, (m, n, k): (usize, usize, usize)) 
 /// As [`gemm`]; `buf` is writable for [`inline_floats_of`] floats, or as many as [`inline_floats_at_most`]
 /// gives, and used by no other thread.
 pub(crate) unsafe fn gemm_inline<A: Storage, B: Storage>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>, buf: *mut f32) {
-    // SAFETY: `gemm_inline` requires the conditions of `gemm`, which are those of the three functions, and a
-    // `buf` of the size that `inline_floats_of` computes for the same form.
+    // SAFETY: `gemm_inline` has the contract of `gemm`, which is also the contract of the three functions,
+    // and `buf` has at least the size that `inline_floats_of` computes for the same form.
     unsafe {
         match Form::of(g.m, g.n, &g.a, &g.b) {
             Form::Rows => gemv::few_rows_item(isa, g, buf),
@@ -263,8 +264,8 @@ pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
         return;
     }
     let work = g.work();
-    // Share each product among the threads if products are large or fewer than threads; otherwise each thread
-    // computes whole products.
+    // If the products are large, or if there are fewer products than threads, the threads share each product.
+    // Otherwise each thread computes whole products.
     if count < team.threads() || work > 64 << 20 {
         for i in 0..count {
             // SAFETY: `gemm_batched` requires readable A, B and biases and a writable C for product
@@ -292,8 +293,8 @@ pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
     });
 }
 
-/// `dst[k * width + r] = src[r * rs + k * ks]` for `r < rows`, and 0 for `rows <= r < width`, both for all `k
-/// < kc`.
+/// For all `k < kc`: `dst[k * width + r]` becomes `src[r * rs + k * ks]` for `r < rows`, and 0 for
+/// `rows <= r < width`.
 ///
 /// # Safety
 /// `src[r * rs + k * ks]` is readable for `r < rows`, `k < kc`; `dst` is writable for `width * kc` floats and
@@ -393,7 +394,7 @@ unsafe fn pack_rows<S: Simd, T: Storage>(
     }
 }
 
-/// The longest K block. K is cut evenly into the fewest blocks of at most `KC` elements.
+/// Upper limit for the length of a K block. K is cut evenly into as few blocks as this limit permits.
 pub(super) const KC: usize = 512;
 
 pub(crate) fn k_blocks(k: usize) -> usize {
@@ -403,7 +404,7 @@ pub(crate) fn k_block(k: usize, i: usize) -> (usize, usize) {
     let n = k_blocks(k);
     (k * i / n, k * (i + 1) / n)
 }
-/// The length of the longest K block.
+/// The length of the longest K block of a product with this K.
 pub(crate) fn kc_max(k: usize) -> usize {
     k.div_ceil(k_blocks(k))
 }
@@ -421,8 +422,8 @@ pub(crate) trait Panels: Sync {
     /// need.
     ///
     /// # Safety
-    /// As [`Panels::pack`] for every panel: `dst` is writable for `(end - j)` rounded up to whole vectors,
-    /// times `kc`, floats.
+    /// As [`Panels::pack`] for every panel. `dst` is writable for `columns * kc` floats, where `columns` is
+    /// `end - j` rounded up to whole vectors.
     #[inline(always)]
     unsafe fn pack_chunk<S: Simd>(&self, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) {
         let most = S::VECS * S::W;
@@ -589,7 +590,7 @@ impl PackShape {
         debug_assert!(self.side == Side::Panels);
         self.parts(team, SharedMut(dst), &|k0, kc, j0, j1, dst| {
             // SAFETY: `pack_panels` requires a readable matrix and room for all panels at `dst`; parts write
-            // disjoint panels and K blocks, as `each` is a multiple of the panel's width.
+            // disjoint panels and K blocks, as `parts` cuts only between panels.
             unsafe { pack_columns(self.isa, b, k0, kc, j0, j1, dst) };
         });
     }
