@@ -1,4 +1,4 @@
-//! Turns library calls into kernels: matrix products, convolutions, pooling, row kernels and attention.
+//! Turns library calls into kernels: convolutions, pooling, row kernels and attention.
 
 use super::attention::grad::{GradOperands, attention_grad};
 use super::attention::{Attention, Heads, Operands, attention};
@@ -7,11 +7,6 @@ use super::conv::plain::{Conv, ConvOperands, ConvWeights, conv_f32, conv_rows};
 use super::conv::pool::{Pool, pool};
 use super::conv::window::Window;
 use super::epilogue::{BoundChain, EpilogueChain, run_all};
-use super::gemm::low_precision_calls::narrow_matmul;
-use super::gemm::product_any::{gemm_any, gemm_rounded};
-use super::gemm::product_bf16::Bf16Code;
-use super::gemm::product_f32::{Batch, Epilogue, Gemm, Mat, MatMut, matmul_f32};
-use super::gemm::product_int8::gemm_i8_wrapped;
 use super::rows::layer_norm_grad::layer_norm_grad;
 use super::rows::softmax;
 use super::wide::{Wide, Widened, with_type};
@@ -21,16 +16,10 @@ use crate::cpu::team::{SharedConst, SharedMut};
 use crate::library_call::CallForm;
 use crate::{Declined, Operand};
 use halcyon_ir::composite::{Composite, CompositeKind};
-use halcyon_ir::layout::{View, collapse};
+use halcyon_ir::layout::View;
 use halcyon_ir::ops::{self, PoolKind};
-use halcyon_ir::target::MatmulPrecision;
 use halcyon_ir::{DType, Result as IrResult};
 use half::{bf16, f16};
-
-/// Pointer to the first element of an operand.
-pub(super) fn ptr<T>(r: &Run<'_>, buf: usize, v: &View) -> *const T {
-    (r.bufs[buf].ptr as *const T).wrapping_offset(v.offset)
-}
 
 /// Declines unless the inputs `which` have dense strides (at any offset).
 pub(super) fn dense(call: &CallForm<'_>, which: &[usize]) -> Result<(), Declined> {
@@ -41,190 +30,6 @@ pub(super) fn dense(call: &CallForm<'_>, which: &[usize]) -> Result<(), Declined
 
 pub(super) fn reason<T>(r: IrResult<T>) -> Result<T, Declined> {
     r.map_err(|e| Declined::because(e.to_string()))
-}
-
-/// The sizes and strides of a batch of matrix products.
-#[derive(Clone, Debug)]
-pub(super) struct Product {
-    pub m: usize,
-    pub n: usize,
-    pub k: usize,
-    pub a: View,
-    pub b: View,
-    /// The batch axes except the last: `[size, stride of a, of b, of c]`, strides in elements.
-    pub outer: Vec<[isize; 4]>,
-    /// The size of the last batch axis, and its strides in a, b and c.
-    pub batch: usize,
-    pub step: [isize; 3],
-}
-
-impl Product {
-    fn new(a: &View, b: &View) -> Product {
-        let rank = a.rank();
-        let (mut m, k, n) = (a.shape[rank - 2], a.shape[rank - 1], b.shape[rank - 1]);
-        let head = |v: &View| View {
-            shape: v.shape[..rank - 2].into(),
-            strides: v.strides[..rank - 2].into(),
-            offset: 0,
-            mask: None,
-        };
-        let mut c = head(&View::dense(&[&a.shape[..rank - 2], &[m, n][..]].concat()));
-        let (mut ba, mut bb) = (head(a), head(b));
-        collapse(&mut [&mut ba, &mut bb, &mut c], rank - 2);
-        let axis = |i: usize| [ba.shape[i] as isize, ba.strides[i], bb.strides[i], c.strides[i]];
-        let mut outer: Vec<[isize; 4]> = (0..ba.rank()).map(axis).collect();
-        let [mut batch, sa, sb, sc] = outer.pop().unwrap_or([1, 0, 0, 0]);
-        // All matrices of the batch have the same right operand, and the distance between rows is the same
-        // across matrices. So this is one product with more rows.
-        if sb == 0 && batch > 1 && sa == m as isize * a.strides[rank - 2] && n > 0 {
-            m *= batch as usize;
-            batch = 1;
-        }
-        Product { m, n, k, a: a.clone(), b: b.clone(), outer, batch: batch as usize, step: [sa, sb, sc] }
-    }
-
-    /// Calls `f` with the offsets in a, b and c of every index of the outer batch axes.
-    pub(super) fn groups(&self, mut f: impl FnMut(isize, isize, isize)) {
-        let total: isize = self.outer.iter().map(|o| o[0]).product();
-        for g in 0..total {
-            let (mut left, mut at) = (g, [0isize; 3]);
-            for o in self.outer.iter().rev() {
-                let i = left % o[0];
-                left /= o[0];
-                (0..3).for_each(|x| at[x] += i * o[x + 1]);
-            }
-            f(at[0], at[1], at[2]);
-        }
-    }
-
-    /// `(m, n, k)` of one product.
-    pub(super) fn size(&self) -> (usize, usize, usize) {
-        (self.m, self.n, self.k)
-    }
-
-    /// The last batch axis.
-    pub(super) fn all(&self) -> Batch {
-        let [a, b, c] = self.step;
-        Batch { count: self.batch, a, b, c }
-    }
-
-    pub(super) fn mats<T>(&self, r: &Run<'_>) -> (Mat<T>, Mat<T>) {
-        (self.a(r), self.b(r))
-    }
-
-    pub(super) fn a<T>(&self, r: &Run<'_>) -> Mat<T> {
-        Product::mat(r, 0, &self.a)
-    }
-
-    pub(super) fn b<T>(&self, r: &Run<'_>) -> Mat<T> {
-        Product::mat(r, 1, &self.b)
-    }
-
-    fn mat<T>(r: &Run<'_>, buf: usize, v: &View) -> Mat<T> {
-        let rank = v.rank();
-        Mat { ptr: ptr::<T>(r, buf, v), rs: v.strides[rank - 2], cs: v.strides[rank - 1] }
-    }
-}
-
-pub(super) fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
-    Mat { ptr: m.ptr.wrapping_offset(by), ..m }
-}
-
-/// Matrix product of operands with any strides. f32, f16 and bf16 are summed in f32, f64 is summed in f64;
-/// integers wrap. [`narrow_matmul`] gives the kernels for other result types, and those that may round f32
-/// factors to bf16.
-pub(crate) fn matmul(isa: Isa, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
-    matmul_where(isa, call, isa.bf16_is_faster().then(|| Bf16Code::best(isa)))
-}
-
-/// [`matmul`] that uses the code `bf16` for products of bf16. `None` means that bf16 is not faster than f32
-/// on this CPU.
-pub(super) fn matmul_where(
-    isa: Isa,
-    call: &CallForm<'_>,
-    bf16: Option<Bf16Code>,
-) -> Result<CpuKernel, Declined> {
-    let [a, b, ..] = call.inputs else {
-        return Err(Declined::because("two operands are needed"));
-    };
-    if a.view.rank() < 2 || a.view.rank() != b.view.rank() {
-        return Err(Declined::because("the operands must have the same rank, at least 2"));
-    }
-    let p = Product::new(&a.view, &b.view);
-    let all = [a.dtype, b.dtype, call.outputs[0].dtype];
-    // f32 factors may be rounded to bf16 only at precision `Medium`.
-    let exact = all == [DType::F32; 3] && call.precision < MatmulPrecision::Medium;
-    if !exact && let Some(kernel) = narrow_matmul(isa, call, &p, bf16) {
-        return kernel;
-    }
-    if all != [a.dtype; 3] {
-        return Err(Declined::because(
-            "operands and result of one type, or 8-bit operands with an i32 result, are needed",
-        ));
-    }
-    match a.dtype {
-        DType::F32 => matmul_f32(isa, call, p),
-        d => matmul_any(call, p, d),
-    }
-}
-
-/// A product whose operands and result are of the type `d`, other than f32.
-fn matmul_any(call: &CallForm<'_>, p: Product, d: DType) -> Result<CpuKernel, Declined> {
-    if d == DType::Bool {
-        return Err(Declined::because("bools are not multiplied"));
-    }
-    if EpilogueChain::new(call, 2, p.n)?.is_some() {
-        return Err(Declined::because("only products of f32 support an epilogue"));
-    }
-    if call.packed.is_some() {
-        return Err(Declined::because("only the right operand of an f32 product can be packed"));
-    }
-    let (out, size) = (call.inputs.len(), d.bytes(call.outputs[0].view.numel()));
-    CpuKernel::new(format!("cpu.gemm.{d}"), call, move |r| {
-        if p.k == 0 {
-            // SAFETY: `CpuKernel::run` has checked that the output buffer is writable and holds the dense
-            // view, `size` bytes.
-            unsafe { std::ptr::write_bytes(r.bufs[out].ptr, 0, size) };
-            return;
-        }
-        let (team, isa) = (r.team, r.isa);
-        macro_rules! each {
-            ($t:ty, |$g:ident| $e:expr) => {{
-                let (ma, mb) = p.mats::<$t>(r);
-                let c = r.bufs[out].ptr as *mut $t;
-                p.groups(|x, y, z| {
-                    for i in 0..p.batch as isize {
-                        let (a, b) = (moved(ma, x + i * p.step[0]), moved(mb, y + i * p.step[1]));
-                        let c = MatMut::rows(c.wrapping_offset(z + i * p.step[2]), p.n);
-                        let $g = Gemm::<_, _, _, Epilogue>::new(p.size(), a, b, c);
-                        // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers and that
-                        // the output shares no buffer with an input; it is dense, so products do not overlap.
-                        unsafe { $e };
-                    }
-                });
-            }};
-        }
-        macro_rules! any {
-            ($t:ty) => {
-                each!($t, |g| gemm_any(team, isa, &g.plain()))
-            };
-        }
-        match d {
-            DType::F16 => each!(f16, |g| gemm_rounded(team, isa, &g)),
-            DType::BF16 => each!(bf16, |g| gemm_rounded(team, isa, &g)),
-            DType::F64 => any!(f64),
-            DType::I8 => each!(i8, |g| gemm_i8_wrapped(team, isa, &g.plain())),
-            DType::I16 => any!(i16),
-            DType::I32 => any!(i32),
-            DType::I64 => any!(i64),
-            DType::U8 => each!(u8, |g| gemm_i8_wrapped(team, isa, &g.plain())),
-            DType::U16 => any!(u16),
-            DType::U32 => any!(u32),
-            DType::U64 => any!(u64),
-            // f32 and bool are handled above; small types are declined by `super::find`.
-            _ => {}
-        }
-    })
 }
 
 pub(crate) fn conv(isa: Isa, call: &CallForm<'_>, c: &ops::Conv) -> Result<CpuKernel, Declined> {
@@ -256,7 +61,7 @@ pub(crate) fn conv(isa: Isa, call: &CallForm<'_>, c: &ops::Conv) -> Result<CpuKe
         let y = r.bufs[out].ptr;
         macro_rules! rows {
             ($t:ty) => {{
-                let (x, w) = (ptr::<$t>(r, 0, &xv), ptr::<$t>(r, 1, &wv));
+                let (x, w) = (r.ptr::<$t>(0, &xv), r.ptr::<$t>(1, &wv));
                 let operands = ConvOperands::new(x, w, y as *mut $t);
                 // SAFETY: `CpuKernel::run` has checked that the dense operands lie in their buffers and that
                 // the output, of the size checked above, shares no buffer with an input.
@@ -265,7 +70,7 @@ pub(crate) fn conv(isa: Isa, call: &CallForm<'_>, c: &ops::Conv) -> Result<CpuKe
         }
         match d {
             DType::F32 => {
-                let (x, w) = (ptr::<f32>(r, 0, &xv), ptr::<f32>(r, 1, &wv));
+                let (x, w) = (r.ptr::<f32>(0, &xv), r.ptr::<f32>(1, &wv));
                 let y = y as *mut f32;
                 // SAFETY: `CpuKernel::run` has checked the buffers as for `rows`. The chain lives in this
                 // closure and its operands in `r`, both longer than this call.
@@ -301,7 +106,7 @@ fn conv_packed(
     let key = format!("conv {sizes:?} {isa:?} {offset}");
     let (out, args) = (call.inputs.len(), chain.as_ref().map_or(0, |p| p.args));
     let kernel = CpuKernel::new(format!("cpu.conv.{}.packed", isa.name()), call, move |r| {
-        let x = ptr::<f32>(r, 0, &xv);
+        let x = r.ptr::<f32>(0, &xv);
         // SAFETY: `CpuKernel::run` has checked that the operands lie in their buffers and that the output
         // shares none with an input. Input 1 is bound to the buffer that `pack` wrote, and the kernel reads
         // the weights from there, so the pointer to unpacked weights may be null.
@@ -348,7 +153,7 @@ pub(crate) fn pooling(call: &CallForm<'_>, p: &ops::Pool) -> Result<CpuKernel, D
     CpuKernel::new("cpu.pool", call, move |r| {
         // SAFETY: `CpuKernel::run` has checked that the dense operand lies in its buffer and that the output,
         // of the size checked above, shares no buffer with it.
-        with_type!(d, T => unsafe { pool(r.team, r.isa, kind, planes, &window, ptr::<T>(r, 0, &v), r.bufs[1].ptr as *mut T) })
+        with_type!(d, T => unsafe { pool(r.team, r.isa, kind, planes, &window, r.ptr::<T>(0, &v), r.bufs[1].ptr as *mut T) })
     })
 }
 
@@ -370,7 +175,7 @@ pub(crate) fn pool_grad(isa: Isa, call: &CallForm<'_>, p: &ops::Pool) -> Result<
     let (kind, d, xv, gv) = (pool_kind(p), x.dtype, x.view.clone(), dy.view.clone());
     if d == DType::F32 && kind == Pool::Max && max_grad::is_separate(&window) {
         return CpuKernel::new(format!("cpu.max_pool_grad.{}", isa.name()), call, move |r| {
-            let (x, g) = (ptr::<f32>(r, 0, &xv), ptr::<f32>(r, 2, &gv));
+            let (x, g) = (r.ptr::<f32>(0, &xv), r.ptr::<f32>(2, &gv));
             // SAFETY: `CpuKernel::run` has checked that the dense operands and the output lie in their
             // buffers and do not overlap; the sizes were checked above.
             unsafe { max_grad::run(r.team, r.isa, planes, &window, (x, g), r.bufs[3].ptr as *mut f32) }
@@ -378,7 +183,7 @@ pub(crate) fn pool_grad(isa: Isa, call: &CallForm<'_>, p: &ops::Pool) -> Result<
     }
     CpuKernel::new("cpu.pool_grad", call, move |r| {
         with_type!(d, T => {
-            let (xs, gs) = (SharedConst(ptr::<T>(r, 0, &xv)), SharedConst(ptr::<T>(r, 2, &gv)));
+            let (xs, gs) = (SharedConst(r.ptr::<T>(0, &xv)), SharedConst(r.ptr::<T>(2, &gv)));
             let out = SharedMut(r.bufs[3].ptr as *mut T);
             let (n_in, n_out) = (window.in_size(), window.out_size());
             r.team.ranges(planes, (8192 / (n_out * window.kernel_size()).max(1)).max(1), &|a, b| {
@@ -495,7 +300,7 @@ fn soft(isa: Isa, call: &CallForm<'_>, axis: usize, log: bool) -> Result<CpuKern
     let name = format!("cpu.{kind}.{}", isa.name());
     CpuKernel::new(name, call, move |r| {
         row_call!(d, T => {
-            let (x, y) = (ptr::<T>(r, 0, &v), r.bufs[1].ptr as *mut T);
+            let (x, y) = (r.ptr::<T>(0, &v), r.bufs[1].ptr as *mut T);
             // SAFETY: `CpuKernel::run` has checked that the dense operand lies in its buffer, and that the
             // output, of the same shape by the op's rules, shares no buffer with it.
             unsafe {
@@ -526,14 +331,14 @@ unsafe fn floats<'a>(
     unsafe {
         match d {
             DType::F16 => {
-                let x = std::slice::from_raw_parts(ptr::<f16>(r, buf, v), n);
+                let x = std::slice::from_raw_parts(r.ptr::<f16>(buf, v), n);
                 room.extend(x.iter().map(|x| x.to_f32()));
             }
             DType::BF16 => {
-                let x = std::slice::from_raw_parts(ptr::<bf16>(r, buf, v), n);
+                let x = std::slice::from_raw_parts(r.ptr::<bf16>(buf, v), n);
                 room.extend(x.iter().map(|x| x.to_f32()));
             }
-            _ => return std::slice::from_raw_parts(ptr::<f32>(r, buf, v), n),
+            _ => return std::slice::from_raw_parts(r.ptr::<f32>(buf, v), n),
         }
     }
     room
@@ -573,7 +378,7 @@ fn norm(isa: Isa, call: &CallForm<'_>, axis: usize, eps: f32, centred: bool) -> 
             (floats(r, 1, &views[1], types[1], n, &mut s), shift)
         };
         row_call!(d, T => {
-            let (x, y) = (ptr::<T>(r, 0, &views[0]), r.bufs[views.len()].ptr as *mut T);
+            let (x, y) = (r.ptr::<T>(0, &views[0]), r.bufs[views.len()].ptr as *mut T);
             // SAFETY: `CpuKernel::run` has checked that the dense operands lie in their buffers, and that the
             // output, of the input's shape by the op's rules, shares no buffer with them.
             unsafe {
@@ -607,7 +412,7 @@ fn norm_grad(isa: Isa, call: &CallForm<'_>, axis: usize, eps: f32) -> Result<Cpu
     like(call, &[(rows + 2) * n], DType::F32)?;
     let views: Vec<View> = call.inputs.iter().map(|o| o.view.clone()).collect();
     CpuKernel::new(format!("cpu.{}.{}", CompositeKind::LayerNormGrad, isa.name()), call, move |r| {
-        let from = [0, 1, 2].map(|i| ptr::<f32>(r, i, &views[i]));
+        let from = [0, 1, 2].map(|i| r.ptr::<f32>(i, &views[i]));
         // SAFETY: `CpuKernel::run` has checked that the dense operands, whose sizes were checked above, lie
         // in their buffers, and that the dense output shares no buffer with them.
         unsafe { layer_norm_grad(r.team, r.isa, (rows, n), eps, from, r.bufs[3].ptr as *mut f32) }
@@ -671,7 +476,7 @@ fn attend(isa: Isa, call: &CallForm<'_>, causal: bool, scale: f32) -> Result<Cpu
         [v.strides[0], v.strides[1], v.strides[2], v.strides[3]]
     }
     CpuKernel::new(format!("cpu.{}.{}", CompositeKind::Attention, isa.name()), call, move |r| {
-        let heads = |i: usize, v: &View| Heads { ptr: SharedConst(ptr::<f32>(r, i, v)), strides: strides(v) };
+        let heads = |i: usize, v: &View| Heads { ptr: SharedConst(r.ptr::<f32>(i, v)), strides: strides(v) };
         let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut f32), strides: strides(&out) };
         // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers, and that the output,
         // `[b, h, s, dv]` by the op's rules, shares no buffer with an input. Shapes of q, k, v and mask were
@@ -710,7 +515,7 @@ fn attend_grad(isa: Isa, call: &CallForm<'_>, causal: bool, scale: f32) -> Resul
     CpuKernel::new(format!("cpu.{}.{}", CompositeKind::AttentionGrad, isa.name()), call, move |r| {
         let heads = |i: usize| {
             let s = &views[i].strides;
-            Heads { ptr: SharedConst(ptr::<f32>(r, i, &views[i])), strides: [s[0], s[1], s[2], s[3]] }
+            Heads { ptr: SharedConst(r.ptr::<f32>(i, &views[i])), strides: [s[0], s[1], s[2], s[3]] }
         };
         let out = SharedMut(r.bufs[4].ptr as *mut f32);
         let o = GradOperands { q: heads(0), k: heads(1), v: heads(2), dy: heads(3), out };

@@ -28,6 +28,7 @@ use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
 use halcyon_ir::DType;
 use halcyon_ir::Scalar;
 use halcyon_ir::composite::CompositeKind;
+use halcyon_ir::layout::View;
 use halcyon_ir::ops::Op;
 use halcyon_ir::passes::bytes;
 use halcyon_ir::shape::{Shape, TensorType};
@@ -66,6 +67,13 @@ pub(crate) struct Run<'a> {
     pub team: &'a Team,
     pub isa: Isa,
     pub fault: Fault<'a>,
+}
+
+impl Run<'_> {
+    /// Pointer to the first element of the operand in buffer `buf`.
+    pub(crate) fn ptr<T>(&self, buf: usize, v: &View) -> *const T {
+        (self.bufs[buf].ptr as *const T).wrapping_offset(v.offset)
+    }
 }
 
 type Body = Box<dyn Fn(&Run<'_>) + Send + Sync>;
@@ -313,7 +321,7 @@ fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel,
     }
     // One row per op.
     match op {
-        Op::Matmul => calls::matmul(isa, call),
+        Op::Matmul => gemm::matmul(isa, call),
         Op::Conv(c) => calls::conv(isa, call, c),
         Op::Pool(p) => calls::pooling(call, p),
         Op::PoolGrad(p) => calls::pool_grad(isa, call, p),

@@ -235,7 +235,7 @@ fn product(
     let inputs = [x.1, y.1];
     let call = LibraryCall::new(Work::Op(&Op::Matmul), &inputs, std::slice::from_ref(&output));
     let form = CallForm { precision, ..CallForm::plain(&call) };
-    let k = super::calls::matmul_where(Isa::best(), &form, bf16).unwrap();
+    let k = super::gemm::matmul_where(Isa::best(), &form, bf16).unwrap();
     let k: Arc<dyn LibraryKernel> = Arc::new(k);
     let bytes = out.bytes(dims.iter().product());
     let z = dev.alloc(bytes, Tag::Io).unwrap();

@@ -8,7 +8,7 @@ use super::blocked_int8_calls::conv8;
 use super::blocked_tile::{Activation, pool as pool_tiles};
 use super::plain::Conv;
 use super::window::Window;
-use crate::cpu::library::calls::{dense, pool_kind, pool_window, ptr, reason};
+use crate::cpu::library::calls::{dense, pool_kind, pool_window, reason};
 use crate::cpu::library::epilogue::{BoundChain, EpilogueChain};
 use crate::cpu::library::simd::lanes;
 use crate::cpu::library::{CpuKernel, Run};
@@ -107,7 +107,7 @@ pub(crate) fn conv(
         // The size of the workspace depends on the number of threads; a device has one team.
         assert_eq!(r.team.threads(), threads, "the kernel was made for another team");
         let work = r.bufs.get(places + 1).map_or(std::ptr::null_mut(), |b| b.ptr as *mut f32);
-        let x = ptr::<f32>(r, 0, &xv);
+        let x = r.ptr::<f32>(0, &xv);
         let finish = simple.bind(r);
         // SAFETY: `CpuKernel::run` has checked that the dense operands, the output and the workspace lie in
         // their buffers, and that output and workspace share no buffer with another operand; sizes were
@@ -117,7 +117,7 @@ pub(crate) fn conv(
             let w = if packed.is_some() {
                 r.bufs[1].ptr as *const f32
             } else {
-                k.pack(r.team, ptr::<f32>(r, 1, &wv), work);
+                k.pack(r.team, r.ptr::<f32>(1, &wv), work);
                 work as *const f32
             };
             let chain = BoundChain::new(chain.as_ref(), r);
@@ -220,7 +220,7 @@ fn conv16(
     let (places, xv, wv, kernel) = (call.inputs.len(), x.view.clone(), w.view.clone(), k.clone());
     let made = CpuKernel::new(name, call, move |r| {
         let work = r.bufs.get(places + 1).map_or(std::ptr::null_mut(), |b| b.ptr);
-        let (x, y) = (ptr::<u16>(r, 0, &xv), r.bufs[places].ptr);
+        let (x, y) = (r.ptr::<u16>(0, &xv), r.bufs[places].ptr);
         let after = simple.after(r, wide);
         // SAFETY: `CpuKernel::run` has checked that the dense operands, the output and the workspace lie in
         // their buffers, and that output and workspace share no buffer with another operand; sizes were
@@ -230,7 +230,7 @@ fn conv16(
             let w = if packed {
                 r.bufs[1].ptr as *const u8
             } else {
-                kernel.pack(r.team, ptr::<u16>(r, 1, &wv), work);
+                kernel.pack(r.team, r.ptr::<u16>(1, &wv), work);
                 work as *const u8
             };
             match &kernel {
@@ -365,7 +365,7 @@ pub(crate) fn pool(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
         }
         let (kind, planes, v) = (pool_kind(p), (*n, *cb), x.view.clone());
         return CpuKernel::new(format!("cpu.pool_blocked16.{}", isa.name()), call, move |r| {
-            let (x, y) = (ptr::<u16>(r, 0, &v), r.bufs[1].ptr as *mut u16);
+            let (x, y) = (r.ptr::<u16>(0, &v), r.bufs[1].ptr as *mut u16);
             // SAFETY: `CpuKernel::run` has checked that the dense operand lies in its buffer and that the
             // output, of the size checked above, shares no buffer with it.
             unsafe { pool16(r.team, isa, kind, planes, &window, x, y) }
@@ -381,7 +381,7 @@ pub(crate) fn pool(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
     }
     let (kind, planes, v) = (pool_kind(p), n * cb, x.view.clone());
     CpuKernel::new(format!("cpu.pool_blocked.{}", isa.name()), call, move |r| {
-        let (x, y) = (ptr::<f32>(r, 0, &v), r.bufs[1].ptr as *mut f32);
+        let (x, y) = (r.ptr::<f32>(0, &v), r.bufs[1].ptr as *mut f32);
         // SAFETY: `CpuKernel::run` has checked that the dense operand lies in its buffer and that the output,
         // of the size checked above, shares no buffer with it.
         unsafe { pool_tiles(r.team, isa, kind, planes, &window, x, y) }

@@ -6,7 +6,6 @@ use super::blocked_int8::{BLOCK, Blocked8, ByteEpilogue, Engine, Store};
 use super::plain::Conv;
 use crate::Declined;
 use crate::cpu::library::CpuKernel;
-use crate::cpu::library::calls::ptr;
 use crate::cpu::sys::Isa;
 use crate::library_call::CallForm;
 use halcyon_ir::fused::{Fused, InstrKind, Param};
@@ -115,7 +114,7 @@ pub(super) fn conv8(
     let (places, xv, wv, kernel) = (call.inputs.len(), x.view.clone(), w.view.clone(), k.clone());
     let made = CpuKernel::new(name, call, move |r| {
         let work = r.bufs.get(places + 1).map_or(std::ptr::null_mut(), |b| b.ptr);
-        let (x, y) = (ptr::<u8>(r, 0, &xv), r.bufs[places].ptr);
+        let (x, y) = (r.ptr::<u8>(0, &xv), r.bufs[places].ptr);
         let f = simple.bind(r);
         let after = ByteEpilogue { scale: f.scale, bias: f.bias, residual: f.residual, act: f.act, to };
         // SAFETY: `CpuKernel::run` has checked that the dense operands, the output and the workspace lie in
@@ -126,7 +125,7 @@ pub(super) fn conv8(
             let w = if packed {
                 r.bufs[1].ptr as *const u8
             } else {
-                kernel.pack(r.team, ptr::<i8>(r, 1, &wv), work);
+                kernel.pack(r.team, r.ptr::<i8>(1, &wv), work);
                 work as *const u8
             };
             kernel.run(r.team, isa, Buffers { x, w, y, work: work.wrapping_add(own) }, after);

@@ -1,8 +1,8 @@
 //! Low-precision products of bf16 and integers through library calls, with packed weights and epilogues,
 //! against f64.
 
+use super::matmul_where;
 use super::product_bf16::Bf16Code;
-use crate::cpu::library::calls::matmul_where;
 use crate::cpu::library::testing::*;
 use crate::cpu::library::{CpuKernel, Fault, Run};
 use crate::cpu::memory::Ptr;

@@ -1,6 +1,7 @@
 //! Library calls for low-precision products: bf16 factors with f32 sums, and 8-bit factors with i32 sums.
 
 use super::k_groups::batch;
+use super::matrix::Product;
 #[cfg(target_arch = "x86_64")]
 use super::product_bf16::gemm_bf16_tiles;
 use super::product_bf16::{Bf16Code, Bf16Elem, Bf16Out, gemm_bf16_batched_by};
@@ -22,7 +23,6 @@ use crate::cpu::library::attention::Attention;
 use crate::cpu::library::attention::flash_bf16::{MaskElem, OutElem, attention_bf16};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::library::attention::{Heads, Operands};
-use crate::cpu::library::calls::{Product, moved, ptr};
 use crate::cpu::library::epilogue::{BoundChain, EpilogueChain};
 use crate::cpu::sys::Isa;
 #[cfg(target_arch = "x86_64")]
@@ -111,7 +111,7 @@ fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
         let (a, b, c) = (p.a::<A>(r), p.b::<B>(r), r.bufs[out].ptr as *mut C);
         p.groups(|x, y, z| {
             let c = MatMut::rows(c.wrapping_offset(z), p.n);
-            let g = Gemm::new(p.size(), moved(a, x), moved(b, y), c);
+            let g = Gemm::new(p.size(), a.offset(x), b.offset(y), c);
             // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the dense result
             // overlaps no operand; the chain is owned by this closure and `r` outlives the call.
             unsafe {
@@ -159,7 +159,7 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     let (out, args) = (call.inputs.len(), chain.as_ref().map_or(0, |p| p.args));
     let p = p.clone();
     let kernel = CpuKernel::new(format!("cpu.gemm_bf16.{}.packed", code.name()), call, move |r| {
-        let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
+        let a = Mat { ptr: r.ptr::<A>(0, &p.a), rs: sa.0, cs: sa.1 };
         let c = MatMut::rows(r.bufs[out].ptr as *mut C, p.n);
         // SAFETY: `CpuKernel::run` checked that A and the result lie in their buffers. Buffer 1 has the size
         // of the packed operand, which `pack` wrote. The chain is owned by this closure, `r` outlives the
@@ -211,7 +211,7 @@ fn bytes<A: Byte, B: Byte>(isa: Isa, call: &CallForm<'_>, p: &Product) -> Result
         let (a, b, c) = (p.a::<A>(r), p.b::<B>(r), r.bufs[2].ptr as *mut i32);
         p.groups(|x, y, z| {
             let c = MatMut::rows(c.wrapping_offset(z), p.n);
-            let g = Gemm::new(p.size(), moved(a, x), moved(b, y), c);
+            let g = Gemm::new(p.size(), a.offset(x), b.offset(y), c);
             // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the dense result
             // overlaps no operand.
             unsafe { gemm_i8_batched(r.team, r.isa, p.all(), &g) };
@@ -235,7 +235,7 @@ fn pairs<A: PairElem, B: PairElem>(
         let (offset, shape) = (p.b.offset, PairShape::new(isa, p.k, p.n));
         let key = format!("pairs.b {shape:?} {} {sb:?} {offset}", call.inputs[1].dtype);
         let kernel = CpuKernel::new(format!("{name}.packed"), call, move |r| {
-            let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
+            let a = Mat { ptr: r.ptr::<A>(0, &p.a), rs: sa.0, cs: sa.1 };
             let c = MatMut::rows(r.bufs[out].ptr as *mut i32, p.n);
             let b = (shape, r.bufs[1].ptr as *const u32);
             // SAFETY: `CpuKernel::run` checked that A and the result lie in their buffers. Buffer 1 has the
@@ -256,7 +256,7 @@ fn pairs<A: PairElem, B: PairElem>(
         let (a, b, c) = (p.a::<A>(r), p.b::<B>(r), r.bufs[out].ptr as *mut i32);
         p.groups(|x, y, z| {
             let c = MatMut::rows(c.wrapping_offset(z), p.n);
-            let g = Gemm::<_, _, _, Epilogue>::new(p.size(), moved(a, x), moved(b, y), c);
+            let g = Gemm::<_, _, _, Epilogue>::new(p.size(), a.offset(x), b.offset(y), c);
             let first = z.unsigned_abs() / p.n.max(1);
             batch(r.team, p.batch, g.work(), &|i, threads| {
                 // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the dense
@@ -299,7 +299,7 @@ fn bytes_packed<A: Byte, B: Byte>(
     let key = format!("tiles.b {shape:?} {sb:?} {offset}");
     let p = p.clone();
     let kernel = CpuKernel::new("cpu.gemm_i8.amx_int8.packed", call, move |r: &Run<'_>| {
-        let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
+        let a = Mat { ptr: r.ptr::<A>(0, &p.a), rs: sa.0, cs: sa.1 };
         let c = MatMut::rows(r.bufs[2].ptr as *mut i32, p.n);
         // SAFETY: `CpuKernel::run` checked that A and the result lie in their buffers. Buffer 1 has the size
         // of the packed operand, which `pack` wrote. `has_int8_tiles` was checked above.
@@ -363,9 +363,9 @@ fn attend_as<M: MaskElem + 'static, Y: OutElem + 'static>(
     }
     CpuKernel::new(format!("cpu.{}.amx_bf16", CompositeKind::Attention), call, move |r| {
         let heads =
-            |i: usize| Heads { ptr: SharedConst(ptr::<bf16>(r, i, &views[i])), strides: strides(&views[i]) };
+            |i: usize| Heads { ptr: SharedConst(r.ptr::<bf16>(i, &views[i])), strides: strides(&views[i]) };
         let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut Y), strides: strides(&out) };
-        let mask = mask.as_ref().map(|m| Heads { ptr: SharedConst(ptr::<M>(r, 3, m)), strides: strides(m) });
+        let mask = mask.as_ref().map(|m| Heads { ptr: SharedConst(r.ptr::<M>(3, m)), strides: strides(m) });
         // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the output overlaps
         // no operand; `attend_halves` checked for tile registers.
         unsafe {

@@ -1,7 +1,9 @@
 //! Matrices in memory, and what a product consists of: its operands, its batch and its epilogue.
 
+use crate::cpu::library::Run;
 use crate::cpu::library::epilogue::BoundChain;
 use crate::cpu::team::SharedConst;
+use halcyon_ir::layout::{View, collapse};
 
 /// A readable matrix: element `(i, j)` is at `ptr[i * rs + j * cs]`. Strides count elements and may be zero
 /// or negative.
@@ -193,6 +195,89 @@ impl Batch {
     ) -> Gemm<Mat<A>, Mat<B>, MatMut<C>, E> {
         let i = i as isize;
         Gemm { a: g.a.offset(i * self.a), b: g.b.offset(i * self.b), c: g.c.offset(i * self.c), ..*g }
+    }
+}
+
+/// The sizes and strides of a batch of matrix products.
+#[derive(Clone, Debug)]
+pub(crate) struct Product {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub a: View,
+    pub b: View,
+    /// The batch axes except the last: `[size, stride of a, of b, of c]`, strides in elements.
+    pub outer: Vec<[isize; 4]>,
+    /// The size of the last batch axis, and its strides in a, b and c.
+    pub batch: usize,
+    pub step: [isize; 3],
+}
+
+impl Product {
+    pub(crate) fn new(a: &View, b: &View) -> Product {
+        let rank = a.rank();
+        let (mut m, k, n) = (a.shape[rank - 2], a.shape[rank - 1], b.shape[rank - 1]);
+        let head = |v: &View| View {
+            shape: v.shape[..rank - 2].into(),
+            strides: v.strides[..rank - 2].into(),
+            offset: 0,
+            mask: None,
+        };
+        let mut c = head(&View::dense(&[&a.shape[..rank - 2], &[m, n][..]].concat()));
+        let (mut ba, mut bb) = (head(a), head(b));
+        collapse(&mut [&mut ba, &mut bb, &mut c], rank - 2);
+        let axis = |i: usize| [ba.shape[i] as isize, ba.strides[i], bb.strides[i], c.strides[i]];
+        let mut outer: Vec<[isize; 4]> = (0..ba.rank()).map(axis).collect();
+        let [mut batch, sa, sb, sc] = outer.pop().unwrap_or([1, 0, 0, 0]);
+        // All matrices of the batch have the same right operand, and the distance between rows is the same
+        // across matrices. So this is one product with more rows.
+        if sb == 0 && batch > 1 && sa == m as isize * a.strides[rank - 2] && n > 0 {
+            m *= batch as usize;
+            batch = 1;
+        }
+        Product { m, n, k, a: a.clone(), b: b.clone(), outer, batch: batch as usize, step: [sa, sb, sc] }
+    }
+
+    /// Calls `f` with the offsets in a, b and c of every index of the outer batch axes.
+    pub(crate) fn groups(&self, mut f: impl FnMut(isize, isize, isize)) {
+        let total: isize = self.outer.iter().map(|o| o[0]).product();
+        for g in 0..total {
+            let (mut left, mut at) = (g, [0isize; 3]);
+            for o in self.outer.iter().rev() {
+                let i = left % o[0];
+                left /= o[0];
+                (0..3).for_each(|x| at[x] += i * o[x + 1]);
+            }
+            f(at[0], at[1], at[2]);
+        }
+    }
+
+    /// `(m, n, k)` of one product.
+    pub(crate) fn size(&self) -> (usize, usize, usize) {
+        (self.m, self.n, self.k)
+    }
+
+    /// The last batch axis.
+    pub(crate) fn all(&self) -> Batch {
+        let [a, b, c] = self.step;
+        Batch { count: self.batch, a, b, c }
+    }
+
+    pub(crate) fn mats<T>(&self, r: &Run<'_>) -> (Mat<T>, Mat<T>) {
+        (self.a(r), self.b(r))
+    }
+
+    pub(crate) fn a<T>(&self, r: &Run<'_>) -> Mat<T> {
+        Product::mat(r, 0, &self.a)
+    }
+
+    pub(crate) fn b<T>(&self, r: &Run<'_>) -> Mat<T> {
+        Product::mat(r, 1, &self.b)
+    }
+
+    fn mat<T>(r: &Run<'_>, buf: usize, v: &View) -> Mat<T> {
+        let rank = v.rank();
+        Mat { ptr: r.ptr(buf, v), rs: v.strides[rank - 2], cs: v.strides[rank - 1] }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Matrix products.
+//! Matrix products, and the library call that finds the kernel of one.
 
 pub mod gemv;
 // Only x86-64 has instructions that multiply K groups.
@@ -26,3 +26,115 @@ mod product_int8_vectors;
 pub(super) mod tile_registers;
 #[cfg(target_arch = "x86_64")]
 mod tile_registers_int8;
+
+use super::CpuKernel;
+use super::epilogue::EpilogueChain;
+use crate::Declined;
+use crate::cpu::sys::Isa;
+use crate::library_call::CallForm;
+use halcyon_ir::DType;
+use halcyon_ir::target::MatmulPrecision;
+use half::{bf16, f16};
+use low_precision_calls::narrow_matmul;
+use matrix::{Epilogue, Gemm, MatMut, Product};
+use product_any::{gemm_any, gemm_rounded};
+use product_bf16::Bf16Code;
+use product_f32::matmul_f32;
+use product_int8::gemm_i8_wrapped;
+
+/// Matrix product of operands with any strides. f32, f16 and bf16 are summed in f32, f64 is summed in f64;
+/// integers wrap. [`narrow_matmul`] gives the kernels for other result types, and those that may round f32
+/// factors to bf16.
+pub(crate) fn matmul(isa: Isa, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
+    matmul_where(isa, call, isa.bf16_is_faster().then(|| Bf16Code::best(isa)))
+}
+
+/// [`matmul`] that uses the code `bf16` for products of bf16. `None` means that bf16 is not faster than f32
+/// on this CPU.
+pub(crate) fn matmul_where(
+    isa: Isa,
+    call: &CallForm<'_>,
+    bf16: Option<Bf16Code>,
+) -> Result<CpuKernel, Declined> {
+    let [a, b, ..] = call.inputs else {
+        return Err(Declined::because("two operands are needed"));
+    };
+    if a.view.rank() < 2 || a.view.rank() != b.view.rank() {
+        return Err(Declined::because("the operands must have the same rank, at least 2"));
+    }
+    let p = Product::new(&a.view, &b.view);
+    let all = [a.dtype, b.dtype, call.outputs[0].dtype];
+    // f32 factors may be rounded to bf16 only at precision `Medium`.
+    let exact = all == [DType::F32; 3] && call.precision < MatmulPrecision::Medium;
+    if !exact && let Some(kernel) = narrow_matmul(isa, call, &p, bf16) {
+        return kernel;
+    }
+    if all != [a.dtype; 3] {
+        return Err(Declined::because(
+            "operands and result of one type, or 8-bit operands with an i32 result, are needed",
+        ));
+    }
+    match a.dtype {
+        DType::F32 => matmul_f32(isa, call, p),
+        d => matmul_any(call, p, d),
+    }
+}
+
+/// A product whose operands and result are of the type `d`, other than f32.
+fn matmul_any(call: &CallForm<'_>, p: Product, d: DType) -> Result<CpuKernel, Declined> {
+    if d == DType::Bool {
+        return Err(Declined::because("bools are not multiplied"));
+    }
+    if EpilogueChain::new(call, 2, p.n)?.is_some() {
+        return Err(Declined::because("only products of f32 support an epilogue"));
+    }
+    if call.packed.is_some() {
+        return Err(Declined::because("only the right operand of an f32 product can be packed"));
+    }
+    let (out, size) = (call.inputs.len(), d.bytes(call.outputs[0].view.numel()));
+    CpuKernel::new(format!("cpu.gemm.{d}"), call, move |r| {
+        if p.k == 0 {
+            // SAFETY: `CpuKernel::run` has checked that the output buffer is writable and holds the dense
+            // view, `size` bytes.
+            unsafe { std::ptr::write_bytes(r.bufs[out].ptr, 0, size) };
+            return;
+        }
+        let (team, isa) = (r.team, r.isa);
+        macro_rules! each {
+            ($t:ty, |$g:ident| $e:expr) => {{
+                let (ma, mb) = p.mats::<$t>(r);
+                let c = r.bufs[out].ptr as *mut $t;
+                p.groups(|x, y, z| {
+                    for i in 0..p.batch as isize {
+                        let (a, b) = (ma.offset(x + i * p.step[0]), mb.offset(y + i * p.step[1]));
+                        let c = MatMut::rows(c.wrapping_offset(z + i * p.step[2]), p.n);
+                        let $g = Gemm::<_, _, _, Epilogue>::new(p.size(), a, b, c);
+                        // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers and that
+                        // the output shares no buffer with an input; it is dense, so products do not overlap.
+                        unsafe { $e };
+                    }
+                });
+            }};
+        }
+        macro_rules! any {
+            ($t:ty) => {
+                each!($t, |g| gemm_any(team, isa, &g.plain()))
+            };
+        }
+        match d {
+            DType::F16 => each!(f16, |g| gemm_rounded(team, isa, &g)),
+            DType::BF16 => each!(bf16, |g| gemm_rounded(team, isa, &g)),
+            DType::F64 => any!(f64),
+            DType::I8 => each!(i8, |g| gemm_i8_wrapped(team, isa, &g.plain())),
+            DType::I16 => any!(i16),
+            DType::I32 => any!(i32),
+            DType::I64 => any!(i64),
+            DType::U8 => each!(u8, |g| gemm_i8_wrapped(team, isa, &g.plain())),
+            DType::U16 => any!(u16),
+            DType::U32 => any!(u32),
+            DType::U64 => any!(u64),
+            // f32 and bool are handled above; small types are declined by `super::find`.
+            _ => {}
+        }
+    })
+}

@@ -7,11 +7,11 @@
 //! number of threads.
 
 use super::gemv;
+use super::matrix::Product;
 pub use super::matrix::{Batch, Epilogue, Gemm, Mat, MatMut};
 use super::panels::{Left, SERIAL, gemm_panels, inline_floats, panels_inline};
 use crate::Declined;
 use crate::cpu::library::CpuKernel;
-use crate::cpu::library::calls::{Product, moved, ptr};
 use crate::cpu::library::epilogue::{BoundChain, EpilogueChain, run_all};
 use crate::cpu::library::simd::{Simd, Sizes, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
@@ -55,7 +55,7 @@ pub(in crate::cpu::library) fn matmul_f32(
             return;
         }
         p.groups(|x, y, z| {
-            let g = Gemm::new(p.size(), moved(a, x), moved(b, y), MatMut::rows(c.wrapping_offset(z), p.n));
+            let g = Gemm::new(p.size(), a.offset(x), b.offset(y), MatMut::rows(c.wrapping_offset(z), p.n));
             // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers and that the output
             // shares no buffer with an input. The output is dense, so the results of the products do not
             // overlap.
@@ -98,7 +98,7 @@ fn matmul_packed(
     let key = format!("gemm.b {shape:?} {sb:?} {offset}");
     let (out, args) = (call.inputs.len(), chain.as_ref().map_or(0, |p| p.args));
     let kernel = CpuKernel::new(format!("cpu.gemm.{}.packed", isa.name()), call, move |r| {
-        let a = Mat { ptr: ptr::<f32>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
+        let a = Mat { ptr: r.ptr::<f32>(0, &p.a), rs: sa.0, cs: sa.1 };
         let c = MatMut::rows(r.bufs[out].ptr as *mut f32, n);
         // SAFETY: `CpuKernel::run` has checked that the left operand and the result lie in their buffers and
         // that the output shares no buffer with an input. Input 1 is a buffer that `pack` has written. The

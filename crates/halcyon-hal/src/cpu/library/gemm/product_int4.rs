@@ -14,7 +14,7 @@ use super::matrix::{Gemm, Mat, MatMut};
 use super::product_f32::gemm;
 use crate::Declined;
 use crate::cpu::library::CpuKernel;
-use crate::cpu::library::calls::{dense, ptr};
+use crate::cpu::library::calls::dense;
 use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
@@ -285,15 +285,15 @@ pub(crate) fn call(isa: Isa, call: &CallForm<'_>) -> Result<CpuKernel, Declined>
     let views: Vec<_> = call.inputs.iter().map(|o| o.view.clone()).collect();
     let (last, name) = (call.inputs.len(), format!("cpu.quantized_matmul.int4.{}", isa.name()));
     let kernel = CpuKernel::new(name, call, move |r| {
-        let scales = SharedConst(ptr::<f32>(r, 2, &views[2]));
+        let scales = SharedConst(r.ptr::<f32>(2, &views[2]));
         let none = SharedConst(std::ptr::null());
-        let minima = views.get(3).map_or(none, |v| SharedConst(ptr::<f32>(r, 3, v)));
-        let w = Weights { codes: SharedConst(ptr::<u8>(r, 1, &views[1])), scales, minima };
+        let minima = views.get(3).map_or(none, |v| SharedConst(r.ptr::<f32>(3, v)));
+        let w = Weights { codes: SharedConst(r.ptr::<u8>(1, &views[1])), scales, minima };
         let (y, work) = (r.bufs[last].ptr as *mut f32, r.bufs[last + 1].ptr as *mut f32);
         // SAFETY: `CpuKernel::run` has checked that the dense operands, the output and the workspace lie in
         // their buffers, and that output and workspace share no buffer with another operand; sizes were
         // checked above.
-        unsafe { product(r.team, r.isa, s, ptr::<f32>(r, 0, &views[0]), w, y, work) };
+        unsafe { product(r.team, r.isa, s, r.ptr::<f32>(0, &views[0]), w, y, work) };
     })?;
     Ok(kernel.with_workspace(s.workspace() * size_of::<f32>()))
 }
