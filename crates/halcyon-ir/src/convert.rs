@@ -3,8 +3,8 @@
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
+use crate::ops::element_wise::ScalarOp;
 use crate::passes::small_types::encode_e8m0;
-use crate::scalar_op::ScalarOp;
 
 /// The power of two to which a number between two powers of two is rounded.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

@@ -11,7 +11,7 @@ pub use affine::{Affine, AffineActivation};
 use crate::dtype::{DType, Scalar};
 use crate::layout::View;
 use crate::ops::ReduceKind;
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 use crate::shape::Dims;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;

@@ -1,5 +1,5 @@
 //! Reverse-mode differentiation as a graph pass, with one rule per op (`crate::ops`). The rules of scalar ops
-//! are a column of their table (`crate::scalar_op`).
+//! are a column of their table (`crate::ops::element_wise`).
 //!
 //! Gradients are ordinary nodes, so they can be fused, planned and differentiated again. Conventions:
 //! elements that tie for a maximum or minimum share the gradient equally (except in pooling, where the first

@@ -11,7 +11,7 @@ use crate::data::ConstData;
 use crate::dtype::DType;
 use crate::error::{Error, Result, Span, one_line};
 use crate::ops::Op;
-use crate::scalar_op::{Rule, ScalarOp};
+use crate::ops::element_wise::{Rule, ScalarOp};
 use crate::shape::{Bindings, Dim, Shape, TensorType};
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;

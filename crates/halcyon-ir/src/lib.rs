@@ -1,6 +1,6 @@
 //! Graph, passes, kernel IR and renderers. No FFI and no `unsafe`.
 //!
-//! Read in this order: [`dtype`], [`shape`], [`scalar_op`], [`ops`], [`graph`], [`composite`], then the
+//! Read in this order: [`dtype`], [`shape`], [`ops::element_wise`], [`ops`], [`graph`], [`composite`], then the
 //! passes and the kernel IR.
 #![forbid(unsafe_code)]
 pub mod composite;
@@ -23,7 +23,6 @@ pub mod plan;
 pub mod polynomials;
 pub mod reference;
 pub mod render;
-pub mod scalar_op;
 pub mod shape;
 pub mod target;
 pub use convert::Rounding;
@@ -32,5 +31,5 @@ pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result, Span};
 pub use graph::{Graph, NodeId};
 pub use ops::Op;
-pub use scalar_op::ScalarOp;
+pub use ops::element_wise::ScalarOp;
 pub use shape::{Bindings, Dim, Dims, Shape, TensorType};

@@ -8,8 +8,9 @@
 //! device.
 
 use halcyon::ir::composite::CompositeKind;
+use halcyon::ir::ops::element_wise::ROWS;
 use halcyon::ir::ops::{KINDS, PoolKind, ReduceKind, ScatterKind};
-use halcyon::ir::{Graph, Op, ScalarOp, scalar_op};
+use halcyon::ir::{Graph, Op, ScalarOp};
 use halcyon::prelude::*;
 use halcyon::{AmpPolicy, Order, Scan};
 use halcyon_test::devices::{devices, open, test_backends};
@@ -300,7 +301,7 @@ fn nothing_is_missing() {
     }
     let kinds: BTreeSet<&str> = seen.iter().map(|(k, _)| k.as_str()).collect();
     let mut missing: Vec<String> = vec![];
-    for r in scalar_op::ROWS {
+    for r in ROWS {
         for d in DType::native().filter(|d| r.op.takes(*d)) {
             if !seen.contains(&(r.name.into(), d.name().into())) {
                 missing.push(format!("{} on {d}", r.name));
@@ -311,9 +312,7 @@ fn nothing_is_missing() {
     missing.extend(composites().into_iter().filter(|k| !rows.iter().any(|r| r.name == *k)));
     assert!(missing.is_empty(), "no row for {missing:?}");
     // The gradient of every scalar op on floats is checked, also if it is zero everywhere.
-    for r in
-        scalar_op::ROWS.iter().filter(|r| r.op.takes(DType::F32) && r.op.result(DType::F32) == DType::F32)
-    {
+    for r in ROWS.iter().filter(|r| r.op.takes(DType::F32) && r.op.result(DType::F32) == DType::F32) {
         let graded =
             rows.iter().any(|x| x.name == r.name && x.cases.iter().any(|c| c.grad && c.takes(DType::F32)));
         assert!(graded, "the gradient of {} is not checked", r.name);

@@ -4,7 +4,7 @@
 
 use super::export::spellings;
 use super::ops::{self, Build, Row};
-use halcyon_ir::scalar_op::Rule;
+use halcyon_ir::ops::element_wise::Rule;
 use std::fmt::Write;
 use std::path::PathBuf;
 

@@ -1,6 +1,7 @@
 use super::*;
 use crate::onnx::reference;
 use halcyon_ir::ConstData;
+use halcyon_ir::ops::element_wise::erf;
 
 /// Both words of Threefry-2x32 with 20 rounds, as defined in the paper.
 fn threefry(key: [u32; 2], counter: [u32; 2]) -> [u32; 2] {
@@ -99,7 +100,7 @@ fn normal_numbers() {
         // The bounds are four standard errors: 3 / sqrt(n) for the mean, 9 sqrt(2 / n) for the variance.
         assert!((m - 1.0).abs() < 0.085 && (var - 9.0).abs() < 0.36, "{d}: {m} {var}");
         if d.bits() >= 32 {
-            let phi = |x: f64| 0.5 * (1.0 + halcyon_ir::scalar_op::erf((x - 1.0) / 3.0 / 2f64.sqrt()));
+            let phi = |x: f64| 0.5 * (1.0 + erf((x - 1.0) / 3.0 / 2f64.sqrt()));
             let far = distance(v.clone(), phi);
             assert!(far < 1.95, "{d}: {far}");
         }

@@ -110,7 +110,7 @@ pub(crate) fn gelu_ref(x: f64) -> f64 {
         return f64::NAN;
     }
     if t > -2.0 || x.is_nan() {
-        return 0.5 * x * (1.0 + halcyon_ir::scalar_op::erf(t));
+        return 0.5 * x * (1.0 + halcyon_ir::ops::element_wise::erf(t));
     }
     let a = -t;
     let mut f = 0.0;

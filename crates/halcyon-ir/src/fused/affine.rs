@@ -3,7 +3,7 @@
 use super::{Fused, Instr, InstrKind, Load, Out, Param, Reg};
 use crate::dtype::DType;
 use crate::layout::{View, dense_strides};
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 
 /// An epilogue `activation(result * scale + bias + residual)`. Every part is optional. Scale, bias and
 /// residual are indices into [`Fused::loads`].

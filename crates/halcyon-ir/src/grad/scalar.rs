@@ -1,4 +1,4 @@
-//! Gradients of scalar ops. Each row of `crate::scalar_op` names one.
+//! Gradients of scalar ops. Each row of `crate::ops::element_wise` names one.
 
 use super::keep;
 use crate::error::Result;

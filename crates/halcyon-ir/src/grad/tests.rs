@@ -7,9 +7,9 @@ use crate::data::ConstData;
 use crate::dtype::DType;
 use crate::error::Span;
 use crate::graph::OutputSpec;
+use crate::ops::element_wise::{ROWS, Rule, ScalarOp};
 use crate::ops::{Conv, Pool, PoolKind, ReduceKind, ScatterKind};
 use crate::reference::{eval, promote};
-use crate::scalar_op::{ROWS, Rule, ScalarOp};
 use crate::shape::{Dim, Shape, TensorType};
 use std::sync::Arc;
 

@@ -10,7 +10,7 @@ use crate::dtype::{DType, Scalar};
 use crate::error::Result;
 use crate::layout::View;
 use crate::ops::ReduceKind;
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 use crate::target::Operand;
 use std::cell::RefCell;
 

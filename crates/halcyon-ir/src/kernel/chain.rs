@@ -7,7 +7,7 @@ use crate::dtype::{Class, DType, Scalar};
 use crate::error::{Error, Result};
 use crate::fused::{Fused, InstrKind, Out, Param};
 use crate::layout::View;
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 use crate::target::{Caps, Declined};
 
 /// Number of elements a work-item sums before it adds the partial sum to its total. Rounding errors then grow

@@ -7,7 +7,7 @@
 
 use super::merged::Parts;
 use crate::dtype::{Class, DType, Scalar};
-use crate::scalar_op::{Rule, ScalarOp};
+use crate::ops::element_wise::{Rule, ScalarOp};
 use serde::{Deserialize, Serialize};
 use std::hash::{Hash, Hasher};
 

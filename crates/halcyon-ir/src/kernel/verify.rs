@@ -4,7 +4,7 @@ use super::ir::*;
 use super::merged;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::scalar_op::{Rule, ScalarOp};
+use crate::ops::element_wise::{Rule, ScalarOp};
 
 /// Checks a kernel with [`verify`] and against the limits of a device.
 ///

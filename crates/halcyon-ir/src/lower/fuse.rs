@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::layout::collapse;
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 
 /// The space that a fused kernel iterates over, and the place of its result.
 pub(super) struct Store {

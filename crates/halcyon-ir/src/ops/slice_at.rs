@@ -6,7 +6,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::grad::{Backward, Gradient, zeros};
 use crate::graph::{Graph, NodeId};
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 use crate::shape::Dim;
 
 const NAME: &str = "slice_at";

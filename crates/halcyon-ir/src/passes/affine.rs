@@ -8,7 +8,7 @@ use crate::composite::CompositeKind;
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
 use crate::ops::Op;
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 use crate::shape::Shape;
 use std::collections::{HashMap, HashSet};
 

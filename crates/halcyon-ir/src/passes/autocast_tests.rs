@@ -1,8 +1,8 @@
 use super::*;
+use crate::ops::element_wise::ScalarOp;
 use crate::ops::{Conv, Pool, PoolKind, ReduceKind, ScatterKind};
 use crate::passes::{Level, MIXED, PassOptions, optimize};
 use crate::reference::{eval, eval_f64};
-use crate::scalar_op::ScalarOp;
 use crate::shape::{Shape, TensorType};
 use crate::target::Caps;
 use std::hash::BuildHasher;

@@ -13,8 +13,8 @@ use crate::composite::Composite;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
+use crate::ops::element_wise::ScalarOp;
 use crate::ops::{Conv, Op};
-use crate::scalar_op::ScalarOp;
 use crate::shape::{Dim, Shape};
 use std::collections::HashMap;
 

@@ -33,7 +33,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, NodeId};
 use crate::ops::Op;
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 use crate::shape::{Dim, Shape, TensorType};
 use smallvec::SmallVec;
 use std::collections::{HashMap, HashSet};

@@ -5,7 +5,7 @@ use crate::data::ConstData;
 use crate::error::Result;
 use crate::graph::{Graph, NodeId, Operands};
 use crate::ops::Op;
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 use crate::shape::TensorType;
 use smallvec::SmallVec;
 use std::collections::HashMap;

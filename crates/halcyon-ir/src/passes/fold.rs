@@ -10,8 +10,8 @@ use crate::dtype::Scalar;
 use crate::error::Result;
 use crate::graph::{Graph, Node, NodeId};
 use crate::ops::Op;
+use crate::ops::element_wise::Rule;
 use crate::reference::eval_op;
-use crate::scalar_op::Rule;
 use crate::shape::{Dims, Shape};
 use std::collections::HashMap;
 

@@ -5,8 +5,8 @@ use super::rebuild::{Rebuild, prune};
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::Result;
 use crate::graph::{Graph, Node, NodeId};
+use crate::ops::element_wise::ScalarOp;
 use crate::ops::{Op, ReduceKind, SliceAxis};
-use crate::scalar_op::ScalarOp;
 use crate::shape::Dim;
 
 /// Applies the identities once in node order, and drops dead nodes. Operands come before the nodes that use

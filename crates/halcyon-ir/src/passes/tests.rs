@@ -6,9 +6,9 @@ use crate::data::ConstData;
 use crate::dtype::{DType, Scalar};
 use crate::error::{Result, Span};
 use crate::graph::{Graph, NodeId};
+use crate::ops::element_wise::{ROWS, Rule, ScalarOp};
 use crate::ops::{Op, ReduceKind};
 use crate::reference::eval;
-use crate::scalar_op::{ROWS, Rule, ScalarOp};
 use crate::shape::{Dim, Shape, TensorType};
 
 struct Rng(u64);

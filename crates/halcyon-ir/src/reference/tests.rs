@@ -37,7 +37,7 @@ fn every_type_survives_reading_and_writing() {
 
 #[test]
 fn scalar_ops_agree_with_the_table_on_every_type() {
-    for row in crate::scalar_op::ROWS {
+    for row in crate::ops::element_wise::ROWS {
         for d in DType::all().filter(|d| row.op.takes(*d)) {
             let vals: Vec<Scalar> = [0.0, 1.0, 2.0, 3.0, -1.0, -2.5, 7.0, 250.0, 1e10, f64::NAN]
                 .iter()

@@ -10,6 +10,7 @@ use crate::dtype::{Class, DType};
 use crate::error::{Error, Result};
 use crate::kernel::Parts;
 use crate::kernel::ir::*;
+use crate::ops::element_wise::Rule;
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -351,7 +352,7 @@ impl<'a> Writer<'a> {
             Expr::Op(op, x) => {
                 let row = op.row();
                 // Type of the data operands. The condition of a select is a bool.
-                let data = self.types[x[if row.rule == crate::scalar_op::Rule::Select { 1 } else { 0 }].ix()];
+                let data = self.types[x[if row.rule == Rule::Select { 1 } else { 0 }].ix()];
                 let pattern = if data.is_float() { row.c_float } else { row.c_int };
                 let pattern = match pattern.split_once('(') {
                     Some((f, rest)) if f.starts_with("h_") => format!("{f}_{}({rest}", data.name()),

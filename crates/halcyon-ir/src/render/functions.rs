@@ -1,6 +1,6 @@
-//! The functions that scalar ops call (`h_name` in the C spelling of `crate::scalar_op`), each in C and in
-//! WGSL side by side. Functions of C's math library need no row: C has them, and `wgsl/math.rs` defines them
-//! in WGSL.
+//! The functions that scalar ops call (`h_name` in the C spelling of `crate::ops::element_wise`), each in C
+//! and in WGSL side by side. Functions of C's math library need no row: C has them, and `wgsl/math.rs`
+//! defines them in WGSL.
 //!
 //! Both texts are templates: `$T` is the type, `$U` the unsigned type of the same width, `$s` the type's
 //! name, `@` the function's own name. In C, `%name(` is a math function on the type, and `$W` the type's
@@ -380,12 +380,12 @@ fn wgsl_threefry() -> String {
 mod tests {
     use super::*;
 
-    /// The functions that the rows of `crate::scalar_op` call have a row here for every type of the op. The
-    /// exceptions are `h_not`, `h_imin` and `h_imax`, which the renderers write in another way.
+    /// The functions that the rows of `crate::ops::element_wise` call have a row here for every type of the
+    /// op. The exceptions are `h_not`, `h_imin` and `h_imax`, which the renderers write in another way.
     #[test]
     fn scalar_ops_call_functions_of_the_table() {
         let own = ["h_not", "h_imin", "h_imax"];
-        for row in crate::scalar_op::ROWS {
+        for row in crate::ops::element_wise::ROWS {
             for ty in [Ty::I32, Ty::U32, Ty::I64, Ty::U64, Ty::F32, Ty::F64] {
                 let spelling = if ty.is_float() { row.c_float } else { row.c_int };
                 let Some((name, _)) = spelling.split_once('(') else { continue };

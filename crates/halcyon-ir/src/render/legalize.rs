@@ -3,7 +3,7 @@
 
 use crate::dtype::Scalar;
 use crate::kernel::ir::*;
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 use std::collections::HashMap;
 
 /// Size of the emulated subgroups.

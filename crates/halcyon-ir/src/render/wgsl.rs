@@ -22,7 +22,7 @@ use super::{Language, Source, without_subgroups};
 use crate::dtype::{Class, DType};
 use crate::error::{Error, Result};
 use crate::kernel::ir::*;
-use crate::scalar_op::{Rule, ScalarOp};
+use crate::ops::element_wise::{Rule, ScalarOp};
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write;

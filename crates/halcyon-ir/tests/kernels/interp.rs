@@ -58,7 +58,7 @@ fn casts_follow_the_scalar_rules() {
 fn scalar_ops_follow_their_rows() {
     let x = [-2.5, 0.25, 1.0, 7.0, -7.0, 0.0, 3.0];
     for d in [DType::Bool, DType::I32, DType::U32, DType::I64, DType::U64, DType::F32, DType::F64] {
-        for r in halcyon_ir::scalar_op::ROWS.iter().filter(|r| r.op.takes(d)) {
+        for r in halcyon_ir::ops::element_wise::ROWS.iter().filter(|r| r.op.takes(d)) {
             let k = common::scalar(r.op, d);
             let types: Vec<DType> = k.buffers.iter().map(|b| b.dtype).collect();
             let mut mem: Vec<Vec<u8>> = (0..r.arity)

@@ -2,7 +2,7 @@
 
 use super::case::*;
 use crate::ir::graph::{Graph, NodeId};
-use crate::ir::scalar_op::{ROWS, Rule};
+use crate::ir::ops::element_wise::{ROWS, Rule};
 use crate::ir::shape::TensorType;
 use crate::ir::{Op, ScalarOp};
 use crate::{ConstData, DType, Result, Scalar};

@@ -9,9 +9,9 @@
 use crate::backend::Backend;
 use crate::ir::composite::Composite;
 use crate::ir::graph::{Graph, Node, NodeId};
+use crate::ir::ops::element_wise::{Rule, ScalarOp};
 use crate::ir::ops::{Op, ReduceKind, Rounding};
 use crate::ir::reference;
-use crate::ir::scalar_op::{Rule, ScalarOp};
 use crate::ir::shape::TensorType;
 use crate::optable::case::extremes;
 use crate::optable::check::{Expected, eps};

@@ -2,7 +2,7 @@
 
 use super::emit::{Emitter, Val, int, text};
 use halcyon_ir::dtype::Class;
-use halcyon_ir::scalar_op::Rule;
+use halcyon_ir::ops::element_wise::Rule;
 use halcyon_ir::{DType, Error, Result, Scalar, ScalarOp as S};
 
 use DType::{BF16, Bool, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64};
@@ -39,7 +39,8 @@ use Mapping::{Formula, Op, Since, With};
 
 struct Row(S, &'static str, Mapping);
 
-/// Op, classes of operands (as in [`halcyon_ir::scalar_op`]), spelling. The first matching row is used.
+/// Op, classes of operands (as in [`halcyon_ir::ops::element_wise`]), spelling. The first matching row is
+/// used.
 const TABLE: &[Row] = &[
     Row(S::Neg, "fi", Op("Neg", SIGNED)),
     Row(
@@ -291,7 +292,7 @@ fn power(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
     e.calc("Where", &[&gone, &zero, &y])
 }
 
-/// See [`halcyon_ir::scalar_op::threefry`].
+/// See [`halcyon_ir::ops::element_wise::threefry`].
 fn threefry(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
     const R: [u32; 8] = [13, 15, 26, 6, 17, 29, 16, 24];
     let parity = e.scalar_like(&x[0], 0x1BD1_1BDAi64)?;

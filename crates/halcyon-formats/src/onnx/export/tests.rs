@@ -5,8 +5,8 @@ use super::*;
 use crate::onnx::proto::{DimValue, NodeProto, TypeValue};
 use crate::onnx::tensor::External;
 use crate::onnx::{Imported, Model};
+use halcyon_ir::ops::element_wise::ROWS;
 use halcyon_ir::ops::{ReduceKind, ScatterKind};
-use halcyon_ir::scalar_op::ROWS;
 use halcyon_ir::{ConstData, DType, Dim, NodeId, Op, ScalarOp, Shape, Span, TensorType, reference};
 
 fn f32s(dims: &[usize], v: &[f32]) -> ConstData {

@@ -5,7 +5,7 @@
 use super::lane::Lane;
 use crate::cpu::sys::{Isa, dispatch};
 use crate::cpu::vmath as vm;
-use halcyon_ir::scalar_op::{Rule, threefry};
+use halcyon_ir::ops::element_wise::{Rule, threefry};
 use halcyon_ir::{DType, ScalarOp};
 
 macro_rules! un {

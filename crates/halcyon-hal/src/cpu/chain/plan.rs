@@ -7,7 +7,7 @@ use crate::{Declined, reach};
 use halcyon_ir::fused::{self, Fused, InstrKind, MAX_RANK, Param};
 use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::ops::ReduceKind;
-use halcyon_ir::scalar_op::Rule;
+use halcyon_ir::ops::element_wise::Rule;
 use halcyon_ir::{DType, ScalarOp};
 use std::sync::Mutex;
 

@@ -226,7 +226,7 @@ fn check(
 fn every_scalar_op_on_every_type() {
     let dev = device(2);
     let mut rng = Rng(1);
-    for row in halcyon_ir::scalar_op::ROWS {
+    for row in halcyon_ir::ops::element_wise::ROWS {
         for d in DType::native().filter(|d| row.op.takes(*d)) {
             for n in [0, 1, 127, 1000] {
                 let select = row.op == ScalarOp::Select;

@@ -16,7 +16,7 @@ use crate::library_call::CallForm;
 use crate::{Declined, reach};
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Param};
 use halcyon_ir::layout::View;
-use halcyon_ir::scalar_op::Rule;
+use halcyon_ir::ops::element_wise::Rule;
 use halcyon_ir::target::Epilogue;
 use halcyon_ir::{DType, ScalarOp};
 use half::bf16;

@@ -3,7 +3,7 @@
 use super::{E, Local, Operand, Private, Var};
 use crate::dtype::DType;
 use crate::kernel::ir::*;
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 
 impl<'a> E<'a> {
     pub fn ty(self) -> Ty {

@@ -9,7 +9,7 @@ mod expr;
 use super::ir::*;
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 use std::cell::RefCell;
 use std::collections::HashMap;
 

@@ -3,7 +3,7 @@
 use super::scalar;
 use crate::dtype::DType;
 use crate::kernel::ir::*;
-use crate::scalar_op::{Rule, ScalarOp};
+use crate::ops::element_wise::{Rule, ScalarOp};
 use std::collections::HashMap;
 
 pub(super) type Reg = u32;

@@ -3,7 +3,7 @@
 
 use crate::dtype::{DType, Scalar};
 use crate::kernel::ir::Ty;
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 
 pub(super) type F1 = fn(u64) -> u64;
 pub(super) type F2 = fn(u64, u64) -> u64;
@@ -48,7 +48,7 @@ pub(super) fn store(d: DType, r: u64) -> u64 {
     }
 }
 
-/// Evaluates any scalar op on any type, by its definition in `crate::scalar_op`.
+/// Evaluates any scalar op on any type, by its definition in `crate::ops::element_wise`.
 pub(super) fn eval(op: ScalarOp, ty: Ty, x: [u64; 3]) -> u64 {
     let d = ty.dtype();
     let v = if op == ScalarOp::Select {

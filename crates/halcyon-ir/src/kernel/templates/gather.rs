@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::kernel::access::{Access, GROUP, Template, typed};
 use crate::kernel::{Builder, E, Fault, Kernel, Launch, Ty};
 use crate::ops::ScatterKind;
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 use crate::target::{Caps, Operand};
 
 /// Converts a loaded index to i64 without making an invalid index look valid.

@@ -4,7 +4,7 @@
 use super::{Factor, Finder, MAX_DEPTH, turned};
 use crate::graph::NodeId;
 use crate::ops::Op;
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 
 impl Finder<'_> {
     /// Bounds of a value, as minima and maxima with constants set them. Infinite if there are none.

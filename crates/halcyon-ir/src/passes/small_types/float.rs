@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::graph::{Graph, NodeId};
 use crate::minifloat::{E8M0_NAN, Format, Special};
 use crate::ops::Op;
-use crate::scalar_op::ScalarOp as S;
+use crate::ops::element_wise::ScalarOp as S;
 use crate::shape::Shape;
 
 /// Builds element-wise arithmetic on operands of one shape.

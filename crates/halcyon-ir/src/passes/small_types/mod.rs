@@ -19,8 +19,8 @@ use crate::data::ConstData;
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
+use crate::ops::element_wise::{Rule, ScalarOp as S};
 use crate::ops::{Moves, Op, ReduceKind};
-use crate::scalar_op::{Rule, ScalarOp as S};
 use crate::shape::{Dims, TensorType};
 use float::{Arith, encode};
 

@@ -5,7 +5,7 @@ use super::{carrier, fit_int};
 use crate::dtype::{Class, DType};
 use crate::error::Result;
 use crate::graph::{Graph, NodeId};
-use crate::scalar_op::ScalarOp as S;
+use crate::ops::element_wise::ScalarOp as S;
 use crate::shape::{Dims, Shape};
 
 /// Unpacks bytes of `d` to carriers of shape `dims`.

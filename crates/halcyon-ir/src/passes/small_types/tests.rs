@@ -1,9 +1,9 @@
 use super::*;
 use crate::convert::Rounding;
 use crate::minifloat::Format;
+use crate::ops::element_wise::{ROWS, ScalarOp};
 use crate::ops::{Conv, Pool, PoolKind, ScatterKind};
 use crate::reference::eval;
-use crate::scalar_op::{ROWS, ScalarOp};
 use crate::shape::Shape;
 use std::sync::Arc;
 

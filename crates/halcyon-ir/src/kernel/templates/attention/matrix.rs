@@ -15,7 +15,7 @@ use crate::kernel::ir::{FragmentId, MatrixOp, Part, Reduce, Ty};
 use crate::kernel::lower::Lowered;
 use crate::kernel::tune::Variant;
 use crate::kernel::{Buf, Builder, E, Local};
-use crate::scalar_op::ScalarOp;
+use crate::ops::element_wise::ScalarOp;
 use crate::target::{Declined, Operand};
 
 const LOG2_E: f64 = std::f64::consts::LOG2_E;
