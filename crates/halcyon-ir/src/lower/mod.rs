@@ -413,9 +413,14 @@ impl<'a> Lowerer<'a> {
         // A product that was not joined with its chain has its own place in the order of steps. A product
         // that still waits for its chain is not read by any step, because the chain has no elements.
         self.steps.sort_by_key(|s| s.place);
-        self.exclude_parts();
-        let joined = self.join_chains();
-        let launches = self.merge_launches();
+        let (joined, launches) = match self.steps.iter().filter(|s| s.chain.is_some()).count() {
+            // Only chains are joined and merged, and only with each other.
+            0 | 1 => (0, 0),
+            _ => {
+                self.exclude_parts();
+                (self.join_chains(), self.merge_launches())
+            }
+        };
         let (steps, values): (_, Vec<Values>) =
             std::mem::take(&mut self.steps).into_iter().map(|s| (s.step, s.values)).unzip();
         self.plan.steps = steps;
