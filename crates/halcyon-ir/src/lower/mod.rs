@@ -8,7 +8,6 @@
 mod decide;
 mod fuse;
 mod join;
-mod kernel_cache;
 mod launches;
 mod slots;
 mod structured;
@@ -37,9 +36,9 @@ use crate::target::{
 use decide::BufferView;
 use fuse::{Body, Store, kernel_work};
 use join::ChainCall;
-use kernel_cache::KernelCache;
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
+use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use structured::Product;
@@ -234,6 +233,59 @@ fn permitted<'c>(caps: &'c Caps, options: &LowerOptions, precision: MatmulPrecis
     }
     let matrix = caps.matrix.iter().copied().filter(|o| !rounds(o)).collect();
     Cow::Owned(Caps { matrix, ..caps.clone() })
+}
+
+/// A call that owns its data. Equal calls get the same kernel.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+struct CallKey {
+    work: tune::Work,
+    inputs: Vec<Operand>,
+    outputs: Vec<Operand>,
+    precision: MatmulPrecision,
+    in_place: usize,
+    constants: Vec<usize>,
+    /// The chain, the index of its input that is the op's result, its other inputs, and its output.
+    epilogue: Option<(Fused, u32, Vec<Operand>, Operand)>,
+}
+
+impl CallKey {
+    fn of(call: &LibraryCall<'_>) -> CallKey {
+        CallKey {
+            work: match call.work {
+                Work::Op(op) => tune::Work::Op(op.clone()),
+                Work::Fused(f) => tune::Work::Fused(Arc::new(f.clone())),
+            },
+            inputs: call.inputs.to_vec(),
+            outputs: call.outputs.to_vec(),
+            precision: call.precision,
+            in_place: call.in_place,
+            constants: call.constants.to_vec(),
+            epilogue: call
+                .epilogue
+                .map(|e| (e.fused.clone(), e.product, e.inputs.to_vec(), e.output.clone())),
+        }
+    }
+}
+
+type FoundKernel = Result<Arc<dyn LibraryKernel>, Declined>;
+
+/// Queries the target once for each distinct call. So if a composite is claimed because the target returned a
+/// kernel for it, the composite's step runs that same kernel.
+struct KernelCache<'a> {
+    target: &'a dyn Target,
+    known: RefCell<HashMap<CallKey, FoundKernel>>,
+}
+
+impl<'a> KernelCache<'a> {
+    fn new(target: &'a dyn Target) -> KernelCache<'a> {
+        KernelCache { target, known: RefCell::default() }
+    }
+
+    /// Like [`Target::library`], with the kernel of an equal earlier call if there is one.
+    fn library(&self, call: &LibraryCall<'_>) -> FoundKernel {
+        let mut known = self.known.borrow_mut();
+        known.entry(CallKey::of(call)).or_insert_with(|| self.target.library(call)).clone()
+    }
 }
 
 /// How a device runs one op.
