@@ -18,8 +18,9 @@ pub mod small_types;
 use crate::composite::{Composite, CompositeKind};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::graph::{Graph, Node};
-use crate::ops::Op;
+use crate::graph::{Graph, Node, NodeId};
+use crate::ops::element_wise::ScalarOp;
+use crate::ops::{Op, ReduceKind};
 use crate::plan::Receipt;
 pub use autocast::AmpPolicy;
 use serde::{Deserialize, Serialize};
@@ -159,12 +160,16 @@ pub fn optimize(
     let mut receipts = vec![];
     let whole = options.does(COMPOSITES);
     let kept = std::cell::Cell::new(0usize);
-    let (mut g, _) = inline::inline_composites(g, &|c| {
+    let keep = |c: &Composite| {
         // Library kernels do not support small types.
         let keep = whole && !has_small_types(&c.body) && claims(c);
         kept.set(kept.get() + keep as usize);
         keep
-    })?;
+    };
+    let mut g = match inlining_changes(g) {
+        true => inline::inline_composites(g, &keep)?.0,
+        false => g.clone(),
+    };
     if kept.get() > 0 {
         receipts.push(Receipt::new(COMPOSITES, kept.get()));
     }
@@ -198,12 +203,13 @@ pub fn optimize(
             receipts.push(Receipt::new(name, n));
         }
     };
-    if options.does(RECOGNITION) {
+    if options.does(RECOGNITION) && has_patterns(&g) {
         let claims = |c: &Composite| !has_small_types(&c.body) && claims(c);
         let (h, n) = recognize::run(&g, whole.then_some(&claims as &dyn Fn(&Composite) -> bool))?;
         g = h;
-        note(RECOGNITION, recognized + n);
+        recognized += n;
     }
+    note(RECOGNITION, recognized);
     if options.does(AFFINE) && folds(&g) {
         let (h, n) = affine::run(&g)?;
         // Folding computes the merged constants.
@@ -222,6 +228,33 @@ pub fn optimize(
         }
     }
     Ok((g, receipts))
+}
+
+/// Whether [`inline`] changes the graph. It replaces composites, drops the nodes that no output needs, and
+/// puts the inputs and then the arguments before all other nodes.
+fn inlining_changes(g: &Graph) -> bool {
+    let inputs = g.inputs().len();
+    let leaves = inputs + g.args().len();
+    let roots: Vec<NodeId> = g.outputs().iter().map(|o| o.node).collect();
+    let live = g.live(&roots);
+    let stays = |(i, n): (usize, &Node)| match n.op {
+        Op::Input(k) => i == k as usize,
+        Op::Arg(k) => i == inputs + k as usize,
+        Op::Composite(_) => false,
+        _ => i >= leaves && live[i],
+    };
+    g.nodes().len() < leaves || !g.nodes().iter().enumerate().all(stays)
+}
+
+/// Whether the graph may contain a pattern of [`recognize`]: attention has a softmax, a norm has a sum, and
+/// an activation has one of three functions.
+fn has_patterns(g: &Graph) -> bool {
+    g.nodes().iter().any(|n| match &n.op {
+        Op::Composite(c) => c.kind == CompositeKind::Softmax,
+        Op::Reduce { kind, .. } => *kind == ReduceKind::Sum,
+        Op::Scalar(s) => matches!(s, ScalarOp::Sigmoid | ScalarOp::Erf | ScalarOp::Tanh),
+        _ => false,
+    })
 }
 
 /// Whether any value of the graph, or of a composite in it, has a small type.
