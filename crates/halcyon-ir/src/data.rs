@@ -148,6 +148,9 @@ impl ConstData {
 
     /// All elements converted to `T` by the rules of [`Scalar::cast`].
     pub fn to_vec<T: Element>(&self) -> Vec<T> {
+        if self.dtype == T::DTYPE {
+            return T::read_all(&self.bytes()[..self.dtype.bytes(self.held())]);
+        }
         self.scalars().map(|s| T::from_scalar(s.cast(T::DTYPE))).collect()
     }
 
@@ -183,6 +186,44 @@ impl fmt::Debug for ConstData {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::{bf16, f16};
+
+    /// Bytes that begin at an odd address if the vector begins at an even one.
+    struct Odd(Vec<u8>);
+    impl AsRef<[u8]> for Odd {
+        fn as_ref(&self) -> &[u8] {
+            &self.0[1..]
+        }
+    }
+
+    #[test]
+    fn elements_of_the_same_type_keep_their_values() {
+        fn check<T: Element + PartialEq + fmt::Debug>(of: [f64; 4]) {
+            let c = ConstData::from_scalars(T::DTYPE, &[2, 2], of.map(Scalar::F)).unwrap();
+            let odd = Odd([&[7], c.bytes()].concat());
+            let c = ConstData::new(T::DTYPE, &[2, 2], Arc::new(odd)).unwrap();
+            let each: Vec<T> = c.scalars().map(T::from_scalar).collect();
+            assert_eq!((c.to_vec::<T>(), each.len()), (each, 4), "{}", T::DTYPE);
+        }
+        check::<bool>([0.0, 1.0, 1.0, 0.0]);
+        check::<u8>([0.0, 1.0, 200.0, 255.0]);
+        check::<u16>([0.0, 1.0, 300.0, 65535.0]);
+        check::<u32>([0.0, 1.0, 70000.0, 4294967295.0]);
+        check::<i8>([0.0, -1.0, 100.0, -128.0]);
+        check::<i16>([0.0, -1.0, 300.0, -32768.0]);
+        check::<i32>([0.0, -1.0, 70000.0, -2147483648.0]);
+        check::<f16>([-0.0, 0.5, -65504.0, f64::INFINITY]);
+        check::<bf16>([-0.0, 0.5, 1e38, f64::NEG_INFINITY]);
+        check::<f32>([-0.0, 0.1, 1e-45, f64::INFINITY]);
+        check::<f64>([-0.0, 0.1, 5e-324, f64::INFINITY]);
+        // Integers that f64 does not hold.
+        let (u, i) = ([u64::MAX, 1 << 53 | 1], [i64::MIN + 1, i64::MAX]);
+        assert_eq!(ConstData::from_slice(&[2], &u).unwrap().to_vec::<u64>(), u);
+        assert_eq!(ConstData::from_slice(&[2], &i).unwrap().to_vec::<i64>(), i);
+        // Every byte other than 0 is true.
+        let bools = ConstData::new(DType::Bool, &[3], Arc::new(vec![0, 1, 2])).unwrap();
+        assert_eq!(bools.to_vec::<bool>(), [false, true, true]);
+    }
 
     #[test]
     fn packed_elements() {
