@@ -1,110 +1,35 @@
 //! Lazy tensors.
 //!
-//! A [`Tensor`] is a handle on a node: an operation with its operands, or a value on a device. [`eval`]
+//! A [`Tensor`] is a handle on a node: an operation with its operands, or a value on a device. [`eval()`]
 //! collects everything that the given tensors depend on into one graph. In it, every value on the device is
 //! an input and every literal a run-time argument. The graph does not depend on these values, so a
 //! computation that is repeated with other values, or continued from evaluated results, finds its plan in the
 //! cache.
 
-mod collect;
 mod display;
+mod eval;
 mod index;
 mod window;
 
 use crate::backend::Backend;
-use collect::NewNode;
-pub use collect::eval;
-pub(crate) use collect::{Collector, Mode, eval_now, lift};
+pub use eval::eval;
+pub(crate) use eval::{Collector, Mode, Node, eval_now, lift};
+use eval::{NewNode, SERIAL, Value};
 use halcyon_hal::{BufferRef, Event, Tag};
 use halcyon_ir::dtype::{DType, Element, Scalar};
 use halcyon_ir::error::{Error, Result, Span};
-use halcyon_ir::shape::{Dims, Shape, TensorType};
+use halcyon_ir::shape::{Shape, TensorType};
 use halcyon_ir::{ConstData, Graph, Op};
 pub use index::{Ellipsis, Index, IndexItem, NewAxis, step};
 use smallvec::SmallVec;
 use std::fmt;
 use std::panic::Location;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// A handle on a value that is computed on demand. Cloning shares the value.
 #[derive(Clone)]
 pub struct Tensor(pub(crate) Arc<Node>);
-
-/// The state of a node's value.
-#[derive(Clone)]
-enum Value {
-    Pending,
-    Ready(BufferRef),
-    Donated { by: Span },
-    Failed(Error),
-}
-
-pub(crate) struct Node {
-    pub(crate) backend: Backend,
-    pub(crate) op: Op,
-    pub(crate) ty: TensorType,
-    pub(crate) span: Span,
-    /// Whether gradients can be taken through this node. If so, its operands are kept after evaluation.
-    pub(crate) tracked: bool,
-    /// Whether the gradient pass made this node. If so, evaluating it keeps no intermediate values for
-    /// gradients.
-    of_gradient: bool,
-    /// Nodes made later have larger numbers, and operands are made before the nodes that read them.
-    serial: u64,
-    inner: Mutex<Inner>,
-    /// Number of pending nodes that have this one as an operand.
-    readers: AtomicUsize,
-    donate: AtomicBool,
-    /// Whether this is a version of a state. If so, and if something outside of the plan holds it, it is
-    /// evaluated together with any graph that contains it.
-    state: AtomicBool,
-}
-
-struct Inner {
-    value: Value,
-    inputs: SmallVec<[Tensor; 3]>,
-    /// The completion event of the work that computes the value, if a stream computes it.
-    completion: Option<Event>,
-}
-
-/// The serial number of the next node.
-static SERIAL: AtomicU64 = AtomicU64::new(0);
-
-impl Node {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        // The fields are replaced as a whole, so a panic in another thread leaves them valid.
-        self.inner.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    /// Number of pending nodes that have this one as an operand.
-    pub(crate) fn readers(&self) -> usize {
-        self.readers.load(Ordering::Relaxed)
-    }
-}
-
-impl Drop for Node {
-    /// Drops the operands iteratively, because recursion would overflow the stack for a chain of 100,000
-    /// nodes.
-    fn drop(&mut self) {
-        let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
-        let mut stack: Vec<Tensor> = release(&mut inner.inputs);
-        while let Some(t) = stack.pop() {
-            if let Some(mut node) = Arc::into_inner(t.0) {
-                let inner = node.inner.get_mut().unwrap_or_else(|e| e.into_inner());
-                stack.extend(release(&mut inner.inputs));
-            }
-        }
-    }
-}
-
-fn release(inputs: &mut SmallVec<[Tensor; 3]>) -> Vec<Tensor> {
-    let v: Vec<Tensor> = std::mem::take(inputs).into_vec();
-    v.iter().for_each(|t| {
-        t.0.readers.fetch_sub(1, Ordering::Relaxed);
-    });
-    v
-}
 
 impl Tensor {
     fn leaf(backend: &Backend, ty: TensorType, value: Value, span: Span) -> Tensor {
@@ -216,15 +141,6 @@ impl Tensor {
         self.check().map(|_| self.0.ty.dtype)
     }
 
-    /// Sizes of the axes.
-    ///
-    /// # Errors
-    /// The error that the tensor carries, or an error that names the symbols of its shape.
-    pub fn dims(&self) -> Result<Dims> {
-        self.check()?;
-        self.0.ty.shape.dims()
-    }
-
     /// Sizes of the axes, which may be symbols.
     pub fn shape(&self) -> Result<Shape> {
         self.check().map(|_| self.0.ty.shape.clone())
@@ -246,15 +162,6 @@ impl Tensor {
         }
     }
 
-    /// Returns the error that the tensor carries, if any, without evaluating it.
-    pub fn check(&self) -> Result<()> {
-        match &self.0.lock().value {
-            Value::Failed(e) => Err(e.clone()),
-            Value::Donated { by } => Err(Error::Donated { by: by.clone() }),
-            _ => Ok(()),
-        }
-    }
-
     /// If the tensor carries an error: a tensor that carries `f(error)`. Else the tensor itself. Layers use
     /// it to put their names into errors.
     #[track_caller]
@@ -272,12 +179,6 @@ impl Tensor {
 
     pub(crate) fn set_completion(&self, event: Option<Event>) {
         self.0.lock().completion = event;
-    }
-
-    /// Whether the value is on the device, or a stream is computing it. In the second case, work that uses
-    /// the value waits for it on the device.
-    pub fn is_ready(&self) -> bool {
-        matches!(self.0.lock().value, Value::Ready(_))
     }
 
     /// The value of a tensor with exactly one element.
@@ -401,37 +302,8 @@ impl Tensor {
         self.0.lock().inputs.clone()
     }
 
-    /// The buffer of an evaluated value.
-    pub(crate) fn ready(&self) -> Result<BufferRef> {
-        match &self.0.lock().value {
-            Value::Ready(b) => Ok(b.clone()),
-            v => Err(self.missing_value(v)),
-        }
-    }
-
-    /// Like [`Tensor::ready`], but returns no buffer.
-    pub(crate) fn check_alive(&self) -> Result<()> {
-        match &self.0.lock().value {
-            Value::Ready(_) => Ok(()),
-            v => Err(self.missing_value(v)),
-        }
-    }
-
-    fn missing_value(&self, value: &Value) -> Error {
-        match value {
-            Value::Donated { by } => Error::Donated { by: by.clone() },
-            Value::Failed(e) => e.clone(),
-            _ => Error::internal("a tensor that was evaluated has no value"),
-        }
-    }
-
     pub(crate) fn is_donated(&self) -> bool {
         self.0.donate.load(Ordering::Relaxed)
-    }
-
-    /// Marks the value as donated: its memory now belongs to a result of `by`.
-    pub(crate) fn taken(&self, by: &Span) {
-        self.0.lock().value = Value::Donated { by: by.clone() };
     }
 
     pub(crate) fn mark_state(&self) {

@@ -1,19 +1,95 @@
-//! Makes the nodes of tensors that are computed later, collects nodes in a graph, and evaluates the graph.
+//! Nodes, and how they get their values: makes the nodes of tensors that are computed later, collects nodes
+//! in a graph, and evaluates the graph.
 
-use super::{Inner, Node, SERIAL, Tensor, Value, mixed, release};
+use super::{Tensor, mixed};
 use crate::backend::Backend;
 use crate::planner::Wanted;
 use halcyon_hal::{BufferRef, Event};
 use halcyon_ir::composite::CompositeKind;
 use halcyon_ir::dtype::{Element, Scalar};
 use halcyon_ir::error::{Error, Result, Span};
-use halcyon_ir::shape::{Dim, TensorType};
+use halcyon_ir::shape::{Dim, Dims, TensorType};
 use halcyon_ir::{ConstData, Graph, NodeId, Op};
 use smallvec::SmallVec;
 use std::collections::{HashMap, HashSet};
 use std::panic::Location;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// The state of a node's value.
+#[derive(Clone)]
+pub(super) enum Value {
+    Pending,
+    Ready(BufferRef),
+    Donated { by: Span },
+    Failed(Error),
+}
+
+pub(crate) struct Node {
+    pub(crate) backend: Backend,
+    pub(crate) op: Op,
+    pub(crate) ty: TensorType,
+    pub(crate) span: Span,
+    /// Whether gradients can be taken through this node. If so, its operands are kept after evaluation.
+    pub(crate) tracked: bool,
+    /// Whether the gradient pass made this node. If so, evaluating it keeps no intermediate values for
+    /// gradients.
+    pub(super) of_gradient: bool,
+    /// Nodes made later have larger numbers, and operands are made before the nodes that read them.
+    pub(super) serial: u64,
+    inner: Mutex<Inner>,
+    /// Number of pending nodes that have this one as an operand.
+    readers: AtomicUsize,
+    pub(super) donate: AtomicBool,
+    /// Whether this is a version of a state. If so, and if something outside of the plan holds it, it is
+    /// evaluated together with any graph that contains it.
+    pub(super) state: AtomicBool,
+}
+
+pub(super) struct Inner {
+    pub(super) value: Value,
+    pub(super) inputs: SmallVec<[Tensor; 3]>,
+    /// The completion event of the work that computes the value, if a stream computes it.
+    pub(super) completion: Option<Event>,
+}
+
+/// The serial number of the next node.
+pub(super) static SERIAL: AtomicU64 = AtomicU64::new(0);
+
+impl Node {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
+        // The fields are replaced as a whole, so a panic in another thread leaves them valid.
+        self.inner.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Number of pending nodes that have this one as an operand.
+    pub(crate) fn readers(&self) -> usize {
+        self.readers.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Node {
+    /// Drops the operands iteratively, because recursion would overflow the stack for a chain of 100,000
+    /// nodes.
+    fn drop(&mut self) {
+        let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
+        let mut stack: Vec<Tensor> = release(&mut inner.inputs);
+        while let Some(t) = stack.pop() {
+            if let Some(mut node) = Arc::into_inner(t.0) {
+                let inner = node.inner.get_mut().unwrap_or_else(|e| e.into_inner());
+                stack.extend(release(&mut inner.inputs));
+            }
+        }
+    }
+}
+
+fn release(inputs: &mut SmallVec<[Tensor; 3]>) -> Vec<Tensor> {
+    let v: Vec<Tensor> = std::mem::take(inputs).into_vec();
+    v.iter().for_each(|t| {
+        t.0.readers.fetch_sub(1, Ordering::Relaxed);
+    });
+    v
+}
 
 impl Tensor {
     /// Adds the nodes that `f` builds from `inputs`. This makes all of [`Graph`]'s builders, custom ops
@@ -316,6 +392,59 @@ fn fixed_start(t: &Tensor) -> Option<usize> {
 }
 
 impl Tensor {
+    /// Sizes of the axes.
+    ///
+    /// # Errors
+    /// The error that the tensor carries, or an error that names the symbols of its shape.
+    pub fn dims(&self) -> Result<Dims> {
+        self.check()?;
+        self.0.ty.shape.dims()
+    }
+
+    /// Returns the error that the tensor carries, if any, without evaluating it.
+    pub fn check(&self) -> Result<()> {
+        match &self.0.lock().value {
+            Value::Failed(e) => Err(e.clone()),
+            Value::Donated { by } => Err(Error::Donated { by: by.clone() }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the value is on the device, or a stream is computing it. In the second case, work that uses
+    /// the value waits for it on the device.
+    pub fn is_ready(&self) -> bool {
+        matches!(self.0.lock().value, Value::Ready(_))
+    }
+
+    /// The buffer of an evaluated value.
+    pub(crate) fn ready(&self) -> Result<BufferRef> {
+        match &self.0.lock().value {
+            Value::Ready(b) => Ok(b.clone()),
+            v => Err(self.missing_value(v)),
+        }
+    }
+
+    /// Like [`Tensor::ready`], but returns no buffer.
+    pub(crate) fn check_alive(&self) -> Result<()> {
+        match &self.0.lock().value {
+            Value::Ready(_) => Ok(()),
+            v => Err(self.missing_value(v)),
+        }
+    }
+
+    fn missing_value(&self, value: &Value) -> Error {
+        match value {
+            Value::Donated { by } => Error::Donated { by: by.clone() },
+            Value::Failed(e) => e.clone(),
+            _ => Error::internal("a tensor that was evaluated has no value"),
+        }
+    }
+
+    /// Marks the value as donated: its memory now belongs to a result of `by`.
+    pub(crate) fn taken(&self, by: &Span) {
+        self.0.lock().value = Value::Donated { by: by.clone() };
+    }
+
     /// Computes the value.
     ///
     /// # Errors
