@@ -370,7 +370,9 @@ impl Executable {
         on: Option<&Queue>,
     ) -> Result<Option<Event>> {
         self.set_args(lease, args);
-        self.watched.note(&lease.buffers);
+        if self.watched.reads_indices() {
+            self.watched.note(&lease.buffers);
+        }
         // Once captures are given up, or if the plan has none, every command is submitted.
         let launched = match self.captures.off.load(Ordering::Relaxed) {
             true => Ok(false),

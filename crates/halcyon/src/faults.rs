@@ -52,11 +52,13 @@ impl FaultContext {
         FaultContext { steps, read, last }
     }
 
+    /// Whether [`FaultContext::note`] has any buffers to remember.
+    pub(crate) fn reads_indices(&self) -> bool {
+        !self.read.is_empty()
+    }
+
     /// Remembers the buffers of a run's indices; `bound` are the buffers of each step. Allocates nothing.
     pub(crate) fn note(&self, bound: &[Vec<BufferRef>]) {
-        if self.read.is_empty() {
-            return;
-        }
         let mut last = lock(&self.last);
         for ((step, place), seen) in self.read.iter().zip(last.iter_mut()) {
             let buffer = &bound[*step as usize][*place as usize];
