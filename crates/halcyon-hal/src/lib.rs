@@ -543,6 +543,12 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         None
     }
 
+    /// Whether [`Device::capture`] is implemented. It may still fail, for example if the driver's library has
+    /// no functions for it.
+    fn captures(&self) -> bool {
+        false
+    }
+
     /// Records commands so that one call launches them any number of times. Nothing runs yet. See [`capture`]
     /// for the guarantees.
     ///

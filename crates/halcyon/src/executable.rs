@@ -151,7 +151,7 @@ impl Executable {
         Ok(Executable {
             runtime: runtime.clone(),
             uses: VariablePositions::of(&plan),
-            captures: CaptureState::of(&plan, level),
+            captures: CaptureState::of(&*runtime.device, &plan, level),
             plan,
             programs,
             consts,

@@ -365,6 +365,10 @@ impl Device for SimtDevice {
         Some(self)
     }
 
+    fn captures(&self) -> bool {
+        true
+    }
+
     fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Capture>> {
         SimtCapture::new(self, recording).map(|r| Arc::new(r) as Arc<dyn Capture>)
     }

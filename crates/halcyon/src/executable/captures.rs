@@ -58,8 +58,12 @@ pub(super) struct CaptureState {
     places: Vec<(u32, u32)>,
 }
 
+fn does_not_capture(device: &dyn Device) -> String {
+    format!("{} does not capture commands", device.info().id)
+}
+
 impl CaptureState {
-    pub(super) fn of(plan: &Plan, level: Level) -> CaptureState {
+    pub(super) fn of(device: &dyn Device, plan: &Plan, level: Level) -> CaptureState {
         let mut w = CaptureState::default();
         let host = plan.steps.iter().find(|s| matches!(s.work, StepWork::Host(_)));
         if level < Level::O2 {
@@ -68,6 +72,8 @@ impl CaptureState {
             w.stop(format!("{} runs on the host between the commands", s.op));
         } else if plan.steps.is_empty() {
             w.stop("the plan has no commands".into());
+        } else if !device.captures() {
+            w.stop(does_not_capture(device));
         }
         if w.off.load(Ordering::Relaxed) {
             return w;
@@ -186,7 +192,7 @@ impl Executable {
         for (step, k) in &w.places {
             let b = lease.buffer(*step as usize, *k as usize);
             let Some(at) = b.place() else {
-                w.stop(format!("{} does not capture commands", d.info().id));
+                w.stop(does_not_capture(d));
                 return Ok(false);
             };
             c.now.push(at);

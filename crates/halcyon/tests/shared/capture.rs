@@ -227,6 +227,9 @@ fn bindings_of_captured_graphs_are_guarded() {
     let x = Tensor::from_slice(&b, [2], &[1f32, 2.0]).unwrap();
     let c = Tensor::scalar(&b, 1.0, DType::F32);
     let g = b.capture_graph(|| &x + &c).unwrap();
+    // The CPU captures no commands, which is known before the first run.
+    let reason = g.executable().captures().reason.unwrap();
+    assert_eq!(reason, format!("{} does not capture commands", b.id()));
     let err = |t: &[&Tensor]| b.launch_graph(&g, t).unwrap_err();
     let longer = Tensor::from_slice(&b, [3], &[0f32; 3]).unwrap();
     let e = err(&[&longer]);
