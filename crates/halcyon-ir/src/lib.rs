@@ -1,7 +1,7 @@
 //! Graph, passes, kernel IR and renderers. No FFI and no `unsafe`.
 //!
-//! Read in this order: [`dtype`], [`shape`], [`ops::element_wise`], [`ops`], [`graph`], [`composite`], then the
-//! passes and the kernel IR.
+//! Read in this order: [`dtype`], [`shape`], [`ops::element_wise`], [`ops`], [`graph`], [`composite`], then
+//! the passes and the kernel IR.
 #![forbid(unsafe_code)]
 pub mod composite;
 pub mod convert;
