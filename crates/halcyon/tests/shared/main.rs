@@ -8,6 +8,7 @@ mod capture;
 mod compile;
 mod custom;
 mod end_to_end;
+mod epilogue;
 #[cfg(feature = "onnx")]
 mod export;
 mod faults;

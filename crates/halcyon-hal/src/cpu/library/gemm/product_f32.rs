@@ -11,13 +11,17 @@ use super::matrix::Product;
 pub use super::matrix::{Batch, Epilogue, Gemm, Mat, MatMut};
 use super::panels::{Left, SERIAL, gemm_panels, inline_floats, panels_inline};
 use crate::Declined;
-use crate::cpu::library::CpuKernel;
 use crate::cpu::library::epilogue::{BoundChain, EpilogueChain, run_all};
 use crate::cpu::library::simd::{Simd, Sizes, Storage, dispatch_simd};
+use crate::cpu::library::{CpuKernel, Run};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 use crate::library_call::CallForm;
+use crate::reach;
+use halcyon_ir::fused::AffineActivation;
 use halcyon_ir::layout::View;
+use halcyon_ir::ops::element_wise::ScalarOp;
+use halcyon_ir::{DType, target};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The kernel of a product with f32 operands of any strides and an f32 result.
@@ -26,9 +30,15 @@ pub(in crate::cpu::library) fn matmul_f32(
     call: &CallForm<'_>,
     p: Product,
 ) -> Result<CpuKernel, Declined> {
-    let chain = EpilogueChain::new(call, 2, p.n)?;
+    let is_single = p.batch == 1 && p.outer.is_empty();
+    let stored = match &call.epilogue {
+        Some(e) if is_single && p.k > 0 => StoredEpilogue::of(call, e, p.n),
+        _ => None,
+    };
+    let chain = if stored.is_some() { None } else { EpilogueChain::new(call, 2, p.n)? };
+    let stored = stored.unwrap_or_default();
     if let Some(which) = call.packed {
-        return matmul_packed(isa, call, p, which, chain);
+        return matmul_packed(isa, call, p, which, (stored, chain));
     }
     let name = if p.m.min(p.n) <= gemv::ROWS { "gemv" } else { "gemm" };
     let (out, numel) = (call.inputs.len(), call.outputs[0].view.numel());
@@ -42,13 +52,13 @@ pub(in crate::cpu::library) fn matmul_f32(
             return;
         }
         let (a, b) = p.mats::<f32>(r);
-        if p.batch == 1 && p.outer.is_empty() {
+        if is_single {
             let by_panels = by_panels(p.m, p.n, &a, &b);
             // SAFETY: `CpuKernel::run` has checked the buffers, and that the output shares no buffer with an
             // input. The closure owns the chain and `r` holds the chain's operands; both outlive this call.
             unsafe {
                 let on_the_way = BoundChain::new(chain.as_ref().filter(|_| by_panels), r);
-                let epilogue = Epilogue { chain: on_the_way, ..Epilogue::default() };
+                let epilogue = Epilogue { chain: on_the_way, ..stored.bind(r) };
                 gemm(team, isa, &Gemm::new(p.size(), a, b, MatMut::rows(c, p.n)).with(epilogue));
                 run_all(chain.as_ref().filter(|_| !by_panels), r, rows, c);
             }
@@ -80,7 +90,7 @@ fn matmul_packed(
     call: &CallForm<'_>,
     p: Product,
     which: usize,
-    chain: Option<EpilogueChain>,
+    (stored, chain): (StoredEpilogue, Option<EpilogueChain>),
 ) -> Result<CpuKernel, Declined> {
     let (m, n, k) = (p.m, p.n, p.k);
     let rank = p.a.rank();
@@ -105,7 +115,7 @@ fn matmul_packed(
         // closure owns the chain and `r` holds the chain's operands; both outlive this call.
         unsafe {
             let b = Packed::new(shape, r.bufs[1].ptr as *const f32);
-            let epi = Epilogue { chain: BoundChain::new(chain.as_ref(), r), ..Epilogue::default() };
+            let epi = Epilogue { chain: BoundChain::new(chain.as_ref(), r), ..stored.bind(r) };
             gemm_packed(r.team, &Gemm::new((m, n, k), a, &b, c).with(epi));
         }
     })?;
@@ -115,6 +125,45 @@ fn matmul_packed(
         // for `shape.floats()` floats.
         unsafe { shape.pack_b(Some(team), b, to as *mut f32) }
     }))
+}
+
+/// An epilogue that the micro-kernels apply while they store the result: a bias per column, ReLU, or both.
+#[derive(Clone, Copy, Debug, Default)]
+struct StoredEpilogue {
+    /// Index of the buffer of the bias, and offset of its first element.
+    bias: Option<(usize, isize)>,
+    relu: bool,
+}
+
+impl StoredEpilogue {
+    /// The epilogue `e` of a product with `n` columns. `None` if it has another part or another type; a chain
+    /// then computes it.
+    fn of(call: &CallForm<'_>, e: &target::Epilogue<'_>, n: usize) -> Option<StoredEpilogue> {
+        let rows = call.outputs[0].view.numel() / n.max(1);
+        let a = e.fused.as_affine(e.product, &[rows, n], &[1]).ok()?;
+        if [a.product, a.compute, a.out] != [DType::F32; 3] || a.scale.is_some() || a.residual.is_some() {
+            return None;
+        }
+        let relu = match a.activation {
+            None => false,
+            Some(AffineActivation::Function(ScalarOp::Relu)) => true,
+            Some(_) => return None,
+        };
+        let Some(k) = a.bias else { return Some(StoredEpilogue { bias: None, relu }) };
+        let l = &e.fused.loads[k];
+        // The chain's other inputs follow the product's own ones, in order.
+        let input = call.own + l.input as usize - usize::from(l.input > e.product);
+        if l.dtype != DType::F32 || !reach::load_fits(e.fused, l, call.inputs.get(input)?) {
+            return None;
+        }
+        Some(StoredEpilogue { bias: Some((input, l.view.offset)), relu })
+    }
+
+    fn bind(&self, r: &Run<'_>) -> Epilogue {
+        let bias = self.bias.map(|(k, at)| (r.bufs[k].ptr as *const f32).wrapping_offset(at));
+        let none = Epilogue::default();
+        Epilogue { bias_col: bias.map_or(none.bias_col, SharedConst), relu: self.relu, ..none }
+    }
 }
 
 /// `C = act(alpha A B + beta C + bias)` in f32: `A` is m x k, `B` is k x n, with any strides. A and B may be
