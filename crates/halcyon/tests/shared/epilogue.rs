@@ -19,9 +19,8 @@ enum Bias {
 /// `relu(x @ w + bias)`. If `packed`, the weights are a constant of the graph.
 fn layer(x: &ConstData, w: &ConstData, bias: (Bias, &ConstData), relu: bool, packed: bool) -> Graph {
     let mut g = Graph::new();
-    let input = |g: &mut Graph, name: &str, d: &ConstData| {
-        g.input(name, TensorType::new(DType::F32, &d.dims[..]))
-    };
+    let input =
+        |g: &mut Graph, name: &str, d: &ConstData| g.input(name, TensorType::new(DType::F32, &d.dims[..]));
     let a = input(&mut g, "x", x);
     let b = if packed { g.constant(w.clone()) } else { input(&mut g, "w", w) };
     let c = input(&mut g, "bias", bias.1);
@@ -85,7 +84,8 @@ fn bias_and_relu_of_products_of_every_form() {
                     ConstData::from_slice(&[values.len()], &values).unwrap(),
                 ];
                 let g = layer(&data[0], &data[1], (bias, &data[2]), relu, packed);
-                let given: Vec<_> = if packed { vec![data[0].clone(), data[2].clone()] } else { data.to_vec() };
+                let given: Vec<_> =
+                    if packed { vec![data[0].clone(), data[2].clone()] } else { data.to_vec() };
                 let got = Session::new(&b, g).run(&given).unwrap()[0].to_vec::<f32>();
                 for i in 0..m {
                     for j in 0..n {
