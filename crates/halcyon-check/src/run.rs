@@ -174,7 +174,8 @@ fn order(
     of(false).chain(of(true)).collect()
 }
 
-/// A section's time limit: its own, or a share of the remaining time if that is too little for all sections.
+/// A section's time limit: its own, or a share of the remaining time if all remaining sections need more than
+/// that.
 fn allowed(seconds: u64, rest: u64, left: Duration, minutes: f64) -> Duration {
     let own = seconds as f64 * (minutes / NOMINAL_MINUTES).max(1.0);
     let share = left.as_secs_f64() * seconds as f64 / rest.max(1) as f64;

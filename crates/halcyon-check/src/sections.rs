@@ -227,8 +227,8 @@ fn ops(c: &Context) -> Result<Vec<Job>, String> {
     Ok(jobs)
 }
 
-/// The ops for which there may be library kernels, once with these and once with generated kernels on matrix
-/// units.
+/// The ops for which there may be library kernels. They run once with library kernels, and once with
+/// generated kernels on matrix units.
 fn products(c: &Context) -> Result<Vec<Job>, String> {
     let (types, cases): (&[&str], &str) =
         if c.tiny { (&["f16"], "21") } else { (&["f32", "f16", "bf16", "f64", "i8"], "64") };
@@ -303,8 +303,8 @@ impl Job {
         command
     }
 
-    /// The events of a child, plus an error if it ended badly. Running out of time is not an error, unless
-    /// the child does not measure and had no recent output. Such a child is reported as hung.
+    /// The events of a child, plus an error if it ended badly. Running out of time is not an error, with one
+    /// exception: a child that does not measure and had no recent output is reported as hung.
     pub(crate) fn events(&self, ended: &ChildResult, measures: bool) -> Vec<Event> {
         let mut out = match self.form {
             OutputFormat::Events => lines(&ended.out),

@@ -5,7 +5,7 @@
 //! # fn main() -> halcyon::Result<()> {
 //! let backend = BackendFactory::create("cpu", None)?;
 //! assert_eq!((backend.backend_name(), backend.device_type().as_str()), ("cpu", "cpu"));
-//! println!("{:?} MB allocated", backend.get_memory_stats().allocated_mb());
+//! println!("{:?} MiB allocated", backend.get_memory_stats().allocated_mb());
 //!
 //! let model = halcyon_nn::Linear::new(&backend, 4, 2)?;
 //! let model = backend.prepare_model(model, "balanced")?;
@@ -289,12 +289,13 @@ pub trait BaseBackend {
     /// # Errors
     /// [`Error::Unavailable`] if there is no such device.
     fn get_device_info(&self, device_id: Option<usize>) -> Result<StandardDeviceInfo>;
-    /// Memory use in bytes; `allocated_mb()` and `free_mb()` return MB.
+    /// Memory use in bytes; `allocated_mb()` and `free_mb()` return MiB (1024² bytes).
     fn get_memory_stats(&self) -> MemoryStats;
-    /// As [`BaseBackend::get_device_info`], as a dictionary: the form of earlier versions of this interface.
+    /// Like [`BaseBackend::get_device_info`], but returns a dictionary, as earlier versions of this interface
+    /// did.
     ///
     /// # Errors
-    /// Those of [`BaseBackend::get_device_info`].
+    /// The errors of [`BaseBackend::get_device_info`].
     #[deprecated(note = "use `get_device_info`, and `to_dict` for a dictionary")]
     fn get_device_info_dict(&self, device_id: Option<usize>) -> Result<serde_json::Value> {
         self.get_device_info(device_id)?.to_dict()
@@ -305,16 +306,16 @@ pub trait BaseBackend {
     /// # Errors
     /// Errors of evaluating and copying.
     fn to_device<K, T: Movable<K> + ?Sized>(&self, what: &T) -> Result<T::Moved>;
-    /// The model on this backend at a level: an [`OptimizationLevel`], its name or alias, or `None` for the
-    /// backend's own.
+    /// Prepares a model for this backend at a level. `level` is an [`OptimizationLevel`], its name or alias,
+    /// or `None` for the backend's own level.
     ///
     /// # Errors
     /// [`Error::Argument`] for an unknown level, [`Error::Unsupported`] for one that is not supported; errors
     /// of moving the model.
     fn prepare_model<K, M: PrepareModel<K>>(&self, model: M, level: impl LevelName) -> Result<M::Prepared>;
-    /// The model compiled for inference; for a module, weights are constants. With a sample, the call makes
-    /// the plan and runs it once. With a dtype, products and convolutions compute in that dtype. A module
-    /// that is not prepared gets the backend's level; other models keep their level.
+    /// Compiles a model for inference. The weights of a module become constants. With a sample, the call
+    /// makes the plan and runs it once. With a dtype, products and convolutions compute in that dtype. A
+    /// module that is not prepared gets the backend's level; other models keep their level.
     ///
     /// # Errors
     /// [`Error::Argument`] for a dtype other than f32, bf16 and f16, for bf16 or f16 below level O2, and at
@@ -326,12 +327,13 @@ pub trait BaseBackend {
         sample: Option<&M::Sample>,
         dtype: Option<DType>,
     ) -> Result<M::Optimized>;
-    /// The module, and the optimizer if one is given (otherwise `()`), on this backend for training. With a
-    /// dtype, products and convolutions of training steps compute in that dtype. A module that is not
-    /// prepared gets the backend's level; a module that does not implement `Forward` must be prepared first.
+    /// Prepares a module for training on this backend. Returns it together with the optimizer, if one is
+    /// given instead of `()`. With a dtype, products and convolutions of training steps compute in that
+    /// dtype. A module that is not prepared gets the backend's level; a module that does not implement
+    /// `Forward` must be prepared first.
     ///
     /// # Errors
-    /// As [`BaseBackend::optimize_for_inference`].
+    /// The errors of [`BaseBackend::optimize_for_inference`].
     fn optimize_for_training<K, M: ForTraining<K>, O: TrainingOptimizer>(
         &self,
         model: M,

@@ -63,9 +63,9 @@ impl BackendBuilder {
     }
 
     /// Sets mixed precision ([`halcyon::BackendBuilder::amp`]), which takes effect at level O2, and the scale
-    /// of the loss in training steps ([`halcyon::BackendBuilder::loss_scale`]). The scale is that of the
-    /// first step; later it changes with the gradients. With a `scale_factor` of 1.0, training steps in bf16
-    /// and f32 do not scale the loss.
+    /// of the loss in training steps ([`halcyon::BackendBuilder::loss_scale`]). The first step uses this
+    /// scale; later the scale changes with the gradients. With a `scale_factor` of 1.0, training steps in
+    /// bf16 and f32 do not scale the loss.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if `accum_dtype` is not f32, or `compute_dtype` is none of f32, f16 and bf16;
@@ -119,7 +119,8 @@ pub struct MixedPrecisionConfig {
     pub compute_dtype: DType,
     /// Dtype of the sums of products.
     pub accum_dtype: DType,
-    /// Factor of the loss before gradients are computed, in the first training step. 65536 is usual for f16.
+    /// The first training step multiplies the loss by this factor before it computes gradients. 65536 is
+    /// usual for f16.
     pub scale_factor: f64,
 }
 
@@ -166,8 +167,9 @@ fn adam(x: &[Tensor]) -> Vec<Tensor> {
     params.into_iter().chain(moments).collect()
 }
 
-/// One step of Adam (Kingma and Ba 2014, eps 1e-8) of all parameters, f32, submitted as one plan. New values
-/// are written over the old ones, except where the program holds a handle on an old value.
+/// Updates all parameters, which must be f32, by one step of Adam (Kingma and Ba 2014, eps 1e-8). The step is
+/// submitted as one plan. New values are written over the old ones, except where the program holds a handle
+/// on an old value.
 ///
 /// ```
 /// use halcyon::State;
@@ -185,8 +187,8 @@ fn adam(x: &[Tensor]) -> Vec<Tensor> {
 ///
 /// # Errors
 /// [`Error::Argument`] if the numbers of parameters and gradients differ, there are none, or `state` belongs
-/// to other parameters; [`Error::Shape`] if the type of a gradient is not that of its parameter, or is not
-/// f32; errors of the device.
+/// to other parameters; [`Error::Shape`] if the type of a gradient differs from the type of its parameter, or
+/// is not f32; errors of the device.
 pub fn fused_adam_step(
     params: &[&State],
     grads: &[&Tensor],
@@ -217,7 +219,7 @@ pub fn fused_adam_step(
         state.update = Some(backend.compile(adam as fn(&[Tensor]) -> Vec<Tensor>));
     }
     let Some(update) = state.update.as_ref().filter(|_| state.moments.len() == 2 * params.len()) else {
-        let what = format!("{} parameters, and the state is of {}", params.len(), state.moments.len() / 2);
+        let what = format!("{} parameters, but the state is for {}", params.len(), state.moments.len() / 2);
         return Err(Error::argument(op, what));
     };
     let t = (state.steps + 1) as f64;

@@ -4,9 +4,8 @@ use bytes::Bytes;
 use halcyon_ir::{ConstData, DType, Error, Result, Scalar};
 use std::sync::Arc;
 
-/// Size in bytes of a dense tensor. `None` if it exceeds the largest possible allocation. For that check a
-/// dimension of 0 counts as 1, because the strides, which are products of the other dimensions, must not
-/// overflow either.
+/// Size in bytes of a dense tensor. `None` if it exceeds the largest possible allocation. In this check a
+/// dimension of 0 counts as 1: the strides are products of the other dimensions and must not overflow either.
 pub fn byte_len(dtype: DType, dims: &[usize]) -> Option<usize> {
     let bound = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d.max(1)))?;
     let bits = bound.checked_mul(dtype.bits() as usize)?;
@@ -62,7 +61,7 @@ mod tests {
         assert_eq!(byte_len(DType::F32, &[0, 7]), Some(0));
         assert_eq!(byte_len(DType::F32, &[usize::MAX, 2]), None);
         assert_eq!(byte_len(DType::F64, &[1 << 61]), None);
-        // A zero must not hide sizes whose strides overflow.
+        // Strides that overflow are an error, even if another dimension is 0.
         assert_eq!(byte_len(DType::U8, &[0, 1 << 40, 1 << 40]), None);
     }
 

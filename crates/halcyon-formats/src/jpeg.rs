@@ -2,8 +2,8 @@
 //! (grey) or three.
 //!
 //! ONNX's ImageDecoder specifies the result: chroma is interpolated with ordered dithering. The inverse DCT
-//! is the integer one of Loeffler, Ligtenberg and Moschytz (1989) in the fixed point of the Independent JPEG
-//! Group's library, so results are bit-identical to those of decoders that compute as this library does.
+//! is the integer one of Loeffler, Ligtenberg and Moschytz (1989) in the fixed-point arithmetic of the
+//! Independent JPEG Group's library. Decoders with the same arithmetic give bit-identical results.
 
 use crate::picture::{Failure, Picture};
 
@@ -617,8 +617,8 @@ fn idct(block: &[i16; 64], q: &[u16; 64]) -> [u8; 64] {
 }
 
 /// Scales a component to the size of the image. An axis that is doubled is interpolated: 3/4 of the nearest
-/// sample plus 1/4 of its neighbour, with alternating rounding. Samples are repeated for larger factors, and
-/// if a component whose width is doubled has at most two columns.
+/// sample plus 1/4 of its neighbour, with alternating rounding. Samples are repeated instead if a factor is
+/// larger than 2, or if the width is doubled and the component has at most two columns.
 fn upsample(plane: &[u8], c: &Component, f: &Frame) -> Result<Vec<u8>> {
     if !f.h.is_multiple_of(c.h) || !f.v.is_multiple_of(c.v) {
         return Err(Failure::Unsupported("JPEG with fractional sampling".into()));

@@ -43,7 +43,7 @@ impl SafeTensors {
         SafeTensors::parse(crate::mmap::open(path)?, &path.display().to_string())
     }
 
-    /// Like [`SafeTensors::open`], of a file in memory; `file` names it in errors.
+    /// Like [`SafeTensors::open`], for a file in memory; `file` names it in errors.
     pub fn parse(data: Bytes, file: &str) -> Result<SafeTensors> {
         let fail = |what: String| bad(file, format!("safetensors header: {what}"));
         let len = data

@@ -1,9 +1,9 @@
 //! Fused chains on the CPU compared with the machine's memory bandwidth.
 //!
 //! `cargo run --release -p halcyon-hal --example chain_bench [threads]`. Each line shows the best time of
-//! many interleaved runs, the rate at which the necessary bytes moved, and this rate as a share of that of
-//! the best plain copy (which reads and writes every byte once). The last column is the lowest processor time
-//! per thread, which other load disturbs less.
+//! many interleaved runs, the rate at which the necessary bytes moved, and this rate divided by the rate of
+//! the best plain copy. The copy reads and writes every byte once. The last column is the lowest processor
+//! time per thread, which other load disturbs less.
 
 use halcyon_hal::cpu::CpuDevice;
 use halcyon_hal::{BufferRef, Command, Device, Options, Result, Tag, Target};

@@ -17,7 +17,8 @@ pub struct Row {
     /// Display name: `CUDA`.
     pub title: &'static str,
     pub vendor: &'static str,
-    /// Higher is tried first; `None`: never chosen automatically.
+    /// Automatic selection tries backends with a higher priority first, and never chooses a backend with
+    /// `None`.
     pub priority: Option<u32>,
     pub aliases: &'static [&'static str],
 }
@@ -42,10 +43,10 @@ pub enum TestDevice {
     /// The operating system includes the driver. With `HALCYON_REQUIRE_ALL=1` the conformance suite fails
     /// without it.
     System,
-    /// The driver over a stand-in for the vendor's library, which the tests build
-    /// (`halcyon_test_host::standin`).
+    /// The tests build a stand-in for the vendor's library (`halcyon_test_host::standin`), and the driver
+    /// loads it.
     StandIn,
-    /// Only the hardware itself. Tests are skipped if there is none.
+    /// Tests need the hardware itself. They are skipped if the machine has none.
     Hardware,
 }
 
@@ -58,7 +59,7 @@ pub struct BuiltIn {
     /// Names that other projects use for this kind of device, and the hint that the error for such a name
     /// gives.
     pub elsewhere: Option<(&'static [&'static str], &'static str)>,
-    /// The Cargo feature that adds the driver; `None` if every build has the driver, or none has.
+    /// The Cargo feature that adds the driver; `None` if every build has the driver, or no build has it.
     pub feature: Option<&'static str>,
     /// What to do if this build has no driver.
     pub fix: &'static str,

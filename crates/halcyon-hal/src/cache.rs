@@ -17,7 +17,7 @@ const MAGIC: &[u8; 8] = b"HLCYPRG1";
 const HEADER: usize = 8 + 16 + 16 + 8;
 const EXTENSION: &str = "bin";
 
-/// Maximum bytes of one directory; beyond it the least recently used entries are deleted.
+/// Maximum bytes of one directory. If it has more, the least recently used entries are deleted.
 pub const DEFAULT_LIMIT: u64 = 256 << 20;
 
 /// A directory of cache entries.
@@ -73,7 +73,7 @@ pub fn policy() -> crate::Result<CachePolicy> {
         Some((_, k)) => Ok(*k),
         None => {
             let what = format!(
-                "\"{}\" is not a setting of the cache; use off (nothing is kept), programs (no packed weights) or packed (always), or leave it unset",
+                "\"{}\" is not a setting of the cache; use off (keep nothing), programs (keep no packed constants) or packed (always keep packed constants), or leave it unset",
                 v.to_string_lossy()
             );
             Err(Error::argument(VARIABLE, what))
@@ -402,9 +402,10 @@ impl StripeDigests {
     }
 }
 
-/// Digest of a stripe at memory bandwidth: eight 64-bit accumulators, each updated by xor, multiplication by
-/// an odd number and rotation. Each update is a bijection of the accumulator, so a change of one word changes
-/// the result. [`digest`] combines the accumulators. It detects corruption, not forgery.
+/// Digest of a stripe, computed at memory bandwidth. It has eight 64-bit accumulators, which are updated by
+/// xor, multiplication by an odd number and rotation. Each update is a bijection of the accumulator, so a
+/// change of one word changes the result. [`digest`] combines the accumulators. It detects corruption, not
+/// forgery.
 fn stripe_digest(bytes: &[u8]) -> u128 {
     const ODD: u64 = 0x9E37_79B9_7F4A_7C15;
     let mut accumulators: [u64; 8] = std::array::from_fn(|i| ODD.rotate_left(i as u32 * 8));
@@ -479,7 +480,7 @@ mod tests {
         }
         fs::write(&path, &whole[..20]).unwrap();
         assert!(c.get(7).is_none(), "a short file");
-        // An entry under another key.
+        // An entry copied to another key is invalid.
         fs::write(c.path(9), &whole).unwrap();
         assert!(c.get(9).is_none());
         // Only entries remain, no temporary files.
@@ -583,7 +584,7 @@ mod tests {
     fn content_digests_depend_on_every_word_and_boundary() {
         let mut v = vec![3u8; 9 * STRIPE + 100];
         let whole = content_digest(&[&v]);
-        assert_eq!(whole, content_digest(&[&v]), "whatever thread digests what");
+        assert_eq!(whole, content_digest(&[&v]), "the threads must not matter");
         assert_eq!(stripe_digest(&v[..100]), stripe_digest(&v[1..101]));
         for at in [0, 63, 64, STRIPE - 1, STRIPE, 9 * STRIPE + 99] {
             v[at] ^= 1;

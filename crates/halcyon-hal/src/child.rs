@@ -129,7 +129,7 @@ pub struct Output {
     pub hung: bool,
 }
 
-/// Reads a pipe in a thread. The receiver is signalled at its end.
+/// Reads a pipe in a thread, which signals the receiver at the end of the pipe.
 fn follow(pipe: Option<impl Read + Send + 'static>) -> (Arc<Mutex<Vec<u8>>>, Receiver<()>) {
     let kept: Arc<Mutex<Vec<u8>>> = Arc::default();
     let (done, is_done) = channel();
@@ -149,7 +149,7 @@ fn follow(pipe: Option<impl Read + Send + 'static>) -> (Arc<Mutex<Vec<u8>>>, Rec
     (kept, is_done)
 }
 
-/// Runs a command without input for at most `limit`. Output until then is kept.
+/// Runs a command without input for at most `limit`. Returns the output up to then.
 ///
 /// # Errors
 /// Errors of starting the command.
@@ -221,7 +221,7 @@ mod tests {
         let o = o.unwrap();
         assert_eq!((o.out.as_str(), o.err.as_str(), o.hung, slow), ("a\n", "b\n", false, 1));
         assert_eq!(o.end, Err("ended with exit status: 3".into()));
-        // A grandchild that holds the pipes open is not waited for.
+        // The call returns although a grandchild holds the pipes open.
         let o = output(&mut sh("echo a; sleep 30 & exit 0"), minute).unwrap();
         assert!(o.out == "a\n" && o.end.is_ok());
         let o = output(&mut sh("echo a; exec sleep 100"), Duration::from_millis(200)).unwrap();

@@ -286,7 +286,7 @@ mod unix {
                 h.1 += 1;
                 heard.more.notify_all();
             } else if kept.len() > 2 * MAX_BYTES {
-                // Keep the beginning, and the end, which may be the start of a mark.
+                // Keep the beginning. Keep the end too, because it may be the start of a mark.
                 let end = kept.split_off(kept.len() - END_MARK.len());
                 kept.truncate(MAX_BYTES);
                 kept.extend(end);

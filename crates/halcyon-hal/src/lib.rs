@@ -403,7 +403,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         }
     }
 
-    /// Note for messages about memory checks if [`Device::free_memory`] is unknown; else empty.
+    /// The note that messages about memory checks contain if [`Device::free_memory`] is unknown; otherwise
+    /// empty.
     fn unknown_free(&self) -> &'static str {
         match self.free_memory() {
             Some(_) => "",

@@ -117,11 +117,12 @@ pub(crate) struct Need {
 #[derive(Clone, Debug)]
 pub(crate) struct Needs {
     all: SmallVec<[Need; 8]>,
-    /// Number of outputs that have the buffer of the input with the same index.
+    /// This many outputs, counted from the first, share the buffer of the input with the same index.
     in_place: usize,
 }
 
-/// A bound buffer: its address, its size, and the size of the part in which an overlap matters.
+/// A bound buffer: its address, its size in bytes, and the number of its first bytes (`span`) that the check
+/// for overlaps compares.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bound {
     pub address: u64,
@@ -157,8 +158,9 @@ impl Needs {
         std::mem::replace(&mut self.all[i].bytes, bytes)
     }
 
-    /// Validates the buffers of a run of the kernel `name`: there are as many as needed, they are large
-    /// enough, and those that are written overlap no other, except an output and the input in its place.
+    /// Validates the buffers of a run of the kernel `name`: their number, their sizes, and that no written
+    /// buffer overlaps another buffer. Only an output that replaces an input in place has the same buffer as
+    /// this input.
     pub(crate) fn check(&self, name: &str, count: usize, bound: impl Fn(usize) -> Bound) -> Result<()> {
         let bad = |what: String| Err(Error::argument(name, what));
         if count != self.len() {
@@ -170,7 +172,8 @@ impl Needs {
                 return bad(format!("buffer {i} has {} bytes, {} are needed", b.bytes, n.bytes));
             }
         }
-        // The check of an output covers the input in its place.
+        // An input that is overwritten in place has the same buffer as its output, so the output's check
+        // covers it.
         let first = self.all.iter().skip(self.in_place).position(|n| n.write);
         let first = first.map_or(self.len(), |k| k + self.in_place);
         for o in first..self.len() {
@@ -183,7 +186,7 @@ impl Needs {
                 !apart && !pair && x.span > 0 && b.span > 0
             };
             if (0..o).any(shares) {
-                return bad(format!("buffer {o} is written and bound twice"));
+                return bad(format!("buffer {o} is written, but it overlaps another buffer"));
             }
         }
         let apart = |i: &usize| bound(*i).address != bound(first + i).address;
@@ -253,10 +256,10 @@ mod tests {
         // Operands that are only read may overlap.
         check(0, [(0, 16), (0, 8), (24, 16)]).unwrap();
         says(check(0, [(0, 16), (16, 4), (24, 16)]), "buffer 1 has 4 bytes, 8 are needed");
-        says(check(0, [(0, 16), (16, 16), (24, 16)]), "buffer 2 is written and bound twice");
-        says(check(0, [(0, 16), (16, 8), (0, 16)]), "buffer 2 is written and bound twice");
+        says(check(0, [(0, 16), (16, 16), (24, 16)]), "buffer 2 is written, but it overlaps another buffer");
+        says(check(0, [(0, 16), (16, 8), (0, 16)]), "buffer 2 is written, but it overlaps another buffer");
         check(1, [(0, 16), (16, 8), (0, 16)]).unwrap();
-        says(check(1, [(0, 16), (8, 8), (0, 16)]), "buffer 2 is written and bound twice");
+        says(check(1, [(0, 16), (8, 8), (0, 16)]), "buffer 2 is written, but it overlaps another buffer");
         says(check(1, [(0, 16), (16, 8), (24, 16)]), "output 0 must be input 0's buffer");
         // Two outputs in place of two inputs.
         let two = [operand(&[4]), operand(&[2])];
@@ -268,8 +271,8 @@ mod tests {
         };
         check([(0, 16), (16, 8), (0, 16), (16, 8)]).unwrap();
         says(check([(0, 16), (16, 8), (0, 16), (24, 8)]), "output 1 must be input 1's buffer");
-        says(check([(0, 16), (8, 8), (0, 16), (8, 8)]), "is written and bound twice");
-        says(check([(0, 16), (16, 8), (16, 16), (0, 8)]), "is written and bound twice");
+        says(check([(0, 16), (8, 8), (0, 16), (8, 8)]), "is written, but it overlaps another buffer");
+        says(check([(0, 16), (16, 8), (16, 16), (0, 8)]), "is written, but it overlaps another buffer");
         let call = LibraryCall::new(Work::Op(&Op::Matmul), &x, &y);
         let needs = CallForm::plain(&call).needs().unwrap();
         says(needs.check("kernel", 2, |_| unreachable!()).map_err(|e| e.to_string()), "2 buffers were bound");

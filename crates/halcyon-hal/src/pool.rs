@@ -48,8 +48,8 @@ pub trait Source: Send + Sync + 'static {
     }
 }
 
-/// A buffer's location as used in the driver's calls. It changes when the buffer is moved, which the driver
-/// does only while no command runs and none is being submitted.
+/// A buffer's location as used in the driver's calls. It changes when the buffer is moved. The driver moves
+/// buffers only while no command runs and none is being submitted.
 pub trait Place: Send + Sync + fmt::Debug {
     fn replace(&self, with: Self);
 }

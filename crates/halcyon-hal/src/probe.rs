@@ -256,9 +256,9 @@ impl ProbeSpec {
             None => {
                 let e = self.unavailable(
                     (self.depends)(Path::new("/")).libraries,
-                    "its library is loaded in a child process only, and this program has not named an executable for it"
+                    "the library is loaded only in a child process, and this program has not set an executable for the child"
                         .into(),
-                    "Name one with halcyon_hal::probe::set_executable, or run `halcyon devices`".into(),
+                    "Set one with halcyon_hal::probe::set_executable, or run `halcyon devices`".into(),
                 );
                 (Err(e.clone()), CachedProbe::Answer(Err(e)))
             }
@@ -434,7 +434,7 @@ impl ProbeSpec {
     /// The error for a driver that crashed a child. `how` is the recorded reason.
     fn fatal(&self, how: &str, remembered: bool) -> Error {
         let reason = match remembered {
-            true => format!("{how} (this is remembered; `halcyon devices --refresh` looks again)"),
+            true => format!("{how} (from an earlier probe; `halcyon devices --refresh` probes again)"),
             false => how.to_string(),
         };
         self.unavailable(self.suspects(), reason, self.fix.into())

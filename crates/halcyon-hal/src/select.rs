@@ -389,8 +389,8 @@ impl Search<'_, '_> {
     }
 
     /// The first device in an order that accepts the work. Software devices come last overall or, if the
-    /// order names each backend (`named`), last within their backend. With `only`, no later backend and no
-    /// software device is tried once an existing device has not accepted the work.
+    /// order names each backend (`named`), last within their backend. With `only`, once an existing device is
+    /// rejected, the search tries no later backend and none of the software devices that come last overall.
     fn first_of(&mut self, order: &[BackendType], only: bool, named: bool) -> Option<OpenedDevice> {
         let by_priority = Policy::default().backends() == order;
         let (mut chosen, mut software) = (None, vec![]);

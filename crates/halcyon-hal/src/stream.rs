@@ -6,8 +6,8 @@
 //!   that was enqueued later waits for the other one. Results are therefore defined without any events;
 //!   events add further ordering.
 //! - A call enqueues work and returns. The commands, programs and memory in use stay alive until the work has
-//!   run, even if the caller drops them. Host memory that a copy reads is owned by the copy or shared with
-//!   it.
+//!   run, even if the caller drops them. A copy owns the host memory that it reads, or shares its ownership
+//!   with the caller.
 //! - Errors are reported by the next [`Event`] recorded in the stream. Outputs of failed work are poisoned
 //!   until overwritten: work that reads them, in any queue, fails with the same error if the device tracks
 //!   poisoned memory (`cpu`), or with the driver's error.

@@ -547,13 +547,13 @@ impl TuningCache {
                 Err(e) => return Err(io(&path, e)),
             }
         };
-        // No other process knows the file yet, so this does not block.
+        // No other process uses the file yet, so this does not block.
         file.lock().map_err(|e| io(&path, e))?;
         Ok(Some(Guard { path, file }))
     }
 
-    /// Rejects the candidates that were running when processes crashed, including child processes: `why` and
-    /// `detail` give the reason. Returns them by key.
+    /// Rejects the candidates that were running when their processes crashed; these may be child processes.
+    /// `why` and `detail` give the reason. Returns each rejection with the candidate's key.
     ///
     /// # Errors
     /// The errors of [`TuningCache::save`].

@@ -163,7 +163,7 @@ fn a_named_backend_is_strict_unless_a_fallback_is_asked_for() {
     let s = with(BackendType::Cuda, Some(Fallback::Cpu), 0).unwrap();
     assert_eq!(s.device.backend, BackendType::Cpu);
     assert!(s.rule.contains("the CPU is the fallback"), "{}", s.rule);
-    // No fallback at all.
+    // Without a fallback, a missing backend is an error.
     let e = with(BackendType::WebGpu, Some(Fallback::Never), 0).unwrap_err();
     assert_eq!(e.exit_code(), 4, "{e}");
 }
@@ -176,7 +176,7 @@ fn auto_without_fallback_tries_only_the_first_backend() {
     assert_eq!(r(Fallback::Never).unwrap_err().exit_code(), 5);
     let s = r(Fallback::Cpu).unwrap();
     assert_eq!(s.device.backend, BackendType::Cpu);
-    // A missing backend does not count as the first.
+    // The first backend is the first that has a device.
     let s = choose(&request(BackendType::Auto, "metal,cuda,cpu", Some(Fallback::Never), 0)).unwrap();
     assert_eq!(s.device.id, "cuda:0");
 }

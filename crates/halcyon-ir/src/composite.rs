@@ -28,7 +28,7 @@ pub type Attrs = BTreeMap<String, Attr>;
 /// A named function of primitive ops with one result.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Composite {
-    /// The function that it computes.
+    /// The function that the composite computes.
     #[serde(rename = "name")]
     pub kind: CompositeKind,
     pub attrs: Attrs,

@@ -6,7 +6,7 @@ use crate::graph::{Graph, NodeId};
 use crate::ops::element_wise::ScalarOp;
 use crate::passes::small_types::encode_e8m0;
 
-/// The power of two to which a number between two powers of two is rounded.
+/// How a number between two powers of two is rounded to one of them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Rounding {
     /// The nearer one; on a tie the larger one.
@@ -49,7 +49,7 @@ impl Graph {
         }
         if is == DType::BF16 && dtype == DType::F16 || is.is_int() && hi.fract() != 0.0 {
             // Clamp in f32, because bf16 cannot represent the limits of f16, and integers cannot represent
-            // the limits of a small float that have a fraction.
+            // limits with a fraction, which some small floats have.
             is = DType::F32;
             x = self.cast(x, is)?;
         }

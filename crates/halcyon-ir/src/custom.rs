@@ -13,8 +13,8 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, LazyLock, RwLock};
 
-/// An op defined by the user. Fusion treats it as a boundary; the sanitizer and the op table treat it like a
-/// built-in op.
+/// An op defined by the user. Fusion treats it as a boundary. The op table, and the interpreter that checks
+/// memory accesses, treat it like a built-in op.
 pub trait CustomOp: Send + Sync + fmt::Debug {
     /// Unique name, for example `mycrate.swirl`. Attributes belong in [`CustomOp::key`].
     fn name(&self) -> &str;

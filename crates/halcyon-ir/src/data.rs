@@ -128,8 +128,8 @@ impl ConstData {
         self.dims.iter().product()
     }
 
-    /// Number of elements whose bytes are present: all, or none while a deserialised graph's blobs are not
-    /// attached.
+    /// Number of elements whose bytes are present. It is 0 while the blobs of a deserialised graph are not
+    /// attached; otherwise it counts all elements.
     fn held(&self) -> usize {
         let n = self.numel();
         if self.bytes().len() < self.dtype.bytes(n) { 0 } else { n }

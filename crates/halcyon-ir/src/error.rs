@@ -15,7 +15,7 @@ pub enum Span {
     /// Nothing is known.
     #[default]
     Unknown,
-    /// A line of the caller's program.
+    /// A line of the caller's code.
     Caller(&'static Location<'static>),
     /// An ONNX node, or text from a file. A thin pointer keeps [`Error`] small.
     Named(Arc<String>),
@@ -188,14 +188,14 @@ pub enum Error {
     /// A dtype that the op does not accept.
     #[error("{}: element type {dtype} is not accepted, {}{}", one_line(op), one_line(want), place(at))]
     DType { op: String, dtype: DType, want: String, at: Span },
-    /// An invalid argument. With a span, it belongs to a node of a model or program; without one, to the
-    /// command line or an API call.
+    /// An invalid argument. With a span, it belongs to a node of a graph; without a span, to the command line
+    /// or an API call.
     #[error("{}: {}{}", one_line(op), lines(what, at), place(at))]
     Argument { op: String, what: String, at: Span },
     /// Something that is not supported yet. `what` names it.
     #[error("not supported yet: {}. {}", one_line(what), one_line(next))]
     Unsupported { what: String, next: String },
-    /// All ops of a model that cannot run.
+    /// The ops of a model that the importer or the device cannot run.
     #[error("{} unsupported op{}:\n{}", .0.len(), if .0.len() == 1 { "" } else { "s" },
         .0.iter().map(|u| format!("  {u}")).collect::<Vec<_>>().join("\n"))]
     UnsupportedOps(Vec<UnsupportedOp>),
@@ -285,8 +285,8 @@ impl Error {
     }
 
     /// Exit code of the command: 2 usage, 3 unsupported, 4 unavailable, 5 out of memory, 130 interrupted, 1
-    /// other. An argument error with a span belongs to a node of a model and cannot be fixed on the command
-    /// line, so it is 1, not 2.
+    /// other. An argument error with a span belongs to a node of a model. The user cannot fix it on the
+    /// command line, so its code is 1, not 2.
     pub fn exit_code(&self) -> i32 {
         match self {
             Error::Argument { at, .. } if at.is_known() => 1,

@@ -62,8 +62,8 @@ pub struct Load {
     pub fill: Option<u32>,
 }
 
-/// A result. Entry `n` of the list is written to output buffer `n` through `view`, whose shape is that of the
-/// outer axes.
+/// A result. Entry `n` of [`Fused::outs`] is written to output buffer `n` through `view`. The shape of `view`
+/// is the sizes of the outer axes.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Out {
     pub value: Reg,
@@ -125,8 +125,8 @@ impl Fused {
     }
 
     /// The kernel without the values passed at run time: sizes, strides, offsets, bounds of masks, literals
-    /// and arguments. Of a stride, only whether it is 0 is kept. Two fused kernels with equal templates can
-    /// share a compiled program that takes these values as arguments.
+    /// and arguments. For each stride, the template keeps only whether the stride is 0. Two fused kernels
+    /// with equal templates can share a compiled program that takes these values as arguments.
     pub fn template(&self) -> Fused {
         let mut f = self.clone();
         let blank = |v: &mut View| {

@@ -23,13 +23,14 @@ pub(crate) type Grads = SmallVec<[Option<NodeId>; 3]>;
 
 /// Appends nodes that compute `d loss / d wrt[k]` and returns them in the order of `wrt`. Each gradient has
 /// the shape and dtype of `wrt[k]`. The entry is `None` if `wrt[k]` is not a float, if the loss does not
-/// depend on it, or if it depends on it only through integers or through ops whose gradient is zero.
+/// depend on `wrt[k]`, or if the loss depends on it only through integers or through ops whose gradient is
+/// zero.
 ///
-/// `loss` must be a float. It must have one element, unless `seed` is given, a node of the loss's type that
-/// holds the incoming gradient. Contributions to one node are added in descending order of the users' ids,
-/// which fixes the order of summation. A composite is differentiated in closed form if its row has such a
-/// form (softmax, layer norm and attention do), otherwise through a copy of its body. New nodes take the span
-/// of the node that they differentiate.
+/// `loss` must be a float. It must have one element, unless `seed` is given. The seed is a node of the loss's
+/// type that holds the incoming gradient. Contributions to one node are added in descending order of the
+/// users' ids, which fixes the order of summation. If the row of a composite has a gradient in closed form
+/// (as for softmax, layer norm and attention), this form is used. Any other composite is differentiated
+/// through a copy of its body. New nodes take the span of the node that they differentiate.
 ///
 /// Errors: the loss or the seed has the wrong type, or an op has no gradient ([`Error::Unsupported`], with
 /// its name).
@@ -274,7 +275,8 @@ impl Backward<'_> {
 }
 
 /// Appends the body of a composite. Returns the first node added and the result. The body of a checkpoint
-/// reads its operands through [`Op::Recompute`], so that no pass merges it with the body of the forward.
+/// reads its operands through [`Op::Recompute`], so that no pass merges this copy of the body with the nodes
+/// that computed the result.
 fn inline(g: &mut Graph, node: &Node) -> Result<(usize, NodeId)> {
     let Op::Composite(c) = &node.op else {
         return Err(Error::internal(format!("{} has no body", node.op.name())));

@@ -148,7 +148,7 @@ impl Graph {
         Ok(g)
     }
 
-    /// The sizes of the symbols with which the declared input shapes become `shapes`, which are in the order
+    /// The sizes of the symbols for which the declared input shapes equal `shapes`. `shapes` are in the order
     /// of the inputs. A symbol gets its size from a dimension that is this symbol alone. It is an error if a
     /// symbol of an input occurs only inside expressions, such as `2*s`.
     pub fn solve(&self, shapes: &[Shape]) -> Result<Bindings> {
@@ -334,7 +334,7 @@ impl Graph {
     /// Applies a scalar op with NumPy broadcasting.
     pub fn scalar(&mut self, op: ScalarOp, x: &[NodeId]) -> Result<NodeId> {
         let mut s =
-            self.shape(*x.first().ok_or_else(|| Error::argument(op.name(), "it has no operands"))?).clone();
+            self.shape(*x.first().ok_or_else(|| Error::argument(op.name(), "no operand is given"))?).clone();
         for i in &x[1..] {
             s = s.broadcast(self.shape(*i)).map_err(|e| match e {
                 Error::Shape { what, .. } => {

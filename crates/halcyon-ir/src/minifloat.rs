@@ -12,7 +12,7 @@ use crate::dtype::DType;
 pub enum Special {
     /// IEEE 754: the largest exponent holds infinity and NaN.
     Ieee,
-    /// No infinity. All ones, with either sign, is NaN.
+    /// No infinity. The pattern with all exponent and fraction bits set is NaN, with either sign.
     Fn,
     /// No infinity and no negative zero; the pattern of negative zero is NaN.
     Fnuz,

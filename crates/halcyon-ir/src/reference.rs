@@ -3,8 +3,8 @@
 //! and [`eval_f64`] is the float64 reference of the op tests.
 //!
 //! Semantics: after every op, elements are rounded to the node's dtype. Float sums, sums of products and
-//! scans accumulate in f64 and round once. Integers wrap. For an index out of range, which a device replaces
-//! by a valid one and reports as a fault, the evaluation returns [`Error::Index`]. An average over a window
+//! scans accumulate in f64 and round once. Integers wrap. For an index out of range, the evaluation returns
+//! [`Error::Index`]. (A device uses a valid index instead and reports a fault.) An average over a window
 //! wholly in the padding is 0.
 
 use crate::composite::Composite;
@@ -101,8 +101,8 @@ impl Vals {
 
     pub(crate) fn float(d: DType, mut v: Vec<f64>) -> Vals {
         if d == DType::F8E8M0 {
-            // Sums of powers of two from this wide range are not exact in f64. Therefore a result is defined
-            // to be rounded to f32 first.
+            // A sum of powers of two from the wide range of this dtype is not exact in f64. So by definition,
+            // the result is rounded to f32 before it is rounded to the dtype.
             v.iter_mut().for_each(|x| *x = *x as f32 as f64);
         }
         if d != DType::F64 {
@@ -247,7 +247,8 @@ fn widened(c: &ConstData) -> Result<ConstData> {
 }
 
 /// The graph with every float dtype replaced by f64. Literals keep the value rounded to their original dtype.
-/// Errors: a bitcast between an integer and a float of fewer than 64 bits, whose sizes would then differ.
+/// Errors: a bitcast between an integer and a float of fewer than 64 bits. After the promotion, their sizes
+/// would differ.
 pub fn promote(graph: &Graph) -> Result<Graph> {
     let up = |d: DType| if d.is_float() { DType::F64 } else { d };
     let mut g = Graph::new();

@@ -259,9 +259,9 @@ pub trait LibraryKernel: Send + Sync + fmt::Debug {
 /// What lowering queries of a device.
 pub trait Target {
     fn caps(&self) -> &Caps;
-    /// Returns a library kernel for the call. The result is both the statement of support and the kernel that
-    /// runs, so the two cannot disagree. Lowering makes each query once: equal calls get the first result, so
-    /// one kernel may serve several steps.
+    /// Returns a library kernel for the call. A target has no other way to say that it supports a call, so
+    /// every supported call has a kernel. Lowering makes each query once: equal calls get the first result,
+    /// so one kernel may serve several steps.
     fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined>;
     /// If the device supports parts of a buffer as buffers, the required alignment of their offsets in bytes.
     /// Scratch memory is then one allocation, and scratch buffers have offsets in it. `None`: every buffer is

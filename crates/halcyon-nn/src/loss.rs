@@ -42,7 +42,7 @@ fn same_shape(op: &str, x: &Tensor, target: &Tensor) -> Result<()> {
     let (a, b) = (x.shape()?, target.shape()?);
     match a == b {
         true => Ok(()),
-        false => Err(Error::shape(op, format!("the prediction is {a}, the target {b}"))),
+        false => Err(Error::shape(op, format!("the prediction is {a}, but the target is {b}"))),
     }
 }
 
@@ -209,7 +209,8 @@ pub fn nll_loss(log: &Tensor, target: &Tensor, o: CrossEntropyOptions<'_>) -> Te
 fn along_classes(w: &Tensor, like: &Tensor) -> Result<Tensor> {
     let dims = like.dims()?;
     if dims.len() < 2 || w.dims()?.as_slice() != [dims[1]] {
-        let what = format!("a weight of {:?} for logits of {:?}", w.dims()?.as_slice(), dims.as_slice());
+        let what =
+            format!("a weight of {:?} does not fit logits of {:?}", w.dims()?.as_slice(), dims.as_slice());
         return Err(Error::shape("cross_entropy", what));
     }
     let mut shape = vec![1usize; dims.len() - 1];
@@ -233,7 +234,7 @@ impl Picked {
         let (dims, t) = (log.dims()?, target.dims()?);
         let fits = dims.len() >= 2 && t.first() == dims.first() && t[1..] == dims[2..];
         if !fits {
-            let what = format!("targets of {:?} for logits of {:?}", t.as_slice(), dims.as_slice());
+            let what = format!("targets of {:?} do not fit logits of {:?}", t.as_slice(), dims.as_slice());
             return Err(Error::shape("cross_entropy", what));
         }
         let dtype = log.dtype()?;
@@ -252,7 +253,7 @@ impl Picked {
             None => counts.clone(),
         };
         along_classes_checked(o.weight, log)?;
-        // A select, because multiplying an infinite logarithm by 0 would give NaN.
+        // This is a select and not a product, because an infinite logarithm times 0 would be NaN.
         let loss = counts.gt(0.0).select(&(-value * &weight), &zero_of(&counts));
         Ok(Picked { loss, counts, weight })
     }

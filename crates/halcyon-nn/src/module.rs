@@ -68,7 +68,7 @@ impl std::fmt::Debug for Visit<'_> {
 }
 
 impl Visit<'_> {
-    /// Visits a module that the current one owns under `name`.
+    /// Visits a module that the current module owns. `name` is the module's name in paths.
     pub fn child<M: Module + ?Sized>(&mut self, name: &str, module: &M) {
         let len = self.path.len();
         if len > 0 {

@@ -42,8 +42,8 @@ use std::time::Duration;
 /// A module whose parameters and buffers are on a backend, and which runs at a level. The type derefs to the
 /// module.
 ///
-/// The level is a property of the module's handle on the device. It only applies if the inputs belong to this
-/// handle: make inputs on [`Prepared::backend`], or convert them with [`Prepared::to_device`].
+/// The level is a property of the module's handle on the device. The level only applies if the inputs belong
+/// to this handle: make inputs on [`Prepared::backend`], or convert them with [`Prepared::to_device`].
 /// [`Prepared::forward`] and training steps convert their inputs.
 #[derive(Clone, Debug)]
 pub struct Prepared<M> {
@@ -194,7 +194,7 @@ fn with_dtype(backend: &Backend, dtype: Option<DType>) -> Result<Backend> {
     }
 }
 
-/// A forward. The first argument is the handle that plans it.
+/// A forward. The first argument is the handle that plans the forward.
 type Traced<'a> = Arc<dyn Fn(&Backend, &[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 type Shared<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 
@@ -378,7 +378,8 @@ fn one_to_one<M: Forward>(module: &M, x: &[Tensor]) -> Result<Vec<Tensor>> {
     Ok(vec![module.forward(x)])
 }
 
-/// The effort of the measurements of [`optimize`]. It is small, because only the whole plan is compared.
+/// The effort of the measurements of [`optimize`]. The effort is small, because only the whole plan is
+/// compared.
 const BRIEF: Effort = Effort { pairs: 5, interval: 0.1, burst: Duration::from_millis(5) };
 
 /// Compiles a module's forward at a level, and measures what the level changed; see

@@ -35,7 +35,7 @@ pub(crate) enum Writes {
     Kept,
     /// The scope keeps the value in its `values`, and lists the buffer.
     KeptAndListed(Vec<Slot>),
-    /// Writing is an error: the results depend on the inputs alone.
+    /// Writing is an error, because the results must depend on the inputs alone.
     Refused,
 }
 

@@ -31,7 +31,7 @@ struct Inner {
 #[derive(Clone)]
 pub struct Slot(Arc<Inner>);
 
-/// Identifies a slot for as long as it lives.
+/// Identifies a slot as long as the slot exists.
 pub type SlotId = usize;
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -50,17 +50,17 @@ impl Slot {
         }))
     }
 
-    /// Whether it is a parameter or a buffer.
+    /// Whether the slot is a parameter or a buffer.
     pub fn kind(&self) -> SlotKind {
         self.0.kind
     }
 
-    /// Whether files of weights contain it; false for buffers made by [`Buffer::transient`].
+    /// Whether files of weights contain the slot. False for buffers made by [`Buffer::transient`].
     pub fn is_saved(&self) -> bool {
         self.0.saved
     }
 
-    /// Equal for the fields that share this slot.
+    /// The identity of the slot. Fields that share the slot have the same id.
     pub fn id(&self) -> SlotId {
         Arc::as_ptr(&self.0) as usize
     }
@@ -107,11 +107,11 @@ impl Slot {
         Ok(())
     }
 
-    /// Fails where [`Slot::replace`] would.
+    /// Fails if [`Slot::replace`] would fail.
     pub(crate) fn accepts(&self, new: &Tensor) -> Result<()> {
         let (have, want) = (new.shape()?, self.stored().shape()?);
         if have != want {
-            let what = format!("the parameter is {want}, the new value {have}");
+            let what = format!("the parameter is {want}, but the new value is {have}");
             return Err(self.name_in(Error::shape("Slot::replace", what)));
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Training steps: one plan has the forward, the gradients, and the update of parameters and buffers.
+//! Training steps. One plan computes the forward, the gradients, and the update of parameters and buffers.
 
 mod state;
 mod trace;
@@ -24,9 +24,9 @@ type Forward<'a> = Rc<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 type Traced<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 
 /// A training step that is planned once per set of input types. The plan computes the loss, the gradients,
-/// and the new parameters, optimizer state and buffers. The new values overwrite the memory of the old
-/// values, except of those on which the program holds a handle. A later call with inputs of the same types
-/// runs only that plan.
+/// and the new parameters, optimizer state and buffers. A new value overwrites the memory of the old value,
+/// unless the caller still holds a handle on the old value. A later call with inputs of the same types runs
+/// only that plan.
 ///
 /// ```
 /// use halcyon::prelude::*;
@@ -72,8 +72,8 @@ pub struct TrainStep<'a> {
 }
 
 /// The largest scratch memory of a step, in bytes: the sum of [`Fit::activations`] and [`Fit::workspace`]. If
-/// the plain step needs more, the forward is divided into parts that are computed again for the gradients. Of
-/// the numbers of parts that are tried (at most 64), the smallest that keeps the budget is used.
+/// the plain step needs more, the forward is divided into parts that are computed again for the gradients.
+/// The step tries several numbers of parts, up to 64, and uses the smallest number that keeps the budget.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryBudget(pub u64);
 
@@ -184,8 +184,8 @@ impl<'a> TrainStep<'a> {
     /// Sets or removes the loss scaler. The state of a new scaler starts from its initial scale.
     ///
     /// # Errors
-    /// `Error::Argument` for settings out of range, and between the batches of one update, whose gradients
-    /// would have different scales.
+    /// `Error::Argument` for settings out of range. Also between the batches of one update, because the
+    /// gradients of these batches would have different scales.
     pub fn loss_scaler(mut self, scaler: Option<LossScaler>) -> Result<Self> {
         self.own.scaler = true;
         self.scaler(scaler)
@@ -323,8 +323,8 @@ impl<'a> TrainStep<'a> {
     }
 
     /// The number of plans. There is at least one per set of input types. A step that accumulates gradients
-    /// has another plan for the calls without an update, and a step needs another plan while the program
-    /// holds a handle on an old value of a state.
+    /// has another plan for the calls without an update, and a step needs another plan while the caller holds
+    /// a handle on an old value of a state.
     pub fn plans(&self) -> usize {
         self.compiled.iter().flatten().map(Compiled::plans).sum()
     }
@@ -349,8 +349,9 @@ impl<'a> TrainStep<'a> {
         self.backend.fit_of(&given, &donated, &results, self.mixed.as_ref())
     }
 
-    /// Runs one step. Returns the results of the forward; the first is the loss. Parameters, states and
-    /// buffers are replaced. If the step fails before it starts to run, they keep their values.
+    /// Runs one step. Returns the results of the forward; the first result is the loss. The step replaces
+    /// parameters, states and buffers. If the step fails before it starts to run, all of these keep their
+    /// values.
     ///
     /// # Errors
     /// Errors of the forward, of planning, and of the device. If the device fails during the run, the
@@ -454,8 +455,8 @@ impl<'a> TrainStep<'a> {
     }
 }
 
-/// The backend's mixed precision, if it is f16. A step takes over only f16, because only f16 needs a loss
-/// scaler. With `None`, the step uses the backend's own setting.
+/// The backend's mixed precision if it is f16, otherwise `None`. A step copies only f16 from the backend,
+/// because only f16 needs a loss scaler. With `None`, the step uses the backend's own setting.
 fn of_backend(backend: &Backend) -> Option<MixedPrecision> {
     let passes = backend.lower_options().passes;
     if passes.amp != AmpPolicy::F16 {

@@ -145,7 +145,8 @@ impl<M: Module + ?Sized> LoadWeights for M {}
 fn converted(path: &str, slot: &Slot, data: &ConstData) -> Result<Tensor> {
     let want = slot.stored().dims()?;
     if data.dims[..] != want[..] {
-        let what = format!("the file's tensor is {:?}, the model's {:?}", &data.dims[..], want.as_slice());
+        let what =
+            format!("the file's tensor is {:?}, but the model's is {:?}", &data.dims[..], want.as_slice());
         return Err(Error::shape(format!("load `{path}`"), what));
     }
     Ok(Tensor::from_data(&backend_of(slot), data)?.cast(dtype_of(slot)?))

@@ -38,7 +38,8 @@ fn an_overflow_skips_its_step_and_halves_the_scale() {
         assert_eq!(scales, want, "{}", b.id());
         assert_eq!(values[1], values[2], "a skipped step leaves the parameters unchanged");
         assert_eq!(values[5], values[6], "a skipped step leaves the parameters unchanged");
-        // Skipped steps do not count: the others equal those of a run without them.
+        // Skipped steps do not count: the other steps give the same values as a run without the skipped
+        // steps.
         let plain = Param::new(Tensor::ones(&b, [4], DType::F32));
         let optimizer = Optimizer::new(&plain, Adam::new().rate(0.1)).unwrap();
         let mut step = TrainStep::new(&plain, optimizer, |w: &&Param, g: &[Tensor]| {
@@ -112,7 +113,7 @@ fn parameters_in_lists_are_in_the_summary_and_replaced_all_or_none() {
     assert_eq!(m.scales[0].value().to_vec::<f32>().unwrap(), [2.0, 2.0]);
 }
 
-/// A graph with a symbolic batch size gives what the layer gives for a known size.
+/// A graph with a symbolic batch size gives the same results as the layer for a known size.
 #[test]
 fn layers_take_symbolic_sizes() {
     let b = Backend::cpu().unwrap();
@@ -310,7 +311,7 @@ fn groups_have_their_own_rule_rate_and_decay() {
     assert_eq!((o.steps(), o.rate("bias").unwrap()), (1, 0.25));
     let names: Vec<String> = o.state().into_iter().map(|(n, _)| n).collect();
     assert_eq!(names, ["weight.momentum_buffer"]);
-    // Without the group, Muon returns an error for the vector, which says what to do.
+    // Without the group, Muon returns an error for the vector. The error says what to do.
     let e = Optimizer::new(&m, Muon::new()).unwrap_err().to_string();
     assert!(e.contains("bias: muon") && e.contains("group"), "{e}");
     let e = Optimizer::builder(Sgd::new()).group("nothing", own).build(&m).unwrap_err().to_string();
@@ -320,7 +321,7 @@ fn groups_have_their_own_rule_rate_and_decay() {
     assert!(Optimizer::new(&m, Sgd::new()).is_err());
 }
 
-/// Parameters in f64 are updated in f64; those in bf16 and f16 through a copy in f32.
+/// Parameters in f64 are updated in f64. Parameters in bf16 and f16 are updated through a copy in f32.
 #[test]
 fn parameters_of_every_float_type_are_updated() {
     let b = Backend::cpu().unwrap();

@@ -1,10 +1,10 @@
 //! Decides whether mixed precision is faster on this processor: measures the rates of f32 and of the 16-bit
 //! type with the kernels that plans use.
 //!
-//! Only CPU devices are measured. A chain of matrix products and one of convolutions run on one core,
-//! alternately in f32 and in the 16-bit type, and the best time of each counts. This takes some tens of
-//! milliseconds, once per processor: the rates are kept in the process, and on disk beside the compiled
-//! programs.
+//! Only CPU devices are measured. A small network of matrix products and a small network of convolutions run
+//! on one core, alternately in f32 and in the 16-bit type. The best time of each type counts. This takes some
+//! tens of milliseconds, once per processor, because the rates are kept in the process, and on disk beside
+//! the compiled programs.
 
 use crate::executable::Executable;
 use crate::planner::{Lowering, Planner};
@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 const PAIRS: usize = 6;
 /// Maximum bytes of all rates on disk.
 const LIMIT: u64 = 1 << 20;
-/// Layers of a chain: enough to make the casts at its ends insignificant.
+/// Layers of each network: enough to make the casts of its input and output insignificant.
 const LAYERS: usize = 3;
 
 /// The work that a policy keeps in f32 on a device. If the measurement fails, nothing is kept in f32, and the
@@ -38,7 +38,7 @@ pub(crate) fn kept_in_f32(info: &DeviceInfo, options: &Options, amp: AmpPolicy) 
     type RateCache = HashMap<(u128, Option<PathBuf>), [Rates; 2]>;
     static CACHE: Mutex<Option<RateCache>> = Mutex::new(None);
     let key = key(info, amp);
-    // Held while measuring: concurrent measurements would disturb each other.
+    // The lock is held while measuring, because concurrent measurements would disturb each other.
     let mut known = CACHE.lock().unwrap_or_else(|e| e.into_inner());
     let known = known.get_or_insert_default();
     let dir = options.cache_dir.clone().or_else(cache::user_dir);
@@ -82,7 +82,7 @@ fn measure(simd: Option<bool>, amp: AmpPolicy) -> Result<[Rates; 2]> {
     let options = Options { threads: Some(1), simd, ..Options::default() };
     let device = registry::driver(BackendType::Cpu)?.open(0, &options)?;
     let planner = |amp| {
-        // The values in the chains are small, so no check of their range is needed.
+        // The values in these networks are small, so no check of their range is needed.
         let mixed = MixedOps { in_range: true, ..MixedOps::default() };
         let lowering = Lowering { level: Level::O2, amp, mixed, ..Lowering::default() };
         let tuning = Tuning::new(Some(TuningMode::Cached), TuningCache::memory(), String::new());
@@ -194,7 +194,7 @@ mod tests {
         let files = || std::fs::read_dir(dir.path().join("rates")).unwrap().count();
         assert_eq!(files(), 1);
         assert_eq!(kept_in_f32(&info, &options, AmpPolicy::Bf16), first);
-        // Rates cached by another process are used: here first slow ones, then fast ones.
+        // Rates that another process cached are used: first slow rates, then fast rates.
         let disk = DiskCache::new(dir.path().join("rates"), LIMIT);
         for (name, half) in [("slow", 50), ("fast", 200)] {
             info.name = name.into();

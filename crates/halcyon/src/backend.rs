@@ -41,9 +41,9 @@ struct Inner {
     runtime: Arc<Runtime>,
     planner: Arc<Planner>,
     selection: Selection,
-    /// Warnings about the options it was built with.
+    /// Warnings about the options with which the backend was built.
     warnings: Vec<String>,
-    /// The settings it was built with; `None` if it was made from a device.
+    /// The settings with which the backend was built; `None` if it was made from a device.
     built: Option<BackendBuilder>,
     /// Seed of the next [`Backend::rand`] or [`Backend::randn`].
     seed: Arc<AtomicU64>,
@@ -56,8 +56,8 @@ struct Inner {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct MixedPrecision {
     pub policy: AmpPolicy,
-    /// The names of the ops that take the half type, such as `matmul`, `conv`, `attention`. `None`: all that
-    /// can ([`autocast`]).
+    /// The names of the ops that take the half type, such as `matmul`, `conv`, `attention`. `None`: all ops
+    /// that support it ([`autocast`]).
     pub only: Option<Vec<String>>,
     /// What stays in f32: names of ops, and places such as `model.rs:42`. A place also keeps the gradients of
     /// its ops in f32.
@@ -65,8 +65,8 @@ pub struct MixedPrecision {
     /// Whether the dtype is used even where the processor is slower in it
     /// ([`BackendBuilder::force_amp`]).
     pub force: bool,
-    /// Whether the function deals with values that overflow f16, as a training step with a loss scaler does.
-    /// If not, the values of the first call decide which ops are computed in f16.
+    /// Whether the function itself handles values that overflow f16, as a training step with a loss scaler
+    /// does. If not, the values of the first call decide which ops are computed in f16.
     pub guarded: bool,
 }
 
@@ -218,15 +218,15 @@ impl Backend {
         &self.device().caps().storage
     }
 
-    /// The mixed-precision policy that plans follow. `None` also if the device is not clearly faster in the
-    /// requested type, so that everything stays in f32 ([`Backend::warnings`] states the measured rates).
+    /// The mixed-precision policy that plans follow. It is also `None` if the device is not clearly faster in
+    /// the requested type. Then everything stays in f32, and [`Backend::warnings`] states the measured rates.
     pub fn amp(&self) -> AmpPolicy {
         let l = &self.0.planner.lowering;
         if l.amp_kept.is_everything() { AmpPolicy::None } else { l.amp }
     }
 
-    /// The mixed precision of one plan. Under [`MixedPrecision::force`], work that is slower in the half type
-    /// uses it too.
+    /// The mixed precision of one plan. Under [`MixedPrecision::force`], even work that is slower in the half
+    /// type uses the half type.
     pub(crate) fn mixed(&self, m: &MixedPrecision) -> Result<Mixed> {
         autocast::check(m.policy, self.device().as_target().caps(), self.id())?;
         let own = self.0.built.clone().unwrap_or_else(|| BackendBuilder::of(&self.0.planner.lowering));
@@ -325,18 +325,18 @@ impl Backend {
         self.0.planner.lower_options()
     }
 
-    /// The executable plan of a graph without symbols, from the cache if it is there. `donated` holds, for
-    /// each input, whether the plan may overwrite it.
+    /// The executable of a graph without symbols. If the cache has it, nothing is planned. `donated` says for
+    /// each input whether the plan may overwrite it.
     pub fn plan(&self, graph: Graph, donated: Vec<bool>) -> Result<Arc<Executable>> {
         self.0.planner.plan(graph, donated)
     }
 
     /// Makes a plan of a graph without symbols that fits the free memory together with its inputs. `inputs`
     /// are the sizes in bytes of the inputs that are not allocated yet. The result is the fastest plan or, if
-    /// the fastest plan does not fit, a plan without the transformations that cost memory.
+    /// the fastest plan does not fit, a plan without some of the transformations that cost memory.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] with the need of the fastest plan, if none fits; errors of planning.
+    /// [`Error::OutOfMemory`] with the need of the fastest plan, if no plan fits; errors of planning.
     pub fn lower_to_fit(&self, graph: &Graph, inputs: &[usize]) -> Result<Plan> {
         self.0.planner.lower_to_fit(graph, inputs)
     }
@@ -356,8 +356,8 @@ impl Backend {
         &self.0.planner.tuning.device
     }
 
-    /// Counts how often tuning has changed which kernels plans use. Plans of an earlier generation are made
-    /// again when they are next requested; compiled functions and captured graphs keep theirs.
+    /// Counts how often tuning has changed which kernels plans use. A plan of an earlier generation is made
+    /// again when it is next requested. Compiled functions and captured graphs keep their plans.
     pub fn tuning_generation(&self) -> u64 {
         self.0.planner.tuning_generation()
     }
@@ -399,7 +399,7 @@ impl Backend {
         &self.0.planner
     }
 
-    /// The device, and what the executables on it share.
+    /// The runtime: the device, and everything that executables on this device share.
     pub(crate) fn runtime(&self) -> &Arc<Runtime> {
         &self.0.runtime
     }
@@ -419,18 +419,18 @@ impl Backend {
         self.0.seed.store(seed, Ordering::Relaxed);
     }
 
-    /// Whether two handles are of one open device. Their plans may be made differently
+    /// Whether two handles belong to one open device. Their plans may be made differently
     /// ([`Backend::with_level`]).
     pub(crate) fn is_same(&self, o: &Backend) -> bool {
         Arc::ptr_eq(&self.0.runtime, &o.0.runtime)
     }
 
-    /// Whether two handles are of one open device and make plans in the same way.
+    /// Whether two handles belong to one open device and make plans in the same way.
     pub(crate) fn plans_alike(&self, o: &Backend) -> bool {
         Arc::ptr_eq(&self.0, &o.0)
     }
 
-    /// Held by the caller while it collects the inputs of a run and submits it.
+    /// Returns the lock that a caller holds while it collects the inputs of a run and submits the run.
     pub(crate) fn running(&self) -> MutexGuard<'_, ()> {
         lock(&self.0.running)
     }

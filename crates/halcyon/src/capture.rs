@@ -26,7 +26,7 @@ use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-/// Maximum number of plans that a compiled function keeps. If there are more, the least recently used is
+/// Maximum number of plans that a compiled function keeps. If there are more, the least recently used plan is
 /// dropped.
 const TYPES: usize = 64;
 
@@ -110,7 +110,8 @@ impl Entry {
 }
 
 impl Entry {
-    /// Whether the last outputs can replace values of these types.
+    /// Returns an error if the last outputs cannot replace `values`, because there are too few or their types
+    /// differ.
     fn can_replace(&self, values: &[Tensor]) -> Result<()> {
         let op = "compiled function";
         let Some(first) = self.outputs.len().checked_sub(values.len()) else {
@@ -119,7 +120,10 @@ impl Entry {
         };
         for (i, (new, old)) in self.outputs[first..].iter().zip(values).enumerate() {
             if *new != old.0.ty {
-                return Err(Error::shape(op, format!("state {i} is {}, its new value {new}", old.0.ty)));
+                return Err(Error::shape(
+                    op,
+                    format!("state {i} is {}, but its new value is {new}", old.0.ty),
+                ));
             }
         }
         Ok(())
@@ -139,9 +143,9 @@ impl Backend {
     ///
     /// `f` is called with placeholders: it cannot read their values, and decisions that it makes by their
     /// sizes are fixed in the plan for those sizes. Literals become constants of the plan. The values of
-    /// evaluated tensors that `f` captures are read at each call. But these are always the tensors captured
-    /// by the first call, even if `f` would now use others (such as a newer version of a [`crate::State`]).
-    /// Results have no gradient history; [`crate::value_and_grad`] works inside `f`.
+    /// evaluated tensors that `f` captures are read at each call. These are always the tensors that the first
+    /// call captured, even if `f` would now use other tensors (such as a newer version of a
+    /// [`crate::State`]). Results have no gradient history; [`crate::value_and_grad`] works inside `f`.
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -203,8 +207,8 @@ impl<F> Compiled<F> {
         lock(&self.plans).len()
     }
 
-    /// Runs the function. The memory of an input marked with [`Tensor::donate`] is reused if nothing else
-    /// reads it; otherwise it is copied.
+    /// Runs the function. If an input is marked with [`Tensor::donate`], its memory is reused if nothing else
+    /// reads it. Otherwise the input is copied.
     ///
     /// # Errors
     /// Errors that the function's tensors carry; [`Error::Donated`] for an input or a captured tensor whose
@@ -221,8 +225,8 @@ impl<F> Compiled<F> {
     }
 
     /// Like [`Compiled::call`], with the values of the scalars that the function reads by
-    /// [`Tensor::argument`]. They are cast to the dtypes asked for there. Other values need no other plan and
-    /// no copy to the device.
+    /// [`Tensor::argument`]. Each value is cast to the dtype that [`Tensor::argument`] requests. New values
+    /// need neither a new plan nor a copy to the device.
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -251,9 +255,9 @@ impl<F> Compiled<F> {
     }
 
     /// Like [`Compiled::call_with`], for a function that replaces states. It gets `inputs`, then the values
-    /// of `states`. Its last results, one for each state, become the states' values. They take over the
-    /// memory of the old values, except of those to which the program still holds handles. Returns the other
-    /// results.
+    /// of `states`. Its last results, one for each state, become the states' values. A new value takes over
+    /// the memory of the old value, unless the caller still holds a handle on the old value. Returns the
+    /// other results.
     ///
     /// If the call fails before it has started to run, the states keep their values.
     ///
@@ -289,7 +293,7 @@ impl<F> Compiled<F> {
     {
         let values: Vec<Tensor> = states.iter().map(|s| s.value()).collect();
         values.iter().try_for_each(|v| v.eval().map(drop))?;
-        // One handle is the state's, the other is in `values`.
+        // The state holds one handle, and `values` holds the other.
         let sole = values.iter().map(|v| Arc::strong_count(&v.0) == 2);
         let asked: SmallVec<[bool; 8]> = inputs.iter().map(|t| t.is_donated()).chain(sole).collect();
         let all: Vec<&Tensor> = inputs.iter().copied().chain(&values).collect();
@@ -299,8 +303,8 @@ impl<F> Compiled<F> {
         Ok(made)
     }
 
-    /// Runs the function. The memory of an input whose entry in `asked` is true may be overwritten if nothing
-    /// else reads it. The last outputs must have the types of `replaced`.
+    /// Runs the function. If the entry of an input in `asked` is true and nothing else reads the input, its
+    /// memory may be overwritten. The last outputs must have the types of `replaced`.
     #[track_caller]
     fn run<R>(
         &self,
@@ -325,8 +329,9 @@ impl<F> Compiled<F> {
             }
             t.eval()?;
         }
-        // Tracing calls the user's code, which may evaluate tensors, so no lock is held meanwhile. Then
-        // decide again, under the lock, which inputs may be overwritten. If that has changed, start over.
+        // Tracing calls the user's code, which may evaluate tensors, so no lock is held during tracing.
+        // Afterwards, decide again under the lock which inputs may be overwritten. If the decision has
+        // changed, start over.
         let (entry, donated, mut buffers, _running) = loop {
             let (_, donated) = self.gather(inputs, asked)?;
             let entry = match self.find(inputs, &donated) {
@@ -350,7 +355,7 @@ impl<F> Compiled<F> {
         let value = |(k, dtype): &(u32, DType)| match args.get(*k as usize) {
             Some(v) => Ok(v.cast(*dtype)),
             None => {
-                let what = format!("it reads argument {k}, and {} were given", args.len());
+                let what = format!("it reads argument {k}, but {} arguments were given", args.len());
                 Err(Error::argument("compiled function", what).at(&by))
             }
         };
@@ -368,7 +373,7 @@ impl<F> Compiled<F> {
             if *d {
                 t.taken(&by);
             } else if *asked {
-                // Something else reads it, so the plan made a copy.
+                // Something else reads the input, so the plan made a copy.
                 self.backend.runtime().stats.state_copies.fetch_add(1, Ordering::Relaxed);
             }
         }
@@ -382,11 +387,11 @@ impl<F> Compiled<F> {
         Ok(made.into_iter().zip(&entry.outputs).map(tensor).collect())
     }
 
-    /// The inputs' buffers, and for each whether the run may overwrite it: asked for, and read by nothing
-    /// else.
+    /// The inputs' buffers, and for each buffer whether the run may overwrite it. The run may do so if the
+    /// caller allows it in `asked`, and nothing else reads the buffer.
     fn gather(&self, inputs: &[&Tensor], asked: &[bool]) -> Result<(Buffers, SmallVec<[bool; 8]>)> {
         let buffers: Buffers = inputs.iter().map(|t| t.ready()).collect::<Result<_>>()?;
-        // One reference is the tensor's, the other is in `buffers`.
+        // The tensor holds one reference, and `buffers` holds the other.
         let sole = |((t, b), asked): ((&&Tensor, &BufferRef), &bool)| {
             *asked && t.0.readers() == 0 && Arc::strong_count(b) == 2
         };
@@ -436,7 +441,7 @@ impl<F> Compiled<F> {
         });
         let mut plans = lock(&self.plans);
         if let Some(e) = plans.iter().find(|e| e.is_for(inputs, donated_inputs)) {
-            // Another thread made it first.
+            // Another thread has made the same plan in the meantime.
             return Ok(e.clone());
         }
         plans.insert(0, entry.clone());
@@ -461,7 +466,7 @@ pub struct CapturedGraph {
 struct BoundGraph {
     lease: Lease,
     inputs: Vec<Tensor>,
-    /// Outputs of the last run; the plan overwrites those that nothing else holds.
+    /// Outputs of the last run. The next run overwrites the outputs that nothing else holds.
     outputs: Vec<Option<BufferRef>>,
     args: Vec<Scalar>,
     /// The event of the last run's completion, if it ran in a stream.
@@ -602,7 +607,7 @@ impl CapturedGraph {
         &self.exe
     }
 
-    /// Binds tensors as the inputs of the following launches. They are kept alive, not copied. Pending
+    /// Binds tensors as the inputs of the following launches. The tensors are kept alive, not copied. Pending
     /// tensors are evaluated.
     ///
     /// # Errors
@@ -619,7 +624,7 @@ impl CapturedGraph {
     fn check(&self, inputs: &[&Tensor]) -> Result<()> {
         const OP: &str = "launch_graph";
         if inputs.len() != self.inputs.len() {
-            let what = format!("the graph has {} inputs, {} were given", self.inputs.len(), inputs.len());
+            let what = format!("the graph has {} inputs, but {} were given", self.inputs.len(), inputs.len());
             return Err(Error::argument("inputs", what).at(&self.span));
         }
         for (i, (t, ty)) in inputs.iter().zip(&self.inputs).enumerate() {
@@ -741,7 +746,7 @@ impl CapturedGraph {
         self.exe.output_is_input(k)
     }
 
-    /// The results of the last run. While one is held, later runs write to other memory.
+    /// The results of the last run. While the caller holds a result, later runs write to other memory.
     ///
     /// # Errors
     /// [`Error::Argument`] if the graph has not run, or its last run failed.

@@ -8,13 +8,13 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 /// Calls `f` on placeholders for `inputs` and returns its results. The intermediate values of `f` are not
-/// kept for the gradients; the gradients compute them again when they need them. This takes the time of `f`
-/// once more, and memory only for `inputs` and the results. The gradients have the same values.
+/// kept for the gradients. The plan of the gradients computes them again. This takes the time of `f` once
+/// more, and memory only for `inputs` and the results. The gradients have the same values.
 ///
-/// Tensors that `f` captures and that were made before this call are further inputs, and so are tensors that
-/// already have a value, wherever they were made. Literals that `f` makes become constants of the plan, so
-/// another value needs another plan. Random tensors in `f` are drawn once: the second computation repeats
-/// their values. `f` gets placeholders and cannot read values.
+/// If `f` captures a tensor, the tensor is a further input if it was made before this call or already has a
+/// value. Literals that `f` makes become constants of the plan, so another value needs another plan. Random
+/// tensors in `f` are drawn once: the second computation repeats their values. `f` gets placeholders and
+/// cannot read values.
 ///
 /// ```
 /// use halcyon::prelude::*;

@@ -75,8 +75,8 @@ impl VariablePositions {
     }
 }
 
-/// The bindings and the scratch of one run. Made once and reused: a run changes only the positions in
-/// [`VariablePositions`] and submits.
+/// The bindings and the scratch of one run. A lease is made once and reused: a run changes only the positions
+/// in [`VariablePositions`] and submits the commands.
 #[derive(Debug)]
 pub(crate) struct Lease {
     /// The buffers of each step, in the step's order, with the workspace last. They keep the scratch alive.
@@ -303,19 +303,19 @@ impl Executable {
         }
     }
 
-    /// Submits the plan, in the stream whose [`crate::Stream::run`] this thread is inside, or in the device's
-    /// own queue. `inputs` are in the graph's order, `args` are the values of run-time arguments.
-    /// Inputs declared as donated when the plan was made may be overwritten, even if the run fails. Returns
-    /// the outputs' buffers, which the caller owns.
+    /// Submits the plan. If this thread is inside of a [`crate::Stream::run`], the plan goes to that stream,
+    /// otherwise to the device's own queue. `inputs` are in the graph's order, `args` are the values of
+    /// run-time arguments. Inputs declared as donated when the plan was made may be overwritten, even if the
+    /// run fails. Returns the outputs' buffers, which the caller owns.
     pub fn run(&self, inputs: &[BufferRef], args: &[Scalar]) -> Result<Vec<BufferRef>> {
         self.run_on(inputs, args, self.runtime.queues.current().as_deref())
             .map(|(out, _)| out)
             .map_err(|f| f.error)
     }
 
-    /// Like [`Executable::run`], in the stream `on`, or without one in the device's own queue. In a stream,
-    /// also returns the event of the run's completion. The error says whether donated inputs may have been
-    /// overwritten.
+    /// Like [`Executable::run`], in the stream `on`, or in the device's own queue if `on` is `None`. In a
+    /// stream, also returns the event of the run's completion. The error says whether donated inputs may have
+    /// been overwritten.
     pub(crate) fn run_on(
         &self,
         inputs: &[BufferRef],
@@ -517,8 +517,10 @@ fn on_host(d: &dyn Device, s: &Step, h: &HostWork, buffers: &[BufferRef]) -> Res
         .collect::<Result<Vec<_>>>()?;
     let out = h.op.op().reference(&ins).map_err(|e| e.at(&s.span))?;
     if out.dtype != h.output.dtype || out.dims != h.output.view.shape {
-        let what =
-            format!("the reference gave {out:?}, the type rule {}{:?}", h.output.dtype, h.output.view.shape);
+        let what = format!(
+            "the reference returned {out:?}, but the type rule says {}{:?}",
+            h.output.dtype, h.output.view.shape
+        );
         return Err(Error::shape(s.op.clone(), what).at(&s.span));
     }
     d.write(&buffers[h.inputs.len()], 0, out.bytes())

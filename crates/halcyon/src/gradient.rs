@@ -85,7 +85,7 @@ fn lifted(
     Ok((value.ok_or_else(|| Error::internal("a loss was lost"))?, grads))
 }
 
-/// The gradients, zeros for parameters without one.
+/// The gradients. A parameter without a gradient gets zeros.
 fn with_zeros(params: &[Tensor], grads: Vec<Option<Tensor>>) -> impl Iterator<Item = Tensor> {
     let zero = |p: &Tensor| Tensor::zeros(p.backend(), p.0.ty.shape.clone(), p.0.ty.dtype);
     params.iter().zip(grads).map(move |(p, g)| g.unwrap_or_else(|| zero(p)))

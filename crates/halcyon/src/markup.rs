@@ -1,7 +1,7 @@
 //! Text in HTML and SVG.
 
 /// Text for HTML, SVG and attributes in double or single quotes: escapes markup, and replaces characters that
-/// these do not allow and those that change the direction of text.
+/// HTML and SVG do not allow, and characters that change the direction of text.
 pub fn escape(s: &str) -> String {
     let mut out = String::with_capacity(s.len());
     for c in s.chars() {

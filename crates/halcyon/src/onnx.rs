@@ -1,10 +1,10 @@
 //! Running ONNX models: `OnnxSession`.
 //!
 //! A model whose shapes follow from its inputs' shapes becomes one graph, which is compiled once per set of
-//! input shapes. A model whose computed values control the rest of it (conditions, run-time sizes, results
-//! with data-dependent shapes, sequences) runs in stages: the device computes the values that a decision
-//! needs, the host decides, and the next stage is built accordingly. [`Run::placement`] reports what was
-//! computed on the device and on the host.
+//! input shapes. If computed values control the rest of the model (conditions, run-time sizes, results with
+//! data-dependent shapes, sequences), the model runs in stages: the device computes the values that a
+//! decision needs, the host decides, and the next stage is built accordingly. [`Run::placement`] reports what
+//! was computed on the device and on the host.
 
 mod engine;
 mod io;

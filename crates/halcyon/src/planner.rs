@@ -61,7 +61,7 @@ pub(crate) struct Mixed {
     pub(crate) ops: MixedOps,
 }
 
-/// What a plan is made for.
+/// The mixed precision and the sample with which a plan is made.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Wanted<'a> {
     /// Mixed precision, if it is not the backend's.
@@ -136,8 +136,8 @@ impl Planner {
         o
     }
 
-    /// The executable of a graph without symbols, from the cache if it is there. `donated` says for each
-    /// input whether the plan may overwrite it.
+    /// The executable of a graph without symbols. If the cache has it, nothing is planned. `donated` says for
+    /// each input whether the plan may overwrite it.
     pub(crate) fn plan(self: &Arc<Planner>, graph: Graph, donated: Vec<bool>) -> Result<Arc<Executable>> {
         self.plan_for(graph, donated, Wanted::default())
     }
@@ -192,7 +192,8 @@ impl Planner {
         Ok(exe)
     }
 
-    /// Whether ops may only be computed in f16 after a check of their values, which has not been made.
+    /// Whether the plan needs a check of values that has not been made: ops may be computed in f16 only if
+    /// their values fit.
     fn unchecked(&self, mixed: Option<&Arc<Mixed>>) -> bool {
         let l = &self.lowering;
         let (policy, ops) = mixed.map_or((l.amp, &l.mixed), |m| (m.policy, &m.ops));
@@ -253,16 +254,16 @@ impl Planner {
 
     /// The plan of a graph without symbols that fits into the free memory together with inputs of the given
     /// sizes in bytes, which are not allocated yet. The result is the fastest plan or, if the fastest plan
-    /// does not fit, a plan without the transformations that cost memory.
+    /// does not fit, a plan without some of the transformations that cost memory.
     pub(crate) fn lower_to_fit(&self, graph: &Graph, inputs: &[usize]) -> Result<Plan> {
         let d = &*self.runtime.device;
         let fits = |p: Plan| Fit::of(d, &p, inputs).check(d, &p).map(|()| p);
         self.first_that_fits(graph, self.lower_options(), &fits).map(|(p, _)| p)
     }
 
-    /// Calls `take` with plans that need less and less memory, until `take` returns something else than an
-    /// out-of-memory error. Returns this result, and how many entries of [`MEMORY_COSTLY`] the plan does
-    /// without (0 for the fastest plan).
+    /// Calls `take` with plans that need less and less memory, until `take` succeeds or returns another error
+    /// than out of memory. Returns this result, and how many of the first entries of [`MEMORY_COSTLY`] are
+    /// switched off in the plan (0 for the fastest plan).
     fn first_that_fits<T>(
         &self,
         graph: &Graph,

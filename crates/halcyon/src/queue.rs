@@ -1,5 +1,5 @@
-//! Queues of a device: those of streams, and those in which futures run. The device's own queue has no
-//! [`Queue`] value.
+//! Queues of a device: the queues of streams, and the queues in which futures run. The device's own queue has
+//! no [`Queue`] value.
 
 use crate::sync::lock;
 use halcyon_hal::{Device, Stream, StreamOptions};
@@ -14,7 +14,7 @@ pub(crate) struct Queue {
     pub(crate) raw: Arc<dyn Stream>,
     /// The queue's number among the queues of its backend.
     pub(crate) id: u64,
-    /// The number of the [`Queues`] that it belongs to.
+    /// The number of the [`Queues`] that the queue belongs to.
     owner: u64,
 }
 
@@ -61,8 +61,8 @@ impl Queues {
         CURRENT.with_borrow(|c| c.iter().rev().find(|q| q.owner == self.number).cloned())
     }
 
-    /// The queue for a future's work: the current one, or else the one in `kept`, made if missing; `None` if
-    /// the device has no streams.
+    /// The queue for a future's work: the current queue, or, if there is none, the queue in `kept`, which is
+    /// made if it is missing. `None` if the device has no streams.
     fn current_or(
         &self,
         kept: &Mutex<Option<Arc<Queue>>>,
@@ -94,7 +94,7 @@ impl Queues {
     }
 }
 
-/// Calls `f` with a queue as the current one.
+/// Calls `f` with a queue as the current queue.
 pub(crate) fn with_current<R>(queue: &Arc<Queue>, f: impl FnOnce() -> R) -> R {
     struct PopOnDrop;
     impl Drop for PopOnDrop {

@@ -96,7 +96,7 @@ pub struct Measured {
     pub gains: Vec<Gain>,
 }
 
-/// A plan with inputs on the device, to be run many times.
+/// One side of a comparison of two plans: a plan that is run many times, with its inputs on the device.
 pub(crate) struct Side<'a> {
     backend: &'a Backend,
     exe: Arc<Executable>,

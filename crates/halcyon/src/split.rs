@@ -99,8 +99,8 @@ impl Split {
         Split::new(&backends, graph, &assign, &BTreeMap::new())
     }
 
-    /// Assigns all ops that `first` supports to `first`, and the others to `rest`. If the others are more
-    /// than the fraction `limit` (0 to 1) of the FLOPs, this is an error: see [`by_support`].
+    /// Assigns all ops that `first` supports to `first`, and the others to `rest`. If the others have more
+    /// than the fraction `limit` (0 to 1) of the FLOPs, the result is an error; see [`by_support`].
     ///
     /// # Errors
     /// The errors of [`by_support`] and [`Split::new`].

@@ -5,8 +5,8 @@ use halcyon_ir::error::{Error, Result};
 use std::sync::{Mutex, MutexGuard};
 
 /// A value that is replaced over time. Reads and writes follow program order: [`State::value`] returns the
-/// version current at the call, regardless of later writes. A new version reuses the old one's memory. If
-/// something still has to read the old version, the memory is copied instead;
+/// version that is current at the call. Later writes do not change this version. A new version reuses the old
+/// one's memory. If something still has to read the old version, the memory is copied instead;
 /// [`crate::backend::CacheStats::copies`] counts these copies.
 #[derive(Debug)]
 pub struct State(Mutex<Tensor>);
@@ -51,7 +51,7 @@ impl State {
     /// version, which has the state's shape.
     ///
     /// # Errors
-    /// The errors of `Tensor::update_slice` that are found before it runs.
+    /// The errors of `Tensor::update_slice` that are found before anything runs.
     #[track_caller]
     pub fn append(&self, update: &Tensor, position: &Tensor, axis: i64) -> Result<Tensor> {
         let mut cur = self.lock();

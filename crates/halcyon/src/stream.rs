@@ -96,7 +96,8 @@ impl Stream {
     }
 
     /// An event that completes after all work enqueued in this stream so far. It does not report errors of
-    /// evaluations: their own events, futures and [`Stream::synchronize`] do.
+    /// evaluations. The evaluations' own events and futures, and [`Stream::synchronize`], report these
+    /// errors.
     pub fn record(&self) -> Result<Event> {
         Ok(self.event(self.queue.raw.record()?))
     }
@@ -169,7 +170,8 @@ impl IntoFuture for Event {
 pub struct Pending<T> {
     runtime: Option<Arc<Runtime>>,
     reached: Option<EventFuture>,
-    /// Produces the value once the device has passed the event; taken by the poll that returns it.
+    /// Produces the value once the device has passed the event. The poll that returns the value takes this
+    /// function.
     finish: Option<Box<dyn FnOnce() -> Result<T> + Send>>,
 }
 
@@ -283,9 +285,9 @@ impl Backend {
 /// Asynchronous evaluation and reading. Errors found immediately (shapes, dtypes, memory) are also reported
 /// by the future.
 impl Tensor {
-    /// Enqueues the computation in the current stream ([`Stream::run`]), or without one in a stream that the
-    /// backend owns, and returns. The future's value is this tensor. It can be used immediately: work that
-    /// uses it waits on the device until it is computed.
+    /// Enqueues the computation in the current stream ([`Stream::run`]), or, if there is none, in a stream
+    /// that the backend owns, and returns. The future's value is this tensor. The tensor can be used
+    /// immediately: work that uses it waits on the device until it is computed.
     ///
     /// This call itself plans and compiles if the plan is not cached. If the device has no streams, or if the
     /// computation contains a custom op without a kernel, this call also waits for the computation.
@@ -331,7 +333,7 @@ impl Tensor {
             let (event, runtime) = (got.event().clone(), self.backend().runtime().clone());
             let finish = move || {
                 if let Some(run) = run {
-                    // The run completed before the copy, which follows it in the queue.
+                    // The run has completed, because the copy follows the run in the queue and has completed.
                     let outcome = run.known_outcome();
                     runtime.unreported.reported(&run);
                     runtime.explain(outcome)?;

@@ -4,7 +4,8 @@ use halcyon_hal::select::BackendReport;
 use halcyon_hal::{BackendType, DeviceInfo};
 use std::fmt::Write;
 
-/// The backend that `auto` would choose: the highest priority with a device that is not a software device.
+/// The backend that `auto` would choose: the backend of highest priority that has a device other than a
+/// software device.
 pub fn recommended(all: &[BackendReport]) -> Option<BackendType> {
     all.iter()
         .filter(|r| r.id.row().priority.is_some() && r.devices.iter().any(|d| !d.software))

@@ -20,7 +20,7 @@ const ROUNDING: f64 = 1.0 / 256.0;
 
 fn with(b: &Backend, amp: AmpPolicy, without: &[&str]) -> Backend {
     let n = Backend::builder().backend_type(b.info().backend).level(Level::O2).amp(amp);
-    // Forced, because only the results matter here, even on processors that are slower in bf16.
+    // Mixed precision is forced, because only the results matter here. Some processors are slower in bf16.
     let n = n.force_amp(amp != AmpPolicy::None);
     without.iter().fold(n, |n, w| n.without(w)).build().unwrap()
 }
@@ -33,7 +33,7 @@ fn mixed(p: &Plan) -> Option<&halcyon::ir::plan::Receipt> {
     p.receipts.iter().find(|r| r.transformation == MIXED)
 }
 
-/// Whether bf16 represents all the numbers without overflow.
+/// Whether bf16 can represent all of the numbers without overflow.
 fn fits(c: &ConstData) -> bool {
     c.scalars().all(|s| !s.as_f64().is_finite() || s.cast(DType::BF16).as_f64().is_finite())
 }
@@ -398,9 +398,9 @@ fn norms_and_softmax_between_products_follow_float64() {
     }
 }
 
-/// A mask stays f32, so that the lowest number still masks keys; the scores it is added to are bf16. The
-/// CPU's attention kernel for 16-bit types needs tile registers; without them the plan keeps f32, because no
-/// other kernel reads bf16 faster.
+/// A mask stays f32, so that the lowest number still masks keys. The scores, to which the mask is added, are
+/// bf16. The CPU's attention kernel for 16-bit types needs tile registers; without them the plan keeps f32,
+/// because no other kernel reads bf16 faster.
 #[test]
 fn attention_with_a_mask_reads_halves() {
     let what = "mixed precision, a mask";

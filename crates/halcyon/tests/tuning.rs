@@ -20,7 +20,7 @@ use std::process::{Command, Output};
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// Short measurements: these tests check what is recorded, not what is fast.
+/// Measurements are short, because these tests check what is recorded, not what is fast.
 fn quick<'a>() -> TuneOptions<'a> {
     let effort = Effort { pairs: 3, interval: 1.0, burst: Duration::from_micros(200) };
     TuneOptions { effort, ..TuneOptions::default() }
@@ -164,7 +164,7 @@ fn level_o3_tunes_everything_unless_a_mode_is_set() {
     }
     let dir = tempfile::tempdir().unwrap();
     let g = product(40, 96, 72);
-    // The environment of tests may set a mode, which counts as the user's.
+    // The environment of the tests may set a mode. Such a mode counts as the user's choice.
     let default = std::env::var_os(halcyon::hal::tune::VARIABLE).is_none();
     let (all, cached) = (TuningMode::Exhaustive, TuningMode::Cached);
     for (mode, level, tuned) in [

@@ -200,7 +200,7 @@ fn a_fault_is_found_in_its_step_and_its_file_repeats_it() {
         let path = dir.path().join("fault.replay");
         let size = r.divergence.as_ref().unwrap().write(&path).unwrap();
         assert_eq!(size, std::fs::metadata(&path).unwrap().len());
-        // The file has only the step's constants.
+        // The file contains the constants of this step and no others.
         assert!(size < 40 * 64 * 4 + 64 * 4 + 6 * 40 * 4 + 2 * 6 * 64 * 4 + 6000, "{size} bytes");
         let replay = Replay::read(&path).unwrap();
         let about = &replay.about;

@@ -11,8 +11,8 @@ use serde_json::json;
 /// Minimum share of PyTorch's rate: the time may be 1.3 times PyTorch's time.
 const TARGET: f64 = 1.0 / 1.3;
 
-/// Each has a name; the batch size, query heads, key heads, queries, keys and head size; and whether it is
-/// causal.
+/// Each shape has a name, its sizes (batch, query heads, key heads, queries, keys, head size), and whether it
+/// is causal.
 const SHAPES: &[(&str, [usize; 6], bool)] = &[
     ("prompt", [2, 16, 16, 2048, 2048, 64], true),
     ("prompt", [1, 32, 8, 4096, 4096, 128], true),

@@ -209,7 +209,7 @@ pub(crate) fn compare_epilogue(
             // The product may be rounded before the bias is added.
             let rounded = e.result * (want - bias[j]).abs();
             let slack = 1.2 * (e.slack(k, want, squares.sqrt()) + rounded) + more;
-            // With a NaN slack, even equal values would not pass, unless both are NaN.
+            // With a NaN slack, only a pair of NaNs would pass, so equal values would count as wrong.
             let slack = if slack.is_nan() { 0.0 } else { slack };
             wrong.compare(&|| format!("[{i}, {j}]"), got[i * n + j], f(want), slack);
         }

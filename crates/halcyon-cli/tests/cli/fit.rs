@@ -1,6 +1,6 @@
 //! Compares `halcyon fit` with the memory that `halcyon run` uses.
 
-use crate::common::{self, Done, finish, halcyon, prepared, required, skip, text};
+use crate::common::{self, Done, drawn, finish, halcyon, one_in, prepared, required, skip, text};
 use halcyon_formats::onnx::proto::*;
 use halcyon_test::seed_models::{floats, graph, int, list, model, node};
 use prost::Message;
@@ -284,9 +284,14 @@ fn real_models_take_what_is_predicted_and_little_more_scratch_than_they_must() {
     let test = "real_models_take_what_is_predicted_and_little_more_scratch_than_they_must";
     let Some(dir) = prepared(test, "HALCYON_TESTDATA", "models") else { return };
     let (mut seen, mut within, mut wrong) = (0, 0, vec![]);
+    let every = one_in(3);
+    let first = drawn(test, every).unwrap_or(0);
     for folder in ["random", "shapes"] {
         let Ok(entries) = std::fs::read_dir(dir.join(folder)) else { continue };
-        for path in entries.flatten().map(|e| e.path().join("model.onnx")).filter(|p| p.is_file()) {
+        let mut models: Vec<_> = entries.flatten().map(|e| e.path().join("model.onnx")).collect();
+        models.retain(|p| p.is_file());
+        models.sort();
+        for path in models.into_iter().skip(first).step_by(every) {
             let d = command("fit", &path, &[]);
             let inputs = d.json();
             // Some models do not accept sizes of 1, and staged models have no figures to compare.
@@ -323,8 +328,10 @@ fn real_models_take_what_is_predicted_and_little_more_scratch_than_they_must() {
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
     println!("{within} of {seen} models within 5 %");
-    assert!(seen >= 5 || !required(), "{seen} models");
-    assert!(within >= seen.min(5), "{within} of {seen} models within 5 %");
+    assert!(seen >= if every == 1 { 5 } else { 1 } || !required(), "{seen} models");
+    if every == 1 {
+        assert!(within >= seen.min(5), "{within} of {seen} models within 5 %");
+    }
 }
 
 #[test]

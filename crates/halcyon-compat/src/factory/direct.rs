@@ -17,7 +17,7 @@ macro_rules! direct {
                 /// Opens the first device of this backend at a level, such as `"O2"`.
                 ///
                 /// # Errors
-                /// Those of [`BackendFactory::create`], and of the level's name.
+                /// The errors of [`BackendFactory::create`]; an error for an unknown or unsupported level.
                 pub fn new(optimization_level: impl LevelName) -> Result<$name> {
                     let level = optimization_level.or(Level::default())?;
                     $name::with_config(BackendConfig { level, ..BackendConfig::default() })
@@ -26,7 +26,7 @@ macro_rules! direct {
                 /// Opens a device of this backend with options.
                 ///
                 /// # Errors
-                /// Those of [`BackendFactory::create`].
+                /// The errors of [`BackendFactory::create`].
                 pub fn with_config(config: BackendConfig) -> Result<$name> {
                     BackendFactory::create(BackendType::$kind, Some(config)).map($name)
                 }
@@ -53,9 +53,9 @@ direct! {
     NvidiaBackend => Cuda;
     /// A ROCm device.
     AmdBackend => Rocm;
-    /// An Intel GPU through oneAPI, which no driver of this version opens.
+    /// An Intel GPU or accelerator, through the OpenCL driver.
     IntelBackend => Intel;
-    /// A TPU, which this version detects but does not run on.
+    /// A TPU. This version finds its library, but cannot run on it.
     TpuBackend => Tpu;
     /// The CPU.
     CpuBackend => Cpu;

@@ -19,7 +19,7 @@ pub trait LevelName {
     /// The level, or the backend's own if none is named.
     ///
     /// # Errors
-    /// Those of [`LevelName::or`].
+    /// The errors of [`LevelName::or`].
     fn level(&self, backend: &Backend) -> Result<Level> {
         self.or(backend.level())
     }
@@ -97,7 +97,7 @@ pub trait PrepareModel<Kind> {
     /// A module gives [`Prepared`]; others give a model of the same kind.
     type Prepared;
 
-    /// The model on a backend, at a level.
+    /// Prepares the model for a backend at a level.
     ///
     /// # Errors
     /// Errors of moving the model.
@@ -116,10 +116,10 @@ pub trait ForTraining<Kind> {
     /// The module.
     type Module: Module;
 
-    /// The module on a backend, prepared.
+    /// Prepares the module for training on a backend.
     ///
     /// # Errors
-    /// Errors of moving it.
+    /// Errors of moving the module.
     fn for_training(self, backend: &Backend) -> Result<Prepared<Self::Module>>;
 }
 
@@ -145,7 +145,7 @@ pub trait ForInference<Kind> {
     /// A module gives [`Inference`]; others give a model of the same kind.
     type Optimized;
 
-    /// The model for inference.
+    /// Compiles the model for inference.
     ///
     /// # Errors
     /// Errors of the dtype, the model and the device.
@@ -283,11 +283,11 @@ impl Optimizer {
         self.0.backend()
     }
 
-    /// A graph or ONNX model at a level, and what the level changed ([`ModelOptimizer::optimize`]). For
-    /// modules there is [`Optimizer::optimize_module`].
+    /// Optimises a graph or ONNX model at a level. Also returns what the level changed
+    /// ([`ModelOptimizer::optimize`]). For modules there is [`Optimizer::optimize_module`].
     ///
     /// # Errors
-    /// Those of [`ModelOptimizer::optimize`], and of the level's name.
+    /// The errors of [`ModelOptimizer::optimize`] and [`LevelName::or`].
     pub fn optimize<M: Preparable>(
         &self,
         model: M,
@@ -297,10 +297,10 @@ impl Optimizer {
         self.0.optimize(&model, level.level(self.backend())?, sample_input)
     }
 
-    /// A module at a level, compiled for inference, and what the level changed.
+    /// Compiles a module for inference at a level. Also returns what the level changed.
     ///
     /// # Errors
-    /// Those of [`halcyon_nn::prepare::optimize`], and of the level's name.
+    /// The errors of [`halcyon_nn::prepare::optimize`] and [`LevelName::or`].
     pub fn optimize_module<M: Forward + 'static>(
         &self,
         model: M,
@@ -318,10 +318,10 @@ impl Optimizer {
         halcyon_nn::prepare::optimize(backend, model, level, &[&sample], forward)
     }
 
-    /// As [`Optimizer::optimize`], without the result: the form of earlier versions of this interface.
+    /// Like [`Optimizer::optimize`], but returns only the model, as earlier versions of this interface did.
     ///
     /// # Errors
-    /// Those of [`Optimizer::optimize`].
+    /// The errors of [`Optimizer::optimize`].
     #[deprecated(note = "use `optimize`, which also returns the result")]
     pub fn optimize_legacy<M: Preparable>(
         &self,

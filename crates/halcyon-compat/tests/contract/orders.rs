@@ -23,7 +23,7 @@ fn one_after_the_other<T: Clone>(choose: impl Fn() -> (B, T)) -> Vec<T> {
         }
         let before = there.len();
         there.retain(|k| *k != kind);
-        assert_eq!(there.len() + 1, before, "{kind} was chosen and is not there");
+        assert_eq!(there.len() + 1, before, "{kind} was chosen, but has no device");
     }
 }
 
@@ -67,7 +67,7 @@ fn s1_04_auto_order() {
             (b, b)
         });
         let of_the_row: Vec<B> = best.into_iter().filter(|b| !matches!(b, B::Tpu | B::Intel)).collect();
-        assert_eq!(of_the_row, order, "what is best by the table");
+        assert_eq!(of_the_row, order, "the order by priority");
     });
 }
 

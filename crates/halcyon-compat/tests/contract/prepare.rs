@@ -55,8 +55,8 @@ fn s0_05_the_policy_can_be_applied() {
     // No mixed precision on the CPU.
     let plain = b.optimize_for_training(net(&b), (), of("cpu")).unwrap();
     assert_eq!((of("cpu"), plain.amp()), (None, AmpPolicy::None));
-    // A GPU's policy is f16: it is applied, or refused by name where plans cannot use it. The device of this
-    // test computes on the CPU, which keeps f32 with a warning where f16 is slower.
+    // A GPU's policy is f16. A backend applies it, or returns an error that names f16 if its plans cannot use
+    // f16. The device of this test computes on the CPU, which keeps f32 with a warning if f16 is slower.
     let gpu = BackendFactory::create("cuda", None).unwrap();
     match gpu.optimize_for_training(net(&gpu), (), of("cuda")) {
         Ok(mixed) => {

@@ -209,7 +209,7 @@ fn s3_06_batch_norm_keeps_running_statistics() {
     }
 }
 
-/// One call updates all parameters, in place, by the formula of Adam, in one launch where the device can.
+/// One call updates all parameters in place by the formula of Adam, in one launch if the device supports it.
 #[test]
 fn s3_07_one_call_updates_all_parameters() {
     use unified::{AdamState, fused_adam_step};
@@ -242,7 +242,8 @@ fn s3_07_one_call_updates_all_parameters() {
             };
             let before = run();
             fused_adam_step(&states, &g.iter().collect::<Vec<_>>(), &mut state, 0.01, (0.9, 0.99)).unwrap();
-            // One launch over all parameters where the device can, else one for each parameter.
+            // One launch updates all parameters if the device supports it; otherwise each parameter has a
+            // launch.
             let merges = b.device().as_target().caps().max_argument_bytes > 0;
             let expected = if merges { 1 } else { sizes.len() as u64 };
             // The first step also makes the moments.
@@ -296,7 +297,8 @@ fn s3_12_mixed_precision_is_configured() {
     assert_eq!((plain.amp(), mixed.amp()), (AmpPolicy::None, AmpPolicy::Bf16));
     assert!((product(&plain) - 32.0 * (1.0 + (0.5f64).powi(10)).powi(2)).abs() < 1e-4);
     assert_eq!(product(&mixed), 32.0, "the factors were rounded");
-    // As the row writes it: f16 with a scale. 1 + 2^-10 is a number of f16, 1 + 2^-11 is not.
+    // The setting that the contract's row gives: f16 with a scale. f16 represents 1 + 2^-10 exactly, but not
+    // 1 + 2^-11.
     let half = with(DType::F16, DType::F32, 65536.0).unwrap();
     assert_eq!((half.amp(), half.loss_scale()), (AmpPolicy::F16, Some(65536.0)));
     assert_eq!(plain.loss_scale(), None);
@@ -320,7 +322,7 @@ fn s3_12_mixed_precision_is_configured() {
     }
 }
 
-/// The scale of `MixedPrecisionConfig` is that of a training step on the backend.
+/// A training step on the backend uses the scale of `MixedPrecisionConfig`.
 #[test]
 fn s3_12_the_scale_reaches_the_training_step() {
     use halcyon_nn::{Optimizer, Param, Sgd, TrainStep};

@@ -66,7 +66,7 @@ fn s2_04_device_information_with_probed_types() {
         assert_eq!(d.total_memory_gb(), Some(kib / 1024.0 / 1024.0));
     }
     assert!(d.available_memory_gb() <= d.total_memory_gb() && d.available_memory_gb() > Some(0.0));
-    // Every listed dtype is computed with, element by element.
+    // The device computes, element by element, in every listed dtype.
     for t in d.supported_dtypes.iter().filter(|t| **t != DType::Bool) {
         let x = Tensor::ones(&b, [3], *t);
         assert_eq!((&x + &x).to_vec::<f64>().unwrap(), [2.0; 3], "{t}");
@@ -175,7 +175,7 @@ fn s4_04_is_available_leaves_a_fault_to_its_reader() {
     let b = Backend::cpu().unwrap();
     let x = Tensor::from_slice(&b, [4], &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
     let ids = Tensor::from_slice(&b, [1], &[99i64]).unwrap();
-    // Submitted, and not read.
+    // The work is submitted, but its result is not read.
     drop(x.gather(&ids, 0).eval_async());
     assert!(b.is_available());
     assert!(b.synchronize().is_err(), "the bad index is still reported");

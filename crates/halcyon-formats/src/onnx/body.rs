@@ -11,8 +11,8 @@ use super::stage::{Engine, Handle, subgraph, value_of};
 use halcyon_ir::{ConstData, DType, Error, Graph, NodeId, Result, Scalar, TensorType};
 use std::collections::HashMap;
 
-/// The first allocation for the rows of a scanned result has at most this many bytes, but has space for at
-/// least one row. When the memory is full, its size is doubled.
+/// The first allocation for the rows of a scanned result has at most this many bytes, or the size of one row
+/// if that is larger. When the memory is full, its size is doubled.
 const FIRST_CAPACITY: usize = 32 << 20;
 
 /// The context in which bodies run.
@@ -287,7 +287,8 @@ impl Repeat {
         }
         while ran.on && ran.i < limit && (self.stable || ran.i == first) {
             if self.is_idle() {
-                // No iteration does anything, so only the number of iterations is checked against the limit.
+                // The iterations do nothing, so they are not run. Only their number is checked against the
+                // limit.
                 let last = (limit as u64 - 1).min(m.limits.options.max_iterations);
                 m.limits.iteration(&self.name, last)?;
                 ran.i = limit;

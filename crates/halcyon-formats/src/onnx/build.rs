@@ -255,7 +255,7 @@ impl Builder {
         }
     }
 
-    /// Builds a node for a tensor some of whose elements are symbolic sizes. Such an element is computed as
+    /// Builds a node for a tensor in which some elements are symbolic sizes. Such an element is computed as
     /// the sum of a vector of ones that has this size.
     fn sizes(&mut self, h: &Host) -> Result<NodeId> {
         let mut parts = Vec::with_capacity(h.vals.len());
@@ -564,7 +564,7 @@ fn is_permutation(perm: &[usize], rank: usize) -> bool {
 fn fold_scalar(op: ScalarOp, x: &[&Value], room: impl Fn(usize) -> bool) -> Option<Host> {
     let first = usize::from(halcyon_ir::graph::has_condition(op));
     let d = x.get(first)?.dtype();
-    // Operands that break the type rule are left to the graph, which reports the error.
+    // If the operands break the type rule, nothing is folded, and the graph reports the error.
     let typed = x[first..].iter().all(|v| v.dtype() == d) && (first == 0 || x[0].dtype() == DType::Bool);
     if !op.takes(d) || !typed || x.len() != op.arity() {
         return None;

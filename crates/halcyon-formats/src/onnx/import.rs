@@ -53,7 +53,7 @@ const MAX_DEPTH: usize = 64;
 const MAX_EXPANDED_NODES: usize = 1 << 18;
 const MAX_COPIED_BYTES: usize = 256 << 20;
 /// Limit on the nodes walked, counting every loop iteration, and its increase per node of the graph built so
-/// far. So a loop that builds no nodes because it only counts fails quickly.
+/// far. So a loop that only counts, and therefore builds no nodes, fails quickly.
 const MAX_WALKED_NODES: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 17 };
 const WALKED_PER_OP: usize = 64;
 /// Limit on the nodes of the graph for any model, and its increase per node walked.
@@ -247,7 +247,7 @@ impl<'m> Walk<'m> {
         }
         let opset = opset(scope.opsets, &n.domain);
         let row = ops::find(&n.domain, &n.op_type)
-            .ok_or_else(|| Error::internal(format!("{} passed the check without a row", n.op_type)))?;
+            .ok_or_else(|| Error::internal(format!("{} has no row, but the check accepted it", n.op_type)))?;
         b.g.span = Span::new(name.as_str());
         let call = Call {
             node: n,

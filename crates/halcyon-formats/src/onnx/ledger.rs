@@ -22,7 +22,7 @@ pub(super) struct Ledger {
     /// Bytes of the model file.
     file: usize,
     base: usize,
-    /// The total at which dead values are next removed from the list.
+    /// Dead values are removed from the list when the total exceeds this number of bytes.
     next: usize,
     live: Vec<(Weak<dyn Debug>, usize)>,
     sum: usize,

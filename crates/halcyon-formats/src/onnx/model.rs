@@ -258,7 +258,7 @@ impl Model {
             calls: vec![],
         };
         check.nodes(&g.node, &self.proto.opset_import, false);
-        // A work list and no recursion, because functions may call each other in a long chain.
+        // A work list is used instead of recursion, because functions may call each other in a long chain.
         while let Some(f) = check.calls.pop() {
             check.nodes(&f.node, &f.opset_import, true);
         }
@@ -287,7 +287,7 @@ impl Model {
             Outcome::Graph(g) => Ok(*g),
             Outcome::Staged(why) => Err(Error::unsupported(
                 format!("{} as one graph: {why}", self.file),
-                "Run it in stages, or make the value that decides it a constant",
+                "Run the model in stages, or replace the value that decides how it goes on by a constant",
             )),
         }
     }
@@ -311,9 +311,9 @@ impl Model {
         import::import(self, shapes, values, &Limits::new(options.clone()))
     }
 
-    /// Whether the model has an operator of [`ops::RANDOM`], which draws random numbers. If so, the ONNX
-    /// specification determines only the types and shapes of its results. (A Dropout in training mode also
-    /// draws random numbers, but is not detected.)
+    /// Whether the model has an operator of [`ops::RANDOM`], which draws random numbers. If it does, the ONNX
+    /// specification determines only the types and shapes of the model's results. (A Dropout in training mode
+    /// also draws random numbers, but is not detected.)
     pub fn draws(&self) -> bool {
         fn any(nodes: &[NodeProto]) -> bool {
             nodes.iter().any(|n| {
@@ -404,10 +404,10 @@ fn refuse(n: &NodeProto, opset: i64, in_function: bool) -> Option<String> {
     }
     let latest = ops::latest(&n.domain);
     if latest == 0 {
-        return Some(format!("the importer knows no operator set of {}", n.domain));
+        return Some(format!("the importer supports no operator set of {}", n.domain));
     }
     if opset > latest {
-        return Some(format!("operator sets after {latest} are not known"));
+        return Some(format!("operator sets after {latest} are not supported"));
     }
     if !in_function && n.attribute.iter().any(|a| !a.ref_attr_name.is_empty()) {
         return Some("refers to an attribute of a function, but is not inside a function".into());

@@ -8,18 +8,18 @@ use halcyon_ir::ops::element_wise::Rule;
 use std::fmt::Write;
 use std::path::PathBuf;
 
-/// Operators that run on the host, always or in the stated case, because the shape of their result depends on
-/// data or the data is not numeric. All other operators run on the device.
+/// Operators that run on the host, wholly or for the stated part or case, because the shape of their result
+/// depends on data or the data is not numeric. All other operators run on the device.
 const HOST: &[(&str, &str)] = &[
     ("CastMap", "wholly"),
     ("Cast", "from and to strings"),
     ("CastLike", "from and to strings"),
-    ("Compress", "which slices are taken"),
+    ("Compress", "the condition is read back"),
     ("DictVectorizer", "wholly"),
     ("If", "the condition is read back"),
     ("ImageDecoder", "wholly"),
     ("LabelEncoder", "from and to strings"),
-    ("Loop", "the condition to go on is read back, unless it is constant"),
+    ("Loop", "the condition is read back, unless it is constant"),
     ("NonMaxSuppression", "wholly"),
     ("NonZero", "wholly"),
     ("OneHotEncoder", "on strings"),

@@ -103,8 +103,7 @@ impl Builder {
     }
 
     /// Uniform between `lo` and `hi`: `lo + u * (hi - lo)` with `u` in `[0, 1)`, computed in f32, or in f64
-    /// for a result in f64. `hi` itself can occur only through rounding, and not for bounds 0 and 1 in f32
-    /// and f64.
+    /// for a result in f64. Rounding can give `hi` itself, but not for the bounds 0 and 1 in f32 and f64.
     ///
     /// # Errors
     /// [`Error::DType`] for a type that is not a float; [`Error::Argument`] if `hi - lo` is not finite; the

@@ -62,8 +62,8 @@ pub trait Engine: Debug {
         self.upload(&ConstData::new(dtype, dims, Arc::new(bytes))?)
     }
 
-    /// Copies a tensor into another at byte offset `at`. Clones of the handle `into` must not be in use: it
-    /// depends on the engine whether they see the change.
+    /// Copies a tensor into another at byte offset `at`. Clones of the handle `into` must not be in use:
+    /// whether they see the change depends on the engine.
     fn put(&mut self, into: &mut Handle, at: usize, tensor: &Handle) -> Result<()> {
         let (to, row) = (self.read(into)?, self.read(tensor)?);
         let mut bytes = to.bytes().to_vec();
@@ -116,7 +116,7 @@ pub struct Placement {
 /// Number of reads, of loops and of warnings that a [`Placement`] lists. Reads that are not listed are still
 /// counted in `bytes_read`.
 const MAX_LISTED: usize = 256;
-/// A loop runs the pending nodes once there are more than this.
+/// A loop runs the pending nodes once there are more than this number.
 const STAGE_NODES: usize = 4096;
 /// Nodes that a loop may add to a graph built without an engine.
 const UNROLLED_NODES: usize = 20_000;

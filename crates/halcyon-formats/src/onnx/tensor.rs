@@ -47,7 +47,7 @@ impl External {
         maps.values().any(|m| inside(m, bytes))
     }
 
-    /// For a model that does not come from a file: every external tensor is an error.
+    /// No folder, for a model that does not come from a file: every external tensor is an error.
     pub fn none() -> External {
         External::default()
     }
@@ -141,9 +141,9 @@ fn leads_out(location: &str, to: &Path) -> String {
     )
 }
 
-/// Checks that a file of the folder `dir` stays in it after symbolic links are resolved, or in the Hugging
-/// Face cache that contains the folder (its `snapshots` link to its `blobs`). The error is the path that the
-/// links lead to. Missing files pass; opening them reports the error.
+/// Resolves the symbolic links of a file in the folder `dir`, and checks that the target lies in this folder
+/// or in the Hugging Face cache that contains the folder (the `snapshots` of the cache link to its `blobs`).
+/// The error is the path that the links lead to. Missing files pass; opening them reports the error.
 fn check_inside(dir: &Path, path: &Path) -> std::result::Result<(), PathBuf> {
     let (Ok(base), Ok(to)) = (dir.canonicalize(), path.canonicalize()) else { return Ok(()) };
     if to.starts_with(&base) {
@@ -303,7 +303,7 @@ pub fn encode(t: &ConstData, name: &str) -> TensorProto {
     }
 }
 
-/// As [`encode`], for a file.
+/// Like [`encode`], but an element type that ONNX lacks is an error.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for an element type that ONNX lacks.

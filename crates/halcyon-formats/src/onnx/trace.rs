@@ -171,7 +171,7 @@ pub(super) fn branch(b: &mut Builder, c: &Call<'_>) -> Result<std::result::Resul
         }
     }
     let (Some(then), Some(other)) = (sides.pop(), sides.pop()) else {
-        return Err(Error::internal("a branch got lost"));
+        return Err(Error::internal("a branch of an If is missing"));
     };
     if then.2 != other.2 {
         let show = |t: &[TensorType]| t.iter().map(|t| t.to_string()).collect::<Vec<_>>().join(", ");

@@ -106,7 +106,7 @@ impl Samples {
 /// Decodes an image to 8 bits per sample. The first bytes determine the format. Alpha is left out.
 ///
 /// # Errors
-/// [`Failure`]: not an image, a broken one, or one that is too large.
+/// [`Failure`] for data that is not an image, for a damaged image, and for an image that is too large.
 pub fn decode(data: &[u8]) -> Result<Picture, Failure> {
     let limit = data.len().saturating_mul(MAX_RATIO).clamp(SMALL_BYTES, MAX_BYTES);
     let image = decode_samples(data, &mut |h: Header| {
@@ -129,7 +129,7 @@ pub fn decode(data: &[u8]) -> Result<Picture, Failure> {
 /// with the size before anything is decoded. Alpha is left out.
 ///
 /// # Errors
-/// [`Failure`]: not an image, a broken one, or what `check` returns.
+/// [`Failure`] for data that is not an image, and for a damaged image; the errors of `check`.
 pub fn decode_samples(data: &[u8], check: &mut Check<'_>) -> Result<Image, Failure> {
     match format(data) {
         Some("JPEG") => {
@@ -173,7 +173,7 @@ fn jpeg_header(data: &[u8]) -> Option<Header> {
     }
 }
 
-/// The name of the image format that starts with these bytes; `None` if there is none.
+/// The name of the image format that starts with these bytes; `None` if no known format does.
 pub fn format(data: &[u8]) -> Option<&'static str> {
     let starts: [(&[u8], &str); 8] = [
         (&[0xff, 0xd8], "JPEG"),

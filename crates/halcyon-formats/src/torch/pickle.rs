@@ -1,9 +1,9 @@
 //! A machine for the pickles that `torch.save` writes (opcodes of CPython's pickletools, protocols 2 to 5).
 //! It builds values and runs no code: a Python name that is not in the short list of [`global`] is an error.
 //!
-//! All values are in one arena and refer to each other by number. So a pickle with cycles is freed like any
-//! other pickle. Every opcode adds at most one value, except that an OrderedDict copies a list. The
-//! number of all copies is limited.
+//! All values are in one arena and refer to each other by number, so a pickle with cycles is freed like any
+//! other pickle. Every opcode adds at most one value, except that an OrderedDict copies a list. The number of
+//! all copies is limited.
 
 use halcyon_ir::DType;
 use std::collections::HashMap;

@@ -30,8 +30,8 @@ pub fn available() -> Amx {
     if super::isa::IsaLevel::Amx.allowed() { detected() } else { Amx::default() }
 }
 
-/// The AMX instructions that the processor supports and the system permits. Detected and requested once;
-/// always empty except on x86-64 Linux.
+/// The AMX instructions that the processor supports and the system permits. The process detects and requests
+/// them once. The set is always empty except on x86-64 Linux.
 pub(crate) fn detected() -> Amx {
     static AMX: OnceLock<Amx> = OnceLock::new();
     *AMX.get_or_init(detect)
@@ -121,7 +121,7 @@ impl TileConfig {
     /// hold sums of `top` rows, 2 and 3 of `below` rows, 4 and 5 the rows of A, 6 and 7 full tiles of B.
     ///
     /// # Panics
-    /// Under the conditions of [`TileConfig::new`].
+    /// If [`TileConfig::new`] panics for these sizes.
     pub const fn two_by_two(top: u8, below: u8) -> TileConfig {
         let (t, b, f) = ((top, 64), (below, 64), (16, 64));
         TileConfig::new([t, t, b, b, t, b, f, f])
@@ -181,8 +181,8 @@ impl Drop for Tiles {
 #[cfg(target_arch = "x86_64")]
 #[inline]
 unsafe fn load_config(config: &TileConfig) {
-    // SAFETY: `config` points to 64 readable bytes, which `TileConfig::new` made valid; `load_config`
-    // requires available tile registers.
+    // SAFETY: `config` points to 64 readable bytes, which `TileConfig::new` made valid. The contract of
+    // `load_config` says that tile registers are available.
     unsafe { std::arch::asm!("ldtilecfg [{}]", in(reg) config, options(nostack, readonly, preserves_flags)) };
 }
 
@@ -420,7 +420,7 @@ mod tests {
         // SAFETY: `tiles` lives, and both arrays hold 16 rows of 64 bytes.
         unsafe {
             tile::load::<5>(from.as_ptr(), 64);
-            // An equal configuration keeps the registers.
+            // Loading an equal configuration does not change the registers.
             tiles.configure(&TileConfig::FULL);
             tile::store::<5>(to.as_mut_ptr(), 64);
             assert_eq!(from, to);

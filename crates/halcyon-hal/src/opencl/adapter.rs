@@ -171,8 +171,8 @@ impl Adapter {
         self.number(param).map(|n| n != 0)
     }
 
-    /// Free device memory in bytes: the host's for devices that share its memory, else from AMD's attribute.
-    /// OpenCL itself has no such query.
+    /// Free device memory in bytes: the host's free memory for devices that share it, otherwise the value of
+    /// AMD's attribute. OpenCL itself has no such query.
     pub(super) fn free_memory(&self) -> Option<u64> {
         let cpu = self.number(sys::DEVICE_TYPE).unwrap_or(0) & sys::DEVICE_TYPE_CPU != 0;
         let total = self.number(sys::DEVICE_GLOBAL_MEM_SIZE);
@@ -234,8 +234,8 @@ impl Adapter {
         }
     }
 
-    /// Compiler options. None of them relaxes arithmetic. Division and square root are those of IEEE if the
-    /// device supports this.
+    /// Compiler options. None of them relaxes arithmetic. Division and square root are correctly rounded, as
+    /// in IEEE 754, if the device supports this.
     pub(super) fn build_options(&self) -> &'static str {
         let config = self.number(sys::DEVICE_SINGLE_FP_CONFIG).unwrap_or(0);
         if config & sys::FP_CORRECTLY_ROUNDED_DIVIDE_SQRT != 0 {

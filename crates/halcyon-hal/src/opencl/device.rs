@@ -112,7 +112,8 @@ impl OpenClDevice {
         };
         let platform = self.info.properties.get("platform_version").map_or("", |s| s.as_str());
         let device_version = self.info.properties.get("version").map_or("", |s| s.as_str());
-        // The text serves as the kernel's key because it also changes when a renderer does.
+        // The key contains the text instead of the kernel, because the text also changes if a renderer
+        // changes.
         let key = cache::digest(&[
             text.as_bytes(),
             b.options.as_bytes(),
@@ -187,8 +188,8 @@ impl Device for OpenClDevice {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
-        // SAFETY: `while_idle` waits for the work of all queues and keeps others from enqueuing; all of them
-        // use `Queues`.
+        // SAFETY: `while_idle` waits for the work of all queues and lets none of them enqueue more, because
+        // all queues enqueue through `Queues`.
         self.shared.queues.while_idle(|| unsafe { self.queue.defragment(&self.context) })
     }
 

@@ -170,8 +170,8 @@ impl ClPages {
 
 impl Drop for ClPages {
     fn drop(&mut self) {
-        // SAFETY: `new` mapped the address once, with this queue. The runtime releases the buffer only after
-        // this command.
+        // SAFETY: `new` mapped the address once, with this queue. OpenCL releases the buffer only after this
+        // command.
         let code = unsafe {
             (self.api.clEnqueueUnmapMemObject)(
                 self.queue.raw(),

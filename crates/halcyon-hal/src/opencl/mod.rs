@@ -72,7 +72,7 @@ impl Driver for OpenClDriver {
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
         let mut all = PROBE.devices().map_err(|e| self.with_backend_name(e))?;
-        // The free memory in a remembered probe is outdated, so it is queried again. For this, the library is
+        // The free memory in a stored probe is outdated, so it is queried again. For this, the library is
         // loaded only if a device has AMD's extension, which reports the free memory.
         let mut now = None;
         for d in &mut all {

@@ -38,7 +38,8 @@ pub(super) struct Queue {
     profile: bool,
     /// Whether the queue belongs to a stream. The commands of a stream are timed together.
     spans: bool,
-    /// Locked for reading by host copies, which may run concurrently, so that no buffer is moved meanwhile.
+    /// Host copies lock this for reading, so that they may run concurrently, but no buffer is moved
+    /// meanwhile.
     moves: RwLock<()>,
     state: Mutex<State>,
 }
@@ -505,8 +506,8 @@ impl Actions<Shared> for Submission<'_> {
     /// Sets all arguments and enqueues the kernel.
     ///
     /// # Safety
-    /// The contract of [`Actions::launch`]. No other thread may launch `p` during the call: while the device
-    /// has more than one queue, the lock of all of them must be held.
+    /// The conditions of [`Actions::launch`] apply. No other thread may launch `p` during the call: while the
+    /// device has more than one queue, the lock of all of them must be held.
     unsafe fn launch(
         &mut self,
         p: &ClProgram,

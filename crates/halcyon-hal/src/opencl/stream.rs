@@ -232,8 +232,8 @@ pub(crate) struct ClStream {
     queue: Queue,
     /// The number of its queue among the queues of the device.
     number: u64,
-    /// The report of the work since the last event. Held during every call, so that it matches the queue's
-    /// content.
+    /// The report of the work since the last event. Every call holds the lock, so that the report matches the
+    /// queue's content.
     report: Mutex<Arc<Report>>,
 }
 
@@ -381,8 +381,8 @@ impl Stream for ClStream {
         });
         if let Some(own) = foreign {
             event.on_done(move || {
-                // SAFETY: `own` holds a reference to the event, and its status is set only here. If this
-                // fails the queue waits forever, so it is logged.
+                // SAFETY: `own` holds a reference to the event, and its status is set only here. If the call
+                // fails, the queue waits forever, so the failure is logged.
                 let code = unsafe { (api.clSetUserEventStatus)(own.raw(), sys::COMPLETE) };
                 if code != sys::SUCCESS {
                     tracing::error!(code = %sys::code_name(code), "could not signal an event of another device");

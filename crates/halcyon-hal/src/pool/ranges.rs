@@ -268,8 +268,8 @@ impl Compaction<'_> {
 
     /// For two free ranges of the same size, moves the contents of the first range's buddy into the second
     /// range. Then the first range merges with its buddy. Proceeds from small to large sizes. If no range is
-    /// pinned, afterwards no two free ranges have the same size, unless neither has its buddy inside its
-    /// chunk.
+    /// pinned, two free ranges then have the same size only if the buddies of both would lie outside their
+    /// chunks.
     fn merge(&mut self) {
         let mut rooms: Vec<Ranges> = (0..self.chunks.len()).map(|k| self.ranges(k)).collect();
         let most = self.chunks.iter().max().map_or(0, |n| n.ilog2());

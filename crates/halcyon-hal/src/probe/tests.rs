@@ -216,7 +216,7 @@ fn the_key_changes_with_drivers_libraries_and_device_nodes() {
         ("usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v3/libnoop.so", "for this processor"),
         ("etc/ld.so.cache", &format!("head\0libnoop.so\0{cached}\0")),
         ("opt/libnoop.so", "in the loader's cache"),
-        ("lib/another.so", "which one of them may need"),
+        ("lib/another.so", "a library that one of them may need"),
         ("dev/nvidia0", ""),
         ("dev/dri/renderD128", ""),
         ("sys/module/nvidia/version", "575.1"),

@@ -41,7 +41,7 @@ pub fn candidates() -> Vec<String> {
         return vec![one];
     }
     let mut names: Vec<String> = var("TPU_LIBRARY_PATH").into_iter().collect();
-    // `name:path`, separated by commas.
+    // The variable contains pairs `name:path`, separated by commas.
     let pairs = var("PJRT_NAMES_AND_LIBRARY_PATHS").unwrap_or_default();
     names.extend(pairs.split(',').filter_map(|p| p.trim().strip_prefix("tpu:")).map(String::from));
     let python = std::env::var_os("VIRTUAL_ENV").map(|v| PathBuf::from(v).join("lib"));
@@ -61,7 +61,7 @@ pub fn candidates() -> Vec<String> {
 /// The loader's message, or what is wrong with the library.
 ///
 /// # Safety
-/// `name` must be a library that can be loaded and never unloaded. If it has a function `GetPjrtApi`, that
+/// It must be safe to load the library `name` and never to unload it. If it has a function `GetPjrtApi`, that
 /// function must have the type that PJRT declares.
 pub unsafe fn version(name: &str) -> Result<Version, String> {
     static SEEN: Mutex<BTreeMap<String, Version>> = Mutex::new(BTreeMap::new());
@@ -69,7 +69,7 @@ pub unsafe fn version(name: &str) -> Result<Version, String> {
     if let Some(v) = seen.get(name) {
         return Ok(*v);
     }
-    // SAFETY: loading runs the library's initialisers; `version` requires a library that can be loaded.
+    // SAFETY: loading runs the library's initialisers; `version` requires a library that is safe to load.
     let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader::loader_text(name, &e))?;
     // Its initialisers may have started threads, so it is never unloaded.
     let lib = std::mem::ManuallyDrop::new(lib);

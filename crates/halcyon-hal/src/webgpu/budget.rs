@@ -1,6 +1,6 @@
 //! Total and free memory of an adapter. WebGPU cannot query this, but two of the APIs under it can: Vulkan by
 //! VK_EXT_memory_budget, and DXGI by QueryVideoMemoryInfo. Both report a budget for this process that takes
-//! the memory of other processes into account. Metal has no query that does.
+//! the memory of other processes into account. Metal has no such query.
 
 /// An adapter's own memory in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

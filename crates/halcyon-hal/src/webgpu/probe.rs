@@ -97,8 +97,8 @@ pub fn drivers(root: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
         .collect()
 }
 
-/// The library named by a driver's file. A path with directories is relative to the file. A bare name is for
-/// the dynamic loader to find.
+/// The library named by a driver's file. A path with directories is relative to the file. The dynamic loader
+/// searches for a bare name.
 fn library_of(file: &Path) -> Option<PathBuf> {
     let manifest: serde_json::Value = serde_json::from_slice(&std::fs::read(file).ok()?).ok()?;
     let named = ["ICD", "layer"].iter().find_map(|of| manifest[of]["library_path"].as_str());
@@ -115,10 +115,10 @@ fn library_of(file: &Path) -> Option<PathBuf> {
 /// The dynamic loader's message, or the function that the library lacks.
 ///
 /// # Safety
-/// `name` must be a library that can be loaded and never unloaded.
+/// It must be safe to load the library `name` and never to unload it.
 pub unsafe fn library(name: &str) -> std::result::Result<(), String> {
-    // SAFETY: loading runs the library's initialisers. The contract of `library` allows only a library that
-    // may be loaded and stays loaded.
+    // SAFETY: loading runs the library's initialisers. `library` requires a library that is safe to load, and
+    // `ManuallyDrop` keeps it loaded.
     let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader::loader_text(name, &e))?;
     // Drivers that the loader library loads leave threads and exit handlers behind, so it is never unloaded.
     let lib = std::mem::ManuallyDrop::new(lib);
@@ -161,8 +161,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let text = dir.path().join("libvulkan.so.1");
         std::fs::write(&text, "no library").unwrap();
-        // SAFETY: of the three names, one is of no file and one of a text file, so nothing is loaded; the
-        // third is the C library, which this process has loaded already.
+        // SAFETY: of the three names, one names no file and one names a text file, so nothing is loaded. The
+        // third names the C library, which this process has loaded already.
         let of = |name: &str| unsafe { library(name) }.unwrap_err();
         assert!(of("libnothing-here.so.7").contains("No such file"), "{}", of("libnothing-here.so.7"));
         assert!(of(text.to_str().unwrap()).contains("too short"), "{}", of(text.to_str().unwrap()));

@@ -96,7 +96,7 @@ pub struct PipelineCache {
 impl PipelineCache {
     /// `None` if the device does not support pipeline caches (only Vulkan does).
     pub fn new(device: &wgpu::Device, disk: DiskCache, adapter: String) -> Option<PipelineCache> {
-        // SAFETY: `pipeline_cache` only requires something of the data, and no data is passed.
+        // SAFETY: the condition of `pipeline_cache` concerns only the data, and no data is passed.
         let cache = unsafe { pipeline_cache(device, None) }?;
         Some(PipelineCache { disk, adapter, empty: cache.get_data()?.len() })
     }
@@ -181,7 +181,7 @@ impl Builder {
         });
         let hit = before.is_some();
         let cache = before.or_else(|| {
-            // SAFETY: `pipeline_cache` only requires something of the data, and no data is passed.
+            // SAFETY: the condition of `pipeline_cache` concerns only the data, and no data is passed.
             key.and_then(|_| unsafe { pipeline_cache(d, None) })
         });
         let built = sys::scoped(d, || {

@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// Bytes of kernel parameters per submission.
 const RING: u64 = 128 << 10;
-/// If an integer argument of a launch is at least this, the launch counts as one whose loops (a single one,
-/// or nested ones) may exceed the iteration limit of devices that abort long loops.
+/// If an integer argument of a launch is at least this, the launch counts as long: its loops, single or
+/// nested, may exceed the iteration limit of devices that abort long loops.
 const LONG_LOOP: u64 = 1 << 12;
 /// Maximum number of commands timed together.
 const MAX_TIMED: u32 = 512;
@@ -99,7 +99,7 @@ pub struct Submission<'a> {
 }
 
 impl Queue {
-    /// With `profile`, every command is timed, which not every adapter supports.
+    /// With `profile`, every command is timed. Not every adapter supports this.
     pub fn new(
         device: wgpu::Device,
         raw: wgpu::Queue,
@@ -581,7 +581,7 @@ impl Queue {
         let (n, from, to) = (b.param("n", Ty::U32), b.param("from", Ty::U32), b.param("to", Ty::U32));
         let i = b.linear_id().to(Ty::U32);
         b.if_(i.lt(n), || b.store(dst, to + i, b.load(src, from + i)));
-        // Not requested by the caller, so this kernel is not counted.
+        // The caller did not request this kernel, so it is not counted.
         let own = Builder {
             device: self.device.clone(),
             id: self.id.clone(),

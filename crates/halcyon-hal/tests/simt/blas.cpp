@@ -294,8 +294,8 @@ LT(cublasLtMatmulPreferenceSetAttribute, hipblasLtMatmulPreferenceSetAttribute)(
     return LT_OK;
 }
 
-// What an algorithm was selected for. Callers cannot read it, and it is valid for one problem only, as in the
-// real libraries.
+// The problem for which an algorithm was selected. As in the real libraries, callers cannot read it, and the
+// algorithm is valid for this problem only.
 struct Algorithm {
     uint32_t problem;
     uint16_t workspace;

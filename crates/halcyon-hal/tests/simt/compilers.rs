@@ -89,7 +89,7 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     assert!(s.get("ptx") >= ptx + 2, "the trivial kernel and the other one");
     assert_eq!(own.source(), d.compile(&affine(DType::F32)).unwrap().source());
     assert_eq!((d.counters().compiles, d.counters().compile_cache_hits), (1, 0));
-    // A compiler that knows the device is preferred.
+    // The driver prefers a compiler that supports the device.
     assert!(told(&*open(&[&before, &good]).unwrap()).starts_with(&good.path));
     // PTX is loaded from the disk cache as PTX; a truncated entry is rebuilt.
     let (warm, ptx) = (open(&[&before]).unwrap(), s.get("ptx"));
@@ -110,8 +110,8 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     assert!(found[0].1.contains(&newer.path) && found[0].1.contains("not initialised"), "{found:?}");
 }
 
-/// Tests the real NVRTC, if a Python package has it: the functions that the driver uses, and that the PTX
-/// does not fuse multiplications and additions.
+/// Tests the real NVRTC, if a Python package has it. NVRTC must have the functions that the driver uses, and
+/// its PTX must not fuse multiplications and additions.
 #[test]
 fn nvrtc_makes_ptx_for_devices_that_it_does_not_know() {
     let named = std::env::var_os("HALCYON_PYTHON").is_some();

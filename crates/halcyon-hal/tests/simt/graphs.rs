@@ -111,8 +111,8 @@ pub(crate) fn check(s: &StandIn) {
         );
     }
 
-    // Number of runtime calls: set the device, launch, record an event. A launch with new values adds a copy
-    // of them, and an event that records the last use of their entry in the ring.
+    // Number of CUDA or HIP calls: set the device, launch, record an event. A launch with new values adds a
+    // copy of them, and an event that records the last use of their entry in the ring.
     let calls = |v| {
         let n = s.get("calls");
         assert!(w.launch(&r, v));
@@ -285,7 +285,7 @@ fn smaller(s: &StandIn) {
     assert!(!w.launch(&r, [2.0, 1.0]), "{}", s.driver.kind());
 }
 
-/// A runtime without graphs reports the missing function.
+/// If the vendor's library has no graphs, the error names the missing function.
 pub(crate) fn without(s: &StandIn) {
     let w = Work::new(s, &Options::default());
     let e = w.capture().unwrap_err();

@@ -407,7 +407,7 @@ fn epilogues(s: &StandIn, d: &dyn Device) {
     // The library's gelu is the tanh approximation.
     declined(&epilogue(DType::F32, &shape, 1, false, Some(ScalarOp::Gelu)), None);
     declined(&epilogue(DType::F32, &shape, 1, false, Some(ScalarOp::Exp)), None);
-    // A value per row is no bias, and a bias has a value for every column.
+    // The library's bias has one value for each column: values for rows, or too few values, are not a bias.
     declined(&epilogue(DType::F32, &shape, 0, true, None), Some(View::dense(&[64])));
     declined(&epilogue(DType::F32, &shape, 1, true, None), Some(View::dense(&[40])));
 }
@@ -559,7 +559,7 @@ fn faults(s: &StandIn, d: &dyn Device) {
     for (bad, why) in [
         (buffers[..3].to_vec(), "3 buffers were bound"),
         ([&buffers[..2], &[upload(d, &[0; 64])], &buffers[3..]].concat(), "64 bytes, 16384 are needed"),
-        ([&buffers[..2], &buffers[..1], &buffers[3..]].concat(), "bound twice"),
+        ([&buffers[..2], &buffers[..1], &buffers[3..]].concat(), "overlaps another buffer"),
     ] {
         let e = submit(&bad).unwrap_err();
         assert!(matches!(e, Error::Argument { .. }) && e.to_string().contains(why), "{e}");
@@ -596,7 +596,7 @@ fn products_and_convolutions_are_the_libraries() {
             _ => {
                 assert_eq!(names, ["hipBLASLt", "rocBLAS", "run-time compiler"]);
                 assert!(found[0].1.ends_with(" 0.11.0") && found[1].1.contains(" 4.4.0"), "{found:?}");
-                // rocBLAS alone.
+                // Without hipBLASLt, rocBLAS computes the products.
                 s.set("hide products", 1);
                 let alone = s.driver.open(0, &Options::default()).unwrap();
                 products(&s, &*alone, Some("rocblas"));

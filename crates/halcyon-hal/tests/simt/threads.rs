@@ -1,5 +1,5 @@
-//! The driver must set the device in a thread before it makes a runtime call there, and the stand-ins reject
-//! other calls. This test calls every function of the driver in threads that have not set the device, or that
+//! The driver must set the device in a thread before it calls CUDA or HIP there. The stand-ins reject a call
+//! without it. This test calls every function of the driver in threads that have not set the device, or that
 //! have last used another one.
 
 use crate::common::standin;

@@ -193,7 +193,7 @@ impl<'a> Reader<'a> {
         let found = &mut self.found;
         self.done = match op {
             ScalarOp::Mul if self.done < Part::Scale => {
-                found.scale = Some(along.ok_or("multiplies by something else than a factor per channel")?);
+                found.scale = Some(along.ok_or("multiplies by something other than a factor per channel")?);
                 Part::Scale
             }
             ScalarOp::Add if self.done < Part::Bias && along.is_some() => {
@@ -201,7 +201,7 @@ impl<'a> Reader<'a> {
                 Part::Bias
             }
             ScalarOp::Add if self.done < Part::Residual => {
-                found.residual = Some(full.ok_or("adds something else than a bias or a residual")?);
+                found.residual = Some(full.ok_or("adds something other than a bias or a residual")?);
                 Part::Residual
             }
             ScalarOp::Relu | ScalarOp::Gelu | ScalarOp::GeluTanh if self.done < Part::Activation => {

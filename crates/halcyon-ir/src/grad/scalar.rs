@@ -209,8 +209,8 @@ pub(crate) fn gelu_tanh(g: &mut Graph, x: NodeId, _: NodeId) -> Result<NodeId> {
     g.add(a, b)
 }
 
-// Computed from the result, which is positive where the operand is positive. Hence the operand need not be
-// kept, and the op can be the epilogue of the product before it.
+// The gradient is computed from the result, which is positive where the operand is positive. Hence the
+// operand need not be kept, and relu can be in the epilogue of the product before it.
 pub(crate) fn relu(g: &mut Graph, _: &[NodeId], y: NodeId, dy: NodeId, _: usize) -> Result<Option<NodeId>> {
     let z = g.lit(y, 0.0);
     let up = g.gt(y, z)?;

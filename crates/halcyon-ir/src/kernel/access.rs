@@ -1,9 +1,9 @@
-//! What the templates share: parameters that are declared together with their values, operands with strides,
+//! Helpers of the templates: parameters that are declared together with their values, operands with strides,
 //! and loops over the points of an output.
 //!
-//! The values are passed by the launch and are not part of the kernel, so that a kernel serves many shapes. A
-//! kernel depends only on types and ranks and, for each operand, on which strides are 0 and whether the
-//! innermost stride is 1.
+//! The launch passes the values. They are not part of the kernel, so one kernel serves many shapes. A kernel
+//! depends only on types and ranks and, for each operand, on which strides are 0 and whether the innermost
+//! stride is 1.
 
 use super::{Buf, Builder, E, Kernel, Launch, Reduce, Ty};
 use crate::dtype::{DType, Scalar};
@@ -93,9 +93,9 @@ impl Template {
         Access { buf, strides: strides.collect() }
     }
 
-    /// `work` in the first `count` workgroups, and 0 in workgroups added by folding the grid. Kernels with
-    /// barriers use it as a loop bound instead of an enclosing `if`, because PoCL 3.1 miscompiles loops
-    /// between barriers inside conditions.
+    /// Returns `work` in the first `count` workgroups, and 0 in the workgroups that folding the grid added.
+    /// Kernels with barriers use the result as a loop bound instead of an enclosing `if`, because PoCL 3.1
+    /// miscompiles loops between barriers inside conditions.
     pub(crate) fn work<'a>(&'a self, count: E<'a>, work: E<'a>) -> E<'a> {
         let b = &self.b;
         b.let_(b.linear_group().lt(count).select(work, 0))
@@ -158,8 +158,8 @@ impl<'a> Access<'a> {
     }
 }
 
-/// A scalar op whose integer results wrap, as element types require. Signed overflow is undefined in C, so
-/// signed sums and products use the unsigned type. Types below 32 bits wrap after every op.
+/// Applies a scalar op. Integer results wrap, as the element type `d` requires. Signed overflow is undefined
+/// in C, so signed sums and products use the unsigned type. Types below 32 bits wrap after every op.
 pub(crate) fn typed<'a>(b: &'a Builder, op: ScalarOp, d: DType, x: &[E<'a>]) -> E<'a> {
     let unsigned = match Ty::of(d) {
         Ty::I32 => Some((Ty::U32, Ty::I32)),

@@ -10,8 +10,8 @@ use crate::layout::View;
 use crate::ops::element_wise::ScalarOp;
 use crate::target::{Caps, Declined};
 
-/// Number of elements a work-item sums before it adds the partial sum to its total. Rounding errors then grow
-/// more slowly with the number of elements.
+/// Number of elements that a work-item sums before it adds the partial sum to its total. Partial sums make
+/// rounding errors grow more slowly with the number of elements.
 const RUN: i64 = 64;
 
 /// How results are assigned to work-items.
@@ -74,7 +74,7 @@ impl Form {
     }
 }
 
-/// How a work-item that processes several neighbours along the last axis loads them.
+/// How a work-item loads several neighbours along the last axis.
 #[derive(Clone, Copy, PartialEq)]
 enum Reach {
     /// With loads of words or vectors, because the neighbours are contiguous.
@@ -101,10 +101,11 @@ fn reach(v: &View, dtype: DType, each: u32) -> Reach {
     }
 }
 
-/// How many neighbours along the last axis a work-item processes on a GPU, or `None` for one. They cover 16
-/// bytes of the narrowest type that is read or written in runs, or fewer if the last axis is not divisible by
-/// this number or the code would be too long. In a reduction, they are the elements that a work-item adds at
-/// a time, and at least one load must read them in runs.
+/// How many neighbours along the last axis a work-item processes at a time on a GPU; `None` if it processes
+/// single elements. The number is the largest of 16, 8 and 4 that divides the last axis and for which three
+/// conditions hold. The neighbours fill at most 16 bytes in the narrowest type that is read or written in
+/// runs. The code does not become too long (with 4 it never does). All outputs are written in runs; in a
+/// reduction, at least one load reads in runs instead.
 fn neighbours(f: &Fused, caps: &Caps) -> Option<u32> {
     if caps.is_cpu {
         return None;
@@ -274,10 +275,10 @@ fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
     }
 }
 
-/// Like [`lower_fused`], for a chain over one axis whose operands are dense or the same element for all
-/// points. Chains that differ only in the length of the axis have the same kernel: each of its work-items
-/// processes several neighbours, and the points that remain have a work-item each. `None` for other chains,
-/// and for chains with elements of 8 bytes.
+/// Like [`lower_fused`], for a chain over one axis. Each operand must be dense or have the same element at
+/// all points. Chains that differ only in the length of the axis have the same kernel: a work-item processes
+/// several neighbours, and each of the points that remain has its own work-item. `None` for other chains, and
+/// for chains with elements of 8 bytes.
 ///
 /// # Errors
 /// The errors of [`lower_fused`].
@@ -372,8 +373,8 @@ impl<'a> Chain<'a> {
         let count = t.size("n", f.outer().iter().product::<usize>() / by_count);
         let reduced = t.size("r", f.inner().iter().product::<usize>() / by_reduced);
         let border = f.space.len() - f.reduced;
-        // Splitting an index does not divide by the first size of the outer or of the inner axes, so the
-        // number of points takes the place of this size.
+        // Splitting an index uses neither the size of the first outer axis nor the size of the first inner
+        // axis. The numbers of outer and inner points take their places.
         let dims: Vec<E<'a>> = (0..f.space.len())
             .map(|k| {
                 if k == 0 {
@@ -416,8 +417,8 @@ impl<'a> Chain<'a> {
         self.error.set(Some(old.unwrap_or(e)));
     }
 
-    /// The index of the first of `each` neighbours, and the results of all of them. On entry `idx` counts
-    /// groups of neighbours along the last axis. Loads use runs where possible.
+    /// Returns the index of the first of `each` neighbours and the results of all neighbours. On entry `idx`
+    /// counts groups of neighbours along the last axis. Loads use runs where possible.
     fn vector(&self, b: &'a Builder, mut idx: Vec<E<'a>>, each: u32) -> Result<Neighbours<'a>> {
         let Some(last) = idx.len().checked_sub(1) else {
             return Err(Error::internal("a scalar has no neighbours"));

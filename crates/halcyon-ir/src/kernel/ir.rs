@@ -158,8 +158,8 @@ pub enum Expr {
     /// A scalar op. Unused operand slots repeat the first operand. On vectors: neg, add, sub, mul, div and
     /// fma only.
     Op(ScalarOp, [ExprId; 3]),
-    /// Quotient of a non-negative integer and a positive one. Used for index arithmetic; operands are not
-    /// checked.
+    /// Quotient of a non-negative integer and a positive one. Kernels use it for index arithmetic. Rendered
+    /// code does not check the operands; the interpreter does.
     IDiv(ExprId, ExprId),
     /// Remainder, with the operands of [`Expr::IDiv`].
     IRem(ExprId, ExprId),
@@ -522,10 +522,10 @@ pub enum Stmt {
         src: FragmentId,
         op: Reduce,
     },
-    /// Converts a column range of a sum fragment, starting at `column`, to a left operand, rounding to the
-    /// operand type. Devices whose register layouts of sums and operands differ convert by way of `scratch`:
-    /// row-major workgroup memory for all of the sums in the operand type, private to the subgroup. Its
-    /// contents are overwritten.
+    /// Converts a range of columns of a sum fragment, starting at `column`, to a left operand, and rounds to
+    /// the operand type. On devices where sums and operands have different register layouts, the conversion
+    /// goes through `scratch`. This is workgroup memory with space for all of the sums, row-major, in the
+    /// operand type. Each subgroup needs its own `scratch`, and its contents are overwritten.
     FragmentConvert {
         dst: FragmentId,
         src: FragmentId,
@@ -574,7 +574,7 @@ pub struct Kernel {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub fragments: Vec<FragmentDecl>,
     pub workgroup: [u32; 3],
-    /// Written buffers do not share memory with any other buffer.
+    /// Whether the caller must ensure that written buffers share no memory with any other buffer.
     pub noalias: bool,
     pub exprs: Vec<Expr>,
     /// Types of the values.
@@ -642,7 +642,8 @@ impl Hasher for Fnv {
 }
 
 impl Kernel {
-    /// Hash of the program. Kernels with equal keys render to the same text, except for the name.
+    /// Hash of the kernel without its name. Kernels with equal keys render to the same text, except for the
+    /// name.
     pub fn key(&self) -> u128 {
         let mut h = Fnv::new();
         self.hash(&mut h);
@@ -746,7 +747,7 @@ pub(crate) fn type_of(e: &Expr, ty: &dyn Fn(ExprId) -> Ty, k: &Kernel) -> Ty {
 }
 
 impl Stmt {
-    /// Expressions evaluated by the statement itself, without those of nested blocks.
+    /// Expressions that the statement itself evaluates, without the expressions of nested blocks.
     pub fn exprs(&self) -> smallvec::SmallVec<[ExprId; 6]> {
         let mut v: smallvec::SmallVec<[ExprId; 6]> = smallvec::SmallVec::new();
         match self {

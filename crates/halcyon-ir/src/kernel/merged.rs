@@ -1,5 +1,6 @@
 //! Kernels that run one kernel several times in one launch, each time on other buffers. An optimizer's step
-//! updates many small parameters by the same kernel; one launch for all of them costs less than one for each.
+//! updates many small parameters by the same kernel. One launch for all parameters costs less than one launch
+//! for each.
 
 use super::ir::*;
 use super::{Launch, is_offset};
@@ -10,9 +11,10 @@ use serde::{Deserialize, Serialize};
 
 /// The content of a kernel that runs another kernel several times.
 ///
-/// The buffers of the outer kernel are those that each part reads, part after part, then those that each part
-/// writes, part after part. Its parameters are those of `kernel`, which have the values of part 0; then for
-/// each further part the parameters in `own`; then for each further part the index of its first workgroup.
+/// The outer kernel declares the buffers that each part reads, part after part, then the buffers that each
+/// part writes, part after part. Its first parameters are the parameters of `kernel`, with part 0's values.
+/// The parameters in `own` follow, once for each further part. The last parameters are the indices of the
+/// first workgroup of each further part.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Parts {
     /// The kernel that each part runs. It computes a linear index of its workgroup, and does nothing in
@@ -104,7 +106,7 @@ impl Parts {
         }
     }
 
-    /// The launches of the parts that the launch `all` of the outer kernel stands for.
+    /// Splits the launch `all` of the outer kernel into one launch for each part.
     pub(super) fn launches(&self, all: &Launch) -> Vec<Launch> {
         let total: u64 = all.groups.iter().map(|g| *g as u64).product();
         let n = self.count as usize;
@@ -134,7 +136,7 @@ pub(crate) fn can_be_part(k: &Kernel) -> bool {
     k.walk(&mut |s| alone &= !matches!(s, Stmt::Barrier { .. } | Stmt::SetError { .. }));
     // The device binds the fault word and sets these parameters itself.
     let special = k.params.iter().any(|p| p.name == "fault" || is_offset(&p.name));
-    // `Parts::buffer` counts the buffers that are read first.
+    // `Parts::buffer` requires that the buffers that are only read come before those that are written.
     let ordered = k.buffers.is_sorted_by_key(|b| b.write);
     alone && !special && ordered && k.parts.is_none()
 }

@@ -309,7 +309,7 @@ mod tests {
         assert!(known.find(&c, build).is_none());
         known.insert(c.key.clone(), best.clone(), d);
         assert_eq!(known.find(&c, build).map(|(v, _)| v), Some(best.clone()));
-        // A record of another kernel than the template builds, and a record of a variant that is not listed.
+        // A record is not valid if the template builds a different kernel, or if its variant is not listed.
         known.insert(c.key.clone(), best, d ^ 1);
         assert!(known.find(&c, build).is_none());
         known.insert(c.key.clone(), Variant::new("tiled", &[("side", 3)]), d);

@@ -46,7 +46,7 @@ pub fn verify_for(k: &Kernel, caps: &crate::target::Caps) -> Result<()> {
     if let Some(f) = k.fragments.iter().find(|f| !caps.matrix.contains(&f.op)) {
         let MatrixOp { operand, m, n, k, width } = f.op;
         return over(format!(
-            "products of {m}×{n}×{k} in {} by subgroups of {width}, which the device has no matrix unit for",
+            "products of {m}×{n}×{k} in {} by subgroups of {width}; the device has no matrix unit for them",
             operand.name()
         ));
     }
@@ -57,7 +57,7 @@ pub fn verify_for(k: &Kernel, caps: &crate::target::Caps) -> Result<()> {
     let f64s = k.uses_ty(Ty::F64) || k.buffers.iter().any(|b| b.dtype == DType::F64);
     if f64s && !caps.f64 {
         return Err(Error::unsupported(
-            format!("kernel {}: f64 on a device without it", k.name),
+            format!("kernel {}: f64 on a device without f64 arithmetic", k.name),
             "Use f32 or another device",
         ));
     }

@@ -217,13 +217,13 @@ impl Lowerer<'_> {
         cut
     }
 
-    /// The change that a view makes to the strides of its operand; `None` if the node is no view.
+    /// The change that a view makes to the strides of its operand; `None` if the node is not a view.
     pub(super) fn restride(&self, id: NodeId) -> Option<Restride> {
         self.g.node(id).op.restride(&self.dims[id.index()])
     }
 
     /// Resolves views to strides of buffers. The operand of a view is copied if strides cannot express the
-    /// view, or if both pad with different values.
+    /// view, or if the view and its operand pad with different values.
     pub(super) fn place_views(&mut self) {
         for id in self.g.ids() {
             let i = id.index();

@@ -120,9 +120,9 @@ impl Joined {
 }
 
 impl Lowerer<'_> {
-    /// Excludes the steps that write a part of a buffer, as those of a concatenation, from joined chains and
-    /// merged launches. Verification checks a value after the last step that writes to it; with a value of
-    /// its own in the same step, a part would look like a whole value.
+    /// Excludes steps that write a part of a buffer, such as the steps of a concatenation, from joined chains
+    /// and merged launches. Verification checks a value after the last step that writes to it. If a step
+    /// wrote a part and also a whole value, verification would take the part for a whole value.
     pub(super) fn exclude_parts(&mut self) {
         let mut once = HashSet::new();
         let written = self.steps.iter().flat_map(|s| s.step.writes());
@@ -201,7 +201,7 @@ impl Lowerer<'_> {
                 let (r, w) = uses(&self.plan, &s.step);
                 !r.iter().any(|m| writes.contains(m)) && !w.iter().any(|m| reads.contains(m))
             });
-            // Operands must not have to stay in memory for longer.
+            // The later place must not keep operands in memory for longer.
             let held = |x: &BufId| {
                 let scratch = matches!(self.plan.buffers[x.0 as usize].storage, Storage::Slot(_));
                 scratch && last.get(x).is_some_and(|l| *l < t)
@@ -228,7 +228,7 @@ impl Lowerer<'_> {
             (i.to_vec(), o.to_vec())
         };
         let ((ia, oa), (ib, ob)) = (parts(a), parts(b));
-        // The output of `a` that an input of `b` is.
+        // The output of `a` that input `k` of `b` reads, if there is one.
         let given = |k: u32| oa.iter().position(|o| ib.get(k as usize).is_some_and(|i| i.0 == o.0));
         let reads_it = |l: &Load| match given(l.input) {
             None => true,
@@ -286,7 +286,7 @@ impl Lowerer<'_> {
             }
         }
         let most = (self.target.caps().max_bindings as usize).saturating_sub(3).clamp(2, 24);
-        // The arguments of a launch have a limit, and each load adds some of them.
+        // A launch takes a limited number of arguments, and each load adds some.
         if new.inputs.len() > most
             || new.loads.len() > most
             || new.inputs.len() + new.outs.len() > self.target.caps().max_bindings as usize
@@ -296,9 +296,9 @@ impl Lowerer<'_> {
         self.joined_step(new, in_place, [a, b])
     }
 
-    /// Whether no output of one chain has the memory of an operand of the other, except where the operand
-    /// is read element by element as the output is written. `given` tells which inputs of `b` are results
-    /// of `a`.
+    /// Whether the outputs of each chain and the operands of the other have separate memory. They may share
+    /// memory if the operand is read element by element as the output is written. `given` tells which inputs
+    /// of `b` are results of `a`.
     fn shares_no_memory(&self, a: &PlacedStep, b: &PlacedStep, given: &dyn Fn(u32) -> Option<usize>) -> bool {
         let at = |s: &PlacedStep, k: usize| Memory::of(&self.plan, s.step.buffers[k]);
         let (na, nb) = (a.step.reads().len(), b.step.reads().len());

@@ -6,8 +6,8 @@ use super::join::{Memory, uses};
 use super::*;
 use crate::kernel::merged::{self, PlanParams};
 
-/// Steps that move more bytes than this are not merged. Compared with their time, that of a launch is small,
-/// and a merged step keeps the operands of all of its parts in memory until it runs.
+/// Steps that move more bytes than this are not merged. They take much longer than a launch, and a merged
+/// step keeps the operands of all of its parts in memory until it runs.
 const MAX_BYTES: u64 = 64 << 20;
 /// Maximum number of bytes of the operands of a merged step.
 const MAX_HELD: u64 = 256 << 20;
@@ -27,8 +27,8 @@ struct Part {
     params: PlanParams,
 }
 
-/// The chain over one axis. The views of a chain with a single point could have any stride; they get those of
-/// a longer chain with the same body.
+/// The chain over one axis. The views of a chain with a single point could have any stride. They get the
+/// strides of a longer chain with the same body.
 fn over_one_axis(f: &Fused, longer: &[&Fused]) -> Option<Fused> {
     if is_long(f) {
         return Some(f.clone());
@@ -76,7 +76,7 @@ impl Lowerer<'_> {
             std::mem::take(&mut self.steps).into_iter().map(Some).collect();
         let before = steps.len();
         for g in groups.iter().filter(|g| g.parts.len() > 1) {
-            // As many parts at a time as one launch takes.
+            // Each launch gets as many of the remaining parts as it can take.
             let mut rest = &g.parts[..];
             while rest.len() > 1 {
                 let merged = |n: usize| self.merged(&steps, &g.kernel, &rest[..n]);
@@ -100,8 +100,9 @@ impl Lowerer<'_> {
         before - self.steps.len()
     }
 
-    /// The steps that can run as one launch each, in order of their first steps. No step between two steps of
-    /// a group uses what the earlier one writes, or writes what it uses.
+    /// The steps that can run as one launch each, in order of their first steps. Between two steps of a group
+    /// there is no step that uses what the earlier of the two writes, and none that writes what the earlier
+    /// uses.
     fn groups(&self) -> Vec<Group> {
         let mut groups: Vec<Group> = vec![];
         let mut open: HashMap<u128, usize> = HashMap::new();
@@ -136,8 +137,8 @@ impl Lowerer<'_> {
         groups
     }
 
-    /// The kernel that a step shares with others in one launch: a kernel for any length of its axis, else its
-    /// own kernel.
+    /// The kernel with which a step can share a launch with other steps: a kernel for any length of the
+    /// step's axis if there is one, else the step's own kernel.
     fn part(&self, step: usize, s: &Step, longer: &[&Fused]) -> Option<(Arc<Kernel>, Part)> {
         let StepWork::Kernel { kernel, groups, params } = &s.work else { return None };
         let own = || {
@@ -157,7 +158,8 @@ impl Lowerer<'_> {
         }
     }
 
-    /// One step that runs `kernel` for all of these parts. `None` if the device does not take its arguments.
+    /// One step that runs `kernel` for all of these parts. `None` if the device does not accept so many
+    /// arguments.
     fn merged(&self, steps: &[Option<PlacedStep>], kernel: &Kernel, which: &[Part]) -> Option<PlacedStep> {
         let parts: Vec<&PlacedStep> = which.iter().map(|p| steps[p.step].as_ref()).collect::<Option<_>>()?;
         let launches: Vec<([u32; 3], &PlanParams)> = which.iter().map(|p| (p.groups, &p.params)).collect();

@@ -106,9 +106,9 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
     let (before, mut receipts) = passes::optimize(graph, &options.passes, &claims)?;
     let mut declined: HashSet<Composite> = HashSet::new();
     let (changed, divided, mut plan, values) = loop {
-        // Only lowering knows the epilogues of convolutions, so only lowering queries the target for
-        // convolutions in blocks. If the target declines one of them, the graph is made again without its
-        // blocks.
+        // The epilogues of convolutions are not known before lowering, so only lowering queries the target
+        // for blocked convolutions. If the target declines one of them, the graph is made again with this
+        // convolution in the plain layout.
         let in_blocks = |c: &Composite| match c.kind {
             CompositeKind::BlockedConv => !declined.contains(c),
             _ => claims(c),

@@ -169,8 +169,8 @@ fn offsets(items: &[Item], align: usize, least: usize) -> (usize, Vec<usize>) {
     best
 }
 
-/// The order by breadth: first the buffers of the step with the most live bytes, from the largest on; then
-/// those of the step with the second most; and so on. `by_size` lists the items by size.
+/// The order by breadth: first the buffers of the step with the most live bytes, the largest buffer first;
+/// then the buffers of the step with the second most; and so on. `by_size` lists the items by size.
 fn breadth(items: &[Item], by_size: &[usize]) -> Vec<usize> {
     let steps = items.iter().map(|i| i.last + 1).max().unwrap_or(0);
     let mut at: Vec<Vec<usize>> = vec![vec![]; steps];
@@ -229,8 +229,9 @@ fn shared(items: &[Item]) -> (Vec<usize>, Vec<u32>) {
     if total(&b) < total(&a) { b } else { a }
 }
 
-/// As [`turns`], but from the largest buffer to the smallest, each in the smallest allocation that no buffer
-/// uses at the same time ("greedy by size" for shared objects, Pisarchyk and Lee 2020).
+/// Like [`turns`], but in the order from the largest buffer to the smallest. Each buffer gets the smallest
+/// allocation that no other buffer uses at the same time ("greedy by size" for shared objects, Pisarchyk and
+/// Lee 2020).
 fn from_the_largest(items: &[Item]) -> (Vec<usize>, Vec<u32>) {
     let mut order: Vec<usize> = (0..items.len()).collect();
     order.sort_by_key(|&k| (Reverse(items[k].bytes), items[k].first, k));

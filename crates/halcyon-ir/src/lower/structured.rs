@@ -98,9 +98,9 @@ impl Lowerer<'_> {
     }
 
     /// Whether postponing an op to `root` would keep more scratch memory than computing it now: much is
-    /// computed in between, and operands that nothing else reads later take more memory than the result. A
-    /// product of a gradient whose only reader updates a parameter at the end of a training step is such an
-    /// op.
+    /// computed in between, and operands that nothing else reads later take more memory than the result. An
+    /// example is a product of a gradient whose only reader updates a parameter at the end of a training
+    /// step.
     fn holds_operands(&self, id: NodeId, root: NodeId) -> bool {
         const NEAR: usize = 16;
         let between = id.index() + 1..root.index().min(self.root.len());
@@ -291,7 +291,7 @@ impl Lowerer<'_> {
         Ok(())
     }
 
-    /// Copies those of the operands `which` that are not dense. Returns whether there were any.
+    /// Copies those operands of the list `which` that are not dense. Returns whether there were any.
     fn make_dense(&mut self, x: &mut Operands, which: &[usize]) -> Result<bool> {
         let spread = |k: &usize| x.seen.get(*k).is_some_and(|o| !o.view.is_dense());
         let spread: Vec<usize> = which.iter().copied().filter(spread).collect();
@@ -329,7 +329,7 @@ impl Lowerer<'_> {
                 (None, Some(kernel), Some(packing)) => {
                     let c = self.constant(x, k).cloned();
                     let c = c.ok_or_else(|| {
-                        Error::internal(format!("{} packs an operand that is no constant", kernel.name()))
+                        Error::internal(format!("{} packs an operand that is not a constant", kernel.name()))
                     })?;
                     (self.packed_buffer(kernel, &c, packing.bytes), p.base)
                 }
@@ -341,9 +341,9 @@ impl Lowerer<'_> {
         Ok((bufs, values))
     }
 
-    /// Records that the target declined `op`, if `op` is a blocked convolution that is not known to be
-    /// declined. Returns whether it is one. The passes choose the blocked layout before the target is
-    /// queried, so the graph is then made again with this convolution in the plain layout.
+    /// If `op` is a blocked convolution that is not yet known to be declined, records that the target
+    /// declined it, and returns true. The graph is then made again with this convolution in the plain layout,
+    /// because the passes choose the blocked layout before the target is queried.
     fn set_aside(&mut self, op: &Op) -> bool {
         match op {
             Op::Composite(c)
@@ -417,8 +417,9 @@ impl Lowerer<'_> {
         Ok(())
     }
 
-    /// Whether an update may write into its base. The base must be a whole buffer, dense, it must be scratch
-    /// of this plan or donated, no other operand of the update may read it, and nothing may read it later.
+    /// Whether an update may write into its base. The base must be a whole, dense buffer, and it must be
+    /// scratch memory of this plan or donated. No other operand of the update may read the base, and nothing
+    /// may read it later.
     pub(super) fn may_overwrite(&mut self, id: NodeId, op: &Op, inputs: &[NodeId], ops: &[Operand]) -> bool {
         let wanted = self.options.passes.does(IN_PLACE);
         if !wanted || !op.facts().in_place || !ops[0].view.is_dense() {

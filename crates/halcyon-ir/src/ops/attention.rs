@@ -21,7 +21,7 @@ pub(super) static ATTENTION: CompositeRow = CompositeRow {
     has_builder: true,
     has_kernels: true,
     packs: false,
-    // If there are no keys, the result is a sum over no values.
+    // If there are no keys, the result is a sum over no values, which is 0.
     summed: Some((1, 1)),
     // The mask stays in f32.
     half: Some(HalfForm { rounded: 3, when: HalfWhen::Always, rate: Some(RatedWork::Products) }),
@@ -42,7 +42,7 @@ pub(super) static ATTENTION_GRAD: CompositeRow = CompositeRow {
     gradient: CompositeGradient::Body,
 };
 
-/// The gradient has five products; the forward has two.
+/// The gradient computes five products, the attention itself two.
 fn grad_flops(c: &Composite, inputs: &[Operand], y: &Operand) -> u64 {
     (flops(c, inputs, y) / 2).saturating_mul(5)
 }

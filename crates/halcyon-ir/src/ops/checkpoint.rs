@@ -42,9 +42,9 @@ impl Graph {
     }
 
     /// Returns a graph in which each of these ranges of nodes is checkpointed. The ranges must be in order
-    /// and must not overlap. Each node of a range that a node outside the range or an output reads becomes a
-    /// checkpoint composite ([`Graph::checkpoint`]). The other nodes of the range exist only in the bodies of
-    /// these composites. Also returns the new node of each old node, or
+    /// and must not overlap. A node of a range becomes a checkpoint composite ([`Graph::checkpoint`]) if a
+    /// node outside the range reads it or if it is an output. The other nodes of the range exist only in the
+    /// bodies of these composites. Also returns the new node of each old node, or
     /// [`DROPPED`](crate::passes::rebuild::DROPPED) for a node that was removed.
     ///
     /// Leaves in a range are not part of the checkpoint. The ranges take effect when
@@ -97,9 +97,9 @@ impl Graph {
         r.finish()
     }
 
-    /// The graph that computes `root` with those nodes for which `inside` is true. The other nodes that these
-    /// nodes read become inputs of the graph, in the order of the returned list. Literals and iotas are
-    /// copied instead.
+    /// The graph that computes `root` from the nodes for which `inside` is true. Other nodes that these nodes
+    /// read become inputs of the graph, in the order of the returned list. Literals and iotas are copied
+    /// instead.
     fn part(&self, root: NodeId, inside: &dyn Fn(NodeId) -> bool) -> Result<(Graph, Vec<NodeId>)> {
         let literal = |x: NodeId| matches!(self.node(x).op, Op::Full(_) | Op::Iota { .. });
         let mut need = vec![false; self.nodes().len()];
@@ -128,8 +128,8 @@ impl Graph {
         Ok((body, reads))
     }
 
-    /// For each boundary between two nodes, the bytes of the values before the boundary that nodes after the
-    /// boundary read.
+    /// For each boundary between two consecutive nodes: the total size in bytes of the values that are
+    /// computed before the boundary and read after it.
     fn crossing(&self) -> Vec<u64> {
         let n = self.nodes().len();
         let mut last: Vec<usize> = (0..n).collect();
@@ -166,9 +166,9 @@ impl Graph {
     }
 
     /// Divides the nodes into `parts` ranges whose values have about the same size in bytes. Each boundary is
-    /// near the even division, at a position where the values that cross it are small. The last range is left
-    /// out: its gradient is computed first, so computing it again would save no memory. If two boundaries
-    /// coincide, there are fewer ranges than requested.
+    /// near its place in an even division, where the values that cross the boundary are small. The last range
+    /// is left out: its gradient is computed first, so computing it again would save no memory. If two
+    /// boundaries coincide, there are fewer ranges than requested.
     pub fn even_ranges(&self, parts: usize) -> Vec<Range<usize>> {
         let n = self.nodes().len();
         let sizes: Vec<u64> = (0..n).map(|i| self.stored_bytes(i)).collect();

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
-/// The facts about a composite that the rest of the system uses. The type has no default, so a row gives
+/// The facts about a composite that the rest of the system uses. The type has no default, so a row states
 /// every field or starts from another row.
 #[derive(Debug)]
 pub struct CompositeRow {
@@ -42,7 +42,7 @@ pub struct CompositeRow {
 /// How a composite is differentiated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CompositeGradient {
-    /// Through a copy of the composite's body. Passes merge the copy with the body that the forward computes.
+    /// Through a copy of the composite's body. Passes merge the copy with the body that computes the result.
     /// The copy of a [`CompositeKind::Checkpoint`] is not merged, because it reads its operands through
     /// [`Op::Recompute`].
     Body,
@@ -55,7 +55,7 @@ pub(super) fn some_per_element(_: &Composite, _: &[Operand], output: &Operand) -
     8 * output.view.numel() as u64
 }
 
-/// The row of a composite about which only the body is known.
+/// A row for a composite for which nothing but the body is known.
 const fn unknown(name: &'static str) -> CompositeRow {
     CompositeRow {
         name,
@@ -132,9 +132,9 @@ built_in! {
     QuantizedMatmul => quantize::QUANTIZED_MATMUL,
 }
 
-/// `for_each_composite_method!(m)` calls the macro `m` with the composites whose tensor method follows from
-/// their function on [`crate::Graph`]: the description, the name, the operands after the first, the axis if
-/// there is one, and the attributes.
+/// `for_each_composite_method!(m)` calls the macro `m` with the composites whose tensor method is derived
+/// from the function on [`crate::Graph`]. An entry has the description, the name, the operands after the
+/// first, the axis if there is one, and the attributes.
 #[macro_export]
 macro_rules! for_each_composite_method {
     ($m:ident) => {
@@ -230,8 +230,8 @@ impl Rules for Composite {
         Cost::reading_all((self.kind.row().flops)(self, inputs, output), inputs, output)
     }
     fn terms(&self, x: &[&[usize]]) -> Option<usize> {
-        // The work of the body is not visible here. Assume the work of attention, which is the most expensive
-        // of the common composites.
+        // This function does not examine the body. It assumes attention, the most expensive of the common
+        // composites.
         x.iter().filter_map(|d| checked_count(d)).max()
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {

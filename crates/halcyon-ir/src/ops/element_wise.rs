@@ -53,8 +53,9 @@ pub struct Row {
     pub flops: u32,
     /// `Wide`, or `Exact` if the result is useless for operands that were rounded to a half type.
     pub mixed: MixedRole,
-    /// The gradient. A short one is written in the row, a longer one is a function of `crate::grad::scalar`.
-    /// It is `Zero` for ops whose derivative is zero (rounding, comparisons) and for ops that take no floats.
+    /// The gradient. Short gradients are written in the row, longer ones are functions of
+    /// `crate::grad::scalar`. The gradient is `Zero` for ops whose derivative is zero (rounding, comparisons)
+    /// and for ops that take no floats.
     pub gradient: ScalarGrad,
 }
 
@@ -301,7 +302,8 @@ macro_rules! for_each_scalar_op {
                 Ge ge ge ("ge", Test, "fiub", Some(|x, y, _| b(x >= y)), Some(|x, y, _| bi(x >= y)), "($0 >= $1)", "($0 >= $1)", 0.0, ANY, 1, Wide, Zero);
             }
             ternary {
-                /// This tensor times `a`, plus `b`, of floats. Whether it rounds once depends on the device.
+                /// This tensor times `a`, plus `b`, of floats. The device determines whether the result is
+                /// rounded once or twice.
                 Fma fma fma ("fma", Same, "f", Some(|x, y, z| x.mul_add(y, z)), None, "h_fma($0, $1, $2)", "", 2.0, POS, 2, Wide, Operand(grad::fma));
                 /// Elements of `a` where this tensor (bool) is true, and of `b` elsewhere.
                 Select select select ("select", Select, "fiub", Some(|c, x, y| if c != 0.0 { x } else { y }), Some(|c, x, y| if c != 0 { x } else { y }), "($0 ? $1 : $2)", "($0 ? $1 : $2)", 0.0, ANY, 1, Wide, Operand(grad::select));
@@ -403,7 +405,7 @@ impl ScalarOp {
         if self.row().rule == Rule::Test { DType::Bool } else { d }
     }
 
-    /// Whether results need no rounding: they are exact in the operands' dtype.
+    /// Whether results are exact in the operands' dtype, without rounding.
     pub fn exact(self) -> bool {
         self.row().ulps == 0.0
     }
@@ -438,8 +440,8 @@ impl ScalarOp {
                 };
                 let v = f(wide(get(0)), wide(get(1)), wide(get(2)));
                 match out.class() {
-                    // `not` on bool is the only op with a bool result whose integer value can be other than 0
-                    // or 1.
+                    // Of the ops with a bool result, only `not` on bool can give an integer other than 0 and
+                    // 1.
                     Class::Bool => Scalar::Bool(if d == DType::Bool { v & 1 != 0 } else { v != 0 }),
                     Class::Uint => Scalar::U(v as u64).cast(out),
                     _ => Scalar::I(v as i64).cast(out),

@@ -115,9 +115,9 @@ impl Rules for Matmul {
     }
 }
 
-/// All rows of a batch of matrices, as one matrix. If the products of a batch share their right operand, its
-/// gradient is one product over all rows. Separate products would write one matrix for each batch item, and
-/// these matrices would have to be summed.
+/// All rows of a batch of matrices, as one matrix. If the products of a batch share their right operand, the
+/// gradient of that operand is one product over all rows. Separate products would write one matrix for each
+/// batch item, and these matrices would have to be summed.
 fn all_rows(g: &mut Graph, x: NodeId) -> Result<NodeId> {
     let dims = g.shape(x).0.clone();
     let (last, others) = (dims[dims.len() - 1], &dims[..dims.len() - 1]);
@@ -125,8 +125,8 @@ fn all_rows(g: &mut Graph, x: NodeId) -> Result<NodeId> {
     g.reshape(x, Shape([rows, last].into_iter().collect()))
 }
 
-/// `xᵀ dy`. If `flipped`, it is computed as the transpose of `dyᵀ x`, so that its transpose is in memory row
-/// by row.
+/// `xᵀ dy`. If `flipped`, it is computed as the transpose of `dyᵀ x`. The memory then holds `dyᵀ x` row by
+/// row.
 fn left_transposed(g: &mut Graph, x: NodeId, dy: NodeId, flipped: bool) -> Result<NodeId> {
     let r = g.shape(x).rank();
     let (a, b) = if flipped { (dy, x) } else { (x, dy) };

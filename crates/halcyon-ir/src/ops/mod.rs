@@ -8,7 +8,7 @@
 //!
 //! Every op has one output. Operands of [`Op::Scalar`] have equal shapes; the graph's builder inserts
 //! [`Op::Expand`] to broadcast. Norms, softmax, attention and similar functions are composites
-//! (`crate::composite`), whose rows are in the files of this folder too.
+//! (`crate::composite`). Their rows are in the files of this folder too.
 
 use crate::composite::Composite;
 use crate::custom::Custom;
@@ -179,9 +179,9 @@ pub enum Op {
     Concat {
         axis: usize,
     },
-    /// The result equals the operand, but passes treat the two as different values. So what is computed from
-    /// the result is not merged with what is computed from the operand. Checkpointing puts this op before
-    /// values that are computed again ([`crate::Graph::checkpoint`]).
+    /// The result equals the operand, but passes treat the two as different values. So passes do not merge
+    /// nodes that read the result with nodes that read the operand. Checkpointing puts this op before values
+    /// that are computed again ([`crate::Graph::checkpoint`]).
     Recompute,
     /// A named function of primitive ops, which a target may run whole.
     Composite(Arc<Composite>),
@@ -277,8 +277,8 @@ pub enum HalfWhen {
 pub struct Facts {
     pub lowering: Lowering,
     pub moves: Moves,
-    /// The reduction whose identity is the value of an element that reduces nothing (an empty axis, a window
-    /// of padding only). `None` if the op has no such elements.
+    /// If an element of the result may combine no elements (an empty axis, a window of padding only), its
+    /// value is the identity of this reduction. `None` if there are no such elements.
     pub identity: Option<ReduceKind>,
     /// Whether kernels of the op may read a packed constant and have an epilogue. The target decides for each
     /// call.
@@ -311,7 +311,8 @@ pub struct IndexRange {
     pub end: i64,
     /// An index value that is skipped, whether or not it is in range.
     pub ignore: Option<i64>,
-    /// Whether the indices' memory is kept until the end of the plan, so that an error can read them.
+    /// Whether the memory of the indices is kept until the end of the plan, so that an error message can show
+    /// them.
     pub kept: bool,
 }
 
@@ -393,7 +394,7 @@ impl Types<'_> {
         }
     }
 
-    /// The requested type, which the op needs because it does not follow from the operands.
+    /// The requested type. The op needs it because the result type does not follow from the operands.
     fn requested(&self) -> Result<TensorType> {
         let none = || Error::internal(format!("{}: no result type given", self.rules.name()));
         self.want.cloned().ok_or_else(none)
@@ -464,7 +465,7 @@ fn size(o: &Operand) -> u64 {
     o.dtype.bytes(o.view.numel()) as u64
 }
 
-/// The sizes of a type without symbols; empty if it has some.
+/// The sizes of a type; empty if the type has symbols.
 fn sizes(t: Option<&&TensorType>) -> crate::shape::Dims {
     t.and_then(|t| t.shape.known()).unwrap_or_default()
 }

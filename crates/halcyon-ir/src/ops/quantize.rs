@@ -53,14 +53,14 @@ pub(super) static QUANTIZED_MATMUL: CompositeRow = CompositeRow {
     ..plain(true)
 };
 
-/// Two for each multiply-add. Each element of the result sums `k` products, where `k` is the last dimension
-/// of `x`.
+/// Two FLOPs for each multiply-add. Each element of the result sums `k` products, where `k` is the last
+/// dimension of `x`.
 fn product_flops(_: &Composite, inputs: &[Operand], output: &Operand) -> u64 {
     let k = inputs.first().map_or(0, |x| count(x.view.shape.last().map(std::slice::from_ref).unwrap_or(&[])));
     (output.view.numel() as u64).saturating_mul(k).saturating_mul(2)
 }
 
-/// `v`, a single number or a vector along `axis`, in a shape that broadcasts to `rank` axes.
+/// Reshapes `v`, a single number or a vector along `axis`, so that it broadcasts to `rank` axes.
 fn along(g: &mut Graph, v: NodeId, axis: Option<usize>, rank: usize) -> Result<NodeId> {
     if g.shape(v).numel().is(1) {
         return g.reshape(v, Shape::scalar());
@@ -119,8 +119,8 @@ impl Graph {
         })
     }
 
-    /// As [`Graph::quantize`] to i16 without a zero point, but saturates at `limit` in magnitude. With a
-    /// small enough limit, the sums of a product of such codes are known to fit i32.
+    /// Like [`Graph::quantize`] to i16 without a zero point, but limits the magnitude of the codes to
+    /// `limit`. With a small enough limit, the sums of a product of such codes are known to fit i32.
     ///
     /// # Errors
     /// Those of [`Graph::quantize`]; [`Error::Argument`] unless `limit` is in 1..=32767.
@@ -184,9 +184,9 @@ impl Graph {
     /// `(code - 8) * scale`, or `code * scale + minimum` with `minima`, f32 `[n, k / 32]`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the shapes do not belong together, if a size of the matrix is not known, or if `k`
-    /// is not a positive multiple of 32; [`Error::DType`] unless `x` and `scales` are f32;
-    /// [`Error::Argument`] unless `codes` are u8.
+    /// [`Error::Shape`] if the shapes do not match, if a size of the matrix is not known, or if `k` is not a
+    /// positive multiple of 32; [`Error::DType`] unless `x` and `scales` are f32; [`Error::Argument`] unless
+    /// `codes` are u8.
     pub fn quantized_matmul(
         &mut self,
         x: NodeId,

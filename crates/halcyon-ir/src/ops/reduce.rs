@@ -29,7 +29,7 @@ pub enum ReduceKind {
 }
 
 impl ReduceKind {
-    /// Whether the results of a reduction are elements of its operand. Only maxima and minima are.
+    /// Whether the results of the reduction are elements of its operand: true for maxima and minima only.
     pub(super) fn moves(self) -> Moves {
         match self {
             ReduceKind::Max | ReduceKind::Min => Moves::Compared(&[0]),

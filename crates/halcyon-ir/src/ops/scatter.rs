@@ -20,8 +20,8 @@ use serde::{Deserialize, Serialize};
 /// How a scatter combines an update with the base element. Variants other than `Set` are reductions.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum ScatterKind {
-    /// The update replaces the base element. Of several updates of one element, the last in index order
-    /// counts.
+    /// The update replaces the base element. If several updates have the same element, the last one in index
+    /// order counts.
     Set,
     Add,
     Mul,
@@ -71,8 +71,8 @@ impl Scatter {
     /// A bool for each update: whether it is the last update of its element. The result broadcasts to the
     /// shape of the updates.
     fn last(&self, g: &mut Graph, [base, index, updates]: [NodeId; 3]) -> Result<NodeId> {
-        // Scatters the numbers of the updates in place of the updates. An update is the last one if its own
-        // number is then found in its element.
+        // Scatters the numbers of the updates in place of the updates. If an element then holds the number of
+        // an update, that update is the last one of the element.
         let (places, numbers) = match self.rows {
             true => (Shape::from([g.shape(base)[self.axis]]), g.shape(index).clone()),
             false => (g.shape(base).clone(), g.shape(updates).clone()),

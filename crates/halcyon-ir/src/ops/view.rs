@@ -299,7 +299,8 @@ impl Rules for Slice<'_> {
         for (k, a) in self.0.iter().enumerate() {
             let start = a.start.known();
             let start = start.ok_or_else(|| Error::shape("slice", "the start is symbolic; bind it first"))?;
-            // An empty slice may have any start, and a slice of one element any step.
+            // An empty slice may have any start, so the product may overflow. A slice of one element may have
+            // any step.
             base = i64::saturating_add(base, (start as i64).saturating_mul(s[k]));
             st.push(if e.dims[k] > 1 { a.step * s[k] } else { 0 });
         }

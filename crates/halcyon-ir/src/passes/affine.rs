@@ -96,7 +96,7 @@ fn constant(g: &Graph, id: NodeId) -> Option<NodeId> {
 }
 
 /// Extends the affine function `x` by one more op with the constant `c`. `first` says whether `x` is the op's
-/// first operand. `None` if the result would not be such a function or would need larger constants.
+/// first operand. `None` if the result would not be an affine function or would need larger constants.
 fn step(g: &mut Graph, x: Affine, op: ScalarOp, c: NodeId, first: bool) -> Result<Option<Affine>> {
     let parts = [x.scale, x.shift, Some(c)];
     // Do not merge constants whose broadcast shape is larger than each of them.

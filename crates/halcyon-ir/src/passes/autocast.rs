@@ -155,7 +155,7 @@ pub struct MixedOps {
     /// also keeps the gradients of its ops in f32.
     pub f32: BTreeSet<String>,
     /// Whether f16 may be used: the values of a sample were checked, or a loss scaler skips steps that
-    /// overflow. Other policies do not need it.
+    /// overflow. Policies other than f16 ignore this field.
     pub in_range: bool,
     /// Ops whose values were too large on the sample, by their number in the graph that the pass gets, with
     /// a description.
@@ -175,12 +175,12 @@ impl MixedOps {
             || self.too_large.contains_key(&id.0)
     }
 
-    /// One line for each op that the sample keeps in f32. If the policy is f16 and there was no sample, only
-    /// one line that says so.
+    /// One line for each op that the sample keeps in f32. If the policy is f16 and there was no sample,
+    /// returns only one line, which says so.
     pub fn warnings(&self, amp: AmpPolicy) -> Vec<String> {
         if amp == AmpPolicy::F16 && !self.in_range {
-            let why = "f16 needs a sample, from which the range of the values is known, and there was none";
-            return vec![format!("{MIXED}: {why}; run it once with values, or use bf16")];
+            let why = "f16 needs a sample run to find the range of the values, and there was none";
+            return vec![format!("{MIXED}: {why}; run the graph once with values, or use bf16")];
         }
         let kept = |what: &String| {
             format!(
@@ -192,8 +192,8 @@ impl MixedOps {
     }
 }
 
-/// For each op that the pass would compute in f16: the op, and the f32 values whose range decides whether it
-/// may, which are its f32 operands and its result.
+/// For each op that the pass would compute in f16: the op, its f32 operands and its result. The range of
+/// these values decides whether f16 is allowed.
 pub fn ranged_ops(g: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<Vec<(NodeId, Vec<NodeId>)>> {
     let live = Rebuild::live(g);
     let mut p = Pass::new(g, DType::F16, KeptInF32::default(), MixedOps::default());
@@ -368,8 +368,8 @@ impl<'a> Pass<'a> {
                 (MixedRole::Product(work), _) => {
                     let f32 = self.keep.rates(work).is_some() || self.mixed.keeps(id, n);
                     self.kept[id.index()] = exact[id.index()] || !self.is_f32(id) || f32;
-                    // The need for exact values is not passed on to the operands, because it concerns the
-                    // rounding of the product, not that of its operands.
+                    // The operands are not marked: the reader needs a product that is not rounded, but the
+                    // operands of the product may be rounded.
                     continue;
                 }
                 _ => {}
@@ -433,7 +433,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Whether a composite has a result of the half type: always, or if the result is read in that type and
-    /// is no output.
+    /// is not an output.
     fn takes(&self, id: NodeId, w: &Whole) -> bool {
         w.when == HalfWhen::Always || self.asked[id.index()] && !self.outputs[id.index()]
     }

@@ -1,6 +1,6 @@
-//! Convolutions of bytes: a convolution whose operands are 8-bit integers, widened and scaled, becomes the
-//! composite [`crate::composite::CompositeKind::ByteConv`] of these integers, followed by one multiplication.
-//! This is the form of a quantised model (ONNX's DequantizeLinear before Conv).
+//! Convolutions of bytes. In a quantised model, the operands of a convolution are 8-bit integers that are
+//! widened and scaled (ONNX's DequantizeLinear before Conv). Such a convolution becomes the composite
+//! [`crate::composite::CompositeKind::ByteConv`] of the integers, followed by one multiplication.
 //!
 //! Padding adds zeros to the dequantised image, so the zero point of the image must be 0. The weights are a
 //! constant of i8 with one scale, or one for each output channel. The composite is created only if the target

@@ -42,7 +42,7 @@ use std::sync::Arc;
 /// `a bᵀ` with `a` `[batch…, m, k]` and `b` `[batch…, n, k]`, both with the summed axis last, as matrix units
 /// read them. The attributes `left` and `right` are the dtypes of the operands. Integers (each operand i8 or
 /// u8, or both i16) give `[batch…, m, n]` in i32, which wraps. 8-bit floats (stored as u8) give f32, f16 or
-/// bf16. Only they may have a third operand, a scale `[1]` in f32, which multiplies the sums.
+/// bf16. Only 8-bit floats may have a third operand, a scale `[1]` in f32, which multiplies the sums.
 const KIND: CompositeKind = CompositeKind::ByteMatmul;
 
 /// Maximum number of nodes through which an operand is traced (`MAX_DEPTH`), and of products in a sum
@@ -109,7 +109,7 @@ pub fn operation(
         return Err(Error::argument(
             KIND.name(),
             format!(
-                "expected two 8-bit floats, two 8-bit integers or two of i16, found {} and {}",
+                "expected two 8-bit floats, two 8-bit integers or two i16, found {} and {}",
                 types[0], types[1]
             ),
         ));
@@ -137,7 +137,7 @@ fn turned(g: &Graph, f: &Factor) -> Option<bool> {
     others.iter().all(|v| repeats_matrices(g, *v)).then_some(turns)
 }
 
-/// Whether a node repeats its input only along batch axes, so that its matrices are those of its input.
+/// Whether a node repeats its input only along batch axes, so that its matrices equal those of its input.
 fn repeats_matrices(g: &Graph, id: NodeId) -> bool {
     let (n, last) = (g.node(id), |s: &Shape| s.rank().checked_sub(2).map(|r| s[r..].to_vec()));
     n.op == Op::Expand && last(g.shape(n.inputs[0])).is_some_and(|own| last(&n.ty.shape) == Some(own))
@@ -263,8 +263,8 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// Follows a value back through casts and views to the first node for which `ask` has an answer. False if
-    /// there is no such node.
+    /// Follows a value back through casts and views to the first node for which `ask` returns `Some`. False
+    /// if there is no such node.
     fn leaf(&self, mut id: NodeId, ask: impl Fn(NodeId) -> Option<bool>) -> bool {
         for _ in 0..MAX_DEPTH {
             if let Some(answer) = ask(id) {
@@ -303,7 +303,7 @@ impl<'a> Finder<'a> {
         })
     }
 
-    /// Whether all values, integers of at most 8 bits, are in the range of `d`.
+    /// Whether all values, which must be integers of at most 8 bits, are in the range of `d`.
     fn of_type(&self, id: NodeId, d: DType) -> bool {
         let (least, most) = d.range();
         self.leaf(id, |id| match is_int8(self.g.dtype(id)) {
@@ -322,7 +322,7 @@ impl<'a> Finder<'a> {
         let x = n.inputs.first().copied().filter(|_| depth < MAX_DEPTH)?;
         let (d, from) = (n.ty.dtype, self.g.dtype(x));
         match &n.op {
-            // The result dtypes hold every value of the byte dtypes exactly.
+            // These result dtypes represent every value of the 8-bit floats exactly.
             Op::Cast if is_f8(from) && matches!(d, DType::F32 | DType::F16 | DType::BF16) && !f.whole => {
                 Some(Factor { codes: x, ..f })
             }

@@ -585,11 +585,12 @@ fn sums_of_constants_are_known() {
     }
 }
 
-/// Products of 16-bit integers are taken only if no sum can wrap: the codes are clamped, and the weights are
-/// a constant.
+/// The pass replaces products of 16-bit integers only if no sum can wrap. So the codes must be clamped and
+/// the weights must be a constant.
 #[test]
 fn products_of_16_bits_are_taken_if_their_sums_fit() {
-    // The sums of 24 terms of these magnitudes fit i32, or do not: 24 * 2730 * 32,767 is the last that does.
+    // Sums of 24 products of weights up to `most` and codes up to `limit`. 24 * 2730 * 32,767 fits i32, and
+    // 24 * 2731 * 32,767 does not.
     for (most, limit, taken) in
         [(200i64, 300, true), (3000, 300, true), (2730, 32767, true), (2731, 32767, false)]
     {
@@ -614,7 +615,7 @@ fn products_of_16_bits_are_taken_if_their_sums_fit() {
     }
 }
 
-/// Integers that a cast to i16 wraps have any magnitude, whatever their limits.
+/// If limits exceed i16, the cast to i16 wraps, and codes of any magnitude are assumed.
 #[test]
 fn limits_of_integers_that_wrap_do_not_count() {
     for (limit, taken) in [(30_000i64, true), (40_000, false)] {
@@ -626,7 +627,7 @@ fn limits_of_integers_that_wrap_do_not_count() {
         let q = c.g.min(q, high).unwrap();
         let q = c.g.cast(q, DType::I16).unwrap();
         let a = c.g.cast(q, DType::F32).unwrap();
-        // The sum of the magnitudes, 65,538, fits i32 times 32,767 but not times 32,768.
+        // The sum of the magnitudes is 65,538. Times 32,767 it fits i32; times 32,768 it does not.
         let codes = [32767, 32767, 4].map(|v| [crate::Scalar::I(v); 6]).concat();
         let w = c.g.constant(ConstData::from_scalars(DType::I16, &[3, 6], codes).unwrap());
         let w = c.g.cast(w, DType::F32).unwrap();

@@ -1,7 +1,7 @@
 //! Splits a product whose constant operand is larger than the largest buffer that the device can bind. Each
 //! of the new products uses some of the constant's columns, and their results are concatenated. An example is
 //! the weights of a classifier on a WebGPU adapter that binds at most 128 MiB. Every element of the result is
-//! computed as before; only the operand is spread over several buffers.
+//! computed as before, but the operand is spread over several buffers.
 
 use super::rebuild::{Rebuild, prune};
 use crate::data::ConstData;
@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The number of columns in a part is a multiple of this, if that many fit.
+/// The number of columns in a part is a multiple of this number, if at least so many columns fit.
 const COLUMNS: usize = 64;
 
 /// A range of bytes of another constant.
@@ -100,7 +100,7 @@ pub fn run(graph: Cow<'_, Graph>, most: u64) -> Result<(Cow<'_, Graph>, usize)> 
     Ok((Cow::Owned(prune(&r.finish()?.0)?), products))
 }
 
-/// A leaf with these columns of an operand, transposed as the operand is.
+/// A leaf with these columns of an operand. It is transposed if the operand is.
 fn part(new: &mut Graph, g: &Graph, o: &Operand, columns: Range<usize>) -> Result<NodeId> {
     let (dtype, n) = (g.dtype(o.leaf), columns.len());
     let dims = if o.transposed { [n, o.depth] } else { [o.depth, n] };

@@ -21,8 +21,8 @@ pub const MAX_RESULT: usize = 65_536;
 const MAX_WORK: usize = 1 << 22;
 /// Maximum work for a graph.
 const TOTAL_WORK: usize = 1 << 26;
-/// [`run_lean`] folds results of up to this many bytes even if they are larger than their operands, because a
-/// node takes as much space in a file.
+/// [`run_lean`] folds results of up to this many bytes even if they are larger than their operands, because
+/// the node itself takes about as much space in a file.
 pub const ALWAYS: usize = 256;
 /// Maximum total bytes of folded values, in addition to four times the bytes of the graph's own constants: a
 /// few small nodes must not become gigabytes.

@@ -1,7 +1,8 @@
 //! The elements that the windows of a convolution or pool read.
 
-/// The input elements that the windows read: for every kernel element a row with an entry for each output
-/// element, `None` in the padding and between elements that an input dilation separates.
+/// The input elements that the windows read. Every kernel element has a row with an entry for each output
+/// element. An entry is `None` if its position is in the padding, or between elements that an input dilation
+/// separates.
 pub(crate) struct Taps {
     pub(crate) out: usize,
     at: Vec<Option<usize>>,

@@ -65,7 +65,7 @@ fn unsupported(k: &Kernel, what: &str, l: Language) -> Error {
     Error::unsupported(format!("{what} in {} (kernel {})", l.name(), k.name), "Choose another device or type")
 }
 
-/// The helpers needed so far, each after those it calls.
+/// The helpers needed so far, each after the helpers that it calls.
 struct Helpers {
     d: &'static Dialect,
     names: Vec<String>,
@@ -131,7 +131,7 @@ struct Writer<'a> {
     depth: usize,
     /// Name of the counter of the enclosing fragment map, and whether the map is over a row fragment.
     map: Option<(String, bool)>,
-    /// Whether the kernel is a part, whose workgroups are a range of those of the launch.
+    /// Whether the kernel is a part. The workgroups of a part are a range of the launch's workgroups.
     part: bool,
 }
 
@@ -170,10 +170,11 @@ impl<'a> Writer<'a> {
         self.out.push('\n');
     }
 
-    /// The text of `k`, whose body is the writer's kernel.
+    /// The text of `k`. Its declarations are from `k`, and its body is from the writer's kernel.
     fn kernel(mut self, k: &Kernel, name: &str, indirect: Option<&Indirect>) -> Result<String> {
         let d = self.d;
-        // The names of what the parts choose from.
+        // In a kernel with parts, the names of the arguments end in `_of`. Each workgroup selects the buffers
+        // and parameters of its part from them.
         let listed = if k.parts.is_some() { "_of" } else { "" };
         let w = k.workgroup;
         let mut head = d
@@ -432,7 +433,7 @@ impl<'a> Writer<'a> {
                 _ => plain,
             },
             (Class::Float, _) => match to {
-                // An integer that f32 rounds exceeds f16's range in any case.
+                // f32 represents integers exactly up to 2^24, which is above f16's range.
                 DType::F16 => "h_round_f16_f32((float)($0))".into(),
                 DType::BF16 => format!("h_int_bf16_{}($0)", from.name()),
                 _ => plain,

@@ -97,7 +97,7 @@ const FUNCTIONS: &[Function] = &[
         name: "h_sign",
         on: FLOATS,
         c: |_| c1("return x != x ? x : ($T)((x > 0) - (x < 0));"),
-        // Computed in integers, because the result for a zero must be +0, also for -0.
+        // Computed in integers, so that the result is +0 for both zeros.
         wgsl: |_| {
             w1("if (h_isnan_$s(x)) {\n        return x;\n    }\n    \
                 return $T(select(0i, 1i, x > 0.0) - select(0i, 1i, x < 0.0));")

@@ -2,12 +2,13 @@
 //! and no ternary operator, and storage has 32-bit elements. Missing features are legalised here:
 //!
 //! - 8- and 16-bit elements are stored in words. A store replaces its bits of the word with two atomic
-//!   operations, so an invocation never overwrites bytes that belong to another one. With [`Options::f16`]
+//!   operations, so a work-item never overwrites bytes that another work-item stores. With [`Options::f16`]
 //!   and [`Options::int16`], 16-bit elements are storage types.
 //! - WGSL compilers may assume that NaN and infinities do not occur. Comparisons therefore test for NaN by
 //!   its bits, and constants that are NaN or infinite are made from bits at run time. Mathematical functions
-//!   are written out (`wgsl/math.rs`), because the language's own may be off by thousands of ulps.
-//! - 64-bit types are `i64`, `u64` and `f64`. A device may lack them; the caller must check.
+//!   are written out (`wgsl/math.rs`), because the language's own functions may be wrong by thousands of
+//!   ulps.
+//! - 64-bit types are `i64`, `u64` and `f64`. Not every device has them, so the caller must check.
 //! - Memory may be bound only once: buffers to which a launch gives the same memory share a binding
 //!   ([`Options::bindings`]).
 //!
@@ -740,7 +741,7 @@ fn cast(to: DType, from: Ty) -> String {
             _ => format!("{name}($0)"),
         },
         (Class::Float, _) => match to {
-            // An integer that f32 rounds exceeds f16's range in any case.
+            // f32 represents integers exactly up to 2^24, which is above f16's range.
             DType::F16 => "h_round_f16_f32(f32($0))".into(),
             DType::BF16 => format!("h_int_bf16_{}($0)", from.name()),
             _ => format!("{name}($0)"),

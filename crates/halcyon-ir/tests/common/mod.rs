@@ -376,8 +376,9 @@ pub fn matrix_products(caps: &Caps) -> Vec<Kernel> {
     out
 }
 
-/// Attention on matrix units. For each type: calls with a causal limit and shared heads, with every tile for
-/// f16. For f16 also the heuristic's choice for other row lengths, masks, odd sizes and large offsets.
+/// Attention on matrix units. For each type: calls with a causal limit and shared heads, built with the
+/// heuristic's choice, and for f16 with every tile. For f16 also: calls with other row lengths, masks, odd
+/// sizes and large offsets, built with the heuristic's choice.
 pub fn matrix_attention(caps: &Caps) -> Vec<Kernel> {
     let mut out: Vec<Kernel> = vec![];
     let types: BTreeSet<MatrixType> = caps.matrix.iter().map(|o| o.operand).collect();
@@ -392,16 +393,16 @@ pub fn matrix_attention(caps: &Caps) -> Vec<Kernel> {
             ([1, 4, 4, 90, 90, 64], false, true, false),
             ([1 << 12, 32, 32, 256, 256, 64], false, false, false),
         ];
-        // The kernels of the types differ in one instruction only, so the other types run only the calls with
-        // every tile.
+        // The kernels of the types differ only in one instruction. So types other than f16 need only the
+        // calls that f16 builds with every tile.
         for ([b, h, hk, sq, sk, w], causal, masked, every) in
             calls.into_iter().filter(|c| t == MatrixType::F16 || c.3)
         {
             let mut g = Graph::new();
             let shapes = [vec![b, h, sq, w], vec![b, hk, sk, w], vec![b, hk, sk, w], vec![sq, sk]];
             let shapes = &shapes[..if masked { 4 } else { 3 }];
-            // The call with a mask but without a causal limit is as under mixed precision: its mask is f32,
-            // the compute type of the composite.
+            // The call with a mask but without a causal limit imitates mixed precision: its mask is f32, the
+            // compute type of the composite.
             let mixed = masked && !causal;
             let wide = |d| if mixed { DType::F32 } else { d };
             let x: Vec<NodeId> =

@@ -291,8 +291,8 @@ fn fused_reductions() {
     }
 }
 
-/// Reductions along the last axis read contiguous neighbours together: rows, parts of rows, a broadcast row,
-/// a broadcast column; transposed operands are read one by one.
+/// Reductions along the last axis read contiguous neighbours together, in rows, in parts of rows and in a
+/// broadcast row. They read a broadcast column once for all neighbours, and transposed operands one by one.
 #[test]
 fn reductions_in_runs() {
     let mut g = Rng(12);
@@ -345,13 +345,14 @@ fn long_reductions_in_parts() {
         (vec![49_152], 1, Some(12)),
         (vec![3, 20_000], 1, Some(2)),
         (vec![2, 7, 3000], 2, Some(5)),
-        // A prime length, a short reduction, and one with enough results are not split.
+        // A reduction of a prime length, a short reduction, and a reduction with enough results are not
+        // split.
         (vec![10_007], 1, None),
         (vec![8000], 1, None),
         (vec![16, 20_000], 1, None),
     ] {
         for (d, value) in [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::U8, DType::U32)] {
-            // Multiples of 1/8 that all types represent and whose sums are exact.
+            // These are multiples of 1/8. All types represent them, and their sums are exact.
             let step = if d.is_float() { 0.125 } else { 1.0 };
             let x = Tensor::new(d, &shape, 0, |_| g.below(32) as f64 * step);
             let outer = &shape[..shape.len() - reduced];

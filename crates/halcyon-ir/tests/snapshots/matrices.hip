@@ -9,7 +9,7 @@
 #define H_SUM 8
 #define H_ROW(i, half) ((i) * 2 + (half))
 #else
-#error "no matrix unit is known of this architecture"
+#error "this architecture has no supported matrix unit"
 #endif
 #define H_ROWS H_SUM
 #define H_ROW_OF(i) (i)

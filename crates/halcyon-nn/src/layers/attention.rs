@@ -128,7 +128,7 @@ impl MultiHeadAttention {
         // The sizes may be symbols.
         let Ok(d) = x.shape() else { return x.clone() };
         if d.rank() != 3 {
-            let what = format!("an input of three axes expected, found {d}");
+            let what = format!("the input must have three axes, but it is {d}");
             let e = halcyon::ir::error::Error::shape("multi_head_attention", what);
             return Tensor::build(&[x], |_, _| Err(e));
         }

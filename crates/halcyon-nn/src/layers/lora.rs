@@ -54,7 +54,7 @@ impl Lora {
         let (dims, dtype) = (weight.dims()?, weight.dtype()?);
         let (outputs, inputs) = (dims[0], dims[1]);
         if options.rank == 0 || options.rank > inputs.min(outputs) {
-            let what = format!("a rank of {} for a weight of [{outputs}, {inputs}]", options.rank);
+            let what = format!("the rank {} does not fit a weight of [{outputs}, {inputs}]", options.rank);
             return Err(invalid("Lora", what));
         }
         let b = weight.backend();

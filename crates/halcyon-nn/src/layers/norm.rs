@@ -209,7 +209,7 @@ impl GroupNorm {
         let Ok(shape) = x.shape() else { return x.clone() };
         let dims: Vec<Dim> = shape.iter().copied().collect();
         if dims.get(1) != Some(&Dim::from(self.channels)) {
-            let what = format!("{} channels expected, the input is {shape}", self.channels);
+            let what = format!("{} channels are expected, but the input is {shape}", self.channels);
             let e = halcyon::ir::error::Error::shape("group_norm", what);
             return placed(Tensor::build(&[x], |_, _| Err(e)), &self.weight, x);
         }
@@ -254,7 +254,7 @@ impl Default for BatchNormOptions {
 
 /// Normalisation of the channels of `[batch, channels, …]` (Ioffe and Szegedy 2015). In training, the layer
 /// uses the statistics of the batch and updates the running statistics with them. In evaluation, it uses the
-/// running statistics. The same type serves any number of axes.
+/// running statistics. The layer accepts any number of axes.
 #[derive(Clone, Debug)]
 pub struct BatchNorm {
     pub weight: Option<Param>,
@@ -309,14 +309,14 @@ impl BatchNorm {
         })
     }
 
-    /// The layer's result for `x` of shape `[batch, channels, …]`. In training, the running statistics are
-    /// updated; the running variance is updated with the unbiased variance of the batch.
+    /// The layer's result for `x` of shape `[batch, channels, …]`. In training, the layer updates the running
+    /// statistics. It updates the running variance with the unbiased variance of the batch.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
         // In evaluation the batch size may be a symbol.
         let (Ok(shape), Ok(dtype)) = (x.shape(), x.dtype()) else { return x.clone() };
         if shape.len() < 2 || shape[1].known() != Some(self.channels) {
-            let what = format!("{} channels expected, the input is {shape}", self.channels);
+            let what = format!("{} channels are expected, but the input is {shape}", self.channels);
             let e = halcyon::ir::error::Error::shape(CompositeKind::BatchNorm, what);
             return placed(Tensor::build(&[x], |_, _| Err(e)), &self.weight, x);
         }
@@ -339,7 +339,7 @@ impl BatchNorm {
     fn of_batch(&self, x: &Tensor, dims: &[usize]) -> Result<(Tensor, Tensor)> {
         let n: usize = dims[0] * dims[2..].iter().product::<usize>();
         if n < 2 {
-            let what = format!("training needs more than one value per channel, the input is {dims:?}");
+            let what = format!("training needs more than one value per channel, but the input is {dims:?}");
             return Err(invalid("BatchNorm", what));
         }
         let axes: Vec<i64> = (0..dims.len() as i64).filter(|a| *a != 1).collect();

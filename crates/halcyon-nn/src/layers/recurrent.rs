@@ -135,14 +135,14 @@ impl Stack {
         let mut x = if self.batch_first { x.transpose(0, 1) } else { x.clone() };
         let dims = x.dims()?;
         if dims.len() != 3 || dims[0] == 0 {
-            let what = format!("a sequence of three axes expected, found {:?}", dims.as_slice());
+            let what = format!("the sequence must have three axes, but it is {:?}", dims.as_slice());
             return Err(Error::shape("recurrent layer", what));
         }
         let (steps, batch) = (dims[0], dims[1]);
         for s in states {
             let want = [self.count(), batch, self.hidden];
             if s.dims()?.as_slice() != want {
-                let what = format!("the state must be {want:?}, it is {:?}", s.dims()?.as_slice());
+                let what = format!("the state must be {want:?}, but it is {:?}", s.dims()?.as_slice());
                 return Err(Error::shape("recurrent layer", what));
             }
         }
@@ -193,7 +193,7 @@ impl Cell {
     }
 }
 
-/// The `i`-th of the gates, which lie next to each other in the last axis.
+/// Gate number `i`. The gates lie next to each other in the last axis.
 fn gate(g: &Tensor, i: usize, hidden: usize) -> Tensor {
     g.narrow(-1, i * hidden, hidden)
 }

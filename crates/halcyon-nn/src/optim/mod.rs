@@ -105,8 +105,8 @@ impl fmt::Debug for OptimizerBuilder {
 }
 
 impl OptimizerBuilder {
-    /// Clips the gradients of the parameters that are in no other group, and of each group without a `clip`
-    /// of its own. Each group has its own total norm.
+    /// Clips the gradients of the parameters that are in no other group, and of each group that has no
+    /// `clip`. Each group has its own total norm.
     pub fn clip(mut self, clip: Clip) -> Self {
         self.default.clip = Some(clip);
         self
@@ -137,8 +137,8 @@ impl OptimizerBuilder {
     /// The optimizer of the module's trainable parameters.
     ///
     /// # Errors
-    /// `Error::Argument` if the module has no trainable parameter, a group has none, a setting is out of
-    /// range, or a rule cannot update a parameter; errors of the device.
+    /// `Error::Argument` if the module or a group has no trainable parameter, a setting is out of range, or a
+    /// rule cannot update a parameter; errors of the device.
     pub fn build<M: Module + ?Sized>(self, module: &M) -> Result<Optimizer> {
         if let Some(e) = self.error {
             return Err(e);
@@ -220,7 +220,7 @@ impl Entry {
 
 impl Optimizer {
     /// An optimizer with one group, which has all trainable parameters. The learning rate and the weight
-    /// decay are those of the rule.
+    /// decay are the rule's defaults.
     ///
     /// # Errors
     /// Those of [`OptimizerBuilder::build`].
@@ -279,8 +279,8 @@ impl Optimizer {
         Err(Error::argument("set_state", format!("the optimizer keeps no `{name}`")))
     }
 
-    /// Replaces each state by the result of `f`, which may be on another backend. If there is an error, none
-    /// is replaced.
+    /// Replaces each state by the result of `f`, which may be on another backend. If there is an error, no
+    /// state is replaced.
     pub(crate) fn move_state(&mut self, f: impl Fn(&Arc<State>) -> Result<Tensor>) -> Result<()> {
         let of = |e: &Entry| {
             let master = e.master.as_ref().map(&f).transpose()?;

@@ -1,8 +1,8 @@
 use halcyon::Tensor;
 use std::ops::{Add, Div, Mul, Sub};
 
-/// A number of an optimizer's step: on the host in f64, or on the device in f32. It is on the device if the
-/// number of steps depends on computed values (see [`crate::LossScaler`]). With this type an
+/// A number of an optimizer's step: on the host in f64, or on the device in f32. The number is on the device
+/// if the count of steps depends on computed values (see [`crate::LossScaler`]). With this type an
 /// [`super::UpdateRule`] writes its formulas only once.
 #[derive(Clone, Debug)]
 pub enum Num {

@@ -42,7 +42,7 @@ pub trait UpdateRule: Debug + Send + Sync {
     /// The scalars of a step, computed once for all parameters of a group.
     fn scalars(&self, n: &StepNumbers) -> Vec<Num>;
 
-    /// The new parameter and state. `scalars` are those of [`UpdateRule::scalars`], of rank 0.
+    /// The new parameter and state. `scalars` holds the values of [`UpdateRule::scalars`] as rank-0 tensors.
     fn update(&self, p: &Tensor, g: &Tensor, state: &[Tensor], scalars: &[Tensor]) -> (Tensor, Vec<Tensor>);
 }
 
@@ -150,7 +150,7 @@ impl Default for Adam {
     }
 }
 setters!(Adam rate: f64 = "Sets the learning rate.", beta1: f64 = "Sets the decay of the first moment.",
-    beta2: f64 = "Sets the decay of the second moment.", eps: f64 = "Sets what is added to the divisor.",
+    beta2: f64 = "Sets the decay of the second moment.", eps: f64 = "Sets the term added to the divisor.",
     weight_decay: f64 = "Sets the weight decay.", amsgrad: bool = "Uses the largest second moment so far.");
 
 impl Adam {
@@ -220,7 +220,7 @@ impl Default for AdaGrad {
 setters!(AdaGrad rate: f64 = "Sets the learning rate.",
     rate_decay: f64 = "Sets the decay of the rate per step.", weight_decay: f64 = "Sets the weight decay.",
     initial: f64 = "Sets the sum of squares before the first step.",
-    eps: f64 = "Sets what is added to the divisor.");
+    eps: f64 = "Sets the term added to the divisor.");
 
 impl UpdateRule for AdaGrad {
     fn name(&self) -> &'static str {
@@ -260,7 +260,7 @@ impl Default for RmsProp {
     }
 }
 setters!(RmsProp rate: f64 = "Sets the learning rate.", alpha: f64 = "Sets the decay of the mean square.",
-    eps: f64 = "Sets what is added to the divisor.", weight_decay: f64 = "Sets the weight decay.",
+    eps: f64 = "Sets the term added to the divisor.", weight_decay: f64 = "Sets the weight decay.",
     momentum: f64 = "Sets the momentum.", centered: bool = "Divides by the standard deviation.");
 
 impl UpdateRule for RmsProp {
@@ -309,8 +309,8 @@ impl UpdateRule for RmsProp {
 pub struct Adafactor {
     pub rate: f64,
     pub beta2_decay: f64,
-    /// A lower bound: the products of row and column means are divided by the mean of all second moments, or
-    /// by `eps1` if that is larger. Each resulting second moment is at least `eps1²`.
+    /// A lower bound. The products of row and column means are divided by the larger of `eps1` and the mean
+    /// of all second moments. Each resulting second moment is at least `eps1²`.
     pub eps1: f64,
     /// The relative learning rate is multiplied by the parameter's root-mean-square, but at least by `eps2`.
     pub eps2: f64,
@@ -333,7 +333,7 @@ impl Default for Adafactor {
 }
 setters!(Adafactor rate: f64 = "Sets the largest relative learning rate.",
     beta2_decay: f64 = "Sets the exponent `d` of the second moments' decay, `1 - step^d`.",
-    eps1: f64 = "Sets the lower bound of the second moments' mean; each moment is at least its square.",
+    eps1: f64 = "Sets the lower bound of the second moments' mean; each moment is at least `eps1²`.",
     eps2: f64 = "Sets the lower bound of the factor that is the parameter's root-mean-square.",
     clip: f64 = "Sets the largest root-mean-square of the scaled gradient.",
     weight_decay: f64 = "Sets the weight decay, applied to the parameter.");

@@ -63,7 +63,7 @@ impl TrainStep<'_> {
     }
 
     /// Replaces tensors that [`TrainStep::state`] lists. Tensors that are not given keep their values. If
-    /// there is an error, none is replaced.
+    /// there is an error, no tensor is replaced.
     ///
     /// # Errors
     /// `Error::Argument` if there is no tensor with a given name, or `accumulated` is not less than the
@@ -78,7 +78,7 @@ impl TrainStep<'_> {
             let types = |t: &Tensor| Ok::<_, Error>((t.dtype()?, t.shape()?));
             let ((have, shape), (dtype, given)) = (types(have)?, types(t)?);
             if (have, &shape) != (dtype, &given) {
-                let what = format!("`{name}` is {have}{shape}, the new value {dtype}{given}");
+                let what = format!("`{name}` is {have}{shape}, but the new value is {dtype}{given}");
                 return Err(Error::shape("load_state", what));
             }
             if name == ACCUMULATED {
@@ -131,14 +131,15 @@ impl TrainStep<'_> {
     /// Moves parameters, buffers and all other state of the step to another backend. Later steps are planned
     /// for that backend. Tensors that the forward captures are not moved, so pass data as the batch.
     ///
-    /// Mixed precision and a loss scaler that the user set stay. If the user set neither, the mixed precision
-    /// becomes that of the new backend, and the scaler is added or removed as the new backend requires. A
+    /// Mixed precision and a loss scaler that the user set stay. If the user set neither, the step takes the
+    /// mixed precision of the new backend, and adds or removes the scaler as the new backend requires. A
     /// scaler that stays keeps its settings and its scale.
     ///
     /// # Errors
     /// `Error::Unsupported` if the device does not store the type of the step's mixed precision;
-    /// `Error::Argument` if the move adds or removes a loss scaler between the batches of one update, whose
-    /// gradients would have different scales; errors of the copies. After an error nothing has moved.
+    /// `Error::Argument` if the move adds or removes a loss scaler between the batches of one update, because
+    /// the gradients of these batches would have different scales; errors of the copies. After an error
+    /// nothing has moved.
     pub fn to_device(&mut self, backend: &Backend) -> Result<()> {
         let mixed = if self.own.mixed { self.mixed.clone() } else { of_backend(backend) };
         if let Some(m) = &mixed {
@@ -214,7 +215,8 @@ impl TrainStep<'_> {
         let names = names.chain(sums.into_iter().map(name)).chain(SCALER.iter().map(|n| (*n).to_string()));
         inputs.extend(names.zip(self.states(Kind::Update).iter().map(|s| s.value())));
         let mut given = vec![];
-        // A closure would have a line of this file as its caller.
+        // This is a loop, because inside of a closure `track_caller` would report a line of this file as the
+        // caller.
         for (_, t) in &inputs {
             given.push(Tensor::placeholder(&self.backend, t.dtype()?, t.shape()?));
         }

@@ -38,7 +38,7 @@ pub(super) struct Parts<'a> {
     pub(super) ema: Option<Arc<Ema>>,
     pub(super) budget: Option<MemoryBudget>,
     pub(super) mixed: Option<MixedPrecision>,
-    /// The line of the program that runs the step. It is the span of the ops that sum gradients.
+    /// The line of the user's code that runs the step. The ops that sum gradients have this span.
     pub(super) at: Span,
     /// Here the trace stores the number of parts that the budget needs.
     pub(super) chosen: Arc<AtomicUsize>,
@@ -105,8 +105,8 @@ impl Parts<'_> {
     }
 
     /// The results of the function for placeholders: the results of the forward, then the new values of the
-    /// states. If there is a memory budget, the forward is divided into the smallest of the numbers of
-    /// `PARTS` that keeps the budget.
+    /// states. If there is a memory budget, the forward is divided into parts. Their number is the smallest
+    /// number in `PARTS` for which the step keeps the budget.
     pub(super) fn planned(&self, optimizer: &Optimizer, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
         let Some(MemoryBudget(budget)) = self.budget else {
             return self.trace(optimizer, inputs, 1);
@@ -240,8 +240,8 @@ impl Parts<'_> {
     }
 
     /// The new tensors of the optimizer, of the moving averages and of the scaler. `grads` are the gradients
-    /// of the scaled loss. After an overflow, the tensors of the optimizer and of the moving averages are the
-    /// old ones.
+    /// of the scaled loss. After an overflow, the tensors of the optimizer and of the moving averages keep
+    /// their old values.
     #[allow(clippy::type_complexity)]
     fn scaled(
         &self,

@@ -108,7 +108,7 @@ fn buffers_in_a_checkpoint_are_written_once() {
             let x = b.randn([8, 4], DType::F32);
             (0..3).for_each(|_| drop(step.run(&[&x]).unwrap()));
             let all: Vec<Vec<f32>> = model.slots().iter().map(|(_, s)| s.value().to_vec().unwrap()).collect();
-            // Outside of a training step, too.
+            // Outside of a training step, running statistics are written once too.
             let (_, grads) = loss_and_grads(&model, |m| {
                 Ok(if again { checkpoint(&x, |x| forward(m, x)) } else { forward(m, &x) }.sum(..))
             })
@@ -296,7 +296,7 @@ fn half_types_end_within_two_percent_of_f32() {
     }
 }
 
-/// A parameter whose product with the batch overflows f16 in one step.
+/// In one step, the product of the parameter and the batch overflows f16.
 #[test]
 fn a_planted_overflow_skips_exactly_its_step() {
     for b in devices("a_planted_overflow_skips_exactly_its_step", Level::O2) {
@@ -361,7 +361,7 @@ fn a_step_that_moves_to_f16_gets_a_loss_scaler() {
     let mut step = TrainStep::new(&layer, Optimizer::new(&layer, Adam::new()).unwrap(), f).unwrap();
     step.to_device(&plain).unwrap();
     assert!(step.scale().unwrap().is_none() && step.mixed_precision().is_none());
-    // A scaler may not come or go between the batches of one update.
+    // A scaler must not be added or removed between the batches of one update.
     let mut step = step.accumulate(2).unwrap();
     let x = Tensor::ones(&plain, [4, 8], DType::F32);
     step.run(&[&x]).unwrap();
@@ -380,7 +380,7 @@ fn a_step_that_moves_to_f16_gets_a_loss_scaler() {
     step.run(&[&x]).unwrap();
     let e = step.loss_scaler(Some(LossScaler::default())).unwrap_err();
     assert!(e.to_string().contains("finish the update"), "{e}");
-    // A step with a policy of its own keeps it.
+    // A step with its own policy keeps this policy.
     let layer = Linear::new(&plain, 8, 8).unwrap();
     let step = TrainStep::new(&layer, Optimizer::new(&layer, Adam::new()).unwrap(), f).unwrap();
     let mut step = step.amp(AmpPolicy::Bf16).unwrap();
@@ -388,8 +388,8 @@ fn a_step_that_moves_to_f16_gets_a_loss_scaler() {
     assert_eq!((step.scale().unwrap(), step.mixed_precision().unwrap().policy), (None, AmpPolicy::Bf16));
 }
 
-/// Every op of a step with shared parameters and several batches has a line of the program, also the sums of
-/// gradients.
+/// Every op of a step with shared parameters and several batches has a line of this file as its span. The ops
+/// that sum gradients have the line that runs the step.
 #[test]
 fn sums_of_gradients_name_the_line_of_the_step() {
     let b = Backend::cpu().unwrap();

@@ -144,7 +144,7 @@ fn optimizers_follow_torch_and_the_papers() {
                 (Some("muon"), Some("torch")) => 2e-2,
                 (Some("muon"), _) => 1e-4,
                 _ if b.id().starts_with("cpu") => 1e-6,
-                // Other devices compute a product and a sum with one rounding (FMA); PyTorch rounds both.
+                // Other devices round a product and a sum once (FMA). PyTorch rounds both.
                 _ => 2e-6,
             };
             match follow(&b, i, c, &data) {

@@ -69,11 +69,11 @@ impl Tally {
     }
 }
 
-/// On devices that build a program for every case, one case in this many is run, and at least one case of
-/// each row. The cases are drawn anew each time.
-const SAMPLE: usize = 16;
-/// A sample of at least one in this many cases contains a case of every dtype of each row. A smaller sample
-/// contains at least one case of each row.
+/// On devices that build a program for every case, one case in this many runs, and at least one case of each
+/// row. The cases are drawn anew each time.
+const SAMPLE: usize = 48;
+/// If a sample has one case in at most this many, it contains a case of every dtype of each row. A smaller
+/// sample contains at least one case of each row.
 const EVERY_DTYPE: usize = 3;
 
 /// Whether `HALCYON_ROW` selects one of these rows of the table.
@@ -100,8 +100,8 @@ pub fn check_rows(what: &str, rows: &[Row], backends: &[Backend], rng: &mut Rng)
     check_some(what, rows, backends, if cpu { 1 } else { SAMPLE }, rng)
 }
 
-/// Like [`check_rows`], with one case in `usual` unless `HALCYON_CASES` is set: at least one case per row and
-/// dtype, or only per row if a case per dtype would be most of the sample.
+/// Like [`check_rows`], but runs one case in `usual` unless `HALCYON_CASES` is set. Runs at least one case of
+/// each row, and at least one of each dtype of the row if `usual` is at most `EVERY_DTYPE`.
 pub fn check_some(what: &str, rows: &[Row], backends: &[Backend], usual: usize, rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
     let every = if pick.is_empty() { one_in(usual) } else { 1 };

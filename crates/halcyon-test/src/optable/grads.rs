@@ -319,7 +319,7 @@ fn second_loss(c: &Case, d: DType, float: &[usize]) -> Result<Option<Graph>> {
         }
     }
     g.output("loss", sum);
-    // Differentiate once more, to know whether every op can be.
+    // Differentiate once more, to find out whether every op has a second derivative.
     match grad::gradients(&mut g.clone(), sum, &x, None) {
         Ok(_) => Ok(Some(g)),
         Err(Error::Unsupported { .. }) => Ok(None),
@@ -390,7 +390,7 @@ pub fn check_second(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> (Tally
 }
 
 /// On devices that build programs for each case, one gradient in this many is checked.
-const SAMPLE: usize = 8;
+const SAMPLE: usize = 24;
 
 /// Checks the gradients of every case with `Case::grad`, in f32 and f64: all on the CPU, on other devices a
 /// sample, or all with `HALCYON_CASES=all` or `HALCYON_ROW`. `HALCYON_CASES=N` checks one in N on every

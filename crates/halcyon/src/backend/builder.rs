@@ -74,7 +74,7 @@ impl BackendBuilder {
     /// Whether matrix units (tensor cores) are used. `true`: factors of f32 products may be rounded for them,
     /// to TF32 if the device has it ([`MatmulPrecision::High`]), on the CPU to bf16 if that is faster
     /// ([`MatmulPrecision::Medium`]). `false`: CUDA and ROCm devices multiply no dtype on matrix units, and
-    /// f32 stays exact. If not set, f16 and bf16 products use them and f32 products do not.
+    /// f32 stays exact. If not set, f16 and bf16 products use matrix units, and f32 products do not.
     /// [`BackendBuilder::precision`] takes precedence.
     pub fn enable_tensor_cores(mut self, on: bool) -> Self {
         self.0.tensor_cores = Some(on);
@@ -84,18 +84,18 @@ impl BackendBuilder {
 
     /// Mixed precision, from level O2 on: products and convolutions read and write the policy's dtype, and so
     /// do attention, norms and softmax if the device has kernels for them. Everything else computes in f32
-    /// ([`autocast`]). Inputs, outputs and states keep their dtypes. It also works for training: parameters
-    /// stay f32. In f16, ops whose values come near the end of f16's range in the first run stay in f32, and
-    /// a warning of the plan names them. If not set: the environment variable `HALCYON_PRECISION` (`f32`,
-    /// `bf16`, `f16`), else [`AmpPolicy::None`].
+    /// ([`autocast`]). Inputs, outputs and states keep their dtypes. Mixed precision also works for training:
+    /// parameters stay f32. In f16, ops whose values come near the end of f16's range in the first run stay
+    /// in f32, and a warning of the plan names them. If not set: the environment variable `HALCYON_PRECISION`
+    /// (`f32`, `bf16`, `f16`), else [`AmpPolicy::None`].
     pub fn amp(mut self, policy: AmpPolicy) -> Self {
         self.0.amp = Some(policy);
         self
     }
 
     /// Uses the dtype of [`BackendBuilder::amp`] even where the processor is slower in it. If not set, the
-    /// CPU device measures products and convolutions in both dtypes (once per processor) and keeps in f32
-    /// those that are not more than 10 % faster in that dtype; a warning of the plan and
+    /// CPU device measures products and convolutions in both dtypes (once per processor) and keeps in f32 the
+    /// kind of work that is not more than 10 % faster in that dtype. A warning of the plan and
     /// [`Backend::warnings`] state the rates.
     pub fn force_amp(mut self, on: bool) -> Self {
         self.0.force_amp = on;
@@ -103,7 +103,7 @@ impl BackendBuilder {
     }
 
     /// The ops that take the dtype of [`BackendBuilder::amp`], by name: `matmul`, `conv`, `attention` and
-    /// others ([`autocast`]). If not set, all that can.
+    /// others ([`autocast`]). If not set, all ops that support the dtype.
     pub fn amp_only<S: Into<String>>(mut self, ops: impl IntoIterator<Item = S>) -> Self {
         self.0.mixed.only = Some(ops.into_iter().map(Into::into).collect());
         self
@@ -208,7 +208,7 @@ impl BackendBuilder {
 
     /// The directory of everything that is kept on disk: compiled programs, packed constants, measured rates,
     /// tuning results. If not set, the user's cache directory, or none with `HALCYON_CACHE=off`. A directory
-    /// that is set is used with `HALCYON_CACHE=off` too.
+    /// that is set here is used even with `HALCYON_CACHE=off`.
     pub fn cache_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.0.options.cache_dir = Some(dir.into());
         self
@@ -309,8 +309,8 @@ impl BackendBuilder {
         self.open(|_| Ok(()))
     }
 
-    /// Opens the first device that can run a graph in the memory it has left; the graph is planned for each
-    /// device tried. The graph must have no symbols; `inputs` are the sizes of its inputs in bytes.
+    /// Opens the first device that can run a graph in the device's free memory. The graph is planned for each
+    /// device that is tried. The graph must have no symbols. `inputs` are the sizes of its inputs in bytes.
     ///
     /// # Errors
     /// The errors of [`BackendBuilder::build`]; [`Error::OutOfMemory`] if the plan fits on no device, with

@@ -42,8 +42,8 @@ pub(super) fn check(b: &Settings, amp: AmpPolicy) -> Result<()> {
     Ok(())
 }
 
-/// The requested precision, or the one that enabling tensor cores implies: TF32, or bf16 on the CPU, which
-/// has no TF32.
+/// The requested precision. If none is requested, the precision that enabling tensor cores implies: TF32, or
+/// on the CPU bf16, because the CPU has no TF32.
 pub(super) fn precision(b: &Settings, d: &dyn Device) -> MatmulPrecision {
     let kind = b.backend.filter(|k| *k != BackendType::Auto).unwrap_or(d.info().backend);
     match (b.precision, b.tensor_cores) {
@@ -71,8 +71,8 @@ pub(crate) fn bf16_is_faster(d: &dyn Device) -> bool {
     matrix || d.info().properties.get("bf16_products").is_some_and(|code| code != "f32")
 }
 
-/// A warning if an order of backends was given but not used. It is used for `auto`, and for the fallback from
-/// a backend requested by name.
+/// A warning if an order of backends was given but not used. The order is used for `auto`, and for the
+/// fallback from a backend that is requested by name.
 pub(super) fn unused_order(b: &Settings, s: &Selection) -> Option<String> {
     let named = b.backend.is_some_and(|k| k != BackendType::Auto);
     let unused = b.policy.is_some() && named && s.fallback != Fallback::Next;

@@ -12,9 +12,9 @@ use std::sync::Arc;
 
 impl Backend {
     /// A handle on the same open device whose plans use another level. The handles share memory, weights on
-    /// the device, programs and counters, and a tensor of one is a tensor of the other: an operation on
-    /// tensors of both is planned by the handle of its first operand. [`crate::Tensor::to`] gives a tensor
-    /// the other handle without a copy.
+    /// the device, programs and counters. One operation can combine tensors of both handles: the handle of
+    /// the first operand plans the operation. [`crate::Tensor::to`] changes the handle of a tensor without a
+    /// copy.
     ///
     /// ```
     /// use halcyon::prelude::*;

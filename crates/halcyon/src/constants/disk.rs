@@ -35,8 +35,9 @@ impl PackedCache {
         PackedCache { disk: DiskCache::new(dir.join("packed"), LIMIT), always }
     }
 
-    /// The cache in the given directory or, without one, in the user's. If `HALCYON_CACHE` is `off`, only a
-    /// given directory is used. `programs` caches no packed constants, `packed` always caches them.
+    /// The cache in the given directory, or, if none is given, in the user's cache directory. If
+    /// `HALCYON_CACHE` is `off`, only a given directory is used. With the value `programs`, no packed
+    /// constants are cached. With `packed`, they are always cached.
     pub(crate) fn open(asked: Option<PathBuf>) -> Option<PackedCache> {
         // An unknown value was rejected before the device was opened.
         let kept = cache::policy().unwrap_or(cache::CachePolicy::Nothing);

@@ -66,7 +66,7 @@ fn device(h: &Handle) -> Result<&DeviceTensor> {
 }
 
 fn given(v: &Option<Handle>) -> Result<&Handle> {
-    v.as_ref().ok_or_else(|| Error::internal("a plan misses an input"))
+    v.as_ref().ok_or_else(|| Error::internal("an input of a plan has no value"))
 }
 
 fn tensor(buffer: BufferRef, o: &PlanOutput) -> Handle {

@@ -112,7 +112,7 @@ impl Outputs {
     /// The output with this name.
     ///
     /// # Errors
-    /// [`Error::Argument`], with the existing names, if there is none.
+    /// [`Error::Argument`], with the existing names, if there is no such output.
     #[track_caller]
     pub fn get(&self, name: &str) -> Result<&Tensor> {
         self.tensors.iter().find(|(n, _)| n == name).map(|(_, t)| t).ok_or_else(|| {
@@ -202,8 +202,8 @@ fn listed(ports: &[Port]) -> String {
 }
 
 impl OnnxSession {
-    /// Runs the model on inputs given by name, in any order. Tensors stay on the device, and so do the
-    /// results; but a model that runs in stages ([`Outputs::staged`]) reads and returns its values through
+    /// Runs the model on inputs given by name, in any order. Tensors stay on the device, both inputs and
+    /// results. But a model that runs in stages ([`Outputs::staged`]) reads and returns its values through
     /// the host.
     ///
     /// ```
@@ -226,7 +226,7 @@ impl OnnxSession {
     /// [`Error::Argument`], with the model's inputs, for a name that is missing, unknown or given twice;
     /// [`Error::DType`], [`Error::Shape`] for a value that the model does not take; [`Error::MixedDevices`]
     /// for a tensor of another backend; [`Error::Unsupported`] for an output that is not a tensor: use
-    /// [`OnnxSession::run_data`] for those.
+    /// [`OnnxSession::run_data`] for such models.
     #[track_caller]
     pub fn run<N: AsRef<str>, V: Into<Input>>(
         &self,

@@ -92,7 +92,7 @@ macro_rules! tensor_methods {
                 Tensor::build(&[self], |g, x| g.$umethod(x[0]))
             })*
         }
-        /// Element-wise operations with two operands, of which the second may be a number. The operands
+        /// Element-wise operations with two operands. The second operand may be a number. The operands
         /// broadcast.
         impl Tensor {
             $($(#[$bdoc])+
@@ -101,7 +101,7 @@ macro_rules! tensor_methods {
                 other.apply(self, Location::caller(), Graph::$bmethod)
             })*
         }
-        /// Element-wise operations with three operands, which broadcast.
+        /// Element-wise operations with three operands. The operands broadcast.
         impl Tensor {
             $($(#[$tdoc])+
             #[track_caller]

@@ -8,8 +8,8 @@ use halcyon_ir::ops::{Conv, Pool};
 /// Options of [`Tensor::cross_entropy_with`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CrossEntropy {
-    /// Labels of this value are excluded from the sum and from the number it is divided by. -100 by default,
-    /// as in PyTorch; `None` excludes none.
+    /// Labels of this value count neither in the sum nor in the divisor of the mean. -100 by default, as in
+    /// PyTorch; `None` excludes none.
     pub ignore_index: Option<i64>,
 }
 
@@ -24,7 +24,8 @@ impl Default for CrossEntropy {
 pub struct Attention<'a> {
     /// Added to the scores; it broadcasts to `[batch, heads, queries, keys]`.
     pub mask: Option<&'a Tensor>,
-    /// The last query attends to all keys, and each query before it to one key fewer.
+    /// Whether attention is causal: the last query attends to all keys, and each earlier query attends to one
+    /// key fewer than the query after it.
     pub causal: bool,
     /// Factor of the scores. `None` means `1 / sqrt(size)`, where `size` is the size of a head.
     pub scale: Option<f64>,

@@ -126,11 +126,11 @@ reductions! {
     sum sum_keepdim Sum,
     /// Product over axes.
     prod prod_keepdim Prod,
-    /// Largest element over axes; NaN if any is NaN. Of bools: whether any is true. ([`Tensor::maximum`]
-    /// compares two tensors.)
+    /// Largest element over axes; NaN if any element is NaN. For bools: whether any element is true.
+    /// ([`Tensor::maximum`] compares two tensors.)
     max max_keepdim Max,
-    /// Smallest element over axes; NaN if any is NaN. Of bools: whether all are true. ([`Tensor::minimum`]
-    /// compares two tensors.)
+    /// Smallest element over axes; NaN if any element is NaN. For bools: whether all elements are true.
+    /// ([`Tensor::minimum`] compares two tensors.)
     min min_keepdim Min,
 }
 

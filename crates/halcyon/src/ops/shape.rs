@@ -195,7 +195,7 @@ impl Tensor {
     /// The transposed matrix; tensors of rank 0 or 1 are returned unchanged.
     ///
     /// # Errors
-    /// [`Error::Shape`] for more than two axes; use [`Tensor::transpose`] for those.
+    /// [`Error::Shape`] for more than two axes; then use [`Tensor::transpose`].
     #[track_caller]
     pub fn t(&self) -> Tensor {
         Tensor::build(&[self], |g, x| match g.shape(x[0]).rank() {
@@ -324,8 +324,8 @@ impl Tensor {
     }
 
     /// A copy of this tensor with `update` written along `axis` at `position`, an integer of rank 0 computed
-    /// at run time. The position must not be negative. If `update` does not fit at the position, this is
-    /// reported when the result is read.
+    /// at run time. The position must not be negative. If `update` does not fit at the position, reading the
+    /// result returns an error.
     #[track_caller]
     pub fn update_slice(&self, update: &Tensor, position: &Tensor, axis: i64) -> Tensor {
         Tensor::build(&[self, update, position], |g, x| {

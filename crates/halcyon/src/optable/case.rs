@@ -150,8 +150,8 @@ pub enum Tol {
     /// Like `Ulps`, for `a * b + c` on devices that round once. On devices whose language permits a separate
     /// product and sum, one unit of the terms' magnitudes is added for the rounding of the product.
     Fused(f64),
-    /// For sums (or products) of this many terms. It is relative to the result of the same op on the
-    /// operands' magnitudes.
+    /// For sums (or products) of this many terms. The tolerance is relative to the result of the same op on
+    /// the operands' magnitudes.
     Sum(usize),
     /// Like `Sum`, for ops that round every partial sum to the result's dtype.
     Each(usize),

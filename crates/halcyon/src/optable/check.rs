@@ -17,7 +17,7 @@ pub fn eps(d: DType) -> f64 {
     }
 }
 
-/// The expected result, and how far off each element may be.
+/// The expected result, and how much each element may differ from it.
 #[derive(Clone, Debug)]
 pub struct Expected {
     value: ConstData,
@@ -32,7 +32,7 @@ pub struct Expected {
 
 /// The largest differences of a result from the expected one, over all elements. Elements that are both NaN,
 /// or both the same infinity, count as equal; if only one is NaN or infinite, all figures are infinite,
-/// unless the difference is only one of rounding at the end of the dtype's range.
+/// unless rounding at the end of the dtype's range explains the difference.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Stored")]
 pub struct Errors {
@@ -90,7 +90,8 @@ impl Errors {
         let least = if d.is_float() { extremes(d).1 } else { 1.0 };
         let place = if d.is_float() { eps(d) * 2f64.powf(y.abs().max(least).log2().floor()) } else { 1.0 };
         let of_tolerance = match ok {
-            // Accepted regardless of size, for example a flushed denormal.
+            // The difference is accepted although it may exceed `slack`, for example if a denormal was
+            // flushed to zero.
             true if slack > 0.0 => (abs / slack).min(1.0),
             true => 0.0,
             false if slack > 0.0 => abs / slack,
@@ -106,8 +107,8 @@ impl Errors {
 }
 
 /// Whether two values count as equal. All NaNs are equal. If `zeros` is true, 0 and -0 are different. A
-/// device may flush numbers below the smallest normal of f32 and f64 (and bf16, which is the upper half of
-/// f32) to zero, but not those of f16.
+/// device may flush numbers below the smallest normal number to zero in f32, f64 and bf16 (which is the upper
+/// half of f32), but not in f16.
 pub fn is_same(d: DType, g: Scalar, w: Scalar, zeros: bool) -> bool {
     if g == w || !d.is_float() {
         return g == w;

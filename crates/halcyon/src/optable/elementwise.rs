@@ -73,7 +73,8 @@ fn casts() -> Vec<Row> {
     let mut out = vec![];
     for to in DType::native() {
         let build = move |g: &mut Graph, x: &[NodeId]| g.cast(x[0], to);
-        // Values around the ends of every integer dtype, halves for rounding, and values only floats have.
+        // Values around the ends of every integer dtype, halves for rounding, and values that only floats
+        // have.
         let ends = Fill::Values(vec![
             0.5,
             1.5,

@@ -70,7 +70,7 @@ fn quantized_matmul() -> Row {
         CompositeKind::QuantizedMatmul,
         f32s(),
         // The product subtracts the middle of the range from the codes, so terms of both signs cancel even if
-        // the operands are magnitudes. So the result on magnitudes gives no bound.
+        // the operands are magnitudes. Therefore the result on magnitudes gives no bound.
         Tol::Norm(32.0),
         [
             case("one row", [x([1, 64]), codes(9, 64), part(9, 64)], product),

@@ -29,7 +29,7 @@ pub fn rows() -> Vec<Row> {
     let to = small().into_iter().enumerate().flat_map(|(k, to)| {
         let near = near.clone();
         let build = move |g: &mut Graph, x: &[NodeId]| g.cast(x[0], to);
-        // Casts to every dtype from f32 and, in turn, from one of the others.
+        // Casts to every dtype from f32 and from one other dtype. The other dtypes take turns.
         [DType::F32, from[k % from.len()]].into_iter().map(move |d| {
             [
                 case(format!("{to} of {d}"), [x([35]).of(d).fill(near.clone())], build),

@@ -72,7 +72,7 @@ fn reduce(kind: ReduceKind) -> Row {
     } else {
         vec![
             add("70001", &[70_001], &[0], false),
-            // GPUs compute this one in several parts.
+            // GPUs compute this reduction in several parts.
             add("69632", &[69_632], &[0], false),
             add("2 rows of 70001", &[2, 70_001], &[1], false),
             add("70001 rows", &[70_001, 2], &[0], false),
@@ -619,9 +619,9 @@ fn attention() -> Row {
                 [q([1, 4, 20, 24]), q([1, 2, 40, 24]), q([1, 2, 40, 24]), q([1, 1, 20, 40])],
                 attention(true, true),
             ),
-            // All keys of the first queries are masked by the dtype's lowest number, to which adding a score
-            // changes nothing, so all keys have equal weight. f16 is excluded, because adding a score can
-            // change the number there, depending on the order of rounding.
+            // For the first queries, the mask of all keys is the dtype's lowest number. Adding a score to
+            // this number does not change it, so all keys have equal weight. f16 is excluded, because there
+            // adding a score can change the number, depending on the order of rounding.
             case(
                 "prompt, lowest numbers",
                 [q([1, 2, 20, 16]), q([1, 2, 40, 16]), q([1, 2, 40, 16])],

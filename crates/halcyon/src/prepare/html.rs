@@ -211,7 +211,8 @@ fn memory_section(r: &OptimizationReport) -> String {
     let both = |name: &str, before: u64, after: u64| {
         [bar(format!("{name}, O0"), before, BEFORE), bar(format!("{name}, optimised"), after, AFTER)]
     };
-    let mut all: Vec<Bar> = both("on the device in all", m.memory_before_bytes, m.memory_after_bytes).into();
+    let mut all: Vec<Bar> =
+        both("on the device in total", m.memory_before_bytes, m.memory_after_bytes).into();
     r.memory.iter().for_each(|p| all.extend(both(&p.name, p.before, p.after)));
     format!("<h2>Memory of a run</h2>\n{}", chart("memory of a run", &all, None))
 }
@@ -227,7 +228,7 @@ pub fn report_html(r: &OptimizationReport) -> String {
         level = result.level,
     );
     if !result.success {
-        out += "<p class=\"bad\">The results do not compare with those at O0: the model stays at O0.</p>\n";
+        out += "<p class=\"bad\">The results cannot be compared with O0: the model stays at O0.</p>\n";
     }
     out += &time_section(r);
     out += &receipt_section(r);

@@ -184,8 +184,8 @@ fn at_level<M: Preparable>(backend: &Backend, model: &M, level: Level) -> Result
 }
 
 /// The model on `backend`, at a level. The given model is not changed; both models share their weights in
-/// host memory. At O3 this function does not quantise, because it has no sample: [`optimize_for_inference`]
-/// does.
+/// host memory. At O3 this function does not quantise, because it has no sample. [`optimize_for_inference`]
+/// quantises.
 ///
 /// # Errors
 /// Those of [`Preparable::on`] and [`Backend::with_level`].
@@ -289,8 +289,8 @@ impl Default for ReportOptions {
     }
 }
 
-/// The effort of the measurements of [`ModelOptimizer::optimize`]. It is small, because only the whole plan
-/// is compared.
+/// The effort of the measurements of [`ModelOptimizer::optimize`]. The effort is small, because only the
+/// whole plan is compared.
 const BRIEF: Effort = Effort { pairs: 5, interval: 0.1, burst: Duration::from_millis(5) };
 
 /// Optimises models for one backend, and measures the effect.
@@ -375,7 +375,7 @@ impl ModelOptimizer {
         warnings.extend(reasons::unapplied(&after, &new, sample)?);
         for o in bad {
             warnings.push(format!(
-                "output \"{}\" at {level} has another shape than at O0, or other values are finite: the model stays at O0",
+                "output \"{}\" at {level} differs from O0 in its shape, or in which values are finite: the model stays at O0",
                 o.name
             ));
         }

@@ -69,11 +69,13 @@ impl Facts<'_> {
             passes::LAUNCHES if !self.merges => "the device does not run several kernels in one launch",
             passes::LAUNCHES => "no two independent steps run the same element-wise kernel",
             passes::PACKED if !constants => "the graph has no constants",
-            passes::PACKED => "no kernel of the plan asks for a packed constant",
+            passes::PACKED => "no kernel of the plan reads a packed constant",
             passes::EPILOGUES if !products => "the graph has no products or convolutions",
             passes::EPILOGUES => "no kernel of a product or convolution applies the ops after it",
             passes::AFFINE if !products => "the graph has no products or convolutions",
-            passes::AFFINE => "no product or convolution is followed by a chain of constants",
+            passes::AFFINE => {
+                "no product or convolution is followed by additions or multiplications by constants"
+            }
             passes::BLOCKED if !self.has(|op| matches!(op, Op::Conv(_))) => "the graph has no convolutions",
             passes::BLOCKED if !self.blocks => "the device does not compute images in blocks of channels",
             passes::BLOCKED => "no convolution fills blocks of channels",

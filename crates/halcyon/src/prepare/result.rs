@@ -174,7 +174,7 @@ impl fmt::Display for OptimizationReport {
             }
         }
         match &self.no_ops {
-            Some(why) => writeln!(f, "no times of ops: {why}"),
+            Some(why) => writeln!(f, "there are no times of ops: {why}"),
             None => Ok(()),
         }
     }

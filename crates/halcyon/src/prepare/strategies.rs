@@ -15,15 +15,15 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// A transformation that the optimizer knows.
+/// A transformation, with its measured speed-up.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Strategy {
     /// The name in receipts and for `--without`.
     pub name: String,
     pub description: String,
     /// The time without the transformation divided by the time with it: the geometric mean over the small
-    /// networks that the transformation changed on this device. `None` if it changed no network, or could not
-    /// be measured.
+    /// networks that the transformation changed on this device. `None` if the transformation changed no
+    /// network, or could not be measured.
     pub speedup_estimate: Option<f64>,
     /// The levels that include the transformation.
     pub applicable_levels: Vec<Level>,

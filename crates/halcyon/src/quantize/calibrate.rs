@@ -65,7 +65,7 @@ pub(super) fn ranges(
     if samples.is_empty() {
         return Err(Error::argument(
             "calibration",
-            "no samples given; calibrated activations need some, dynamic ones do not",
+            "no samples are given; calibrated activations need samples, dynamic activations do not",
         ));
     }
     let mut values: Vec<NodeId> =

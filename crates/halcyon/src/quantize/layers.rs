@@ -57,7 +57,7 @@ impl Layer {
             }
             (WeightType::Int8 | WeightType::Bf16, _) => {}
             (_, Kind::Conv) => {
-                return Err(format!("convolutions have no form in {to}, but in int8 and bf16"));
+                return Err(format!("convolutions cannot be in {to}, only in int8 or bf16"));
             }
             (WeightType::Int4 | WeightType::Int4Min, Kind::Product) => {
                 if !self.dims[0].is_multiple_of(WEIGHT_BLOCK) {

@@ -214,7 +214,7 @@ pub struct QuantizeOptions {
     pub max_error: f64,
     /// Bits of the i8 weights of convolutions: 7 or 8. `None` means 7 on a CPU whose convolutions of bytes
     /// add pairs with saturation (AVX2 without VNNI), where 7-bit weights are faster, and 8 on every other
-    /// device. The i8 weights of products always have 8.
+    /// device. The i8 weights of products always have 8 bits.
     pub weight_bits: Option<u32>,
     /// The type of those layers that cannot have the type `weights` without exceeding the bound.
     pub wider_type: WiderType,
@@ -327,7 +327,7 @@ pub fn quantize(
 ) -> Result<Quantized> {
     check(options)?;
     if samples.is_empty() {
-        return Err(Error::argument("samples", "none given; the error is measured on at least one"));
+        return Err(Error::argument("samples", "none given; the error is measured on at least one sample"));
     }
     let mut options = options.clone();
     if options.activations == Activations::Auto && !options.weights.keeps_activations() {
@@ -336,7 +336,7 @@ pub fn quantize(
     }
     let ranges = matches!(options.activations, Activations::MinMax | Activations::Percentile(_));
     if !calibration.is_empty() && !ranges {
-        let what = "they have no effect: activations have no ranges, or ranges of each run; pass none";
+        let what = "they have no effect: activations stay floats or get new scales in each run; pass none";
         return Err(Error::argument("calibration", what));
     }
     let bits = options.weight_bits.unwrap_or_else(|| weight_bits(backend));
@@ -404,7 +404,8 @@ impl Quantized {
     }
 
     /// The types of quantised layers that run in f32 on dequantised weights, because the plan for these
-    /// inputs has no kernel for them: the device has none, or a transformation is switched off.
+    /// inputs has no kernel for these types. Either the device has no such kernel, or a transformation is
+    /// switched off.
     ///
     /// # Errors
     /// Errors of planning.
@@ -415,7 +416,7 @@ impl Quantized {
             let names: Vec<String> = kinds.iter().map(ToString::to_string).collect();
             plan.steps.iter().any(|s| names.iter().any(|n| s.op.starts_with(n.as_str())))
         };
-        // A convolution in a blocked layout is one of bytes if its weights are.
+        // A convolution in a blocked layout computes in bytes if its packed weights are bytes.
         let packed_bytes = plan.packed.iter().any(|p| !p.data.dtype.is_float());
         let has_kernel = |t: &WeightType| match t {
             WeightType::Int8 | WeightType::F8 => {

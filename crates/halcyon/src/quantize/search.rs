@@ -126,8 +126,8 @@ impl Search<'_> {
             let error = all.error;
             return self.report(all, error, &HashMap::new());
         }
-        // First as many layers as possible in the wider type, then as many of them as possible in the
-        // requested type.
+        // First change as many layers as possible to the wider type. Then change as many of these layers as
+        // possible to the requested type.
         let wide = match self.options.wider_type.weights().filter(|w| *w != weights) {
             Some(wide) => {
                 let every = self.measure(self.with(&none, wide, None), usize::MAX)?;
@@ -146,7 +146,8 @@ impl Search<'_> {
         }
     }
 
-    /// `base` with the given layers in the type; `None` stands for every layer that can have it.
+    /// `base` with the given layers in the type `to`. If `which` is `None`, every layer that can have the
+    /// type gets it.
     fn with(&self, base: &Types, to: WeightType, which: Option<&[usize]>) -> Types {
         let mut types = base.clone();
         for k in which.map_or_else(|| self.able(to), <[usize]>::to_vec) {
@@ -161,7 +162,8 @@ impl Search<'_> {
         (0..layers.len()).filter(|k| layers[*k].quantizable(to).is_ok()).collect()
     }
 
-    /// Changes as many layers of `base` to the type as the bound allows. `none` has no quantised layer.
+    /// Changes as many layers of `base` to the type as the bound allows. `none` holds the types without any
+    /// quantised layer.
     fn most(&mut self, base: &Types, to: WeightType, none: &Types) -> Result<Most> {
         // The error of each layer by itself only determines the order of the layers.
         let (mut found, mut order) = (Most::default(), self.able(to));
@@ -197,7 +199,7 @@ impl Search<'_> {
         let one = match least {
             Some((k, e)) => {
                 let l = &self.trial.layers[k];
-                format!(", and {e:.3e} with only one, {} {:?}", l.op(), l.dims)
+                format!(", and {e:.3e} with only one layer, {} {:?}", l.op(), l.dims)
             }
             None => String::new(),
         };

@@ -40,8 +40,8 @@ const MAX_SUM: f64 = i32::MAX as f64;
 
 /// The largest magnitude of i16 activations of a product that sums `k` terms: a power of two, or 32767. The
 /// sums must fit i32, which limits the number of bits of an activation and a weight together. Activations get
-/// two bits more than weights, because their largest magnitude is further from the others. The weights of a
-/// channel are assumed to have a mean magnitude of a quarter of the largest.
+/// two bits more than weights, because the largest magnitude of activations is further from their other
+/// magnitudes. The weights of a channel are assumed to have a mean magnitude of a quarter of the largest.
 pub(super) fn activation_limit(k: usize) -> i64 {
     let product = MAX_SUM / (0.25 * k.max(1) as f64);
     let limit = (2.0 * product.sqrt()).log2().floor().exp2();

@@ -11,10 +11,10 @@ use halcyon_ir::passes::{Level, PassOptions};
 use halcyon_ir::plan::StepWork;
 use std::collections::BTreeMap;
 
-/// Assigns a device to every node by a split into layers: in node order, the first `shares[0]` of the work
-/// goes to the first device, and so on; only the ratios of `shares` matter. Each cut is moved, within 1/20 of
-/// the work, to where the fewest bytes cross it. Work is measured in FLOPs, or in bytes moved if the graph
-/// has no FLOPs.
+/// Assigns a device to every node by a split into layers. In node order, the first part of the work, with the
+/// share `shares[0]`, goes to the first device, and so on. Only the ratios of `shares` matter. Each cut is
+/// moved, within 1/20 of the work, to the place where the fewest bytes cross it. Work is measured in FLOPs,
+/// or in bytes moved if the graph has no FLOPs.
 ///
 /// # Errors
 /// [`Error::Argument`] for shares that are not positive numbers; errors for a graph with symbols.

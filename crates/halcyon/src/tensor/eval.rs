@@ -41,8 +41,8 @@ pub(crate) struct Node {
     /// Number of pending nodes that have this one as an operand.
     readers: AtomicUsize,
     pub(super) donate: AtomicBool,
-    /// Whether this is a version of a state. If so, and if something outside of the plan holds it, it is
-    /// evaluated together with any graph that contains it.
+    /// Whether this node is a version of a state. If so, and if something outside of the plan holds the node,
+    /// every plan that contains the node computes its value.
     pub(super) state: AtomicBool,
 }
 
@@ -275,8 +275,8 @@ impl Collector {
     }
 
     /// Adds the nodes that `roots` depend on, and the roots, in the order in which they were made. So the
-    /// steps of a plan are in the program's order, and the gradient of a parameter is computed beside the
-    /// gradients that the backward pass computes with it, not after all of them.
+    /// steps of a plan are in the order of the user's calls, and the gradient of a parameter is computed
+    /// beside the gradients that the backward pass computes with it, not after all of them.
     pub(crate) fn visit_in_order(&mut self, roots: &[Tensor]) -> Result<()> {
         let mut stack: Vec<Tensor> = roots.to_vec();
         let mut seen: HashSet<*const Node> = HashSet::new();
@@ -553,8 +553,8 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
 }
 
 impl Collector {
-    /// The tensors that the plan must compute (the requested ones and further ones), and for each leaf
-    /// whether the plan may overwrite it.
+    /// The tensors that the plan must compute: the requested tensors, and tensors that later evaluations
+    /// need. Also returns for each leaf whether the plan may overwrite it.
     fn results(&self, asked: &[&Tensor]) -> (Vec<Tensor>, Vec<bool>) {
         let key = |t: &Tensor| Arc::as_ptr(&t.0);
         let mut out: Vec<Tensor> = vec![];
@@ -622,8 +622,8 @@ impl Collector {
                 stale[id.index()] = true;
             }
         }
-        // If the plan overwrites a value, it also computes the nodes that depend on the value and to which
-        // there are handles outside of the plan, because they could not be computed later.
+        // If the plan overwrites a value, nodes that depend on the value cannot be computed later. So if
+        // there are handles on such nodes outside of the plan, the plan computes these nodes too.
         if donated.contains(&true) {
             for (i, n) in self.graph.nodes().iter().enumerate() {
                 if !stale[i] && n.inputs.iter().any(|x| stale[x.index()]) {

@@ -172,7 +172,7 @@ impl Tensor {
     /// A part of the tensor, as in NumPy. An integer takes one element of an axis and removes the axis; a
     /// range takes a part of the axis; `..` takes the whole axis; an integer tensor takes the elements at its
     /// indices. Integers and range bounds may be negative (counted from the end). Axes without an item are
-    /// taken whole. The start of a part is a run-time argument if [`Tensor::narrow`] makes it one.
+    /// taken whole. The start of a part is a run-time argument in the same cases as in [`Tensor::narrow`].
     /// ```
     /// use halcyon::prelude::*;
     /// # fn main() -> halcyon::Result<()> {
@@ -213,7 +213,7 @@ impl Tensor {
         if items.iter().filter(|i| matches!(i, IndexItem::Take(_))).count() > 1 {
             return Err(Error::unsupported(
                 "an index with several tensors",
-                "Index by one after the other, or gather from a reshaped tensor",
+                "Index with one tensor after the other, or gather from a reshaped tensor",
             ));
         }
         let mut x = self.clone();

@@ -1,10 +1,10 @@
 //! Lazy tensors.
 //!
 //! A [`Tensor`] is a handle on a node: an operation with its operands, or a value on a device. [`eval()`]
-//! collects everything that the given tensors depend on into one graph. In it, every value on the device is
-//! an input and every literal a run-time argument. The graph does not depend on these values, so a
-//! computation that is repeated with other values, or continued from evaluated results, finds its plan in the
-//! cache.
+//! collects everything that the given tensors depend on into one graph. In this graph, every value on the
+//! device is an input, and every literal is a run-time argument. The graph does not depend on these values,
+//! so a computation that is repeated with other values, or continued from evaluated results, finds its plan
+//! in the cache.
 
 mod display;
 mod eval;
@@ -162,8 +162,8 @@ impl Tensor {
         }
     }
 
-    /// If the tensor carries an error: a tensor that carries `f(error)`. Else the tensor itself. Layers use
-    /// it to put their names into errors.
+    /// If the tensor carries an error, returns a tensor that carries `f(error)`, otherwise the tensor itself.
+    /// Layers use this method to put their names into errors.
     #[track_caller]
     pub fn map_error(&self, f: impl FnOnce(Error) -> Error) -> Tensor {
         match &self.0.lock().value {
@@ -198,9 +198,10 @@ impl Tensor {
         v.first().copied().ok_or_else(|| Error::internal("a tensor of one element has no data"))
     }
 
-    /// The tensor on another backend: a copy, through host memory. For the backend that the tensor is on,
-    /// returns the same tensor; for another handle on the same open device ([`Backend::with_level`]), a
-    /// tensor of that handle that shares the memory. No other call moves data between devices.
+    /// The tensor on another backend: a copy, through host memory. If `backend` is the tensor's own backend,
+    /// returns the same tensor. If `backend` is another handle on the same open device
+    /// ([`Backend::with_level`]), returns a tensor of that handle that shares the memory. No other call moves
+    /// data between devices.
     #[track_caller]
     pub fn to(&self, backend: &Backend) -> Result<Tensor> {
         if self.0.backend.plans_alike(backend) {
@@ -213,8 +214,8 @@ impl Tensor {
         Tensor::from_data(backend, &self.to_data()?)
     }
 
-    /// The tensor on another handle of its device. A value is shared; what is still to be computed, or has a
-    /// gradient history, becomes the operand of a view that changes nothing.
+    /// The tensor on another handle of its device. If this tensor has a value and no gradient history, the
+    /// new tensor shares the value. Otherwise this tensor becomes the operand of a view that changes nothing.
     fn on_handle(&self, backend: &Backend) -> Tensor {
         let n = &self.0;
         let leaf = NewNode::leaf(n.ty.clone(), Value::Pending, n.span.clone());

@@ -2,7 +2,7 @@
 //!
 //! In a narrow of data, the start is a run-time argument, like a literal, so cutting data into batches builds
 //! one plan for all offsets. Data are values on the device, inputs of compiled functions, and results
-//! computed element by element from those. For such results, the narrow is moved through the operations to
+//! computed element by element from these. For such results, the narrow is moved through the operations to
 //! the data, so that only that part is computed. A narrow of a state or of any other result (a product, say)
 //! is a view, which costs nothing; its start is fixed in the plan. Split and chunk always make such views.
 
@@ -14,8 +14,8 @@ use halcyon_ir::{DType, Op, Scalar};
 use std::panic::Location;
 use std::sync::atomic::Ordering;
 
-/// Maximum number of operations that a narrow is moved through. Bounds the recursion and the cost of one
-/// call.
+/// Maximum number of operations that a narrow is moved through. This limit bounds the recursion and the cost
+/// of one call.
 const MAX_OPERATIONS: usize = 32;
 
 /// A narrow: `len` elements from `start` along an axis.

@@ -1,5 +1,5 @@
 //! Tunes one key (`Choices::key`): builds its candidate kernels, compares their results with those of the
-//! default kernel, and compares their times with its time.
+//! default kernel, and compares their times with the default kernel's time.
 
 use super::options::TuneOptions;
 use super::report::{Event, Progress};

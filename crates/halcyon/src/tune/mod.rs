@@ -5,7 +5,7 @@
 //! the default's, times both alternately, and records the best in a cache on disk ([`halcyon_hal::tune`]). A
 //! variant that gives wrong results, does not compile, fails or crashes is also recorded (quarantined), and
 //! never tried again on that device with that driver. Plans use tuned kernels from level O2 on; the plan's
-//! receipts and steps show them.
+//! receipts and steps show which kernels are tuned.
 //!
 //! [`Backend::tune`](crate::Backend::tune) tunes the kernels of a graph on request; [`TuningMode`] controls
 //! automatic tuning.

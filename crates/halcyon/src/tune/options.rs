@@ -14,7 +14,7 @@ pub trait Space: Sync {
     /// Builds the kernels of a variant, or of the default.
     ///
     /// # Errors
-    /// [`Declined`] if the device cannot run it.
+    /// [`Declined`] if the device cannot run the variant.
     fn build(&self, t: &Tunable, v: &Variant, caps: &Caps) -> Result<Lowered, Declined>;
 }
 

@@ -77,7 +77,7 @@ struct TuneQueue {
 }
 
 impl Tuning {
-    /// `mode`: `None` if the user set none.
+    /// `mode` is `None` if the user set no mode.
     pub(crate) fn new(mode: Option<TuningMode>, cache: TuningCache, device: String) -> Tuning {
         let (chosen, mode) = (mode.is_some(), mode.unwrap_or_default());
         let left = if let TuningMode::Budget(d) = mode { d } else { Duration::ZERO };
@@ -119,8 +119,8 @@ impl Tuning {
         }
     }
 
-    /// Tunes keys, and makes plans use the results. If they change which kernels plans use, the generation
-    /// changes.
+    /// Tunes keys, and makes plans use the results. If the results change which kernels plans use, the
+    /// generation changes.
     ///
     /// # Errors
     /// [`halcyon_ir::Error::Io`] if the cache cannot be written; errors of the device.
@@ -186,8 +186,8 @@ impl Tuning {
         result.map(|()| report)
     }
 
-    /// Tunes the untuned keys of a plan that were not requested before: all of them, or within what is left
-    /// of the time of [`TuningMode::Budget`].
+    /// Tunes the untuned keys of a plan that were not requested before. With [`TuningMode::Budget`], tuning
+    /// stops when the remaining time is used up.
     ///
     /// # Errors
     /// The errors of [`Tuning::run`].
@@ -219,7 +219,7 @@ impl Tuning {
         !keys(false).is_empty()
     }
 
-    /// Adds keys that were not requested before to those that wait. If keys wait and no thread tunes them,
+    /// Adds keys that were not requested before to the keys that wait. If keys wait and no thread tunes them,
     /// calls `start`, which starts such a thread.
     pub(crate) fn enqueue(&self, jobs: Vec<Job>, start: impl FnOnce() -> std::io::Result<()>) {
         let mut w = lock(&self.waiting);

@@ -1,10 +1,10 @@
 //! Bounds how far two correct results of a part of a graph may differ.
 //!
-//! Each op has its own tolerance, from its row in the op table. The bound for a chain of ops is derived from
-//! these: the part is computed again in f64, together with, for each value, the error that rounding in all
-//! ops before it can have caused. Each op adds its own rounding error and propagates the errors of its
-//! operands: by the product rule for sums of products, and for most other ops by evaluating the op at the
-//! ends of the error intervals. Both results are rounded, so twice the error is allowed.
+//! Each op has its own tolerance, from its row in the op table. The bound for several ops is derived from
+//! these tolerances. The part is computed again in f64. An error is computed with each value: the largest
+//! error that rounding in all earlier ops can have caused. Each op adds its own rounding error and propagates
+//! the errors of its operands: by the product rule for sums of products, and for most other ops by evaluating
+//! the op at the ends of the error intervals. Both results are rounded, so twice the error is allowed.
 
 use crate::backend::Backend;
 use crate::ir::composite::Composite;
@@ -226,7 +226,7 @@ impl Analysis {
             (Rounding::Given | Rounding::Exact | Rounding::Bits | Rounding::OfLargest { .. }, true) => {
                 return Err(BoundError::Unbounded);
             }
-            // These have returned above.
+            // The first `match` has returned for these.
             (Rounding::Cast | Rounding::Body | Rounding::Unknown { .. }, _) => {
                 return Err(BoundError::Unbounded);
             }

@@ -140,7 +140,7 @@ pub struct Check {
     pub tolerance: f64,
     /// The largest differences from the reference's result.
     pub errors: Errors,
-    /// Description of the difference if it exceeds the tolerance.
+    /// A description of the difference, if the difference exceeds the tolerance.
     pub wrong: Option<String>,
 }
 

@@ -73,7 +73,7 @@ fn numbers_of_every_kind_stand_beside_tensors() {
     assert_eq!(v(&(1.0 - x.clone())), [0.0, 3.0, -2.0]);
     assert_eq!(v(&(1 - &x)), [0.0, 3.0, -2.0]);
     assert_eq!(v(&(6 / &x)), [6.0, -3.0, 2.0]);
-    // Rust infers the result's type in the middle of a chain.
+    // Rust infers the result's type in the middle of a chain of method calls.
     assert_eq!(v(&((2.0 * &x).relu() + 1).sum(..)), [11.0]);
     assert_eq!(v(&(&x % 2)), [1.0, 0.0, 1.0]);
     assert_eq!(v(&x.pow(2)), [1.0, 4.0, 9.0]);

@@ -308,8 +308,8 @@ fn compiled_functions_and_captured_graphs_serve_several_threads() {
     });
 }
 
-/// A call replaces states. It reuses the memory of an old value if nothing else holds the value, and takes
-/// other memory if the program holds it. A call that fails before it runs changes nothing.
+/// A call replaces states. It reuses the memory of an old value, or takes other memory if the caller still
+/// holds the value. A call that fails before it runs changes nothing.
 #[test]
 fn states_are_replaced_and_old_values_that_are_held_stay() {
     let name = "states_are_replaced_and_old_values_that_are_held_stay";
@@ -349,7 +349,8 @@ fn states_are_replaced_and_old_values_that_are_held_stay() {
     }
 }
 
-/// Keys as arguments give the numbers that the same seeds give, and gradients stop where asked.
+/// A key that is passed as arguments gives the same numbers as the seed, and gradients stop at
+/// `stop_gradient`.
 #[test]
 fn random_numbers_by_key_are_those_of_the_seed_and_gradients_stop() {
     let name = "random_numbers_by_key_are_those_of_the_seed_and_gradients_stop";

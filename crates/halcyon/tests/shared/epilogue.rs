@@ -12,7 +12,7 @@ enum Bias {
     None,
     /// One value per column: elements `1..` of a vector that is one longer.
     Columns,
-    /// One value per row. No micro-kernel of the CPU adds it.
+    /// One value per row. No micro-kernel of the CPU adds such a bias.
     Rows,
 }
 

@@ -49,7 +49,7 @@ fn an_update_of_leading_rows_gets_a_buffer_of_its_size() {
     }
 }
 
-/// A donated tensor whose leading rows are updated: its memory is larger than the result.
+/// The leading rows of a donated tensor are updated. The tensor's memory is larger than the result.
 #[test]
 fn the_leading_rows_of_a_donated_tensor_keep_their_numbers() {
     for kind in test_backends() {

@@ -1,4 +1,5 @@
-//! Joined chains and merged launches: what an optimizer's step becomes, and that its numbers stay the same.
+//! Joined chains and merged launches: the number of launches of an optimizer's step, and that its results
+//! stay the same.
 
 use halcyon::ir::graph::NodeId;
 use halcyon::ir::passes::{JOINED, LAUNCHES};
@@ -184,7 +185,7 @@ fn a_plan_that_does_not_fit_goes_without_merged_launches() {
         if merged == 0 {
             continue;
         }
-        // Room for each tanh, and not for the sums of all inputs.
+        // There is memory for each tanh, but not for the sums of all inputs.
         let (got, merged, smaller) = run((N as u64 + 4) * BYTES);
         assert_eq!((merged, smaller), (0, 1), "{kind}");
         assert_eq!(got, want, "{kind}");

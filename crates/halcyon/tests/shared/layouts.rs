@@ -116,7 +116,7 @@ impl Net {
             }
             2 => conv(self, x, c, 3, 1, c),
             3 if c.is_multiple_of(32) => conv(self, x, c, 3, 1, 2),
-            // A block with a shortcut, which may be convolved too.
+            // A block with a shortcut. The shortcut may have a convolution too.
             4 | 5 => {
                 let y = conv(self, x, c, 3, 1, 1);
                 let y = self.conv(y, c, 1, 1, 1);

@@ -219,7 +219,7 @@ fn written_out_composites_follow_o0() {
         let session = Session::new(&o2, c.g.clone());
         let got = session.run(&c.inputs).unwrap();
         let plan = session.prepare(&c.inputs).unwrap();
-        // A query whose keys are all masked by infinity is NaN in both.
+        // If all keys of a query are masked by infinity, both results are NaN.
         let values = |v: &[ConstData]| v[0].to_vec::<f32>();
         let top = values(&want).iter().filter(|v| v.is_finite()).fold(0f32, |m, v| m.max(v.abs()));
         for (a, b) in values(&got).iter().zip(values(&want)) {
@@ -304,8 +304,8 @@ fn each_can_be_switched_off_and_packed_weights_are_shared() {
     assert!(b.memory().allocated < before + 60 * 80 * 4, "{} {before}", b.memory().allocated);
 }
 
-/// `(a - z)(b - w)`, where all four are bytes that are converted to f32, as in quantised models. O0 computes
-/// it in f32, O2 multiplies bytes.
+/// `(a - z)(b - w)`, where all four operands are bytes that are converted to f32, as in quantised models. O0
+/// computes the product in f32, and O2 multiplies bytes.
 #[test]
 fn integers_are_multiplied_as_bytes_and_exactly() {
     let mut rng = Rng::fresh("integers");

@@ -32,7 +32,8 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
     std::fs::read_dir(dir.join("packed")).into_iter().flatten().map(|e| e.unwrap().path()).collect()
 }
 
-/// A directory that the program names is used although HALCYON_CACHE=off switches the user's cache off.
+/// A cache directory that the caller sets is used even if HALCYON_CACHE=off disables the user's cache
+/// directory.
 #[test]
 fn a_named_directory_is_used_without_the_users_cache() {
     let user = tempfile::tempdir().unwrap();

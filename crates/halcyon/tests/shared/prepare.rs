@@ -59,14 +59,14 @@ fn handles_of_one_device_have_their_own_levels_and_share_memory() {
         let ((a, fused), (c, single)) = (run(&x), run(&same));
         assert!(a.iter().zip(&c).all(|(a, c)| (a - c).abs() <= 1e-6 * a.abs().max(1.0)));
         assert!(fused < single, "{}: {fused} {single}", b.id());
-        // Operations on tensors of both follow the first operand.
+        // The handle of the first operand plans an operation on tensors of both handles.
         assert_eq!((&same + &x).backend().level(), Level::O0);
         assert_eq!((&x + &same).backend().level(), Level::O2);
         // A donation through one handle does not overwrite memory that a tensor of the other handle reads.
         let y = (x.donate() + 1.0).to_vec::<f32>().unwrap();
         assert_eq!(y[3], v[3] + 1.0);
         assert_eq!(same.to_vec::<f32>().unwrap(), v);
-        // Both keep the streams, seeds and counters of the device.
+        // Both handles share the streams, seeds and counters of the device.
         plain.manual_seed(7);
         assert_eq!(b.next_seed(), 7);
         let other = Backend::builder().backend_type(b.info().backend).build().unwrap();
@@ -111,7 +111,7 @@ fn an_optimised_graph_reports_what_changed_it() {
         assert_eq!(m.outputs.len(), 2);
         assert!(m.outputs.iter().all(|o| o.relative.is_some_and(|e| e < 1e-4)), "{m:?}");
         assert!(m.error.is_some_and(|e| e < 1e-4), "{m:?}");
-        // As data, and back.
+        // The result survives serialisation.
         let text = serde_json::to_string(&result).unwrap();
         let again = serde_json::from_str::<OptimizationResult>(&text).unwrap();
         assert_eq!(
@@ -228,7 +228,8 @@ fn speed_ups_are_measured_once_and_kept_on_disk() {
         assert!(of(name).is_some(), "{name} was not measured");
     }
     assert_eq!(of(passes::TUNED), None, "the CPU has no tuned kernels");
-    // The second call reads the first one's measurement; another number of threads is measured again.
+    // The second call uses the measurement of the first call. With another number of threads, the speed-ups
+    // are measured again.
     assert_eq!(ModelOptimizer::new(&open(1)).strategies(), all);
     assert_eq!(files(), 1);
     ModelOptimizer::new(&open(2)).strategies();

@@ -129,7 +129,7 @@ fn convolutions_of_bytes_run_in_blocks_with_their_epilogues() {
         let plan = kernels(&b, &q.graph, &held[0]);
         assert!(!plan.iter().any(|l| l.contains("conv_blocked8")), "{off}: {plan:#?}");
         let got = Session::new(&b, q.graph.clone()).run(&held[0]).unwrap();
-        // A value near the middle of two codes may round to the other one.
+        // A value in the middle between two codes may round to either code.
         let e = error(&[got], std::slice::from_ref(&want));
         assert!(e < 0.05, "{off}: {e}");
     }
@@ -167,7 +167,8 @@ fn layers_return_to_f32_until_the_bound_is_met() {
     }
 }
 
-/// Layers of 16 bits have errors far below those of 8 bits, and the kernels of integers compute what O0 does.
+/// Layers of 16 bits have far smaller errors than layers of 8 bits, and the integer kernels give the results
+/// of O0.
 #[test]
 fn layers_of_16_bits_are_more_accurate_on_every_device() {
     let mut rng = Rng::fresh("layers of 16 bits");
@@ -188,7 +189,7 @@ fn layers_of_16_bits_are_more_accurate_on_every_device() {
             let (y, want) = (ours.run(x).unwrap(), theirs.run(x).unwrap());
             assert!(error(&[y], &[want]) < 1e-4, "{}", b.id());
         }
-        // The ranges are those of the same samples, so no value saturates.
+        // The ranges come from the same samples, so no value saturates.
         let calibrated = of(WeightType::Int16, &held).report.error;
         assert!(calibrated < eight / 8.0, "{calibrated} {eight}");
         let halves = of(WeightType::Bf16, &[]).report;
@@ -197,7 +198,7 @@ fn layers_of_16_bits_are_more_accurate_on_every_device() {
             "{halves}"
         );
         let ran = kernels(&b, &q.graph, &held[0]).iter().filter(|l| l.contains("gemm_i16")).count();
-        // The magnitudes of a row are computed by the reduction's kernel, not stored.
+        // The kernel of the reduction computes the magnitudes of a row. They are not stored.
         let plan = kernels(&b, &q.graph, &held[0]);
         assert!(!plan.iter().any(|l| l.split_whitespace().nth(1) == Some("abs")), "{plan:#?}");
         let vectors = b.info().properties.get("simd").is_some_and(|s| s.contains("avx"));
@@ -229,7 +230,7 @@ fn layers_of_16_bits_survive_a_file() {
     assert_eq!(q.types_without_kernels(&off, &held[0]).unwrap(), [WeightType::Int16]);
 }
 
-/// A value that is 0 in all calibration samples has a scale all the same.
+/// A value that is 0 in all calibration samples still has a scale.
 #[test]
 fn ranges_of_zeros_do_not_make_outputs_zero() {
     let mut rng = Rng::fresh("ranges of zeros");

@@ -116,7 +116,7 @@ fn case(name: &str) -> Result<(Case, &'static [Shown])> {
             let x = c.input(&[64, 256]);
             (c.g.softmax(x, 1)?, &[Shown::Steps, Shown::Moved])
         }
-        // The value that is stored and its reader are one step.
+        // One step stores a value and also computes the value's reader.
         passes::JOINED => {
             let x = c.input(&[64, 64]);
             let y = c.g.scalar(ScalarOp::Tanh, &[x])?;
@@ -261,7 +261,7 @@ fn workspace_lies_in_the_scratch_that_a_step_leaves_free() -> Result<()> {
     for (step, slot) in &p.workspaces {
         let at = p.slots[*slot as usize];
         assert!(at.bytes >= wanted[*step as usize], "{at:?}");
-        // No buffer that the step reads or writes overlaps it.
+        // No buffer that the step reads or writes overlaps the workspace.
         for b in &p.steps[*step as usize].buffers {
             if let halcyon::ir::plan::Storage::Slot(k) = p.buffers[b.0 as usize].storage {
                 let o = p.slots[k as usize];

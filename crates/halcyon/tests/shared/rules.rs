@@ -31,7 +31,7 @@ fn a_donated_tensor_gives_pending_readers_the_old_value_and_later_reads_an_error
     }
 }
 
-/// A position in a dtype with fewer than 32 bits; row 200 has no number in i8.
+/// Positions in dtypes with fewer than 32 bits. i8 cannot represent every row of the tensor.
 #[test]
 fn positions_of_small_dtypes_reach_far_rows_and_have_gradients() {
     for b in devices("small positions", Level::O2) {
@@ -134,7 +134,7 @@ fn a_chain_of_100_000_nodes_is_built_run_and_dropped() {
     }
     drop(t.clone() + 1.0);
     assert_eq!(t.to_vec::<f32>().unwrap()[1], 100_001.0);
-    // This chain is dropped before it was ever run.
+    // This chain of pending tensors is dropped without a run.
     let mut t = x(&b, 8);
     for _ in 0..100_000 {
         t = t + 1.0;

@@ -56,7 +56,7 @@ fn close(a: &[ConstData], b: &[ConstData], bound: f32) {
     }
 }
 
-/// Runs a split, and checks that its devices count the bytes that its placement gives.
+/// Runs a split, and checks that its devices count the same bytes as its placement.
 fn run_counted(s: &Split, inputs: &[ConstData]) -> Vec<ConstData> {
     let before: Vec<_> = s.backends().iter().map(Backend::counters).collect();
     let out = s.run(inputs, &[]).unwrap();

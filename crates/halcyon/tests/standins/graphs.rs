@@ -74,7 +74,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     let steps = exe.plan().steps.len() as u64;
     let run = |inputs: &[&Tensor]| b.launch_graph(&g, inputs).unwrap()[0].to_vec::<f32>().unwrap();
 
-    // Captured at the first launch; the counters are those of the commands.
+    // The commands are captured at the first launch. The counter `launches` counts each command of a capture.
     let start = b.counters();
     same(&run(&[]), &expected(&xs, &ws, &rows, 2.0), "first");
     for v in [0.5f32, -3.0, 1.25] {

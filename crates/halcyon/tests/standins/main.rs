@@ -96,7 +96,7 @@ fn op_table(kind: BackendType) {
     on(kind, &what, |h| {
         let b = h.open(Level::O1);
         // Compiling a kernel runs the C++ compiler, so only some cases are checked.
-        check_some(&what, &rows(), std::slice::from_ref(&b), 20, &mut Rng::fresh(&what)).finish(&what);
+        check_some(&what, &rows(), std::slice::from_ref(&b), 48, &mut Rng::fresh(&what)).finish(&what);
         let failures =
             (1..=20).filter_map(|seed| random::check(seed, std::slice::from_ref(&b)).err()).collect();
         Tally { cases: 20, failures, ..Tally::default() }.finish(&what);
@@ -394,7 +394,7 @@ fn vendors_libraries(kind: BackendType) {
             }
             Err(e) => assert!(!conv && matches!(e, Error::Unsupported { .. }), "{kind}: {e}"),
         }
-        // TF32, if the precision allows it: visible in the plan and in the accuracy.
+        // If the precision allows TF32, TF32 shows in the plan and in the accuracy.
         let with = |level, p| {
             let b = Backend::builder().backend_type(kind).level(level).precision(p);
             kernels_and_errors(&b.build().unwrap(), &want)
@@ -618,7 +618,7 @@ fn drawn(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
                 let b = input(&mut g, rng, &along(if conv { 1 } else { dims.len() - 1 }));
                 g.add(b, y).unwrap()
             }
-            // Along another axis, or of the full shape: not a bias.
+            // An operand along another axis, or of the full shape. It is not a bias.
             2 => {
                 let b = input(&mut g, rng, &along(0));
                 g.add(y, b).unwrap()

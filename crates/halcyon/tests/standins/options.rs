@@ -237,8 +237,8 @@ fn without_tensor_cores_halves_are_multiplied_by_plain_kernels() {
     }
 }
 
-/// Another process fills the device's memory. Only the driver knows this, so every check whether a plan fits
-/// must query it.
+/// Another process fills the device's memory. Only the driver can report this, so every check whether a plan
+/// fits must query the driver.
 #[test]
 fn a_card_that_another_process_has_filled_is_refused() {
     for kind in [BackendType::Cuda, BackendType::Rocm] {

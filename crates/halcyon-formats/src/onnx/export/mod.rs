@@ -1,9 +1,9 @@
 //! Exports graphs as ONNX models.
 //!
-//! [`export`] returns a model in memory. `write` writes a file, with the weights in a second file if the
-//! first would exceed the 2 GiB limit of protobuf messages. The table in `scalar` lists the scalar ops, `ops`
-//! the other primitives. A composite becomes the ONNX operator of the same definition (`composite`), or else
-//! its body.
+//! [`export`] returns a model in memory. `write` writes a file. If this file would exceed the 2 GiB limit of
+//! protobuf messages, the weights go to a second file. The table in `scalar` lists the scalar ops, `ops` the
+//! other primitives. A composite becomes the ONNX operator of the same definition (`composite`), or else its
+//! body.
 //!
 //! Where ONNX leaves a result undefined, the result depends on the software that runs the model: an index out
 //! of range, integer division by zero, a cast of a float to an integer that cannot hold it, the maximum of

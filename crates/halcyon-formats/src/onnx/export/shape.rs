@@ -110,7 +110,7 @@ impl Emitter<'_> {
         });
         let Some((x, k)) = found else {
             return Err(Error::unsupported(
-                format!("the symbolic size {d}, which is the size of no input's axis"),
+                format!("the symbolic size {d}, which is not the size of any input axis"),
                 "Give concrete sizes before exporting",
             ));
         };

@@ -80,7 +80,7 @@ fn insert_zeros(e: &mut Emitter<'_>, x: &Val, axis: usize, d: usize) -> Result<V
 
 /// Exports a ConvTranspose, or returns `None` if ConvTranspose cannot express the convolution. The kernel of
 /// the ConvTranspose is `w`, reversed along the spatial axes and with swapped channel axes. The padding of a
-/// ConvTranspose is what it cuts off from the full result.
+/// ConvTranspose is the number of elements that it cuts off from the full result.
 fn transposed(
     e: &mut Emitter<'_>,
     c: &Conv,
@@ -123,7 +123,7 @@ fn transposed(
     Ok(Some(e.node("ConvTranspose", &[x, &v], attrs, ty.clone())))
 }
 
-/// Whether the padding is at least as wide as the kernel, which other ONNX software rejects.
+/// Whether the padding is at least as wide as the kernel. Other ONNX software rejects such a padding.
 fn wide(p: &Pool) -> bool {
     p.pad.iter().zip(&p.kernel).any(|(p, k)| p.0 >= *k || p.1 >= *k)
 }

@@ -16,8 +16,8 @@ use crate::onnx::trace::{self, Bounds, CompiledLoop, Loop, Reason, Sequences};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape, TensorType};
 
 /// A loop of constant length is unrolled into the surrounding graph if its iterations together visit at most
-/// this many nodes of the model. For longer loops, planning the unrolled graph takes more time than is saved
-/// when it runs.
+/// this many nodes of the model. For longer loops, planning the unrolled graph takes more time than the
+/// unrolled graph saves when it runs.
 const MAX_UNROLLED_NODES: usize = 512;
 /// After its iterations have visited this many nodes of the model, a loop that adds few nodes to the graph is
 /// treated as long.

@@ -47,7 +47,7 @@ fn kernel(c: &Call<'_>, x: &Value, w: &Value) -> Result<Vec<usize>> {
     }
     let k = known(&w.shape()[2..])?;
     if k.contains(&0) || (c.ints("kernel_shape")?.is_some() && c.sizes("kernel_shape", k.len(), 0)? != k) {
-        return Err(c.invalid(format!("the kernel in weight {} is empty or not kernel_shape", w.ty)));
+        return Err(c.invalid(format!("the kernel of weight {} is empty or differs from kernel_shape", w.ty)));
     }
     Ok(k)
 }

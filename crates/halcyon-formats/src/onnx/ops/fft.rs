@@ -100,8 +100,8 @@ pub(super) fn transform(b: &mut Builder, x: &Value, n: usize, keep: usize, sign:
     b.scalar(S::Mul, &[&y, &k])
 }
 
-/// The inverse transform to `n` real points, `[m, n, 1]`. `x` has the shape `[m, n / 2 + 1, 1 or 2]`. It is
-/// the first half of the spectrum, which is conjugate-symmetric.
+/// The inverse transform to `n` real points, `[m, n, 1]`. `x` has the shape `[m, n / 2 + 1, 1 or 2]`. `x` is
+/// the first half of a conjugate-symmetric spectrum.
 ///
 /// # Errors
 /// The errors of [`transform`].

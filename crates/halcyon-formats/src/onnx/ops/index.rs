@@ -39,7 +39,7 @@ pub(super) fn along(b: &mut Builder, n: Dim, axis: usize, rank: usize) -> Result
 fn eye_like(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     if x.rank() != 2 {
-        return Err(c.invalid(format!("a matrix expected, not {}", x.ty)));
+        return Err(c.invalid(format!("expected a matrix, found {}", x.ty)));
     }
     let to = c.dtype("dtype")?.unwrap_or(x.dtype());
     // The limits keep sums with `k` within 64 bits. No matrix is that large.
@@ -100,7 +100,7 @@ fn tuple(c: &Call<'_>, data: &Value, index: &Value, batch: usize) -> Result<usiz
     match k {
         Some(k) if k >= 1 && k <= data.rank().saturating_sub(batch) => Ok(k),
         Some(_) => Err(c.invalid(format!(
-            "the last axis of {} must have 1 to as many elements as {} has axes after {batch} batch axes",
+            "the last axis of {} has 0 elements, or more than {} has axes after {batch} batch axes",
             index.ty, data.ty
         ))),
         None => Err(c.unsupported("tuples of unknown length", "Give concrete shapes")),

@@ -42,7 +42,7 @@ fn batch_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
     let (x, eps) = (c.arg(0)?, c.float("epsilon", 1e-5)?);
     if !x.dtype().is_float() || x.rank() == 0 {
-        return Err(c.invalid(format!("input {}: [n, c, …] of floats expected", x.ty)));
+        return Err(c.invalid(format!("the input is {}, expected floats [n, c, …]", x.ty)));
     }
     let given = x.shape().clone();
     // An operand `[n]` with a single axis is a batch of `n` with one channel.

@@ -109,8 +109,8 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         // f64 quotients of integers are exact enough to round correctly.
         None => DType::F64,
     };
-    // Casts mark where to round. Operations in a half type would not, because a fused kernel keeps
-    // intermediate results in f32.
+    // Only the quotient is rounded to `via`. Everything else is computed in the type that `via` is computed
+    // in, so that the sum with the zero point is not rounded to a half type.
     let (wide, scale) = (b.cast(x, via)?, b.cast(scale, via)?);
     let (wide, scale) = (b.cast(&wide, via.compute())?, b.cast(&scale, via.compute())?);
     let scale = broadcast_scale(b, c, &scale, x)?;
@@ -121,7 +121,7 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         q = b.scalar(S::Round, &[&q])?;
     }
     if let Some(z) = zero {
-        // The sum is exact, unless it is so large that the result saturates.
+        // This sum is exact, unless it is so large that the result saturates.
         let z = b.cast(z, q.dtype())?;
         let z = broadcast_scale(b, c, &z, x)?;
         q = b.scalar(S::Add, &[&q, &z])?;

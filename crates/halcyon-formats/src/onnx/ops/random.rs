@@ -85,7 +85,7 @@ fn multinomial(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         return Err(c.invalid(format!("the result's type must be i32 or i64, found {to}")));
     }
     if x.rank() != 2 || x.shape()[1].is(0) {
-        return Err(c.invalid(format!("expected an input [batch, classes] with classes, found {}", x.ty)));
+        return Err(c.invalid(format!("expected [batch, classes] with at least 1 class, found {}", x.ty)));
     }
     let samples = c.int("sample_size", 1)?;
     let samples = usize::try_from(samples).ok().filter(|n| *n <= i32::MAX as usize);

@@ -370,8 +370,8 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
             "Split it; at most 8192 are unrolled",
         ));
     }
-    // Limits the number of nodes of the whole graph, which many long layers could exceed, as for unrolled
-    // loops.
+    // Limits the number of nodes of the whole graph, as for unrolled loops, because a model may have many
+    // long layers.
     let nodes = b.node_count();
     b.pace(&[], nodes)?;
     let (hidden, wide) = (r.shape()[2], r.shape()[2].mul(Dim::from(kind.gates())));

@@ -305,8 +305,8 @@ unsafe fn stream_body<const V: bool>(s: *const u8, d: *mut u8, bytes: usize) {
     }
 }
 dispatch_raw! {
-    /// Copies with stores that bypass the caches, where the processor has them. [`fence`] must follow on this
-    /// thread before other threads read the destination.
+    /// Copies with stores that bypass the caches, where the processor has them. The caller calls [`fence`] on
+    /// this thread before other threads read the destination.
     ///
     /// # Safety
     /// `s` has `bytes` readable bytes, `d` `bytes` writable ones; they do not overlap.
@@ -351,8 +351,8 @@ fn half_of(to: DType, x: f64) -> f32 {
 }
 
 /// Casts f32 to integers of 8 or 16 bits, in the 32 bits of their register type. Saturates; NaN becomes 0.
-/// The compiler turns a conversion of numbers in the range of i32 into vector instructions, but not one that
-/// saturates.
+/// The values are limited before they are converted, because the compiler does not vectorise a conversion
+/// that saturates.
 #[inline(always)]
 fn small_integers(to: DType, s: &[f32], d: &mut [i32]) {
     let (low, high) = to.range();
@@ -447,8 +447,8 @@ cast_from!(u8 u8_body from_u8, |x| x as f32, wide, |x, to| half_of(to, x as f64)
 /// Casts `n` values by the rules of `Scalar::cast`.
 ///
 /// # Safety
-/// `s` holds `n` values of the register type of `from`, `d` has room for `n` of that of `to`; both are
-/// aligned and do not overlap.
+/// `s` holds `n` values of the register type of `from`. `d` has room for `n` values of the register type of
+/// `to`. Both are aligned and do not overlap.
 pub(super) unsafe fn cast(isa: Isa, from: DType, to: DType, s: *const u8, d: *mut u8, n: usize) {
     // SAFETY: `cast` has the contract of these functions, and the match picks the register type of `from`.
     unsafe {

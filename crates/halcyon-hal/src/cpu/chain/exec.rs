@@ -13,7 +13,7 @@ use halcyon_ir::fused::Param;
 use smallvec::SmallVec;
 use std::cell::Cell;
 
-/// Fewest elements for which a separate part of the work is worthwhile.
+/// Minimum number of elements in a part of the work. A smaller part would cost more than it saves.
 const GRAIN: usize = 32 << 10;
 /// Bytes of a block register.
 const SLOT: usize = BLOCK * 8;
@@ -39,8 +39,8 @@ struct BlockExecutor<'a> {
     loads: SmallVec<[isize; 16]>,
     iotas: SmallVec<[isize; 2]>,
     outs: SmallVec<[isize; 4]>,
-    /// For a register that is loaded with one value for the whole block: the position of the value that is in
-    /// its slot.
+    /// For each register whose load has one value for the whole block: the position of the value that its
+    /// slot now holds.
     held: SmallVec<[isize; 64]>,
     /// Block number along each axis.
     pos: [usize; MAX_AXES],
@@ -85,7 +85,7 @@ fn with_executor(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut BlockExecutor<'_>)) 
         mem.resize(need, Line([0; 8]));
     }
     let base = mem.as_mut_ptr() as *mut u8;
-    // SAFETY: callers pass slots that were counted in `need`, so the address lies in `mem`.
+    // SAFETY: `need` counts every slot that is passed, so the address lies in `mem`.
     let slot = |i: usize| unsafe { base.add(i * SLOT) };
     let mut w = BlockExecutor {
         p,
@@ -138,7 +138,7 @@ pub(super) unsafe fn run(p: &Plan, r: &Run<'_>) {
     let each = p.width * p.group;
     let width = each * p.outs.len();
     let work: usize = p.axes.iter().map(|a| a.dim).product();
-    // Divide the work into parts of about GRAIN elements.
+    // Divide the work into parts of at least about GRAIN elements.
     let units = p.tasks * p.chunks;
     let grain = (GRAIN * units / work.max(1)).max(1);
     if p.chunks == 1 {
@@ -162,7 +162,7 @@ pub(super) unsafe fn run(p: &Plan, r: &Run<'_>) {
                 let (t, c) = (u / p.chunks, u % p.chunks);
                 w.task(t, c * p.chunk, ((c + 1) * p.chunk).min(p.task_blocks));
                 for o in 0..p.outs.len() {
-                    // SAFETY: there are `width` words per unit, and this part alone has this unit.
+                    // SAFETY: there are `width` words per unit, and no other part has this unit.
                     unsafe {
                         std::ptr::copy_nonoverlapping(w.acc_of(o), ws.get().add(u * width + o * each), each);
                     }
@@ -322,8 +322,8 @@ impl BlockExecutor<'_> {
         let (src, dst) = (self.regs[out.value], self.out_ptr(o, out));
         let n = rows * cols;
         // SAFETY: the register holds the block. The rectangle lies in the output (see `out_ptr`), and no
-        // other part writes it. In place, a register that points into an overwritten input is the value of
-        // this output only (`Load::direct`), so it has the address `dst`, and nothing is copied.
+        // other part writes it. If the register points into an input that this output overwrites, it is the
+        // value of this output only (`Load::direct`). Its address is then `dst`, and nothing is copied.
         unsafe {
             if out.stream {
                 let same = self.p.raw || out.dtype.compute() == out.dtype;
@@ -369,19 +369,19 @@ impl BlockExecutor<'_> {
                     let d = unsafe { ops::slm(self.slot(s.dst), BLOCK) };
                     convert::iota(self.isa, a.dtype, self.iotas[i] as i64, r, d);
                 }
-                // SAFETY: earlier steps wrote `n` values to each operand. The destination is a slot that no
-                // operand uses, or the output, which overlaps no operand.
+                // SAFETY: earlier instructions wrote `n` values to each operand. The destination is a slot
+                // that no operand uses, or the output, which overlaps no operand.
                 Kind::Op(op, d) => unsafe {
                     let x = s.args.map(|a| self.regs[a] as *const u8);
                     ops::apply(self.isa, op, d, n, self.regs[s.dst], x);
                 },
-                // SAFETY: an earlier step wrote `n` values of `from`; the destination is another slot, or the
-                // output.
+                // SAFETY: an earlier instruction wrote `n` values of `from`; the destination is another slot,
+                // or the output.
                 Kind::Cast(from, to) => unsafe {
                     convert::cast(self.isa, from, to, self.regs[s.args[0]], self.regs[s.dst], n);
                 },
-                // SAFETY: an earlier step wrote `n` values of `from`; the destination is another slot, or the
-                // output.
+                // SAFETY: an earlier instruction wrote `n` values of `from`; the destination is another slot,
+                // or the output.
                 Kind::Bitcast(from, to) => unsafe {
                     convert::bitcast(self.isa, from, to, self.regs[s.args[0]], self.regs[s.dst], n);
                 },
@@ -423,7 +423,7 @@ impl BlockExecutor<'_> {
                 let fill = m.fill.map_or(Scalar::I(0), |p| param(self.p, self.r, p));
                 let lane = self.p.lane(l.dtype);
                 // SAFETY: a slot has room for a block of any type. Only elements inside the mask are read,
-                // which lie inside the operand.
+                // and these lie inside the operand.
                 unsafe {
                     convert::splat(
                         lane.size(),

@@ -1,11 +1,11 @@
 //! The executor of fused chains: runs a chain block by block, each instruction over a whole block in the
 //! first-level cache.
 //!
-//! A `plan::Plan` is compiled once per fused kernel: axes of the kernel's space are merged, two of them are
-//! chosen to form blocks of at most `BLOCK` elements, and instructions get registers. Operands that are
-//! contiguous and need no conversion are used in place. All others (strided, broadcast, masked, or of a type
-//! that needs conversion) are first copied to a block. Reductions use 64-bit accumulators in an order that
-//! depends on shapes alone, so results do not depend on the number of threads.
+//! `plan::Plan::new` compiles each fused kernel once: it merges axes of the kernel's space, chooses two of
+//! them to form blocks of at most `BLOCK` elements, and assigns registers to the instructions. Operands that
+//! are contiguous and need no conversion are used in place. All others (strided, broadcast, masked, or of a
+//! type that needs conversion) are first copied to a block. Reductions use 64-bit accumulators in an order
+//! that depends on shapes alone, so results do not depend on the number of threads.
 
 pub(super) mod convert;
 mod exec;
@@ -34,7 +34,7 @@ pub(crate) const BLOCK: usize = 256;
 
 /// Compiles a fused chain to a kernel.
 pub(crate) fn kernel(isa: Isa, f: &Fused, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
-    // Making the plan checks the chain, on which the code below relies.
+    // `Plan::new` checks the chain. The code below relies on this check.
     let plan = plan::Plan::new(f, call)?;
     if let Some(k) = quantize::kernel(f, call)? {
         return Ok(k);

@@ -116,7 +116,7 @@ fn f32_body<const FMA: bool>(op: ScalarOp, d: &mut [f32], a: &[f32], b: &[f32], 
         S::Atan2 => bin!(d a b, |x, y| vm::atan2::<FMA>(x, y)),
         S::Min => bin!(d a b, |x, y| min_f32(x, y)),
         S::Max => bin!(d a b, |x, y| max_f32(x, y)),
-        // Without FMA instructions, use f64: the product is exact and cannot overflow, as it could in f32.
+        // Without FMA instructions, use f64. There the product is exact and cannot overflow; in f32 it could.
         S::Fma => tri!(d a b c, |x, y, z| {
             if FMA { x.mul_add(y, z) } else { (f64::from(x) * f64::from(y) + f64::from(z)) as f32 }
         }),

@@ -11,16 +11,17 @@ use halcyon_ir::ops::element_wise::Rule;
 use halcyon_ir::{DType, ScalarOp};
 use std::sync::Mutex;
 
-/// Maximum number of axes of a plan: those of the space, and a row axis of size 1 if blocks have one row.
+/// An upper bound on the number of axes of a plan: the axes of the space, and axes of size 1 for the rows and
+/// columns of blocks if the space has none for them.
 pub(super) const MAX_AXES: usize = MAX_RANK + 2;
 /// Outputs of at least this size are written with stores that bypass the caches, so that their cache lines
 /// are not read first.
 const STREAM_BYTES: usize = 24 << 20;
 /// A reduction with fewer independent tasks than this is also divided along its reduced axes.
 const FEW_TASKS: usize = 32;
-/// Elements per piece of a divided reduction. A task of four or fewer pieces is not divided.
+/// Elements per range of a divided reduction. A task of at most four ranges is not divided.
 const CHUNK: usize = 16 << 10;
-/// Largest number of pieces per task.
+/// Maximum number of ranges per task.
 const MAX_CHUNKS: usize = 64;
 /// Maximum number of column blocks that one task of a reduction along rows processes together, so that memory
 /// is read in long runs.
@@ -55,7 +56,7 @@ pub(super) struct Load {
     pub mask: Option<Mask>,
     /// Whether instructions read blocks directly from the operand's memory.
     pub direct: bool,
-    /// Whether a block has a single value, which is kept while its position stays the same.
+    /// Whether all elements of a block have one value. It is loaded again only if its position changes.
     pub uniform: bool,
 }
 
@@ -118,9 +119,9 @@ pub(super) struct Plan {
     pub tasks: usize,
     /// Blocks per task.
     pub task_blocks: usize,
-    /// Blocks per piece of a divided reduction.
+    /// Blocks per range of a divided reduction.
     pub chunk: usize,
-    /// Pieces per task.
+    /// Ranges per task.
     pub chunks: usize,
     pub loads: Vec<Load>,
     pub iotas: Vec<Iota>,
@@ -143,7 +144,7 @@ pub(super) struct Plan {
     pub group: usize,
     /// Whether some axis is empty.
     pub empty: bool,
-    /// Partial results of a reduction that is divided into pieces; kept between runs.
+    /// Partial results of a reduction that is divided into ranges; kept between runs.
     pub partials: Mutex<Vec<u64>>,
 }
 
@@ -183,7 +184,7 @@ impl Plan {
         let dims = views[first_out].shape.clone();
         if dims.len() > MAX_RANK {
             return declined(format!(
-                "{} axes after collapsing, at most {MAX_RANK} are supported",
+                "{} axes remain after merging, but at most {MAX_RANK} are supported",
                 dims.len()
             ));
         }
@@ -214,8 +215,8 @@ impl Plan {
         let contiguous = |a: &Affine| {
             a.stride[col] == 1 && (axes[row].step == 1 || (whole && a.stride[row] == axes[col].dim as isize))
         };
-        // Whether another output has the old elements of an overwritten input. They must be copied before the
-        // input's memory is overwritten.
+        // Whether another output is a copy of an input that is overwritten in place. Its elements must be
+        // copied before their memory is overwritten.
         let is_kept = |load: usize, input: usize| {
             let loads = |o: &fused::Out| f.body[o.value as usize].kind == InstrKind::Load(load as u32);
             input < call.in_place && f.outs.iter().enumerate().any(|(k, o)| k != input && loads(o))
@@ -335,7 +336,7 @@ impl Plan {
         })
     }
 
-    /// Number of words for the partial results of all pieces.
+    /// Number of words for the partial results of all ranges.
     pub(super) fn partial_words(&self) -> usize {
         self.tasks * self.chunks * self.outs.len() * self.width * self.group
     }
@@ -350,24 +351,24 @@ impl Plan {
 fn check(f: &Fused, call: &CallForm<'_>) -> Result<(), Declined> {
     let outer = f.space.len().checked_sub(f.reduced);
     let Some(outer) = outer.map(|n| &f.space[..n]) else {
-        return declined("more reduced axes than axes");
+        return declined("the chain reduces more axes than its space has");
     };
     let types = f.body.iter().map(|i| i.dtype).chain(f.params.iter().map(|p| p.0));
     if let Some(d) = types.chain(f.outs.iter().map(|o| o.dtype)).find(|d| !d.is_native()) {
         return declined(format!("{d} is a small type, which the passes replace"));
     }
     if !reach::is_countable(&f.space) {
-        return declined("a space of too many points");
+        return declined("the space has too many points");
     }
     for l in &f.loads {
         let Some(o) = call.inputs.get(l.input as usize) else {
-            return declined("a load of an input that is not there");
+            return declined("a load reads an input that does not exist");
         };
         if !reach::load_fits(f, l, o) {
             return declined("a load's view does not fit its operand");
         }
         if l.view.mask.is_some() && l.fill.is_none_or(|p| p as usize >= f.params.len()) {
-            return declined("a masked load without a fill value");
+            return declined("a masked load has no fill value");
         }
         let place = l.input as usize;
         if place < call.in_place
@@ -389,13 +390,13 @@ fn check(f: &Fused, call: &CallForm<'_>) -> Result<(), Declined> {
         }
         // Threads write concurrently, so no two of them may write the same element.
         if !reach::is_injective(&o.view) {
-            return declined("a result whose view has two elements in one place");
+            return declined("the view of a result has two elements at one place in memory");
         }
         if o.reduce.is_some() != (f.reduced > 0) || o.value as usize >= f.body.len() {
-            return declined("a result without its value or reduction");
+            return declined("a result has no value, or its reduction does not fit the reduced axes");
         }
         if o.reduce.is_none() && f.body[o.value as usize].dtype != o.dtype {
-            return declined("a result whose type is not its value's; cast first");
+            return declined("a result and its value have different types; cast the value first");
         }
     }
     Ok(())
@@ -407,38 +408,42 @@ fn is_copy(f: &Fused) -> bool {
         && f.outs.iter().all(|o| o.reduce.is_none())
 }
 
-/// The steps of the body, the registers of its parameters, and the number of registers.
+/// The instructions for the chain, the registers of its parameters, and the number of registers.
 fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>, usize), Declined> {
     let (mut steps, mut pinned) = (vec![], vec![]);
     for (dst, i) in f.body.iter().enumerate() {
         let mut args = [0; 3];
         for (k, a) in i.args.iter().take(3).enumerate() {
             if *a as usize >= dst {
-                return declined("an instruction that uses a later one");
+                return declined("an instruction uses a later one");
             }
             args[k] = *a as usize;
         }
         let arity = |n: usize| {
-            if i.args.len() == n { Ok(()) } else { declined("a wrong number of operands") }
+            if i.args.len() == n {
+                Ok(())
+            } else {
+                declined("the operand count is wrong")
+            }
         };
         let of = |k: usize| f.body[args[k]].dtype;
         let kind = match i.kind {
             InstrKind::Param(p) => {
                 if f.params.get(p as usize).is_none_or(|p| p.0 != i.dtype) {
-                    return declined("a parameter that is not there or of another type");
+                    return declined("a parameter does not exist or has another type");
                 }
                 pinned.push((dst, p as usize));
                 continue;
             }
             InstrKind::Load(l) => {
                 if f.loads.get(l as usize).is_none_or(|l| l.dtype != i.dtype) {
-                    return declined("a load that is not there or of another type");
+                    return declined("a load does not exist or has another type");
                 }
                 Kind::Load(l as usize)
             }
             InstrKind::Iota(a) => {
                 if a as usize >= f.space.len() {
-                    return declined("an index along an axis that is not there");
+                    return declined("an index refers to an axis that does not exist");
                 }
                 Kind::Iota(a as usize)
             }
@@ -448,9 +453,9 @@ fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>,
                 let d = if selects { of(1) } else { of(0) };
                 let same = (0..op.arity()).all(|k| of(k) == if selects && k == 0 { DType::Bool } else { d });
                 if !op.takes(d) || !same || op.result(d) != i.dtype {
-                    return declined(format!("{} on {d} giving {}", op.name(), i.dtype));
+                    return declined(format!("{} of {d} does not give {}", op.name(), i.dtype));
                 }
-                // Unused operands repeat the first.
+                // An operand that the op does not have is set to the first one.
                 for k in op.arity()..3 {
                     args[k] = args[0];
                 }
@@ -463,7 +468,7 @@ fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>,
             InstrKind::Bitcast => {
                 arity(1)?;
                 if of(0).bits() != i.dtype.bits() {
-                    return declined("a bitcast between types of different sizes");
+                    return declined("a bitcast has types of different sizes");
                 }
                 Kind::Bitcast(of(0), i.dtype)
             }
@@ -475,7 +480,7 @@ fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>,
 }
 
 impl Step {
-    /// The registers that the step reads.
+    /// The registers that the instruction reads.
     pub(super) fn reads(&self) -> &[usize] {
         match self.kind {
             Kind::Load(_) | Kind::Iota(_) => &[],
@@ -511,7 +516,7 @@ fn fuse_multiply_add(steps: &mut [Step], f: &Fused) {
     }
 }
 
-/// Removes steps that no output depends on.
+/// Removes instructions that no output depends on.
 fn drop_dead(steps: &mut Vec<Step>, f: &Fused) {
     let mut live = vec![false; f.body.len()];
     f.outs.iter().for_each(|o| live[o.value as usize] = true);
@@ -538,7 +543,8 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
     if dims.is_empty() {
         return BlockShape { row: None, col: None, rows: 1, cols: 1, square: false };
     }
-    // The views of memory: loads, and outputs, which are marked and have only the axes before `border`.
+    // The views of memory, each with a mark: `false` for a load, `true` for an output. Outputs have only the
+    // axes before `border`.
     let memory = || {
         views[..f.loads.len()].iter().map(|v| (v, false)).chain(views[first_out..].iter().map(|v| (v, true)))
     };
@@ -554,8 +560,8 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
     };
     let col = (0..dims.len()).max_by_key(|&k| (score(k), k)).unwrap_or(dims.len() - 1);
     let n = dims[col].max(1);
-    // An operand that is contiguous along another axis than the columns is read in squares, so that its cache
-    // lines are used whole.
+    // If an operand is contiguous along another axis than the columns, blocks are squares, so that every
+    // loaded cache line is used completely.
     let crosses = |v: &View, j: usize| v.strides[col].abs() > 1 && v.strides[j].abs() == 1;
     let across = |j: usize| {
         memory().filter(|(v, out)| !(*out && (j >= border || col >= border)) && crosses(v, j)).count()
@@ -580,7 +586,7 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
             };
         }
     }
-    // Pieces of nearly equal size, of whole vectors.
+    // Divide the columns into blocks of nearly equal size that consist of whole vectors.
     let cols = if n <= BLOCK { n } else { n.div_ceil(n.div_ceil(BLOCK)).next_multiple_of(16) };
     BlockShape { row: None, col: Some(col), rows: 1, cols, square: false }
 }

@@ -1,10 +1,10 @@
-//! Two chains of quantisation, each in one loop over a row: `max |x|`, and
-//! `cast(clamp(round(x / s)))`, where `s` has one value for each row or one for all.
+//! Kernels for two chains of quantisation, each with one loop over a row: the magnitude `max |x|`, and the
+//! codes `cast(clamp(round(x / s)))`, where `s` has one value for each row or one for all rows.
 //!
-//! Cost. The codes take a division and 4 bytes read and 1 or 2 written per element. The general executor
-//! passes over a block once for each instruction, computes `s` for every element, and makes a maximum of five
-//! instructions, because it propagates NaN and orders zeros. Here both zeros become the code 0, and a NaN
-//! does after the limits.
+//! Cost. Each code takes one division, a read of 4 bytes and a write of 1 or 2 bytes. The general executor
+//! reads a block once for each instruction, computes `s` for every element, and needs five instructions for a
+//! minimum or maximum, because it propagates NaN and orders zeros. The kernel for codes need not order zeros,
+//! because both become the code 0. It tests for NaN once, after the limits.
 
 use super::flush::FlushToZero;
 use super::ops;
@@ -20,20 +20,21 @@ use halcyon_ir::{DType, ScalarOp};
 
 /// Rows whose scales are computed together.
 const ROWS: usize = 64;
-/// Columns of a row that are converted together, if it is longer.
+/// Maximum number of columns that are converted together. A longer row is divided.
 const COLS: usize = 4096;
-/// Shorter rows are not worth a call for each.
+/// Shorter rows are left to the general executor, because a call for each row would take too long.
 const FEWEST_COLS: usize = 16;
-/// A maximum over fewer rows is left to the general executor, which divides rows.
+/// Maxima of fewer rows are left to the general executor, because it can divide a row among threads.
 const FEWEST_ROWS: usize = 32;
-/// Fewest elements for which a separate part of the work is worthwhile.
+/// Minimum number of elements in a part of the work. A smaller part would cost more than it saves.
 const GRAIN: usize = 32 << 10;
-/// Chains of quantisation are shorter. It bounds the depth of recursion.
+/// Longer chains are left to the general executor, so that the depth of recursion is bounded. Chains of
+/// quantisation are shorter.
 const MAX_BODY: usize = 64;
 /// Values that a row may have besides its elements: loads, parameters and results.
 const MAX_VALUES: usize = 8;
 
-/// Where a value with one element for each row, or one for all, is read.
+/// The place of an operand that has one element for each row, or one for all rows.
 #[derive(Clone, Copy, Debug)]
 struct PerRow {
     input: usize,
@@ -49,7 +50,7 @@ enum Value {
     Op(ScalarOp, [usize; 3]),
 }
 
-/// A matrix whose rows follow each other.
+/// A matrix whose rows follow each other without gaps.
 #[derive(Clone, Copy, Debug)]
 struct Rows {
     input: usize,
@@ -70,8 +71,9 @@ struct Codes {
     out: isize,
 }
 
-/// A kernel for the chain, if it is one of the two. `Plan::new` must have accepted the chain: instructions
-/// then use earlier ones and have the operands that their ops take, and views lie in their operands.
+/// A kernel for the chain, if it is one of the two. `Plan::new` must have accepted the chain. Then every
+/// instruction uses only earlier ones and has the operands that its op takes, and every view lies in its
+/// operand.
 pub(super) fn kernel(f: &Fused, call: &CallForm<'_>) -> Result<Option<CpuKernel>, Declined> {
     if call.in_place > 0 || f.outs.len() != 1 || f.body.len() > MAX_BODY {
         return Ok(None);
@@ -89,7 +91,8 @@ pub(super) fn kernel(f: &Fused, call: &CallForm<'_>) -> Result<Option<CpuKernel>
     Ok(None)
 }
 
-/// The views of the loads and of the result, over `[rows, columns]`. `None` if they do not collapse to that.
+/// The views of the loads and of the result, over `[rows, columns]`. `None` if their axes cannot be merged to
+/// these two, or the kernels do not support the views.
 fn views(f: &Fused) -> Option<(Vec<View>, usize, usize)> {
     let rank = f.space.len();
     let mut all: Vec<View> = f.loads.iter().map(|l| l.view.clone()).collect();
@@ -125,7 +128,7 @@ fn is_whole(v: &View, rows: usize, cols: usize) -> bool {
     col == 1 && (rows == 1 || row == cols as isize)
 }
 
-/// The chain as a maximum of magnitudes: the operand, and where the results begin.
+/// If the chain is a maximum of magnitudes: its operand, and the offset of the results.
 fn magnitude(f: &Fused) -> Option<(Rows, isize)> {
     let out = &f.outs[0];
     if out.reduce != Some(ReduceKind::Max) || out.dtype != DType::F32 {
@@ -145,7 +148,7 @@ fn magnitude(f: &Fused) -> Option<(Rows, isize)> {
         .then_some((Rows { input: load.input as usize, offset: v.offset, rows, cols }, out.view.offset))
 }
 
-/// The chain as codes.
+/// If the chain computes codes: its description.
 fn codes(f: &Fused, inputs: usize) -> Option<Codes> {
     let out = &f.outs[0];
     if out.reduce.is_some() || !matches!(out.dtype, DType::I8 | DType::U8 | DType::I16 | DType::U16) {
@@ -160,7 +163,8 @@ fn codes(f: &Fused, inputs: usize) -> Option<Codes> {
     if cast.kind != InstrKind::Cast || f.body[at as usize].dtype != DType::F32 {
         return None;
     }
-    // From the last limit to the first. Limits in any order are one interval, unless it is empty.
+    // Go from the last limit to the first. Together they are one interval. If it is not empty, their order
+    // does not matter.
     let (low, high) = out.dtype.range();
     let (mut low, mut high) = (low as f32, high as f32);
     loop {
@@ -183,7 +187,7 @@ fn codes(f: &Fused, inputs: usize) -> Option<Codes> {
     let InstrKind::Load(l) = f.body[x as usize].kind else { return None };
     let (load, v) = (f.loads.get(l as usize)?, &views[l as usize]);
     let whole = is_whole(v, rows, cols) && is_whole(views.last()?, rows, cols);
-    // A limit that is not an integer would be rounded by the cast.
+    // The cast would round a limit that is not an integer.
     let whole_limits = low <= high && low == low.trunc() && high == high.trunc();
     if load.dtype != DType::F32 || !whole || !whole_limits {
         return None;
@@ -204,7 +208,8 @@ fn literal(f: &Fused, reg: u32) -> Option<f32> {
     }
 }
 
-/// Appends what computes a value that does not change along a row, and returns its index.
+/// Appends a value that is the same for a whole row, after the values from which it is computed. Returns its
+/// index.
 fn per_row(f: &Fused, views: &[View], reg: u32, values: &mut Vec<Value>) -> Option<usize> {
     let i = &f.body[reg as usize];
     if i.dtype != DType::F32 || values.len() == MAX_VALUES {
@@ -257,10 +262,11 @@ unsafe fn scales(c: &Codes, r: &Run<'_>, from: usize, n: usize) -> [f32; ROWS] {
             }
             Value::Op(op, args) => {
                 let arg = |a: usize| before.get(a).map_or(std::ptr::null(), |b| b.as_ptr().cast::<u8>());
-                // Operands that the op does not have are the first value, which it does not read.
+                // For an operand that the op does not have, this passes value 0, which the op does not read.
                 let x = args.map(arg);
-                // SAFETY: the chain was accepted, so an op of floats comes after its operands, which are
-                // values of `ROWS` floats; the destination is another value; `isa` is that of the run.
+                // SAFETY: `per_row` appended the operands, which are f32, before the op, so each has been
+                // written and holds `ROWS` floats. The destination is another value. The device of the run
+                // supports `r.isa`.
                 unsafe { ops::apply(r.isa, op, DType::F32, n, to.as_mut_ptr().cast(), x) };
             }
         }
@@ -282,7 +288,7 @@ unsafe fn run_codes(c: &Codes, r: &Run<'_>) {
             let (row, first) = (unit / pieces, unit % pieces * piece);
             let group = row / ROWS * ROWS;
             if scale.1 != group {
-                // SAFETY: rows up to the last one exist.
+                // SAFETY: `scales` is called for rows that exist, at most `ROWS` of them.
                 scale = (unsafe { scales(c, r, group, ROWS.min(c.x.rows - group)) }, group);
             }
             let n = piece.min(c.x.cols - first);
@@ -331,7 +337,7 @@ fn row_body<const FMA: bool, T: Code>(x: &[f32], (scale, low, high): (f32, f32, 
         let q = (v / scale).round_ties_even();
         let q = if q < low { low } else { q };
         let q = if q > high { high } else { q };
-        // NaN passes the limits, and is cast to 0 even if they exclude 0.
+        // NaN passes the limits. Like every cast, this one makes it 0, even if the limits exclude 0.
         let q = if q.is_nan() { 0.0 } else { q };
         // SAFETY: `codes` made sure that `low <= high` lie in the range of an integer of 16 bits or fewer,
         // so `q`, which is no NaN, fits i32.
@@ -350,8 +356,8 @@ unsafe fn run_magnitude(m: Rows, inputs: usize, out: isize, r: &Run<'_>) {
     let to = SharedMut(r.bufs[inputs].ptr as *mut f32);
     r.team.ranges(m.rows, (GRAIN / m.cols).max(1), &|a, b| {
         for row in a..b {
-            // SAFETY: the rows of the operand follow each other and lie in it; there is one result for each
-            // row, which this part alone writes.
+            // SAFETY: the rows of the operand follow each other and lie in it; each row has its own result,
+            // and no other part has this row.
             unsafe {
                 let x = x.get().offset(m.offset + (row * m.cols) as isize);
                 *to.get().offset(out + row as isize) = largest(r.isa, std::slice::from_raw_parts(x, m.cols));
@@ -360,7 +366,8 @@ unsafe fn run_magnitude(m: Rows, inputs: usize, out: isize, r: &Run<'_>) {
     });
 }
 
-/// The bits of magnitudes are in the order of the magnitudes, and those of NaN above all others.
+/// The largest magnitude, or NaN if an element is NaN. The function compares bits: larger magnitudes have
+/// larger bits, and the bits of NaN are larger than those of any number.
 #[inline(always)]
 fn largest_body<const FMA: bool>(x: &[f32]) -> f32 {
     const W: usize = 32;

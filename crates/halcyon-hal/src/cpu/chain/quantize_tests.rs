@@ -28,7 +28,7 @@ fn numbers(rng: &mut Rng, n: usize) -> Vec<Scalar> {
     }))
 }
 
-/// The name of the kernel that the CPU takes.
+/// The name of the kernel that the CPU device chooses.
 fn name_of(f: &Fused, sizes: &[(DType, usize)], result: usize) -> String {
     let ins: Vec<_> = sizes.iter().map(|(d, n)| operand(*d, *n)).collect();
     let outs = [operand(f.outs[0].dtype, result)];
@@ -102,7 +102,7 @@ fn codes_are_those_of_the_chain() {
     }
 }
 
-/// Chains that look alike are left to the general executor, which computes them.
+/// Similar chains run on the general executor, with correct results.
 #[test]
 fn similar_chains_are_not_taken() {
     let mut rng = Rng(5);
@@ -114,11 +114,11 @@ fn similar_chains_are_not_taken() {
         f
     };
     let chains = [
-        // Limits that are no interval, or between two integers.
+        // Limits that form no interval, that are not integers, or that are NaN.
         changed(&|f| f.params[2].1 = Param::Literal(Scalar::F(12.0))),
         changed(&|f| f.params[3].1 = Param::Literal(Scalar::F(8.5))),
         changed(&|f| f.params[3].1 = Param::Literal(Scalar::F(f64::NAN))),
-        // Not rounded to nearest.
+        // A chain that does not round to nearest.
         changed(&|f| f.body[7] = op(ScalarOp::Floor, &[6])),
         // A scale for each column.
         changed(&|f| f.loads[1].view = View::dense(&[1, cols]).expand(&[rows, cols])),
@@ -141,11 +141,11 @@ fn malformed_chains_are_declined() {
     let good = codes(&[rows, cols], per_row(rows, cols), DType::I16, Some((-9.0, 9.0)));
     let inputs = [floats(vec![1.0; rows * cols]), floats(vec![1.0; rows])];
     let bad: [&dyn Fn(&mut Fused); 6] = [
-        // A limit of itself, and of a later instruction.
+        // Instructions that use themselves, a later one, and one that does not exist.
         &|f| f.body[10].args[0] = 10,
         &|f| f.body[10].args[0] = 11,
         &|f| f.body[6].args[1] = 99,
-        // Too few operands, and an operand of another type.
+        // Too few operands, operands of another type, and no operand.
         &|f| f.body[5].args.truncate(1),
         &|f| f.body[4] = op(ScalarOp::Select, &[1, 2, 3]),
         &|f| f.body[12].args.clear(),

@@ -1,4 +1,4 @@
-//! Accumulators of reductions. They have 64 bits, so that sums of f32 stay accurate over any length, and
+//! Accumulators of reductions. They have 64 bits, so that sums of f32 stay accurate over any length. They
 //! combine values in a fixed order.
 
 use super::lane::Lane;
@@ -36,8 +36,8 @@ pub(super) struct Shape {
     pub col_reduced: bool,
 }
 
-/// Combines all of `x` in an order that depends on its length alone: first into 32 values, which are then
-/// combined by halving.
+/// Combines all of `x` in an order that depends on its length alone. It first combines them into 32 values,
+/// then halves the number of values until one is left.
 #[inline(always)]
 fn fold<T: Copy>(x: &[T], id: T, f: impl Fn(T, T) -> T + Copy) -> T {
     const W: usize = 32;
@@ -155,7 +155,8 @@ pub(super) unsafe fn accumulate(
     }
 }
 
-/// Combines the accumulators `from` with those in `acc`, whose elements come first.
+/// Combines each accumulator in `acc`, as the first operand, with the accumulator in `from` at the same
+/// index.
 pub(super) fn combine(isa: Isa, lane: Lane, kind: ReduceKind, from: &[u64], acc: &mut [u64]) {
     let wide = match lane {
         Lane::F32 => Lane::F64,

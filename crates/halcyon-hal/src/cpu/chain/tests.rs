@@ -57,8 +57,8 @@ pub(crate) fn points(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + '_ {
     })
 }
 
-/// Evaluates the chain element by element. It rounds f16 and bf16 values after every op, which the kernel
-/// under test need not do.
+/// Evaluates the chain element by element. This function rounds f16 and bf16 values after every op; the
+/// kernel under test need not.
 pub(super) fn reference(
     f: &Fused,
     inputs: &[Vec<Scalar>],
@@ -411,7 +411,8 @@ fn any_views_masks_and_indices() {
         let params = vec![(d, Param::Literal(Scalar::I(7).cast(d))), (d, Param::Arg(0))];
         let f = Fused { space: shape.as_slice().into(), reduced: 0, loads, params, body, outs };
         for dev in &devs {
-            // Terms of up to 9 may cancel, so errors are relative to 16 at least.
+            // Terms of up to 9 may cancel, so errors are relative to the result or to 16, whichever is
+            // larger.
             check(
                 dev,
                 &f,
@@ -620,8 +621,8 @@ fn blocks_stay_inside_their_operands() {
     }
 }
 
-/// Multiply-add rounds only once on every instruction set. In these cases, a rounded product would overflow,
-/// or lose the digits that the addition leaves.
+/// Multiply-add rounds only once on every instruction set. In these cases, rounding the product would make it
+/// overflow, or remove the digits that are left after the addition.
 #[test]
 fn multiply_add_rounds_once_under_every_instruction_set() {
     use crate::cpu::library::{Fault, Run};

@@ -59,7 +59,8 @@ fn epilogues_that_leave_their_operands_are_declined() {
     // The product has more elements than the result or the chain.
     assert!(!takes(&dev, &biased(&[2]), dense(&[2]), &[2]));
     assert!(!takes(&dev, &good, dense(&[4, 4]), &[2, 4]));
-    // The bias has as many elements as are read, but they are all the same element in memory.
+    // The chain reads as many elements of the bias as its view has, but all of them are one element in
+    // memory.
     let repeated = Operand { dtype: F, view: View::dense(&[1]).expand(&[4, 4]) };
     assert!(!takes(&dev, &good, repeated, &[4, 4]));
     let mut f = good.clone();

@@ -73,7 +73,7 @@ pub(crate) fn conv(isa: Isa, call: &CallForm<'_>, c: &ops::Conv) -> Result<CpuKe
                 let (x, w) = (r.ptr::<f32>(0, &xv), r.ptr::<f32>(1, &wv));
                 let y = y as *mut f32;
                 // SAFETY: `CpuKernel::run` has checked the buffers as for `rows`. The chain lives in this
-                // closure and its operands in `r`, both longer than this call.
+                // closure and its operands in `r`. Both outlive this call.
                 unsafe {
                     let on_the_way = BoundChain::new(chain.as_ref().filter(|_| !conv.few()), r);
                     let operands = ConvOperands { chain: on_the_way, ..ConvOperands::new(x, w, y) };
@@ -108,8 +108,8 @@ fn conv_packed(
     let kernel = CpuKernel::new(format!("cpu.conv.{}.packed", isa.name()), call, move |r| {
         let x = r.ptr::<f32>(0, &xv);
         // SAFETY: `CpuKernel::run` has checked that the operands lie in their buffers and that the output
-        // shares none with an input. Input 1 is bound to the buffer that `pack` wrote, and the kernel reads
-        // the weights from there, so the pointer to unpacked weights may be null.
+        // shares no buffer with an input. Input 1 is bound to the buffer that `pack` wrote, and the kernel
+        // reads the weights from there, so the pointer to unpacked weights may be null.
         unsafe {
             let w = ConvWeights::new(isa, &conv, r.bufs[1].ptr as *const f32);
             let (null, y) = (std::ptr::null(), r.bufs[out].ptr as *mut f32);
@@ -223,8 +223,8 @@ fn plane_grad<T: Widened>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f
                             let (Some(d), Some(h), Some(c)) = at else { continue };
                             let i = (d * w.input[1] + h) * w.input[2] + c;
                             if kind == Pool::Max {
-                                // The first of several equal largest elements is used. NaN counts as the
-                                // largest.
+                                // If several elements are the largest, the first of them is used. NaN counts
+                                // as the largest.
                                 let larger = |b: usize| x[i].wide().order(x[b].wide()).is_gt();
                                 best = best.filter(|b| !larger(*b)).or(Some(i));
                             } else {

@@ -3,7 +3,7 @@
 //!
 //! The result is a row-major matrix. The kernel calls `BoundChain::run_rows` on a part once its sums are
 //! complete. The chain reads the sums in place and its other operands from their buffers. Its result
-//! overwrites the sums, or goes to another place and then may be bf16 (`BoundChain::run_into`).
+//! overwrites the sums, or is stored elsewhere, where it may be bf16 (`BoundChain::run_into`).
 
 use super::Run;
 #[cfg(target_arch = "x86_64")]
@@ -26,10 +26,11 @@ use smallvec::SmallVec;
 /// stack.
 const MAX_INSTRUCTIONS: usize = 24;
 
-/// A chain's last axis must be at least this long, or consist of whole rows of the result.
+/// The last axis of a chain must be at least this long, or its length must be a multiple of the columns of
+/// the result.
 const MIN_RUN: usize = 4;
 
-/// Fewest elements for which a separate part of the work is worthwhile.
+/// Minimum number of elements in a part of the work. A smaller part would cost more than it saves.
 const GRAIN: usize = 32 << 10;
 
 /// An operand of the chain. If `buffer` is `None`, it is the product itself.
@@ -50,15 +51,15 @@ struct Load {
 enum Step {
     Load(Load),
     Param(Param),
-    /// A scalar op and the steps that compute its operands.
+    /// A scalar op and the instructions that compute its operands.
     Op(ScalarOp, [usize; 3]),
-    /// The value of another step.
+    /// The value of another instruction.
     Same(usize),
-    /// The value of another step, rounded to bf16.
+    /// The value of another instruction, rounded to bf16.
     Round(usize),
 }
 
-/// A compiled chain. Each step has a block of its own for its result.
+/// A compiled chain. Each instruction has a block of its own for its result.
 #[derive(Debug)]
 pub(crate) struct EpilogueChain {
     steps: Vec<Step>,
@@ -113,8 +114,8 @@ dispatch_simd! {
 /// The contract of `widen`, and the caller is compiled for `S`'s instruction set.
 #[inline(always)]
 unsafe fn widen_body<S: Simd>(from: *const bf16, n: usize, to: *mut f32) {
-    // SAFETY: whole vectors end at or before `n`, the partial one has `n - i` elements; the contract makes
-    // `n` elements valid on both sides.
+    // SAFETY: whole vectors end at or before `n`, and the partial vector has `n - i` elements. The contract
+    // makes `n` elements valid on both sides.
     unsafe {
         let mut i = 0;
         while i + S::W <= n {
@@ -469,9 +470,9 @@ impl EpilogueChain {
         Ok(Some(EpilogueChain { steps, result: out.value as usize, columns, args, half }))
     }
 
-    /// Compiles the epilogue of a product of integers, whose sums are i32. All that the chain may do with i32
-    /// values is to convert the sums to f32. The kernel does this conversion before it calls
-    /// [`BoundChain::run_rows`]. `None` if the call has no epilogue.
+    /// Compiles the epilogue of a product of integers, whose sums are i32. The chain may use these sums only
+    /// by converting them to f32. The kernel does this conversion before it calls [`BoundChain::run_rows`].
+    /// `None` if the call has no epilogue.
     pub(crate) fn of_sums(
         call: &CallForm<'_>,
         own: usize,
@@ -567,8 +568,8 @@ impl EpilogueChain {
                 }
                 Step::Same(of) => regs[*of],
                 Step::Round(of) => {
-                    // SAFETY: the other step's value has `n` floats, and `half` and this block have room for
-                    // `n`.
+                    // SAFETY: the other instruction's value has `n` floats, and `half` and this block have
+                    // room for `n`.
                     unsafe {
                         let (from, mut half) = (regs[*of] as *const f32, [bf16::ZERO; BLOCK]);
                         round_rows(isa, 1, n, (from, 0), (half.as_mut_ptr(), 0));
@@ -581,8 +582,8 @@ impl EpilogueChain {
                     // If an op has fewer than three operands, the first one is passed in place of the missing
                     // ones, which the op ignores.
                     let x = x.map(|p| if p.is_null() { regs[a[0]] } else { p });
-                    // SAFETY: the operands were computed by earlier steps and hold `n` f32 values; this
-                    // step's block is none of them.
+                    // SAFETY: earlier instructions computed the operands, which hold `n` f32 values. The
+                    // block of this instruction is none of them.
                     unsafe { self.apply(isa, *op, n, own, x) };
                     own as *const u8
                 }
@@ -597,8 +598,8 @@ impl EpilogueChain {
             },
             Target::F32(to, rs) => {
                 for i in 0..p.rows {
-                    // SAFETY: row `i` of the result and of the destination is valid. They are either the
-                    // same, which is skipped, or in different memory.
+                    // SAFETY: row `i` of the result and of the destination is valid. If they are the same
+                    // memory, nothing is copied. Otherwise they do not overlap.
                     unsafe {
                         let (from, to) = (from.add(i * p.cols), to.offset(i as isize * rs));
                         if !std::ptr::eq(from, to) {

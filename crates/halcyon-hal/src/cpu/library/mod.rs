@@ -37,7 +37,8 @@ use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Where a kernel reports a bad index: the device's fault word and the id of the command.
+/// The place where a kernel reports a bad index: the device's fault word, and the id of the command to store
+/// there.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fault<'a> {
     word: &'a AtomicU32,
@@ -140,8 +141,8 @@ impl CpuKernel {
     }
 
     /// Declares `input` as a packed constant: the body reads the `floats` floats that `pack` wrote. `pack`
-    /// may rely on its source being as large as the call's view reaches, and on a destination of `floats`
-    /// floats, which need not be 64-byte aligned.
+    /// may rely on a source that is as large as the call's view reaches, and on a destination of `floats`
+    /// floats. The destination need not be 64-byte aligned.
     pub(crate) fn with_packed(
         mut self,
         input: usize,
@@ -161,10 +162,10 @@ impl CpuKernel {
     /// Both buffers are live memory that nothing else uses during the call.
     pub(crate) unsafe fn pack(&self, team: &Team, from: &Ptr, to: &Ptr) -> Result<()> {
         let bad = |w: String| Err(Error::argument("pack", format!("{}: {w}", self.name)));
-        let Some(p) = &self.packed else { return bad("reads nothing packed".into()) };
+        let Some(p) = &self.packed else { return bad("has no packed constant".into()) };
         if from.bytes < p.reads || to.bytes < p.packing.bytes {
             return bad(format!(
-                "{} bytes into {}, but {} are read and {} written",
+                "buffers of {} and {} bytes were passed, but {} bytes are read and {} written",
                 from.bytes, to.bytes, p.reads, p.packing.bytes
             ));
         }
@@ -191,7 +192,7 @@ impl CpuKernel {
             |i: usize| Bound { address: r.bufs[i].ptr as u64, bytes: r.bufs[i].bytes, span: r.bufs[i].bytes };
         self.needs.check(&self.name, r.bufs.len(), bound)?;
         if r.args.len() < self.args {
-            let what = format!("{} run-time arguments were given, {} are needed", r.args.len(), self.args);
+            let what = format!("{} run-time arguments were given, but {} are needed", r.args.len(), self.args);
             return Err(Error::argument(self.name.as_str(), what));
         }
         let written = |i: &usize| self.needs.uses(*i).1;
@@ -238,13 +239,13 @@ fn product_of_bytes(
     types: [DType; 2],
 ) -> Result<CpuKernel, Declined> {
     if !types.iter().all(|d| d.is_native()) {
-        return Err(Declined::because(format!("no products of {} and {}", types[0], types[1])));
+        return Err(Declined::because(format!("there are no products of {} and {}", types[0], types[1])));
     }
     let [a, b, rest @ ..] = call.inputs else {
         return Err(Declined::because("a product has two factors"));
     };
     if call.own != 2 {
-        return Err(Declined::because("products of integers read nothing besides their factors"));
+        return Err(Declined::because("products of integers have no operands besides their factors"));
     }
     let mut turned = b.clone();
     let Some(last) = turned.view.rank().checked_sub(1).filter(|last| *last > 0) else {
@@ -317,7 +318,7 @@ fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel,
         return Err(Declined::because("this op does not run in place"));
     }
     if (call.packed.is_some() || call.epilogue.is_some()) && !facts.packs {
-        return Err(Declined::because(format!("{} reads nothing packed and has no epilogue", op.name())));
+        return Err(Declined::because(format!("{} has no packed constant and no epilogue", op.name())));
     }
     // One row per op.
     match op {
@@ -342,7 +343,7 @@ fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel,
         Op::Composite(c) if c.kind == CompositeKind::QuantizedMatmul => gemm::product_int4::call(isa, call),
         Op::Composite(c) if c.kind == CompositeKind::BlockedPool => conv::blocked_calls::pool(isa, call, c),
         Op::Composite(c) => calls::composite(isa, call, c),
-        Op::Custom(_) => Err(Declined::because("custom ops bring their own kernels")),
+        Op::Custom(_) => Err(Declined::because("custom ops have their own kernels")),
         _ => Err(Declined::because(format!("there is no library kernel for {}", op.name()))),
     }
 }

@@ -74,7 +74,8 @@ impl Indices {
         Indices { walk: Walk::new(view), dtype }
     }
 
-    /// Index number `i`. A `u64` that does not fit i64 becomes `i64::MAX`; both are out of range of any axis.
+    /// Index number `i`. A `u64` that does not fit i64 becomes `i64::MAX`. Both numbers are larger than every
+    /// axis.
     ///
     /// # Safety
     /// `p` points to the operand's buffer, which contains the whole view, and `i` is less than the number of

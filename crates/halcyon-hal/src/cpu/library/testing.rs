@@ -39,7 +39,7 @@ impl Rng {
 }
 
 /// Whether products of this size are tested here. An emulator (HALCYON_EMULATED=1) would take minutes for
-/// large ones.
+/// large products.
 pub(crate) fn bearable(m: usize, n: usize, k: usize) -> bool {
     m * n * k < 20 << 20 || std::env::var("HALCYON_EMULATED").map_or(true, |v| v != "1")
 }

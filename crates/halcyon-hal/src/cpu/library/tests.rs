@@ -78,7 +78,7 @@ fn place(dev: &CpuDevice, x: &ConstData, lay: Lay) -> (BufferRef, Operand) {
     (b, Operand { dtype: x.dtype, view })
 }
 
-/// Runs an op. If the kernel needs an operand dense, it is passed dense, as lowering does.
+/// Runs an op. If the kernel requires a dense operand, this function passes a dense copy, as lowering does.
 fn run(dev: &CpuDevice, op: &Op, x: &[&ConstData], out: &TensorType, lay: Lay) -> Result<ConstData, String> {
     let dims = out.shape.dims().unwrap();
     let output = Operand { dtype: out.dtype, view: View::dense(&dims) };
@@ -378,7 +378,7 @@ fn gradients_of_separate_windows() {
             pad: [h.0, w.0].map(&mut pad).into_iter().collect(),
             dilation: smallvec![1, 1],
         };
-        // Few values, so that elements of a window tie.
+        // There are few different values, so that a window has several largest elements.
         let shape = [2, 3, 4 + rng.below(15), 4 + rng.below(40)];
         let x: Vec<Scalar> = (0..shape.iter().product())
             .map(|_| Scalar::F(rng.below(7) as f64 - 3.0).cast(DType::F32))
@@ -633,7 +633,8 @@ fn what_has_no_kernel_is_declined_with_a_reason() {
     }
 }
 
-/// A call whose operands contradict the op's type rule has no kernel, because kernels rely on this rule.
+/// The device declines a call whose operands contradict the op's type rule, because kernels rely on this
+/// rule.
 #[test]
 fn contradictory_calls_are_declined() {
     let dev = device();

@@ -7,7 +7,7 @@ use std::cmp::Ordering;
 pub(crate) trait Wide: Copy + Send + Sync + 'static {
     fn add(self, o: Self) -> Self;
     fn mul(self, o: Self) -> Self;
-    /// The larger; NaN if either is NaN.
+    /// The larger value; NaN if either is NaN.
     fn larger(self, o: Self) -> Self;
     fn smaller(self, o: Self) -> Self;
     fn is_nan(self) -> bool;

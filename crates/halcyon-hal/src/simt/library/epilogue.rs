@@ -120,7 +120,7 @@ mod tests {
         let bias = |offset| chain(ScalarOp::Add, (&[0, 1], offset), None);
         refused(&bias(2), 7, "outside of its bias");
         refused(&bias(-1), 8, "outside of its bias");
-        refused(&chain(ScalarOp::Add, (&[1, 0], 0), None), 4, "something else than a bias");
+        refused(&chain(ScalarOp::Add, (&[1, 0], 0), None), 4, "something other than a bias");
         refused(&chain(ScalarOp::Add, (&[6, 1], 0), None), 24, "a scale or a residual");
         refused(&chain(ScalarOp::Mul, (&[0, 1], 0), None), 6, "a scale or a residual");
         refused(&chain(ScalarOp::Add, (&[0, 1], 0), Some(ScalarOp::Exp)), 6, "more than");

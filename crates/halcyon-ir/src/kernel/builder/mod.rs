@@ -1,8 +1,8 @@
 //! Builds kernels from Rust: expression handles with operators, and closures for blocks.
 //!
 //! Statements, including reads, are emitted when their method is called, so memory is accessed in the order
-//! of the calls. Pure expressions are hash-consed and rendered once per block that uses them. The first
-//! misuse is recorded and returned by [`Builder::finish`].
+//! of the calls. Pure expressions are hash-consed and rendered once per block that uses them. The builder
+//! records the first misuse, and [`Builder::finish`] returns it.
 
 mod expr;
 
@@ -66,7 +66,7 @@ pub struct Private<'a> {
     id: PrivateId,
 }
 
-/// The device's fault word. It reports an index that was out of range and clamped.
+/// The device's fault word. A kernel sets it if an index was out of range and was clamped.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault<'a> {
     b: &'a Builder,
@@ -179,7 +179,7 @@ impl Builder {
         E { b: self, id }
     }
 
-    /// The constant `v`, cast to type `ty`. A vector has it in all lanes.
+    /// The constant `v`, cast to type `ty`. If `ty` is a vector, every lane has this value.
     pub fn constant(&self, ty: Ty, v: impl Into<Scalar>) -> E<'_> {
         if ty.lanes() > 1 {
             let x = self.constant(Ty::F32, v);
@@ -422,15 +422,15 @@ impl Builder {
         self.emit(Stmt::StoreWord { buf: buf.id, index, value })
     }
 
-    /// Reads `n` consecutive elements of 8, 16 or 32 bits, starting at `first`, with loads of 16 bytes, or of
-    /// one word if `n` elements are not a multiple of 16 bytes. `n` elements must be whole words, and `first`
-    /// must be aligned to the size of the loads.
+    /// Reads `n` consecutive elements of 8, 16 or 32 bits, starting at `first`. If the `n` elements fill a
+    /// multiple of 16 bytes, each load reads 16 bytes; otherwise each load reads one word. The `n` elements
+    /// must fill whole words, and `first` must be aligned to the size of the loads.
     pub fn load_run<'a>(&'a self, buf: Buf, first: E<'a>, n: u32) -> Vec<E<'a>> {
         self.run_of(buf, first, n, None)
     }
 
-    /// Like [`Builder::load_run`] for a multiple of 16 bytes, if `guard` is true; otherwise the result is
-    /// zero.
+    /// Like [`Builder::load_run`], but the elements must fill a multiple of 16 bytes. If `guard` is false,
+    /// nothing is read and the results are zero.
     pub fn load_run_if<'a>(&'a self, buf: Buf, first: E<'a>, n: u32, guard: E<'a>) -> Vec<E<'a>> {
         if !(n as usize * buf.dtype.size()).is_multiple_of(16) {
             self.fail("a guarded run must be a multiple of 16 bytes");
@@ -535,12 +535,12 @@ impl Builder {
         self.emit(Stmt::If { cond: cond.id, then, els })
     }
 
-    /// Barrier of the workgroup that orders workgroup memory.
+    /// Barrier of the workgroup. Orders accesses to workgroup memory.
     pub fn barrier(&self) {
         self.emit(Stmt::Barrier { global: false })
     }
 
-    /// Like [`Builder::barrier`], and also orders global memory within the workgroup.
+    /// Like [`Builder::barrier`]. Also orders the workgroup's accesses to global memory.
     pub fn barrier_global(&self) {
         self.emit(Stmt::Barrier { global: true })
     }
@@ -609,7 +609,7 @@ impl Builder {
         Tile { arr: arr.id, offset, stride, column_major }
     }
 
-    /// Runs `f` for every element of a fragment, with its row and column ([`Stmt::FragmentMap`]).
+    /// Runs `f` with the row and the column of every element of a fragment ([`Stmt::FragmentMap`]).
     pub fn map_fragment<'a>(&'a self, like: FragmentId, f: impl FnOnce(E<'a>, E<'a>)) {
         let [(row, r), (column, c)] = [self.value(Ty::I32), self.value(Ty::I32)];
         let body = self.block(|| f(r.to(self.ix), c.to(self.ix)));
@@ -631,7 +631,7 @@ impl Builder {
         self.emit(Stmt::FragmentReduce { dst, src, op })
     }
 
-    /// Rounds a column range of a sum fragment to a left operand. `arr`, `offset` and `stride` give the
+    /// Converts a range of columns of a sum fragment to a left operand. `arr`, `offset` and `stride` give the
     /// scratch memory of [`Stmt::FragmentConvert`].
     pub fn convert_fragment<'a>(
         &'a self,

@@ -1,10 +1,11 @@
 //! Interprets any kernel on the host, one work-item at a time, and checks its memory accesses.
 //!
 //! A kernel is compiled to flat code over a register file per work-item. Work-items run one after another up
-//! to the next barrier or subgroup operation, in an order that can be shuffled by a seed. With
-//! [`Options::sanitize`] every access is checked against shadow memory, which detects bytes that were never
-//! written, and races: bytes touched by two work-items, at least one of them writing, without a barrier in
-//! between. Out-of-bounds accesses are always detected: reads return 0, writes are ignored.
+//! to the next barrier or subgroup operation. A seed can shuffle their order. With [`Options::sanitize`], the
+//! interpreter checks every access against shadow memory. It then reports reads of bytes that were never
+//! written, and races. A race is a pair of accesses to the same byte by two work-items without a barrier in
+//! between, where at least one access is a write. Out-of-bounds accesses are always reported: reads return 0,
+//! writes are ignored.
 
 mod code;
 mod matrix;
@@ -183,7 +184,7 @@ impl Interp {
         }
         if let Some(f) = k.fragments.first().filter(|f| f.op.width as u32 != o.subgroup) {
             return Err(bad(format!(
-                "the subgroup size is {}, its fragments need {}",
+                "the subgroup size is {}, the kernel's fragments need {}",
                 o.subgroup, f.op.width
             )));
         }

@@ -138,8 +138,9 @@ impl Shadow {
         cells.iter_mut().fold(None, |found, c| c.write(item, items, epoch, atomic).or(found))
     }
 
-    /// `item` is the index in the workgroup, because workgroup memory is visible to one workgroup only. As
-    /// the number of items per workgroup, a number above every index puts all items in group 0.
+    /// `item` is the index in the workgroup, because workgroup memory is visible to one workgroup only.
+    /// [`SEVERAL_ITEMS`] takes the place of the number of items per workgroup. It is above every index, so
+    /// all items are in group 0.
     pub(super) fn read_local(&mut self, word: usize, words: usize, item: u32) -> Found {
         let epoch = self.local_epoch;
         let cells = &mut self.local[word..word + words];

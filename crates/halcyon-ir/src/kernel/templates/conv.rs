@@ -71,7 +71,7 @@ fn call(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result
     let spatial = c.stride.len();
     if !(1..=3).contains(&spatial) || [0, 1].iter().any(|&i| inputs[i].view.rank() != spatial + 2) {
         return Err(Declined::because(format!(
-            "conv: {spatial} spatial axes, expected 1 to 3 and fitting ranks"
+            "conv: {spatial} spatial axes, expected 1 to 3 and operands with two more axes"
         )));
     }
     row_major(inputs, 0..2)?;

@@ -58,7 +58,7 @@ impl Geometry {
         let n = p.kernel.len();
         if !(1..=3).contains(&n) || x.view.rank() != n + 2 || y.view.rank() != n + 2 {
             return Err(Declined::because(format!(
-                "pool: {n} spatial axes, expected 1 to 3 and fitting ranks"
+                "pool: {n} spatial axes, expected 1 to 3 and operands with two more axes"
             )));
         }
         Ok(Geometry {

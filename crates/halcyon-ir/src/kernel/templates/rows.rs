@@ -88,7 +88,7 @@ impl RowMapping {
 }
 
 /// How many consecutive elements a work-item of a workgroup takes at a time, for contiguous rows of `n`
-/// elements. These are as many elements of the first operand as fill 16 bytes, but only one element if `n` or
+/// elements. The result is the number of elements of the first operand that fill 16 bytes. It is 1 if `n` or
 /// the offset of an operand is not a multiple of that number, or if an operand's type is wider than 4 bytes.
 pub(super) fn run(n: usize, operands: &[Operand]) -> u32 {
     let Some(first) = operands.first().filter(|o| o.dtype.size() <= 4) else { return 1 };
@@ -199,7 +199,8 @@ impl<'a> Row<'a> {
         b.group_reduce(op, acc.get(), shared)
     }
 
-    /// Stores `f` of the elements of all input lines in `y`, in runs of `run` elements as in `reduce_runs`.
+    /// Applies `f` to the elements of all input lines and stores the results in `y`, in runs of `run`
+    /// elements as in `reduce_runs`.
     pub(super) fn rewrite_runs(
         self,
         n: E<'a>,

@@ -7,7 +7,7 @@ use crate::ops::Op;
 use crate::ops::element_wise::ScalarOp;
 
 impl Finder<'_> {
-    /// Bounds of a value, as minima and maxima with constants set them. Infinite if there are none.
+    /// The bounds that minima and maxima with constants set for a value; infinite if there are no such ops.
     fn bounds(&self, id: NodeId, depth: usize) -> (f64, f64) {
         let (n, all) = (self.g.node(id), (f64::NEG_INFINITY, f64::INFINITY));
         let (Op::Scalar(op), [x, c], true) = (&n.op, &n.inputs[..], depth < MAX_DEPTH) else { return all };
@@ -29,7 +29,7 @@ impl Finder<'_> {
         let n = self.g.node(codes);
         let (low, high) = match (&n.op, self.input(codes)) {
             (Op::Cast, Some(x)) => match self.bounds(x, 0) {
-                // Integers wrap in a cast, so those that do not fit give codes of any magnitude.
+                // A cast wraps integers that do not fit, so the codes can have any magnitude.
                 (low, high) if self.g.dtype(x).is_int() && (low < -32768.0 || high > 32767.0) => {
                     return 1 << 15;
                 }

@@ -2,8 +2,8 @@
 //! `minifloat` does the same on the host.
 //!
 //! Apart from rounding, every step is exact in f32. A device may flush numbers below the smallest normal f32
-//! to zero. Once the operand is f32, no result depends on this: E8M0, which has such a number, handles it as
-//! an integer.
+//! to zero. Once the operand is f32, no result depends on this. Only E8M0 has such a number, and its bits are
+//! handled as an integer.
 
 use crate::convert::Rounding;
 use crate::dtype::{DType, Scalar};
@@ -70,7 +70,7 @@ impl<'a> Arith<'a> {
         }
     }
 
-    /// Converts f64 to f32, rounding to odd: an inexact value becomes that neighbour whose last bit is set.
+    /// Converts f64 to f32, rounding to odd: an inexact value becomes the neighbour whose last bit is set.
     fn odd(&mut self, x: NodeId) -> Result<NodeId> {
         let y = self.cast(x, DType::F32)?;
         let back = self.cast(y, DType::F64)?;

@@ -19,7 +19,7 @@ pub(super) enum Element {
     U16,
     /// Words with the elements' bits.
     Word,
-    /// Words that invocations modify partially, with atomic operations.
+    /// Words. A store modifies only some bits of a word, with atomic operations.
     Atomic,
 }
 

@@ -132,7 +132,7 @@ pub fn check_on(
             }
             names.push(k.name.clone());
         }
-        // All variants that tuning may choose compute the same.
+        // All variants that tuning may choose compute the same results.
         let outs = std::slice::from_ref(&out);
         let variants = choices(&op, &operands, outs, caps).map(|c| c.others).unwrap_or_default();
         // Tests a few variants per call; which ones depends on the call.

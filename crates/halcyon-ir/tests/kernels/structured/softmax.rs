@@ -5,7 +5,7 @@ use halcyon_ir::target::Caps;
 use halcyon_ir::{DType, Graph};
 
 fn both(make: impl Fn() -> Input, axis: usize) {
-    // 16-bit types are rounded after every step, up to three times before the last one.
+    // 16-bit types are rounded after every op: up to three times before the last rounding.
     let steps = match make().operand.dtype {
         DType::F16 => 3.0 * 2f64.powi(12),
         DType::BF16 => 3.0 * 2f64.powi(15),

@@ -425,8 +425,9 @@ fn faults_of_matrices_are_found() {
     }
 }
 
-/// Tuning compares kernels that round f32 factors to TF32 with kernels that do not. It accepts both,
-/// whichever is the default, because the tolerance has `rounding`. Without it, one of them would be rejected.
+/// Tuning compares kernels that round f32 factors to TF32 with kernels that do not. It must accept both,
+/// whichever is the default. For this, the tolerance includes `rounding`; without `rounding`, tuning would
+/// reject one of the two.
 #[test]
 fn tuning_allows_for_the_rounding_of_factors() {
     let caps = with_matrix_units(&MATRIX_CUDA, 32);

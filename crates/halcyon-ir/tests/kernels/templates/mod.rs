@@ -59,8 +59,8 @@ fn execute(
                     *v = Scalar::U(7);
                 }
             }
-            // Concatenations and updates write one result in several steps; only the first step starts from
-            // an unwritten buffer.
+            // Concatenations and updates write one result with several kernels. Only the first kernel starts
+            // from an unwritten buffer.
             let poisoned = if written { vec![] } else { vec![BufId(binding.len() as u32 - 1)] };
             let o = Options {
                 subgroup,

@@ -97,7 +97,7 @@ fn a_plan_that_does_not_fit_is_made_without_what_costs_memory() {
     let (w, x) = (rng.f32s(n * n), rng.f32s(rows * n));
     let mut g = Graph::new();
     let i = g.input("x", TensorType::new(DType::F32, [rows, n]));
-    // The CPU reads it in place; packed, it takes 1 MiB of device memory.
+    // The CPU reads this constant in place. If it is packed, it takes 1 MiB of device memory.
     let c = g.constant(ConstData::from_slice(&[n, n], &w).unwrap());
     let y = g.matmul(i, c).unwrap();
     g.output("y", y);

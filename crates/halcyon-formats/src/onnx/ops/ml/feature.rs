@@ -194,8 +194,9 @@ fn feature_vectorizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.concat(&parts.iter().collect::<Vec<_>>(), 1)?)
 }
 
-/// Adds a last axis with a 1 at the index of the category. An unknown category gives zeros, or an error if
-/// `zeros` is 0 (for numbers, the fault of an index out of range at run time).
+/// Adds a last axis with a 1 at the index of the category. An unknown category gives zeros. If `zeros` is 0,
+/// an unknown string is an error of this function, and an unknown number is a fault at run time (an index out
+/// of range).
 fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let zeros = c.flag("zeros", true)?;
     let texts = c.strings("cats_strings")?.filter(|v| !v.is_empty());
@@ -223,7 +224,7 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             cats.iter().enumerate().for_each(|(i, v)| {
                 last.insert(*v, i);
             });
-            // Of duplicate categories the last counts.
+            // If a category occurs several times in the list, its last position counts.
             let live = cats.iter().enumerate().map(|(i, v)| i64::from(last.get(v) == Some(&i)));
             let live = super::integers(DType::Bool, &[n], live)?;
             let cats = super::integers(DType::I64, &[n], cats.iter().copied())?;

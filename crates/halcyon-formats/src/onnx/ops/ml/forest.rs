@@ -455,7 +455,8 @@ impl Forest {
         let (leaves, k, none) = (self.votes.len(), self.targets, self.aggregate.neutral());
         let total: usize = self.votes.iter().map(Vec::len).sum();
         let budget = 2 * total + EXTRA_ENTRIES;
-        // If it is within the budget, uses a table with a row for each leaf and a column for each target.
+        // Uses a table with a row for each leaf and a column for each target, if its size is within the
+        // budget.
         if leaves.checked_mul(k).is_some_and(|n| n <= budget) {
             let mut w = vec![none; leaves * k];
             for (i, v) in self.votes.iter().enumerate() {

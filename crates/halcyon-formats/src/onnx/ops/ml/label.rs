@@ -183,7 +183,7 @@ fn label_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         Column::Texts(_) => None,
     };
     let default = default(c, kind, dtype)?;
-    // From version 4 on, the last one of duplicate keys counts; before, the first one.
+    // If a key occurs several times, its last entry counts from version 4 on, and its first entry before.
     let last = c.opset >= 4;
     Ok(vec![lookup(b, c, c.item(0)?, &keys, &values, &default, last)?])
 }

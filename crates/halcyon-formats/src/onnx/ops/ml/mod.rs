@@ -64,7 +64,7 @@ fn columns(b: &mut Builder, v: &[&Value]) -> Result<Value> {
     b.concat(&wide.iter().collect::<Vec<_>>(), 1)
 }
 
-/// The index of the largest element of each row, the first if several are equal, as i64.
+/// The index (i64) of the largest element of each row; the first index if several elements are equal.
 fn best(b: &mut Builder, x: &Value) -> Result<Value> {
     let id = b.id(x)?;
     let n = b.g.argreduce(true, id, 1, false, false)?;

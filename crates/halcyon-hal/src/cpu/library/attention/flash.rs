@@ -15,8 +15,8 @@ use crate::cpu::vmath;
 /// Maximum number of queries in a block. This number and its half are multiples of the rows and columns of
 /// every tile.
 pub(crate) const BQ: usize = 192;
-/// Floats from one row of scores to the next: an odd number of cache lines, so that the rows of a column
-/// spread over all sets of a cache.
+/// Floats from one row of scores to the next. This is an odd number of cache lines, so that the elements of a
+/// column are in different sets of a cache.
 const PITCH: usize = BQ + 16;
 /// Keys of a block: a multiple of the rows of the largest tile.
 const BK: usize = 132;
@@ -87,7 +87,8 @@ unsafe fn score_tile<S: Simd, const R: usize, const NV: usize>(
     q: *const f32,
     s: *mut f32,
 ) {
-    // SAFETY: by contract the operands cover `d` steps of `R` rows and `NV * W` columns, and `s` the tile.
+    // SAFETY: the contract gives `d` readable floats for each of `R` keys and each of `NV * W` queries, and a
+    // writable tile at `s`.
     unsafe {
         let acc = sums::<S, Fma, R, NV>(d, TileRows { ptr: k, rs, ks: 1 }, q, std::ptr::null());
         for i in 0..R {
@@ -114,8 +115,8 @@ unsafe fn value_tile<S: Simd, const R: usize, const NV: usize>(
     o: *mut f32,
     width: usize,
 ) {
-    // SAFETY: by contract the operands cover `keys` steps of `R` rows and `NV * W` columns, and `o` and
-    // `keep` the tile's rows.
+    // SAFETY: the contract gives `keys` readable floats for each of `R` queries and each of `NV * W`
+    // features, the tile at `o`, and a factor at `keep` for each row of the tile.
     unsafe {
         let acc = sums::<S, Fma, R, NV>(keys, TileRows { ptr: w, rs: 1, ks: PITCH }, v, std::ptr::null());
         for i in 0..R {
@@ -128,8 +129,8 @@ unsafe fn value_tile<S: Simd, const R: usize, const NV: usize>(
     }
 }
 
-/// Adds the mask to the scores of keys `k0 .. k0 + cols`. Query `i` sees only the first `sees[i]` keys; its
-/// scores of the other keys are set to -inf.
+/// Adds the mask to the scores of keys `k0 .. k0 + cols`. Query `i` sees only the first `sees[i]` keys. Sets
+/// the scores of the other keys to -inf.
 ///
 /// # Safety
 /// The mask has an element for every query of the block and every key that the query sees. `s` holds `cols`
@@ -154,7 +155,7 @@ unsafe fn hide<S: Simd>(
     unsafe {
         if let Some(mask) = &job.operands.mask {
             let step = mask.strides[3];
-            // All queries share one row of the mask: one value per key.
+            // Whether all queries share one row of the mask, which has one value per key.
             let alike = mask.strides[2] == 0 && (mask.strides[1] == 0 || place(0).0 == place(at.rows - 1).0);
             let seen = sees[..at.rows].iter().map(|n| n.saturating_sub(k0).min(cols)).max().unwrap_or(0);
             if alike {
@@ -255,7 +256,7 @@ unsafe fn fold<S: Simd>(
     }
 }
 
-/// Calls `$f` with the tile's size as constants: trait constants cannot be generic arguments.
+/// Calls `$f` with the tile's size as constants, because constants of a trait cannot be generic arguments.
 macro_rules! with_tile {
     ($s:ident, $f:ident($($arg:expr),*)) => {
         match ($s::MR, $s::NV) {

@@ -1,5 +1,5 @@
-//! Attention of bf16 operands on the tile registers of AMX. Scores and outputs are summed in f32; softmax
-//! runs in f32 and its weights are rounded to bf16 for the second product.
+//! Attention of bf16 operands on the tile registers of AMX. Scores and outputs are summed in f32. Softmax is
+//! computed in f32, and its weights are rounded to bf16 for the second product.
 //!
 //! A part is one or more blocks of 32 queries of one head. A block processes 256 keys at a time. It computes
 //! their scores, row after row, in the first-level cache, and updates a running maximum and sum per row (as
@@ -9,7 +9,8 @@
 //! threads, so results depend on the shape alone.
 //!
 //! Cost. The two products of a head take `4 * queries * keys * d` FLOPs, and softmax takes `queries * keys`
-//! exponentials. With `d` = 128 features both take about the same time on the processor measured.
+//! exponentials. With `d` = 128 features, the products and the exponentials took about the same time on the
+//! measured processor.
 
 use crate::cpu::amx::{TileConfig, Tiles};
 use crate::cpu::library::attention::{Attention, Operands};

@@ -152,7 +152,8 @@ pub(in crate::cpu::library) unsafe fn attention_grad(team: &Team, isa: Isa, a: &
 /// The gradients of one head.
 ///
 /// # Safety
-/// The contract of [`attention_grad`]; `own` is writable for the floats of a thread and used by no other.
+/// The contract of [`attention_grad`]; `own` is writable for the floats of a thread, and no other thread uses
+/// it.
 unsafe fn head(
     isa: Isa,
     a: &Attention,
@@ -293,7 +294,7 @@ mod tests {
                         dy: at(&gy, queries, a.dv),
                         out: SharedMut(out.mut_ptr()),
                     };
-                    // SAFETY: the operands are as large as `a` states, and the output is apart from them.
+                    // SAFETY: the operands are as large as `a` states, and the output does not overlap them.
                     unsafe { attention_grad(&Team::new(threads), isa, &a, o) };
                     for (i, (got, want)) in out.slice().iter().zip(&want).enumerate() {
                         assert!(

@@ -3,7 +3,7 @@
 //! with a running maximum and a running sum per row.
 //!
 //! The rows of all query heads that share a key head form one product, so keys and values are read once for
-//! all these heads. `flash.rs` computes many rows, in blocks. This file computes few rows, as in decoding; it
+//! all these heads. `flash.rs` computes many rows, in blocks. This file computes few rows, as in decoding. It
 //! reads keys and values once, without packing them. Keys are never split among threads, so results do not
 //! depend on the number of threads.
 
@@ -91,7 +91,7 @@ unsafe fn fold_body<S: Simd>(
         let top = unsafe { max_of::<S>(row) };
         let new = if top > m[i] { top } else { m[i] };
         if new == f32::NEG_INFINITY {
-            // All scores so far are masked or NaN. A NaN must be kept.
+            // All scores so far are -inf or NaN. A NaN must be kept.
             let nan = row.iter().any(|v| v.is_nan());
             row.fill(0.0);
             if nan {
@@ -150,8 +150,8 @@ impl Layout {
 ///
 /// `mask` (`[batch, heads, queries, keys]`, stride 0 on broadcast axes) is added to the scores. `lengths`
 /// gives the number of valid keys: empty for all keys, one number for every batch, or one per batch; it is
-/// clamped to `keys`. A row that attends to no key, or whose scores are all -inf, is NaN, as the definition
-/// implies.
+/// clamped to `keys`. If a row attends to no key, or all its scores are -inf, the result is NaN, as the
+/// definition implies.
 ///
 /// # Safety
 /// Every element of the operands is readable (of `k`, `v` and `mask` only up to the valid length) and every

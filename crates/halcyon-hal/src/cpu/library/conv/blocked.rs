@@ -20,7 +20,7 @@ use crate::cpu::team::{SharedConst, SharedMut, Team};
 const PART_BYTES: usize = 768 << 10;
 /// The most bytes of weights for one part, when parts are groups of channels.
 const PART_WEIGHTS: usize = 1 << 20;
-/// Parts per thread. Several, so that one delayed thread does not delay the whole job.
+/// Parts per thread. There are several, so that one delayed thread does not delay the whole job.
 const PARTS: usize = 4;
 
 /// The epilogue `act(sum * scale + bias + residual)`. Scale and bias have one value per output channel; the
@@ -59,8 +59,8 @@ enum Cut {
     Channels { pairs: usize },
 }
 
-/// The input as a part of the work reads it. `at` points to the element that the first tap reads for the
-/// part's first pixel; distances are in floats.
+/// Where a part of the work reads its input: in place, or in a padded copy. `at` points to the element that
+/// the first tap reads for the part's first pixel. Distances are in floats.
 #[derive(Clone, Copy)]
 struct Source {
     at: SharedConst<f32>,
@@ -126,7 +126,7 @@ impl Blocked {
         self.conv.c_out / self.lanes
     }
 
-    /// Number of pairs of output channel blocks in all groups; a pair does not cross groups.
+    /// Number of pairs of output channel blocks in all groups; both blocks of a pair belong to one group.
     fn pairs(&self) -> usize {
         (self.out_blocks() / self.conv.groups).div_ceil(2) * self.conv.groups
     }
@@ -239,7 +239,7 @@ impl Blocked {
     /// and `y` is writable for the output, which overlaps nothing else. `work` is writable for
     /// [`Blocked::workspace`] floats for the team's number of threads. The pointers of `finish` are null or
     /// readable as [`AffineEpilogue`] describes. `chain` is a chain on this output (one row per block of
-    /// channels) whose operands are bound. `isa` has vectors of the `lanes` this was made for.
+    /// channels) whose operands are bound. The vectors of `isa` have `self.lanes` lanes.
     pub(crate) unsafe fn run(
         &self,
         team: &Team,
@@ -264,8 +264,8 @@ impl Blocked {
                     team.ranges(c.batch * blocks, (16384 / each).max(1), &|a, b| {
                         for i in a..b {
                             let from = xs.get().wrapping_add(i * c.window.in_size() * self.inner);
-                            // SAFETY: `x` holds all planes and `work` the padded ones by contract; each `i`
-                            // is its own plane.
+                            // SAFETY: by contract `x` holds all planes and `work` has room for the padded
+                            // planes; each `i` writes its own plane.
                             unsafe { self.pad(r, from, 1, work.get().add(i * each)) };
                         }
                     });
@@ -284,9 +284,9 @@ impl Blocked {
                             false => self.in_place(r, xs.get().wrapping_add(n * image)),
                         };
                         for pair in first..end {
-                            // The weights may not be in a cache, so prefetch the next pair's during this one.
-                            // After the last pair of this part, this thread's next part is most likely
-                            // the one `threads` parts later.
+                            // The weights may not be in a cache, so prefetch the weights of the next pair
+                            // while this pair is computed. After the last pair of this part, this thread's
+                            // next part is most likely the one `threads` parts later.
                             let next =
                                 if pair + 1 < end { pair + 1 } else { (p + team.threads()) * each_part };
                             let next = Some(next).filter(|next| n == 0 && *next < pairs);
@@ -349,8 +349,8 @@ impl Blocked {
     /// Copies the input that a rectangle reads, in `planes` blocks of channels, with zeros for padding.
     ///
     /// # Safety
-    /// `x` is readable for `planes` planes of the input; `to` is writable for as many copies of the rows and
-    /// columns that [`Blocked::reads`] gives, and overlaps nothing else.
+    /// `x` is readable for `planes` planes of the input. `to` is writable for `planes` planes with the
+    /// numbers of rows and columns that [`Blocked::reads`] gives, and overlaps nothing else.
     unsafe fn pad(&self, r: Rect, x: *const f32, planes: usize, to: *mut f32) {
         let (i, j, h, v) = self.reads(r);
         let (b, [_, rows, cols]) = (self.inner, self.conv.window.input);
@@ -379,7 +379,7 @@ impl Blocked {
     }
 }
 
-/// The buffers of a blocked convolution. `T` is the type of the input and the weights, `O` that of the
+/// The buffers of a blocked convolution. `T` is the type of the input and the weights, `O` is the type of the
 /// output and the workspace.
 #[derive(Clone, Copy)]
 pub(crate) struct Buffers<T, O> {
@@ -402,8 +402,8 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Computes a pair of output channel blocks of image `n` in the rectangle `r`, reading `s`. Prefetches
-    /// the weights of pair `next`.
+    /// Computes a pair of output channel blocks of image `n` in the rectangle `r`, from the input `s`.
+    /// Prefetches the weights of pair `next`.
     ///
     /// # Safety
     /// `s` covers the input that the rectangle reads, for all input channels; the job's operands are valid as
@@ -498,14 +498,14 @@ impl Job<'_> {
     /// Runs the chain over a rectangle of block `plane`, counted over all images' output channel blocks.
     ///
     /// # Safety
-    /// The sums there are complete and used by no other thread; the chain's operands are bound.
+    /// The sums of the rectangle are complete, and no other thread uses them; the chain's operands are bound.
     unsafe fn chain(&self, plane: usize, r: Rect) {
         let (b, w) = (self.b, &self.b.conv.window);
         let (cols, lanes) = (w.output[2], b.lanes);
         let y = self.y.get().wrapping_add(plane * w.out_size() * lanes);
         let run = |from: usize, to: usize| {
-            // SAFETY: `from..to` lies in the rectangle's rows, whose sums by contract are complete and used
-            // by no other thread.
+            // SAFETY: `from..to` lies in the rectangle's rows, whose sums are complete by contract. No other
+            // thread uses these sums.
             unsafe { self.chain.run(self.isa, plane, from, to - from, y.wrapping_add(from)) };
         };
         if r.cols == (0, cols) {

@@ -10,11 +10,11 @@
 //!
 //! The pixels of a tile must be evenly spaced. With no padding and stride 1, the image is read in place as
 //! one long row; if the kernel is larger than one pixel, the windows that begin in one row of the image and
-//! end in the next belong to no output, and their sums are dropped. Otherwise the input that a part of the
-//! work reads is copied, with zeros around it. With strides, each residue of rows and columns (modulo the
-//! stride) becomes a separate image, so that each tap reads consecutive pixels. An input whose channels do
-//! not fill a block (`[N, C, H, W]`, as in the first layer) is copied pixel by pixel; each step of a sum then
-//! covers a piece of a row of taps.
+//! end in the next belong to no output, and their sums are dropped. Otherwise each part of the work first
+//! copies the input that it reads, with zeros around it. With strides, each residue of rows and columns
+//! (modulo the stride) becomes a separate image, so that each tap reads consecutive pixels. An input whose
+//! channels do not fill a block (`[N, C, H, W]`, as in the first layer) is copied pixel by pixel; each step
+//! of a sum then covers a piece of a row of taps.
 //!
 //! `tdpbf16ps` treats denormals as zero and rounds to nearest even. Without tile registers the same sums run
 //! on vectors.
@@ -38,7 +38,7 @@ pub const BLOCK: usize = super::blocked_bf16_tile::BLOCK;
 const PART_BYTES: usize = 512 << 10;
 /// The most bytes of weights for one part, when parts are groups of channels.
 const PART_WEIGHTS: usize = 512 << 10;
-/// Parts per thread. Several, so that one delayed thread does not delay the whole job.
+/// Parts per thread. There are several, so that one delayed thread does not delay the whole job.
 pub(crate) const PARTS: usize = 4;
 /// The most channels of an input that is not in blocks; the copy interleaves them per pixel.
 const MAX_UNBLOCKED_CHANNELS: usize = 16;
@@ -47,8 +47,8 @@ const B16: usize = 2;
 /// Bytes of a pixel's block.
 pub(super) const PIXEL: usize = BLOCK * B16;
 
-/// Whether this processor has what the kernels need besides `isa`: tile registers for bf16, and instructions
-/// that round to bf16.
+/// Whether this processor has the two features that the kernels need in addition to `isa`: tile registers for
+/// bf16, and instructions that round to bf16.
 pub fn available(isa: Isa) -> bool {
     isa.has_bf16() && amx::available().bf16
 }
@@ -112,10 +112,11 @@ pub struct Blocked16 {
     /// Channels of an input block: 32, or 1.
     pub(super) inner: usize,
     threads: usize,
-    /// Whether to use tile registers; else vectors.
+    /// Whether the sums are computed on tile registers; if not, on vectors.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     pub(super) tiles: bool,
-    /// If the values are bytes: how they are multiplied. `conv` then counts pairs of input channels.
+    /// How bytes are multiplied; `None` if the values are bf16. For bytes, `conv` counts pairs of input
+    /// channels.
     pub(super) bytes: Option<Bytes>,
     cut: Cut,
     pub(super) stage: Stage,
@@ -129,13 +130,14 @@ pub struct Blocked16 {
 impl Blocked16 {
     /// `None` if the channels do not come in whole blocks, if the geometry is not supported (three spatial
     /// axes, dilated inputs), or if an operand is empty. An input not in blocks must have one group, at most
-    /// 16 channels and no dilation of columns. `threads` is the team's number of threads. `tiles`: whether to
-    /// use tile registers; set it only if [`amx::available`] reports them for bf16.
+    /// 16 channels and no dilation of columns. `threads` is the team's number of threads. `tiles` says
+    /// whether to use tile registers. Set `tiles` only if [`amx::available`] reports tile registers for bf16.
     pub fn new(conv: Conv, inner: usize, threads: usize, tiles: bool) -> Option<Blocked16> {
         Blocked16::with(conv, inner, threads, tiles, None)
     }
 
-    /// As [`Blocked16::new`]. With `bytes`, two bytes of consecutive channels take the place of a bf16.
+    /// Like [`Blocked16::new`], also for bytes. With `bytes`, two bytes of consecutive channels take the
+    /// place of a bf16.
     pub(super) fn with(
         conv: Conv,
         inner: usize,
@@ -386,8 +388,8 @@ impl Blocked16 {
     /// Copies the input that a rectangle reads, in the channel blocks `planes` of the image at `x`.
     ///
     /// # Safety
-    /// The image is readable at `x`; `to` is writable for [`Stage::plane`] bytes per block up to `planes.1`
-    /// and overlaps nothing else.
+    /// The image is readable at `x`; `to` is writable for [`Stage::plane`] bytes for each block below
+    /// `planes.1` and overlaps nothing else.
     unsafe fn copy(&self, r: Rect, planes: (usize, usize), x: *const u8, to: *mut u8) {
         let (w, s) = (&self.conv.window, &self.stage);
         let [_, high, wide] = w.input;
@@ -481,16 +483,16 @@ impl Blocked16 {
     /// In `buffers`, `x` is readable for the whole input, `w` for the weights that [`Blocked16::pack`] wrote,
     /// and `y` is writable for the output, which overlaps nothing else. `work` is writable for
     /// [`Blocked16::workspace`] bytes. The pointers of `after` are null or readable as [`Bf16Epilogue`]
-    /// describes. If this was made with `tiles`, the process has tile registers for bf16.
+    /// describes. If the convolution was made with `tiles`, the process may use tile registers for bf16.
     ///
     /// # Panics
-    /// If the team has another number of threads than this was made for.
+    /// If the team's number of threads is not the number for which the convolution was made.
     pub(crate) unsafe fn run(&self, team: &Team, isa: Isa, buffers: Buffers<u16, u8>, after: Bf16Epilogue) {
         // SAFETY: `run` has the contract of `run_with`.
         unsafe { self.run_with(team, isa, buffers, After::Half(after)) }
     }
 
-    /// [`Blocked16::run`] with the epilogue of the values' type.
+    /// [`Blocked16::run`] for bf16 or bytes, with the epilogue of that type.
     ///
     /// # Safety
     /// The contract of [`Blocked16::run`]. For bytes, `x` and `w` hold bytes, as
@@ -518,8 +520,8 @@ impl Blocked16 {
                         for k in a..b {
                             let (n, p) = (k / planes, k % planes);
                             let from = xs.get().wrapping_add(n * image);
-                            // SAFETY: `x` holds all images and `work` their copies by contract; each `k` is
-                            // its own plane.
+                            // SAFETY: by contract `x` holds all images and `work` has room for their copies;
+                            // each `k` writes its own plane.
                             unsafe { self.copy(whole, (p, p + 1), from, work.get().add(n * s.image)) };
                         }
                     });
@@ -581,9 +583,9 @@ impl Blocked16 {
     }
 }
 
-/// Runs `f(thread, part)` for all parts. Each thread starts with its own range of parts, which is the same
-/// share of the work in every op, and then takes parts from the ranges of other threads. So the data that one
-/// op writes are likely still in the cache of the core that reads them in the next op.
+/// Runs `f(thread, part)` for all parts. Each thread starts with its own range of parts and then takes parts
+/// from the ranges of other threads. A thread's range is the same share of the work in every op. So the data
+/// that one op writes are likely still in the cache of the core that reads them in the next op.
 pub(crate) fn by_place(team: &Team, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     /// The most threads that have their own range. Further threads only take parts from these ranges.
     const MAX_OWNERS: usize = 64;

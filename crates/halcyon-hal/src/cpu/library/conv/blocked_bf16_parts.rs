@@ -28,7 +28,8 @@ pub(super) struct Part {
     pub images: (usize, usize),
     pub rect: Rect,
     pub blocks: (usize, usize),
-    /// Whether only this part reads its weights. If so, they are not in a cache, and are prefetched.
+    /// Whether only this part reads its weights. If so, the weights are not in a cache, and the part
+    /// prefetches them.
     pub far: bool,
     /// The output channel block whose weights this thread will most likely read next.
     pub next: Option<usize>,
@@ -109,8 +110,8 @@ impl Job<'_> {
     /// apart.
     ///
     /// # Safety
-    /// `x` covers what all taps of the part's pixels read, in all its images; the job's operands are valid as
-    /// [`Blocked16::run`] describes; no other thread writes this part of the output.
+    /// `x` covers all input that the taps of the part's pixels read, in all images of the part; the job's
+    /// operands are valid as [`Blocked16::run`] describes; no other thread writes this part of the output.
     pub(super) unsafe fn part(&self, x: *const u8, image: usize, p: Part) {
         let b = self.b;
         let g = self.grid(p.rect);
@@ -156,7 +157,7 @@ impl Job<'_> {
         }
     }
 
-    /// The pair of tiles from tile `t`, or a single tile if it is the last of `all`.
+    /// Tiles `t` and `t + 1`, or only tile `t` if it is the last of the `all` tiles.
     #[inline]
     fn tiles(&self, line: &Line, x: *const u8, image: usize, (t, all): (usize, usize)) -> Pair {
         let (b, g) = (self.b, &line.g);
@@ -172,8 +173,8 @@ impl Job<'_> {
     ///
     /// # Safety
     /// The addresses of `pair` cover what all taps of its pixels read; the job's operands are valid as
-    /// [`Blocked16::run`] describes; `line` holds two buffers of [`Sums`], and its tiles are not being
-    /// written by another thread. If tile registers are used, they are configured for `line.g.rows` rows.
+    /// [`Blocked16::run`] describes; `line` holds two buffers of [`Sums`], and no other thread writes the
+    /// tiles of `line`. If tile registers are used, they are configured for `line.g.rows` rows.
     #[inline]
     unsafe fn pair(&self, line: &mut Line, pair: &Pair, ob: usize, (ahead, lines): (*const u8, usize)) {
         let b = self.b;
@@ -272,7 +273,8 @@ impl Job<'_> {
     ) {
         let (b, w) = (self.b, &self.b.conv.window);
         let (n, line, first) = place;
-        // The number of output blocks, the block to which these sums belong, and their place in it.
+        // The number of output blocks, the block to which these sums belong, and the place of the sums in
+        // that block.
         let (blocks, of, part) = match b.bytes {
             None => (b.out_blocks(), ob, 0),
             Some(_) => (b.out_blocks() / 2, ob / 2, ob % 2),

@@ -1,5 +1,5 @@
 //! Tests of bf16 convolution and pooling in blocks of 32 channels, on tile registers and on vectors, with
-//! operands between guard pages. Results are compared with those of f64 for the same rounded operands.
+//! operands between guard pages. Results are compared with results in f64 of the same rounded operands.
 
 use super::blocked::Buffers;
 use super::blocked_bf16::*;

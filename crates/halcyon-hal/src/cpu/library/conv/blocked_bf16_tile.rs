@@ -171,7 +171,7 @@ pub(crate) const fn config(rows: usize, pairs: usize) -> crate::cpu::amx::TileCo
 
 dispatch_simd! {
     /// The sums of [`on_tiles`] with f32 vectors, for processors without tile registers and as a reference in
-    /// tests. Here values are added one channel at a time.
+    /// tests. This function adds the products of one channel at a time.
     ///
     /// # Safety
     /// For every pixel of the tiles, `4 * s.pairs` bytes are readable at every step's offset; `s.w` holds the
@@ -243,16 +243,16 @@ impl Place {
 /// The epilogue of the sums of consecutive pixels: `act(sum * scale + bias + residual)`, each part optional.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bf16TileEpilogue {
-    /// At the first channel of the block; null if absent.
+    /// Point to the values of the block's first channel; null if absent.
     pub scale: *const f32,
     pub bias: *const f32,
-    /// At the first pixel, in the output's layout; null if absent.
+    /// Points to the first pixel, in the output's layout; null if absent.
     pub residual: Place,
     pub act: Activation,
     pub y: Place,
 }
 
-/// Applies the epilogue to `n` pixels of one channel block. `bf16`: the processor has AVX512_BF16.
+/// Applies the epilogue to `n` pixels of one channel block. `bf16` says that the processor has AVX512_BF16.
 ///
 /// # Safety
 /// `sums` is readable for `n * BLOCK` floats and, if `bf16`, aligned to 64 bytes. The operands of `f` are

@@ -32,8 +32,8 @@ pub(crate) struct Depthwise16 {
 }
 
 impl Depthwise16 {
-    /// `None` if `conv` is not depthwise, not in whole blocks, empty, or has three spatial axes or a dilated
-    /// input.
+    /// `None` if `conv` is not depthwise, if its channels do not come in whole blocks, if an operand is
+    /// empty, or if `conv` has three spatial axes or a dilated input.
     pub(crate) fn new(conv: Conv) -> Option<Depthwise16> {
         let w = &conv.window;
         let each = conv.groups == conv.c_in && conv.groups == conv.c_out && conv.c_in.is_multiple_of(BLOCK);
@@ -50,7 +50,7 @@ impl Depthwise16 {
     /// Packs `[C, 1, KH, KW]` of bf16 as `[C / 32, KH, KW, 32]` of f32.
     ///
     /// # Safety
-    /// [`Depthwise16::weights`] values are readable at `w` and as many floats writable at `to`, which
+    /// [`Depthwise16::weights`] values are readable at `w`. As many floats are writable at `to`, which
     /// overlaps nothing else.
     pub(crate) unsafe fn pack(&self, w: *const u16, to: *mut f32) {
         let taps = self.conv.window.kernel_size();
@@ -102,7 +102,7 @@ impl Depthwise16 {
             let mut sums = MaybeUninit::<Sums>::uninit();
             // SAFETY: the operands of every plane are readable and writable as `run` requires; runs of pixels
             // are disjoint. `taps` writes the sums of all `n <= RUN` pixels before `finish` reads them;
-            // `bf16` was detected.
+            // `bf16` is set only if the processor has AVX512_BF16.
             unsafe {
                 let sums = (&raw mut (*sums.as_mut_ptr()).0).cast::<f32>();
                 let x = xs.get().add(plane * window.in_size() * BLOCK);
@@ -117,8 +117,8 @@ impl Depthwise16 {
 /// Pools `images` images of `blocks` channel blocks each.
 ///
 /// # Safety
-/// `x` is readable for `images * blocks` planes of the window's input in pixels of a block, `y` is writable
-/// for as many planes of its output; they do not overlap.
+/// `x` is readable for `images * blocks` planes of the window's input, whose pixels hold a block of channels
+/// each. `y` is writable for as many planes of the window's output. `x` and `y` do not overlap.
 pub(crate) unsafe fn pool(
     team: &Team,
     isa: Isa,
@@ -133,7 +133,8 @@ pub(crate) unsafe fn pool(
     each_run(team, w, (images, blocks), &|plane, row, first, n| {
         let mut sums = MaybeUninit::<Sums>::uninit();
         // SAFETY: `x` and `y` hold all planes by contract; runs of pixels are disjoint. `taps` writes the
-        // sums of all `n <= RUN` pixels before they are read; `bf16` was detected.
+        // sums of all `n <= RUN` pixels before they are read; `bf16` is set only if the processor has
+        // AVX512_BF16.
         unsafe {
             let sums = (&raw mut (*sums.as_mut_ptr()).0).cast::<f32>();
             let x = xs.get().add(plane * w.in_size() * BLOCK);

@@ -29,7 +29,7 @@ fn inner(c: &Composite) -> Result<&Op, Declined> {
     ops.next().ok_or_else(|| Declined::because("the body is empty"))
 }
 
-/// Sizes `[N, C / B, H, W, B]`; an image `[N, C, H, W]` has B = 1.
+/// The sizes of an image as `[N, C / B, H, W, B]`. An image `[N, C, H, W]` has B = 1.
 fn blocks(shape: &[usize]) -> Option<[usize; 5]> {
     match *shape {
         [n, c, h, w] => Some([n, c, h, w, 1]),
@@ -63,7 +63,7 @@ pub(crate) fn conv(
         return no("an image in blocks is needed");
     };
     if w.view.rank() != 4 || y.view.rank() != 5 {
-        return no("a result in blocks, and weights of two spatial axes, are needed");
+        return no("a result in blocks and weights with two spatial axes are needed");
     }
     let bytes = matches!(x.dtype, DType::I8 | DType::U8) && w.dtype == DType::I8;
     let bf16 = [x.dtype, w.dtype] == [DType::BF16; 2] && matches!(y.dtype, DType::F32 | DType::BF16);
@@ -87,7 +87,7 @@ pub(crate) fn conv(
         return no("the channels do not fill whole vectors");
     };
     if out != result_of(&conv, lanes(isa)) || conv.weight_len() != w.view.numel() {
-        return no("the operands have other sizes");
+        return no("the sizes of the operands and of the result do not match");
     }
     let [_, ob, oh, ow, ol] = out;
     let simple = call.epilogue.as_ref().and_then(|e| Simple::of(call, e, [n, ob, oh * ow, ol]));
@@ -97,7 +97,7 @@ pub(crate) fn conv(
     let (places, args) = (call.inputs.len(), chain.as_ref().map_or(0, |p| p.args));
     let (xv, wv, packed) = (x.view.clone(), w.view.clone(), call.packed);
     if packed.is_some_and(|p| p != 1) {
-        return no("only the weights are packed");
+        return no("only the weights can be packed");
     }
     // Weights that are not packed ahead of time are packed into the workspace in every run.
     let own = if packed.is_some() { 0 } else { k.weights().next_multiple_of(16) };
@@ -112,7 +112,7 @@ pub(crate) fn conv(
         // SAFETY: `CpuKernel::run` has checked that the dense operands, the output and the workspace lie in
         // their buffers, and that output and workspace share no buffer with another operand; sizes were
         // checked above. `w` holds weights that `pack` wrote, either just above or before the device bound
-        // them. The chain lives in this closure and its operands in `r`, both longer than this call.
+        // them. This closure owns the chain and `r` holds the chain's operands; both outlive this call.
         unsafe {
             let w = if packed.is_some() {
                 r.bufs[1].ptr as *const f32
@@ -195,20 +195,20 @@ fn conv16(
         return no("the channels do not fill whole blocks of 32");
     };
     if out != result_of(&conv, BLOCK) || conv.weight_len() != w.view.numel() {
-        return no("the operands have other sizes");
+        return no("the sizes of the operands and of the result do not match");
     }
     let [n, ob, oh, ow, ol] = out;
     let wide = y.dtype == DType::F32;
     let simple = match &call.epilogue {
-        None if wide => return no("without an epilogue the result is bf16"),
+        None if wide => return no("without an epilogue, the result must be bf16"),
         None => Simple::default(),
         Some(e) => match Simple::of(call, e, [n, ob, oh * ow, ol]) {
             Some(s) => s,
-            None => return no("the epilogue is more than a scale, a bias, a residual and a clamp"),
+            None => return no("the epilogue must consist of scale, bias, residual and clamp"),
         },
     };
     if call.packed.is_some_and(|p| p != 1) {
-        return no("only the weights are packed");
+        return no("only the weights can be packed");
     }
     let packed = call.packed.is_some();
     let own = if packed { 0 } else { k.weights().next_multiple_of(64) };
@@ -255,7 +255,7 @@ fn conv16(
     }))
 }
 
-/// The operands of an epilogue simple enough for the micro-kernels: scale, bias, residual, activation.
+/// The operands of an epilogue that the micro-kernels can apply: scale, bias, residual, activation.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Simple {
     /// Index of the buffer, and offset of the first element.
@@ -270,8 +270,8 @@ pub(super) struct Simple {
 }
 
 impl Simple {
-    /// The epilogue over `[N, O / B, pixels, B]`, if it is affine, is computed in f32, and its product and
-    /// result are f32 or bf16. Of its operands, only the residual may be bf16.
+    /// The epilogue `e` over `[N, O / B, pixels, B]`. `None` unless the epilogue is affine, is computed in
+    /// f32, and has a product and a result in f32 or bf16. Of its operands, only the residual may be bf16.
     pub(super) fn of(call: &CallForm<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
         let mut a = e.fused.as_affine(e.product, &dims, &[1, 3]).ok()?;
         let half = |d: DType| matches!(d, DType::F32 | DType::BF16).then_some(d == DType::BF16);
@@ -279,7 +279,7 @@ impl Simple {
         if a.compute != DType::F32 {
             return None;
         }
-        // With a single pixel every operand has the strides of a residual, and is treated as one.
+        // With a single pixel, a bias has the strides of a residual, so it is treated as a residual.
         if dims[0] * dims[2] == 1 {
             if a.scale.is_some() || a.bias.is_some() && a.residual.is_some() {
                 return None;

@@ -1,11 +1,11 @@
 //! Convolution of 8-bit integers in the blocked layout with 64 channels per block, `[N, C / 64, H, W, 64]`,
 //! with exact sums in i32.
 //!
-//! A block of a pixel is 64 bytes, as long as one of 32 bf16 channels. The work is therefore cut, and the
-//! input copied, as for bf16 ([`super::blocked_bf16`]): two bytes take the place of one bf16. The weights are
-//! i8, packed as `[O / 32, C / 64 / groups, KH, KW, 2, 16, 16, 4]`; the last four axes are the halves of 32
-//! output channels, the groups of four input channels, the output channels of a half, and the four channels
-//! of a group. The image is u8 or i8; its zero point is 0, because padding is zero.
+//! A pixel's block is 64 bytes, the same size as a block of 32 bf16 channels. So the work is divided and the
+//! input is copied in the same way as for bf16 ([`super::blocked_bf16`]), with two bytes in the place of one
+//! bf16. The weights are i8, packed as `[O / 32, C / 64 / groups, KH, KW, 2, 16, 16, 4]`. The last four axes
+//! are the halves of 32 output channels, the groups of four input channels, the output channels of a half,
+//! and the four channels of a group. The image is u8 or i8; its zero point is 0, because padding is zero.
 //!
 //! - With AMX, tile registers multiply the bytes as they are (`tdpbusd`, `tdpbssd`).
 //! - AVX512_VNNI multiplies unsigned by signed bytes (`vpdpbusd`). Signed images are read with 128 added, and
@@ -29,7 +29,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Channels of a block.
 pub const BLOCK: usize = 64;
-/// The most products of one sum, so that it fits i32.
+/// A sum has at most this many products, so that it fits i32.
 const MAX_TERMS: usize = 1 << 16;
 
 /// The instructions that multiply bytes.
@@ -56,7 +56,7 @@ impl Engine {
         }
     }
 
-    /// The name in kernels' names.
+    /// The part of a kernel's name that stands for the engine.
     pub fn name(self) -> &'static str {
         match self {
             Engine::Tiles => "amx-int8",
@@ -66,7 +66,7 @@ impl Engine {
     }
 }
 
-/// How bytes are multiplied, and whether those of the image are signed.
+/// How bytes are multiplied, and whether the bytes of the image are signed.
 #[derive(Clone, Copy, Debug)]
 // Only x86-64 has the instructions.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
@@ -117,9 +117,9 @@ pub struct Blocked8 {
 
 impl Blocked8 {
     /// `None` if the channels do not come in whole blocks (64 input channels and 32 output channels per
-    /// group, 64 output channels in all), if a sum could overflow i32, or for the geometries that
-    /// [`Blocked16::new`] does not support. `engine` must be one that this processor has. `signed`: the image
-    /// is i8, else u8.
+    /// group, 64 output channels in all), if a sum could overflow i32, or if [`Blocked16::new`] does not
+    /// support the geometry. This processor must have the instructions of `engine`. The image is i8 if
+    /// `signed`, otherwise u8.
     pub fn new(conv: Conv, threads: usize, engine: Engine, signed: bool) -> Option<Blocked8> {
         let whole = (conv.c_in / conv.groups).is_multiple_of(BLOCK) && conv.c_out.is_multiple_of(BLOCK);
         if !whole || conv.k() > MAX_TERMS {
@@ -135,8 +135,8 @@ impl Blocked8 {
         self.parts.out_blocks()
     }
 
-    /// Size of the packed weights in bytes: the weights, `-128 Σ w` of each output channel in i32, and a flag
-    /// that says whether no sum of two products can saturate.
+    /// Size of the packed weights in bytes: the weights, `-128 Σ w` of each output channel in i32, and a
+    /// flag. The flag is set if no sum of two products can saturate.
     pub fn weights(&self) -> usize {
         self.blocks() * (self.parts.block_weights() + size_of::<i32>() * HALF_BLOCK) + 64
     }
@@ -200,10 +200,10 @@ impl Blocked8 {
     /// In `buffers`, `x` is readable for the whole input, `w` for the weights that [`Blocked8::pack`] wrote,
     /// and `y` is writable for the output, which overlaps nothing else. `work` is writable for
     /// [`Blocked8::workspace`] bytes. The pointers of `after` are null or readable as [`ByteEpilogue`]
-    /// describes. The processor has the instructions that this was made with.
+    /// describes. The processor has the instructions of the engine with which the convolution was made.
     ///
     /// # Panics
-    /// If the team has another number of threads than this was made for.
+    /// If the team's number of threads is not the number for which the convolution was made.
     pub(crate) unsafe fn run(&self, team: &Team, isa: Isa, buffers: Buffers<u8, u8>, after: ByteEpilogue) {
         let Buffers { x, w, y, work } = buffers;
         let buffers = Buffers { x: x as *const u16, w: w as *const u16, y, work };

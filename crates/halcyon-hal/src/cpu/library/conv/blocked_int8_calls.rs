@@ -22,9 +22,9 @@ fn literal(f: &Fused, r: u32) -> Option<f64> {
     }
 }
 
-/// Splits an epilogue into the part that computes floats, and how its result is stored. A result of bytes is
-/// quantised: a division (or multiplication) by a literal, a rounding, possibly an addition of the zero
-/// point, and a cast.
+/// Splits an epilogue into the part that computes floats, and the way in which its result is stored. The
+/// chain quantises a result of bytes with a division (or multiplication) by a literal, a rounding, possibly
+/// an addition of the zero point, and a cast.
 fn store(f: &Fused) -> Option<(Cow<'_, Fused>, Store)> {
     let [out] = &f.outs[..] else { return None };
     let signed = match out.dtype {
@@ -85,11 +85,11 @@ pub(super) fn conv8(
         return no("the channels do not fill whole blocks of 64");
     };
     if out != result_of(&conv, BLOCK) || conv.weight_len() != w.view.numel() {
-        return no("the operands have other sizes");
+        return no("the sizes of the operands and of the result do not match");
     }
     let [n, ob, oh, ow, ol] = out;
     let (simple, to) = match &call.epilogue {
-        None if y.dtype != DType::F32 => return no("without an epilogue the result is f32"),
+        None if y.dtype != DType::F32 => return no("without an epilogue, the result must be f32"),
         None => (Simple::default(), Store::Float),
         Some(e) => {
             let found = store(e.fused).and_then(|(fused, to)| {
@@ -100,13 +100,13 @@ pub(super) fn conv8(
             match found {
                 Some(found) => found,
                 None => {
-                    return no("the epilogue is more than a scale, a bias, a residual, a clamp and bytes");
+                    return no("the epilogue must consist of scale, bias, residual, clamp and quantisation");
                 }
             }
         }
     };
     if call.packed.is_some_and(|p| p != 1) {
-        return no("only the weights are packed");
+        return no("only the weights can be packed");
     }
     let packed = call.packed.is_some();
     let own = if packed { 0 } else { k.weights().next_multiple_of(64) };

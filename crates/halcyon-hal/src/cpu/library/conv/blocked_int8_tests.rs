@@ -1,5 +1,5 @@
 //! Tests of convolutions of bytes in blocks of 64 channels, on every engine of the processor, with operands
-//! between guard pages. Sums are exact, so the results are compared with those of i64.
+//! between guard pages. Sums are exact, so the tests compare the results with sums in i64.
 
 use super::blocked::Buffers;
 use super::blocked_int8::*;
@@ -47,7 +47,7 @@ fn random(rng: &mut Rng) -> Conv {
     Conv::new(n, ci, co, groups, window.unwrap()).unwrap()
 }
 
-/// The sums by the definition.
+/// The sums, computed in i64 by the definition of a convolution.
 fn sums(c: &Conv, x: &[i64], w: &[i64]) -> Vec<i64> {
     let v = &c.window;
     let (si, so, taps) = (v.in_size(), v.out_size(), v.kernel_size());
@@ -128,8 +128,8 @@ fn one(rng: &mut Rng, team: &Team, (engine, isa): (Engine, Isa), c: &Conv, signe
         ByteEpilogue { scale: given(0, &scale), bias: given(1, &bias), residual: given(2, &rest), act, to };
     let y = Guarded::new(&vec![0xa5u8; c.output_len() * to.size()], side);
     let work = Guarded::new(&vec![0u8; k.workspace().max(1)], Side::Start);
-    // SAFETY: the buffers have the sizes that `pack` and `run` require, and `engines` lists what the
-    // processor has.
+    // SAFETY: the buffers have the sizes that `pack` and `run` require, and `engines` lists only engines that
+    // the processor has.
     unsafe {
         k.pack(team, weights.ptr(), packed.mut_ptr());
         let buffers = Buffers { x: placed.ptr(), w: packed.ptr(), y: y.mut_ptr(), work: work.mut_ptr() };
@@ -165,7 +165,7 @@ fn one(rng: &mut Rng, team: &Team, (engine, isa): (Engine, Isa), c: &Conv, signe
             Store::Byte { inverse, zero, signed } => {
                 let got = if signed { f32::from(got[i] as i8) } else { f32::from(got[i]) };
                 let (lo, hi) = if signed { (-128.0, 127.0) } else { (0.0, 255.0) };
-                // Just below and above the value, because rounding may tip a tie.
+                // Also try values just below and above, because an error of rounding may decide a tie.
                 let codes = [1.0 - 1e-5, 1.0, 1.0 + 1e-5]
                     .map(|f| ((want * f * inverse).round_ties_even() + zero).clamp(lo, hi));
                 assert!(codes.contains(&got), "{got} for {codes:?}: {}", what());

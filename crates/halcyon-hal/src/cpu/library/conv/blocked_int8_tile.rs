@@ -8,10 +8,10 @@ use crate::cpu::library::simd::{Simd, dispatch_simd};
 /// The epilogue of the sums of consecutive pixels: `act(sum * scale + bias + residual)`, each part optional.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ByteTile {
-    /// At the first of the 32 channels; null if absent.
+    /// Point to the values of the first of the 32 channels; null if absent.
     pub scale: *const f32,
     pub bias: *const f32,
-    /// At the first of the 32 channels of the first pixel; pixels are 64 values apart. Null if absent.
+    /// Points to the first of the 32 channels of the first pixel; pixels are 64 values apart. Null if absent.
     pub residual: *const f32,
     pub act: Activation,
     pub to: Store,
@@ -21,8 +21,8 @@ pub(super) struct ByteTile {
 /// Channels from one pixel of the output to the next.
 const PITCH: usize = 2 * BLOCK;
 
-/// The sums of one or two tiles of pixels by 32 output channels. `start` has the starting values of signed
-/// images; `small` says that no sum of two products saturates 16 bits.
+/// The sums of one or two tiles of pixels by 32 output channels. `start` has the values at which the sums of
+/// signed images start. `small` says that no sum of two products saturates 16 bits.
 ///
 /// # Safety
 /// For every pixel of the tiles, 64 bytes are readable at every step's offset; `s.w` holds the weights of all
@@ -98,7 +98,8 @@ unsafe fn finish_body<S: Simd>(n: usize, sums: *const i32, f: &ByteTile) {
                         let x = if x.is_nan() { 0.0 } else { x };
                         let x = if x < least { least } else { x };
                         let x = if x > most { most } else { x };
-                        // The value is a number in the range of the type.
+                        // The value is not NaN and lies in the range of the type, so the conversion is
+                        // defined.
                         q[i] = x.to_int_unchecked::<i32>() as u8;
                     }
                     f.y.add(p * PITCH).cast::<[u8; BLOCK]>().write_unaligned(q);
@@ -149,7 +150,7 @@ mod x86 {
         for (t, x) in x.iter().enumerate() {
             let mut done = 0;
             while done < s.rows {
-                // Parts of nearly equal size.
+                // Cut the pixels into parts of nearly equal size.
                 let parts = (s.rows - done).div_ceil(most);
                 let rows = (s.rows - done).div_ceil(parts);
                 let x = x.wrapping_add(done * s.pixel);
@@ -184,7 +185,7 @@ mod x86 {
     }
 
     /// # Safety
-    /// As [`on_vectors`] for `R` pixels from `x`; the processor has AVX512_VNNI.
+    /// The contract of [`on_vectors`] for `R` pixels from `x`; the processor has AVX512_VNNI.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn vnni<const R: usize, const SIGNED: bool>(
         s: &Steps<'_>,
@@ -229,7 +230,7 @@ mod x86 {
     /// `SMALL`: no sum of two products saturates 16 bits.
     ///
     /// # Safety
-    /// As [`on_vectors`] for `R` pixels from `x`; the processor has AVX2.
+    /// The contract of [`on_vectors`] for `R` pixels from `x`; the processor has AVX2.
     #[target_feature(enable = "avx2")]
     unsafe fn avx2<const R: usize, const SIGNED: bool, const SMALL: bool>(
         s: &Steps<'_>,

@@ -1,5 +1,5 @@
-//! Tests of convolution and pooling in the blocked layout: compared with the f64 reference and with plain
-//! pooling, for every instruction set of this processor, with operands between guard pages.
+//! Tests of convolution and pooling in the blocked layout, for every instruction set of this processor, with
+//! operands between guard pages. Results are compared with the f64 reference and with plain pooling.
 
 use super::blocked::*;
 use super::blocked_tile::{Activation, pool as pool_tiles};

@@ -20,7 +20,7 @@ pub(crate) enum Activation {
 pub(crate) struct Tile {
     /// The element that the first tap of the first pixel reads in the first block of input channels.
     pub x: *const f32,
-    /// Weights of the first block of output channels, and the distance to those of the second.
+    /// Weights of the first block of output channels, and the distance to the weights of the second block.
     pub w: *const f32,
     pub next_w: usize,
     /// Number of input channel blocks, and of consecutive values per block and tap.
@@ -39,10 +39,10 @@ pub(crate) struct Tile {
     /// the output. The halves may lie in two rows.
     pub half_x: usize,
     pub half_y: usize,
-    /// At the first channel of the tile; null if absent.
+    /// Point to the values of the tile's first channel; null if absent.
     pub scale: *const f32,
     pub bias: *const f32,
-    /// At the first pixel, in the output's layout; null if absent.
+    /// Points to the first pixel, in the output's layout; null if absent.
     pub residual: *const f32,
     pub act: Activation,
     /// Weights of later tiles to prefetch, up to `end`, and how many cache lines of them to prefetch per tap
@@ -75,7 +75,7 @@ pub(crate) const fn half(pixels: usize) -> usize {
 
 dispatch_simd! {
     /// Computes `T` pixels by `R` blocks of output channels. `P` is the distance between input pixels in
-    /// vectors, or 0 if it is only known at run time.
+    /// vectors, or 0 if the distance is only known at run time.
     ///
     /// # Safety
     /// The contract of [`tile`], with `T` pixels and `R` blocks.
@@ -284,8 +284,8 @@ unsafe fn depthwise_tile<S: Simd, const T: usize>(t: &Tile, first: usize) {
 /// Pools `planes` images whose pixels are vectors of channels.
 ///
 /// # Safety
-/// `x` is readable for `planes` times the window's input size in vectors, `y` is writable for `planes` times
-/// its output size; they do not overlap.
+/// `x` is readable for `planes` times the window's input size in vectors. `y` is writable for `planes` times
+/// the window's output size in vectors. `x` and `y` do not overlap.
 pub(crate) unsafe fn pool(
     team: &Team,
     isa: Isa,
@@ -301,7 +301,7 @@ pub(crate) unsafe fn pool(
     team.ranges(planes * rows, grain, &|first, last| {
         for k in first..last {
             let (plane, row) = (k / rows, k % rows);
-            // SAFETY: `x` and `y` hold all planes by contract; each `k` is its own output row.
+            // SAFETY: `x` and `y` hold all planes by contract; each `k` writes its own output row.
             unsafe {
                 let x = x.get().add(plane * w.in_size() * b);
                 pool_row(isa, kind, w, row, x, y.get().add(k * cols * b));
@@ -324,8 +324,8 @@ dispatch_simd! {
 /// The contract of [`pool_row_of`].
 #[inline(always)]
 unsafe fn pool_row_body<S: Simd>(kind: Pool, w: &Window, row: usize, x: *const f32, y: *mut f32) {
-    // SAFETY: `pool_row_of` requires a readable plane at `x` and a writable row at `y`, which the contract
-    // gives.
+    // SAFETY: by contract the plane at `x` is readable and the row at `y` is writable, as `pool_row_of`
+    // requires.
     unsafe {
         match kind {
             Pool::Max => pool_row_of::<S, false>(kind, w, row, x, y),

@@ -92,8 +92,8 @@ pub(crate) unsafe fn conv_few_positions(team: &Team, isa: Isa, conv: &Conv, o: &
 /// floats.
 ///
 /// # Safety
-/// `x` is readable for `channels` planes of the input, `to` writable for `channels * taps` floats; they do
-/// not overlap.
+/// `x` is readable for `channels` planes of the input; `to` is writable for `channels * taps` floats; `x` and
+/// `to` do not overlap.
 unsafe fn unroll(conv: &Conv, position: usize, channels: usize, x: *const f32, to: *mut f32) {
     let w = &conv.window;
     let [_, oh, ow] = w.output;

@@ -97,8 +97,8 @@ dispatch! {
 /// The gradient for `planes` planes (batch size times channels).
 ///
 /// # Safety
-/// `x` has `planes * window.in_size()` readable elements and `dy` `planes * window.out_size()`; `dx` is
-/// writable for as many elements as `x`, and nothing else uses it; they do not overlap.
+/// `x` has `planes * window.in_size()` readable elements, and `dy` has `planes * window.out_size()`. `dx` is
+/// writable for as many elements as `x`, and nothing else uses `dx`. `x`, `dy` and `dx` do not overlap.
 pub(in crate::cpu::library) unsafe fn run(
     team: &Team,
     isa: Isa,

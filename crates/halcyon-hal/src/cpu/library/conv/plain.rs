@@ -85,8 +85,8 @@ impl Conv {
     }
 }
 
-/// Weights that are packed once for many calls: the left factors of all groups, one after another. This does
-/// not own the memory.
+/// Weights that are packed once for many calls: the left factors of all groups, one after another. This value
+/// does not own the memory.
 #[derive(Clone, Copy, Debug)]
 pub struct ConvWeights {
     conv: Conv,
@@ -102,8 +102,8 @@ impl ConvWeights {
 
     /// Size of the packed weights in floats, or `None` if the convolution reads them unpacked.
     pub fn floats(isa: Isa, conv: &Conv) -> Option<usize> {
-        // `gemm` computes small products without panels. With packed weights they would be computed with
-        // panels, and have other results.
+        // `gemm` computes small products without panels. With packed weights, small products would be
+        // computed with panels and have other results.
         (!conv.by_rows() && !conv.few()).then(|| conv.groups * ConvWeights::shape(isa, conv).floats())
     }
 
@@ -111,7 +111,7 @@ impl ConvWeights {
     ///
     /// # Safety
     /// `conv.weight_len()` elements at `w` are readable, [`ConvWeights::floats`] floats at `dst` are
-    /// writable; they do not overlap.
+    /// writable; `w` and `dst` do not overlap.
     pub unsafe fn pack<T: PackElem>(team: Option<&Team>, isa: Isa, conv: &Conv, w: *const T, dst: *mut f32) {
         let (m, k, shape) = (conv.c_out / conv.groups, conv.k(), ConvWeights::shape(isa, conv));
         for g in 0..conv.groups {
@@ -124,11 +124,12 @@ impl ConvWeights {
         }
     }
 
-    /// Wraps weights that [`ConvWeights::pack`] wrote. They also serve convolutions that differ from `conv`
-    /// in the batch and spatial sizes.
+    /// Wraps weights that [`ConvWeights::pack`] wrote. The weights also serve convolutions that differ from
+    /// `conv` only in the batch and spatial sizes.
     ///
     /// # Safety
-    /// `data` was packed for `conv` and `isa`, and stays readable and unchanged while this is used.
+    /// `data` was packed for `conv` and `isa`, and stays readable and unchanged while the returned value is
+    /// used.
     pub unsafe fn new(isa: Isa, conv: &Conv, data: *const f32) -> ConvWeights {
         ConvWeights { conv: *conv, isa, shape: ConvWeights::shape(isa, conv), data: SharedConst(data) }
     }
@@ -146,8 +147,8 @@ struct Unrolled {
     w: Window,
 }
 
-/// A contiguous part of a row of a panel: the columns from `to` on, which receive `n` elements of the
-/// channel's plane. The first element is at offset `from`; the distance between two is the stride.
+/// A contiguous part of a row of a panel: `n` columns from `to` on. They receive `n` elements of the
+/// channel's plane. The first element is at offset `from`, and consecutive elements are a stride apart.
 #[derive(Clone, Copy, Default)]
 struct RowSpan {
     from: u32,
@@ -155,7 +156,8 @@ struct RowSpan {
     n: u8,
 }
 
-/// The spans `first..last` that one tap contributes to a row of a panel; `full` if they cover the whole row.
+/// The spans `first..last` that one tap contributes to a row of a panel. `full` says whether the spans cover
+/// the whole row.
 #[derive(Clone, Copy, Default)]
 struct Tap {
     first: u16,
@@ -275,7 +277,7 @@ impl Panels for Unrolled {
 /// is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn copy_piece<S: Simd>(src: *const f32, step: usize, n: usize, out: *mut f32) {
-    // SAFETY: `src[i * step]` and `out[i]` are valid for `i < n` by contract; partial vectors touch only the
+    // SAFETY: `src[i * step]` and `out[i]` are valid for `i < n` by contract; partial vectors access only the
     // `lanes` elements that are left.
     unsafe {
         if step > 2 {

@@ -11,7 +11,7 @@ pub enum Pool {
     /// The largest element; NaN if any is NaN; the least value (-inf for floats) if the window lies in
     /// padding only.
     Max,
-    /// The mean. Padding counts as zeros if `count_include_pad`, otherwise it is left out of sum and count.
+    /// The mean. If `count_include_pad`, padding counts as zeros; otherwise sum and count leave padding out.
     /// Positions past the far padding never count. The mean of integers is truncated. If nothing is counted,
     /// the mean is NaN for floats and 0 for integers.
     Average { count_include_pad: bool },
@@ -86,8 +86,8 @@ dispatch! {
 /// Pools `planes` (batch times channels) images.
 ///
 /// # Safety
-/// `x` has `planes * window.in_size()` readable elements, `y` `planes * window.out_size()` writable ones that
-/// nothing else uses; they do not overlap.
+/// `x` has `planes * window.in_size()` readable elements. `y` has `planes * window.out_size()` writable
+/// elements, which nothing else uses. `x` and `y` do not overlap.
 ///
 /// # Panics
 /// If the window dilates its input, which pooling does not define.
@@ -113,8 +113,8 @@ pub unsafe fn pool<T: Accumulated>(
     let (xs, ys) = (SharedConst(x), SharedMut(y));
     let parts = if lines * ow * window.kernel_size() < 50_000 { 1 } else { lines.min(team.threads() * 4) };
     team.run_with(parts, &|worker, part| {
-        // SAFETY: the contract makes all images valid; lines of different parts are disjoint; a worker's sums
-        // of `ow` elements are its own and are written before they are read.
+        // SAFETY: the contract makes all images valid; lines of different parts are disjoint; each worker has
+        // its own `ow` sums and writes them before it reads them.
         unsafe {
             let acc = buf.get().add(worker * each) as *mut T::Acc;
             for i in 0..ow {

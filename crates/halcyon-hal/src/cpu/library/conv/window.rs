@@ -87,8 +87,8 @@ impl Window {
         Ok(w)
     }
 
-    /// Number of elements of one channel of the input. The next two functions give those of the output and
-    /// the kernel.
+    /// Number of elements of one channel of the input. The next two functions give the number of elements of
+    /// one channel of the output and of the kernel.
     pub fn in_size(&self) -> usize {
         self.input.iter().product()
     }

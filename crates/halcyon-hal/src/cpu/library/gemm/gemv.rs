@@ -1,11 +1,11 @@
 //! Products with few rows: one vector, or up to [`ROWS`] at once, times a matrix. The large operand is read
 //! once, in place and in memory order; everything else stays in the first-level cache.
 //!
-//! There are two forms, by the layout of the large operand `B` (k x n). If its rows are contiguous, a chunk
-//! of columns is summed as `c += a_k * B[k, :]`, several k at a time; each element is accumulated in the
-//! order of k. If its columns are contiguous, dot products with up to four columns at a time are accumulated
-//! in vector lanes, which are summed at the end. The order of a sum does not depend on how the columns are
-//! divided among threads.
+//! There are two forms, one for each layout of the large operand `B` (k x n). If its rows are contiguous, a
+//! chunk of columns is summed as `c += a_k * B[k, :]`, several k at a time; each element is accumulated in
+//! the order of k. If its columns are contiguous, dot products with up to four columns at a time are
+//! accumulated in vector lanes, which are summed at the end. The order of a sum does not depend on how the
+//! columns are divided among threads.
 
 use super::product_f32::{Epilogue, Gemm, Mat, MatMut, PackElem};
 use crate::cpu::library::simd::{Simd, Storage, dispatch_simd};
@@ -18,11 +18,11 @@ pub const ROWS: usize = 8;
 const SERIAL: usize = 64 << 10;
 
 /// `buf[i][j] += sum over q < KB of a[i][q] * b[q][j]` for `M` rows and `cols` columns. Rows of `a` are `lda`
-/// floats apart, rows of `b` `rs` elements, rows of `buf` `ldb` floats.
+/// floats apart, rows of `b` are `rs` elements apart, and rows of `buf` are `ldb` floats apart.
 ///
 /// # Safety
-/// The caller is compiled for `S`'s instruction set. `a` has M rows of KB readable floats, `b` KB rows of
-/// `cols` readable elements, `buf` M rows of `cols` writable floats.
+/// The caller is compiled for `S`'s instruction set. `a` has M rows of KB readable floats. `b` has KB rows of
+/// `cols` readable elements. `buf` has M rows of `cols` writable floats.
 #[inline(always)]
 unsafe fn axpy<S: Simd, T: Storage, const M: usize, const KB: usize>(
     a: *const f32,
@@ -33,8 +33,8 @@ unsafe fn axpy<S: Simd, T: Storage, const M: usize, const KB: usize>(
     buf: *mut f32,
     ldb: usize,
 ) {
-    // SAFETY: `axpy` requires M rows of `a` and `buf` and KB rows of `b`. Of their `cols` columns, whole
-    // vectors up to `j + S::W <= cols` are accessed, and the last `n = cols - j` columns by partial accesses.
+    // SAFETY: `axpy` requires M rows of `a` and `buf` and KB rows of `b`. Whole vectors end at
+    // `j + S::W <= cols`, and partial accesses reach only the last `n = cols - j` columns.
     unsafe {
         let mut x = [[S::zero(); KB]; M];
         for i in 0..M {
@@ -86,8 +86,8 @@ struct Job<T> {
     epi: Epilogue,
 }
 
-/// Stores sums to C through the epilogue: `m` rows of `cols` columns from column `j0`. There is one function
-/// for all forms and sizes, because the compiler makes a copy of a loop over an epilogue for each case.
+/// Stores sums to C through the epilogue: `m` rows of `cols` columns from column `j0`. One function, not
+/// inlined, serves all forms and sizes, because the compiler copies the loop for each case of the epilogue.
 ///
 /// # Safety
 /// `sums` has `m * cols` readable floats; rows `0..m`, columns `j0..j0 + cols` of C are writable, and no
@@ -122,7 +122,8 @@ unsafe fn rows_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, 
         }
         let b = w.b.ptr.add(j0);
         let mut k = 0;
-        // Take as many rows of B at a time as the registers allow: their multipliers must stay in registers.
+        // Take as many rows of B at a time as the registers allow, because the multipliers of these rows must
+        // stay in registers.
         macro_rules! steps {
             ($kb:literal) => {
                 while w.k - k >= $kb {
@@ -150,7 +151,7 @@ unsafe fn rows_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, 
 }
 dispatch_simd! {
     /// # Safety
-    /// The contract of `rows_body`, except that `isa` is checked.
+    /// The contract of `rows_body` without its condition on the caller, because the dispatch checks `isa`.
     unsafe fn rows_form[T: Storage, const M: usize][T, M](isa, w: &Job<T>, j0: usize, j1: usize, buf: *mut f32) = rows_body
 }
 
@@ -261,7 +262,7 @@ unsafe fn cols_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, 
 }
 dispatch_simd! {
     /// # Safety
-    /// The contract of `cols_body`, except that `isa` is checked.
+    /// The contract of `cols_body` without its condition on the caller, because the dispatch checks `isa`.
     unsafe fn cols_form[T: Storage, const M: usize][T, M](isa, w: &Job<T>, j0: usize, j1: usize) = cols_body
 }
 
@@ -302,7 +303,7 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(team: &Team, isa: Isa, g
     }
 }
 
-/// [`few_rows`] on the calling thread, with A as `m` contiguous rows of `k` floats.
+/// [`few_rows`] on the calling thread, for an A of `m` contiguous rows of `k` floats.
 ///
 /// # Safety
 /// The contract of [`few_rows`]; A has `m * k` readable floats and `buf` room for `m * n`.
@@ -361,8 +362,7 @@ unsafe fn copy_rows<A: Storage>(m: usize, k: usize, a: Mat<A>, to: *mut f32) {
 /// Computes columns `j0..j1` in the form that suits B's layout.
 ///
 /// # Safety
-/// `m <= ROWS`. The contract of `rows_body` if `w.b.cs == 1`, otherwise of `cols_body`, with
-/// `M = m`; `isa` is checked.
+/// `m <= ROWS`. The contract of `rows_form` if `w.b.cs == 1`, otherwise of `cols_form`, with `M = m`.
 unsafe fn columns<B: Storage>(isa: Isa, m: usize, w: &Job<B>, j0: usize, j1: usize, buf: *mut f32) {
     macro_rules! rows {
         ($($m:literal)*) => {

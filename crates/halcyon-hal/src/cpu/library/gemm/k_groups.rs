@@ -1,11 +1,11 @@
 //! The driver of matrix products whose operands are packed into K groups: 32-bit words of consecutive
 //! elements of K, two bf16 or four 8-bit integers.
 //!
-//! A is packed once for all threads. Each thread packs the columns of B that it multiplies by; only if B has
-//! few columns, so that the rows of A are divided among the threads, B is packed once for all threads. Panels
-//! of A stay in the first-level cache, a chunk of B's columns in the second. The order of the sums is that of
-//! [`super::product_f32`] with K groups in place of f32: the K blocks depend on K alone, and K is never split
-//! among threads.
+//! A is packed once for all threads. Each thread packs the columns of B that it multiplies by. If B has few
+//! columns, the rows of A are divided among the threads, and B is packed once for all threads. Panels of A
+//! stay in the first-level cache. A chunk of B's columns stays in the second-level cache. Sums have the same
+//! order as in [`super::product_f32`], with K groups in place of f32: the K blocks depend on K alone, and K
+//! is never split among threads.
 
 use super::matrix::{Gemm, Mat, MatMut};
 use super::panels::SERIAL;
@@ -13,7 +13,8 @@ use super::product_f32::{k_block, k_blocks, kc_max, spread};
 use crate::cpu::team::{AssertSync, SharedMut, Team};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Maximum number of panels of B that a thread packs at a time, and of rows of A that are packed at a time.
+/// Maximum number of panels of B that a thread packs at a time, and maximum number of rows of A that are
+/// packed at a time.
 const CHUNK_PANELS: usize = 8;
 const MB: usize = 6144;
 
@@ -55,8 +56,8 @@ pub(crate) trait Kind: Sync {
     const MR: usize;
     const NR: usize;
 
-    /// Packs `rows` rows of `k` elements like [`pack_lanes`], into panels of MR rows with HEAD head rows
-    /// before the K groups of each.
+    /// Packs `rows` rows of `k` elements like [`pack_lanes`], into panels of MR rows. Each panel starts with
+    /// HEAD head rows, and its K groups follow.
     ///
     /// # Safety
     /// Elements `src[r * rs + q * ks]` are readable for `r < rows`, `q < k`; `dst` has room for all panels;
@@ -77,7 +78,8 @@ pub(crate) trait Kind: Sync {
     unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<Self::C>);
 }
 
-/// The layout of packed panels: the number of lines in a panel, and of head rows before its K groups.
+/// The layout of packed panels: the number of lines in a panel, and the number of head rows before its K
+/// groups.
 #[derive(Clone, Copy)]
 pub(crate) struct PanelShape {
     pub width: usize,
@@ -244,9 +246,9 @@ unsafe fn tiles<K: Kind>(w: &Block<'_, K>, p0: usize, p1: usize, q0: usize, q1: 
 /// Computes the product on at most `threads` threads of the team.
 ///
 /// # Safety
-/// The `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
-/// used by nothing else; a packed B was packed for `K`; the processor has the kind's instructions; `threads`
-/// is 1 or at least the team's number of threads (scratch memory is indexed by thread number).
+/// The `m x k` elements of A and `k x n` of B are readable. The elements of C are writable, overlap nothing
+/// and are used by nothing else. A packed B was packed for `K`; the processor has the kind's instructions;
+/// `threads` is 1 or at least the team's number of threads (scratch memory is indexed by thread number).
 pub(crate) unsafe fn product<K: Kind>(
     team: &Team,
     threads: usize,
@@ -291,7 +293,8 @@ pub(crate) unsafe fn product<K: Kind>(
                 first: kb == 0,
                 last: kb + 1 == k_blocks(lanes),
             };
-            // SAFETY: both hold pointers and sizes; parts pack disjoint panels and write disjoint rows of C.
+            // SAFETY: both values hold pointers and sizes; parts pack disjoint panels and write disjoint rows
+            // of C.
             let (block, left) = unsafe { (AssertSync::new(block), AssertSync::new(a)) };
             let parts = panels.div_ceil(4).min(cut.threads * 4);
             let share = if cut.share_b { cut.n_panels } else { 0 };
@@ -364,8 +367,8 @@ impl Cut {
         Cut { nr, threads, kc, mb, n_panels, chunk, chunks, share_b }
     }
 
-    /// Floats of the packed rows of A, rounded up to a cache line: the panels of B follow, and their vectors
-    /// must not cross cache lines.
+    /// Floats of the packed rows of A, rounded up to a cache line. The panels of B follow, and vectors of
+    /// these panels must not cross cache lines.
     fn a_floats(&self) -> usize {
         (self.mb * self.kc).next_multiple_of(16)
     }
@@ -381,8 +384,8 @@ impl Cut {
     }
 }
 
-/// Runs `f(item, threads)` for a batch of products of `work` multiply-adds each: one after another on all
-/// threads if the products are large or few, otherwise in parallel, each on one thread.
+/// Runs `f(item, threads)` for a batch of products of `work` multiply-adds each. If the products are large or
+/// few, they run one after another, each on all threads. Otherwise they run in parallel, each on one thread.
 pub(crate) fn batch(team: &Team, items: usize, work: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     const SERIAL: usize = 1 << 20;
     if items < team.threads() || work > 256 << 20 {
@@ -412,8 +415,8 @@ mod wide {
     use crate::cpu::library::simd::{mask16, transpose16};
     use std::arch::x86_64::*;
 
-    /// An element type that is packed into vectors of 16 K groups, with AVX-512 BW and VL (and BF16 if the
-    /// impl says so).
+    /// An element type that is packed into vectors of 16 K groups, with AVX-512 BW and VL (and AVX512_BF16 if
+    /// the comment at the impl names it).
     pub(crate) trait LaneVector: LaneElem {
         /// Packs `n <= 16 GROUP` consecutive elements, followed by zeros, in order. With `n = 0`, `p` is not
         /// read.
@@ -481,7 +484,8 @@ mod wide {
                     }
                 }
             } else if rs == 1 {
-                // Row by row across the panels: longer contiguous reads suit the hardware prefetchers.
+                // Read row by row across the panels, because hardware prefetchers work better on longer
+                // contiguous reads.
                 for l in 0..lanes {
                     let steps = (k - l * T::GROUP).min(T::GROUP);
                     let row = src.offset((l * T::GROUP) as isize * ks);
@@ -514,7 +518,7 @@ mod wide {
     /// # Safety
     /// `there` lines of `k` contiguous elements are readable. At `dst`, a row of `held <= 16` words is
     /// writable for each K group of `k`, and the rows are `stride` words apart. The caller is compiled for
-    /// what T needs.
+    /// the instructions that T needs.
     #[inline(always)]
     pub(crate) unsafe fn turn<T: LaneVector>(
         lines: Mat<T>,

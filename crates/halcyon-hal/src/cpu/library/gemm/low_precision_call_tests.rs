@@ -181,7 +181,8 @@ fn chains_read_the_sums_of_integer_products() {
                 for (d, packed) in
                     [(DType::I16, None), (DType::I16, Some(1)), (DType::I8, None), (DType::I8, Some(1))]
                 {
-                    // VNNI's products of bytes have no epilogue, and those of 16 bits need vectors of x86.
+                    // VNNI's products of bytes support no epilogue, and products of 16-bit integers need
+                    // AVX2.
                     if d == DType::I8 && isa.has_vnni() || d == DType::I16 && isa == Isa::Portable {
                         continue;
                     }

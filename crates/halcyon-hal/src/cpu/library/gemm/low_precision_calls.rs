@@ -35,11 +35,11 @@ use halcyon_ir::layout::View;
 use halcyon_ir::target::MatmulPrecision;
 use half::bf16;
 
-/// Finds kernels for low-precision products. 8-bit factors are multiplied into i32 on every processor, 16-bit
-/// integers only on x86-64 with AVX2. bf16 factors (into bf16 or f32) and f32 factors that are rounded to
-/// bf16 need [`MatmulPrecision::Medium`] and a processor on which bf16 is faster than f32. The chain of an
-/// epilogue reads the f32 sums of a bf16 product. Returns `None` if the call needs another kernel than those
-/// of this file.
+/// Finds kernels for low-precision products. Products of 8-bit factors into i32 have a kernel on every
+/// processor, products of 16-bit integers only on x86-64 with AVX2. bf16 factors (into bf16 or f32) and f32
+/// factors that are rounded to bf16 need [`MatmulPrecision::Medium`] and a processor on which bf16 is faster
+/// than f32. The chain of an epilogue reads the f32 sums of a bf16 product. Returns `None` if no kernel of
+/// this file computes the call.
 pub(crate) fn narrow_matmul(
     isa: Isa,
     call: &CallForm<'_>,
@@ -47,8 +47,8 @@ pub(crate) fn narrow_matmul(
     code: Option<Bf16Code>,
 ) -> Option<Result<CpuKernel, Declined>> {
     let (a, b, c) = (call.inputs[0].dtype, call.inputs[1].dtype, call.outputs[0].dtype);
-    // Whether the product is i32. With an epilogue, `c` is the type of the chain's result, so look at what
-    // the chain loads.
+    // Whether the product is i32. With an epilogue, `c` is the type of the chain's result, so look at the
+    // type that the chain loads.
     let sums = match &call.epilogue {
         None => c == DType::I32,
         Some(e) => e.fused.loads.iter().any(|l| l.input == e.product && l.dtype == DType::I32),
@@ -61,8 +61,8 @@ pub(crate) fn narrow_matmul(
             _ => bytes::<u8, u8>(isa, call, p),
         }),
         (DType::I16, DType::I16) if sums => Some(match isa_of_pairs(isa) {
-            // Plain integers are not faster than f32.
-            Isa::Portable => Err(Declined::because("16-bit integers are multiplied in vectors of x86 only")),
+            // Plain integer arithmetic is not faster than f32.
+            Isa::Portable => Err(Declined::because("products of 16-bit integers need AVX2")),
             _ => pairs::<i16, i16>(isa, call, p),
         }),
         _ if call.precision < MatmulPrecision::Medium => None,
@@ -95,7 +95,7 @@ fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 ) -> Result<CpuKernel, Declined> {
     let chain = EpilogueChain::or_half(call, 2, p.n)?;
     if chain.is_some() && p.k == 0 {
-        return Err(Declined::because("this kernel has no epilogue if the summed axis is empty"));
+        return Err(Declined::because("this kernel supports no epilogue if the summed axis is empty"));
     }
     if let Some(which) = call.packed {
         return halves_packed::<A, B, C>(isa, call, p, code, which, chain);
@@ -177,13 +177,13 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 }
 
 /// The packed form of the right operand, with `group` elements per K group, and the strides of both operands.
-/// Declined unless the call is one product.
+/// Declines the call unless it is one product.
 #[cfg(target_arch = "x86_64")]
 fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(isize, isize); 2]), Declined> {
     Ok((PackedShape { k: p.k, n: p.n, group }, one_product(p, which)?))
 }
 
-/// The strides of both operands. Declined unless the call is one product whose right operand is packed.
+/// The strides of both operands. Declines the call unless it is one product whose right operand is packed.
 fn one_product(p: &Product, which: usize) -> Result<[(isize, isize); 2], Declined> {
     if which != 1 || p.k == 0 || p.batch != 1 || !p.outer.is_empty() {
         return Err(Declined::because("only the right operand of a single product can be packed"));
@@ -201,7 +201,7 @@ fn bytes<A: Byte, B: Byte>(isa: Isa, call: &CallForm<'_>, p: &Product) -> Result
         _ => return pairs::<A, B>(isa, call, p),
     };
     if call.epilogue.is_some() {
-        return Err(Declined::because("products of 8-bit factors have no epilogue on this processor"));
+        return Err(Declined::because("products of 8-bit factors support no epilogue on this processor"));
     }
     if let Some(which) = call.packed {
         return bytes_packed::<A, B>(isa, call, p, which);

@@ -1,5 +1,6 @@
 //! Tests of low-precision products for every instruction set of this processor, with operands between guard
-//! pages. Products of bf16 are compared with products in f64, products of 8-bit integers with those in i64.
+//! pages. Products of bf16 are compared with products in f64, and products of 8-bit integers with products in
+//! i64.
 
 use super::product_bf16::*;
 use super::product_f32::{Batch, Epilogue, Gemm, Mat, MatMut};

@@ -88,8 +88,8 @@ impl<T> MatMut<T> {
     }
 }
 
-/// One matrix product. [`Epilogue`] gives the formula. The types of the operands say how they are stored:
-/// [`Mat`] in place with strides, `Packed` and the like in the layout that a kernel reads, `*const T` as
+/// One matrix product. [`Epilogue`] gives the formula. The type of an operand says how the operand is stored:
+/// [`Mat`] in place with strides, `Packed` and similar types in the layout that a kernel reads, `*const T` as
 /// dense rows. `E` is the type of the epilogue; `()` means that the sums are stored as they are.
 #[derive(Clone, Copy, Debug)]
 pub struct Gemm<A, B, C = MatMut<f32>, E = Epilogue> {
@@ -177,7 +177,7 @@ impl<A, B, C> Gemm<Mat<A>, Mat<B>, MatMut<C>> {
 }
 
 /// How many products a batch has, and the distances in elements from the operands and the result of one
-/// product to those of the next. Distance 0 repeats an operand.
+/// product to the operands and the result of the next. Distance 0 repeats an operand.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch {
     pub count: usize,
@@ -187,7 +187,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Product `i` of the batch that starts with `g`.
+    /// Product `i` of the batch whose first product is `g`.
     pub(crate) fn item<A, B, C, E: Copy>(
         &self,
         g: &Gemm<Mat<A>, Mat<B>, MatMut<C>, E>,

@@ -1,4 +1,4 @@
-//! Matrix products, and the library call that finds the kernel of one.
+//! Matrix products, and the library call that finds the kernel of a product.
 
 pub mod gemv;
 // Only x86-64 has instructions that multiply K groups.
@@ -43,8 +43,8 @@ use product_f32::matmul_f32;
 use product_int8::gemm_i8_wrapped;
 
 /// Matrix product of operands with any strides. f32, f16 and bf16 are summed in f32, f64 is summed in f64;
-/// integers wrap. [`narrow_matmul`] gives the kernels for other result types, and those that may round f32
-/// factors to bf16.
+/// integers wrap. [`narrow_matmul`] gives the kernels for other result types, and the kernels that may round
+/// f32 factors to bf16.
 pub(crate) fn matmul(isa: Isa, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
     matmul_where(isa, call, isa.bf16_is_faster().then(|| Bf16Code::best(isa)))
 }
@@ -83,13 +83,13 @@ pub(crate) fn matmul_where(
 /// A product whose operands and result are of the type `d`, other than f32.
 fn matmul_any(call: &CallForm<'_>, p: Product, d: DType) -> Result<CpuKernel, Declined> {
     if d == DType::Bool {
-        return Err(Declined::because("bools are not multiplied"));
+        return Err(Declined::because("products of bool are not supported"));
     }
     if EpilogueChain::new(call, 2, p.n)?.is_some() {
-        return Err(Declined::because("only products of f32 support an epilogue"));
+        return Err(Declined::because("this product supports no epilogue"));
     }
     if call.packed.is_some() {
-        return Err(Declined::because("only the right operand of an f32 product can be packed"));
+        return Err(Declined::because("this product reads its operands unpacked"));
     }
     let (out, size) = (call.inputs.len(), d.bytes(call.outputs[0].view.numel()));
     CpuKernel::new(format!("cpu.gemm.{d}"), call, move |r| {

@@ -37,8 +37,7 @@ impl PackedBf16 {
     /// # Safety
     /// All `k x n` elements of the matrix are readable.
     pub unsafe fn b<B: Bf16Elem>(isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedBf16 {
-        // SAFETY: `b_for` requires that all elements of the matrix are readable, which is the contract of
-        // this function too.
+        // SAFETY: by contract all elements of the matrix are readable, as `b_for` requires.
         unsafe { PackedBf16::b_for(Bf16Code::best(isa), isa, b, k, n) }
     }
 
@@ -128,7 +127,7 @@ pub unsafe fn gemm_bf16_packed<A: Bf16Elem, C: Bf16Out>(
                 gemm_packed(team, &g.with_b(&b).with_c(sums).with(epi));
             };
             // SAFETY: C is writable by contract, and `product` writes all `m * n` elements. If C is bf16,
-            // `epilogue` has set beta to 0, so that `product` does not read the elements before.
+            // `epilogue` has set beta to 0, so that `product` does not read an element before it writes it.
             unsafe { C::through(team, m, n, c, &product) };
         }
     }

@@ -1,5 +1,5 @@
-//! Matrix products (with the formula of [`Epilogue`]) with B in packed panels and the rows of A read in
-//! place.
+//! Matrix products (with the formula of [`Epilogue`]) with B in packed panels and with rows of A that are
+//! read in place.
 //!
 //! The blocking is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008),
 //! with one difference: a register tile reads its rows of A in place, one value of each row per step, so A is
@@ -8,8 +8,8 @@
 //! chunk's panels stay there from one tile of rows to the next.
 //!
 //! Cost. A step of the widest tile (9 rows by 3 vectors of AVX-512) takes 27 multiply-adds and 12 loads; a
-//! tile of 12 rows by 2 vectors takes 24 and 14. On processors that lower their clock when they draw more
-//! power, fewer loads also give a higher clock.
+//! step of a tile of 12 rows by 2 vectors takes 24 multiply-adds and 14 loads. On processors that lower their
+//! clock when they draw more power, fewer loads also give a higher clock.
 
 use super::matrix::{Epilogue, Gemm, Mat, MatMut, Store};
 use super::product_f32::{Packed, Panels, k_block, k_blocks, kc_max, pack_columns, pack_rows_on, spread};
@@ -79,7 +79,7 @@ pub(super) struct Block<'a, P> {
 
 dispatch_simd! {
     /// # Safety
-    /// The contract of `block_of`, except that `isa` is checked.
+    /// The contract of `block_of` without its condition on the caller, because the dispatch checks `isa`.
     unsafe fn block[P: Panels][P](isa, w: &Block<'_, P>) = block_body
 }
 
@@ -91,8 +91,8 @@ unsafe fn block_body<S: RegisterTiles, P: Panels>(w: &Block<'_, P>) {
     unsafe { block_of::<S, Fma, P>(w) }
 }
 
-/// Number of rows of the next tile if `left` rows remain: `most`, or `most - 1` if that divides the rest
-/// evenly, or a smaller size that has a kernel.
+/// Number of rows of the next tile if `left` rows remain: `most`, or `most - 1` if tiles of this size cover
+/// the rest exactly, or a smaller size that has a kernel.
 #[inline(always)]
 fn height(most: usize, left: usize) -> usize {
     let tiles = left.div_ceil(most);
@@ -176,8 +176,8 @@ pub(crate) struct Tile {
     pub j: usize,
     pub store: Store,
     pub epi: Epilogue,
-    /// Memory that a later tile reads, to be prefetched: two cache lines every [`STRIDE`] steps. Null for
-    /// none.
+    /// Memory that a later tile reads. This tile prefetches two cache lines of it every [`STRIDE`] steps.
+    /// Null if there is nothing to prefetch.
     pub ahead: *const f32,
     /// Whether sums of integers are stored as f32, because the epilogue's chain reads them next.
     pub convert: bool,
@@ -195,7 +195,8 @@ pub(crate) trait Step<S: Simd> {
     /// Returns `acc` plus the lane-wise product of `a` and `b`.
     ///
     /// # Safety
-    /// The caller is compiled for `S`'s instruction set, and for what the implementation names.
+    /// The caller is compiled for `S`'s instruction set, and for the instructions that the implementation
+    /// names.
     unsafe fn step(a: S::V, b: S::V, acc: S::V) -> S::V;
     /// The lane-wise sum of two sums.
     ///
@@ -257,8 +258,8 @@ pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     // makes these elements readable. Prefetches may have any address.
     unsafe {
         let mut acc = [[S::zero(); NV]; R];
-        // One pointer serves three rows. The offsets of the rows are an index register times 0, 1 and 2,
-        // which an address on x86-64 can express.
+        // One pointer serves three rows. Their offsets are an index register times 0, 1 and 2. An address on
+        // x86-64 can contain such a product.
         let mut rows = [a.ptr; R];
         for g in 1..R.div_ceil(3) {
             rows[g] = a.ptr.wrapping_offset(3 * g as isize * a.rs);
@@ -445,7 +446,7 @@ pub(crate) trait RegisterTiles: Simd {
     /// ROWS, ROWS - 1, 4, 2 or 1 rows.
     ///
     /// # Safety
-    /// The caller is compiled for this instruction set; otherwise the contract of [`register_tile`].
+    /// The contract of [`register_tile`]; the caller is compiled for this instruction set.
     unsafe fn tile<D: Step<Self>>(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile);
 }
 
@@ -584,7 +585,7 @@ fn even(n: usize, most: usize) -> usize {
 /// Computes a block with the instructions of the [`Isa`].
 ///
 /// # Safety
-/// The contract of [`block_of`], except that the instruction set is checked.
+/// The contract of [`block_of`] without its condition on the caller, because the function checks the [`Isa`].
 pub(super) type RunBlock<P> = unsafe fn(Isa, &Block<'_, P>);
 
 /// Computes the product.
@@ -609,7 +610,7 @@ unsafe fn drive<T: Storage, P: Panels>(
         let m = (s.m - i0).min(rows_at_once);
         for j0 in (0..s.n).step_by(cols_at_once) {
             let n = (s.n - j0).min(cols_at_once);
-            // Pack first: the rows of A (once) and columns of B.
+            // First pack the rows of A (once) and columns of B.
             let each = ROWS / 8;
             let a_parts = match a {
                 Left::Plain(_) if s.a_rows > 0 && j0 == 0 => m.div_ceil(each) * blocks,
@@ -718,8 +719,8 @@ fn next<P: Panels>(s: &Shape, b: &P, kb: usize, end: usize, cols: usize) -> (*co
 /// Computes the product on a team, with scratch memory of the team.
 ///
 /// # Safety
-/// The `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
-/// used by nothing else; the epilogue's biases and chain cover C.
+/// The `m x k` elements of A and `k x n` of B are readable. The elements of C are writable, overlap nothing
+/// and are used by nothing else. The epilogue's biases and chain cover C.
 pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(team: &Team, isa: Isa, g: &Gemm<&Left<T>, &P>) {
     // SAFETY: `gemm_panels` has the contract of `gemm_blocks`, and `block` computes blocks of f32.
     unsafe { gemm_blocks(team, team.threads(), isa, block::<P>, g) }

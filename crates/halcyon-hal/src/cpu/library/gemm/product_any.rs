@@ -26,7 +26,7 @@ struct Job<T: Accumulated, O> {
 /// at the end) are added to it, in the order of k.
 ///
 /// # Safety
-/// As [`tile`], for rows `i .. i + R`.
+/// The contract of [`tile`] for rows `i .. i + R`.
 #[inline(always)]
 unsafe fn rows_body<const FMA: bool, T: Accumulated, O: Accumulated<Acc = T::Acc>, const R: usize>(
     w: &Job<T, O>,
@@ -75,7 +75,7 @@ unsafe fn rows_body<const FMA: bool, T: Accumulated, O: Accumulated<Acc = T::Acc
 /// The body of [`tile`].
 ///
 /// # Safety
-/// As [`tile`].
+/// The contract of [`tile`].
 #[inline(always)]
 unsafe fn tile_body<const FMA: bool, T: Accumulated, O: Accumulated<Acc = T::Acc>>(w: &Job<T, O>) {
     let mut i = w.i0;
@@ -105,8 +105,8 @@ dispatch_raw! {
 /// another type with the same accumulation type, for example i8 times i8 into i32.
 ///
 /// # Safety
-/// All `m x k` elements of A and `k x n` of B are readable; those of C are writable, overlap nothing and are
-/// used by nothing else.
+/// All `m x k` elements of A and `k x n` of B are readable. The elements of C are writable, overlap nothing
+/// and are used by nothing else.
 pub unsafe fn gemm_any<T: Accumulated, O: Accumulated<Acc = T::Acc>>(
     team: &Team,
     isa: Isa,

@@ -3,22 +3,22 @@
 //!
 //! Numerics. f32 operands are rounded to bf16 (to nearest, ties to even) while they are packed. The product
 //! of two bf16 is exact in f32. Each lane adds two products per K group, each as a multiply-add that rounds
-//! to nearest even whatever the thread's rounding mode. **Denormal bf16 factors and denormal sums count as
-//! zero**: products below 2^-126 vanish. Rounding leaves f32 factors only 8 bits of significand, which
-//! `MatmulPrecision::Medium` allows and `Highest` and `High` do not. For bf16 operands the results differ
-//! from [`super::product_f32::gemm`], which widens them, only in denormals and in the order of the sums.
-//! Calls use this file only at `Medium` all the same. Levels O0 and O1 use `Highest`, so their results are
-//! free of these differences and serve for comparison.
+//! to nearest even, regardless of the thread's rounding mode. **Denormal bf16 factors and denormal sums count
+//! as zero**: products below 2^-126 vanish. Rounding leaves f32 factors only 8 bits of significand.
+//! `MatmulPrecision::Medium` allows this rounding; `Highest` and `High` do not. [`super::product_f32::gemm`]
+//! widens bf16 operands. For such operands, its results differ from the results of this file only in
+//! denormals and in the order of the sums. Nevertheless, calls use this file only at `Medium`. Levels O0 and
+//! O1 use `Highest`, so their results are free of these differences and serve for comparison.
 //!
 //! Results depend on shape and strides, not on the number of threads. Products with few rows or columns are
 //! bound by memory and run in f32 as in [`super::product_f32::gemm`]. On processors with neither AMX nor
-//! AVX512_BF16 all products run in f32; `Medium` permits this, because it asks for bf16 or better.
+//! AVX512_BF16 all products run in f32; `Medium` permits this, because it requires bf16 precision or better.
 //!
 //! One instruction on tile registers ([`Bf16Code::Tiles`], `tile_registers.rs`) adds 16 pairs to each of 16 x
 //! 16 sums, with the same rounding and the same treatment of denormals. `vdpbf16ps` serves processors without
 //! AMX. On the Intel processor that was measured, `vdpbf16ps` reaches half the FLOP/s of f32 multiply-adds,
 //! and AMX reaches 15 times the FLOP/s of f32 multiply-adds. On processors of other vendors, `vdpbf16ps` is
-//! assumed to reach twice the FLOP/s of f32 multiply-adds. Calls use bf16 if [`Isa::bf16_is_faster`].
+//! assumed to reach twice the FLOP/s of f32 multiply-adds. Calls use bf16 if [`Isa::bf16_is_faster`] holds.
 //!
 //! Cost of `vdpbf16ps`. One K group of the 12 x 32 tile takes 24 instructions (64 FLOPs each) on 12 + 32
 //! lanes of 4 bytes: 1,536 FLOPs per 176 bytes read from cache, so the instruction's rate limits the product.
@@ -80,7 +80,7 @@ pub trait Bf16Out: Copy + Send + Sync + sealed::Sealed + 'static {
     ///
     /// # Safety
     /// The `m * n` elements of `c` are writable, do not overlap and are used by nothing else. `f` writes all
-    /// `m * n` elements of its matrix; if `Self` is bf16, it does not read them before.
+    /// `m * n` elements of its matrix. If `Self` is bf16, `f` does not read an element before it writes it.
     #[doc(hidden)]
     unsafe fn through(team: &Team, m: usize, n: usize, c: MatMut<Self>, f: &dyn Fn(MatMut<f32>));
     /// Returns `c` with its concrete type.
@@ -186,8 +186,8 @@ impl Bf16Code {
 /// With [`Bf16Code::Wide`], f32 factors are not rounded. A chain of the epilogue is applied to the f32 sums.
 ///
 /// # Safety
-/// As [`gemm`]. If the epilogue has a chain, beta is 0, the chain's operands are bound, and C has contiguous
-/// rows.
+/// The contract of [`gemm`]. If the epilogue has a chain, beta is 0, the chain's operands are bound, and C
+/// has contiguous rows.
 pub unsafe fn gemm_bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
     isa: Isa,
@@ -201,8 +201,8 @@ pub unsafe fn gemm_bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 /// [`gemm_bf16`] with the given instructions.
 ///
 /// # Safety
-/// As [`gemm`]. If the epilogue has a chain, beta is 0, the chain's operands are bound, and C has contiguous
-/// rows.
+/// The contract of [`gemm`]. If the epilogue has a chain, beta is 0, the chain's operands are bound, and C
+/// has contiguous rows.
 ///
 /// # Panics
 /// If the processor lacks these instructions.
@@ -220,8 +220,9 @@ pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 /// [`gemm_bf16_by`] on at most `threads` threads of the team.
 ///
 /// # Safety
-/// As [`gemm`]; the processor has the instructions of `code`. If the epilogue has a chain, beta is 0: without
-/// tile registers the product is then written to uninitialised scratch memory, which a beta would read.
+/// The contract of [`gemm`]; the processor has the instructions of `code`. If the epilogue has a chain, beta
+/// is 0. (Without tile registers, such a product is written to uninitialised scratch memory, and the kernels
+/// read this memory if beta is not 0.)
 unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     code: Bf16Code,
     team: &Team,
@@ -242,7 +243,7 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     if epi.chain.is_some() {
         let plain = Epilogue { chain: BoundChain::default(), ..epilogue(c, epi) };
         // SAFETY: `on_threads` requires readable A, B and biases, a writable C and a bound chain. `sums` is
-        // scratch memory for the whole product, and beta is 0, so that it is not read.
+        // scratch memory for the whole product. Beta is 0, so that the product does not read `sums`.
         return unsafe {
             finished(team, isa, m, n, c, epi, &|sums| {
                 on_threads(code, team, threads, isa, &g.with_c(sums).with(plain));
@@ -252,14 +253,14 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     if code == Bf16Code::Wide || !panels {
         let epi = epilogue(c, epi);
         // SAFETY: `on_threads` has the contract of `gemm`: A, B and the biases are readable, C is writable.
-        // `sums` is C itself or scratch memory of `m * n` floats, which `gemm` writes. `epilogue` made beta 0
-        // for scratch memory, so that it is not read.
+        // `sums` is C itself or scratch memory of `m * n` floats, which `gemm` writes. If `sums` is scratch
+        // memory, `epilogue` has set beta to 0, so that `gemm` does not read `sums`.
         let product = |sums| unsafe { gemm(team, isa, &g.with_c(sums).with(epi)) };
         // SAFETY: `on_threads` requires a writable C, and `product` writes all `m * n` elements.
         return unsafe { C::through(team, m, n, c, &product) };
     }
-    // SAFETY: `on_threads` requires readable A, B and biases, a writable C and, as `code` is `Pairs` here,
-    // AVX512_BF16.
+    // SAFETY: `on_threads` requires readable A, B and biases, a writable C and, because `code` is `Pairs`
+    // here, AVX512_BF16.
     unsafe { dots(team, threads, &g.with_b(&Right::Plain(b))) }
 }
 
@@ -378,7 +379,7 @@ impl<C: Bf16Out> tile_registers::StoreSums for Finish<C> {
 /// The product on tile registers, on at most `threads` threads of the team.
 ///
 /// # Safety
-/// As [`gemm`]; the processor has [`Bf16Code::Tiles`].
+/// The contract of [`gemm`]; the processor has the instructions of [`Bf16Code::Tiles`].
 #[cfg(target_arch = "x86_64")]
 unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
@@ -422,7 +423,8 @@ unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 /// `tile_registers::PackedShape::pack`.
 ///
 /// # Safety
-/// As [`gemm`]; B is readable and was packed for `k x n`; the processor has [`Bf16Code::Tiles`].
+/// The contract of [`gemm`]; B is readable and was packed for `k x n`; the processor has the instructions of
+/// [`Bf16Code::Tiles`].
 #[cfg(target_arch = "x86_64")]
 pub(crate) unsafe fn gemm_bf16_tiles<A: Bf16Elem, C: Bf16Out>(
     team: &Team,
@@ -446,7 +448,7 @@ pub(crate) fn epilogue<C: Bf16Out>(c: MatMut<C>, epi: Epilogue) -> Epilogue {
 /// The product with `vdpbf16ps`, on at most `threads` threads of the team.
 ///
 /// # Safety
-/// As [`gemm`]; the epilogue has no chain; the processor has AVX512_BF16.
+/// The contract of [`gemm`]; the epilogue has no chain; the processor has AVX512_BF16.
 #[cfg(target_arch = "x86_64")]
 pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
@@ -486,11 +488,11 @@ pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     unreachable!("no processor of this architecture has `vdpbf16ps`")
 }
 
-/// The products of a batch that starts with `g`.
+/// The products of the batch whose first product is `g`.
 ///
 /// # Safety
-/// As [`gemm_bf16`] for every product; the results do not overlap. For a chain, the results lie below each
-/// other in one matrix.
+/// The contract of [`gemm_bf16`] for every product; the results do not overlap. If there is a chain, the
+/// results lie one below the other in one matrix.
 pub unsafe fn gemm_bf16_batched<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
     isa: Isa,
@@ -505,7 +507,7 @@ pub unsafe fn gemm_bf16_batched<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 /// [`gemm_bf16_batched`] with the given instructions.
 ///
 /// # Safety
-/// As [`gemm_bf16_batched`].
+/// The contract of [`gemm_bf16_batched`].
 ///
 /// # Panics
 /// If the processor lacks these instructions.
@@ -520,7 +522,7 @@ pub unsafe fn gemm_bf16_batched_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     // AMX is faster, so a product must be larger before it pays to share it among all threads.
     let scale = if code == Bf16Code::Tiles { 8 } else { 1 };
     batch(team, items.count, g.work() / scale, &|i, threads| {
-        // For the chain, the results of the batch lie below each other in one matrix.
+        // For the chain, the results of the batch lie one below the other in one matrix.
         let down = i * (items.c.unsigned_abs() / g.n.max(1));
         let epi = Epilogue { chain: g.epilogue.chain.below(down), ..g.epilogue };
         // SAFETY: `gemm_bf16_batched_by` requires readable A, B and biases and a writable C for product
@@ -576,8 +578,8 @@ pub(crate) mod x86 {
     /// `n` elements at `p` are readable; the calling function is compiled for AVX-512 BW and VL.
     #[inline(always)]
     unsafe fn halves(p: *const bf16, n: usize) -> __m256i {
-        // SAFETY: `halves` requires a caller compiled for AVX-512 BW and VL, and `n` readable elements, to
-        // which the mask limits the load.
+        // SAFETY: `halves` requires a caller compiled for AVX-512 BW and VL, and `n` readable elements; the
+        // mask limits the load to these elements.
         unsafe { _mm256_maskz_loadu_epi16(mask16(n), p as *const i16) }
     }
 
@@ -587,8 +589,8 @@ pub(crate) mod x86 {
     /// `n` elements at `p` are readable; the calling function is compiled for AVX512_BF16.
     #[inline(always)]
     unsafe fn rounded(p: *const f32, n: usize) -> __m256i {
-        // SAFETY: `rounded` requires a caller compiled for AVX512_BF16, and `n` readable elements, to which
-        // the mask limits the load.
+        // SAFETY: `rounded` requires a caller compiled for AVX512_BF16, and `n` readable elements; the mask
+        // limits the load to these elements.
         unsafe {
             let v = _mm512_maskz_loadu_ps(mask16(n), p);
             transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v))
@@ -647,7 +649,7 @@ pub(crate) mod x86 {
     }
 
     /// # Safety
-    /// As [`pack_vectors`]; the processor has AVX512_BF16.
+    /// The contract of [`pack_vectors`]; the processor has AVX512_BF16.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
     unsafe fn pack<T: Factor>(
         src: *const T,
@@ -664,7 +666,7 @@ pub(crate) mod x86 {
     }
 
     /// # Safety
-    /// As [`register_tile`], of packed panels; the processor has AVX512_BF16.
+    /// The contract of [`register_tile`] for packed panels; the processor has AVX512_BF16.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
     unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
         // SAFETY: by contract the panels cover `MR` rows, `NR` columns and `kc` K groups, and `out` is
@@ -753,8 +755,8 @@ pub(crate) mod x86 {
             let (store, ahead) = (epi.store(), std::ptr::null());
             let t = Tile { c, rs, cs, rows, cols, i, j, store, epi, ahead, convert: false };
             // SAFETY: `Kind::tile` guarantees packed panels and a writable tile of C; the local tile holds
-            // `MR x NR` sums; AVX512_BF16 as for `pack_a`; `to` is C, writable in the tile's rows and
-            // columns.
+            // `MR x NR` sums; the processor has AVX512_BF16 for the reason given in `pack_a`; `to` is C,
+            // writable in the tile's rows and columns.
             unsafe {
                 tile(kc, a as *const f32, b as *const f32, &t);
                 if let Some(to) = to {

@@ -83,8 +83,8 @@ pub(in crate::cpu::library) fn matmul_f32(
     Ok(kernel.with_args(args))
 }
 
-/// An f32 product whose right operand is packed once. The layout is the one that [`gemm`] uses when it packs
-/// the operand for each product.
+/// An f32 product whose right operand is packed once, in the layout that [`gemm`] uses when it packs the
+/// operand for each product.
 fn matmul_packed(
     isa: Isa,
     call: &CallForm<'_>,
@@ -136,8 +136,8 @@ struct StoredEpilogue {
 }
 
 impl StoredEpilogue {
-    /// The epilogue `e` of a product with `n` columns. `None` if it has another part or another type; a chain
-    /// then computes it.
+    /// The epilogue `e` of a product with `n` columns. `None` if the epilogue has another part or another
+    /// type; a chain then computes the epilogue.
     fn of(call: &CallForm<'_>, e: &target::Epilogue<'_>, n: usize) -> Option<StoredEpilogue> {
         let rows = call.outputs[0].view.numel() / n.max(1);
         let a = e.fused.as_affine(e.product, &[rows, n], &[1]).ok()?;
@@ -151,7 +151,7 @@ impl StoredEpilogue {
         };
         let Some(k) = a.bias else { return Some(StoredEpilogue { bias: None, relu }) };
         let l = &e.fused.loads[k];
-        // The chain's other inputs follow the product's own ones, in order.
+        // The chain's other inputs follow the product's own inputs, in order.
         let input = call.own + l.input as usize - usize::from(l.input > e.product);
         if l.dtype != DType::F32 || !reach::load_fits(e.fused, l, call.inputs.get(input)?) {
             return None;
@@ -246,8 +246,8 @@ pub(crate) fn inline_floats_at_most(isa: Isa, (m, n, k): (usize, usize, usize)) 
 /// [`gemm`] on the calling thread, with the same results.
 ///
 /// # Safety
-/// As [`gemm`]; `buf` is writable for [`inline_floats_of`] floats, or as many as [`inline_floats_at_most`]
-/// gives, and used by no other thread.
+/// The contract of [`gemm`]; `buf` is writable for [`inline_floats_of`] or [`inline_floats_at_most`] floats,
+/// and no other thread uses it.
 pub(crate) unsafe fn gemm_inline<A: Storage, B: Storage>(isa: Isa, g: &Gemm<Mat<A>, Mat<B>>, buf: *mut f32) {
     // SAFETY: `gemm_inline` has the contract of `gemm`, which is also the contract of the three functions,
     // and `buf` has at least the size that `inline_floats_of` computes for the same form.
@@ -263,14 +263,14 @@ pub(crate) unsafe fn gemm_inline<A: Storage, B: Storage>(isa: Isa, g: &Gemm<Mat<
 /// [`gemm`] with the right operand packed by [`PackShape::pack_b`].
 ///
 /// # Safety
-/// As [`gemm`]; the memory of the packed operand is still readable.
+/// The contract of [`gemm`]; the memory of the packed operand is still readable.
 ///
 /// # Panics
 /// If the right operand was packed for another shape or as a left operand, or if the CPU lacks its
 /// instruction set.
 pub unsafe fn gemm_packed<A: PackElem>(team: &Team, g: &Gemm<Mat<A>, &Packed>) {
     let isa = g.b.shape.isa;
-    assert!(g.b.shape == PackShape::b(isa, g.k, g.n), "the packed operand is for another product");
+    assert!(g.b.shape == PackShape::b(isa, g.k, g.n), "the operand was packed for another product");
     if g.m == 0 || g.n == 0 {
         return;
     }
@@ -282,14 +282,14 @@ pub unsafe fn gemm_packed<A: PackElem>(team: &Team, g: &Gemm<Mat<A>, &Packed>) {
 /// [`gemm`] with the left operand packed by [`PackShape::pack_a`].
 ///
 /// # Safety
-/// As [`gemm`]; the memory of the packed operand is still readable.
+/// The contract of [`gemm`]; the memory of the packed operand is still readable.
 ///
 /// # Panics
 /// If the left operand was packed for another shape or as a right operand, or if the CPU lacks its
 /// instruction set.
 pub unsafe fn gemm_packed_a<B: PackElem>(team: &Team, g: &Gemm<&Packed, Mat<B>>) {
     let isa = g.a.shape.isa;
-    assert!(g.a.shape == PackShape::a(isa, g.m, g.k), "the packed operand is for another product");
+    assert!(g.a.shape == PackShape::a(isa, g.m, g.k), "the operand was packed for another product");
     if g.m == 0 || g.n == 0 {
         return;
     }
@@ -301,7 +301,7 @@ pub unsafe fn gemm_packed_a<B: PackElem>(team: &Team, g: &Gemm<&Packed, Mat<B>>)
 /// Computes the products of a batch. `g` is the first of them.
 ///
 /// # Safety
-/// As [`gemm`] for every product; the results do not overlap.
+/// The contract of [`gemm`] for every product; the results do not overlap.
 pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
     team: &Team,
     isa: Isa,
@@ -358,9 +358,9 @@ pub(crate) unsafe fn pack<S: Simd, T: Storage>(
     kc: usize,
     dst: *mut f32,
 ) {
-    // SAFETY: `pack` requires that `src` is readable for `r < rows`, `k < kc`, and that `dst` has room for `r
-    // < width`, `k < kc`. Reads and writes stay within these; partial loads and stores touch only `rows - r`
-    // lanes.
+    // SAFETY: `pack` requires that `src` is readable for `r < rows`, `k < kc`, and that `dst` has room for
+    // `r < width`, `k < kc`. Reads and writes stay within these ranges; partial loads and stores access only
+    // `rows - r` lanes.
     unsafe {
         if rows < width {
             for k in 0..kc {
@@ -417,8 +417,8 @@ unsafe fn pack_rows<S: Simd, T: Storage>(
     if kc == 0 {
         return;
     }
-    // SAFETY: all accesses have `r < rows` and `k < kc`. `pack_rows` requires that `src` is readable and
-    // `dst` has room for these.
+    // SAFETY: all accesses have `r < rows` and `k < kc`. `pack_rows` requires that `src` is readable and that
+    // `dst` has room for all such `r` and `k`.
     unsafe {
         if rs == 1 && T::IS_F32 {
             let src = src as *const f32;
@@ -471,8 +471,8 @@ pub(crate) trait Panels: Sync {
     /// need.
     ///
     /// # Safety
-    /// As [`Panels::pack`] for every panel. `dst` is writable for `columns * kc` floats, where `columns` is
-    /// `end - j` rounded up to whole vectors.
+    /// The contract of [`Panels::pack`] for every panel. `dst` is writable for `columns * kc` floats, where
+    /// `columns` is `end - j` rounded up to whole vectors.
     #[inline(always)]
     unsafe fn pack_chunk<S: Simd>(&self, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) {
         let most = S::VECS * S::W;
@@ -483,7 +483,7 @@ pub(crate) trait Panels: Sync {
             unsafe { self.pack::<S>(k0, kc, j, cols, cols.next_multiple_of(S::W), dst.add(q * most * kc)) };
         }
     }
-    /// The panel at column `j` if B is packed already, else null.
+    /// The panel at column `j` if B is already packed; otherwise null.
     fn ready(&self, _k0: usize, _kc: usize, _j: usize) -> *const f32 {
         std::ptr::null()
     }
@@ -508,8 +508,8 @@ impl<T: Storage> Panels for Mat<T> {
         // `k0 .. k0 + kc`; panel `q` starts at `q * nr * kc` of `dst`. Full panels read
         // `full * nr <= end - j` columns, contiguous as `cs == 1`.
         unsafe {
-            // Each row of B is read across all full panels: longer contiguous reads suit the hardware
-            // prefetcher.
+            // Read each row of B across all full panels, because hardware prefetchers work better on longer
+            // contiguous reads.
             for k in 0..if full > 0 { kc } else { 0 } {
                 let s = self.ptr.offset((k0 + k) as isize * self.rs).add(j);
                 for q in 0..full {
@@ -529,12 +529,13 @@ impl<T: Storage> Panels for Mat<T> {
 
 dispatch_simd! {
     /// # Safety
-    /// The contract of `pack_rows`, except that `isa` is checked.
+    /// The contract of `pack_rows` without its condition on the caller, because the dispatch checks `isa`.
     pub(crate) unsafe fn pack_rows_on[T: Storage][T](isa, src: *const T, rs: isize, ks: isize, rows: usize, kc: usize, dst: *mut f32) = pack_rows
 }
 dispatch_simd! {
     /// # Safety
-    /// The contract of `Panels::pack_chunk`, except that `isa` is checked.
+    /// The contract of `Panels::pack_chunk` without its condition on the caller, because the dispatch checks
+    /// `isa`.
     pub(crate) unsafe fn pack_columns[P: Panels][P](isa, b: &P, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) = pack_columns_body
 }
 /// # Safety
@@ -634,7 +635,7 @@ impl PackShape {
     /// Packs a right operand of any source.
     ///
     /// # Safety
-    /// As [`PackShape::pack_b`].
+    /// The contract of [`PackShape::pack_b`].
     pub(super) unsafe fn pack_panels<P: Panels>(&self, team: Option<&Team>, b: &P, dst: *mut f32) {
         debug_assert!(self.side == Side::Panels);
         self.parts(team, SharedMut(dst), &|k0, kc, j0, j1, dst| {
@@ -673,8 +674,8 @@ pub struct Packed {
 
 impl Packed {
     /// # Safety
-    /// `data` was filled by the `pack` function of `shape` and stays readable and unchanged while this is
-    /// used.
+    /// `data` was filled by the `pack` function of `shape` and stays readable and unchanged while the
+    /// returned value is used.
     pub unsafe fn new(shape: PackShape, data: *const f32) -> Packed {
         Packed { shape, data: SharedConst(data) }
     }

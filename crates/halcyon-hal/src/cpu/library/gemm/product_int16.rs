@@ -6,9 +6,9 @@
 //! with half as many columns, so a product of pairs runs on the driver of f32 products ([`super::panels`])
 //! with another step. Bytes are widened to 16 bits first, which is exact. Odd K gets a zero at its end.
 //!
-//! Cost. A step multiplies two elements of K, and a step of an f32 product multiplies one. The operands of
-//! both have the same size in bytes, so the limit is twice the rate of f32. Rows of A are read in place if
-//! they are contiguous 16-bit integers, all pairs are aligned and K is even.
+//! Cost. A step multiplies two elements of K; a step of an f32 product multiplies one element. Both steps
+//! read the same number of bytes, so the limit is twice the rate of f32. Rows of A are read in place if they
+//! are contiguous 16-bit integers, all pairs are aligned and K is even.
 
 use super::matrix::{Gemm, Mat, MatMut};
 use super::panels::{Block, Left, Step, block_of, gemm_blocks};
@@ -73,8 +73,8 @@ mod x86 {
     }
 
     /// `acc` plus the products of pairs. This is assembly, because otherwise the compiler would reorder the
-    /// additions of several steps. The reordered code needs more registers than there are, so the sums would
-    /// be in memory.
+    /// additions of several steps. The reordered code needs more registers than there are, so the compiler
+    /// would keep the sums in memory.
     ///
     /// # Safety
     /// The processor has AVX2.
@@ -114,11 +114,11 @@ mod x86 {
         unsafe { _mm256_castsi256_ps(v) }
     }
 
-    /// As [`Dot`], with AVX512_VNNI.
+    /// Like [`Dot`], with AVX512_VNNI.
     pub(super) struct DotVnni;
 
-    // SAFETY (of every block below): `Step` requires a caller that is compiled for AVX-512 F and, as
-    // `DotVnni` names it, AVX512_VNNI; no memory is accessed.
+    // SAFETY (of every block below): `Step` requires a caller that is compiled for AVX-512 F and for
+    // AVX512_VNNI, which `DotVnni` names; no memory is accessed.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Step<Avx512> for DotVnni {
         const INTEGERS: bool = true;
@@ -165,7 +165,7 @@ impl Step<Portable> for Dot {
     }
 }
 
-/// The instruction set for products of pairs: `isa`, but AVX2 in place of AVX-512 without VNNI.
+/// The instruction set for products of pairs: `isa`, except that AVX2 replaces AVX-512 without VNNI.
 pub(crate) fn isa_of_pairs(isa: Isa) -> Isa {
     match isa.check() {
         Isa::Avx512 if !isa.has_vnni() => Isa::Avx2,
@@ -176,15 +176,15 @@ pub(crate) fn isa_of_pairs(isa: Isa) -> Isa {
 /// Computes a block. `isa` comes from [`isa_of_pairs`].
 ///
 /// # Safety
-/// The contract of [`block_of`], except that the instruction set is checked; the epilogue has no scale, no
-/// bias and no ReLU.
+/// The contract of [`block_of`] without its condition on the caller, because this function checks the
+/// instruction set. The epilogue has no scale, no bias and no ReLU.
 unsafe fn block(isa: Isa, w: &Block<'_, Packed>) {
     /// # Safety
     /// The contract of [`block_of`], on a processor with AVX512_VNNI.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
     unsafe fn vnni(w: &Block<'_, Packed>) {
-        // SAFETY: the contract of `vnni` is that of `block_of`, and this function enables AVX512_VNNI.
+        // SAFETY: `vnni` has the contract of `block_of`, and this function enables AVX512_VNNI.
         unsafe { block_of::<Avx512, x86::DotVnni, Packed>(w) }
     }
     /// # Safety
@@ -192,11 +192,11 @@ unsafe fn block(isa: Isa, w: &Block<'_, Packed>) {
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn avx2(w: &Block<'_, Packed>) {
-        // SAFETY: the contract of `avx2` is that of `block_of`, and this function enables AVX2.
+        // SAFETY: `avx2` has the contract of `block_of`, and this function enables AVX2.
         unsafe { block_of::<Avx2, Dot, Packed>(w) }
     }
-    // SAFETY: `check` verified the instruction set, and `isa_of_pairs` returns AVX-512 only with VNNI. The
-    // contract of `block` is that of `block_of`.
+    // SAFETY: `check` verified the instruction set, and `isa_of_pairs` returns AVX-512 only with VNNI.
+    // `block` has the rest of the contract of `block_of`.
     unsafe {
         match isa.check() {
             #[cfg(target_arch = "x86_64")]
@@ -336,7 +336,8 @@ pub(crate) unsafe fn gemm_pairs<A: PairElem, B: PairElem>(
 /// [`gemm_pairs`] with a right operand that [`PairShape::pack`] packed.
 ///
 /// # Safety
-/// The contract of [`gemm_pairs`]; `g.b` has the panels of this shape, which is that of the product.
+/// The contract of [`gemm_pairs`]; `g.b` holds the shape of the product's right operand and the panels of
+/// this operand.
 unsafe fn on_panels<A: PairElem>(
     team: &Team,
     threads: usize,
@@ -385,7 +386,7 @@ unsafe fn widen_rows<T: PairElem>(
             // SAFETY: row `i` is readable and `to` has room for it; ranges are disjoint.
             unsafe {
                 let to = to.get().add(i * pairs);
-                // A reference to words needs initialised memory.
+                // Initialise the memory, because a reference to the words requires it.
                 std::ptr::write_bytes(to, 0, pairs);
                 let to = std::slice::from_raw_parts_mut(to, pairs);
                 if a.cs == 1 {
@@ -433,7 +434,8 @@ impl PairShape {
 /// [`gemm_pairs`] on all threads, with a right operand that [`PairShape::pack`] packed.
 ///
 /// # Safety
-/// The contract of [`gemm_pairs`]; `g.b` has the panels of this shape, which is that of the product.
+/// The contract of [`gemm_pairs`]; `g.b` holds the shape of the product's right operand and the panels of
+/// this operand.
 pub(crate) unsafe fn gemm_pairs_packed<A: PairElem>(
     team: &Team,
     isa: Isa,

@@ -1,14 +1,14 @@
 //! Products with weights of 4 bits: the composite `quantized_matmul`.
 //!
 //! A row of the weights is a column of the result. Its blocks of 32 weights are widened in registers and
-//! multiplied with the operand. A byte holds the weight of an even place in its low half and that of the
-//! next, odd place in its high half. So the operand is copied first, and in each block of the copy the values
-//! at even places come before those at odd places. The sum of a block is `scale Σ code x`; the constant part
-//! of the weights (`-8 scale`, or the minimum) is multiplied by `Σ x`, which is computed once for each row
-//! and block. Products of few rows are bound by memory. They read about an eighth of the bytes that f32
-//! weights would have.
+//! multiplied with the operand. The low half of a byte holds the weight of an even place, and the high half
+//! holds the weight of the next, odd place. So the operand is copied first, and in each block of the copy the
+//! values at even places come before those at odd places. The sum of a block is `scale Σ code x`; the
+//! constant part of the weights (`-8 scale`, or the minimum) is multiplied by `Σ x`, which is computed once
+//! for each row and block. Products of few rows are bound by memory. They read about an eighth of the bytes
+//! that f32 weights would have.
 //!
-//! With more than [`FEW`] rows the weights are widened to f32 once, and multiplied as such.
+//! With more than [`FEW`] rows, the weights are widened to f32 once, and the product is computed in f32.
 
 use super::matrix::{Gemm, Mat, MatMut};
 use super::product_f32::gemm;
@@ -22,7 +22,7 @@ use crate::library_call::CallForm;
 use halcyon_ir::DType;
 use halcyon_ir::ops::quantize::{MIDDLE, WEIGHT_BLOCK as BLOCK};
 
-/// The most rows that are multiplied with weights in registers.
+/// The largest number of rows for which weights are widened in registers.
 pub(crate) const FEW: usize = 16;
 /// Bytes of a block of weights.
 const BYTES: usize = BLOCK / 2;
@@ -67,7 +67,7 @@ impl Weights {
     /// The scale of block `b`, counted over all rows, and the constant part of its weights.
     ///
     /// # Safety
-    /// The block is one of the weights.
+    /// `b` is less than the number of blocks of all rows.
     #[inline(always)]
     unsafe fn block(&self, b: usize) -> (f32, f32) {
         // SAFETY: by contract the scales, and the minima if there are any, have an element `b`.
@@ -104,7 +104,8 @@ pub(crate) unsafe fn product(
         });
         let (a, b) = (Mat { ptr: x.get(), rs: k as isize, cs: 1 }, work.get() as *const f32);
         let b = Mat { ptr: b, rs: 1, cs: k as isize };
-        // SAFETY: A, B and C have the sizes of the product, by contract and as just written.
+        // SAFETY: by contract A and C have the sizes of the product; B is the workspace, where all `n` rows
+        // were just written.
         unsafe { gemm(team, isa, &Gemm::new((s.m, s.n, k), a, b, MatMut::rows(y.get(), s.n))) };
         return;
     }
@@ -134,11 +135,11 @@ pub(crate) unsafe fn product(
 }
 
 dispatch_simd! {
-    /// Columns `range` of the result. `x` is the copied operand, in each block the even places before the odd
-    /// ones; `sums` has the sums of its blocks.
+    /// Computes columns `range` of the result. `x` is the copied operand: in each block, the values at even
+    /// places come before the values at odd places. `sums` has the sums of the blocks of `x`.
     ///
     /// # Safety
-    /// The contract of [`product`], and the columns are in range.
+    /// The contract of [`product`]; `range` lies in `0..s.n`; no other thread writes these columns.
     unsafe fn columns[][](
         isa,
         range: (usize, usize),
@@ -164,8 +165,8 @@ unsafe fn columns_body<S: Simd>(
     for j in range.0..range.1 {
         let mut r = 0;
         while r < s.m {
-            // SAFETY: `r < s.m`, the match picks at most the `s.m - r` rows that are left, and the contract
-            // puts column `j` in range.
+            // SAFETY: `r < s.m`, the match picks at most the `s.m - r` rows that are left, and by contract
+            // column `j` exists.
             unsafe {
                 match s.m - r {
                     1 => rows::<S, 1>(j, r, s, x, sums, w, y),
@@ -179,10 +180,10 @@ unsafe fn columns_body<S: Simd>(
     }
 }
 
-/// Rows `r .. r + R` of column `j`.
+/// Computes rows `r .. r + R` of column `j`.
 ///
 /// # Safety
-/// The contract of `columns`; the rows and the column are in range.
+/// The contract of `columns`; the product has these rows, and `j` is one of the columns.
 #[inline(always)]
 unsafe fn rows<S: Simd, const R: usize>(
     j: usize,
@@ -232,10 +233,10 @@ unsafe fn rows<S: Simd, const R: usize>(
 }
 
 dispatch_simd! {
-    /// Rows `range` of the weights in f32, `[n, k]`.
+    /// Widens rows `range` of the weights to f32. `to` is the whole matrix, `[n, k]`.
     ///
     /// # Safety
-    /// The rows are readable, and writable at `to`, which overlaps nothing else.
+    /// The weights of these rows are readable. The same rows of `to` are writable and overlap nothing else.
     unsafe fn widen[][](isa, range: (usize, usize), k: usize, w: &Weights, to: *mut f32) = widen_body
 }
 
@@ -267,20 +268,20 @@ pub(crate) fn call(isa: Isa, call: &CallForm<'_>) -> Result<CpuKernel, Declined>
     };
     dense(call, &(0..call.inputs.len()).collect::<Vec<_>>())?;
     let (&[n, half], Some(&k)) = (&codes.view.shape[..], x.view.shape.last()) else {
-        return no("the codes are a matrix");
+        return no("the codes must be a matrix, and the operand must not be a scalar");
     };
     let floats = [x, scales, y].into_iter().chain(more).all(|o| o.dtype == DType::F32);
     let blocks = [n, k / BLOCK];
     let per_block = [scales].into_iter().chain(more).all(|o| o.view.shape[..] == blocks);
     if !floats || codes.dtype != DType::U8 || 2 * half != k || !k.is_multiple_of(BLOCK) || !per_block {
-        return no("the operands are not f32, or do not belong together");
+        return no("the dtypes or the sizes of the operands are not supported");
     }
     if k == 0 || n == 0 || y.view.numel() == 0 || more.len() > 1 {
-        return no("an operand is empty");
+        return no("an operand is empty, or there are more than 4 operands");
     }
     let s = Size { m: y.view.numel() / n, n, k };
     if s.m * k != x.view.numel() || s.m * n != y.view.numel() {
-        return no("the operands have other sizes");
+        return no("the sizes of the operands and of the result do not match");
     }
     let views: Vec<_> = call.inputs.iter().map(|o| o.view.clone()).collect();
     let (last, name) = (call.inputs.len(), format!("cpu.quantized_matmul.int4.{}", isa.name()));

@@ -1,7 +1,7 @@
 //! Exact matrix products of 8-bit integers: `C = A B` in wrapping i32.
 //!
-//! AMX (`tile_registers_int8.rs`) has an instruction for every mix of signed and unsigned bytes, so operands
-//! are multiplied as they are.
+//! AMX (`tile_registers_int8.rs`) has an instruction for every combination of signed and unsigned bytes, so
+//! it multiplies operands without a shift.
 //!
 //! With AVX512_VNNI, one `vpdpbusd` consumes a K group of four bytes per lane and multiplies unsigned by
 //! signed bytes. The left operand is therefore packed as unsigned (an i8 plus 128) and the right one as
@@ -13,14 +13,14 @@
 //! and y are left to the caller: `sum (a - x)(b - y)` needs a correction of the same form.
 //!
 //! Cost. One K group of the 12 x 32 tile takes 24 instructions of 64 multiply-adds on 12 + 32 lanes of 4
-//! bytes: 3,072 operations per 176 bytes read from cache, so the instruction's rate, four times that of f32,
-//! is the limit. Relative to this rate, packing and writing C (4 bytes per element, written once per 2,048
-//! elements of K) cost four times as much as for f32. `examples/narrow_gemm.rs` compares products with the
-//! instruction on registers. On two cores of an Intel Xeon shared with other work, the best of 5 runs reached
-//! 80 to 83 % of the best peak, 1,450 Gop/s, at n = 1024. At 2048 no undisturbed run with two threads was
-//! possible; one thread reached 61 to 77 %. Two changes were tried without gain: prefetching the lines of C
-//! before the sums (within noise), and keeping panels of B instead of panels of A in the first-level cache (8
-//! % slower at 1024, 3 % at 2048).
+//! bytes: 3,072 operations per 176 bytes read from cache. So the limit is the rate of the instruction, which
+//! is four times the rate of f32. Relative to this rate, packing and writing C (4 bytes per element, written
+//! once per 2,048 elements of K) cost four times as much as for f32. `examples/narrow_gemm.rs` compares
+//! products with the instruction on registers. On two cores of an Intel Xeon shared with other work, the best
+//! of 5 runs reached 80 to 83 % of the best peak, 1,450 Gop/s, at n = 1024. At 2048 no undisturbed run with
+//! two threads was possible; one thread reached 61 to 77 %. Two changes were tried without gain: prefetching
+//! the lines of C before the sums (within noise), and keeping panels of B instead of panels of A in the
+//! first-level cache (8 % slower at 1024, 3 % at 2048).
 
 use super::k_groups::batch;
 #[cfg(target_arch = "x86_64")]
@@ -114,7 +114,7 @@ pub unsafe fn gemm_i8<A: Byte, B: Byte>(team: &Team, isa: Isa, g: &Gemm<Mat<A>, 
 /// [`gemm_i8`] with the given instructions on at most `threads` threads.
 ///
 /// # Safety
-/// As [`gemm_i8`]; the processor has the instructions.
+/// The contract of [`gemm_i8`]; the processor has the instructions.
 pub(crate) unsafe fn on_threads<A: Byte, B: Byte>(
     code: Code,
     team: &Team,
@@ -142,10 +142,10 @@ pub(crate) unsafe fn on_threads<A: Byte, B: Byte>(
     }
 }
 
-/// The products of a batch that starts with `g`.
+/// The products of the batch whose first product is `g`.
 ///
 /// # Safety
-/// As [`gemm_i8`] for every product; the results do not overlap.
+/// The contract of [`gemm_i8`] for every product; the results do not overlap.
 pub unsafe fn gemm_i8_batched<A: Byte, B: Byte>(
     team: &Team,
     isa: Isa,
@@ -165,7 +165,7 @@ pub unsafe fn gemm_i8_batched<A: Byte, B: Byte>(
 /// Like [`gemm_i8`], but the result has the type of the operands and wraps in this type.
 ///
 /// # Safety
-/// As [`gemm_i8`].
+/// The contract of [`gemm_i8`].
 pub unsafe fn gemm_i8_wrapped<T: Byte>(team: &Team, isa: Isa, g: &Gemm<Mat<T>, Mat<T>, MatMut<T>, ()>) {
     let (m, n, _) = g.size();
     let scratch = team.scratch(m * n);
@@ -233,7 +233,7 @@ impl PackedI8 {
     /// Packs the right operand for the given instructions.
     ///
     /// # Safety
-    /// As [`PackedI8::b`]; the processor has the instructions.
+    /// The contract of [`PackedI8::b`]; the processor has the instructions.
     pub(crate) unsafe fn b_for<B: Byte>(code: Code, isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedI8 {
         match code {
             #[cfg(target_arch = "x86_64")]
@@ -285,7 +285,7 @@ impl PackedI8 {
 pub unsafe fn gemm_i8_packed<A: Byte>(team: &Team, g: &Gemm<Mat<A>, &PackedI8, MatMut<i32>, ()>) {
     #[cfg(target_arch = "x86_64")]
     let check =
-        |k: usize, n: usize| assert!((k, n) == (g.k, g.n), "the packed operand is for another product");
+        |k: usize, n: usize| assert!((k, n) == (g.k, g.n), "the operand was packed for another product");
     match &g.b.0 {
         #[cfg(target_arch = "x86_64")]
         Form8::Tiles { rows, signed, shape } => {
@@ -304,7 +304,7 @@ pub unsafe fn gemm_i8_packed<A: Byte>(team: &Team, g: &Gemm<Mat<A>, &PackedI8, M
             unsafe { product(team, team.threads(), &kind, &g.with_a(bytes(g.a)).with_b(&b)) }
         }
         Form8::Pairs { words, shape, isa } => {
-            assert!(*shape == PairShape::new(*isa, g.k, g.n), "the packed operand is for another product");
+            assert!(*shape == PairShape::new(*isa, g.k, g.n), "the operand was packed for another product");
             let g = g.with_b((*shape, words.as_ptr())).with_epilogue(Epilogue::default());
             // SAFETY: `gemm_i8_packed` requires a readable A and a writable C; the shape was checked.
             unsafe { gemm_pairs_packed(team, *isa, &g) }

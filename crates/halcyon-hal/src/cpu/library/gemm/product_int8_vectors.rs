@@ -7,7 +7,7 @@ use super::tile_registers::Source;
 use crate::cpu::library::simd::mask16;
 use std::arch::x86_64::*;
 
-/// A vector of i32 sums, and of the lanes that are multiplied. Each lane of a factor is a K group.
+/// The vectors of a product: vectors of i32 sums, and vectors of factors. Each lane of a factor is a K group.
 ///
 /// The methods must be called from code compiled for the implementation's instruction set.
 trait Ints: Copy {
@@ -40,9 +40,9 @@ trait Ints: Copy {
 /// with one row of starting values. The starting values of B are used only with `b_head`.
 ///
 /// # Safety
-/// `a` is a packed panel of `MR` rows and `b` one of `NV W` columns, with `kc` K groups each plus the head.
-/// `out.rows <= R`, `out.cols <= NV W`, and the tile of `out` is writable (and readable unless `out.first`).
-/// The calling function is compiled for the instructions of `S`.
+/// `a` is a packed panel of `MR` rows, and `b` is a packed panel of `NV W` columns. Both have `kc` K groups,
+/// after a head row if `head`. `out.rows <= R`, `out.cols <= NV W`, and the tile of `out` is writable (and
+/// readable unless `out.first`). The calling function is compiled for the instructions of `S`.
 #[inline(always)]
 unsafe fn micro<S: Ints, const R: usize, const MR: usize, const NV: usize>(
     kc: usize,
@@ -120,7 +120,8 @@ unsafe fn micro<S: Ints, const R: usize, const MR: usize, const NV: usize>(
     }
 }
 
-/// [`micro`] with a third, two thirds or all of the panel's rows, whichever is enough for `out.rows`.
+/// [`micro`] with a third, two thirds or all of the panel's rows: the smallest of these numbers that covers
+/// `out.rows`.
 macro_rules! tile_of_rows {
     ($s:ty, $mr:literal, $nv:literal, $kc:expr, $head:expr, $b_head:expr, $a:expr, $b:expr, $out:expr) => {
         if $out.rows > $mr * 2 / 3 {
@@ -170,10 +171,11 @@ impl Ints for Bytes {
 }
 
 /// # Safety
-/// As [`micro`] with panels of 12 rows and 32 columns and heads; the processor has AVX512_VNNI.
+/// The contract of [`micro`] for panels of 12 rows and of 32 columns, both with heads; the processor has
+/// AVX512_VNNI.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn tile_bytes(kc: usize, b_head: bool, a: *const u32, b: *const u32, out: &Place<i32>) {
-    // SAFETY: `tile_bytes` has the contract of `micro`, whose code this is, and enables AVX512_VNNI.
+    // SAFETY: the macro only calls `micro`; `tile_bytes` has the contract of `micro` and enables AVX512_VNNI.
     unsafe { tile_of_rows!(Bytes, 12, 2, kc, true, b_head, a, b, out) }
 }
 
@@ -194,8 +196,9 @@ impl<const FLIP: bool> LaneElem for Quad<FLIP> {
     }
 }
 
-// SAFETY (of every block below): `LaneVector` requires AVX-512 BW and VL and readable elements at `p`:
-// `n` or 16 in each of `rows` (else 4) rows that are `ks` apart. Masked elements are not read.
+// SAFETY (of every block below): `LaneVector` requires AVX-512 BW and VL, and that the elements at `p` are
+// readable. `along` reads `n` elements. `across` reads 16 elements of each of 4 rows, and `across_part` reads
+// `n` elements of each of `rows` rows; rows are `ks` apart. Masked elements are not read.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl<const FLIP: bool> LaneVector for Quad<FLIP> {
     #[inline(always)]
@@ -258,7 +261,7 @@ unsafe fn quads(r0: __m128i, r1: __m128i, r2: __m128i, r3: __m128i) -> __m512i {
 /// Packs lines of bytes in panels of `width`, leaving room for one head row per panel.
 ///
 /// # Safety
-/// As [`pack_vectors`]; the processor has AVX-512 BW and VL and AVX512_VNNI.
+/// The contract of [`pack_vectors`]; the processor has AVX-512 BW and VL and AVX512_VNNI.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn pack(flip: bool, lines: Mat<u8>, n: usize, k: usize, width: usize, dst: *mut u32) {
     let panel = PanelShape { width, head: 1 };

@@ -1,9 +1,10 @@
 //! Matrix products on tile registers (AMX): K groups of two bf16 are summed in f32, and K groups of four
 //! bytes in i32.
 //!
-//! The micro-kernel keeps 32 x 32 sums in four tile registers. A step multiplies 64 bytes of K of 32 rows by
-//! those of 32 columns: four loads of 1 KiB for four products. Every sum is accumulated along K in order,
-//! regardless of how the product is divided and of the number of threads.
+//! The micro-kernel keeps 32 x 32 sums in four tile registers. A step multiplies 64 bytes of K from each of
+//! 32 rows by 64 bytes of K from each of 32 columns. It takes four loads of 1 KiB and four products. Every
+//! sum is accumulated along K in order, regardless of how the product is divided and of the number of
+//! threads.
 //!
 //! Cost. A step is 64 cycles of products and 4 KiB of loads. On the processor measured, products run at 80 %
 //! of their peak rate if the loads hit the first-level cache, and at 60 % if they hit the second-level cache;
@@ -12,9 +13,10 @@
 //! the sums are in a small buffer. The next parts of B, and of the memory of the result, are prefetched.
 //!
 //! B is packed in panels of 32 columns: `[panel][step][2][16 K groups][16 columns]` with K groups of 4 bytes,
-//! and zeros past the last column and the end of K. A is read in place if its rows are contiguous and of the
-//! type that is multiplied; its last step, if incomplete, is read from a zero-padded copy. Otherwise the
-//! thread that multiplies a block of A packs it as `[panel][step][32 rows][64 bytes]`.
+//! and zeros past the last column and the end of K. A is read in place under two conditions: its rows are
+//! contiguous and already have the type that is multiplied; and its rows start at multiples of 64 bytes, or B
+//! has fewer than 4 panels. An incomplete last step is then read from a zero-padded copy. In all other cases,
+//! the thread that multiplies a block of A packs the block as `[panel][step][32 rows][64 bytes]`.
 
 use super::k_groups::{LaneVector, PanelShape, pack_lanes, turn};
 use super::matrix::{Mat, MatMut};
@@ -37,7 +39,8 @@ const KC: usize = 8192;
 /// Steps that the micro-kernel takes before it goes to the next panel of B: 16 KiB of A then stay in the
 /// first-level cache.
 const CHUNK: usize = 8;
-/// Products with at most this many steps are not divided along K: that much of A stays in the cache anyway.
+/// Products with at most this many steps are not divided along K, because this much of A stays in the cache
+/// without a division.
 const SHORT: usize = 12;
 /// Panels of B whose sums are stored together, in general and for short products.
 const GROUP: usize = 2;
@@ -57,8 +60,8 @@ pub(crate) trait Code: Sync + 'static {
     /// `C += A B` on tile registers.
     ///
     /// # Safety
-    /// The contract of the instructions in [`tile`]: a configured guard on this thread, and matching
-    /// registers.
+    /// The contract of the instructions in [`tile`]: the `Tiles` guard that this thread made last is alive,
+    /// the processor has the instruction, and the registers have matching sizes.
     unsafe fn dot<const C: u8, const A: u8, const B: u8>();
 }
 
@@ -77,7 +80,7 @@ pub(crate) struct Bytes<const A_SIGNED: bool, const B_SIGNED: bool>;
 impl<const X: bool, const Y: bool> Code for Bytes<X, Y> {
     #[inline(always)]
     unsafe fn dot<const C: u8, const A: u8, const B: u8>() {
-        // SAFETY: `dot` has the contract of these instructions.
+        // SAFETY: `dot` has the contract of these functions of `tile`.
         unsafe {
             match (X, Y) {
                 (true, true) => tile::i8_i8::<C, A, B>(),
@@ -151,7 +154,8 @@ unsafe fn pack_right<T: Source>(s: PackedShape, b: Mat<T>, q0: usize, q1: usize,
     unsafe {
         let at = |q: usize, step: usize, half: usize| dst.add(q * s.panel_bytes() + (2 * step + half) * TILE);
         if b.cs == 1 {
-            // Row by row across the panels: longer contiguous reads suit the hardware prefetchers.
+            // Read row by row across the panels, because hardware prefetchers work better on longer
+            // contiguous reads.
             for lane in 0..steps * LANES {
                 let row = lane * T::GROUP;
                 let rows = s.k.saturating_sub(row).min(T::GROUP);
@@ -314,10 +318,11 @@ pub(crate) struct Micro {
     pub a_stride: isize,
     pub a_below: isize,
     pub a_step: usize,
-    /// The last step of A, as packed rows of 64 bytes, if it is not stored after the others. Otherwise null.
+    /// The last step of A, as packed rows of 64 bytes, if this step is not stored after the other steps.
+    /// Otherwise null.
     pub tail: *const u8,
     pub b: *const u8,
-    /// Start from the sums at `c` instead of zero.
+    /// Whether sums start from the values at `c` instead of zero.
     pub more: bool,
     pub c: *mut u8,
     pub c_stride: isize,
@@ -474,7 +479,7 @@ impl Cut {
         }
         let mb = row_panels.div_ceil(blocks);
         let blocks = row_panels.div_ceil(mb);
-        // A few parts per thread, none of them tiny.
+        // Make a few parts per thread, and no tiny parts.
         let few = if threads == 1 { 1 } else { (4 * threads).div_ceil(blocks) };
         let chunks = few.min((work / blocks / FEW_STEPS).max(1)).min(panels).max(1);
         let chunk = panels.div_ceil(chunks);
@@ -555,7 +560,7 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
             to.cast_const()
         }
     };
-    // Loading a row that crosses a cache line takes two reads each time; packing reads it once.
+    // Each load of a row that crosses a cache line takes two reads. Packing reads the row once.
     let askew = !(a.ptr as usize | (a.rs * size_of::<A>() as isize) as usize).is_multiple_of(STEP);
     let packs = !A::RAW || a.cs != 1 || (askew && shape.panels() >= 4);
     let cut = Cut::new(m, &shape, packs, threads);
@@ -591,8 +596,8 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
                     if chunk >= cut.chunks {
                         break;
                     }
-                    // SAFETY: `product` requires valid operands; each (block, chunk) is taken once and is a
-                    // disjoint part of C; `own` is this thread's buffer of `cut.bytes` bytes.
+                    // SAFETY: `product` requires valid operands; one thread takes each (block, chunk), and
+                    // these are disjoint parts of C; `own` is this thread's buffer of `cut.bytes` bytes.
                     unsafe { job.get().run::<K>(tiles, block, chunk, own) };
                 }
             }
@@ -622,8 +627,8 @@ impl<A: Source> Job<'_, A> {
     ///
     /// # Safety
     /// The contract of [`product`]; no other thread computes this block and chunk. `own` is the calling
-    /// thread's buffer of [`Cut::bytes`] bytes, which starts with the index of the block of A that it holds,
-    /// or `usize::MAX`.
+    /// thread's buffer of [`Cut::bytes`] bytes. It starts with the index of the block of A that it holds, or
+    /// with `usize::MAX` if it holds none.
     unsafe fn run<K: Code>(&self, tiles: &mut Tiles, block: usize, chunk: usize, own: *mut u8) {
         let (Left { a, m, k }, cut, (s0, s1)) = (self.left, &self.cut, self.steps);
         let (i0, per) = (block * cut.mb, A::GROUP * LANES);
@@ -723,7 +728,8 @@ impl<A: Source> Job<'_, A> {
                 }
                 match self.dest {
                     // SAFETY: rows `i..i + high` and columns `j..j + cols` lie in the product. The loop above
-                    // has computed their sums into this thread's buffer, and no other thread has this part.
+                    // has computed their sums into this thread's buffer, and no other thread stores this
+                    // part.
                     Dest::Parts(f, _) => unsafe { f.store((i, high), (j, cols), band, width) },
                     Dest::Sums(c) => {
                         for r in 0..high {

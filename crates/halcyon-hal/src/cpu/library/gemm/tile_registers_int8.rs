@@ -25,8 +25,9 @@ impl StoreSums for StridedStore {
         let c = self.c;
         for r in 0..rows {
             for l in 0..cols {
-                // SAFETY: `store` gives `rows` rows of `cols` sums. They lie in the product, so in C, which
-                // `on_tiles` requires to be writable; no other thread stores this part.
+                // SAFETY: `store` gives `rows` rows of `cols` sums. These rows and columns lie in the
+                // product, so their places lie in C. `on_tiles` requires that C is writable; no other thread
+                // stores this part.
                 unsafe {
                     let at = (i + r) as isize * c.rs + (j + l) as isize * c.cs;
                     *c.ptr.offset(at) = *sums.cast::<i32>().add(r * rs + l);
@@ -36,7 +37,7 @@ impl StoreSums for StridedStore {
     }
 }
 
-/// Computes the product on tile registers. The bool beside B says whether B is signed.
+/// Computes the product on tile registers. `g.b` holds the right operand, and whether it is signed.
 ///
 /// # Safety
 /// The contract of [`super::product_int8::gemm_i8`]; a packed B has the shape `k x n`; `threads` is 1 or at
@@ -73,8 +74,8 @@ pub(crate) unsafe fn on_tiles<A: Byte>(
     }
 }
 
-/// [`super::product_int8::gemm_i8`] on tile registers. `g.b` is the right operand as [`pack_i8_tiles`] packed
-/// it, and whether it is signed.
+/// [`super::product_int8::gemm_i8`] on tile registers. `g.b` holds the right operand, which [`pack_i8_tiles`]
+/// packed, and whether it is signed.
 ///
 /// # Safety
 /// The contract of [`super::product_int8::gemm_i8`] for A and C; B was packed for `k x n`;

@@ -85,7 +85,7 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel, De
     };
     let (n, stride) = (x.view.shape[axis], x.view.strides[axis]);
     let idx = Indices::new(index.dtype, &index.view);
-    // Offsets in x of the index's elements, without their coordinate on `axis`.
+    // For each element of the index: the offset in x of its position, without the coordinate on `axis`.
     let mut strides = x.view.strides.clone();
     strides[axis] = 0;
     let at = Walk::of(&index.view.shape, &strides, x.view.offset);
@@ -101,7 +101,7 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel, De
                 for q in a..b {
                     // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers. The op's
                     // rules make the index no larger than x on the other axes; `place` returns `i < n`. Each
-                    // `q` is its own output.
+                    // `q` writes its own element of the output.
                     unsafe {
                         let i = place(idx.get(ip.get(), q), n, r.fault);
                         *dst.get().add(q) = *src.get().offset(at.at(q) + i as isize * stride);
@@ -112,8 +112,8 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel, De
     })
 }
 
-/// Class labels as indices below `classes`. The label `ignore` becomes 0. So does a label that is negative or
-/// not below `classes`, which also sets the fault.
+/// Class labels as indices below `classes`. The label `ignore` becomes 0. A label that is negative or not
+/// below `classes` also becomes 0, and sets the fault.
 pub(crate) fn class_index(
     call: &CallForm<'_>,
     classes: Option<usize>,
@@ -128,7 +128,7 @@ pub(crate) fn class_index(
         r.team.ranges(labels.walk.numel, GRAIN, &|a, b| {
             for q in a..b {
                 // SAFETY: `CpuKernel::run` has checked that the view lies in its buffer and that the output
-                // is dense and writable. Each `q` is its own output.
+                // is dense and writable. Each `q` writes its own element of the output.
                 unsafe {
                     let l = labels.get(src.get(), q);
                     let (ok, ignored) = (l >= 0 && (l as u64) < n as u64, Some(l) == ignore);

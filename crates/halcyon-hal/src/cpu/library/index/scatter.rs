@@ -63,7 +63,7 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> R
     let from = Walk::new(&base.view);
     let out = dense_strides(&base.view.shape);
     let n = base.view.shape[axis];
-    // Threads are given whole lines along the axis, because no two lines write the same element.
+    // Each thread processes whole lines along the axis, because different lines write different elements.
     let (il, len, istep) = without(&index.view, axis);
     let (ul, _, ustep) = without(&updates.view, axis);
     let lines: Vec<usize> =
@@ -128,7 +128,7 @@ pub(crate) fn rows(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> Resul
             unsafe { start::<T>(r, &from) };
             let (u, o) = (SharedConst(r.bufs[2].ptr as *const T), SharedMut(r.bufs[3].ptr as *mut T));
             let ip = SharedConst(r.bufs[1].ptr as *const u8);
-            // Each thread is given whole columns, so that the updates of one element keep their order.
+            // Each thread processes whole columns, so that the updates of one element keep their order.
             let columns = if count == 0 { 0 } else { outer * inner };
             r.team.ranges(columns, GRAIN.div_ceil(count.max(1)), &|a, b| {
                 let mut c = a;
@@ -203,8 +203,8 @@ pub(crate) fn update_slice(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel
             r.team.ranges(if each == 0 { 0 } else { outer * (each / run) }, (GRAIN / run).max(1), &|a, b| {
                 for q in a..b {
                     let i = q * run;
-                    // SAFETY: `CpuKernel::run` checked the update's view; `p <= n - len` keeps the runs,
-                    // which are disjoint, in the output.
+                    // SAFETY: `CpuKernel::run` checked the update's view; the runs are disjoint, and lie in
+                    // the output because `p <= n - len`.
                     unsafe {
                         let to = o.get().add((i / each * n + p) * inner + i % each);
                         std::ptr::copy_nonoverlapping(u.get().offset(up.at(i)), to, run);

@@ -2,16 +2,16 @@
 //!
 //! With `n = (x - mean) / sqrt(variance + eps)` and `g = dy * scale`, for each row: `dx = (g - mean(g) - n
 //! mean(g n)) / sqrt(variance + eps)`. The gradients of scale and shift are the sums of `dy n` and `dy` over
-//! all rows. All passes over a row follow each other, so that the row stays in the first-level cache. Sums
-//! over rows are computed for fixed ranges of rows and then added in order, so results do not depend on the
-//! number of threads.
+//! all rows. A row is read several times in succession, so that it stays in the first-level cache. Sums over
+//! rows are computed for fixed ranges of rows and then added in order, so results do not depend on the number
+//! of threads.
 
 use super::softmax::sum_of;
 use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 
-/// The smallest number of rows of a range, and the largest number of ranges.
+/// The minimum number of rows of a range, and the maximum number of ranges.
 const ROWS: usize = 64;
 const RANGES: usize = 256;
 
@@ -169,7 +169,7 @@ mod tests {
                 for threads in [1, 3] {
                     let out = Guarded::new(&vec![f32::NAN; want.len()], side);
                     let from = [gx.ptr(), gs.ptr(), gy.ptr()];
-                    // SAFETY: the operands have these sizes, and the output is apart from them.
+                    // SAFETY: the operands have these sizes, and the output does not overlap them.
                     unsafe { layer_norm_grad(&Team::new(threads), isa, (rows, n), eps, from, out.mut_ptr()) };
                     for (got, want) in out.slice().iter().zip(&want) {
                         close(*got, *want, 1.0 + want.abs(), 1e-3, &(isa, rows, n));

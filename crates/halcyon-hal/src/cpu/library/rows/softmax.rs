@@ -2,8 +2,8 @@
 //!
 //! Storage is f32, f16 or bf16. The arithmetic is f32 with the exponential of [`crate::cpu::vmath`] (below
 //! 1.5 ulp). Sums are kept in four vector registers that are added at the end, in an order that depends on
-//! the row's length alone. As their definitions require, softmax of f16 and bf16 rounds after every step, and
-//! the normalisations compute in f32 and round once.
+//! the row's length alone. As their definitions require, softmax of f16 and bf16 rounds the result of every
+//! operation, and the normalisations compute in f32 and round once.
 
 use crate::cpu::library::gemm::product_f32::PackElem;
 use crate::cpu::library::simd::{Simd, dispatch_simd};
@@ -109,8 +109,8 @@ enum Kind {
 #[inline(always)]
 unsafe fn row_body<S: Simd>(kind: Kind, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) {
     let n = x.len() as f32;
-    // SAFETY: the contract of `row_body` gives the instruction set, the only condition of the functions
-    // called.
+    // SAFETY: the contract of `row_body` gives the instruction set, and the called functions have no other
+    // condition.
     let (center, factor) = unsafe {
         match kind {
             Kind::Softmax => {
@@ -185,9 +185,9 @@ dispatch_simd! {
     unsafe fn rows_f32[][](isa, kind: Kind, n: usize, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) = rows_body
 }
 
-/// Computes softmax of `x`, or its logarithm, into `y`, with every step but the last rounded to `T`, as the
-/// definition in `T` requires; the caller rounds the last. Overwrites `x`, and uses the row `room` as
-/// scratch.
+/// Computes softmax of `x`, or its logarithm, into `y`. Rounds the result of every operation but the last to
+/// `T`, as the definition in `T` requires; the caller rounds the last result. Overwrites `x`, and uses the
+/// row `room` as scratch memory.
 ///
 /// # Safety
 /// The caller is compiled for `S`'s instruction set.
@@ -349,7 +349,7 @@ mod tests {
     use crate::cpu::library::testing::*;
     use half::{bf16, f16};
 
-    /// The row kernels' definitions in f64; the steps of softmax are rounded by `round`.
+    /// The row kernels' definitions in f64. `round` rounds the result of each operation of softmax.
     fn reference(
         kind: Kind,
         x: &[f64],
@@ -421,7 +421,7 @@ mod tests {
                         let got = wide(y.slice()[r * n + i]);
                         // Normalised values are sums of terms near 1, but probabilities may be small.
                         let unit = if matches!(kind, Kind::Softmax) { 1e-3 } else { 1.0 };
-                        // A step near a tie may round either way.
+                        // The result of an operation near a tie may be rounded up or down.
                         let tol = if soft { 4.0 * tol } else { tol };
                         close(got, *w, w.abs() + unit, tol, &(isa, kind, rows, n, r, i));
                     }

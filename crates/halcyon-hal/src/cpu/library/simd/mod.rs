@@ -28,8 +28,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     type V: Copy;
     /// Number of lanes.
     const W: usize;
-    /// Rows of attention's register tile, chosen together with [`Simd::NV`] so that the accumulators fit the
-    /// registers.
+    /// Rows of attention's register tile. This number and [`Simd::NV`] are chosen so that the accumulators
+    /// fit the registers.
     const MR: usize;
     /// Vectors per row of attention's register tile.
     const NV: usize;
@@ -78,17 +78,17 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// The caller is compiled for this instruction set.
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
-    /// The larger; `b` if either is NaN.
+    /// The larger value; `b` if either is NaN.
     ///
     /// # Safety
     /// The caller is compiled for this instruction set.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
-    /// The smaller; `b` if either is NaN.
+    /// The smaller value; `b` if either is NaN.
     ///
     /// # Safety
     /// The caller is compiled for this instruction set.
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
-    /// The larger; NaN if either is NaN.
+    /// The larger value; NaN if either is NaN.
     ///
     /// # Safety
     /// The caller is compiled for this instruction set.

@@ -20,8 +20,8 @@ use crate::target::{Declined, Operand};
 
 const LOG2_E: f64 = std::f64::consts::LOG2_E;
 
-/// The number of matrices of a subgroup along the queries (`rows`), of keys in a tile (`keys`), and of
-/// subgroups in a workgroup (`subgroups`).
+/// Parameters of the kernel: the number of a subgroup's matrices along the queries (`rows`), the number of
+/// keys in a tile (`keys`), and the number of subgroups in a workgroup (`subgroups`).
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct Tile {
     pub rows: u32,
@@ -102,7 +102,7 @@ struct Layout {
     per: u32,
     /// Pitch of a key and of a value.
     pitches: [u32; 2],
-    /// Offset of the values. Keys are at offset 0, where the queries are placed before the loop.
+    /// Offset of the values. The keys are at offset 0. Before the loop, the queries are there.
     values: u32,
     /// Byte offset of the memory that each subgroup has for itself.
     own: u32,
@@ -142,7 +142,7 @@ impl Layout {
     }
 }
 
-/// The properties of a call that change the program's text, besides the tile.
+/// The properties of a call that, besides the tile, change the kernel's text.
 pub(super) fn text(cx: &Cx<'_>) -> String {
     let Some(op) = unit_of(cx) else { return String::new() };
     let per = 16 / op.operand.storage().size() as isize;
@@ -295,10 +295,10 @@ impl Block {
     }
 
     /// Replaces the scores by their weights, and rescales the earlier sums. A weight is a power of two. Its
-    /// exponent is the distance of the score from the row's maximum times `factor`, or times log₂ e if there
-    /// is no `factor` because the scores are scaled already. In the second case, the scores themselves are
-    /// not multiplied by log₂ e, because a mask may contain the lowest finite number, which would become
-    /// -inf.
+    /// exponent is the score minus the row's maximum, multiplied by `factor`. If there is no `factor`, the
+    /// scores are scaled already, and the difference is multiplied by log₂ e. The scores themselves are not
+    /// multiplied by log₂ e, because a mask may contain the lowest finite number, and its product with log₂ e
+    /// would be -inf.
     fn softmax<'a>(&self, b: &'a Builder, factor: Option<E<'a>>) {
         let scaled = |x: E<'a>| factor.map_or(x, |f| x * f);
         // Weight of a score. If there is a `factor`, `shift` has been multiplied by it.
@@ -420,9 +420,9 @@ impl<'a> Group<'a> {
         b.barrier();
     }
 
-    /// Completes the scores of a tile of keys. Multiplies them by the scale, unless there is a `factor`, by
-    /// which [`Block::softmax`] multiplies later. Adds the mask. Keys that are not visible to a query get the
-    /// score -inf.
+    /// Completes the scores of a tile of keys. If there is no `factor`, multiplies the scores by the scale;
+    /// otherwise [`Block::softmax`] multiplies by `factor` later. Adds the mask. Keys that are not visible to
+    /// a query get the score -inf.
     fn finish(&self, block: &Block, first: E<'a>, factor: Option<E<'a>>) {
         let b = self.b;
         b.map_fragment(block.columns, |row, column| {
@@ -577,8 +577,8 @@ impl Cx<'_> {
         let [bh, hk, shared, sq, sk, d] = ["bh", "hk", "shared", "sq", "sk", "d"].map(|n| b.size(n));
         let [qs, ks, vs] = ["q", "k", "v"].map(|n| sizes(b, n, 3));
         let ms = sizes(b, "m", if mask.is_some() { 4 } else { 0 });
-        // If scaling is late, the maximum and the distances from it are scaled instead of the scores. This
-        // saves one instruction per score.
+        // If scaling is late, the kernel scales the maximum and the differences from it instead of the
+        // scores. This saves one instruction per score.
         let late = p.late();
         let scale = b.param("scale", Ty::F32);
         let scale = if late { b.let_(scale * LOG2_E) } else { scale };

@@ -1,4 +1,4 @@
-//! Attention in one pass over the keys with a running maximum and sum, so that no score matrix is stored
+//! Attention in one loop over the keys with a running maximum and sum, so that no score matrix is stored
 //! (Milakov and Gimelshein 2018; Dao et al. 2022).
 //!
 //! There are five kernels, each in a file of its own. CPUs use one work-item per query. GPUs use the split
@@ -201,7 +201,7 @@ impl Cx<'_> {
             class(p.d),
             if p.causal { " causal" } else { "" },
             p.mask.as_ref().map_or(String::new(), |m| format!(" mask {}", m.dtype)),
-            // The key contains the properties that change the program's text, so that a measurement is valid
+            // The key contains the properties that change the kernel's text, so that a measurement is valid
             // for all calls with this key.
             match p.runs {
                 [q, true] if self.few() =>

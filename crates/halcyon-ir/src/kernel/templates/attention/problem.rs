@@ -1,4 +1,4 @@
-//! The sizes and strides of an attention, the buffers and parameters of its kernels, and the scores.
+//! The sizes and strides of a call of attention, the buffers and parameters of its kernels, and the scores.
 
 use super::super::common::*;
 use super::{Cx, NEG_INF, split};
@@ -97,7 +97,7 @@ impl Problem {
         })
     }
 
-    /// Whether the matrix-unit kernel applies the scale to the distances from the maximum instead of to the
+    /// Whether the matrix-unit kernel applies the scale to the differences from the maximum instead of to the
     /// scores. This is possible only without a mask and with a positive scale, because the order of the
     /// scores must not change.
     pub(super) fn late(&self) -> bool {

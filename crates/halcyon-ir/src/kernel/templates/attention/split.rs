@@ -1,13 +1,13 @@
 //! Attention for few queries, as in text generation, where reading the keys and values limits the speed (Dao
 //! et al. 2023, flash-decoding).
 //!
-//! A workgroup processes part of the keys of one key head, for up to eight of the query rows that share them
-//! (query heads times queries). It reads each row of K and V once, 16 bytes at a time if the layout allows.
-//! The work-items of a key group share one key, and each of them processes some columns of the key; the key
-//! groups of a workgroup process different keys. If batch and heads leave compute units idle, the keys are
-//! split into parts among workgroups. Each workgroup writes the sums of its part, with the part's largest
-//! score and total weight, and a second kernel combines the parts. The number of parts is a parameter, so a
-//! program serves any number of keys.
+//! A workgroup processes part of the keys of one key head, for up to eight query rows. (A row is one query of
+//! one of the key head's query heads.) It reads each row of K and V once, 16 bytes at a time if the layout
+//! allows. The work-items of a key group share one key, and each of them processes some columns of the key;
+//! the key groups of a workgroup process different keys. If batch and heads leave compute units idle, the
+//! keys are split into parts among workgroups. Each workgroup writes the sums of its part, with the part's
+//! largest score and total weight, and a second kernel combines the parts. The number of parts is a
+//! parameter, so a program serves any number of keys.
 
 use super::super::common::*;
 use super::problem::{Io, Query};
@@ -68,7 +68,7 @@ pub(super) fn runs(inputs: &[Operand]) -> [bool; 2] {
     [whole(0), whole(1) && whole(2)]
 }
 
-/// How a workgroup divides its work. The fields are part of the program's text.
+/// How a workgroup divides its work. The fields are constants in the kernel's text.
 #[derive(Clone, Copy)]
 struct Layout {
     items: u32,
@@ -80,10 +80,10 @@ struct Layout {
     run: u32,
     /// Reads of a work-item per row of K or V.
     reads: u32,
-    /// Work-items that share a key (a key group), and key groups of a workgroup.
+    /// Number of work-items that share a key (a key group), and number of key groups in a workgroup.
     items_per_key: u32,
     key_groups: u32,
-    /// Keys that a key group processes per step.
+    /// Number of keys that a key group processes per iteration.
     deep: u32,
     /// Whether q, and k and v, are read 16 bytes at a time.
     vectors: [bool; 2],
@@ -94,12 +94,12 @@ impl Layout {
         self.run * self.reads
     }
 
-    /// Keys that a workgroup processes per step.
+    /// Number of keys that a workgroup processes per iteration.
     fn keys(&self) -> u32 {
         self.key_groups * self.deep
     }
 
-    /// Pitch of a score in the array of partial products. Odd, to avoid bank conflicts.
+    /// Pitch of a score in the array of partial products. The pitch is odd, to avoid bank conflicts.
     fn pitch(&self) -> u32 {
         self.items_per_key | 1
     }
@@ -169,7 +169,7 @@ impl Cx<'_> {
             return None;
         }
         let key_groups = s.items / items_per_key;
-        // More keys per step would give each work-item more scores to process.
+        // More keys per iteration would give each work-item more scores to process.
         let deep = (s.reads / reads).min((64 / key_groups).max(1));
         let [q, kv] = self.p.runs;
         Some(Layout {
@@ -185,12 +185,12 @@ impl Cx<'_> {
         })
     }
 
-    /// Workgroups that process the same keys of a key head, for different rows.
+    /// Number of workgroups that process the same keys of a key head, for different rows.
     fn blocks(&self, rows: u32) -> usize {
         self.rows().div_ceil(rows as usize)
     }
 
-    /// Number of parts, and number of keys per part, which is a whole number of steps.
+    /// Number of parts, and number of keys per part. A part is processed in a whole number of iterations.
     fn parts(&self, s: Split, l: &Layout) -> (usize, usize) {
         let heads = (self.p.b * self.p.hk * self.blocks(l.rows)).max(1);
         let want = (s.groups as usize * self.caps.units()).div_ceil(heads);
@@ -227,7 +227,8 @@ impl Cx<'_> {
         all.into_iter().find(|s| self.split_legal(*s))
     }
 
-    /// Candidates for measurement. Of those with the same layout and number of parts, only one is listed.
+    /// Candidates for measurement. Lists only one of the candidates that have the same layout and the same
+    /// number of parts.
     pub(super) fn splits(&self) -> Vec<Split> {
         let mut all: Vec<(Split, [u32; 3], usize)> = vec![];
         for groups in [4, 0, 2, 8] {
@@ -332,7 +333,7 @@ impl Cx<'_> {
                 })
                 .collect();
             // For each score that this work-item sums up: the index of its products, its row, its key within
-            // the step, and its query.
+            // the iteration, and its query.
             let all = l.deep * n_rows * l.key_groups;
             let own: Vec<_> = (0..all.div_ceil(n_items))
                 .map(|s| {
@@ -399,7 +400,8 @@ impl Cx<'_> {
                 b.barrier();
                 for ((r, sum), acc) in sums.iter().enumerate().zip(&acc) {
                     let decay = decays.load(r);
-                    // The maximum seldom changes after the first steps, so this is mostly skipped.
+                    // The maximum seldom changes after the first iterations, so this multiplication is mostly
+                    // skipped.
                     b.if_(decay.differs(1.0), || {
                         acc.iter().chain([sum]).for_each(|a| a.set(a.get() * decay));
                     });

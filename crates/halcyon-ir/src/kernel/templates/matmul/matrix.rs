@@ -1,12 +1,13 @@
 //! Matrix products on matrix units. A workgroup computes a tile of the result; each of its subgroups holds a
 //! part of the tile in registers.
 //!
-//! The loop runs along K in steps of `depth`. Workgroup memory has two halves, and each holds both operands'
-//! elements of one step. While one half is multiplied, the elements of the next step are loaded into
-//! registers; then they are stored in the other half. Operands are read 16 bytes at a time if the layout
-//! allows it (this changes the program's text) and keep their memory order. Rows are padded, so that a
-//! subgroup's reads have no bank conflicts. Finally the sums are stored in the same memory, from which the
-//! result is written in runs of adjacent elements. Sums are f32 throughout and rounded once.
+//! Each iteration of the loop covers `depth` elements of K. Workgroup memory has two halves, and each half
+//! holds the elements of both operands for one iteration. While one half is multiplied, the elements of the
+//! next iteration are loaded into registers; then they are stored in the other half. Operands are read 16
+//! bytes at a time if the layout allows it (this changes the kernel's text). They keep their memory order.
+//! Rows are padded, so that a subgroup's reads have no bank conflicts. Finally the sums are stored in the
+//! same memory, from which the result is written in runs of adjacent elements. Sums are f32 throughout and
+//! rounded once.
 
 use super::super::common::*;
 use super::Cx;
@@ -21,7 +22,7 @@ use crate::target::{Caps, Declined, Operand};
 /// Parameters of the kernel.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct Tile {
-    /// Rows and columns of the tile that a workgroup computes, and size of a step along K.
+    /// Rows and columns of the tile that a workgroup computes, and number of elements of K per iteration.
     pub m: u32,
     pub n: u32,
     pub depth: u32,
@@ -56,7 +57,7 @@ impl Tile {
 /// Candidates for measurement, not all legal on the device. The first is the heuristic's choice for large
 /// products.
 pub(super) fn tiles(op: MatrixOp) -> Vec<Tile> {
-    // A step along K has the same number of bytes for all types.
+    // An iteration covers the same number of bytes along K for all types.
     let d = 64 / op.operand.storage().size() as u32;
     let four = [2, 2];
     let large = if op.width == 32 { [4, 2] } else { four };
@@ -87,8 +88,8 @@ struct Side {
     along_k: bool,
     /// Whether the operand is read 16 bytes at a time.
     aligned: bool,
-    /// All in elements: the distance between runs of adjacent elements, the length of this operand's part of
-    /// a half, and the offset of this part in the half.
+    /// The distance between runs of adjacent elements, the length of this operand's part of a half, and the
+    /// offset of this part in the half. All three count elements.
     pitch: u32,
     len: u32,
     first: u32,
@@ -176,13 +177,13 @@ pub(super) fn legal(p: &Problem, out: DType, op: MatrixOp, t: Tile, caps: &Caps)
         && l.bytes <= caps.workgroup_memory
 }
 
-/// Copies one operand from global to workgroup memory. Describes the elements that one work-item copies in a
-/// step along K.
+/// Copies one operand from global to workgroup memory. Describes the elements that one work-item copies in an
+/// iteration.
 struct OperandCopy<'a> {
     side: Side,
     buf: Buf,
-    /// For each of the work-item's vectors: row and position along K (within the step) of its first element,
-    /// and its destination in a half, in vectors.
+    /// For each of the work-item's vectors: row and position along K (within the iteration) of its first
+    /// element, and its destination in a half, in vectors.
     vectors: Vec<[E<'a>; 3]>,
     start: E<'a>,
     /// Number of rows, and the strides of a row and along K.
@@ -213,7 +214,7 @@ impl<'a> OperandCopy<'a> {
         OperandCopy { side, buf, vectors: vectors.collect(), start, n, strides }
     }
 
-    /// Reads the elements of the step that begins at `k0`. Elements past the ends are zero.
+    /// Reads the elements of the iteration that begins at `k0`. Elements past the ends are zero.
     fn fetch(&self, b: &'a Builder, l: &Layout, k0: E<'a>, k: E<'a>) -> Vec<E<'a>> {
         let one = |[row, at_k, _]: &[E<'a>; 3]| {
             let from = b.let_(k0 + *at_k);

@@ -273,7 +273,7 @@ impl Cx<'_> {
         format!(
             "matmul{}{}{} {} {} rank{} b{} m{} n{} k{} {} {}",
             if unit.is_some() { " matrix" } else { "" },
-            // Whether each operand is read in 16-byte loads changes the program's text.
+            // The kernel's text depends on whether each operand is read in 16-byte loads.
             unit.map_or("", |op| matrix::vectors(p, self.out, op, self.offsets)),
             match self.transposed(p) {
                 (t, offset) if self.few(p) && self.run(&t, offset) > 1 => " runs",
