@@ -47,7 +47,8 @@ impl Net {
     }
 }
 
-/// Each image as it is and moved by one pixel to all eight sides, where it is black, with its label.
+/// Each image with its label: unchanged, and moved by one pixel in each of eight directions. The pixels that
+/// become free are black.
 fn shifted(images: &[u8], labels: &[u8]) -> (Vec<u8>, Vec<u8>) {
     let (mut all, mut of) = (vec![], vec![]);
     for (image, label) in images.chunks(SIDE * SIDE).zip(labels) {

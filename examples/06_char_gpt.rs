@@ -1,4 +1,5 @@
-//! Trains a small character model, built as GPT-2 is, on a text of this repository, and lets it write.
+//! Trains a small character model with the structure of GPT-2 on a text of this repository, and generates
+//! text with it.
 //!
 //! `cargo run --release -p halcyon-train --example 06_char_gpt [STEPS [BACKEND]]`
 
@@ -41,7 +42,7 @@ impl Block {
 
     fn forward(&self, x: &Tensor) -> Tensor {
         let h = self.norm1.forward(x);
-        // No place sees a later one.
+        // No position sees a later position.
         let causal = Attention { causal: true, ..Attention::default() };
         let x = x + self.attention.forward(&h, &h, &h, causal);
         &x + self.down.forward(&self.up.forward(&self.norm2.forward(&x)).gelu())
@@ -77,7 +78,7 @@ impl Gpt {
     }
 
     /// `start` and `count` more characters, each drawn by its probability. The model sees the last characters
-    /// of the text so far. The places after them are filled, and no earlier place sees them.
+    /// of the text so far. The positions after these characters hold filler, which no earlier position sees.
     pub(crate) fn write(&self, b: &Backend, v: &Vocabulary, start: &str, count: usize) -> Result<String> {
         let mut text = v.encode(start)?;
         for _ in 0..count {

@@ -1,5 +1,5 @@
 //! Writes the initial inputs for fuzzing: `seeds CORPUS [FOLDER]…`. The folders hold ONNX models and tensors
-//! of the test suite, of which one of each kind is used.
+//! of the test suite. One of each kind is used.
 
 use halcyon::{Backend, Session};
 use halcyon_formats::onnx::proto::*;
@@ -161,7 +161,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     packed.write_all(&bytes)?;
     c.put("dataset", "idx-file-gzip", &packed.finish()?)?;
 
-    // Images of every colour type, and those of the suite's image decoder tests.
+    // Images of every colour type, and the images of the suite's tests of ImageDecoder.
     for p in found.iter().filter(|p| p.ends_with("test_data_set_0/input_0.pb")) {
         let Some(name) = p.ancestors().nth(2).and_then(|d| d.file_name()?.to_str()) else { continue };
         if let Some(format) = name.strip_prefix("test_image_decoder_decode_") {

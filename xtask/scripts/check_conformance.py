@@ -7,10 +7,12 @@ Usage: check_conformance.py [--backend NAME] [--limit N]
 1. `halcyon run` runs every case in a folder that contains the model and the inputs, but not the expected
    outputs. This script compares the saved outputs with NumPy. A case that `halcyon run` calls unsupported
    (exit code 3) counts as skipped.
-2. `halcyon conformance onnx` must find no wrong case in the unaltered cases, and agree with 1 on every case.
-3. In the copy with fifty altered expectations, it must find exactly those fifty cases wrong.
-With `--limit N` these three run on N cases, drawn by HALCYON_SEED; 3 expects the altered ones among them.
-HALCYON_CASES=all runs all. Last line: `N passed, N failed, N skipped`.
+2. `halcyon conformance onnx` must find no wrong case in the unaltered cases, and agree with check 1 on every
+   case.
+3. In the copy with fifty altered expectations, the command must find exactly those fifty cases wrong.
+With `--limit N` the three checks use N cases, drawn by HALCYON_SEED. Check 3 then expects that exactly the
+altered cases among them are wrong. HALCYON_CASES=all uses all cases.
+Last line: `N passed, N failed, N skipped`.
 """
 import argparse
 import json

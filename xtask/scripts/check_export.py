@@ -94,7 +94,7 @@ def evaluate(path, model, feeds):
 
 
 def differs(got, want, rtol=None, atol=0.0):
-    """Why a result is not the wanted one, or None."""
+    """Why a result differs from the expected result, or None."""
     got, want = np.asarray(got), np.asarray(want)
     small = want.dtype.isbuiltin != 1 and str(want.dtype) not in CLOSE
     if small and got.dtype == np.uint8 and want.dtype.itemsize == 1:

@@ -364,7 +364,7 @@ def training_step(torch, item):
 
 
 def peak_memory():
-    """The largest resident size of this process so far, in bytes; None where the system does not tell."""
+    """The largest resident size of this process so far, in bytes; None if the system does not report it."""
     try:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))

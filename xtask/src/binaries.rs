@@ -11,7 +11,7 @@ use std::sync::Mutex;
 /// Binaries that run at the same time.
 const AT_ONCE: usize = 2;
 
-/// The binaries with the longest runs, longest first. They start first, so that no long one is left over at
+/// The binaries with the longest runs, longest first. They start first, so that no long run is left over at
 /// the end.
 const LONGEST: &[&str] =
     &["ops", "cli", "kernels", "standins", "models", "shared", "halcyon_hal", "simt", "mixed"];

@@ -133,7 +133,7 @@ fn check(text: &str, language: Language) -> Vec<(usize, String)> {
         };
         block = language == Language::C && comment.is_some() && {
             let (opens, closes) = (line.rfind("/*"), line.rfind("*/"));
-            // Of two marks in one line, the last one counts.
+            // If a line has both marks, the last mark counts.
             if opens == closes { block } else { opens > closes }
         };
         let Some(comment) = comment.map(str::trim) else { continue };
@@ -152,8 +152,8 @@ fn check(text: &str, language: Language) -> Vec<(usize, String)> {
     found
 }
 
-/// What is wrong with the glossary: the number of its entries, an entry without three cells, or one whose
-/// last cell does not name a file that exists.
+/// What is wrong with the glossary: the number of its entries, an entry without three cells, or an entry
+/// whose last cell names no existing file.
 fn glossary(text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
     let mut found = vec![];
     let rows: Vec<&str> = text.lines().filter(|l| l.starts_with("| **")).collect();

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// `docs [--report FILE]...`: FILE is the output of `check_suite.py --report`, one per backend. Without
+/// `docs [--report FILE]...`: FILE is the output of `check_suite.py --report` for one backend. Without
 /// reports, the page's part about the suite is unchanged.
 pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
     let mut reports = vec![];

@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::process::Command;
 
 const VARIABLE: &str = "HALCYON_CPU_ISA";
-/// The merge tier runs one in this many cases of the op table under each set.
+/// Under each set, the merge tier runs one case of the op table in this many.
 const ONE_IN: &str = "3";
 /// How many instruction sets the merge tier draws at random from those below the best.
 const DRAWN: usize = 2;
@@ -58,8 +58,8 @@ pub(crate) fn step(context: &Context) -> Outcome {
     let nightly = context.tier == Tier::Nightly;
     let lower: Vec<&str> = lower.iter().map(String::as_str).collect();
     let names = if nightly { lower } else { context.draw.sample("instruction sets", DRAWN, &lower) };
-    // The kernels' unit tests always run with each `Isa`. The extensions that they use, such as AVX512_VNNI,
-    // depend on the variable.
+    // The kernels' unit tests always run with each `Isa`. The variable determines which extensions they use,
+    // such as AVX512_VNNI.
     let unit = if nightly { names.clone() } else { context.draw.sample("kernel tests", 1, &names) };
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for name in &names {

@@ -26,8 +26,8 @@ struct Kind {
     bound: f64,
 }
 
-/// The file of ResNet-50: the one that `HALCYON_RESNET50` names, that of `cargo xtask bench peers`, or that
-/// of the test data.
+/// The file of ResNet-50: the file that `HALCYON_RESNET50` names, the model of `cargo xtask bench peers`, or
+/// the model of the test data.
 fn resnet() -> Option<PathBuf> {
     let of = |path: &str| crate::target_dir().join(path);
     let own = std::env::var_os("HALCYON_RESNET50").map(PathBuf::from);
@@ -102,7 +102,7 @@ pub(crate) fn main(args: &[&str]) -> Result<bool, Failure> {
         }
         None => {
             eprintln!(
-                "ResNet-50 is not measured, its file is missing; `cargo xtask bench peers --only model` makes it"
+                "ResNet-50 is not measured, because its file is missing; `cargo xtask bench peers --only model` makes it"
             )
         }
     }

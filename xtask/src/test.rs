@@ -110,7 +110,7 @@ const STEPS: &[Step] = &[
     step(
         "tests",
         In::Sample(
-            "one case in 48 of the op table and one gradient in 24 on OpenCL and WebGPU, also over the stand-ins of CUDA and ROCm, where each case must build a program; an eighth of the kernels under the vendors' compilers, for one architecture of each compiler; training by the command with one dtype on each of OpenCL and WebGPU; one level per model and backend; a third of the models whose memory is compared with the prediction",
+            "on OpenCL, WebGPU and the stand-ins of CUDA and ROCm, where each case must build a program, one case in 48 of the op table; on OpenCL and WebGPU one gradient in 24; an eighth of the kernels under the vendors' compilers, for one architecture of each compiler; training by the command with one dtype on each of OpenCL and WebGPU; one level per model and backend; a third of the models whose memory is compared with the prediction",
         ),
         tests,
     ),
@@ -196,7 +196,7 @@ fn run_all(context: &Context, only: &[&str]) -> bool {
     let good = report.finish();
     if tier == Tier::Merge && only.is_empty() {
         println!(
-            "Steps of which this tier ran only a sample, and what the sample contains; --nightly runs everything:"
+            "This tier ran only samples of these steps (--nightly runs everything). Each line describes a sample:"
         );
         for step in STEPS {
             if let In::Sample(what) = step.tiers {

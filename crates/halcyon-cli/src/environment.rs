@@ -44,13 +44,13 @@ pub(crate) const VARIABLES: &[Variable] = &[
         User,
         "HALCYON_CONFIG",
         "FILE|off",
-        "The configuration file. off: none is read. Not set: halcyon/config.toml in the user's configuration folder.",
+        "The configuration file. off: no file is read. Not set: halcyon/config.toml in the user's configuration folder.",
     ),
     row(
         User,
         "HALCYON_CPU_ISA",
         "portable|avx2|avx512|avx512vnni|avx512bf16|amx",
-        "The highest instruction set that the CPU backend uses. If this machine does not have it, the error lists those that it has. Not set: the highest one.",
+        "The highest instruction set that the CPU backend uses. If this machine does not have it, the error lists the sets that it has. Not set: the highest one.",
     ),
     row(
         User,
@@ -157,8 +157,8 @@ pub(crate) const VARIABLES: &[Variable] = &[
         "N",
         "Multiplies the number of mutated files that the tests of parsers draw.",
     ),
-    row(Development, "HALCYON_KEEP", "FOLDER", "Where those tests keep files that show a bug."),
-    row(Development, "HALCYON_CASE", "FILE", "Repeats those tests with one file."),
+    row(Development, "HALCYON_KEEP", "FOLDER", "Where the tests of parsers keep files that show a bug."),
+    row(Development, "HALCYON_CASE", "FILE", "Repeats the tests of parsers with one file."),
     row(
         Development,
         "HALCYON_EMULATED",

@@ -34,7 +34,7 @@ struct ImageFormat {
 pub(crate) fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstData, String)> {
     let want = want(p, a)?;
     let bad = |what: String| Error::Format { file: file.into(), what };
-    // Too little memory is a different kind of error from those of the decoder.
+    // If memory is short, the error is of another kind than the decoder's errors.
     let mut lacking = None;
     let decoded = picture::decode_samples(bytes, &mut |h| {
         let (pixels, need) = (h.width.saturating_mul(h.height), h.bytes());

@@ -527,7 +527,7 @@ fn convert_for(p: &Port, x: ConstData, source: &str) -> Result<ConstData> {
         let same = |a: f64, b: f64| a == b || a.is_nan() && b.is_nan();
         let other = x.scalars().zip(y.scalars()).find(|(a, b)| !same(a.as_f64(), b.as_f64()));
         if let Some((a, _)) = other {
-            return wrong(format!("the model takes {want}, which does not hold {}", a.as_f64()));
+            return wrong(format!("the model takes {want}, which cannot represent {}", a.as_f64()));
         }
         return Ok(y);
     }
@@ -682,7 +682,7 @@ mod tests {
         let y = convert_for(&port(DType::I4), x.clone(), "f").unwrap();
         assert_eq!((y.dtype, y.bytes()), (DType::I4, &[0x78, 0x00][..]));
         let e = convert_for(&port(DType::I2), x.clone(), "f").unwrap_err();
-        assert!(e.to_string().contains("does not hold -8"), "{e}");
+        assert!(e.to_string().contains("cannot represent -8"), "{e}");
         assert!(convert_for(&port(DType::U4), x.clone(), "f").is_err());
         assert!(convert_for(&port(DType::I16), x, "f").is_err());
         let f = ConstData::from_slice(&[3], &[0.5f32, f32::NAN, 448.0]).unwrap();

@@ -97,7 +97,7 @@ impl Encoder {
         }
         let ids = named.or_else(|| find(IDS)).ok_or_else(|| {
             bad(format!(
-                "no input has a usual name of token ids ({} or {}): {}. Name the right one: --input NAME=text:\"…\"",
+                "no input has a usual name of token ids ({} or {}): {}. Name the input: --input NAME=text:\"…\"",
                 IDS[..IDS.len() - 1].join(", "),
                 IDS[IDS.len() - 1],
                 takes()

@@ -22,7 +22,8 @@ impl Subset {
     pub(crate) fn new(inner: Arc<dyn Dataset>, rows: Rows) -> Result<Subset> {
         match &rows {
             Rows::Range(r) if r.start > r.end || r.end > inner.len() => {
-                let what = format!("rows {}..{} of a dataset of {} rows", r.start, r.end, inner.len());
+                let what =
+                    format!("there are no rows {}..{} in a dataset of {} rows", r.start, r.end, inner.len());
                 return Err(Error::argument("subset", what));
             }
             Rows::Range(_) => {}

@@ -41,8 +41,8 @@ pub fn mnist(dir: &Path, split: Split) -> Result<Arc<dyn Dataset>> {
     ready(folder(dir, split)?, None)
 }
 
-/// Like [`mnist`], also for a folder that has only the test files: its first 8,000 rows are then
-/// [`Split::Train`], and the others [`Split::Test`].
+/// Like [`mnist`], but accepts a folder that has only the test files. Then the first 8,000 rows of these
+/// files are [`Split::Train`], and the others are [`Split::Test`].
 ///
 /// # Errors
 /// Those of [`folder`].
@@ -179,7 +179,7 @@ impl Header {
         };
         let bytes = 4 + 4 * usize::from(axes);
         let sizes = start.get(4..bytes).ok_or_else(|| bad(file, "the IDX header is cut short"))?;
-        // A u32 fits on every platform that Halcyon supports.
+        // A u32 fits into a usize on every platform that Halcyon supports.
         let dims: Vec<usize> =
             sizes.as_chunks::<4>().0.iter().map(|b| u32::from_be_bytes(*b) as usize).collect();
         if dims.is_empty() {

@@ -88,7 +88,10 @@ impl ImageFolder {
         for (name, path) in folders {
             let class = classes.iter().position(|c| *c == name).and_then(|k| i32::try_from(k).ok());
             let class = class.ok_or_else(|| {
-                bad(&place, format!("the sub-folder '{name}' is none of the classes {}", classes.join(", ")))
+                bad(
+                    &place,
+                    format!("the sub-folder '{name}' is not one of the classes {}", classes.join(", ")),
+                )
             })?;
             let images = images(&path)?;
             files.extend(images.into_iter().map(|p| (p, class)));
@@ -162,7 +165,7 @@ fn images(dir: &Path) -> Result<Vec<PathBuf>> {
 fn decode(path: &Path, options: &ImageOptions) -> Result<Vec<f32>> {
     let file = path.display().to_string();
     let content = input::bytes(path, MAX_FILE).map_err(|e| e.error(path))?;
-    // A lack of memory gives another kind of error than the decoder's errors.
+    // If memory is short, the error is of another kind than the decoder's errors.
     let mut lacking = None;
     let decoded = picture::decode_samples(&content, &mut |h| {
         let (pixels, bytes) = (h.width.saturating_mul(h.height), h.bytes());
@@ -273,7 +276,7 @@ mod tests {
         let dir = folder(&[("a/b/1.ppm", &ppm([1, 2, 3]))]);
         assert!(text(dir.path(), one.clone()).contains("the class has a folder"));
         let other = one.clone().classes(vec!["x".into(), "y".into()]);
-        assert!(text(dir.path(), other).contains("'a' is none of the classes x, y"));
+        assert!(text(dir.path(), other).contains("'a' is not one of the classes x, y"));
         assert!(text(dir.path(), one.clone().classes(vec!["x".into(), "x".into()])).contains("twice"));
         assert!(text(dir.path(), ImageOptions::new(0, 1)).contains("0 is not a width"));
         assert!(text(dir.path(), ImageOptions { channels: 4, ..one }).contains("4 channels"));

@@ -288,9 +288,9 @@ impl DataLoader {
         self.shared.state(self.at)
     }
 
-    /// Goes to a position that [`DataLoader::state`] or [`Batch::after`] returned. The following batches are
-    /// the same as those that followed the position then, also with another number of threads. The seed of
-    /// the position replaces the seed of the loader.
+    /// Goes to a position that [`DataLoader::state`] or [`Batch::after`] returned. The batches that follow
+    /// are the same as they were when the position was taken, even with another number of threads. The seed
+    /// of the position replaces the seed of the loader.
     ///
     /// # Errors
     /// [`Error::Argument`] if the position does not fit this loader: the number of rows, the batch size or
@@ -299,7 +299,7 @@ impl DataLoader {
         let own = self.state();
         let bad = |what: String| Err(Error::argument("DataLoader", what));
         let kind = |s: &LoaderState| {
-            let last = if s.drop_last { ", the last one left out if smaller" } else { "" };
+            let last = if s.drop_last { ", without a smaller last batch" } else { "" };
             format!("{} rows in batches of {}{last}", s.rows, s.batch_size)
         };
         if (own.rows, own.batch_size, own.drop_last) != (state.rows, state.batch_size, state.drop_last) {
@@ -311,7 +311,10 @@ impl DataLoader {
         }
         let batches = self.shared.batches;
         if state.next_batch > batches {
-            return bad(format!("the saved position is batch {} of {batches}", state.next_batch));
+            return bad(format!(
+                "the saved position is batch {}, but an epoch has {batches} batches",
+                state.next_batch
+            ));
         }
         self.pipeline = None;
         if state.seed != self.shared.seed {

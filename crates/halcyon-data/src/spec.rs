@@ -41,7 +41,7 @@ pub struct DataSpec {
     pub kind: Kind,
     /// The file or folder.
     pub path: PathBuf,
-    /// (idx) The part of MNIST in the folder `path`. Without it, `path` is the file of images.
+    /// (idx) The part of MNIST in the folder `path`. Without this key, `path` is the file of images.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub split: Option<idx::Split>,
     /// (idx) The file of labels.
@@ -307,8 +307,9 @@ fn part(data: Arc<dyn Dataset>, subset: Option<&Subrange>) -> Result<Arc<dyn Dat
         Some(Subrange::Rows([start, end])) => data.subset(start..end)?.share(),
         Some(Subrange::Fraction([start, end])) => {
             if !(0.0 <= start && start < end && end <= 1.0) {
-                let what =
-                    format!("a subset from {start} to {end}; the fractions must increase and lie in 0..=1");
+                let what = format!(
+                    "the subset is from {start} to {end}; the fractions must increase and lie between 0 and 1"
+                );
                 return Err(bad(what));
             }
             let row = |fraction: f64| (fraction * n as f64).round() as usize;

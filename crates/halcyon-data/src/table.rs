@@ -183,7 +183,7 @@ impl<'a> Table<'a> {
     }
 
     /// The number of the current line. The position of the CSV reader is before the empty lines that it
-    /// skipped, so they are counted here.
+    /// skipped, so this function counts these lines.
     fn line(&self) -> u64 {
         let Some(at) = self.record.position() else { return 0 };
         let rest = usize::try_from(at.byte()).ok().and_then(|k| self.content.get(k..)).unwrap_or(&[]);
@@ -220,12 +220,12 @@ impl Plan {
         };
         let label = o.label.as_ref().map(find).transpose()?;
         if label.is_none() && (o.label_kind != LabelKind::Auto || !o.classes.is_empty()) {
-            return Err(
-                bad("a kind or classes of labels without a label; name the column in `label`".into()),
-            );
+            return Err(bad(
+                "`label_kind` or `classes` is given without a label; name the column in `label`".into(),
+            ));
         }
         if o.label_kind == LabelKind::Number && !o.classes.is_empty() {
-            return Err(bad("classes for labels that are numbers".into()));
+            return Err(bad("`classes` has no effect on labels that are numbers".into()));
         }
         if let Some((_, class)) = o.classes.iter().enumerate().find(|(k, c)| o.classes[..*k].contains(c)) {
             return Err(bad(format!("the class '{class}' appears twice")));
@@ -265,7 +265,7 @@ fn number(record: &ByteRecord, column: usize) -> Result<f64, String> {
     parsed.filter(|n| n.is_finite()).ok_or_else(|| format!("'{}' is not a finite number", quote(v)))
 }
 
-/// The labels that were read so far, while all of them are numbers.
+/// Collects labels. `numbers` has the labels that were read so far, as long as all of them are numbers.
 struct Labels {
     column: usize,
     kind: LabelKind,
@@ -321,7 +321,7 @@ fn classes(content: &[u8], file: &str, o: &CsvOptions, column: usize) -> Result<
             Some(k) => *k,
             None if !o.classes.is_empty() => {
                 let some: Vec<&str> = o.classes.iter().take(LISTED).map(String::as_str).collect();
-                return Err(wrong(&format!("'{}' is none of the classes {}", quote(v), some.join(", "))));
+                return Err(wrong(&format!("'{}' is not one of the classes {}", quote(v), some.join(", "))));
             }
             None if next == MAX_CLASSES => {
                 return Err(wrong("there are more than 65536 different labels; these are not classes"));
@@ -385,7 +385,7 @@ mod tests {
         );
         let names = vec!["setosa".to_string(), "versi,color".into()];
         assert_eq!(labels(&a), (DType::I32, vec![0.0, 1.0, 0.0], names));
-        // By name, in another order, with given classes.
+        // The columns are selected by name, in another order, and the classes are given.
         let classes = ["none", "versi,color", "setosa"].map(String::from).to_vec();
         let o = CsvOptions { features: vec!["petal".into()], classes: classes.clone(), ..with("species") };
         let a = parse(IRIS, &o);
@@ -413,7 +413,7 @@ mod tests {
         assert!(fails(t(["1", "1e39", "2"]), &with("y")).contains("too large for f32"));
         let o = CsvOptions { classes: vec!["1".into(), "2".into()], ..with("y") };
         assert!(
-            fails(t(["1", "3", "2"]), &o).contains("line 3, column 'y': '3' is none of the classes 1, 2")
+            fails(t(["1", "3", "2"]), &o).contains("line 3, column 'y': '3' is not one of the classes 1, 2")
         );
     }
 

@@ -41,7 +41,8 @@ impl Vocabulary {
     /// The numbers of the characters of a text.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a character that is not in the vocabulary. The message has its position.
+    /// [`Error::Argument`] for a character that is not in the vocabulary. The message gives the character's
+    /// position.
     pub fn encode(&self, text: &str) -> Result<Vec<i32>> {
         text.chars().enumerate().map(|(at, c)| self.number(at, c)).collect()
     }
@@ -50,8 +51,10 @@ impl Vocabulary {
     fn number(&self, at: usize, c: char) -> Result<i32> {
         let found = self.0.binary_search(&c).ok().and_then(|k| i32::try_from(k).ok());
         found.ok_or_else(|| {
-            let what =
-                format!("character {at} of the text, {c:?}, is none of its {} characters", self.size());
+            let what = format!(
+                "character {at} of the text, {c:?}, is not in the vocabulary of {} characters",
+                self.size()
+            );
             Error::argument("vocabulary", what)
         })
     }

@@ -106,7 +106,7 @@ impl Classification {
         let lowest = Tensor::full(scores.backend(), [1usize], f64::NEG_INFINITY, scores.dtype()?);
         let score = own.select(scores, &lowest).max_keepdim(-1);
         // The number of classes whose score is larger than the target's score. If one of the two scores is
-        // NaN, the class counts too, so that a target with NaN scores is not found.
+        // NaN, the class counts too. So a target whose score is NaN is not among the `k` largest.
         let ahead = (scores.le(&score).cast(DType::I32) * -1 + 1).sum(-1);
         let counted =
             if self.k.is_some() { vec![answers.clone(), ahead.clone()] } else { vec![answers.clone()] };
@@ -114,7 +114,7 @@ impl Classification {
         let (answers, targets) = (answers.to_vec::<i64>()?, targets.to_vec::<i64>()?);
         let beyond = targets.iter().find(|t| **t >= self.classes as i64);
         if let Some(t) = beyond {
-            let what = format!("the target {t} is none of {} classes", self.classes);
+            let what = format!("the target {t} is not a class; there are {} classes", self.classes);
             return Err(Error::argument("Classification::add", what));
         }
         for (t, a) in targets.iter().zip(&answers) {

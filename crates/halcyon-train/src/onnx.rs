@@ -55,11 +55,20 @@ fn named(graph: &Graph, weights: &[(String, ConstData)]) -> Graph {
     let mut out = Graph::new();
     // For each node that is the constant of a weight, or a view of such a node: the name of the weight.
     let mut holds: Vec<Option<&str>> = vec![];
+    // Weights with equal values are used in their order, which is usually the order in which the model reads
+    // them.
+    let mut used = vec![false; weights.len()];
+    let mut weight_of = |data: &ConstData| {
+        let equal = || (0..weights.len()).filter(|&i| same(data, &weights[i].1));
+        let i = equal().find(|&i| !used[i]).or_else(|| equal().next())?;
+        used[i] = true;
+        Some(weights[i].0.as_str())
+    };
     for id in graph.ids() {
         let n = graph.node(id);
         let of_operands = n.inputs.iter().find_map(|x| holds[x.index()]);
         let weight = match &n.op {
-            Op::Const(data) => weights.iter().find(|(_, w)| same(data, w)).map(|(name, _)| name.as_str()),
+            Op::Const(data) => weight_of(data),
             Op::Permute(_) | Op::Reshape | Op::Expand => of_operands,
             _ => None,
         };

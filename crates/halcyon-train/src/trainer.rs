@@ -54,8 +54,9 @@ impl Batches for DataLoader {
     }
 
     fn restore(&mut self, position: &Value) -> Result<()> {
-        let state = LoaderState::deserialize(position)
-            .map_err(|e| Error::argument("restore", format!("the checkpoint's position in the data: {e}")))?;
+        let state = LoaderState::deserialize(position).map_err(|e| {
+            Error::argument("restore", format!("the checkpoint's position in the data is malformed: {e}"))
+        })?;
         DataLoader::restore(self, &state)
     }
 }
@@ -455,7 +456,7 @@ impl<'a> Trainer<'a> {
         let counted = (self.step.with_optimizer(|o| o.steps()), self.step.accumulated());
         let results = self.step.run(batch)?;
         let slots = self.model.slots().into_iter().map(|(n, s)| ([n, s.path()], s.value()));
-        // With a loss scaler, sums of gradients may overflow; the update is then skipped.
+        // With a loss scaler, sums of gradients may overflow. The step then skips the update.
         let scaled = self.step.scale()?.is_some();
         let state = self.step.state().into_iter().filter(|(n, _)| !scaled || !n.starts_with("sum."));
         let state = state.map(|(n, t)| ([n.clone(), n], t));

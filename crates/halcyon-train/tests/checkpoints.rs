@@ -49,7 +49,7 @@ fn batch(b: &Backend) -> Tensor {
     Tensor::from_slice(b, [8, 4], &x).unwrap()
 }
 
-/// Every bit of model and training step.
+/// All bits of the model and of the training step.
 fn bits(net: &Net, step: &TrainStep<'_>) -> Vec<(String, DType, Vec<u8>)> {
     let own = net.slots().into_iter().map(|(n, s)| (n, s.value()));
     let all = own.chain(step.state());
@@ -159,7 +159,7 @@ fn dtypes_and_scalers_are_those_of_the_run() {
     u.run(&[&batch(&b)]).unwrap();
 }
 
-/// The weights of a parameter that two fields share are in the file under both names, its f32 copy under one.
+/// Two fields share a parameter. The file has its weights under both names, and its f32 copy under one name.
 #[test]
 fn a_tied_parameter_takes_its_f32_copy() {
     #[derive(Module)]
@@ -197,7 +197,7 @@ fn a_tied_parameter_takes_its_f32_copy() {
     assert_eq!(full.second.value().to_vec::<f32>().unwrap(), master);
 }
 
-/// A run goes cpu → opencl → webgpu → cpu by checkpoints, and every bit is kept.
+/// A run moves from cpu to opencl, to webgpu and back to cpu through checkpoints, and every bit is kept.
 #[test]
 fn checkpoints_move_between_devices() {
     let dir = tempfile::tempdir().unwrap();

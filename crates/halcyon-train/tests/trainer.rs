@@ -108,7 +108,7 @@ fn a_resumed_run_has_the_same_bits_wherever_it_stopped() {
         let report = t.fit(&mut data()).unwrap();
         assert_eq!(report.stopped, Stopped::Interrupted, "{stop}");
         assert!(report.step >= stop && report.step <= stop + 1, "{stop}: {}", report.step);
-        // As in another process, the resumed run has a new model with other values and a new loader.
+        // The resumed run has a new model with other values and a new loader, as it has in another process.
         let second = net(&b);
         second.fc1.weight.set(Tensor::zeros(&b, [8, 3], DType::F32)).unwrap();
         let mut loader = data();
@@ -302,7 +302,8 @@ fn infinities_of_masks_are_no_anomaly() {
     let mut good = batches([[0.0, 0.0, inf], [inf, 0.0, 0.0]]);
     Trainer::new(&model, step(), o.clone()).fit(&mut good).unwrap();
     assert_eq!(model.mask.value().to_vec::<f32>().unwrap(), [0.0, inf, 0.0]);
-    // The two masks hide every place of the second row, so the difference of two infinities is NaN.
+    // Together the two masks hide every place of the second row. The subtraction of the maximum then
+    // subtracts two infinities, which gives NaN.
     let mut bad = batches([[0.0, 0.0, inf], [inf, 0.0, inf]]);
     let e = Trainer::new(&model, step(), o).fit(&mut bad).unwrap_err().to_string();
     let place = format!("trainer.rs:{line}");
@@ -310,7 +311,7 @@ fn infinities_of_masks_are_no_anomaly() {
     assert!(e.contains("with infinities"), "{e}");
 }
 
-/// An infinity of the batch that reaches the loss is named, although no op made it.
+/// If an infinity of the batch reaches the loss, the error names this infinity, although no op made it.
 #[test]
 fn an_infinite_loss_of_an_infinite_batch_names_the_batch() {
     let b = Backend::cpu().unwrap();

@@ -197,8 +197,8 @@ fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<Tu
     let mut done: Vec<TunedKernel> = vec![];
     let mut recovered: Vec<(String, Rejection)> = vec![];
     for first in [true].into_iter().chain(std::iter::repeat(false)) {
-        // Only the first child gets --retry. A later one would try the candidate again that ended the
-        // previous child.
+        // Only the first child gets --retry. With --retry, a later child would try again the candidate that
+        // ended the previous child.
         let keep = |s: &OsString| first || s != "--retry";
         // Global flags may precede the command's name.
         let mut words = std::env::args_os().skip(1);
@@ -230,7 +230,7 @@ fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<Tu
         }
         let (why, how) = match (ended, report) {
             (ChildEnd::Code(0), Some(mut r)) => {
-                // Kernels tuned by earlier children count as known in the last one.
+                // The last child counts kernels that earlier children tuned as known.
                 r.known -= done.len().saturating_sub(r.tuned.len()).min(r.known);
                 recovered.append(&mut r.recovered);
                 (r.tuned, r.recovered, r.seconds) = (done, recovered, start.elapsed().as_secs_f64());

@@ -79,7 +79,7 @@ fn free(first: PathBuf) -> PathBuf {
         PathBuf::from(name)
     };
     let usable = |p: &PathBuf| std::fs::symlink_metadata(p).is_err() || p.is_file() && ours(p);
-    std::iter::once(first.clone()).chain((1..1000).map(numbered)).find(usable).unwrap_or(first.clone())
+    std::iter::once(first.clone()).chain((1..).map(numbered)).find(usable).unwrap_or_else(|| first.clone())
 }
 
 /// After a failure, writes a replay of it to the requested file and reports that file. The failure remains

@@ -393,7 +393,7 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     assert_eq!(status("node/good"), ("passed".into(), String::new()));
     let (s, why) = status("node/off");
     assert!(
-        s == "wrong" && why.contains("sum: 1 of 3 values differ, by the most at [0]: 2, expected 2.1"),
+        s == "wrong" && why.contains("sum: 1 of 3 values differ, the most at [0]: 2, expected 2.1"),
         "{why}"
     );
     assert!(status("node/shape").1.contains("expected f32[3]"));
@@ -576,7 +576,7 @@ fn a_verified_run_agrees_and_a_failing_one_leaves_a_file() {
 }
 
 /// After a device is lost, every call fails. The cell in which the device was lost is reported as failed, and
-/// the later ones are not run.
+/// the later cells are not run.
 #[test]
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
 fn a_lost_device_ends_a_run_of_the_op_table() {

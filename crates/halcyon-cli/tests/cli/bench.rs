@@ -283,7 +283,7 @@ fn receipts_report_the_gain_of_each_transformation_and_repeat() {
     assert!(plan("packed constants", "packed") == 0 && plan("everything on", "packed") > 0);
 
     // A second run: time-independent figures must be equal. Times of microseconds are unreliable on a busy
-    // machine; `cargo xtask test --only receipts` checks those of a larger model.
+    // machine; `cargo xtask test --only receipts` checks the times of a larger model.
     keep(&first);
     let d = run(&["--json", "--compare", text(&file), "--within", "15"]);
     let v = d.json();

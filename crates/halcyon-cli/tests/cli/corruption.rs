@@ -74,7 +74,7 @@ fn verification_finds_a_falsified_step_and_its_file_repeats_nothing() {
     let unaltered = verified(None).ok().json();
     assert_eq!(unaltered["verify"]["agrees"], true, "{unaltered}");
     assert!(!file.exists());
-    // The first read-back is the result of the run; later ones are the verified steps.
+    // The first read-back is the result of the run. The later read-backs are the verified steps.
     let wrong = verified(Some("5:3"));
     assert_eq!(wrong.code, 6, "{wrong:?}");
     let v = &wrong.json()["verify"];

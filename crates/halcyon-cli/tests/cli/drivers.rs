@@ -11,15 +11,15 @@ const SEVEN: [&str; 4] = ["run", "models/digits.onnx", "--input", "models/digit-
 const CRASH: &str =
     "#include <stdlib.h>\n__attribute__((constructor)) static void at_load(void) { abort(); }\n";
 const EMPTY: &str = "int x;\n";
-/// Loading it never returns. It writes the process id of the loader to a file.
+/// A library that never returns when it is loaded. It writes the id of the loading process to a file.
 const HANG: &str = "#include <stdio.h>\n#include <stdlib.h>\n#include <unistd.h>
 __attribute__((constructor)) static void at_load(void) {
     const char *path = getenv(\"DRIVER_PID\");
     if (path) { FILE *f = fopen(path, \"w\"); fprintf(f, \"%d\\n\", getpid()); fclose(f); }
     for (;;) pause();
 }\n";
-/// Prints when it is loaded, when a kernel is loaded, and when the process ends. Some of the output does not
-/// end with a newline.
+/// A library that prints when it is loaded, when a kernel is loaded, and when the process ends. Some of the
+/// output does not end with a newline.
 const TALK: &str = "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <stdio.h>
 __attribute__((constructor)) static void at_load(void) {
     printf(\"hello from the driver\\n\");
@@ -197,7 +197,7 @@ fn a_driver_that_hangs_is_reported_and_cached() {
     let why = it["rejected"].as_str().unwrap_or_default();
     assert!(why.contains("did not end within 4s") && why.contains("halcyon devices --refresh"), "{why}");
     assert!(run(&["devices"]).ok().err.is_empty());
-    // Probed again on request.
+    // `--refresh` probes again.
     let again = run(&["devices", "--refresh"]).ok();
     assert!(again.err.contains("waiting for the driver of cuda"), "{again:?}");
     let json = run(&["devices", "--refresh", "--json"]);

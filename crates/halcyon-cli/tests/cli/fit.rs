@@ -233,7 +233,7 @@ fn the_largest_batch_runs_and_the_next_does_not() {
 #[test]
 fn nothing_is_loaded_for_a_prediction() {
     let dir = tempfile::tempdir().expect("a folder");
-    // Terabytes, none of which are touched.
+    // The model needs terabytes, but nothing touches this memory.
     let path = save(dir.path(), "chain.onnx", &chain(1024));
     let d = command("fit", &path, &["--input", "random:1000000x1024x1024"]);
     let v = d.json();
@@ -254,7 +254,7 @@ fn batches_that_are_not_open_are_said() {
     halcyon(&["fit", text(&path), "--batch", "3", "--backend", "cpu"])
         .fails(2, &["--batch", "x f32[2, 16, 16]"]);
     halcyon(&["fit", text(&path), "--batch", "0"]).fails(2, &["--batch"]);
-    // Symbols of the same name are the same size, at any axis.
+    // Symbols of the same name have the same size, at any axis.
     let (a, b) = (port("a", &[-1, 16]), port("b", &[16, -1]));
     let nodes = vec![node("MatMul", &["a", "b"], &["y"])];
     let m = model(17, graph(nodes, vec![a, b], vec![port("y", &[-1, -1])], vec![]));

@@ -190,7 +190,7 @@ fn a_folder_of_pictures_gives_a_row_each() {
     let folder = text(dir.path()).to_string();
     let csv = text(&dir.path().join("out.csv")).to_string();
     let d = run(&[DIGITS, "-i", &folder, "--labels", LABELS, "-o", &csv]);
-    // One file is not an image: it is named, and the others have results.
+    // One file is not an image. The error names it, and the other files have results.
     assert_eq!(d.code, 1, "{d:?}");
     assert!(d.err.contains("p3.png") && d.err.contains("error: "), "{d:?}");
     assert!(d.out.contains("3 of 4 files"), "{d:?}");
@@ -234,7 +234,8 @@ fn a_folder_of_pictures_gives_a_row_each() {
     assert!(v.json()["rows"][2]["error"]["message"].is_string(), "{v:?}");
 }
 
-/// A model with a fixed batch of four gets its last batch padded; one with a batch of one gets single rows.
+/// The last batch of a model with a fixed batch of four is padded. A model with a batch of one gets single
+/// rows.
 #[test]
 fn a_fixed_batch_is_filled_up() {
     let dir = tempfile::tempdir().expect("a folder");

@@ -101,7 +101,7 @@ fn lines_that_are_too_long_are_cut_with_a_warning() {
     assert!(d.err.contains("warning: line 1 is cut to the 5 tokens that the shape of 'ids' allows"), "{d:?}");
     let d = run(&m, &["-i", "text:cat", "--json"]).ok();
     assert_eq!((&d.json()["outputs"][0]["values"], d.err.as_str()), (&json!([2, 7, 3, 0, 0]), ""));
-    // The tokenizer's limit, and that of the model's configuration.
+    // The tokenizer's limit, and the limit of the model's configuration.
     let m = echo(dir.path(), "ids", Some("mask"), Err("s"));
     assert_eq!(run(&m, &["-i", long, "--json"]).ok().json()["outputs"][0]["shape"], json!([1, 8]));
     std::fs::write(dir.path().join("config.json"), r#"{"max_position_embeddings": 6}"#).expect("written");

@@ -67,7 +67,7 @@ fn losses(folder: &Path) -> Vec<String> {
     lines(&log).iter().map(|l| format!("{} {} {}", l["kind"], l["step"], l["loss"])).collect()
 }
 
-/// A run that Ctrl-C ends and `--resume` continues has the losses of a run that nothing ended.
+/// If Ctrl-C ends a run and `--resume` continues it, the losses are the same as without the interruption.
 #[cfg(unix)]
 #[test]
 fn an_interrupted_run_continues_with_the_same_bits() {
@@ -101,7 +101,7 @@ fn an_interrupted_run_continues_with_the_same_bits() {
     train(DIGITS, &parts, &settings, &[]).code_is(2, "--resume");
     train(DIGITS, &parts, &settings, &["--resume"]).ok();
     assert_eq!(losses(&parts), losses(&whole));
-    // A finished run has nothing left to do, and a longer one goes on.
+    // Resuming a finished run does nothing. With more epochs, the run continues.
     assert_eq!(train(DIGITS, &parts, &settings, &["--resume"]).ok().out, "");
     let more = train(DIGITS, &parts, &["epochs=4"], &["--resume"]).ok();
     assert_eq!(lines(&more.out).len(), 1);

@@ -92,7 +92,7 @@ fn archives_that_unpack_to_more_than_there_is() {
     assert!([1, 5].contains(&done.code) && done.err.lines().count() == 1, "{done:?}");
     assert!(peak.is_none_or(|p| p < (1 << 30) + RESIDENT), "{peak:?}");
     let (done, _) = attack(&["inspect", text(&path)]);
-    // Such a compression ratio is impossible, and `inspect` reports it for this member of the archive.
+    // Deflate cannot reach this compression ratio. `inspect` reports this for the member of the archive.
     assert!(done.code == 0 && done.out.contains("larger than deflate can unpack"), "{done:?}");
     // Header and directory disagree.
     let mut lies = bomb("image", 16, 16);

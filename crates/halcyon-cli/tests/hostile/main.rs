@@ -115,8 +115,8 @@ fn attack(args: &[&str]) -> (Done, Option<u64>) {
     (Done { code: o.status.code().unwrap_or(-1), out: text(o.stdout), err: text(o.stderr) }, peak)
 }
 
-/// Checks that the command fails with this code, that one line contains all of these parts, and that it used
-/// little memory.
+/// Checks that the command fails with this code, that one line of its output contains all of these parts, and
+/// that the command used little memory.
 #[track_caller]
 fn refused(args: &[&str], code: i32, parts: &[&str]) {
     let (done, peak) = attack(args);

@@ -104,8 +104,8 @@ pub struct CpuDevice {
     /// Id of the command that met the first bad index; 0 if there is none.
     fault: AtomicU32,
     profile: bool,
-    /// The device lock. It is held while commands or copies of the device's own queue run, which keeps them
-    /// in order. It contains the timings of profiled commands.
+    /// The device lock. A thread holds it while it runs commands or copies of the device's own queue, so they
+    /// run in order. It contains the timings of profiled commands.
     queue: Mutex<Vec<Timing>>,
     /// Orders the device's own queue against its streams.
     tracker: Arc<Tracker>,
@@ -335,17 +335,18 @@ impl CpuDevice {
                 crate::validate::copy([s.bytes, *src_offset], [d.bytes, *dst_offset], *bytes, same)?;
                 check_writable("copy", &d)?;
                 let (s, d) = (s.part(*src_offset, *bytes), d.part(*dst_offset, *bytes));
-                // SAFETY: both ranges and the destination were checked above. The command holds the buffers,
-                // the device lock keeps them in place, and `run` requires that they are registered.
+                // SAFETY: the code above checked both ranges and that the destination is writable. The
+                // command holds the buffers, the device lock keeps them in place, and `run` requires that
+                // they are registered.
                 unsafe { self.execution().copy(&s, &d) };
                 Ok(())
             }
         }
     }
 
-    /// Runs work of the device's own queue, after the work of streams that it conflicts with. `each(f)` calls
-    /// `f` once per command of the work, with the memory that the command uses. The caller holds the device
-    /// lock, so no stream is created meanwhile.
+    /// Runs work of the device's own queue, after conflicting work of streams. `each(f)` calls `f` once per
+    /// command of the work, with the memory that the command uses. The caller holds the device lock, so no
+    /// stream is created meanwhile.
     fn pass<R>(&self, each: tracker::Each<'_>, f: impl FnOnce() -> Result<R>) -> Result<R> {
         // Without streams, the device lock alone keeps the work in order.
         if self.tracker.is_quiet() { f() } else { self.tracker.pass(each, f) }
@@ -577,9 +578,9 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    /// Starts a thread that runs the stream's commands, with further threads for its kernels. Kernels still
-    /// split their work for the device's number of threads, even if the stream has fewer, so that kernels
-    /// made for the device run on the stream unchanged.
+    /// Starts a thread that runs the stream's commands, with further threads for its kernels. Kernels split
+    /// their work for the device's number of threads, even if the stream has fewer. Kernels that were made
+    /// for the device therefore run on the stream unchanged.
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
         let _turn = self.turn();
         let (id, width) = (&self.info.id, self.team.threads());

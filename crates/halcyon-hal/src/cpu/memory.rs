@@ -91,7 +91,7 @@ pub(crate) struct HostPlace(AtomicPtr<u8>);
 
 impl HostPlace {
     pub(crate) fn get(&self) -> *mut u8 {
-        // Relaxed is enough: the device lock, or a pin, orders this load with moves of the block.
+        // Relaxed is enough, because the device lock or a pin orders this load with moves of the block.
         self.0.load(Ordering::Relaxed)
     }
 }
@@ -128,7 +128,7 @@ enum Storage {
     Pooled(Block<HostSource>),
     /// A range of a pool block. The block may be moved.
     Part { block: Block<HostSource>, offset: usize, bytes: usize },
-    /// Imported data, or a range of it, which is read-only and kept alive by `of`. The address is taken once,
+    /// Imported data, or a range of it, which is read-only and kept alive by `of`. The address is read once,
     /// because a second call of `Bytes::bytes` could return data that were not checked.
     Lent { at: Ptr, of: Arc<dyn Bytes> },
 }
@@ -136,7 +136,8 @@ enum Storage {
 /// A buffer of the CPU device.
 pub(crate) struct CpuBuffer {
     storage: Storage,
-    /// Number of the device instance that made the buffer; that device's lock and tracker order its use.
+    /// Number of the device instance that made the buffer. The lock and the tracker of that device order the
+    /// buffer's use.
     owner: u64,
 }
 
@@ -246,7 +247,7 @@ impl CpuBuffer {
         }
     }
 
-    /// Downcasts a buffer that device instance `owner` made; an error for any other.
+    /// Downcasts a buffer that device instance `owner` made. Returns an error for any other buffer.
     pub(crate) fn of<'a>(b: &'a dyn Buffer, owner: u64, what: &str) -> Result<&'a CpuBuffer> {
         let own = b.as_any().downcast_ref().filter(|b: &&CpuBuffer| b.owner == owner);
         own.ok_or_else(|| {
@@ -277,7 +278,7 @@ impl fmt::Debug for CpuBuffer {
     }
 }
 
-/// The fewest bytes of a copy that are worth another thread.
+/// Minimum number of bytes that each thread copies.
 const GRAIN: usize = 256 << 10;
 
 /// Copies `bytes` bytes from `src` to `dst`. The ranges may overlap.
@@ -294,8 +295,8 @@ pub(crate) unsafe fn copy_bytes(team: &Team, src: *const u8, dst: *mut u8, bytes
     }
     let (src, dst) = (SharedConst(src), SharedMut(dst));
     team.ranges(bytes, GRAIN, &|a, b| {
-        // SAFETY: both ranges are valid by contract and, as their distance is at least `bytes`, do not
-        // overlap; parts are disjoint.
+        // SAFETY: the contract makes both ranges valid. They do not overlap, because their distance is at
+        // least `bytes`. Parts are disjoint.
         unsafe { std::ptr::copy_nonoverlapping(src.get().add(a), dst.get().add(a), b - a) };
     });
 }

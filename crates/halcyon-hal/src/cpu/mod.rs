@@ -38,7 +38,7 @@ pub fn saturates_bytes() -> bool {
     best != sys::Isa::Portable && !best.has_vnni()
 }
 
-/// The host processor as a device. Always present.
+/// The driver of the host processor, which is always present.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuDriver;
 

@@ -15,19 +15,19 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Least number of bursts and least duration of a measurement, because other work on the machine disturbs
-/// some bursts, often several in a row.
+/// Minimum number of bursts and minimum duration of a measurement. A measurement has many bursts, because
+/// other work on the machine disturbs some of them, often several in a row.
 const BURSTS: usize = 12;
 const TIME: Duration = Duration::from_millis(50);
-/// Least length of a bandwidth burst, in seconds: long compared with starting a job, short compared with a
-/// busy system's scheduling slices.
+/// Minimum length of a bandwidth burst, in seconds. It is long compared with the start of a job, and short
+/// compared with the time slices of a busy system.
 const BURST: f64 = 3e-4;
-/// Number of independent sums (chains of dependent multiply-adds) in the loops for 32 registers. There are
-/// more than latency times issue width, and as many as fit in the registers.
+/// Number of independent sums (chains of dependent multiply-adds) in the loops for 32 registers. The number
+/// is larger than latency times issue width, and the sums fit in the registers.
 const CHAINS: usize = 24;
 
-/// Multiply-adds in registers only. With more chains than registers, the loop would measure accesses to the
-/// stack.
+/// Multiply-adds in registers only. If there were more chains than registers, the loop would measure accesses
+/// to the stack.
 ///
 /// # Safety
 /// The caller is compiled for `S`'s instruction set; `out` has room for 16 floats.
@@ -119,8 +119,8 @@ mod narrow {
         black_box(acc);
     }
 
-    /// Four tiles of sums, as matrix products use them. The registers hold zeros, which are as fast as other
-    /// numbers.
+    /// Multiply-adds on four tiles of sums, like those of matrix products. The registers hold zeros, which
+    /// are as fast as other numbers.
     pub(super) fn bf16_tiles(steps: usize) {
         let _tiles = Tiles::new(&TileConfig::FULL);
         for _ in 0..steps {
@@ -226,7 +226,7 @@ fn narrow_loop(isa: Isa, kind: MulAdd) -> std::result::Result<Loop, String> {
         MulAdd::F32 => Ok(fma(isa)),
         MulAdd::Bf16 if isa.has_bf16_tiles() => Ok(Loop {
             instruction: "tdpbf16ps",
-            // Four tiles of 16 x 16 sums, each of 16 pairs.
+            // Four tiles of 16 x 16 sums, and 32 products for each sum.
             ops: 4 * 16 * 16 * 32 * 2,
             run: Box::new(narrow::bf16_tiles),
         }),
@@ -478,7 +478,7 @@ pub fn bandwidth(team: &Team, isa: Isa, stream: Stream, bytes: usize) -> Result<
             })
         })
     };
-    // One pass to warm up, one to measure the length of a pass.
+    // The first call warms up. The second measures how long one pass takes.
     time(1);
     let passes = (BURST / time(1)).ceil().clamp(1.0, 1e6) as usize;
     Ok(bursts(|| (total * passes) as f64 / time(passes)))
@@ -498,7 +498,7 @@ pub fn triad_bandwidth(team: &Team, isa: Isa, bytes: usize) -> f64 {
 
 /// For each of `jobs` empty jobs, the time in seconds from its start until every thread has joined it and the
 /// caller continues. The caller sleeps for `rest` before each job. If `rest` is longer than the time for
-/// which workers spin, they sleep too.
+/// which idle workers spin, the workers sleep too.
 pub fn hand_off(team: &Team, rest: Duration, jobs: usize) -> Vec<f64> {
     together(team, &|_| {});
     (0..jobs)

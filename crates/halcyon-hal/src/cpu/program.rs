@@ -1,5 +1,5 @@
-//! Interprets kernel IR on the CPU device. This is used for ops for which the device has no native kernel,
-//! mostly custom ops.
+//! Interprets kernel IR on the CPU device. The device does this for ops without a native kernel, mostly
+//! custom ops.
 
 use super::memory::Ptr;
 use crate::{Error, Program, Result};
@@ -65,8 +65,9 @@ impl Memory for Buffers<'_> {
             Some(p) if inside(at, bytes, p.bytes) && !p.read_only => {
                 // SAFETY: `inside` checked that the bytes lie in the buffer and are at most 8. The verifier
                 // rejects stores to buffers that the kernel does not declare as written, so the kernel writes
-                // this buffer, and the condition above excludes buffers that are `read_only`. For such a
-                // buffer `Buffers::new` requires that it is live and that no other command uses it.
+                // this buffer, and the condition above excludes buffers that are `read_only`. `Buffers::new`
+                // requires that a buffer that is written and not `read_only` is live, and that no other
+                // command uses it.
                 unsafe { std::ptr::copy_nonoverlapping(value.to_le_bytes().as_ptr(), p.ptr.add(at), bytes) };
             }
             Some(_) => {}
@@ -96,8 +97,8 @@ impl CpuProgram {
     ///
     /// # Errors
     /// `Argument` if buffers or parameters do not match, or if the interpreter found a fault (see
-    /// [`halcyon_ir::kernel::interp::Fault`]): an access out of range, which is not carried out, or an error
-    /// that is no access, such as an index division by zero.
+    /// [`halcyon_ir::kernel::interp::Fault`]): an access out of range, which the interpreter does not carry
+    /// out, or another error, such as a division of an index by zero.
     ///
     /// # Safety
     /// Every entry of `at` points to live memory. During the call, no other command writes it, and no other

@@ -20,8 +20,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Maximum number of items that wait in one stream. A caller that submits more is blocked until there is
-/// room.
+/// Maximum number of items that wait in one stream. A caller that submits more waits until there is room.
 const MANY: usize = 1024;
 
 /// A command that owns its data, with the addresses of its buffers looked up.
@@ -71,31 +70,31 @@ impl Step {
     /// Runs the command.
     ///
     /// # Safety
-    /// The step was made by `CpuStream::submit`, `write` or `read`, which check its ranges. The job that
-    /// holds the step keeps its buffers alive and in place, and the tracker has admitted the job.
+    /// `CpuStream::submit`, `write` or `read` made this value and checked its ranges. The job that holds the
+    /// value keeps its buffers alive and in place, and the tracker has admitted the job.
     unsafe fn run(&self, on: &Execution<'_>) -> Result<()> {
         match self {
-            // SAFETY: `run` requires live buffers and that the tracker has admitted this step, which it
-            // registered with `Step::access`.
+            // SAFETY: `run` requires live buffers and that the tracker has admitted this command, whose
+            // memory `Step::access` gave to the tracker.
             Step::Launch { program, groups, at, params, fault } => unsafe {
                 on.launch(program_of(program)?, *groups, at, params, *fault)
             },
-            // SAFETY: `run` requires live buffers and that the tracker has admitted this step, which it
-            // registered with `Step::access`.
+            // SAFETY: `run` requires live buffers and that the tracker has admitted this command, whose
+            // memory `Step::access` gave to the tracker.
             Step::Library { kernel, at, args, fault } => unsafe {
                 on.library(kernel_of(&**kernel)?, at, args, *fault)
             },
             Step::Copy { src, dst } => {
                 // SAFETY: `CpuStream::submit` checked both ranges and that `dst` is writable. `run` requires
-                // live buffers and that the tracker has admitted this step.
+                // live buffers and that the tracker has admitted this command.
                 unsafe { on.copy(src, dst) };
                 Ok(())
             }
             Step::Write { src, dst } => {
                 let from = src.bytes();
                 // SAFETY: `CpuStream::write` checked that `dst` lies in its buffer and is writable. `run`
-                // requires a live buffer and that the tracker has admitted this step. The length is at most
-                // that of `from` and of `dst`.
+                // requires a live buffer and that the tracker has admitted this command. The length is at
+                // most the length of `from` and of `dst`.
                 unsafe { on.write(from.as_ptr(), dst, from.len().min(dst.bytes)) };
                 Ok(())
             }
@@ -103,7 +102,7 @@ impl Step {
                 let mut to = dst.lock().unwrap_or_else(PoisonError::into_inner);
                 let n = to.len().min(src.bytes);
                 // SAFETY: `CpuStream::read` checked the range. `run` requires a live buffer and that the
-                // tracker has admitted this step.
+                // tracker has admitted this command.
                 unsafe { on.read(src, &mut to[..n]) };
                 Ok(())
             }
@@ -111,10 +110,10 @@ impl Step {
     }
 }
 
-/// Steps that were submitted together.
+/// Commands that were submitted together.
 struct Job {
     steps: Vec<Step>,
-    /// Keeps the memory of all steps alive and in place.
+    /// Keeps the memory of all commands alive and in place.
     keep: Vec<Keep>,
     ticket: u64,
     before: SmallVec<[u64; 4]>,
@@ -184,8 +183,8 @@ impl Shared {
             let begin = stream::now();
             let on =
                 Execution { team: &self.team, isa: self.isa, counts: &self.counts, fault: report.fault() };
-            // SAFETY: `submit`, `write` or `read` made the steps and checked their ranges, `keep` holds their
-            // buffers, and `admit` has just admitted the job.
+            // SAFETY: `submit`, `write` or `read` made the commands and checked their ranges, `keep` holds
+            // their buffers, and `admit` has just admitted the job.
             let run = |s: &Step| unsafe { s.run(&on) };
             let r = catch_unwind(AssertUnwindSafe(|| steps.iter().try_for_each(run)));
             report.ran(begin, stream::now());
@@ -492,14 +491,14 @@ mod tests {
             assert!(d.read(x, 0, &mut got).unwrap_err().to_string().contains("wrong moment"));
         }
         d.read(&a, 0, &mut got).unwrap();
-        // Later events report nothing. Memory is valid again only after all of it has been overwritten.
+        // Later events report no error. Memory is valid again only after all of it has been overwritten.
         assert_eq!((s.synchronize().unwrap(), t.synchronize().unwrap()), (None, None));
         d.write(&b, 0, &[7; 8]).unwrap();
         assert!(d.read(&b, 0, &mut got).is_err());
         d.submit(&[go(&good, &[a.clone(), b.clone()]), go(&good, &[b.clone(), c.clone()])]).unwrap();
         d.read(&c, 0, &mut got).unwrap();
         assert_eq!(got, [1; 64]);
-        // Of a larger buffer, only the parts that were not overwritten stay poisoned.
+        // If a larger buffer is partly overwritten, only the other parts stay poisoned.
         let block = d.alloc(192, Tag::Activations).unwrap();
         let [p, q, r] = [0, 64, 128].map(|at| d.part(&block, at, 64).unwrap());
         s.submit(&[

@@ -88,11 +88,11 @@ impl Isa {
         self.has_vnni() && super::amx::available().int8
     }
 
-    /// Whether bf16 products are faster than f32 multiply-adds. On tile registers they are: they were 15
-    /// times as fast on the measured processor. For products in vectors ([`Isa::has_bf16`]), the answer
-    /// depends on the vendor. On an Intel processor, loops without memory accesses reached 107 GFLOP/s per
-    /// core in bf16 and 204 in f32, so bf16 is slower. Processors of other vendors are assumed to reach twice
-    /// the f32 rate.
+    /// Whether bf16 products are faster than f32 multiply-adds. On tile registers they are faster: 15 times
+    /// as fast on the measured processor. For products in vectors ([`Isa::has_bf16`]), the answer depends on
+    /// the vendor. On an Intel processor, loops without memory accesses reached 107 GFLOP/s per core in bf16
+    /// and 204 in f32, so bf16 is slower. Processors of other vendors are assumed to reach twice the f32
+    /// rate.
     #[inline]
     pub fn bf16_is_faster(self) -> bool {
         #[cfg(target_arch = "x86_64")]
@@ -198,8 +198,8 @@ pub fn processors() -> usize {
 }
 
 /// Makes the calling thread treat denormal operands and results as zero while the guard lives, because
-/// denormals slow arithmetic down. Works on x86-64 and aarch64; does nothing elsewhere. The mode is per
-/// thread: create one guard per part of a job.
+/// denormals slow arithmetic down. Works on x86-64 and aarch64; does nothing elsewhere. Every thread has its
+/// own mode, so create one guard per part of a job.
 #[derive(Debug)]
 pub struct FlushToZero {
     before: u64,
@@ -246,9 +246,9 @@ fn control() -> u64 {
 #[inline]
 fn set_control(v: u64) {
     let v = v as u32;
-    // SAFETY: `v` is a value read from MXCSR with at most the flush bits changed. The compiler folds
-    // constants in the default mode, which differs for denormals only; callers of `FlushToZero` accept that
-    // difference.
+    // SAFETY: `v` is a value read from MXCSR with at most the flush bits changed. The compiler computes
+    // constants in the default mode. The modes differ for denormals only, and callers of `FlushToZero` accept
+    // that difference.
     unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &v, options(nostack, preserves_flags, readonly)) };
 }
 

@@ -17,12 +17,12 @@ const SPIN: Duration = Duration::from_micros(50);
 /// Spins between two calls of `yield_now`, which keep an oversubscribed machine responsive.
 const SPINS_PER_YIELD: u32 = 256;
 
-/// `fn(worker, part)` without its lifetime. Valid while the gate that published it is open or has workers
-/// inside.
+/// `fn(worker, part)` without its lifetime. The pointer is valid while the gate that published it is open or
+/// has workers inside.
 type Job = *const (dyn Fn(usize, usize) + Sync);
 
-// Workers enter a job through a gate, which is one word: the number of workers inside (16 bits), whether it
-// is open (1 bit), and the job's number, the generation (the other bits).
+// Workers enter a job through a gate. The gate is one word: the number of workers inside (16 bits), whether
+// the gate is open (1 bit), and the generation, which is the job's number (the other bits).
 const INSIDE: u64 = 0xffff;
 const OPEN: u64 = 1 << 16;
 const GENERATION: u64 = 1 << 17;
@@ -40,7 +40,7 @@ struct Shared {
 }
 
 // SAFETY: `parts` and `job` are written only by the thread that holds `Team::running`, while the gate is
-// closed and no worker is inside. They are read only by workers that entered through the gate, whose atomic
+// closed and no worker is inside. Only workers that entered through the gate read them, and the gate's atomic
 // operations order the accesses.
 unsafe impl Sync for Shared {}
 // SAFETY: the raw pointer in `job` is dereferenced under the rule for `Sync` above; its function is `Sync`.
@@ -66,7 +66,7 @@ impl Shared {
         }));
         INSIDE_JOB.set(before);
         if let Err(e) = r {
-            // Large enough that no part follows, small enough that further increments do not wrap.
+            // This number is so large that no part follows, and so small that further increments do not wrap.
             self.next.store(usize::MAX / 2, Ordering::Relaxed);
             self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
         }
@@ -141,7 +141,7 @@ pub struct Team {
     width: usize,
     workers: Vec<JoinHandle<()>>,
     wake: Vec<Thread>,
-    /// Locked for the length of a job: jobs of several callers run one after another.
+    /// Locked while a job runs, so that the jobs of several callers run one after another.
     running: Mutex<()>,
     scratch: Mutex<Vec<Scratch>>,
     made: AtomicUsize,
@@ -290,8 +290,9 @@ impl Team {
         let s = match best {
             Some(i) => pool.swap_remove(i),
             None => {
-                // Free the largest cached piece, which is too small: the new piece takes its place. The cache
-                // converges to one piece per simultaneous borrow, each as large as its largest request.
+                // Free the largest cached allocation, which is too small; the new one takes its place. In the
+                // end, the cache has one allocation per simultaneous borrow, each as large as its largest
+                // request.
                 if let Some(i) = (0..pool.len()).max_by_key(|&i| pool[i].floats) {
                     pool.swap_remove(i);
                 }
@@ -308,7 +309,7 @@ impl Drop for Team {
         self.shared.stop.store(true, Ordering::SeqCst);
         for w in self.workers.drain(..) {
             w.thread().unpark();
-            // Nothing to report: a worker catches the panics of its parts.
+            // There is no error to report, because a worker catches the panics of its parts.
             let _ = w.join();
         }
     }
@@ -380,8 +381,8 @@ impl<T> Clone for SharedMut<T> {
     }
 }
 impl<T> Copy for SharedMut<T> {}
-// SAFETY: dereferencing the pointer is unsafe, and the code that does so must keep the parts' ranges
-// disjoint.
+// SAFETY: dereferencing the pointer is unsafe, and code that does so must ensure that different parts use
+// disjoint ranges.
 unsafe impl<T: Send> Send for SharedMut<T> {}
 // SAFETY: `get` only copies the pointer; dereferencing it is unsafe and requires disjoint ranges.
 unsafe impl<T: Send> Sync for SharedMut<T> {}

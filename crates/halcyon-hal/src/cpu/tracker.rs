@@ -15,8 +15,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 /// Number of the device's own queue in the ledger; streams have larger numbers.
 pub(super) const OWN: u64 = 0;
 
-/// A poisoned range: failed work should have written it. It is stored as a range of a block of the pool,
-/// because the pool may move the block.
+/// A poisoned range: memory that failed work should have written. It is stored as a range of a block of the
+/// pool, because the pool may move the block.
 #[derive(Debug)]
 struct Poisoned {
     of: WeakBlock<HostSource>,
@@ -60,7 +60,7 @@ impl Tracker {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether there are no streams. If so, none is created while the device lock is held.
+    /// Whether there are no streams. In that case, no stream is created while the device lock is held.
     pub(super) fn is_quiet(&self) -> bool {
         self.streams.load(Ordering::Acquire) == 0
     }
@@ -87,7 +87,7 @@ impl Tracker {
         let (mut written, mut found) = (Spans::default(), None);
         each(&mut |a| {
             let hit = poisoned.iter().find(|(span, _)| {
-                // Poisoned memory that the work itself has written before is valid again.
+                // Poisoned memory is valid again if an earlier command of the same work has written it.
                 let reads = a.reads.iter().map(|r| (r.0.max(span.0), r.1.min(span.1)));
                 reads.filter(|r| r.0 < r.1).any(|r| !written.covers(r.0, r.1))
             });
@@ -150,12 +150,12 @@ impl Tracker {
     }
 }
 
-/// How a piece of work ended.
+/// How work ended.
 pub(super) enum End<'a> {
     Done,
-    /// It failed after its submission returned; it may have written part of its outputs.
+    /// The work failed after its submission returned. It may have written part of its outputs.
     Failed(&'a Error, &'a [Keep]),
-    /// It failed, and its caller received the error. The poisoned ranges do not change.
+    /// The work failed, and its caller received the error. The poisoned ranges do not change.
     Refused,
 }
 

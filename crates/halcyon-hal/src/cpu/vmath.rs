@@ -44,7 +44,8 @@ fn poly64<const FMA: bool, const N: usize>(x: f64, c: [f64; N]) -> f64 {
     r
 }
 
-/// Adding this constant (1.5 * 2^23) rounds to an integer, which is then in the low bits of the significand.
+/// Adding this constant (1.5 * 2^23) to a number rounds the number to an integer, which is then in the low
+/// bits of the sum's significand.
 const MAGIC: f32 = 12_582_912.0;
 const MAGIC64: f64 = 6_755_399_441_055_744.0;
 /// ln 2 as a 15-bit head, whose products with small integers are exact, and a tail.
@@ -66,7 +67,7 @@ fn clamp_keep_nan(x: f32, lo: f32, hi: f32) -> f32 {
     if x < lo { lo } else { x }
 }
 
-/// Reduces `x = k ln 2 + r` and returns `(k, expm1(r))`. `|x|` up to 200.
+/// For `x = k ln 2 + r` with a small `r` and `|x|` up to 200: returns `(k, expm1(r))`.
 #[inline(always)]
 fn exp_parts<const FMA: bool>(x: f32) -> (i32, f32) {
     let z = fma::<FMA>(x, LOG2_E, MAGIC);
@@ -160,7 +161,7 @@ pub fn log2<const FMA: bool>(x: f32) -> f32 {
     let (e, f) = log_parts(y);
     let e = e + e0;
     let t = log_tail::<FMA>(f);
-    // log2(e) - 1. The factor 1 that is left out contributes `t` and `f`, without rounding.
+    // log2(e) - 1. The other part of log2(e), 1, needs no multiplication: `t` and `f` are added as they are.
     const C: f32 = 0.442_695_04;
     let r = fma::<FMA>(f, C, fma::<FMA>(t, C, t)) + f + e;
     log_edges(x, r)
@@ -400,7 +401,8 @@ pub fn gelu<const FMA: bool>(x: f32) -> f32 {
     x * if x < 0.0 { c } else { 1.0 - c }
 }
 
-/// GELU's tanh form, as x * sigmoid(2 u). Error below 64 ulp (the argument of the exponential is rounded).
+/// GELU's tanh form, as x * sigmoid(2 u). Error below 64 ulp, because the argument of the exponential is
+/// rounded.
 #[inline(always)]
 pub fn gelu_tanh<const FMA: bool>(x: f32) -> f32 {
     let s = x * x;
@@ -452,7 +454,8 @@ pub fn pow<const FMA: bool>(x: f32, y: f32) -> f32 {
         ],
     );
     let v = (p * f64::from_bits(((k.wrapping_add(1023)) as u64) << 52)) as f32;
-    // A float of 2^24 or more is even; below that, find out whether it is an integer and whether it is odd.
+    // A float of 2^24 or more is an even integer. For a smaller one, find out whether it is an integer and
+    // whether it is odd.
     let ay = y.abs();
     let whole = ay >= 8_388_608.0 || {
         let t = ay + 8_388_608.0;

@@ -94,12 +94,13 @@ pub static CUDA: Family = Family {
     probe: &PROBE,
 };
 
-/// Probed in a child first: a library that does not match the kernel module can crash the process.
+/// The probe of CUDA's devices. It first runs in a child process, because a library that does not match the
+/// kernel module can crash the process.
 pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Cuda,
     list: || {
-        // SAFETY: the candidates are the vendor's library, or the library that the user named instead, so its
-        // functions have the vendor's signatures.
+        // SAFETY: the candidates are names of the vendor's library, or the library that the user named in its
+        // place. Its functions have the types that the vendor declares.
         let api = unsafe { CUDA.load(&CUDA.candidates()) }?;
         Ok(Adapter::all(api)?.iter().map(Adapter::info).collect())
     },
@@ -137,7 +138,7 @@ fn halves(capability: Option<(u32, u32)>, _: Option<&str>) -> Halves {
     Halves { f16: capability.is_some_and(|c| c >= (5, 3)), f8: capability.map(|c| c >= (8, 9)) }
 }
 
-/// No flag relaxes the arithmetic: only multiply-adds that the kernel marks are rounded once.
+/// No flag relaxes the arithmetic. Only multiply-adds that the kernel marks are rounded once.
 fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     let architecture = format!("--gpu-architecture={}", architecture?);
     Some([architecture.as_str(), "--std=c++17", "--fmad=false"].map(String::from).into())

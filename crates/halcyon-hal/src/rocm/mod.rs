@@ -33,7 +33,7 @@ pub static ROCM: Family = Family {
     compilers: if cfg!(target_os = "windows") {
         &["hiprtc0701.dll", "hiprtc0604.dll", "hiprtc0507.dll"]
     } else {
-        // Before ROCm 6 the runtime library also contains the compiler's functions.
+        // Before ROCm 6, the library of the HIP runtime also contains the compiler's functions.
         &["libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so.5", "libhiprtc.so", "libamdhip64.so.5"]
     },
     compiler_variable: "HALCYON_HIPRTC_LIBRARY",
@@ -90,7 +90,7 @@ pub static ROCM: Family = Family {
     probe: &PROBE,
 };
 
-/// The probe of ROCm's devices. It runs in a child process first, because an old library can crash the
+/// The probe of ROCm's devices. It first runs in a child process, because an old library can crash the
 /// process.
 pub static PROBE: ProbeSpec = ProbeSpec {
     backend: BackendType::Rocm,
@@ -122,10 +122,11 @@ pub static PROBE: ProbeSpec = ProbeSpec {
 };
 
 /// The compiler's name of the device at a PCI address (`0000:65:00.0`), from the kernel driver's files below
-/// a root directory. These files give the name as the number `gfx_target_version`. The last four decimal
-/// digits of the number are two for the minor version and two for the stepping. The name has both in
-/// hexadecimal, so 90010 is gfx90a. As in the runtime, the environment variable `HSA_OVERRIDE_GFX_VERSION`
-/// overrides the version for all devices, and `HSA_OVERRIDE_GFX_VERSION_N` for node N.
+/// a root directory. These files give the name as the number `gfx_target_version`. The last two decimal
+/// digits of the number are the stepping, the two before them the minor version, and the rest is the major
+/// version. The name has minor version and stepping in hexadecimal, so 90010 is gfx90a. As in HIP, the
+/// environment variable `HSA_OVERRIDE_GFX_VERSION` overrides the version for all devices, and
+/// `HSA_OVERRIDE_GFX_VERSION_N` for node N.
 fn architecture(bus: &str, root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
     let mut numbers = bus.split([':', '.']).map(|n| u32::from_str_radix(n, 16));
     let mut next = || numbers.next()?.ok();

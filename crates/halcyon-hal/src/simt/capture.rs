@@ -29,7 +29,7 @@ use smallvec::SmallVec;
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Entries of the ring: the number of launches with different words that can be pending.
+/// Number of entries of the ring. So many launches with different words can be pending.
 const RING_ENTRIES: usize = 16;
 
 /// A CUDA or HIP graph that is not instantiated.
@@ -335,7 +335,7 @@ impl SimtCapture {
         r.ok_or_else(|| capture::foreign(c, &shared.context.id))
     }
 
-    /// The memory that a launch uses. Invalid buffers are left out here, and reported when the launch is
+    /// The memory that a launch uses. Ignores invalid buffers, because they are reported when the launch is
     /// enqueued.
     pub(super) fn access(&self, buffers: &[&BufferRef]) -> Access {
         let mut a = Access::default();
@@ -356,8 +356,8 @@ impl SimtCapture {
         a
     }
 
-    /// Enqueues a launch; returns `false` if a buffer is not at its captured address or is smaller than at
-    /// capture. The caller orders the launch with other queues.
+    /// Enqueues a launch. Returns `false` if a buffer is not at its captured address or is smaller than it
+    /// was at the capture. The caller orders the launch with other queues.
     pub(super) fn launch(&self, queue: &Queue, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
         check("buffers", buffers.len(), self.buffers.len())?;
         check("values", values.len(), self.variables.len())?;
@@ -382,14 +382,14 @@ impl SimtCapture {
             self.send(&mut ring, queue)?;
         }
         let graphs = self.shared.context.api.graphs.as_ref();
-        let graphs = graphs.map_err(|f| Error::internal(format!("a graph without {f}")))?;
+        let graphs = graphs.map_err(|f| Error::internal(format!("there is a graph, but no function {f}")))?;
         // SAFETY: the checks above found the buffers at their captured addresses and at least as large as
         // captured. They stay allocated, because the pool reuses a freed buffer only for work that runs
         // later. `self` keeps everything else that the graph uses until the graph has run.
         let launched = unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) };
         if let Err(e) = launched.and_then(|()| ring.mark(queue)) {
-            // Without a mark, no later launch would wait until the copy has read this entry of the ring, so
-            // wait for the queue now.
+            // Wait for the queue now: without a mark, no later launch would wait until the copy has read this
+            // entry of the ring.
             queue.finish()?;
             return Err(e);
         }
@@ -415,13 +415,13 @@ impl SimtCapture {
         }
         let (Some(pages), Some(words)) = (&ring.pages, &self.arguments) else { return Ok(()) };
         let first = ring.now * ring.words.len();
-        // SAFETY: the ring is locked, and the last launch that used this entry has run: its mark was waited
-        // for above.
+        // SAFETY: the ring is locked, and the last launch that used this entry has run, because `wait_for`
+        // above waited for its mark.
         unsafe { pages.copy_words(first, &ring.words) }?;
         let bytes = 8 * ring.words.len();
         // SAFETY: the argument buffer has `bytes` bytes, and the entry lies within the pages, which
-        // `copy_words` checked. It is not written again before its launch has run; `SimtCapture` waits for
-        // all launches before it drops the pages.
+        // `copy_words` checked. The entry is not written again before its launch has run. `SimtCapture` waits
+        // for all launches before it drops the pages.
         unsafe { queue.write_raw_later(words.at(), pages.at().cast::<u64>().add(first).cast(), bytes) }?;
         ring.sent.copy_from_slice(&ring.words);
         Counts::add(&self.shared.counts.uploads, 1);
@@ -481,11 +481,11 @@ fn record(
                 all.push(at.at() + 8 * w.first as u64);
                 if !groups.contains(&0) {
                     let mut s: Submission<'_> = queue.begin()?;
-                    // SAFETY: `Layout::of` built the function from `p` for this command. The words are those
-                    // of its entry point: the buffers, the parameters that do not vary, and the address of
-                    // this command's words, which `at` has room for. `program` and `buffer` checked the
-                    // owners. The caller of `capture` must pass buffers that are large enough, see the driver
-                    // contract.
+                    // SAFETY: `Layout::of` built the function from `p` for this command. The words are the
+                    // arguments of its entry point: the buffers, the parameters that do not vary, and the
+                    // address of this command's words, which lie inside `at`. `program` and `buffer` checked
+                    // the owners. By the driver contract, the caller of `capture` passes buffers that are
+                    // large enough.
                     unsafe { s.launch_words(p, &w.function, *groups, all)? };
                     Counts::add(&queue.counts().launches, 1);
                 }
@@ -499,11 +499,11 @@ fn record(
 impl Drop for SimtCapture {
     fn drop(&mut self) {
         let _visit = self.shared.context.visit();
-        // CUDA or HIP may not keep a graph alive until its launches have run, so wait for them.
+        // Wait for the launches, because CUDA or HIP might not keep the graph alive until they have run.
         let entries = &self.ring.get_mut().unwrap_or_else(|e| e.into_inner()).entries;
         for p in entries.iter().flatten() {
             if let Err(e) = p.wait() {
-                tracing::debug!(device = self.shared.context.id, "a captured graph ends with {e}");
+                tracing::debug!(device = self.shared.context.id, "waiting for a captured graph failed: {e}");
             }
         }
     }

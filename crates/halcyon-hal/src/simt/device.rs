@@ -45,7 +45,7 @@ pub(crate) struct Shared {
     pub overlaps: bool,
     /// The time stamp from which the times of streams are measured.
     origin: OnceLock<Stamp>,
-    /// Whether this device reaches the memory of others, by device number; filled on demand.
+    /// Whether this device can access the memory of other devices, by their device numbers. Filled on demand.
     pub peers: Mutex<HashMap<i32, bool>>,
     /// This field is last, because dropping the fields above needs it.
     pub context: Arc<Context>,
@@ -115,7 +115,7 @@ impl Addressed for Shared {
 impl SimtDevice {
     /// # Safety
     /// The contract of [`Family::compiler`](super::Family::compiler), for `compilers`. The library of
-    /// `kernels` must be one that [`SimtDriver::with_kernels`](super::SimtDriver::with_kernels) may get.
+    /// `kernels` must meet the contract of [`SimtDriver::with_kernels`](super::SimtDriver::with_kernels).
     pub(super) unsafe fn open(
         adapter: &Adapter,
         compilers: &[String],
@@ -188,7 +188,7 @@ impl SimtDevice {
         self.shared.queues.ordered_own(&self.queue, access, f)
     }
 
-    /// Waits for the enqueued work; after an error, for everything enqueued.
+    /// Waits for the enqueued work. After an error, waits for everything in the queue.
     fn wait_for_result(&self, made: Result<(Arc<Point>, ())>) -> Result<()> {
         match made {
             Ok((point, ())) => point.wait(),
@@ -256,8 +256,8 @@ impl Device for SimtDevice {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
-        // SAFETY: `while_idle` waits for the work of all queues and keeps others from enqueuing; all of them
-        // use `Queues`.
+        // SAFETY: `while_idle` waits for the work of all queues, and lets none enqueue work during the call,
+        // because all of them use `Queues`.
         self.shared.queues.while_idle(|| unsafe { self.queue.defragment() })
     }
 
@@ -393,8 +393,8 @@ impl Device for SimtDevice {
         Ok(())
     }
 
-    /// A stream has its own queue of the runtime. Whether work of several streams runs at the same time
-    /// depends on the hardware.
+    /// Each stream of Halcyon is a stream of CUDA or HIP. Whether work of several streams runs at the same
+    /// time depends on the hardware.
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
         let counts = self.shared.counts.clone();
         let queue = Queue::new(&self.shared.context, self.pool.clone(), counts, options.profile, true)?;

@@ -25,11 +25,11 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Allocates `bytes` bytes; the error is the runtime's reason.
+    /// Allocates `bytes` bytes; the error is the reason that CUDA or HIP gives.
     pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<Memory, String> {
         context.enter().map_err(|e| e.to_string())?;
         let mut at = 0;
-        // SAFETY: the runtime writes one address to `at`.
+        // SAFETY: CUDA or HIP writes one address to `at`.
         let code = unsafe { (context.api.f.alloc)(&mut at, bytes) };
         if code != sys::SUCCESS || at == 0 {
             return Err(sys::code_name(context.api.family, code));
@@ -46,8 +46,8 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let code = match self.context.visit() {
-            // SAFETY: `self.at` was allocated by this context and is freed once. The runtime waits for work
-            // that uses it.
+            // SAFETY: this context allocated `self.at`, which is freed once. CUDA or HIP waits for work that
+            // uses the memory.
             Ok(_visit) => unsafe { (self.context.api.f.free)(self.at) },
             Err(e) => return tracing::warn!(device = self.context.id, "memory could not be freed: {e}"),
         };
@@ -94,7 +94,7 @@ pub(super) struct SimtPages {
     bytes: usize,
 }
 
-// SAFETY: the value owns the pages, and the runtime's functions may be called from any thread.
+// SAFETY: the value owns the pages, and the functions of CUDA and HIP may be called from any thread.
 unsafe impl Send for SimtPages {}
 // SAFETY: `&self` only yields the address. Every access through it is unsafe and requires that nothing else
 // accesses the same bytes meanwhile.
@@ -109,16 +109,16 @@ unsafe impl Pages for SimtPages {
 }
 
 impl SimtPages {
-    /// Allocates `bytes` bytes (at least one); the error is the runtime's reason.
+    /// Allocates `bytes` bytes (at least one); the error is the reason that CUDA or HIP gives.
     pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<SimtPages, String> {
         context.enter().map_err(|e| e.to_string())?;
         let (bytes, mut at) = (bytes.max(1), std::ptr::null_mut());
-        // SAFETY: the runtime writes one address to `at`.
+        // SAFETY: CUDA or HIP writes one address to `at`.
         let code = unsafe { (context.api.f.alloc_host)(&mut at, bytes, sys::PORTABLE) };
         if code != sys::SUCCESS || at.is_null() {
             return Err(sys::code_name(context.api.family, code));
         }
-        // SAFETY: the runtime returned `bytes` bytes at `at`, which nothing else uses yet.
+        // SAFETY: CUDA or HIP returned `bytes` bytes at `at`, which nothing else uses yet.
         unsafe { std::ptr::write_bytes(at.cast::<u8>(), 0, bytes) };
         Ok(SimtPages { context: context.clone(), at, bytes })
     }
@@ -185,7 +185,7 @@ impl SimtPages {
 impl Drop for SimtPages {
     fn drop(&mut self) {
         let code = match self.context.visit() {
-            // SAFETY: `self.at` was allocated by this context and is freed once.
+            // SAFETY: this context allocated `self.at`, which is freed once.
             Ok(_visit) => unsafe { (self.context.api.f.free_host)(self.at) },
             Err(e) => {
                 let id = &self.context.id;

@@ -28,7 +28,7 @@ use halcyon_ir::render::Language;
 use std::sync::Arc;
 pub use sys::Side;
 
-/// Numbers of the runtime's device attributes.
+/// The numbers that CUDA or HIP gives to attributes of devices.
 #[derive(Clone, Copy, Debug)]
 pub struct Attributes {
     pub max_workgroup: i32,
@@ -70,13 +70,15 @@ pub struct Family {
     pub runtime: &'static str,
     pub vendor: &'static str,
     pub language: Language,
-    /// The runtime: file names, and the environment variable that names the only one to try.
+    /// The library of CUDA or HIP: its file names, and the environment variable that names the only library
+    /// to try.
     pub libraries: &'static [&'static str],
     pub library_variable: &'static str,
     pub fix: &'static str,
     /// What the user can do if the library loads but finds no device.
     pub no_device: &'static str,
-    /// The run-time compiler: file names and variable as for the runtime.
+    /// The run-time compiler: its file names, and the environment variable that names the only library to
+    /// try.
     pub compilers: &'static [&'static str],
     pub compiler_variable: &'static str,
     pub compiler_fix: &'static str,
@@ -86,8 +88,8 @@ pub struct Family {
     pub toolkits: &'static [&'static str],
     pub packages: &'static [&'static str],
     pub attributes: Attributes,
-    /// Vendor libraries with kernels: for products with a choice of algorithms and epilogues, for products
-    /// without these, and for convolutions.
+    /// Vendor libraries with kernels: for products, with a choice of algorithms and with epilogues; for
+    /// products, without either; and for convolutions.
     pub products: VendorLibrary,
     pub plain_products: Option<VendorLibrary>,
     pub convolutions: Option<VendorLibrary>,
@@ -115,7 +117,7 @@ pub struct Halves {
 #[derive(Debug)]
 pub struct SimtDriver {
     family: &'static Family,
-    /// Set by tests: the runtime, and the compilers to choose from.
+    /// Set by tests: the library of CUDA or HIP, and the compilers to choose from.
     libraries: Option<(String, Vec<String>)>,
     /// Set by tests: one library with the functions of all vendor libraries.
     kernels: Option<String>,
@@ -130,8 +132,8 @@ impl SimtDriver {
     ///
     /// # Safety
     /// Loading `runtime` and `compiler`, and unloading them again if they lack a function, must be sound, now
-    /// and whenever the driver is used. Every function of the family's runtime and compiler in them must have
-    /// the type that the vendor declares.
+    /// and whenever the driver is used. If they have a function of CUDA, of HIP or of the compiler, the
+    /// function must have the type that the vendor declares.
     pub unsafe fn over(family: &'static Family, runtime: &str, compiler: &str) -> SimtDriver {
         SimtDriver { family, libraries: Some((runtime.into(), vec![compiler.into()])), kernels: None }
     }
@@ -148,7 +150,7 @@ impl SimtDriver {
     /// Like `SimtDriver::over`, with the vendor kernels of this library.
     ///
     /// # Safety
-    /// The contract of [`SimtDriver::over`], for the functions of all of the family's libraries of kernels.
+    /// The contract of [`SimtDriver::over`], for the functions of all vendor libraries of the family.
     pub unsafe fn with_kernels(self, library: &str) -> SimtDriver {
         SimtDriver { kernels: Some(library.into()), ..self }
     }
@@ -164,7 +166,7 @@ impl SimtDriver {
 
     fn adapters(&self) -> Result<Vec<adapter::Adapter>> {
         let names = self.libraries.as_ref().map_or_else(|| self.family.candidates(), |l| vec![l.0.clone()]);
-        // SAFETY: each name is one of the vendor's library, or one that the user set in its place, or it
+        // SAFETY: each name is a name of the vendor's library, or one that the user set in its place, or it
         // comes from `over`, which requires that loading the library is sound.
         adapter::Adapter::all(unsafe { self.family.load(&names) }?)
     }
@@ -181,8 +183,8 @@ impl Driver for SimtDriver {
         // loaded.
         let _driver = driver_output::capture(self.family.kind.id());
         for a in self.adapters().unwrap_or_default() {
-            // Querying free memory creates a context, as opening the device does. `may_open` tries this in a
-            // child process first.
+            // Querying free memory creates a context, as opening the device does. `may_open` first tries this
+            // in a child process.
             let may =
                 self.libraries.is_some() || self.family.probe.may_open(self.family.kind, a.index).is_ok();
             if let Some(d) = all.iter_mut().find(|d| may && d.index == a.index) {
@@ -212,8 +214,9 @@ impl Driver for SimtDriver {
         // chosen.
         let compilers =
             self.libraries.as_ref().map_or_else(|| self.family.compiler_candidates(), |l| l.1.clone());
-        // SAFETY: each name is one of a vendor's library, or one that the user set in its place, or it comes
-        // from `over`, `with_compilers` or `with_kernels`, which require that loading the library is sound.
+        // SAFETY: each name is a name of a vendor's library, or one that the user set in its place, or it
+        // comes from `over`, `with_compilers` or `with_kernels`, which require that loading the library is
+        // sound.
         let device = unsafe { device::SimtDevice::open(a, &compilers, self.sources(), options) }?;
         Ok(Arc::new(device))
     }

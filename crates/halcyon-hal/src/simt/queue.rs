@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Number of pending timings at which they are collected.
+/// When this number of timings is pending, they are collected.
 const MAX_PENDING_EVENTS: usize = 4096;
 /// Size in bytes of the staging buffer for moves whose ranges overlap.
 const STAGING_BYTES: usize = 4 << 20;
@@ -24,8 +24,8 @@ const STAGING_BYTES: usize = 4 << 20;
 /// `raw` must be an event of this context, which nothing uses afterwards.
 unsafe fn forget_event(context: &Context, raw: Handle) {
     let code = match context.visit() {
-        // SAFETY: `forget_event` requires a live event. The runtime defers the destruction while work uses
-        // it.
+        // SAFETY: `forget_event` requires a live event. CUDA or HIP defers the destruction while work uses
+        // the event.
         Ok(_visit) => unsafe { (context.api.f.event_destroy)(raw) },
         Err(e) => return tracing::warn!(device = context.id, "an event could not be destroyed: {e}"),
     };
@@ -42,9 +42,9 @@ pub(super) struct Point {
     raw: Handle,
 }
 
-// SAFETY: `raw` is an opaque handle of the runtime, whose functions may be called from any thread.
+// SAFETY: `raw` is an opaque handle of CUDA or HIP, whose functions may be called from any thread.
 unsafe impl Send for Point {}
-// SAFETY: `raw` is never modified, and the runtime's event functions are thread-safe.
+// SAFETY: `raw` is never modified, and the event functions of CUDA and HIP are thread-safe.
 unsafe impl Sync for Point {}
 
 impl Mark for Point {
@@ -83,7 +83,7 @@ impl Fenced for Queue {
     fn mark(&self) -> Result<Point> {
         let f = &self.context.api.f;
         let mut raw: Handle = std::ptr::null_mut();
-        // SAFETY: the runtime writes one handle to `raw`.
+        // SAFETY: CUDA or HIP writes one handle to `raw`.
         self.check("creating an event", unsafe { (f.event_create)(&mut raw, sys::DISABLE_TIMING) })?;
         let point = Point { context: self.context.clone(), raw };
         // SAFETY: `point` owns the event and `self` the stream.
@@ -103,9 +103,9 @@ pub(super) struct Stamp {
     raw: Handle,
 }
 
-// SAFETY: `raw` is an opaque handle of the runtime, whose functions may be called from any thread.
+// SAFETY: `raw` is an opaque handle of CUDA or HIP, whose functions may be called from any thread.
 unsafe impl Send for Stamp {}
-// SAFETY: `raw` is never modified, and the runtime's event functions are thread-safe.
+// SAFETY: `raw` is never modified, and the event functions of CUDA and HIP are thread-safe.
 unsafe impl Sync for Stamp {}
 
 impl Stamp {
@@ -113,7 +113,7 @@ impl Stamp {
     fn new(queue: &Queue) -> Result<Stamp> {
         let context = &queue.context;
         let mut raw: Handle = std::ptr::null_mut();
-        // SAFETY: the runtime writes one handle to `raw`.
+        // SAFETY: CUDA or HIP writes one handle to `raw`.
         context.check("creating an event", unsafe { (context.api.f.event_create)(&mut raw, 0) })?;
         let stamp = Stamp { context: context.clone(), raw };
         // SAFETY: `stamp` owns the event and `queue` the stream.
@@ -124,7 +124,7 @@ impl Stamp {
     /// Nanoseconds since an earlier stamp. Both must have been reached.
     pub(super) fn since(&self, begin: &Stamp) -> Result<u64> {
         let mut ms = 0f32;
-        // SAFETY: the runtime writes one number to `ms`; both stamps own their events.
+        // SAFETY: CUDA or HIP writes one number to `ms`; both stamps own their events.
         let code = unsafe { (self.context.api.f.event_elapsed)(&mut ms, begin.raw, self.raw) };
         self.context.check("querying the time of a command", code)?;
         Ok((ms.max(0.0) as f64 * 1e6) as u64)
@@ -147,7 +147,7 @@ struct State {
     may_have_faulted: bool,
 }
 
-/// One stream of the runtime, with its own fault word.
+/// One stream of CUDA or HIP, with its own fault word.
 #[derive(Debug)]
 pub(super) struct Queue {
     context: Arc<Context>,
@@ -161,9 +161,9 @@ pub(super) struct Queue {
     state: Mutex<State>,
 }
 
-// SAFETY: `raw` is an opaque handle of the runtime, whose functions may be called from any thread.
+// SAFETY: `raw` is an opaque handle of CUDA or HIP, whose functions may be called from any thread.
 unsafe impl Send for Queue {}
-// SAFETY: the runtime's stream functions are thread-safe; the mutable state is behind a mutex.
+// SAFETY: the stream functions of CUDA and HIP are thread-safe; the mutable state is behind a mutex.
 unsafe impl Sync for Queue {}
 
 /// Enqueues a list of commands. Holds the queue's lock.
@@ -188,7 +188,7 @@ impl Queue {
             next: "Free memory on the device, or choose another one".into(),
         })?;
         let mut raw: Handle = std::ptr::null_mut();
-        // SAFETY: the runtime writes one handle to `raw`.
+        // SAFETY: CUDA or HIP writes one handle to `raw`.
         let code = unsafe { (context.api.f.stream_create)(&mut raw, sys::NON_BLOCKING) };
         context.check("creating a stream", code)?;
         let state = Mutex::default();
@@ -314,8 +314,9 @@ impl Queue {
     /// Performs one move. The pool's lock is held, so error paths must not query the pool.
     fn relocate(&self, detour: &mut Option<Memory>, m: &Relocation<'_, Memory>) -> Result<()> {
         let copy = |from: Address, to: Address, bytes: usize| {
-            // SAFETY: both ranges of `bytes` bytes lie in live allocations: in the pool's, because the pool
-            // computes the moves, or in `room`. The code below checks that they do not overlap.
+            // SAFETY: both ranges of `bytes` bytes lie in live allocations. The pool computes the moves, so
+            // their ranges lie in its allocations; the other ranges lie in `room`. The code below checks that
+            // they do not overlap.
             self.check("moving a buffer", unsafe { (self.context.api.f.copy)(to, from, bytes, self.raw) })
         };
         let (from, to) = (m.from.0.at() + m.from.1 as u64, m.to.0.at() + m.to.1 as u64);
@@ -348,7 +349,7 @@ impl Queue {
         Stamp::new(self)
     }
 
-    /// Start and end of the timed commands since the last call.
+    /// Start and end of the commands that were timed since the last call.
     pub(super) fn take_stamps(&self) -> Vec<(Stamp, Stamp)> {
         std::mem::take(&mut self.lock().stamps).into_iter().flatten().collect()
     }
@@ -539,7 +540,7 @@ impl Submission<'_> {
         self.timed(|q| {
             let ([x, y, z], [i, j, k]) = (groups, p.workgroup);
             // SAFETY: the function is loaded and gets as many arguments as it has, which `launch_words`
-            // requires; none is larger than eight bytes, and the runtime copies them. The buffers stay
+            // requires; none is larger than eight bytes, and CUDA or HIP copies them. The buffers stay
             // allocated: the pool reuses a freed one only for later commands of this stream.
             let code = unsafe {
                 (q.context.api.f.launch)(
@@ -589,16 +590,16 @@ impl Submission<'_> {
     /// Enqueues a captured graph.
     ///
     /// # Safety
-    /// `exec` must be a live graph of `graphs`' runtime. It and everything it uses must stay live until it
-    /// has run.
+    /// `exec` must be a live graph that `graphs` instantiated. The graph and everything that it uses must
+    /// stay live until it has run.
     pub(super) unsafe fn launch_graph(
         &mut self,
         graphs: &GraphFunctions,
         exec: Handle,
         faults: bool,
     ) -> Result<()> {
-        // SAFETY: the queue owns the stream; `launch_graph` requires that `exec` and what it uses are live
-        // until it has run.
+        // SAFETY: the queue owns the stream. `launch_graph` requires that `exec` and everything that it uses
+        // are live until the graph has run.
         self.timed(|q| q.check("launching a graph", unsafe { (graphs.launch)(exec, q.raw) }))?;
         self.state.may_have_faulted |= faults;
         Ok(())

@@ -1,4 +1,4 @@
-//! Streams: further in-order queues of a device, ordered among each other by events of the runtime.
+//! Streams: further in-order queues of a device. Events of CUDA or HIP order the work of different streams.
 
 use super::capture::SimtCapture;
 use super::device::Shared;
@@ -75,7 +75,8 @@ fn watch(both: &(Mutex<Watched>, Condvar)) {
             }
             w.open.drain(..).collect()
         };
-        // A single event is waited for. Several are polled, because any of them may complete first.
+        // This thread waits for a single event. It polls several events, because any of them may complete
+        // first.
         if let [e] = &open[..]
             && let Some(p) = e.progress()
         {
@@ -130,7 +131,8 @@ impl Staging {
     }
 }
 
-/// The state behind an [`Event`]: the runtime's event, and the work to do when the device reaches it.
+/// The state behind an [`Event`]: the event of CUDA or HIP, and what is left to do when the device has
+/// reached it.
 struct Marker {
     shared: Arc<Shared>,
     point: Arc<Point>,
@@ -162,7 +164,7 @@ impl Marker {
         if let Some(pages) = o.fault {
             let mut word = [0; 4];
             // SAFETY: this value owns the pages, and the copy of the fault word to them is done, because the
-            // event after the copy was waited for.
+            // code above waited for the event after the copy.
             match unsafe { pages.1.copy_to(&mut word) } {
                 Ok(()) => self.report.fault().store(u32::from_ne_bytes(word), Ordering::Release),
                 Err(e) => self.report.fail(e),
@@ -177,7 +179,7 @@ impl Marker {
         }
         if let Some((pages, to)) = o.read {
             // SAFETY: this value owns the pages, and the copy of the device's bytes to them is done, because
-            // the event after the copy was waited for.
+            // the code above waited for the event after the copy.
             if let Err(e) = unsafe { pages.1.copy_to(&mut lock(&to)) } {
                 self.report.fail(e);
             }
@@ -255,8 +257,8 @@ impl SimtStream {
             fault = Some(self.shared.staging.take(&self.shared, 4)?);
         }
         let enqueue = || match &fault {
-            // SAFETY: `take` returned at least four bytes. `pages` moves to the marker, which waits before it
-            // reads or reuses them; after an error `finish` below waits for the queue.
+            // SAFETY: `take` returned at least four bytes. `pages` moves to the marker, which waits for the
+            // event before it reads or reuses them. After an error, `finish` below waits for the queue.
             Some((_, pages)) => unsafe { self.queue.move_fault(pages) },
             None => Ok(()),
         };
@@ -273,7 +275,7 @@ impl SimtStream {
         let (shared, open) = (self.shared.clone(), Mutex::new(Some(open)));
         let marker = Arc::new(Marker { shared, point, report: report.clone(), open });
         let event = Event::new(report, Some(Box::new(MarkerHandle(marker))));
-        // Ensures that pages are released and futures woken even if no caller polls.
+        // The watcher releases the pages and wakes futures even if no caller polls.
         self.shared.watcher.watch(event.clone());
         Ok(event)
     }
@@ -319,7 +321,7 @@ impl Stream for SimtStream {
         let made = self.ordered(|| b.writing(), write);
         since.written.push(pages);
         made?;
-        // Without events, the pages would accumulate without bound.
+        // If the caller records no events, pages would accumulate without bound.
         if since.written.iter().map(|p| p.0).sum::<usize>() > MAX_KEPT_BYTES {
             self.queue.finish()?;
             since.written.drain(..).for_each(|p| self.shared.staging.give(p));
@@ -364,8 +366,8 @@ impl Stream for SimtStream {
             Some(m) => self
                 .ordered(Access::default, || self.queue.wait_for_marks(std::slice::from_ref(&m.0.point)))
                 .map(drop),
-            // The runtime does not know events of other devices, so this thread waits. The event reports an
-            // error to its own waiters.
+            // CUDA or HIP cannot wait for an event of another device, so this thread waits. Whoever waits for
+            // the event itself receives its error.
             None => {
                 if let Err(e) = event.wait() {
                     tracing::debug!("an event of another device failed: {e}");

@@ -1,5 +1,5 @@
-//! Functions of the runtimes CUDA and HIP, loaded at run time. HIP has CUDA's driver API under its own names,
-//! so one table lists both names of each function. (CUDA: "CUDA Driver API" and "NVRTC" of the toolkit's
+//! The functions of CUDA and HIP, loaded at run time. HIP has CUDA's driver API under its own names, so one
+//! table lists both names of each function. (CUDA: "CUDA Driver API" and "NVRTC" of the toolkit's
 //! documentation; HIP: `hip_runtime_api.h` and `hiprtc.h`.)
 
 use super::{Family, VendorLibrary, python};
@@ -10,7 +10,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// A function's result: 0 is success. Both runtimes use the same error numbers.
+/// A function's result: 0 is success. CUDA and HIP use the same error numbers.
 pub(super) type Code = c_int;
 /// A stream, event, module or function.
 pub(super) type Handle = *mut c_void;
@@ -18,7 +18,7 @@ pub(super) type Handle = *mut c_void;
 pub(super) type Address = u64;
 
 pub(super) const SUCCESS: Code = 0;
-/// The argument `what` of [`Family::first`] for the library that [`Family::load`] loads.
+/// The argument `what` that [`Family::load`] passes to [`Family::first`].
 const RUNTIME: &str = "runtime";
 /// Results of the initialisation that mean that there is no device: "no device", and in HIP also "invalid
 /// device".
@@ -75,7 +75,7 @@ macro_rules! functions {
 pub(super) use functions;
 
 functions! {
-    /// Functions of the runtime.
+    /// Functions of CUDA or HIP.
     Functions {
         init: "cuInit", "hipInit", (c_uint);
         driver_version: "cuDriverGetVersion", "hipDriverGetVersion", (*mut c_int);
@@ -114,7 +114,7 @@ functions! {
 }
 
 functions! {
-    /// Functions for captured graphs; older runtimes lack them.
+    /// Functions for captured graphs. Older versions of CUDA and HIP lack them.
     GraphFunctions {
         begin: "cuStreamBeginCapture_v2", "hipStreamBeginCapture", (Handle, c_int);
         end: "cuStreamEndCapture", "hipStreamEndCapture", (Handle, *mut Handle);
@@ -141,8 +141,8 @@ functions! {
 }
 
 functions! {
-    /// Functions that only NVRTC has, since version 11.2. They return the known architectures, and PTX code,
-    /// which the driver compiles.
+    /// Functions that only NVRTC has, since version 11.2. They return the architectures that NVRTC knows, and
+    /// the PTX code of a program. The driver compiles PTX.
     PtxFunctions {
         generations: "nvrtcGetNumSupportedArchs", "nvrtcGetNumSupportedArchs", (*mut c_int);
         generation: "nvrtcGetSupportedArchs", "nvrtcGetSupportedArchs", (*mut c_int);
@@ -178,7 +178,7 @@ impl PtxFunctions {
     }
 }
 
-/// Queries whether a device can access another one's memory.
+/// Queries whether a device can access the memory of another.
 type CanAccess = unsafe extern "system" fn(*mut c_int, c_int, c_int) -> Code;
 
 /// The functions that copy memory between devices.
@@ -233,7 +233,7 @@ enum Current {
     },
 }
 
-/// A loaded runtime.
+/// The loaded library of CUDA or HIP.
 #[allow(missing_debug_implementations)]
 pub struct Api {
     pub(super) f: Functions,
@@ -298,7 +298,7 @@ impl Api {
     /// Major version of the driver's API.
     pub fn major(&self) -> Option<u32> {
         let mut v = 0;
-        // SAFETY: the runtime writes one number to `v`.
+        // SAFETY: CUDA or HIP writes one number to `v`.
         let code = unsafe { (self.f.driver_version)(&mut v) };
         let v = u32::try_from(v).ok().filter(|v| code == SUCCESS && *v > 0)?;
         Some(match self.family.side {
@@ -308,11 +308,12 @@ impl Api {
     }
 }
 
-/// A retained device context. After [`Context::enter`], the thread's runtime calls refer to this device.
+/// A retained device context. After [`Context::enter`], the thread's calls of CUDA or HIP refer to this
+/// device.
 #[derive(Debug)]
 pub(crate) struct Context {
     pub api: &'static Api,
-    /// The runtime's device number.
+    /// The device number of CUDA or HIP.
     pub device: c_int,
     /// CUDA's primary context; null in HIP.
     raw: Handle,
@@ -320,16 +321,16 @@ pub(crate) struct Context {
     pub id: String,
 }
 
-// SAFETY: `raw` is an opaque handle of the runtime, whose functions may be called from any thread.
+// SAFETY: `raw` is an opaque handle of CUDA or HIP, whose functions may be called from any thread.
 unsafe impl Send for Context {}
-// SAFETY: no field is modified after construction, and the runtime's functions are thread-safe.
+// SAFETY: no field is modified after construction, and the functions of CUDA and HIP are thread-safe.
 unsafe impl Sync for Context {}
 
 impl Context {
     pub(crate) fn new(api: &'static Api, device: c_int, id: String) -> Result<Context> {
         let mut raw: Handle = std::ptr::null_mut();
         if let Current::Context { retain, .. } = api.current {
-            // SAFETY: `device` is a number from the runtime's list; one handle is written to `raw`.
+            // SAFETY: CUDA listed the device number `device`, and writes one handle to `raw`.
             check(api, &id, "cuDevicePrimaryCtxRetain", unsafe { retain(&mut raw, device) })?;
         }
         let c = Context { api, device, raw, id };
@@ -337,12 +338,12 @@ impl Context {
         Ok(c)
     }
 
-    /// Free device memory in bytes, as the runtime reports it. For a device that shares host memory, at most
-    /// the host's free memory.
+    /// Free device memory in bytes, as CUDA or HIP reports it. If the device shares host memory, this is at
+    /// most the host's free memory.
     pub(crate) fn free_memory(&self, unified: bool) -> Option<u64> {
         self.enter().ok()?;
         let (mut free, mut total) = (0usize, 0usize);
-        // SAFETY: the runtime writes one number each to `free` and `total`.
+        // SAFETY: CUDA or HIP writes one number each to `free` and `total`.
         let code = unsafe { (self.api.f.memory_info)(&mut free, &mut total) };
         let told = (code == SUCCESS).then_some(free as u64);
         let host = if unified { halcyon_host::memory().map(|m| m.0) } else { None };
@@ -352,19 +353,20 @@ impl Context {
         }
     }
 
-    /// Makes this device the target of the calling thread's next calls.
+    /// Makes this device the current device of the calling thread.
     pub(crate) fn enter(&self) -> Result<()> {
         let (call, code) = match self.api.current {
             // SAFETY: `new` retained the context.
             Current::Context { set, .. } => ("cuCtxSetCurrent", unsafe { set(self.raw) }),
-            // SAFETY: `self.device` is a number from the runtime's list.
+            // SAFETY: HIP listed the device number `self.device`.
             Current::Device { set, .. } => ("hipSetDevice", unsafe { set(self.device) }),
         };
         self.check(call, code)
     }
 
-    /// Makes this device the target of the thread's calls until the returned value is dropped, then restores
-    /// the previous one. Used by destructors, which may run in the middle of another device's work.
+    /// Makes this device the current device of the thread until the returned value is dropped. Then restores
+    /// the previous device. Destructors use this, because they may run in the middle of another device's
+    /// work.
     pub(crate) fn visit(&self) -> Result<Visit<'_>> {
         let mut before = None;
         match self.api.current {
@@ -374,7 +376,7 @@ impl Context {
             }
             Current::Device { get, .. } => {
                 let mut device = 0;
-                // SAFETY: the runtime writes one number to `device`.
+                // SAFETY: HIP writes one number to `device`.
                 self.check("hipGetDevice", unsafe { get(&mut device) })?;
                 before = Some(device).filter(|d| *d != self.device);
                 self.enter()?;
@@ -383,11 +385,11 @@ impl Context {
         Ok(Visit { context: self, before })
     }
 
-    /// Whether this device can reach another one's memory.
+    /// Whether this device can access the memory of another.
     pub(crate) fn reaches(&self, peers: Peers, other: &Context) -> Result<bool> {
         let (Peers::Contexts { can, .. } | Peers::Devices { can, .. }) = peers;
         let mut yes = 0;
-        // SAFETY: the runtime writes one number to `yes`; both device numbers are from its list.
+        // SAFETY: CUDA or HIP writes one number to `yes`, and listed both device numbers.
         let code = unsafe { can(&mut yes, self.device, other.device) };
         self.check("querying access to another device", code)?;
         Ok(yes != 0)
@@ -399,7 +401,7 @@ impl Context {
         let code = match peers {
             // SAFETY: `other.raw` is a retained context; no flags are defined.
             Peers::Contexts { enable, .. } => unsafe { enable(other.raw, 0) },
-            // SAFETY: `other.device` is a number from the runtime's list; no flags are defined.
+            // SAFETY: HIP listed the device number `other.device`; no flags are defined.
             Peers::Devices { enable, .. } => unsafe { enable(other.device, 0) },
         };
         match code {
@@ -424,8 +426,7 @@ impl Context {
         match peers {
             // SAFETY: `copy_peer` requires valid ranges and a live stream; both contexts are retained.
             Peers::Contexts { copy, .. } => unsafe { copy(to, self.raw, from, other.raw, bytes, stream) },
-            // SAFETY: `copy_peer` requires valid ranges and a live stream; both device numbers are from the
-            // runtime's list.
+            // SAFETY: `copy_peer` requires valid ranges and a live stream; HIP listed both device numbers.
             Peers::Devices { copy, .. } => unsafe {
                 copy(to, self.device, from, other.device, bytes, stream)
             },
@@ -451,8 +452,7 @@ impl Drop for Visit<'_> {
         let code = match (self.context.api.current, self.before) {
             (Current::Context { pop, .. }, _) => {
                 let mut popped: Handle = std::ptr::null_mut();
-                // SAFETY: the runtime writes one handle to `popped`; `visit` pushed the context in this
-                // thread.
+                // SAFETY: CUDA writes one handle to `popped`; `visit` pushed the context in this thread.
                 unsafe { pop(&mut popped) }
             }
             // SAFETY: `hipGetDevice` returned this number in `visit`.
@@ -470,7 +470,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         if let Current::Context { release, .. } = self.api.current {
             // SAFETY: `new` retained the context once. Everything that was created in the context holds a
-            // reference to this `Context`, so all of it was destroyed before this drop.
+            // reference to this `Context`, so everything was destroyed before this drop.
             let code = unsafe { release(self.device) };
             if code != SUCCESS {
                 tracing::warn!(device = self.id, code = %code_name(self.api.family, code), "the context could not be released");
@@ -479,15 +479,15 @@ impl Drop for Context {
     }
 }
 
-/// An error's name and number. HIP's error names differ from CUDA's only in spelling, so both runtimes share
-/// these descriptions.
+/// An error's name and number. HIP's error names differ from CUDA's only in spelling, so both share these
+/// descriptions.
 pub(super) fn code_name(family: &Family, code: Code) -> String {
     let s = match code {
         1 => "invalid value",
         2 => "out of memory",
         3 => "not initialised",
-        4 => "the runtime is shutting down",
-        35 => "the driver is older than the runtime",
+        4 => "the driver is shutting down",
+        35 => "the driver is older than the library",
         46 => "the device is taken by another process",
         100 => "no device",
         101 => "invalid device",
@@ -565,7 +565,7 @@ fn variable(name: &str) -> Option<String> {
 }
 
 impl Family {
-    /// Names and paths to try for the runtime, in order.
+    /// Names and paths to try for the library of CUDA or HIP, in order.
     pub fn candidates(&self) -> Vec<String> {
         match variable(self.library_variable) {
             Some(named) => vec![named],
@@ -618,7 +618,8 @@ impl Family {
         all
     }
 
-    /// Loads the runtime. Failures are not remembered, so a library installed later is found.
+    /// Loads the library of CUDA or HIP. Failures are not remembered, so a library that is installed later is
+    /// found.
     ///
     /// # Errors
     /// [`Error::Unavailable`] if no library could be used. It lists for every name the loader's message, or
@@ -626,8 +627,8 @@ impl Family {
     ///
     /// # Safety
     /// Loading each of `names`, which runs its initialisers, must be sound, and so must unloading it again if
-    /// it lacks a function. A name that cannot be loaded is skipped. Every function of this family's runtime
-    /// in a library must have the type that the vendor declares.
+    /// it lacks a function. A name that cannot be loaded is skipped. If a library has a function of CUDA or
+    /// HIP, the function must have the type that the vendor declares.
     pub unsafe fn load(&'static self, names: &[String]) -> Result<&'static Api> {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
         let resolve = |lib: &Library, name: &str| {
@@ -692,7 +693,7 @@ impl Family {
                 return Ok(t);
             }
             // SAFETY: `first` requires that loading the library, which runs its initialisers, is sound, and
-            // that unloading it is, too.
+            // that unloading it is sound.
             let lib = match unsafe { Library::new(name) } {
                 Ok(l) => l,
                 Err(e) => {
@@ -702,8 +703,8 @@ impl Family {
             };
             match resolve(&lib, name) {
                 Ok(t) => {
-                    // Drivers leave threads and exit handlers behind, so a library that is used is never
-                    // unloaded.
+                    // Vendors' libraries start threads and register exit handlers, so a library that is used
+                    // is never unloaded.
                     std::mem::forget(lib);
                     let t: &'static T = Box::leak(Box::new(t));
                     loaded.insert(key, t);

@@ -48,8 +48,8 @@ impl Toolchain {
     /// know the device yet, and those of a newer major version than the driver, come last.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] if there is none, with a reason for each; errors of a device that fails
-    /// otherwise.
+    /// [`Error::Unavailable`] if there is none, with a reason for each compiler. If the device fails in
+    /// another way, its error.
     ///
     /// # Safety
     /// The contract of [`Family::compiler`](super::Family::compiler), for `names`.
@@ -79,7 +79,7 @@ impl Toolchain {
             Toolchain { compiler, flags, output, device: device.clone(), passed: vec![] }
         };
         for name in &names {
-            // SAFETY: `name` is one of `names`, for which the contract of `choose` is that of `compiler`.
+            // SAFETY: `choose` requires the contract of `compiler` for `names`, and `name` is one of them.
             let compiler = match unsafe { family.compiler(std::slice::from_ref(name)) } {
                 Ok(c) => c,
                 Err(Error::Unavailable { tried, reason: why, .. }) => {
@@ -98,7 +98,8 @@ impl Toolchain {
             };
             let newer = family.side == Side::Cuda && major.is_some_and(|m| compiler.version.0 > m as i32);
             if newer || service.output == Output::Ptx {
-                // Among these, the newest compiler comes first.
+                // Compilers that are newer than the driver come last. Otherwise, the newest compiler comes
+                // first.
                 let rank = (newer, std::cmp::Reverse(compiler.version));
                 later.push((rank, made(compiler, service)));
                 continue;
@@ -130,7 +131,7 @@ impl Toolchain {
         })
     }
 
-    /// For messages: `libnvrtc.so.12 12.9`, and its output format if that is not the device's own code.
+    /// Text for messages: `libnvrtc.so.12 12.9`, and the output format if it is not the device's own code.
     pub(super) fn describe(&self) -> String {
         let what = match self.output {
             Output::Binary => String::new(),
@@ -174,8 +175,8 @@ impl Toolchain {
         entry: &str,
         items: u32,
     ) -> Result<(Function, bool), BuildError> {
-        // The text serves as the kernel's key because it also changes when a renderer does. The flags are
-        // part of the key because they change what is compiled from the text.
+        // The key contains the text, which also changes when a renderer changes, and the flags, because they
+        // change the binary that is compiled from the text.
         let version = format!("{:?}", self.compiler.version);
         let mut parts = vec![text.as_bytes(), version.as_bytes(), env!("CARGO_PKG_VERSION").as_bytes()];
         parts.extend(self.device.iter().map(|d| d.as_bytes()));
@@ -186,7 +187,7 @@ impl Toolchain {
         {
             let loaded = match self.output.is_whole(&binary) {
                 // SAFETY: `get` compared the digest, so these are the bytes that `put` stored below: a
-                // compiler's whole output. PTX was found to end in NUL.
+                // compiler's whole output. `is_whole` found that PTX ends in NUL.
                 true => unsafe { Function::load(context, &binary, entry, items) }.map_err(|f| f.error()),
                 false => Err(Error::internal("the cached program is incomplete")),
             };

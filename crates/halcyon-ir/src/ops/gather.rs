@@ -39,9 +39,9 @@ pub(super) fn elements(t: &Types<'_>, axis: usize) -> Result<TensorType> {
         k == axis || s[k] == i[k] || matches!((s[k].known(), i[k].known()), (Some(a), Some(b)) if b <= a)
     };
     if s.rank() != i.rank() || !(0..s.rank()).all(fits) {
-        return Err(
-            t.shape(format!("index {i} must have the rank of {s} and be no larger outside of axis {axis}"))
-        );
+        return Err(t.shape(format!(
+            "the index {i} must have as many axes as {s}, and must not be larger on an axis other than {axis}"
+        )));
     }
     Ok(TensorType { dtype: t.x[0].dtype, shape: i.clone() })
 }

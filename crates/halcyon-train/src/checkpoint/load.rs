@@ -99,7 +99,7 @@ impl Checkpoint {
         if !extra.is_empty() {
             let unexpected = extra.iter().map(|n| (*n).to_string()).collect();
             let unmatched = Unmatched { missing: vec![], unexpected };
-            let what = format!("the optimizer keeps other state: {unmatched}");
+            let what = format!("the optimizer's state in the checkpoint differs from the run's: {unmatched}");
             return Err(Error::argument("load", what));
         }
         let names: Vec<String> = weights.names().map(str::to_string).collect();
@@ -131,7 +131,7 @@ impl Checkpoint {
             true => Ok(()),
             false => {
                 let (want, have) = (want.join(", "), have.join(", "));
-                let what = format!("the checkpoint's optimizer is {want}, that of the run {have}");
+                let what = format!("the checkpoint's optimizer is {want}, but the run's optimizer is {have}");
                 Err(Error::argument("load", what))
             }
         }

@@ -367,7 +367,8 @@ impl Drop for Part {
 fn like(name: &str, data: &halcyon::ConstData, old: &Tensor) -> Result<Tensor> {
     let want = old.dims()?;
     if data.dims[..] != want[..] {
-        let what = format!("the file's tensor is {:?}, the run's {:?}", &data.dims[..], want.as_slice());
+        let what =
+            format!("the file's tensor is {:?}, but the run's is {:?}", &data.dims[..], want.as_slice());
         return Err(Error::shape(format!("load `{name}`"), what));
     }
     Ok(Tensor::from_data(old.backend(), data)?.cast(old.dtype()?))

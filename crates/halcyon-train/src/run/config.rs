@@ -36,7 +36,7 @@ pub struct Config {
     /// Number of steps. If given, it replaces `epochs`.
     #[serde(default)]
     pub steps: Option<u64>,
-    /// Samples of a batch. A smaller last batch of an epoch is left out. Default: 64.
+    /// Number of samples per batch. A smaller last batch of an epoch is left out. Default: 64.
     #[serde(default = "batch")]
     pub batch: usize,
     /// The seed of initial values, order and dropout. Default: 1.
@@ -45,7 +45,8 @@ pub struct Config {
     /// Type of the parameters. f16 trains with loss scaling. Default: f32.
     #[serde(default)]
     pub dtype: DTypeName,
-    /// Threads that prepare batches; 0 prepares each when it is needed. Default: 1.
+    /// Number of threads that prepare batches. With 0, the trainer prepares each batch when the batch is
+    /// needed. Default: 1.
     #[serde(default = "workers")]
     pub workers: usize,
     /// The run's folder. Default: `runs/NAME`, where NAME is the name of the configuration file without its
@@ -62,7 +63,7 @@ pub struct Config {
     /// Number of newest checkpoints that are kept; 0 keeps all. Default: 3.
     #[serde(default = "keep")]
     pub keep: usize,
-    /// Also keeps the best checkpoint by a metric.
+    /// Also keeps the checkpoint with the best value of this metric.
     #[serde(default)]
     pub best: Option<Watch>,
     /// Ends the training when a metric no longer improves.
@@ -71,8 +72,8 @@ pub struct Config {
     /// Writes TensorBoard's files.
     #[serde(default)]
     pub tensorboard: bool,
-    /// Whether a step with a NaN or an infinity is an error that names the op that caused it. Steps take
-    /// longer.
+    /// Whether the training ends with an error if a step makes a NaN or an infinity. The error names the op
+    /// that made it. With this check, steps take longer.
     #[serde(default)]
     pub detect_anomaly: bool,
     /// Writes the trained model as ONNX.
@@ -287,8 +288,8 @@ impl Config {
     /// `optimizer.rate=0.1`. `value` is TOML; text needs no quotes.
     ///
     /// # Errors
-    /// `Error::Io`; `Error::Format` for a file that is no TOML or has unknown keys or wrong types, with the
-    /// line; `Error::Argument` for a setting that is no `key=value`, or whose key or value is wrong, with the
+    /// `Error::Io`; `Error::Format` for a file that is not TOML or has unknown keys or wrong types, with the
+    /// line; `Error::Argument` for a setting that is not `key=value` or has a wrong key or value, with the
     /// setting; `Error::Argument` for a batch of 0 samples or a training of 0 steps.
     pub fn read(path: &Path, settings: &[String]) -> Result<Config> {
         let text = halcyon_host::input::text(path)?;
@@ -309,7 +310,7 @@ impl Config {
         for s in &settings {
             s.apply(table.get_mut())?;
             let next = typed(&table);
-            // The setting after which the configuration was not valid any more.
+            // `last` is the last setting that turned a valid configuration into an invalid one.
             if next.is_ok() || read.is_ok() {
                 last = next.is_err().then_some(s);
             }
@@ -332,8 +333,8 @@ impl Config {
     fn check(&self) -> Result<()> {
         let bad = |what: &str| Err(Error::argument("train", what));
         match (self.batch, self.epochs, self.steps) {
-            (0, _, _) => bad("a batch of 0 samples"),
-            (_, 0, None) | (_, _, Some(0)) => bad("a training of 0 steps"),
+            (0, _, _) => bad("`batch` is 0; a batch has at least 1 sample"),
+            (_, 0, None) | (_, _, Some(0)) => bad("the training has 0 steps; it needs at least 1"),
             _ => Ok(()),
         }
     }

@@ -42,7 +42,7 @@ impl Data {
             let fits =
                 t.columns().len() == 2 && t.columns().iter().zip(train.columns()).all(|(a, b)| same(a, b));
             if !fits {
-                let what = format!("the test data is {t:?}, the training data {train:?}");
+                let what = format!("the test data is {t:?}, but the training data is {train:?}");
                 return Err(Error::argument("train", what));
             }
         }

@@ -52,7 +52,7 @@ impl Model {
             ModelConfig::Cnn { channels, dropout } => {
                 let [c, h, w] = dims else {
                     let what = format!(
-                        "a cnn needs images [channels, height, width], the data has {dims:?}; give their \
+                        "a cnn needs images [channels, height, width], but the data has {dims:?}; give their \
                          shape, as in train.shape = [1, 8, 8]"
                     );
                     return Err(Error::argument("train", what));
@@ -61,7 +61,7 @@ impl Model {
             }
             ModelConfig::Chars { layers, size, heads, dropout } => {
                 let [context] = dims else {
-                    let what = format!("a chars model needs text, the data has rows of {dims:?}");
+                    let what = format!("a chars model needs text, but the data has rows of {dims:?}");
                     return Err(Error::argument("train", what));
                 };
                 if data.input.dtype.is_float() || data.input.dims != data.output.dims {

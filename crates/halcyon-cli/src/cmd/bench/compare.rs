@@ -21,7 +21,7 @@ pub(super) struct EarlierReport {
     report: Value,
 }
 
-/// A row compared with that of the earlier report.
+/// A row, compared with the same row of the earlier report.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Ratio {
     /// Median of the earlier report.
@@ -74,7 +74,8 @@ impl EarlierReport {
         self.report["rows"].as_array()?.iter().find(|r| r["name"] == name)
     }
 
-    /// Compares the current value of a row with that of the earlier report; `None` if that lacks the row.
+    /// Compares the current value of a row with its value in the earlier report. `None` if the earlier report
+    /// lacks the row.
     pub(super) fn ratio(&self, name: &str, now: &Sample) -> Option<Ratio> {
         let (s, more) = self.rows.get(name)?;
         let ratio = if *more { now.median / s.median } else { s.median / now.median };

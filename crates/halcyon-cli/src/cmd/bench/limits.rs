@@ -8,7 +8,7 @@ use halcyon_hal::cpu::team::Team;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Smallest working set for measuring bandwidth; for smaller ones, overhead dominates.
+/// Smallest working set for measuring bandwidth. In smaller working sets, overhead dominates.
 const MIN_WORKING_SET: u64 = 256 << 10;
 /// Largest working set; no cache holds a significant part of it.
 const MAX_WORKING_SET: u64 = 1 << 30;

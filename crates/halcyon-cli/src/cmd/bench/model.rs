@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// Number of unmeasured runs before the measured ones.
+/// Number of unmeasured runs before the measured runs.
 const WARM_UP: usize = 2;
 /// Without `--repeat`: at least this many runs, and as many as fit in [`TIME`].
 const MIN_RUNS: usize = 10;
@@ -137,8 +137,8 @@ struct TimeBreakdown {
     kinds: Vec<StepTime>,
 }
 
-/// The sum of the least times of some steps; `None` if one of them is unknown. `by` is the limit that takes
-/// longer in total.
+/// The sum of the least times of some steps; `None` if one of them is unknown. `by` is the limit, compute or
+/// memory, whose steps take longer in total.
 fn together(bounds: &[Option<Bound>]) -> Option<Bound> {
     let all: Vec<Bound> = bounds.iter().copied().collect::<Option<_>>()?;
     let of = |by: &str| all.iter().filter(|b| b.by == by).map(|b| b.seconds).sum::<f64>();

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// Number of unmeasured runs before the measured ones.
+/// Number of unmeasured runs before the measured runs.
 const WARM_UP: usize = 2;
 /// Without `--repeat`: at least this many runs, and as many as fit in [`TIME`].
 const MIN_RUNS: usize = 7;

@@ -57,7 +57,7 @@ struct Report<'a> {
     before: Option<EarlierReport>,
 }
 
-/// A receipt compared with that of the earlier report.
+/// A receipt, compared with the same receipt of the earlier report.
 struct ReceiptComparison {
     name: String,
     /// The current gain divided by the earlier gain; `None` if only one report has the receipt, and for the

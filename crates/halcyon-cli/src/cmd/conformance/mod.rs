@@ -1,4 +1,4 @@
-//! `halcyon conformance`: compares results with the expected ones.
+//! `halcyon conformance`: compares results with the expected results.
 
 mod onnx;
 mod ops;

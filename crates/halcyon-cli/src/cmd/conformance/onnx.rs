@@ -16,13 +16,13 @@ use std::time::Instant;
 #[serde(rename_all = "lowercase")]
 enum Status {
     Passed,
-    /// It ran without expected outputs, and the result was saved.
+    /// The case ran without expected outputs, and its result was saved.
     Saved,
-    /// It ran, and the result differs from the expected one.
+    /// The result differs from the expected result.
     Wrong,
-    /// It uses something unsupported.
+    /// The model needs something that is not supported.
     Unsupported,
-    /// It failed to run, or its files are damaged.
+    /// The case failed to run, or its files are damaged.
     Error,
     /// Skipped, because an earlier case lost the device.
     #[serde(rename = "not_run")]
@@ -176,7 +176,7 @@ fn check_case(backend: &Backend, dir: &Path, save: Option<&Path>) -> (Status, St
 
 enum Verdict {
     Equal,
-    /// Differs; describes the first output that differs.
+    /// An output differs. The text describes the first output that differs.
     Differs(String),
     Unjudged,
     /// The type and shape are as expected; the values are random.
@@ -300,7 +300,7 @@ fn tensor_difference(got: &ConstData, want: &ConstData, t: Tolerance) -> Option<
     let rtol = if got.dtype == DType::BF16 { t.rtol.max(RTOL_BF16) } else { t.rtol };
     let (mut count, mut worst) = (0, None::<(f64, usize, f64, f64)>);
     for (i, (g, w)) in got.scalars().zip(want.scalars()).enumerate() {
-        // Integers are compared exactly, because f64 cannot represent all 64-bit ones.
+        // Integers are compared exactly, because f64 cannot represent all 64-bit integers.
         let (same, by) = if float {
             let (g, w) = (g.as_f64(), w.as_f64());
             let by = (g - w).abs();
@@ -318,7 +318,7 @@ fn tensor_difference(got: &ConstData, want: &ConstData, t: Tolerance) -> Option<
     }
     let (_, i, g, w) = worst?;
     Some(format!(
-        "{count} of {} values differ, by the most at [{i}]: {}, expected {}",
+        "{count} of {} values differ, the most at [{i}]: {}, expected {}",
         got.numel(),
         number(g),
         number(w)

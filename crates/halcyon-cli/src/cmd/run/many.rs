@@ -310,8 +310,8 @@ impl<'a> Runs<'a> {
         Ok(())
     }
 
-    /// Runs the model once for `total` rows and stores the results. `rows` has the numbers of the first ones;
-    /// the others are padding.
+    /// Runs the model once for `total` rows and stores the results. `rows` has the numbers of the first
+    /// rows; the other rows are padding.
     fn run(&mut self, inputs: Vec<Input>, rows: &[usize], total: usize) -> Result<()> {
         let data: Vec<Datum> = inputs.iter().map(|i| i.data.clone()).collect();
         if self.count == 0 {

@@ -107,7 +107,7 @@ fn quantized(a: &RunArgs, model: Model, input: &InputArgs, many: bool) -> Result
         None => optimize::samples(&model.inputs()?, &a.quantize, input)?.into_iter().next(),
     };
     sample.map(|s| optimize::warn_without_kernels(&q, &backend, &s)).transpose()?;
-    // The JSON of one run has the report; that of several inputs has no place for it.
+    // The JSON document of one run contains the report; the document of several inputs does not.
     if !a.json || many {
         tell::note(&q.report.to_string());
     }

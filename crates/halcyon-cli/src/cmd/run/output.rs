@@ -125,9 +125,10 @@ pub(super) fn fits(targets: &[Target], names: &[String], table: bool) -> Result<
 /// The data to write.
 pub(super) struct OutputData<'a> {
     pub outputs: &'a [(String, Leaf<'a>)],
-    /// The table for a .csv file of the named output, or of the only one; `None` to write its values.
+    /// The table for a .csv file of the named output, or of the only output. `None` if the file gets the
+    /// output's values.
     pub table: &'a dyn Fn(Option<&str>) -> Result<Option<Table>>,
-    /// The document for a .json file of all outputs; `None` to write `outputs`.
+    /// The document for a .json file of all outputs. `None` if the file gets `outputs`.
     pub rows: Option<&'a dyn ErasedJson>,
 }
 
@@ -158,7 +159,7 @@ pub(super) fn write(targets: &[Target], given: &OutputData<'_>) -> Result<Vec<Pa
 
 fn one(t: &Target, given: &OutputData<'_>) -> Result<()> {
     let file = t.path.display().to_string();
-    // Parts of a sequence are named NAME.0, NAME.1; those of a map NAME.keys, NAME.values.
+    // Parts of a sequence are named NAME.0, NAME.1; parts of a map are named NAME.keys, NAME.values.
     let mine = |n: &str| {
         t.name.as_ref().is_none_or(|name| {
             n == name || n.strip_prefix(name.as_str()).is_some_and(|rest| rest.starts_with('.'))

@@ -420,11 +420,7 @@ fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>,
             args[k] = *a as usize;
         }
         let arity = |n: usize| {
-            if i.args.len() == n {
-                Ok(())
-            } else {
-                declined("the operand count is wrong")
-            }
+            if i.args.len() == n { Ok(()) } else { declined("the operand count is wrong") }
         };
         let of = |k: usize| f.body[args[k]].dtype;
         let kind = match i.kind {

@@ -192,7 +192,7 @@ impl CpuKernel {
             |i: usize| Bound { address: r.bufs[i].ptr as u64, bytes: r.bufs[i].bytes, span: r.bufs[i].bytes };
         self.needs.check(&self.name, r.bufs.len(), bound)?;
         if r.args.len() < self.args {
-            let what = format!("{} run-time arguments were given, but {} are needed", r.args.len(), self.args);
+            let what = format!("got {} run-time arguments, but needs {}", r.args.len(), self.args);
             return Err(Error::argument(self.name.as_str(), what));
         }
         let written = |i: &usize| self.needs.uses(*i).1;

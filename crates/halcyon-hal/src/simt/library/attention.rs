@@ -146,7 +146,7 @@ impl Attention {
         }
         // In the definition of attention, the scale is a literal of the operands' type.
         let scale = c.float("scale").map(|s| Scalar::F(s).cast(dtype).as_f64() as f32);
-        // Kernels may take the maximum before they scale, which requires a positive scale.
+        // The scale must be positive, because kernels may take the maximum before they scale.
         let Some(scale) = scale.filter(|s| s.is_finite() && *s > 0.0) else {
             return no("cuDNN's attention takes a positive, finite scale");
         };
@@ -199,7 +199,7 @@ impl AttentionPlan {
     /// `handle` must be a live handle of the library, which no other thread uses during the call. It must
     /// outlive the plan.
     unsafe fn new(graphs: &'static Graphs, handle: Handle, k: &Key) -> Result<AttentionPlan, String> {
-        let of = type_number(k.dtype).ok_or_else(|| format!("{} has no number", k.dtype))?;
+        let of = type_number(k.dtype).ok_or_else(|| format!("it has no element type {}", k.dtype))?;
         let mut builder = Builder::new(graphs);
         let mut x = Values { b: &mut builder, ids: vec![], bits: vec![] };
         let [sq, sk, sv] = k.strides;
@@ -265,7 +265,8 @@ impl std::fmt::Debug for Run {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        // Dropping the fields after this may release what the plan compiled, which needs a current context.
+        // The fields are dropped next. This may release kernels that the plan compiled, for which the thread
+        // must have a current context.
         let _ = self.dnn.context.enter();
     }
 }
@@ -278,8 +279,8 @@ impl Dnn {
             Some(i) => kept.remove(i).1,
             None => {
                 let handle = self.handle.lock().unwrap_or_else(|e| e.into_inner());
-                // SAFETY: the handle is live and locked. Plans are held by `self.plans`, which is emptied
-                // before the handle is destroyed, and by kernels, which hold `self`.
+                // SAFETY: the handle is live and locked. Only `self.plans` and kernels hold plans.
+                // `self.plans` is emptied before the handle is destroyed, and kernels hold `self`.
                 Arc::new(unsafe { AttentionPlan::new(graphs, handle.0, key) }?)
             }
         };

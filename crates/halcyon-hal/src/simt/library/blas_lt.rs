@@ -462,7 +462,7 @@ impl std::fmt::Debug for Plan {
 }
 
 impl Plan {
-    /// Creates the descriptors and queries an algorithm; the error is the reason why there is none.
+    /// Creates the descriptors and queries an algorithm. If there is none, the error is the reason.
     fn new(
         lt: &Arc<Lt>,
         p: &Product,
@@ -499,7 +499,8 @@ impl Plan {
             desc.set(n.epilogue, DEFAULT)?;
         }
         if let Some(b) = bias {
-            // The algorithm depends on the alignment of the bias pointer, which is not dereferenced here.
+            // The algorithm depends on the alignment of the bias pointer. The pointer is not dereferenced
+            // here.
             desc.set(n.bias, u64::from(alignment(b.offset, WORKSPACE_ALIGNMENT)))?;
         }
         if p.scale.is_some() {
@@ -547,7 +548,7 @@ impl Plan {
         // The result holds the algorithm, workspace, status, share of the device, and four unused words.
         let (mut answer, mut found) = ([0u64; 16], 0);
         // SAFETY: the library writes one result of at most twelve words to `answer`, which has 16, and one
-        // number; all descriptors are live.
+        // number to `found`. All descriptors are live.
         let code = unsafe {
             (f.heuristic)(
                 lt.handle,
@@ -605,8 +606,8 @@ impl KernelCall for Plan {
             let (a, b) = (a.wrapping_add_signed(*x as i64), b.wrapping_add_signed(*y as i64));
             let c = c.wrapping_add_signed(*z as i64);
             // SAFETY: the descriptors are live. `enqueue` requires a live stream and buffers that passed
-            // `SimtKernel::check`: the views lie in them, and the result overlaps with none. The scalars are
-            // read before the call returns.
+            // `SimtKernel::check`: the views lie in them, and the result overlaps with no other buffer. The
+            // library reads the scalars before the call returns.
             let code = unsafe {
                 (f.matmul)(
                     lt.handle,

@@ -173,7 +173,7 @@ impl Conv {
         }
         let spatial = c.stride.len();
         if !(1..=3).contains(&spatial) {
-            return no("cuDNN has one to three spatial axes");
+            return no("cuDNN takes one to three spatial axes");
         }
         if c.input_dilation.iter().any(|d| *d != 1) {
             return no("a transposed convolution uses a generated kernel");
@@ -288,7 +288,7 @@ impl Dnn {
         }
         let (mut generation, device) = (0, &self.context);
         let major = device.api.family.attributes.major;
-        // SAFETY: the runtime writes one number to `generation`; the device number is from its list.
+        // SAFETY: CUDA writes one number to `generation`, and listed the device number.
         let code = unsafe { (device.api.f.device_attribute)(&mut generation, major, device.device) };
         match code == SUCCESS && generation >= GENERATION {
             true => Ok(graphs),
@@ -314,7 +314,7 @@ impl Dnn {
         conv: Conv,
     ) -> Result<SimtKernel, Declined> {
         let epilogue = VendorEpilogue::of(call, &conv.planes, 1)?;
-        // For other types, the library reports only when it runs whether it supports a bias.
+        // For other types, the library does not report before a run whether it supports a bias.
         if !epilogue.of_type(call, &[DType::F32, DType::F16]) {
             return Err(Declined::because("epilogues are supported for f32 and f16"));
         }
@@ -354,7 +354,8 @@ impl Drop for Dnn {
         if visit.is_err() {
             return;
         }
-        // SAFETY: the handle was created once; kernels hold this value, so none is left.
+        // SAFETY: `open` created the handle, and only this call destroys it. Kernels hold this value, so no
+        // kernel is left that uses the handle.
         let code = unsafe { (self.api.f.destroy)(raw) };
         if code != SUCCESS {
             tracing::warn!(device = self.context.id, code, "a library's handle could not be destroyed");
@@ -441,7 +442,7 @@ fn strides(dims: &[c_int]) -> Dims {
 impl Plan {
     fn new(dnn: &Arc<Dnn>, c: &Conv, bias: Option<(Bias, c_int)>, loose: bool) -> Result<Plan, String> {
         let f = &dnn.api.f;
-        let number = type_number(c.dtype).ok_or_else(|| format!("{} has no number", c.dtype))?;
+        let number = type_number(c.dtype).ok_or_else(|| format!("it has no element type {}", c.dtype))?;
         let tensor = |dims: &[c_int]| {
             let steps = strides(dims);
             let set = |t| {
@@ -458,7 +459,7 @@ impl Plan {
         };
         // SAFETY: `filter_create` only writes a handle, and `filter_destroy` is its counterpart.
         let w = unsafe { Descriptor::new(f.filter_create, f.filter_destroy, set) }?;
-        // Only f32 may be rounded, to TF32, and only if the precision allows it.
+        // Only f32 may be rounded (to TF32), and only if the precision allows it.
         let exact = !loose || c.dtype != DType::F32;
         let plain = c.dtype == DType::F32 && exact;
         let math = match c.dtype {
@@ -503,8 +504,8 @@ impl Plan {
         let alone = bias.is_some_and(|(_, a)| a == IDENTITY);
         let handle = dnn.handle.lock().unwrap_or_else(|e| e.into_inner());
         let (mut found, mut all) = (0, [Performance::default(); MAX_ALGORITHMS]);
-        // SAFETY: at most `MAX_ALGORITHMS` entries are written to `all`, and one number; the handle and all
-        // descriptors are live.
+        // SAFETY: the library writes at most `MAX_ALGORITHMS` entries to `all`, and one number to `found`.
+        // The handle and all descriptors are live.
         let code = unsafe {
             (f.algorithms)(
                 handle.0,
@@ -534,7 +535,8 @@ impl Plan {
             ));
         };
         let mut workspace = 0;
-        // SAFETY: one number is written to `workspace`; the handle is locked, and all descriptors are live.
+        // SAFETY: the library writes one number to `workspace`. The handle is locked, and all descriptors are
+        // live.
         let steps = [unsafe { (f.conv_math)(conv.raw, if plain { FMA_MATH } else { best.math }) }, unsafe {
             (f.workspace)(handle.0, x.raw, w.raw, conv.raw, y.raw, best.algorithm, &mut workspace)
         }];
@@ -573,8 +575,8 @@ impl KernelCall for Plan {
         // SAFETY: `enqueue` requires a live stream of this device.
         let handle = unsafe { dnn.bind(stream) }?;
         // SAFETY: the descriptors are live. `enqueue` requires buffers that passed `SimtKernel::check`: the
-        // operands lie in them, and the result overlaps with none. The scalars are read before the call
-        // returns.
+        // operands lie in them, and the result overlaps with no other buffer. The library reads the scalars
+        // before the call returns.
         let code = unsafe {
             match &self.on_top {
                 None => (f.forward)(

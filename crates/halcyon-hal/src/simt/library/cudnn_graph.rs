@@ -2,7 +2,8 @@
 //!
 //! A descriptor is created, given attributes and finalised. It does not change afterwards. Operations
 //! connected by virtual tensors form a graph. The library proposes engines (implementations) of the graph,
-//! best first. An engine gives a plan, which runs with a pack of addresses.
+//! best first. It makes an execution plan of an engine. In this file, a plan is such an execution plan; it
+//! runs with a pack of addresses.
 
 use super::cudnn::status;
 use super::functions_of_one;
@@ -146,8 +147,8 @@ const MAX_NOTES: usize = 32;
 /// Maximum length of an error text.
 const MAX_TEXT: usize = 256;
 
-/// A call that the library rejected, or that [`Builder::keep`] did not make (code -1), because an attribute
-/// refers to something outside of the graph.
+/// A call that failed. Either the library rejected it, or [`Builder::keep`] did not make it (code -1),
+/// because an attribute refers to something outside of the graph.
 #[derive(Debug)]
 pub struct CallError {
     pub call: String,
@@ -183,7 +184,7 @@ impl Graphs {
         let mut text = status(code).to_string();
         if let Some(last_error) = self.last_error {
             let mut said = [0u8; MAX_TEXT];
-            // SAFETY: at most `said.len()` bytes are written to `said`.
+            // SAFETY: the library writes at most `said.len()` bytes to `said`.
             unsafe { last_error(said.as_mut_ptr().cast(), said.len()) };
             let end = said.iter().position(|c| *c == 0).unwrap_or(said.len());
             let said = String::from_utf8_lossy(&said[..end]);
@@ -269,7 +270,7 @@ impl Description {
             let code = unsafe { (api.f.set)(made.raw, *name, of, n as i64, from) };
             api.check(code, || format!("attribute {name} of {}", kind.1))?;
         }
-        // SAFETY: the descriptor is live, and so are those that it refers to.
+        // SAFETY: the descriptor and all descriptors that it refers to are live.
         let code = unsafe { (api.f.finalize)(made.raw) };
         api.check(code, || format!("finishing {}", kind.1))?;
         Ok(made)

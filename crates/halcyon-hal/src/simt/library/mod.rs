@@ -250,8 +250,8 @@ impl Libraries {
         }
         call.one_dense_output()?;
         call.native_types()?;
-        // CUDA multiplies f32 at the highest precision without matrix units; rocBLAS uses them for every type
-        // on ROCm.
+        // On CUDA, the library multiplies f32 at the highest precision without matrix units. On ROCm, rocBLAS
+        // uses matrix units for every type.
         let plain = self.family().side == Side::Cuda
             && call.precision == MatmulPrecision::Highest
             && call.inputs.iter().chain(call.outputs).all(|o| o.dtype == DType::F32);
@@ -331,13 +331,13 @@ trait KernelCall: Send + Sync + fmt::Debug {
 #[derive(Debug)]
 pub(super) struct SimtKernel {
     name: String,
-    /// Id of the device that it belongs to.
+    /// Id of the kernel's device.
     pub owner: u64,
     /// The requirements on the buffers: inputs, output, workspace.
     needs: Needs,
     applies_epilogue: bool,
     workspace: usize,
-    /// Alignment of its buffers.
+    /// Required alignment of the buffers.
     alignment: usize,
     body: Box<dyn KernelCall>,
 }
@@ -387,7 +387,8 @@ impl SimtKernel {
         }
     }
 
-    /// Prepares for a capture on a stream that is used for captures only. Called before the capture begins.
+    /// Prepares for a capture on a stream that is used for captures only. The caller calls this before the
+    /// capture begins.
     ///
     /// # Safety
     /// `stream` must be a live stream of the kernel's device that nothing else uses during the call.

@@ -11,8 +11,8 @@ use halcyon_ir::ops::Op;
 use halcyon_ir::passes::bytes;
 use halcyon_ir::target::Work;
 
-/// Products of fewer multiply-adds use a generated kernel: launching a library kernel takes as long as the
-/// product, and choosing its algorithm takes longer.
+/// Products of fewer multiply-adds use a generated kernel. For such a product, the launch of a library kernel
+/// takes as long as the product, and the choice of its algorithm takes longer.
 const MIN_MULTIPLY_ADDS: usize = 1 << 15;
 /// Maximum number of library calls for one product whose batch has no single stride.
 const MAX_CALLS: usize = 16;
@@ -148,7 +148,8 @@ impl Product {
         }
         let (mut ba, mut bb) = (head(&a.view), head(&b_view));
         collapse(&mut [&mut ba, &mut bb, &mut c], rank - 2);
-        // Sizes, and strides of a, b and c. The longest axis becomes the library's batch.
+        // For each axis of the batch: its size, and its strides in a, b and c. The longest axis becomes the
+        // library's batch.
         let mut axes: Vec<(usize, [isize; 3])> =
             (0..c.rank()).map(|i| (ba.shape[i], [ba.strides[i], bb.strides[i], c.strides[i]])).collect();
         axes.sort_by_key(|(n, _)| *n);

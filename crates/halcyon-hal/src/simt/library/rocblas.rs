@@ -132,7 +132,7 @@ impl RocBlas {
             next: "Free memory on the device".into(),
         })?;
         let mut text = [0u8; 64];
-        // SAFETY: at most `text.len()` bytes are written to `text`.
+        // SAFETY: the library writes at most `text.len()` bytes to `text`.
         unsafe { (api.f.version)(text.as_mut_ptr().cast(), text.len()) };
         let end = text.iter().position(|c| *c == 0).unwrap_or(text.len());
         let version = String::from_utf8_lossy(&text[..end]).into_owned();
@@ -230,7 +230,7 @@ impl Drop for RocBlas {
         // Kernels hold a reference to this value, so no kernel is left.
         let Handles { usual, capturing } = &*self.lock();
         for raw in [*usual].into_iter().chain(capturing.map(|c| c.0)).filter(|h| !h.is_null()) {
-            // SAFETY: `create` made both handles, and this value, which is their only user, ends.
+            // SAFETY: `create` made both handles, and nothing uses them after this value.
             unsafe { self.destroy(raw) };
         }
     }
@@ -258,9 +258,9 @@ impl Plan {
         let (p, zero) = (&self.product, 0u64);
         let [factors, result, compute] = self.types;
         let operation = |by_rows: bool| OPERATIONS[usize::from(!by_rows)];
-        // SAFETY: `call` requires a live handle and valid addresses. When the product was made, its
-        // dimensions were checked to fit the library's integers. The scalars are read before the call
-        // returns.
+        // SAFETY: `call` requires a live handle and valid addresses. When the product was made, a check
+        // ensured that its dimensions fit the library's integers. The library reads the scalars before the
+        // call returns.
         unsafe {
             (self.blas.api.f.gemm)(
                 handle,
@@ -360,7 +360,7 @@ impl KernelCall for Plan {
             Some((handle, _)) => handle,
             None => blas.create()?,
         };
-        // The entry has no stream until one is set successfully.
+        // The handle has no stream until a stream is set successfully.
         handles.capturing = Some((handle, ptr::null_mut()));
         // SAFETY: `create` made the handle, which is locked; `prepare` requires a live stream.
         blas.check("choosing a stream", unsafe { (blas.api.f.set_stream)(handle, stream) })?;

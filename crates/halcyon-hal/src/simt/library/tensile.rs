@@ -3,8 +3,8 @@
 //! The kernels of these libraries are in files beside them, for each architecture
 //! (`lib/rocblas/library/TensileLibrary_lazy_gfx90a.dat`). Without files for the device, rocBLAS terminates
 //! the process at its first product, and hipBLASLt continues without kernels. The files are therefore checked
-//! first. A library that loads another HIP runtime than the driver's would misinterpret the driver's streams,
-//! so it is rejected too.
+//! first. A library that loads a second HIP runtime would misinterpret the streams of the first, so it is
+//! rejected too.
 
 use crate::simt::adapter::Adapter;
 use crate::simt::sys::{Context, Side};
@@ -26,8 +26,8 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    /// Fails if an AMD library has no kernels for the device, or loads another HIP runtime than the driver's.
-    /// CUDA devices always pass. `function` is the address of one of the library's functions.
+    /// Fails if an AMD library has no kernels for the device, or loads a second HIP runtime. CUDA devices
+    /// always pass. `function` is the address of one of the library's functions.
     pub(super) fn check(&self, context: &Context, function: usize) -> Result<()> {
         if context.api.family.side == Side::Cuda {
             return Ok(());

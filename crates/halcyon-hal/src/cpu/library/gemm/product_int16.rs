@@ -3,7 +3,7 @@
 //! Processors without them use plain integer arithmetic.
 //!
 //! Two consecutive elements of K are a pair of 32 bits. A matrix of pairs lies in memory like a matrix of f32
-//! with half as many columns, so a product of pairs runs on the driver of f32 products ([`super::panels`])
+//! with half as many columns, so a product of pairs runs on the loops of f32 products ([`super::panels`])
 //! with another step. Bytes are widened to 16 bits first, which is exact. Odd K gets a zero at its end.
 //!
 //! Cost. A step multiplies two elements of K; a step of an f32 product multiplies one element. Both steps
