@@ -3,8 +3,8 @@
 //! kernel runs under the sanitizer.
 //!
 //! `HALCYON_SEED` repeats a run's inputs; `HALCYON_ROW` selects rows by a part of their name. On devices that
-//! build a program for each case, one case in 48 is run, and at least one of each row, drawn anew in every run.
-//! `HALCYON_CASES=all` or `HALCYON_ROW` runs all of them, and `HALCYON_CASES=N` one case in N on every
+//! build a program for each case, one case in 48 is run, and at least one of each row, drawn anew in every
+//! run. `HALCYON_CASES=all` or `HALCYON_ROW` runs all of them, and `HALCYON_CASES=N` one case in N on every
 //! device.
 
 use halcyon::ir::composite::CompositeKind;
