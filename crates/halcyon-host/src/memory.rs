@@ -39,10 +39,12 @@ const UNCHECKED_BYTES: u64 = 64 << 20;
 /// # Errors
 /// [`Error::OutOfMemory`].
 pub fn check_available(bytes: u64, what: &str) -> Result<()> {
+    // Reading the figures takes tens of microseconds, as long as a run of a small model.
+    if bytes <= UNCHECKED_BYTES {
+        return Ok(());
+    }
     match memory() {
-        Some((free, total)) if bytes > UNCHECKED_BYTES && bytes > free => {
-            Err(out_of_memory(bytes, what, free, total))
-        }
+        Some((free, total)) if bytes > free => Err(out_of_memory(bytes, what, free, total)),
         _ => Ok(()),
     }
 }
@@ -63,9 +65,6 @@ fn out_of_memory(bytes: u64, what: &str, free: u64, total: u64) -> Error {
 /// # Errors
 /// [`Error::OutOfMemory`].
 pub fn zeros(bytes: usize, what: &str) -> Result<Vec<u8>> {
-    if bytes as u64 > UNCHECKED_BYTES {
-        check_available(bytes as u64, what)?;
-    }
     // Reserve first, so that a refusal is an error instead of an abort. Then allocate zero pages, which take
     // no memory until they are written.
     reserve(bytes, what).map(drop)?;

@@ -94,3 +94,27 @@ fn named(graph: &Graph, weights: &[(String, ConstData)]) -> Graph {
 fn same(a: &ConstData, b: &ConstData) -> bool {
     (a.dtype, &a.dims) == (b.dtype, &b.dims) && a.bytes() == b.bytes()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use halcyon::ir::TensorType;
+
+    /// Two biases of zeros: each constant has the name of its own weight. A third equal constant has the name
+    /// of the first.
+    #[test]
+    fn equal_weights_keep_their_own_names() {
+        let zeros = ConstData::from_slice(&[2], &[0.0f32; 2]).unwrap();
+        let weights = vec![("first.bias".to_string(), zeros.clone()), ("second.bias".to_string(), zeros.clone())];
+        let mut g = Graph::new();
+        let mut y = g.input("x", TensorType::new(halcyon::DType::F32, [2usize]));
+        let constants: Vec<_> = (0..3).map(|_| g.constant(zeros.clone())).collect();
+        for c in &constants {
+            y = g.add(y, *c).unwrap();
+        }
+        g.output("y", y);
+        let named = named(&g, &weights);
+        let names: Vec<String> = constants.iter().map(|c| named.node(*c).span.to_string()).collect();
+        assert_eq!(names, ["first.bias", "second.bias", "first.bias"]);
+    }
+}
