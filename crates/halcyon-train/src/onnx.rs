@@ -105,7 +105,8 @@ mod tests {
     #[test]
     fn equal_weights_keep_their_own_names() {
         let zeros = ConstData::from_slice(&[2], &[0.0f32; 2]).unwrap();
-        let weights = vec![("first.bias".to_string(), zeros.clone()), ("second.bias".to_string(), zeros.clone())];
+        let weights =
+            vec![("first.bias".to_string(), zeros.clone()), ("second.bias".to_string(), zeros.clone())];
         let mut g = Graph::new();
         let mut y = g.input("x", TensorType::new(halcyon::DType::F32, [2usize]));
         let constants: Vec<_> = (0..3).map(|_| g.constant(zeros.clone())).collect();
