@@ -392,7 +392,7 @@ mod tests {
             ("epochs=many", "invalid type"),
             ("epochs.x=1", "not a table"),
             ("epoch=3", "epoch"),
-            ("batch=0", "0 samples"),
+            ("batch=0", "at least 1 sample"),
             ("optimizer.kind=adan", "adan"),
         ] {
             let e = read(MLP, &[setting]).unwrap_err().to_string();
