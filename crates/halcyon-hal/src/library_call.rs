@@ -2,6 +2,7 @@
 //! conditions on its operands and buffers.
 
 use crate::{Declined, Error, LibraryCall, Operand, Result, reach};
+use halcyon_ir::fused::Load;
 use halcyon_ir::target::{Epilogue, MatmulPrecision, Work};
 use smallvec::SmallVec;
 
@@ -91,6 +92,12 @@ impl<'a> CallForm<'a> {
             [out] if out.view.is_dense() => Ok(()),
             _ => Err(Declined::because("one dense output is needed")),
         }
+    }
+
+    /// Index in `inputs` of the operand that `load` of the epilogue `e` reads. The epilogue's own inputs follow
+    /// the op's, in order and without the op's result.
+    pub(crate) fn epilogue_input(&self, e: &Epilogue<'_>, load: &Load) -> usize {
+        self.own + load.input as usize - usize::from(load.input > e.product)
     }
 
     /// The requirements of a kernel of this form on its buffers: inputs, then outputs.

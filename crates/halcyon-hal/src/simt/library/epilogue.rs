@@ -45,8 +45,7 @@ impl VendorEpilogue {
         };
         let Some(k) = a.bias else { return Ok(VendorEpilogue { bias: None, activation }) };
         let l = &e.fused.loads[k];
-        // The chain's other inputs follow the op's own ones, in order.
-        let input = call.own + l.input as usize - usize::from(l.input > e.product);
+        let input = call.epilogue_input(&e, l);
         let size = call.inputs.get(input).map_or(0, |o| o.view.numel() as isize);
         if l.view.offset < 0 || l.view.offset + shape[axis] as isize > size {
             return no("reads outside of its bias");

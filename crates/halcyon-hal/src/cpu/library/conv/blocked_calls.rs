@@ -292,7 +292,7 @@ impl Simple {
             None => Some(None),
             Some(k) => {
                 let l = &e.fused.loads[k];
-                let k = 2 + l.input as usize - usize::from(l.input > e.product);
+                let k = call.epilogue_input(e, l);
                 reach::load_fits(e.fused, l, call.inputs.get(k)?).then_some(Some((k, l.view.offset)))
             }
         };

@@ -47,8 +47,11 @@ pub(in crate::cpu::library) fn matmul_f32(
         let (team, isa, c) = (r.team, r.isa, r.bufs[out].ptr as *mut f32);
         if p.k == 0 {
             // SAFETY: `CpuKernel::run` has checked that the output buffer is writable and holds the dense
-            // view, `numel` floats.
-            unsafe { std::ptr::write_bytes(c, 0, numel) };
+            // view, `numel` floats. It has also checked the buffers of the chain's operands.
+            unsafe {
+                std::ptr::write_bytes(c, 0, numel);
+                run_all(chain.as_ref(), r, rows, c);
+            }
             return;
         }
         let (a, b) = p.mats::<f32>(r);
@@ -151,8 +154,7 @@ impl StoredEpilogue {
         };
         let Some(k) = a.bias else { return Some(StoredEpilogue { bias: None, relu }) };
         let l = &e.fused.loads[k];
-        // The chain's other inputs follow the product's own inputs, in order.
-        let input = call.own + l.input as usize - usize::from(l.input > e.product);
+        let input = call.epilogue_input(e, l);
         if l.dtype != DType::F32 || !reach::load_fits(e.fused, l, call.inputs.get(input)?) {
             return None;
         }
