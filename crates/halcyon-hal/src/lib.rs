@@ -544,9 +544,9 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         None
     }
 
-    /// Whether [`Device::capture`] is implemented. A device that implements it must return `true` here, or its
-    /// plans are never captured. A capture may still fail, for example if the driver's library has no functions
-    /// for it.
+    /// Whether [`Device::capture`] is implemented. A device that implements it must return `true` here, or
+    /// its plans are never captured. A capture may still fail, for example if the driver's library has no
+    /// functions for it.
     fn captures(&self) -> bool {
         false
     }

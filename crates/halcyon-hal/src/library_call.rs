@@ -94,8 +94,8 @@ impl<'a> CallForm<'a> {
         }
     }
 
-    /// Index in `inputs` of the operand that `load` of the epilogue `e` reads. The epilogue's own inputs follow
-    /// the op's, in order and without the op's result.
+    /// Index in `inputs` of the operand that `load` of the epilogue `e` reads. The epilogue's own inputs
+    /// follow the op's, in order and without the op's result.
     pub(crate) fn epilogue_input(&self, e: &Epilogue<'_>, load: &Load) -> usize {
         self.own + load.input as usize - usize::from(load.input > e.product)
     }
