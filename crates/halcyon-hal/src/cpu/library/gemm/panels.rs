@@ -52,8 +52,9 @@ impl<T: Storage> Left<T> {
     }
 }
 
-/// The work on a block of rows by a chunk of columns of C, for one K block.
-pub(super) struct Block<'a, P> {
+/// The work on a block of rows by a chunk of columns of C, for one K block. The type does not depend on the
+/// source of B, so one kernel for each instruction set serves every source.
+pub(super) struct Block {
     /// Rows of A. The row for row `i` of C is at `a + (i - i0) * rs`.
     a: *const f32,
     rs: isize,
@@ -62,11 +63,10 @@ pub(super) struct Block<'a, P> {
     /// Columns `j0..j1`.
     j0: usize,
     j1: usize,
-    k0: usize,
+    /// Number of K elements.
     kc: usize,
-    b: &'a P,
-    /// Packed columns from `j0` on, or null if B is already packed.
-    packed: *const f32,
+    /// Packed columns from `j0` on: consecutive panels.
+    panels: *const f32,
     /// Memory to prefetch for the next block (or null), and its number of floats.
     ahead: (*const f32, usize),
     /// Whether the rows of A come from memory and not from a cache, so that the rows of the next tile are
@@ -80,15 +80,15 @@ pub(super) struct Block<'a, P> {
 dispatch_simd! {
     /// # Safety
     /// The contract of `block_of` without its condition on the caller, because the dispatch checks `isa`.
-    unsafe fn block[P: Panels][P](isa, w: &Block<'_, P>) = block_body
+    unsafe fn block[][](isa, w: &Block) = block_body
 }
 
 /// # Safety
 /// The contract of `block_of`.
 #[inline(always)]
-unsafe fn block_body<S: RegisterTiles, P: Panels>(w: &Block<'_, P>) {
+unsafe fn block_body<S: RegisterTiles>(w: &Block) {
     // SAFETY: `block_body` has the contract of `block_of`.
-    unsafe { block_of::<S, Fma, P>(w) }
+    unsafe { block_of::<S, Fma>(w) }
 }
 
 /// Number of rows of the next tile if `left` rows remain: `most`, or `most - 1` if tiles of this size cover
@@ -111,10 +111,10 @@ fn height(most: usize, left: usize) -> usize {
 ///
 /// # Safety
 /// The caller is compiled for `S`'s instruction set. The `w.rows` rows at `w.a` have `w.kc` readable floats;
-/// the panels of columns `w.j0..w.j1` are at `w.packed` or in `w.b`; these rows and columns of C are writable
+/// the panels of columns `w.j0..w.j1` are at `w.panels`; these rows and columns of C are writable
 /// and used by this thread only, and the epilogue covers them.
 #[inline(always)]
-pub(super) unsafe fn block_of<S: RegisterTiles, D: Step<S>, P: Panels>(w: &Block<'_, P>) {
+pub(super) unsafe fn block_of<S: RegisterTiles, D: Step<S>>(w: &Block) {
     let (nr, kc) = (S::VECS * S::W, w.kc);
     let store = w.epi.store();
     let (mut i, mut done) = (0, 0);
@@ -127,10 +127,7 @@ pub(super) unsafe fn block_of<S: RegisterTiles, D: Step<S>, P: Panels>(w: &Block
         unsafe {
             let a = w.a.offset(i as isize * w.rs);
             for j in (w.j0..w.j1).step_by(nr) {
-                let b = match w.packed.is_null() {
-                    true => w.b.ready(w.k0, kc, j),
-                    false => w.packed.add((j - w.j0) * kc),
-                };
+                let b = w.panels.add((j - w.j0) * kc);
                 let more = done < w.ahead.1;
                 let out = Tile {
                     ahead: if more { w.ahead.0.wrapping_add(done) } else { std::ptr::null() },
@@ -586,7 +583,7 @@ fn even(n: usize, most: usize) -> usize {
 ///
 /// # Safety
 /// The contract of [`block_of`] without its condition on the caller, because the function checks the [`Isa`].
-pub(super) type RunBlock<P> = unsafe fn(Isa, &Block<'_, P>);
+pub(super) type RunBlock = unsafe fn(Isa, &Block);
 
 /// Computes the product.
 ///
@@ -596,7 +593,7 @@ pub(super) type RunBlock<P> = unsafe fn(Isa, &Block<'_, P>);
 unsafe fn drive<T: Storage, P: Panels>(
     team: Option<&Team>,
     s: &Shape,
-    run: RunBlock<P>,
+    run: RunBlock,
     g: &Gemm<&Left<T>, &P>,
     buf: *mut f32,
 ) {
@@ -666,7 +663,7 @@ unsafe fn drive<T: Storage, P: Panels>(
                             ((p.ptr as *const f32).wrapping_offset(at), p.rs)
                         }
                     };
-                    let packed = if s.own {
+                    let panels = if s.own {
                         let own = b_buf.get().wrapping_add(worker * cols * kc_max(s.k));
                         // SAFETY: columns `c0..c1` lie in B; this buffer belongs to the worker.
                         unsafe { pack_columns(s.isa, b, k0, kc, j0 + c0, j0 + c1, own) };
@@ -674,7 +671,7 @@ unsafe fn drive<T: Storage, P: Panels>(
                     } else if s.b_cols > 0 {
                         b_buf.get().wrapping_add(k0 * n.next_multiple_of(s.nr) + c0 * kc)
                     } else {
-                        std::ptr::null()
+                        b.ready(k0, kc, j0 + c0)
                     };
                     let block_of = Block {
                         a: at,
@@ -683,10 +680,8 @@ unsafe fn drive<T: Storage, P: Panels>(
                         rows: r1 - r0,
                         j0: j0 + c0,
                         j1: j0 + c1,
-                        k0,
                         kc,
-                        b,
-                        packed,
+                        panels,
                         ahead: if s.near { next(s, b, kb, c1, cols) } else { (std::ptr::null(), 0) },
                         far: blocks == 1 && r1 - r0 > ROWS / 4,
                         c: *cc.get(),
@@ -723,7 +718,7 @@ fn next<P: Panels>(s: &Shape, b: &P, kb: usize, end: usize, cols: usize) -> (*co
 /// and are used by nothing else. The epilogue's biases and chain cover C.
 pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(team: &Team, isa: Isa, g: &Gemm<&Left<T>, &P>) {
     // SAFETY: `gemm_panels` has the contract of `gemm_blocks`, and `block` computes blocks of f32.
-    unsafe { gemm_blocks(team, team.threads(), isa, block::<P>, g) }
+    unsafe { gemm_blocks(team, team.threads(), isa, block, g) }
 }
 
 /// [`gemm_panels`] on 1 or all threads of the team, with another computation of blocks.
@@ -734,7 +729,7 @@ pub(super) unsafe fn gemm_blocks<T: Storage, P: Panels>(
     team: &Team,
     threads: usize,
     isa: Isa,
-    run: RunBlock<P>,
+    run: RunBlock,
     g: &Gemm<&Left<T>, &P>,
 ) {
     let ready = !g.b.ready(0, 1, 0).is_null();
@@ -764,7 +759,7 @@ pub(crate) fn inline_floats(isa: Isa, m: usize, n: usize, k: usize, direct: bool
 pub(crate) unsafe fn panels_inline<T: Storage, P: Panels>(isa: Isa, g: &Gemm<&Left<T>, &P>, buf: *mut f32) {
     let s = Shape::new(isa, g.m, g.n, g.k, 1, g.a.direct(), false);
     // SAFETY: `panels_inline` has the contract of `drive`; `inline_floats` is at least `s.floats()`.
-    unsafe { drive(None, &s, block::<P>, g, buf) }
+    unsafe { drive(None, &s, block, g, buf) }
 }
 
 #[cfg(test)]

@@ -485,7 +485,8 @@ pub(crate) trait Panels: Sync {
             unsafe { self.pack::<S>(k0, kc, j, cols, cols.next_multiple_of(S::W), dst.add(q * most * kc)) };
         }
     }
-    /// The panel at column `j` if B is already packed; otherwise null.
+    /// If B is already packed, the panel at column `j` of the K block `k0 .. k0 + kc`, followed by the panels
+    /// of the next columns; otherwise null.
     fn ready(&self, _k0: usize, _kc: usize, _j: usize) -> *const f32 {
         std::ptr::null()
     }

@@ -178,22 +178,22 @@ pub(crate) fn isa_of_pairs(isa: Isa) -> Isa {
 /// # Safety
 /// The contract of [`block_of`] without its condition on the caller, because this function checks the
 /// instruction set. The epilogue has no scale, no bias and no ReLU.
-unsafe fn block(isa: Isa, w: &Block<'_, Packed>) {
+unsafe fn block(isa: Isa, w: &Block) {
     /// # Safety
     /// The contract of [`block_of`], on a processor with AVX512_VNNI.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-    unsafe fn vnni(w: &Block<'_, Packed>) {
+    unsafe fn vnni(w: &Block) {
         // SAFETY: `vnni` has the contract of `block_of`, and this function enables AVX512_VNNI.
-        unsafe { block_of::<Avx512, x86::DotVnni, Packed>(w) }
+        unsafe { block_of::<Avx512, x86::DotVnni>(w) }
     }
     /// # Safety
     /// The contract of [`block_of`], on a processor with AVX2, FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn avx2(w: &Block<'_, Packed>) {
+    unsafe fn avx2(w: &Block) {
         // SAFETY: `avx2` has the contract of `block_of`, and this function enables AVX2.
-        unsafe { block_of::<Avx2, Dot, Packed>(w) }
+        unsafe { block_of::<Avx2, Dot>(w) }
     }
     // SAFETY: `check` verified the instruction set, and `isa_of_pairs` returns AVX-512 only with VNNI.
     // `block` has the rest of the contract of `block_of`.
@@ -203,7 +203,7 @@ unsafe fn block(isa: Isa, w: &Block<'_, Packed>) {
             Isa::Avx512 => vnni(w),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => avx2(w),
-            _ => block_of::<Portable, Dot, Packed>(w),
+            _ => block_of::<Portable, Dot>(w),
         }
     }
 }
