@@ -44,8 +44,10 @@ pub(crate) fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<
                 h.width, h.height
             )));
         }
-        // The decoded image, and its float copy for resizing.
-        let floats = pixels as u64 * if want.channels == Some(1) { 4 } else { 12 };
+        // The decoded image, and float copies for resizing: of the colours, and of their grey value.
+        let colours = if want.channels == Some(1) && h.channels < 3 { 0 } else { 12 };
+        let grey = if want.channels == Some(1) { 4 } else { 0 };
+        let floats = pixels as u64 * (colours + grey);
         host::check_available(need as u64 + floats, &format!("the picture {file}")).map_err(|e| {
             lacking = Some(e);
             Failure::Unsupported("too little memory".into())

@@ -1,6 +1,7 @@
 //! Tests of training as a whole and of modules: loss scaling, weight files, failed steps,
 //! the derive, parameter groups, initial values, LoRA, dropout.
 
+use halcyon::ops::Attention;
 use halcyon::prelude::*;
 use halcyon_nn::*;
 use std::path::Path;
@@ -445,6 +446,39 @@ fn dropout_draws_anew_in_each_step_and_is_the_same_on_every_device() {
     assert!(a != other && a[0] != a[1] && a[0][0] != a[0][1]);
     let kept = a[0][0].iter().filter(|v| **v == 2.0).count();
     assert!((10..=54).contains(&kept) && a[0][0].iter().all(|v| *v == 0.0 || *v == 2.0), "{kept}");
+}
+
+/// Attention with dropout computes in the layer's dtype. Causal attention hides later keys with dropout too.
+#[test]
+fn attention_with_dropout_takes_every_float_type_and_hides_later_keys() {
+    let b = Backend::cpu().unwrap();
+    for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
+        let o = MultiHeadAttentionOptions {
+            dropout: 0.5,
+            batch_first: true,
+            dtype,
+            ..MultiHeadAttentionOptions::default()
+        };
+        let layer = MultiHeadAttention::with(&b, 4, 2, o).unwrap();
+        let optimizer = Optimizer::new(&layer, Sgd::new().rate(0.0)).unwrap();
+        // The results of two steps on a sequence whose last vector is filled with `last`.
+        let run = |last: f32| {
+            let optimizer = Optimizer::new(&layer, Sgd::new().rate(0.0)).unwrap();
+            let mut step = TrainStep::new(&layer, optimizer, |l: &&MultiHeadAttention, x: &[Tensor]| {
+                let y = l.forward(&x[0], &x[0], &x[0], Attention { causal: true, ..Attention::default() });
+                Ok(vec![y.cast(DType::F32).sum(..), y])
+            })
+            .unwrap()
+            .seed(3);
+            let mut v: Vec<f32> = (0..12).map(|i| (i as f32 * 0.7).sin()).collect();
+            v[8..].fill(last);
+            let x = Tensor::from_slice(&b, [1, 3, 4], &v).unwrap().cast(dtype);
+            [(); 2].map(|()| step.run(&[&x]).unwrap()[1].to_vec::<f64>().unwrap())
+        };
+        let ([a, next], [c, _]) = (run(1.0), run(-2.0));
+        assert!(a != next, "{dtype}: each step draws anew");
+        assert!(a[..8] == c[..8] && a[8..] != c[8..], "{dtype}: {a:?} {c:?}");
+    }
 }
 
 /// PyTorch's files load by the same names, also from inside of a checkpoint.

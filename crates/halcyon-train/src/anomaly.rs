@@ -185,7 +185,11 @@ fn module_of(graph: &Graph, id: NodeId) -> Option<String> {
             let other =
                 ["batch.", "captured.", "scaler.", "average.", "sum."].iter().any(|p| i.name.starts_with(p));
             if !other {
-                return Some(i.name.rsplit_once('.').map_or(String::new(), |(m, _)| m.to_string()));
+                let parent = |name: &str| name.rsplit_once('.').map(|(m, _)| m.to_string());
+                let of = parent(&i.name);
+                // An optimizer's state is named after its parameter: `fc1.weight.exp_avg`.
+                let is_state = of.as_ref().is_some_and(|p| graph.inputs().iter().any(|i| *i.name == **p));
+                return Some(if is_state { of.and_then(|p| parent(&p)) } else { of }.unwrap_or_default());
             }
         }
         queue.extend(graph.node(at).inputs.iter().copied());

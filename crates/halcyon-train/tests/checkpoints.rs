@@ -123,6 +123,13 @@ fn the_newest_and_the_best_are_kept() {
     }
     fs::write(dir.path().join("step-000010"), "a file").unwrap();
     assert_eq!(store.list().unwrap(), want);
+    // Each save of a step replaces the one before.
+    for n in 3..6 {
+        let path = store.save(&a, &s, &Progress { step: 4, ..Progress::default() }).unwrap();
+        assert_eq!(path, dir.path().join(format!("step-000004-{n}")));
+        assert_eq!(store.latest().unwrap(), Some(path));
+        assert_eq!(store.list().unwrap().len(), 3);
+    }
 }
 
 #[test]

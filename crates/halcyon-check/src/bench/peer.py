@@ -40,8 +40,8 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def wait():
-    if on_gpu:
-        torch.cuda.synchronize()
+    if kind != "cpu":
+        getattr(torch, kind).synchronize()
 
 
 def tf32(on):
@@ -174,6 +174,8 @@ def model(name, compile, batch, length):
     tf32(True)
     if name == "resnet50":
         f, inputs = resnet50(), [torch.randn(batch, 3, 224, 224, device=dev)]
+    elif name != "minilm":
+        raise ValueError(f"there is no PyTorch version of {name}")
     else:
         ids = torch.randint(0, 30000, (batch, length), device=dev)
         f, inputs = MiniLM(), [ids, torch.ones_like(ids)]
@@ -213,7 +215,7 @@ def installed(*names):
 
 def libraries():
     if not on_gpu:
-        return "CPU"
+        return kind.upper()
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
     wheels = [f"nvidia-{lib}{cu}" for lib in ("cublas", "cudnn") for cu in ("-cu11", "-cu12", "-cu13", "")]
     return ", ".join([build, f"cuDNN {torch.backends.cudnn.version()}", *installed(*wheels, "triton")])

@@ -23,6 +23,8 @@ const MAX_BATCH: usize = 1 << 24;
 pub(crate) struct TrainFit {
     pub(crate) parameters: u64,
     pub(crate) gradients: u64,
+    /// Whether the scratch of the plan is smaller than all gradients together.
+    pub(crate) gradients_share: bool,
     /// The two moments of Adam for each parameter.
     pub(crate) optimizer: u64,
     /// Scratch without gradients.
@@ -192,6 +194,7 @@ pub(crate) fn needs(b: &Backend, graph: &Graph, input_bytes: &[usize]) -> Result
         Ok(TrainFit {
             parameters: stored,
             gradients: gradients.min(scratch),
+            gradients_share: scratch < gradients,
             optimizer: stored.saturating_mul(2),
             activations: scratch.saturating_sub(gradients),
             others: others.into_iter().fold(0, u64::saturating_add),
@@ -244,7 +247,7 @@ impl Report {
             1 => "recomputing them needs no less memory".to_string(),
             n => format!("and {} if {n} parts of the forward are computed again", size(r.activations)),
         };
-        let gradients = match p.gradients < p.parameters {
+        let gradients = match p.gradients_share {
             true => "of which not all are in memory at once".to_string(),
             false => "as large as the parameters".into(),
         };

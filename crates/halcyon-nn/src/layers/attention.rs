@@ -145,22 +145,27 @@ impl MultiHeadAttention {
         }
     }
 
-    /// Attention with dropout of the attention weights, for training.
+    /// Attention with dropout of the attention weights, for training. With `causal`, the lengths of the
+    /// sequences must be known.
     #[track_caller]
     fn dropped(&self, q: &Tensor, k: &Tensor, v: &Tensor, o: Attention<'_>) -> Tensor {
-        let (Ok(qd), Ok(kd)) = (q.dims(), k.dims()) else { return q.attention(k, v, o) };
         let scale = o.scale.unwrap_or(1.0 / ((self.size / self.heads) as f64).sqrt());
         let mut scores = q.matmul(&k.transpose(-2, -1)) * scale;
         if let Some(mask) = o.mask {
             scores = scores + mask;
         }
         if o.causal {
-            let (queries, keys) = (qd[2], kd[2]);
+            let (queries, keys) = match (q.dims(), k.dims()) {
+                (Ok(q), Ok(k)) => (q[2], k[2]),
+                // A sequence of unknown length, or an error of an earlier op.
+                (Err(e), _) | (_, Err(e)) => return Tensor::build(&[q, k], |_, _| Err(e)),
+            };
             let index = |n: usize| Tensor::arange(q.backend(), n, DType::I32);
             let last = index(queries).unsqueeze(1) + (keys as i64 - queries as i64);
             let hidden = index(keys).unsqueeze(0).gt(&last);
-            scores =
-                hidden.select(&Tensor::full(q.backend(), [1usize], f64::NEG_INFINITY, DType::F32), &scores);
+            let dtype = scores.dtype().unwrap_or(DType::F32);
+            let never = Tensor::full(q.backend(), [1usize], f64::NEG_INFINITY, dtype);
+            scores = hidden.select(&never, &scores);
         }
         self.dropout.forward(&scores.softmax(-1)).matmul(v)
     }

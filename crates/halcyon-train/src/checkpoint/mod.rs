@@ -201,7 +201,10 @@ impl Checkpoints {
         let text = serde_json::to_vec_pretty(&manifest).map_err(|e| Error::internal(e.to_string()))?;
         halcyon_host::output::write(&part.0.join(NAME), &text)?;
         sync_folder(&part.0)?;
-        let path = part.publish(&self.folder, progress.step)?;
+        // The name sorts after those of older checkpoints of the step, of which some may be gone.
+        let same_step = |((step, times), _): (Order, PathBuf)| (step == progress.step).then_some(times + 1);
+        let first = self.ordered()?.into_iter().filter_map(same_step).max().unwrap_or(0);
+        let path = part.publish(&self.folder, (progress.step, first))?;
         sync_folder(&self.folder)?;
         if let Err(e) = self.prune(&path) {
             // The new checkpoint is complete, so training continues.
@@ -341,10 +344,10 @@ impl Part {
         }
     }
 
-    /// Gives the folder its visible name. An older checkpoint of the same step is removed only after this
-    /// checkpoint has its name.
-    fn publish(self, folder: &Path, step: u64) -> Result<PathBuf> {
-        for times in 0.. {
+    /// Gives the folder its visible name: the first free one of the step, from `first` on. An older checkpoint
+    /// of the same step is removed only after this checkpoint has its name.
+    fn publish(self, folder: &Path, (step, first): Order) -> Result<PathBuf> {
+        for times in first.. {
             let path = folder.join(name_of((step, times)));
             if path.symlink_metadata().is_ok() {
                 continue;
