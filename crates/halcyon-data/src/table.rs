@@ -173,7 +173,8 @@ impl<'a> Table<'a> {
         if std::mem::take(&mut self.again) {
             return Ok(true);
         }
-        self.reader.read_byte_record(&mut self.record).map_err(|e| bad(self.file, refusal(&e)))
+        let content = self.content;
+        self.reader.read_byte_record(&mut self.record).map_err(|e| bad(self.file, refusal(&e, content)))
     }
 
     /// The error for a value of the current line.
@@ -185,18 +186,22 @@ impl<'a> Table<'a> {
     /// The number of the current line. The position of the CSV reader is before the empty lines that it
     /// skipped, so this function counts these lines.
     fn line(&self) -> u64 {
-        let Some(at) = self.record.position() else { return 0 };
-        let rest = usize::try_from(at.byte()).ok().and_then(|k| self.content.get(k..)).unwrap_or(&[]);
-        let ends = rest.iter().take_while(|b| b"\r\n".contains(b));
-        at.line() + ends.filter(|b| **b == b'\n').count() as u64
+        self.record.position().map_or(0, |at| line_of(at, self.content))
     }
 }
 
+/// The number of the line at a position of the CSV reader, or of the next line that is not empty.
+fn line_of(at: &csv::Position, content: &[u8]) -> u64 {
+    let rest = usize::try_from(at.byte()).ok().and_then(|k| content.get(k..)).unwrap_or(&[]);
+    let ends = rest.iter().take_while(|b| b"\r\n".contains(b));
+    at.line() + ends.filter(|b| **b == b'\n').count() as u64
+}
+
 /// The message for a line that the CSV reader rejected.
-fn refusal(e: &csv::Error) -> String {
+fn refusal(e: &csv::Error, content: &[u8]) -> String {
     match e.kind() {
         csv::ErrorKind::UnequalLengths { pos, expected_len, len } => {
-            let line = pos.as_ref().map_or(0, csv::Position::line);
+            let line = pos.as_ref().map_or(0, |at| line_of(at, content));
             format!("line {line} has {len} values, but the first has {expected_len}")
         }
         _ => e.to_string(),
@@ -440,6 +445,7 @@ mod tests {
         }
         assert!(fails("a,y\n1e39,0\n", &o).contains("too large for f32"));
         assert!(fails("a,y\n1,2\n1,2,3\n", &o).contains("line 3 has 3 values, but the first has 2"));
+        assert!(fails("a,y\n1,2\n\n\n1,2,3\n", &o).contains("line 5 has 3 values, but the first has 2"));
         assert!(fails("a,y\n\"1\n,2\n", &o).contains("has 1 values"));
         assert!(fails(b"a,y\n1,2\n\xff,2\n", &o).contains("line 3, column 'a'"));
         assert!(fails(b"a,y\n1,\xff\n", &o).contains("not UTF-8"));

@@ -45,9 +45,14 @@ pub(super) fn weight(f: &FunctionProto, n: &NodeProto) -> usize {
         all.iter().map(one).sum()
     }
     let given: usize = n.attribute.iter().chain(&f.attribute_proto).map(attribute).sum();
-    // Upper bound: every reference may be to any of the given attributes.
-    let refers = f.node.iter().flat_map(|n| &n.attribute).filter(|a| !a.ref_attr_name.is_empty()).count();
-    nodes(&f.node).saturating_add(given.saturating_mul(refers))
+    fn references(all: &[NodeProto]) -> usize {
+        let one = |a: &AttributeProto| {
+            usize::from(!a.ref_attr_name.is_empty()) + a.g.iter().map(|g| references(&g.node)).sum::<usize>()
+        };
+        all.iter().flat_map(|n| &n.attribute).map(one).sum()
+    }
+    // Every reference, also one in a nested graph, is counted with the bytes of all given attributes.
+    nodes(&f.node).saturating_add(given.saturating_mul(references(&f.node)))
 }
 
 /// The body of `f` as a graph, for the calling node `n`.

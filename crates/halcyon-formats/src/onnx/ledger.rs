@@ -59,8 +59,9 @@ impl Ledger {
             match i {
                 Item::Tensor(v) => self.value(v),
                 Item::Text(t) => self.add(Rc::downgrade(&(t.clone() as Rc<dyn Debug>)), text(t)),
-                // Its elements were counted as earlier results.
-                Item::Sequence(_) | Item::Optional(None) => {}
+                // Elements that were counted before are recognised below.
+                Item::Sequence(s) => todo.extend(s.iter()),
+                Item::Optional(None) => {}
                 Item::Optional(Some(i)) => todo.push(i),
                 Item::Map(m) => todo.push(&m.1),
             }

@@ -169,6 +169,7 @@ pub(super) fn read(bytes: &[u8]) -> Outcome<(Arena, Value)> {
     let mut m = Machine {
         bytes,
         copied: 0,
+        held: 0,
         at: 0,
         stack: vec![],
         marks: vec![],
@@ -186,7 +187,7 @@ pub(super) fn read(bytes: &[u8]) -> Outcome<(Arena, Value)> {
         let a = &m.arena;
         let parts =
             [m.stack.len(), m.memo.len(), m.marks.len(), a.items.len(), a.dicts.len(), a.tensors.len()];
-        if parts.iter().sum::<usize>() + a.storages.len() > MAX_VALUES {
+        if parts.iter().sum::<usize>() + a.storages.len() + m.held > MAX_VALUES {
             return Err(format!("pickle, byte {at}: more than {MAX_VALUES} values"));
         }
     }
@@ -196,6 +197,8 @@ struct Machine<'b> {
     bytes: &'b [u8],
     /// Entries that were copied from lists to dicts.
     copied: usize,
+    /// Entries of all lists, tuples and dicts.
+    held: usize,
     at: usize,
     stack: Vec<Value>,
     marks: Vec<usize>,
@@ -265,11 +268,13 @@ impl Machine<'_> {
     }
 
     fn items(&mut self, items: Vec<Value>) -> Value {
+        self.held += items.len();
         self.arena.items.push(items);
         Value::Items(self.arena.items.len() as u32 - 1)
     }
 
     fn dict(&mut self, entries: Vec<(Value, Value)>) -> Value {
+        self.held += 2 * entries.len();
         self.arena.dicts.push(entries);
         Value::Dict(self.arena.dicts.len() as u32 - 1)
     }
@@ -437,6 +442,7 @@ impl Machine<'_> {
     fn append(&mut self, items: Vec<Value>) -> Outcome<()> {
         match self.top()? {
             Value::Items(i) => {
+                self.held += items.len();
                 self.arena.items[i as usize].extend(items);
                 Ok(())
             }
@@ -447,6 +453,7 @@ impl Machine<'_> {
     fn insert(&mut self, entries: Vec<(Value, Value)>) -> Outcome<()> {
         match self.top()? {
             Value::Dict(i) => {
+                self.held += 2 * entries.len();
                 self.arena.dicts[i as usize].extend(entries);
                 Ok(())
             }
@@ -569,6 +576,13 @@ mod tests {
         let Value::Dict(d) = arena.items[i as usize][3] else { panic!() };
         assert_eq!(arena.dicts[d as usize].len(), 1);
         assert_eq!(arena.dicts[d as usize][0].1, Value::Bool(true));
+    }
+
+    #[test]
+    fn values_in_containers_count() {
+        let part = [&b"("[..], &vec![b'N'; 1 << 20], b"e"].concat();
+        let p = [&b"\x80\x02]"[..], &part.repeat(16), b"."].concat();
+        assert!(read(&p).unwrap_err().contains("more than"));
     }
 
     #[test]

@@ -254,7 +254,14 @@ impl SimtStream {
     ) -> Result<Event> {
         let mut fault = None;
         if self.queue.may_have_faulted() {
-            fault = Some(self.shared.staging.take(&self.shared, 4)?);
+            match self.shared.staging.take(&self.shared, 4) {
+                Ok(pages) => fault = Some(pages),
+                Err(e) => {
+                    // The device may still write the pages of `read`.
+                    self.queue.finish()?;
+                    return Err(e);
+                }
+            }
         }
         let enqueue = || match &fault {
             // SAFETY: `take` returned at least four bytes. `pages` moves to the marker, which waits for the

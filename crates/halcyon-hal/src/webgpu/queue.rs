@@ -265,11 +265,10 @@ impl Queue {
         let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
         let from = memory::buffer(&self.device, words.len() as u64, usage)
             .map_err(|e| self.error("createBuffer", &e))?;
-        let patched = self.run_with(state, &self.fault, |s| {
+        self.run_with(state, None, |s| {
             s.queue.raw.write_buffer(&from, 0, &words);
             s.copy_bytes(&Slice::whole(&from), 0, &dst.slice(), offset, bytes.len())
-        });
-        patched.map(|(state, _)| state)
+        })
     }
 
     /// Copies a validated range to the host, after all submitted work.
@@ -393,26 +392,32 @@ impl Queue {
 
     /// Enqueues and submits the commands of `f`, including those before a failed one.
     pub fn run(&self, f: impl FnOnce(&mut Submission<'_>) -> Result<()>) -> Result<()> {
-        let (mut state, faulted) = self.run_with(self.lock(), &self.fault, f)?;
-        state.may_have_faulted |= faulted;
-        Ok(())
+        self.run_with(self.lock(), None, f).map(drop)
     }
 
-    /// Like [`Queue::run`], with a stream's own fault word; returns whether a kernel used it.
+    /// Like [`Queue::run`], with a stream's own fault word. Sets `used` if a kernel that was submitted may
+    /// write the word, also if a later command fails.
     pub fn run_for(
         &self,
         fault: &wgpu::Buffer,
+        used: &mut bool,
         f: impl FnOnce(&mut Submission<'_>) -> Result<()>,
-    ) -> Result<bool> {
-        self.run_with(self.lock(), fault, f).map(|(_, faulted)| faulted)
+    ) -> Result<()> {
+        self.run_with(self.lock(), Some((fault, used)), f).map(drop)
     }
 
+    /// `stream` is the fault word of a stream and whether a kernel used it; without it, the queue's own word
+    /// serves.
     fn run_with<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
-        fault: &'a wgpu::Buffer,
+        stream: Option<(&'a wgpu::Buffer, &mut bool)>,
         f: impl FnOnce(&mut Submission<'_>) -> Result<()>,
-    ) -> Result<(MutexGuard<'a, State>, bool)> {
+    ) -> Result<MutexGuard<'a, State>> {
+        let (fault, used) = match stream {
+            Some((word, used)) => (word, Some(used)),
+            None => (&self.fault, None),
+        };
         self.call("submit", || {
             let mut s = Submission {
                 queue: self,
@@ -425,8 +430,12 @@ impl Queue {
                 timed: vec![],
             };
             let r = f(&mut s);
-            s.flush()?;
-            r.map(|()| (s.state, s.faulted))
+            let flushed = s.flush();
+            match used {
+                Some(used) => *used |= s.faulted,
+                None => s.state.may_have_faulted |= s.faulted,
+            }
+            flushed.and(r).map(|()| s.state)
         })
     }
 

@@ -146,8 +146,7 @@ impl Stream for WgStream {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let mut open = lock(&self.open);
-        open.1 |= self.core.queue.run_for(&self.fault, |s| self.core.enqueue(s, commands))?;
-        Ok(())
+        self.core.queue.run_for(&self.fault, &mut open.1, |s| self.core.enqueue(s, commands))
     }
 
     /// `wgpu` copies the bytes before this returns.

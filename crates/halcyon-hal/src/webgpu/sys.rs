@@ -48,7 +48,10 @@ impl UnscopedError {
     fn put(&self, call: &str, text: String) {
         let mut s = self.0.lock().unwrap_or_else(|e| e.into_inner());
         tracing::error!(call, %text, "an error outside of a call");
-        s.get_or_insert((call.into(), text));
+        // The loss of the device outlasts any other error.
+        if s.is_none() || call == LOST && s.as_ref().is_some_and(|(first, _)| first != LOST) {
+            *s = Some((call.into(), text));
+        }
     }
 
     /// Returns the first error since the last call, and clears it. The error of a lost device is not cleared.

@@ -5,6 +5,7 @@ use super::{Row, item_row, one, row, text};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
+use halcyon_ir::dtype::Class;
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 /// Attributes of binary operators before opset 7.
@@ -203,12 +204,13 @@ fn pow(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let e = &second_operand(b, c, x, c.arg(1)?)?;
     let to = x.dtype();
     // An integer base with a float exponent is computed in a float type that holds the base exactly (64-bit
-    // bases are rounded to f64). With an integer exponent that is wider than the base, the power is computed
-    // in i64, whose low bits are those of the narrower result.
+    // bases are rounded to f64). With an integer exponent that the base's type does not hold, the power is
+    // computed in i64, whose low bits are those of the narrower result.
     let via = match (to.is_float(), e.dtype().is_float()) {
         (false, true) if to.bits() > 16 => DType::F64,
         (false, true) => DType::F32,
         (false, false) if e.dtype().bits() > to.bits() => DType::I64,
+        (false, false) if e.dtype().class() == Class::Uint && e.dtype().bits() == to.bits() => DType::I64,
         _ => to,
     };
     let (x, e) = (b.cast(x, via)?, b.cast(e, via)?);
@@ -238,6 +240,7 @@ mod tests {
         check(15, op(), &x, &[t(&[], &[1i64 << 32])], &[4], &[0.0, 1.0, 1.0, 0.0]);
         check(15, op(), &x, &[t(&[], &[(1u64 << 32) + 1])], &[4], &[0.0, 1.0, -1.0, 0.0]);
         check(15, op(), &x, &[t(&[], &[-1i8])], &[4], &[0.0, 1.0, -1.0, 0.0]);
+        check(15, op(), &x, &[t(&[], &[(1u32 << 31) + 1])], &[4], &[0.0, 1.0, -1.0, 0.0]);
         check(12, op(), &t(&[2], &[4f32, 9.0]), &[t(&[], &[0.5f64])], &[2], &[2.0, 3.0]);
         check(12, op(), &t(&[2], &[2f32, -3.0]), &[t(&[], &[3u8])], &[2], &[8.0, -27.0]);
     }

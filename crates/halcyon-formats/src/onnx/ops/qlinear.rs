@@ -248,6 +248,8 @@ fn convolution(
         let ids = b.ids(&[x, w])?;
         let id = b.g.conv(ids[0], ids[1], attrs.clone())?;
         let y = b.value(id);
+        // A sum in f64 may exceed i32. It wraps in the cast from i64.
+        let y = if y.dtype() == DType::F64 { b.cast(&y, DType::I64)? } else { y };
         b.cast(&y, DType::I32)
     };
     match parts.as_deref() {

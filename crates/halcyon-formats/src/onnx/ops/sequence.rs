@@ -144,10 +144,12 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
 
 /// The lengths of the parts that an axis of size `n` is split into.
 fn sizes(b: &mut Builder, c: &Call<'_>, n: usize) -> Result<Vec<usize>> {
+    let few = |parts: usize| match parts > PARTS {
+        true => Err(c.unsupported(&format!("a split into {parts} parts"), "Split into fewer parts")),
+        false => Ok(()),
+    };
     let Some(v) = c.opt(1) else {
-        if n > PARTS {
-            return Err(c.unsupported(&format!("a split into {n} parts"), "Split into fewer parts"));
-        }
+        few(n)?;
         return Ok(vec![1; n]);
     };
     let given = b.known_ints(v, "the lengths of a split")?;
@@ -158,8 +160,10 @@ fn sizes(b: &mut Builder, c: &Call<'_>, n: usize) -> Result<Vec<usize>> {
         if k == 0 {
             return Err(bad());
         }
+        few(n.div_ceil(k))?;
         return Ok((0..n).step_by(k).map(|i| k.min(n - i)).collect());
     }
+    few(given.len())?;
     let all = given.iter().map(|v| size(*v)).collect::<Result<Vec<_>>>()?;
     match all.iter().try_fold(0usize, |s, v| s.checked_add(*v)) {
         Some(s) if s == n => Ok(all),
