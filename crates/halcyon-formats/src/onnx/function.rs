@@ -45,7 +45,7 @@ pub(super) fn weight(f: &FunctionProto, n: &NodeProto) -> usize {
         all.iter().map(one).sum()
     }
     let given: usize = n.attribute.iter().chain(&f.attribute_proto).map(attribute).sum();
-    // Upper bound: every reference may be to any of the given attributes.
+    // Each reference copies at most all given attributes. References in nested graphs are not counted.
     let refers = f.node.iter().flat_map(|n| &n.attribute).filter(|a| !a.ref_attr_name.is_empty()).count();
     nodes(&f.node).saturating_add(given.saturating_mul(refers))
 }

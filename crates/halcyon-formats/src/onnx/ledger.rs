@@ -39,7 +39,7 @@ fn text(t: &Text) -> usize {
 }
 
 impl Ledger {
-    /// A ledger for a model file of `file` bytes.
+    /// The account of a model file of `file` bytes.
     pub(super) fn new(file: usize) -> Ledger {
         Ledger::with(file, BASE)
     }
@@ -59,7 +59,8 @@ impl Ledger {
             match i {
                 Item::Tensor(v) => self.value(v),
                 Item::Text(t) => self.add(Rc::downgrade(&(t.clone() as Rc<dyn Debug>)), text(t)),
-                // Its elements were counted as earlier results.
+                // The elements of a sequence were counted as earlier results, except the parts that
+                // SplitToSequence makes.
                 Item::Sequence(_) | Item::Optional(None) => {}
                 Item::Optional(Some(i)) => todo.push(i),
                 Item::Map(m) => todo.push(&m.1),
