@@ -12,11 +12,11 @@ fn main() -> Result<()> {
 
     let x = Tensor::from_slice(&backend, [2, 3], &[1.0f32, -2.0, 3.0, -4.0, 5.0, -6.0])?;
     let w = Tensor::from_slice(&backend, [3, 2], &[0.5f32, 1.0, -0.5, 0.25, 2.0, -1.0])?;
-    // Nothing has run yet, but `y` knows its shape.
+    // Nothing has run yet, but the shape of `y` is known.
     let y = (x.matmul(&w) * 2.0 + 1.0).silu().softmax(-1);
     println!("y: {:?} = {:?}", y.dims()?, y.to_vec::<f32>()?);
 
-    // An error stays in the chain, with this file and line, until a result is requested.
+    // The result of a failed operation stores the error, with this file and line, until a value is requested.
     let wrong = x.matmul(&x).relu() + 1.0;
     println!("the error of a mistake: {}", wrong.check().expect_err("shapes do not fit"));
     Ok(())

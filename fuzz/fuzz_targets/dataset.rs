@@ -1,4 +1,4 @@
-//! Target: datasets in IDX (plain and compressed), CSV and text. The first byte selects the format and
+//! Fuzz target: datasets in IDX (plain and compressed), CSV and text. The first byte selects the format and
 //! options.
 #![no_main]
 

@@ -1,5 +1,5 @@
-//! Fuzz target: a serialised graph. It is read, written again and, if running it is little work, run on the
-//! CPU at both levels.
+//! Fuzz target: a serialised graph. It is read, written and read again. If running it is little work, it is
+//! run on the CPU at O0 and O1.
 //!
 //! If an input does not begin with the file's magic number, the magic number and the header's length are put
 //! before it. Its header ends with the last brace, and the rest is data.

@@ -1,4 +1,4 @@
-//! Target: images, as the command reads them for a model's input.
+//! Fuzz target: images, as the command reads them for a model's input.
 #![no_main]
 
 use halcyon::{DType, Shape};

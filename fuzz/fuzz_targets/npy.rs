@@ -1,4 +1,4 @@
-//! Target: NumPy's `.npy`.
+//! Fuzz target: NumPy's `.npy` files. An array is read, written and read again.
 #![no_main]
 
 use bytes::Bytes;

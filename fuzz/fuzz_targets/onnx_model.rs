@@ -1,5 +1,5 @@
-//! Target: an ONNX model. It is decoded, checked, and imported with and without sizes. If its inputs are
-//! small, it is also run on the CPU at the levels O0 and O1.
+//! Fuzz target: an ONNX model. It is decoded, checked, and imported with and without sizes. If its inputs are
+//! small and running it is little work, it is also run on the CPU at O0 and O1.
 #![no_main]
 
 use bytes::Bytes;

@@ -1,4 +1,4 @@
-//! Target: a stored ONNX value (a tensor, sparse tensor, sequence, optional or map).
+//! Fuzz target: a stored ONNX value (a tensor, sparse tensor, sequence, optional or map).
 #![no_main]
 
 use bytes::Bytes;

@@ -1,5 +1,5 @@
-//! Target: a replay file. It is read, written and read again, and its graph is run on each backend if this is
-//! little work.
+//! Fuzz target: a replay file. It is read, written and read again. If running its graph is little work, the
+//! graph is run on the CPU at O0 and O1.
 #![no_main]
 
 use halcyon::{Replay, Result};

@@ -1,4 +1,4 @@
-//! Target: Safetensors files.
+//! Fuzz target: safetensors files.
 #![no_main]
 
 use bytes::Bytes;

@@ -13,7 +13,7 @@ use std::sync::{Arc, LazyLock};
 
 pub use halcyon_test::{mutate, seed_models};
 
-/// Maximum work of a graph that is run: elements of all nodes, plus multiply-adds of its products.
+/// Maximum work of a graph that is run, as [`work`] counts it.
 const WORK: usize = 1 << 20;
 /// Maximum number of elements of an input.
 const INPUT: usize = 4096;
@@ -33,12 +33,13 @@ fn open(level: Level) -> Backend {
 static O0: LazyLock<Backend> = LazyLock::new(|| open(Level::O0));
 static O1: LazyLock<Backend> = LazyLock::new(|| open(Level::O1));
 
-/// The CPU device at each level.
+/// The CPU device at O0 and at O1.
 pub fn backends() -> [&'static Backend; 2] {
     [&O0, &O1]
 }
 
-/// The approximate work of a graph; `None` if unknown.
+/// The approximate work of a graph: the elements that its nodes read and write, where each element of a
+/// product, convolution or pool counts once for each of its terms. `None` if unknown.
 fn work(g: &Graph) -> Option<usize> {
     let (g, _) = halcyon_ir::passes::inline::inline_composites(g, &|_| false).ok()?;
     let count = |d: &[usize]| d.iter().try_fold(1usize, |a, b| a.checked_mul((*b).max(1)));

@@ -3,8 +3,8 @@
 
 Needs numpy, onnx.   Usage: altered_conformance.py OUT
 
-OUT/conformance/CASE/{model.onnx, tolerance.json, test_data_set_0/{input,output}_N.pb}: every node case made only of the
-operators below, on the element types below.
+OUT/conformance/CASE/{model.onnx, tolerance.json, test_data_set_0/{input,output}_N.pb}: the node cases made only of
+the operators below, on the element types below, that meet the other conditions of `suitable`.
 OUT/conformance_altered/: the same cases; in fifty of them one element of the first output is changed by at least 1.
 OUT/conformance_altered.txt: the names of those fifty, one per line.
 """

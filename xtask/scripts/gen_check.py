@@ -94,7 +94,8 @@ def layers(graph):
 
 
 def range_of(shape, reader):
-    """The range of uniform weights. For products it is ±sqrt(6 / fan-in), which keeps the variance of activations (He et al. 2015)."""
+    """The range of uniform weights. For products and convolutions it is ±sqrt(6 / fan-in), which keeps the
+    variance of activations (He et al. 2015)."""
     node, k = reader
     if node.op_type == "BatchNormalization":
         return [(0.8, 1.2), (-0.1, 0.1), (-0.1, 0.1), (0.8, 1.2)][k - 1]

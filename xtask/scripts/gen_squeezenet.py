@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""SqueezeNet 1.1 with real random weights, an input, and onnxruntime's output for it.
+"""SqueezeNet 1.1 with random weights, an input, and onnxruntime's output for this input.
 
 Needs numpy, onnx, onnxruntime.   Usage: gen_squeezenet.py OUT      writes OUT/{model.onnx, input.npy, output.npy}
 
-The `onnx` package carries SqueezeNet's graph with most weights as `ConstantOfShape`, so that the file stays small. Here
-every such node becomes an initializer drawn from a seeded normal distribution with He's variance (2 / fan-in). In a
-network of rectifiers this variance keeps the size of activations about equal from layer to layer. Biases are drawn with a standard deviation of 0.1. The graph is not changed
-otherwise; it stays at opset 9, where Softmax flattens its input to two dimensions.
+The `onnx` package has SqueezeNet's graph with most weights as `ConstantOfShape`, so that the file stays
+small. Here every such node becomes an initializer drawn from a seeded normal distribution with He's variance
+(2 / fan-in). In a network of rectifiers this variance keeps the size of activations about equal from layer to
+layer. Biases are drawn with a standard deviation of 0.1. The graph is not changed otherwise; it stays at
+opset 9, where Softmax flattens its input to two dimensions.
 The last convolution's weights are then scaled so that the logits have a standard deviation of 1: the
 probabilities differ by class, and none of them is close to 1.
 """

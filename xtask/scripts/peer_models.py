@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Writes the models of `cargo xtask bench peers`: common architectures with random weights from a fixed seed.
-The batch size, or the sequence length, is a symbol.
+The batch size is a symbol, and so is MiniLM's sequence length.
 
 Usage: peer_models.py OUT
 
-Writes OUT/resnet50.onnx (input: image [batch, 3, 224, 224]) and OUT/minilm.onnx (input: token ids [batch, seq]).
+Writes OUT/resnet50.onnx (input: image [batch, 3, 224, 224]) and OUT/minilm.onnx (inputs: token ids, attention
+mask and token types, each [batch, seq]).
 """
 import pathlib
 import sys

@@ -57,7 +57,7 @@ def parse(item):
 
 
 class Numpy:
-    """Products by OpenBLAS, and peaks of the memory."""
+    """Products by OpenBLAS, and the peak rates of memory."""
 
     def __init__(self, threads):
         import numpy as np

@@ -1,8 +1,9 @@
-"""Makes the cases that halcyon-nn is compared with: layers, losses, optimizers and schedules of PyTorch.
+"""Makes the cases that halcyon-nn is compared with: layers, losses, optimizers, schedules and the loss scaler
+of PyTorch.
 
 `torch_cases.py FOLDER [COUNT]` writes layers.npz and layers.json (COUNT random configurations of layers and
-losses, with inputs, weights, results and gradients), optimizers.npz, optimizers.json and schedules.json. The
-draws follow from a fixed seed. Needs torch.
+losses, with inputs, weights, results and gradients), optimizers.npz, optimizers.json, schedules.json and
+scaler.json. The draws follow from a fixed seed. Needs torch.
 """
 
 import json
@@ -265,7 +266,7 @@ def layers(folder, count):
         put = lambda key, t: arrays.__setitem__(f"{name}.{key}", t.detach().numpy())
         for i, x in enumerate(inputs):
             put(f"x{i}", x if x.is_floating_point() else x.int())
-            # PyTorch has no finite gradient of a target of 0.
+            # PyTorch's gradient is not finite where a loss expects a probability of 0.
             if x.grad is not None and bool(torch.isfinite(x.grad).all()):
                 put(f"dx{i}", x.grad)
         for i, (y, w) in enumerate(zip(out, seeds)):
@@ -423,7 +424,7 @@ def schedules(folder):
 
 
 def scaler(folder):
-    """The scale of a GradScaler after each of 60 steps, some of whose gradients overflow."""
+    """The scale of a GradScaler and the parameters after each of 60 steps, some with gradients that overflow."""
     rng = np.random.default_rng(18)
     out = []
     for init, growth, backoff, interval in [(65536.0, 2.0, 0.5, 2000), (1024.0, 2.0, 0.5, 3), (8.0, 4.0, 0.25, 5)]:

@@ -1,5 +1,5 @@
-"""Makes the losses that `crates/halcyon-nn/tests/torch/runs.rs` is compared with: three networks, trained for 100
-steps by PyTorch in f32.
+"""Makes the losses that `crates/halcyon-nn/tests/torch/runs.rs` is compared with: three networks, each trained
+for 100 steps with each of two optimizers, by PyTorch in f32.
 
 `torch_runs.py FILE` writes a JSON list of runs: {"net", "optimizer", "losses"}. Initial weights and batches are
 formulas of their position, so that no other data is needed. Needs torch.

@@ -36,10 +36,10 @@
 //!   64), `gpt` (6 layers, 384 wide, context 256, batch 16). `train16` allows products and convolutions in
 //!   bfloat16. Ours is the example `bench_train` of `halcyon-nn`. Each of these items has processes of its
 //!   own, whose peak memory is reported (`"peak_memory"`, bytes).
-//! - `peak.fma`, `peak.bf16`, `peak.int8`, `peak.read`, `peak.copy`: the machine's peaks
-//!   with N threads. These are multiply-adds in registers of float32, bfloat16 and bytes (work in operations,
-//!   two per multiply-add), reads of memory far larger than the caches (bytes), and copies of such memory
-//!   (bytes read plus written). The answers also contain `"work": W`, the amount of work done in `seconds`.
+//! - `peak.fma`, `peak.bf16`, `peak.int8`, `peak.read`, `peak.copy`: the machine's peaks with N threads.
+//!   These are multiply-adds in registers of float32, bfloat16 and 8-bit integers (work in operations, two
+//!   per multiply-add), reads of memory far larger than the caches (bytes), and copies of such memory (bytes
+//!   read plus written). The answers also contain `"work": W`, the amount of work done in `seconds`.
 //!
 //! `start` is not a request: the parent starts a process that classifies one image and exits, and measures
 //! the wall time. Halcyon's process is `halcyon run MODEL --input FILE --threads N`. The environment variable
@@ -282,7 +282,8 @@ impl Options {
         Ok(options)
     }
 
-    /// Whether the item, or items whose names start with it, were requested.
+    /// Whether `--only` selects the item. `item` may also be the beginning of names, such as `model.`: then
+    /// whether `--only` may select one of these items.
     fn selects(&self, item: &str) -> bool {
         let asked = |only: &String| item.starts_with(only.as_str()) || only.starts_with(item);
         self.only.is_empty() || self.only.iter().any(asked)

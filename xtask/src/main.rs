@@ -31,7 +31,7 @@ Usage: cargo xtask <command>
   test [--nightly | --fast] [--no-install] [--only STEP]... [--list]
       Install what the tests need, then run what must pass before a merge: every test, but only a sample of long tests.
       --nightly     every test, without samples
-      --fast        only formatting, comments, clippy and the tests
+      --fast        only formatting, comments, clippy, the number of crates and the tests
       --no-install  install nothing; tests that need what is missing are skipped and named
       --only STEP   only this step (repeatable); --list names the steps and what each tier does with them
       Samples and random inputs come from a seed that the run prints; HALCYON_SEED=N repeats them.

@@ -224,7 +224,7 @@ fn stamp(requirements: &[Requirements]) -> Result<String, String> {
     Ok(out)
 }
 
-/// Makes a Rust target usable for `cargo check`, with rustup if available.
+/// Checks that the standard library of a Rust target is installed. If not, installs it with rustup.
 pub(crate) fn rust_target(target: &str, install: bool) -> Result<(), String> {
     let installed = Command::new("rustc")
         .args(["--print", "target-libdir", "--target", target])

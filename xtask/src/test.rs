@@ -160,7 +160,9 @@ fn left_out(step: &Step, tier: Tier, draw: Draw) -> Option<String> {
     match (&step.tiers, tier) {
         (_, Tier::Nightly) | (In::All, _) => None,
         (In::Sample(_), Tier::Fast) if step.name == "tests" => None,
-        (_, Tier::Fast) => Some("--fast runs only formatting, comments, clippy and the tests".into()),
+        (_, Tier::Fast) => {
+            Some("--fast runs only formatting, comments, clippy, the number of crates and the tests".into())
+        }
         (In::Merge | In::Sample(_), Tier::Merge) => None,
         (In::Nightly(why), Tier::Merge) => Some(format!("--nightly runs it: {why}")),
         (In::OneOf(group, why), Tier::Merge) => {

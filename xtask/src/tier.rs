@@ -7,9 +7,9 @@ pub(crate) const SEED: &str = "HALCYON_SEED";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tier {
-    /// Formatting, comments, clippy and the tests.
+    /// Formatting, comments, clippy, the number of crates, and the tests.
     Fast,
-    /// The checks before a merge: everything cheap, and a sample of the rest.
+    /// The tests before a merge: samples of the long steps, and no nightly steps.
     Merge,
     /// Everything in full.
     Nightly,

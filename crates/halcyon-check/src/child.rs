@@ -14,10 +14,11 @@ pub(crate) struct ChildResult {
     pub out: String,
     /// The end of the child's standard error.
     pub err: String,
-    /// What happened to the child if it has no exit code, such as `was ended by signal: 11 (SIGSEGV)`.
+    /// Set if the child could not be started or waited for, or was ended by a signal: what happened, such as
+    /// `was ended by signal: 11 (SIGSEGV)`.
     pub broken: Option<String>,
-    /// Set if the deadline passed: the time since the child's last output, or `Some(None)` if the child was
-    /// not started.
+    /// Set if the deadline passed: `Some` with the time since the child last wrote to standard output (or
+    /// since its start, if it wrote nothing), or `Some(None)` if the child was not started.
     pub late: Option<Option<Duration>>,
     pub code: Option<i32>,
 }
@@ -72,7 +73,8 @@ fn end_group(child: &Child) {
     let _ = child;
 }
 
-/// Runs a command without input until it ends or `until` passes. Then ends all processes that it started.
+/// Runs a command without input until it ends or `until` passes. Then ends all processes that the command
+/// started.
 pub(crate) fn run(command: &mut Command, until: Instant) -> ChildResult {
     own_group(command);
     // If this process ends, in whatever way, the child ends too.

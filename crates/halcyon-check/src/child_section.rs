@@ -88,7 +88,7 @@ pub(crate) fn status_of(e: &Error) -> Status {
     }
 }
 
-/// Writes a note for each device of each backend, with what its driver reports.
+/// Writes a note for each device of each backend. It holds the driver's [`halcyon::DeviceInfo`] in JSON.
 fn devices() {
     for driver in registry::drivers() {
         begin(driver.kind().id());
@@ -138,7 +138,7 @@ fn hal(o: &SectionArgs) -> Result<()> {
 }
 
 fn stories_and_mlp(o: &SectionArgs) -> Result<()> {
-    // On a stand-in, a token takes a tenth of a second, so compute few.
+    // A rehearsal computes few tokens, because on a stand-in each takes a tenth of a second.
     let few = |all| if o.tiny { 4 } else { all };
     let found = |name: &str, r: end_to_end::Found| match r {
         Ok(note) => emit(name, Status::Passed, note),
@@ -158,7 +158,7 @@ fn stories_and_mlp(o: &SectionArgs) -> Result<()> {
     Ok(())
 }
 
-/// Runs ten digits at O1 and O2: the classes must be right and the logits as expected.
+/// Runs ten digits at O1 and O2. The classes must be right, and the logits must be as expected.
 fn mnist(o: &SectionArgs) -> Result<()> {
     let dir = o.data.join("mnist");
     let io = |e: String| Error::Io { path: dir.join("expected.json").display().to_string(), what: e };

@@ -1,5 +1,5 @@
 //! The data file holds the names and contents of files, compressed together. Weights that are too large for
-//! it are generated.
+//! the data file are generated when it is unpacked.
 
 use flate2::Compression;
 use flate2::read::ZlibDecoder;
@@ -100,7 +100,7 @@ pub(crate) fn unpack(file: &Path, to: &Path) -> Done<usize> {
     Ok(count)
 }
 
-/// Uniformly distributed f32 numbers at an offset of a weights file.
+/// Uniformly distributed f32 numbers at an offset (in bytes) of a weights file.
 #[derive(Debug, Deserialize)]
 struct RandomWeights {
     offset: u64,

@@ -12,9 +12,10 @@ pub(crate) enum Status {
     Wrong,
     /// It failed with a typed error that names an unsupported feature.
     Unsupported,
-    /// It did not complete.
+    /// It failed with another error, crashed or hung.
     Error,
-    /// It was left out, because no time was left or an earlier failure made the device unusable.
+    /// It was left out or not completed, because no time was left or an earlier failure made the device
+    /// unusable.
     #[serde(rename = "not_run")]
     NotRun,
 }
@@ -66,7 +67,7 @@ impl Figure {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub(crate) enum Event {
-    /// Announces the work that runs next. If no event follows, the process ended during this work.
+    /// Announces the work that runs next. If no check or figure follows, the process ended during this work.
     Begin {
         what: String,
     },
@@ -79,8 +80,8 @@ pub(crate) enum Event {
 }
 
 impl Event {
-    /// Writes the event as one line to standard output and flushes it. Ends this process if the parent no
-    /// longer reads.
+    /// Writes the event as one line to standard output and flushes it. If that fails, because the parent no
+    /// longer reads, ends this process.
     pub(crate) fn emit(&self) {
         use std::io::Write;
         if let Ok(line) = serde_json::to_string(self) {

@@ -1,9 +1,9 @@
 //! `halcyon-check`: one binary that is copied to a machine with an accelerator, together with one data file.
 //! It reports what works there and how fast; see `docs/gpu-check.md`. `cargo xtask gpu-check` builds both.
 //!
-//! It is a multi-call binary. With options it runs the check; with a command's name it acts as the `halcyon`
-//! command (`halcyon-check doctor`). It starts itself for each section of the check, so that a crash or hang
-//! loses that section only.
+//! It is a multi-call binary. With options, or without arguments, it runs the check; with a command's name it
+//! acts as the `halcyon` command (`halcyon-check doctor`). It starts itself for each part of the check, so
+//! that a crash or hang loses only that part.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -29,8 +29,8 @@ Usage: halcyon-check [options]            check this machine's accelerators and 
   --no-torch        do not measure PyTorch (default: measured if `python3 -c \"import torch\"` works; HALCYON_PYTHON names another Python)
   --rehearsal       tiny sizes and a sample of the cases: shows that this program works, not how fast a device is
 
-Exit code: 0 all is right and every target was met, 1 something is wrong, 2 the command line is wrong, 3 nothing is wrong, but something was left
-out or a target was missed.
+Exit code: 0 all is right and every target was met, 1 something is wrong, 2 the command line is wrong or the check could not run, 3 nothing is wrong,
+but something was left out or a target was missed.
 ";
 
 fn main() -> ExitCode {

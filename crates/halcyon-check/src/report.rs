@@ -80,7 +80,8 @@ pub(crate) struct SectionResult {
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Verdict {
     Ok,
-    /// A figure missed its target or had nothing to be compared with, or something was not run.
+    /// A figure missed its target, a figure with a target had nothing to be compared with, or something was
+    /// not run.
     Missed,
     Skipped,
     Wrong,
@@ -189,7 +190,7 @@ fn cell(s: &str) -> String {
     }
 }
 
-/// Formats with four significant digits.
+/// Formats with four significant digits (three if the number is below 0.001 or at least a million).
 fn short(v: f64) -> String {
     match v.abs() {
         a if a == 0.0 || !a.is_finite() => format!("{v}"),
@@ -207,8 +208,8 @@ impl Report {
         self.sections.iter().map(|s| s.verdict(self.rehearsal)).max().unwrap_or(Verdict::Wrong)
     }
 
-    /// Exit code: 0 if everything passed, 1 if something is wrong, 3 if something was left out or a target
-    /// was missed.
+    /// Exit code: 0 if the verdict of every section is `Ok`, 1 if one is `Wrong` or no section ran, and 3
+    /// otherwise.
     pub(crate) fn code(&self) -> u8 {
         match self.worst() {
             Verdict::Ok => 0,
@@ -360,7 +361,7 @@ impl Report {
 /// Writes the list of a section's cases that did not pass, and of its warnings.
 fn failures(s: &SectionResult, out: &mut String) {
     let _ = writeln!(out, "\n## What did not pass: {} on {}\n", s.name, s.backend);
-    // List wrong results before unsupported features.
+    // Features that are not supported and cases that were not run come last.
     let mut all: Vec<&Check> = s.failures.iter().collect();
     all.sort_by_key(|c| matches!(c.status, Status::Unsupported | Status::NotRun));
     for c in all.iter().take(MAX_LISTED) {

@@ -120,8 +120,8 @@ pub(crate) fn main(args: &[String]) -> Result<u8, String> {
     let devices = devices(&exe, &child, start + Duration::from_secs(60));
     let backends =
         if o.backends.is_empty() { accelerators(&devices, &mut notes)? } else { o.backends.clone() };
-    // The backends of the card's vendor come first, with all the time they need. Other backends for the same
-    // card get the remaining time.
+    // Unless backends are named, the backends of the card's vendor come first, with all the time they need.
+    // Other backends for the same card get the remaining time.
     let first = backends.iter().filter(|b| native(b)).count();
     let turns =
         if o.backends.is_empty() && first > 0 { backends.split_at(first) } else { (&backends[..], &[][..]) };
@@ -174,8 +174,8 @@ fn order(
     of(false).chain(of(true)).collect()
 }
 
-/// A section's time limit: its own, or a share of the remaining time if all remaining sections need more than
-/// that.
+/// A section's time limit: its own (longer if the check may take more than nine minutes), but not much more
+/// than its share of the remaining time.
 fn allowed(seconds: u64, rest: u64, left: Duration, minutes: f64) -> Duration {
     let own = seconds as f64 * (minutes / NOMINAL_MINUTES).max(1.0);
     let share = left.as_secs_f64() * seconds as f64 / rest.max(1) as f64;
@@ -215,8 +215,8 @@ fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Comma
 }
 
 /// The folder of the Python installation, or `None` if `VIRTUAL_ENV` is already set or Python does not run.
-/// This folder often has the vendors' libraries, which are installed with PyTorch. If the environment was not
-/// activated, no variable names the folder.
+/// This folder often has the vendors' libraries, which are installed with PyTorch. If the virtual environment
+/// was not activated, no variable names the folder.
 fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
     let python = bench::python();
     let mut command = Command::new(&python);
@@ -247,8 +247,8 @@ fn warm_torch() {
     });
 }
 
-/// Sets the caches of the command to those of this run, and hides the user's configuration file and the
-/// variables below from it. `prefix` is the folder of Python, if no variable names it.
+/// Makes the command use the cache folder of this run, ignore the user's configuration file, and not see the
+/// variables below. `prefix` is the folder of Python, if no variable names it.
 fn own_environment(command: &mut Command, work: &Path, prefix: Option<&str>) {
     let cache = work.join("cache");
     command.env("XDG_CACHE_HOME", &cache).env("LOCALAPPDATA", &cache).env("HALCYON_CONFIG", "off");
@@ -258,7 +258,7 @@ fn own_environment(command: &mut Command, work: &Path, prefix: Option<&str>) {
     }
 }
 
-/// The devices that all drivers find. Runs in a child, because a driver may crash.
+/// The devices that all drivers find. A child looks for them, because a driver may crash.
 fn devices(exe: &Path, child: &dyn Fn(&mut Command), until: Instant) -> Vec<DeviceInfo> {
     let mut command = Command::new(exe);
     child(command.args(["__section", "devices"]));
@@ -270,13 +270,13 @@ fn devices(exe: &Path, child: &dyn Fn(&mut Command), until: Instant) -> Vec<Devi
     ended.out.lines().filter_map(note).collect()
 }
 
-/// Whether this is a backend of the card's vendor, which has kernel libraries.
+/// Whether this is a backend for the cards of a vendor that has kernel libraries (cuda and rocm).
 fn native(backend: &str) -> bool {
     let row = backend.parse::<BackendType>().ok().and_then(BackendType::built_in);
     row.is_some_and(|row| !row.libraries.is_empty())
 }
 
-/// The backends that have a device other than the CPU and software devices, those of card vendors first.
+/// The backends that have a device other than the CPU and software devices; [`native`] ones come first.
 fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<String>, String> {
     let mut found: Vec<String> = vec![];
     for d in

@@ -54,13 +54,13 @@ pub(crate) struct Job {
 pub(crate) struct Section {
     pub name: &'static str,
     pub what: &'static str,
-    /// Maximum number of seconds, if the whole check may take nine minutes.
+    /// Maximum number of seconds, if the whole check may take at most nine minutes.
     pub seconds: u64,
     /// The section's children, or the reason why there is nothing to run.
     pub jobs: fn(&Context) -> Result<Vec<Job>, String>,
     /// Whether children run in parallel. Not set if times are measured.
     pub parallel: bool,
-    /// Whether the section measures. Measuring sections run after all checking ones.
+    /// Whether the section measures. Measuring sections run after the checking ones.
     pub measures: bool,
     /// Minimum share of cases that must pass, if some may be unsupported.
     pub least: f64,
@@ -92,7 +92,8 @@ impl Section {
     }
 }
 
-/// The sections in the order in which they run. Sections for which PyTorch compiles for long come last.
+/// The sections in the order in which they run. `bench-models` comes last, because PyTorch takes long to
+/// compile the models.
 pub(crate) const SECTIONS: &[Section] = &[
     Section::new("doctor", "each step from loading the library to a matrix product", 45, doctor).shown(),
     Section::new("hal", "the conformance suite", 60, |c| Ok(vec![own_section(c, "hal")])),
@@ -135,14 +136,14 @@ pub(crate) const SECTIONS: &[Section] = &[
     Section::new("bench-models", "ResNet-50 and MiniLM", 120, bench_models).measures(),
 ];
 
-/// An environment variable with this value switches a vendor library off, as documented. The variable names
-/// the library's file, and no file has this name.
+/// A vendor library is switched off if its environment variable has this value. The variable names the
+/// library's file, and no file is called `off`.
 const NO_LIBRARY: &str = "off";
 /// Text that is appended to the names of runs without vendor libraries.
 const WITHOUT: &str = ", libraries off";
 
-/// If a child that does not measure passes its deadline, it is considered hung if it had no output for this
-/// long. Otherwise it only ran out of time.
+/// A child that does not measure and passes its deadline counts as hung if it had no output for this long.
+/// Otherwise it only ran out of time.
 const HANG_TIME: Duration = Duration::from_secs(45);
 
 fn job(label: &str, form: OutputFormat, args: &[&str]) -> Job {
@@ -199,7 +200,7 @@ fn doctor(c: &Context) -> Result<Vec<Job>, String> {
     Ok(vec![job("doctor", OutputFormat::Doctor, &["doctor", "--backend", &c.backend, "--json"])])
 }
 
-/// The ops for tiny runs, one for each way of lowering.
+/// The ops for tiny runs: element-wise ops, and one op of each of some other kinds.
 fn few() -> [&'static str; 7] {
     ["add", "exp", "matmul", CompositeKind::Softmax.row().name, "reduce_sum", "gather", "conv"]
 }
@@ -212,7 +213,8 @@ fn table(c: &Context, types: &[&str], more: &[&str]) -> Job {
     job(&label, OutputFormat::Cases, &[&base[..], &["--dtype", &label], more].concat())
 }
 
-/// One child per native dtype, and one for all small types. The dtypes with the most work come first.
+/// One child per native dtype, and one for all small types. The dtypes with the most work come first. (A tiny
+/// run has only f32 and i32.)
 fn ops(c: &Context) -> Result<Vec<Job>, String> {
     if c.tiny {
         let mut more = vec!["--cases", "1"];
@@ -227,8 +229,8 @@ fn ops(c: &Context) -> Result<Vec<Job>, String> {
     Ok(jobs)
 }
 
-/// The ops for which there may be library kernels. They run once with library kernels, and once with
-/// generated kernels on matrix units.
+/// The ops for which vendors may have library kernels. They run once with the libraries; if the backend has
+/// any, they run again without them, which tests the generated kernels on matrix units.
 fn products(c: &Context) -> Result<Vec<Job>, String> {
     let (types, cases): (&[&str], &str) =
         if c.tiny { (&["f16"], "21") } else { (&["f32", "f16", "bf16", "f64", "i8"], "64") };
@@ -240,7 +242,7 @@ fn products(c: &Context) -> Result<Vec<Job>, String> {
     Ok(with.flat_map(|j| [Some(j.clone()), j.without(c)]).flatten().collect())
 }
 
-/// The data folder `name`, or an error that names it.
+/// The folder `name` of the data, or an error that names it.
 fn data_folder(c: &Context, name: &str) -> Result<PathBuf, String> {
     let dir = c.data.join(name);
     if dir.exists() { Ok(dir) } else { Err(format!("the data folder has no {name}")) }
@@ -303,8 +305,9 @@ impl Job {
         command
     }
 
-    /// The events of a child, plus an error if it ended badly. Running out of time is not an error, with one
-    /// exception: a child that does not measure and had no recent output is reported as hung.
+    /// The events of a child, plus an error if it ended badly or reported nothing. Running out of time is not
+    /// an error, with one exception: a child that does not measure and had no recent output is reported as
+    /// hung.
     pub(crate) fn events(&self, ended: &ChildResult, measures: bool) -> Vec<Event> {
         let mut out = match self.form {
             OutputFormat::Events => lines(&ended.out),
@@ -418,7 +421,7 @@ fn doctors(v: &Value) -> Vec<Event> {
     .collect()
 }
 
-/// Parses the events of an output. A truncated line is ignored.
+/// Parses the events of an output. Lines that are not events, such as a truncated one, are ignored.
 fn lines(out: &str) -> Vec<Event> {
     out.lines().filter_map(|l| serde_json::from_str(l).ok()).collect()
 }
@@ -462,8 +465,8 @@ mod tests {
         assert_eq!(statuses(&j.events(&ended(String::new(), 0), false)), [Status::Error]);
         let o = job("suite/1", OutputFormat::Cases, &[]);
         assert_eq!(statuses(&o.events(&ended("no JSON".into(), 4), false)), [Status::Error]);
-        // Running out of time is not an error. Hanging is an error, except in sections that measure: their
-        // compiler may take long.
+        // Running out of time is not an error. Hanging is an error, except in sections that measure, in which
+        // a compiler may be silent for long.
         e.broken = None;
         for (silent, measures, status, note) in [
             (Some(1), false, Status::NotRun, "out of time at \"second\""),

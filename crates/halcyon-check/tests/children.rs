@@ -33,7 +33,7 @@ fn a_check_that_is_ended_leaves_nothing_behind() {
             .stderr(Stdio::null())
             .spawn()
             .expect("it starts");
-        // A child looks for devices and starts a child of its own for each driver.
+        // A child looks for devices. It starts a child of its own, which loads the driver.
         let mut text = String::new();
         let loaded = soon(|| {
             text = std::fs::read_to_string(&told).unwrap_or_default();

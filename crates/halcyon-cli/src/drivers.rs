@@ -18,7 +18,7 @@ pub(crate) fn start(command: &Command, json: bool) {
         Command::Probe(_) | Command::DoctorChild(_) => DriverOutput::ToStderr,
         _ => DriverOutput::Captured,
     });
-    // With `--json` notes are dropped. `note` itself handles `-q`.
+    // With `--json`, notices about probes are dropped. `note` itself handles `-q`.
     let notice: fn(&str) = match json {
         true => |_| {},
         false => report::note,

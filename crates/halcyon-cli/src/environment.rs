@@ -1,5 +1,5 @@
-//! The environment variables that the sources read, except those that are set only by tests and for child
-//! processes. `halcyon help environment` prints this table, and a test compares it with the sources.
+//! The environment variables that users and developers of Halcyon may set. `halcyon help environment` prints
+//! this table. A test compares the names that begin with `HALCYON_` with those in the sources.
 
 /// The section of `halcyon help environment` that lists the variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

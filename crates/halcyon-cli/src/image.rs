@@ -25,8 +25,8 @@ struct ImageFormat {
 
 /// Decodes an image file for an input. Also returns a short description of the conversion.
 ///
-/// Values are scaled to 0..1, then `(x - mean) / std`. A u8 input gets values from 0 to 255 instead.
-/// Transparency is ignored.
+/// Values are scaled to 0..1, then replaced by `(x - mean) / std`. A u8 input gets values from 0 to 255
+/// instead. Transparency is ignored.
 ///
 /// # Errors
 /// [`Error::Argument`] if the input cannot be an image or an option does not fit; [`Error::Format`] for a

@@ -58,7 +58,7 @@ fn plain(text: &str) -> Cow<'_, str> {
     escaped(text, &['\n', '\t'])
 }
 
-/// Truncates overlong lines.
+/// Truncates lines of more than [`LINE`] bytes, to a quarter as many characters.
 fn cut_lines(text: &str) -> Cow<'_, str> {
     if text.lines().all(|l| l.len() <= LINE) {
         return Cow::Borrowed(text);
@@ -347,7 +347,7 @@ pub(crate) struct Summary {
     pub nan: usize,
 }
 
-/// Tensors with at most this many values are printed in full.
+/// The summary of a tensor with at most this many values lists the values.
 pub(crate) const SMALL: usize = 16;
 
 pub(crate) fn summary(x: &ConstData) -> Summary {
@@ -364,7 +364,7 @@ pub(crate) fn summary(x: &ConstData) -> Summary {
     Summary { min: some(min), max: some(max), mean: some(sum / n.max(1) as f64), nan }
 }
 
-/// A number with six significant digits; integers below 10^15 have all digits.
+/// A number with at most six significant digits; integers below 10^15 have all digits.
 pub(crate) fn number(v: f64) -> String {
     if v == 0.0 || v.is_finite() && v.fract() == 0.0 && v.abs() < 1e15 {
         format!("{v}")

@@ -172,7 +172,8 @@ impl InputCollector<'_> {
         let lines = e.encode(&lines)?;
         let width = e.width(&lines);
         for (i, input) in e.inputs(self.ports, &lines.iter().collect::<Vec<_>>(), width)? {
-            // A value that the user gave for one of these inputs takes precedence.
+            // A value that the user gave for the mask or the token types takes precedence. For the token ids,
+            // it is an error.
             if i == e.ids() || !self.taken[i] {
                 mark_taken(&mut self.taken, self.ports, i)?;
                 self.read[i] = Some(input);
@@ -422,7 +423,8 @@ fn is_npz(path: &Path) -> Result<bool> {
     Ok(kind(path)?.1 == Some(Kind::Npz))
 }
 
-/// The value of an input from a file. The kind of file is detected from its content.
+/// The value of an input from a file. The kind of file is detected from its content; `.json` and `.txt` files
+/// are known by their extension.
 pub(crate) fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
     let (bytes, kind) = kind(path)?;
     let source = path.display().to_string();

@@ -21,8 +21,8 @@ pub(crate) fn json(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
 /// kind, such as an ONNX value.
 ///
 /// Strings in JSON are an array, nested like the tensor, or the form that `run` saves: `{"shape": […],
-/// "values": […]}`. A map is an object, or `{"keys": […], "values": […]}` for integer keys. A text file has
-/// one string per line.
+/// "values": […]}`. A map is an object, or `{"keys": […], "values": […]}`, which integer keys require. A text
+/// file has one string per line.
 ///
 /// # Errors
 /// [`Error::Format`] for files with other content.
@@ -59,7 +59,7 @@ pub(crate) fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> R
     lines(p, text.lines().map(String::from).collect()).map(|t| Some(Datum::Text(t)))
 }
 
-/// Makes a tensor with one string per line.
+/// Makes a tensor with one string per line, in the shape that the model declares.
 ///
 /// # Errors
 /// The errors of [`Text::new`].

@@ -17,7 +17,7 @@ const TYPES: &[&str] = &["token_type_ids", "type_ids", "segment_ids"];
 pub(crate) const FILE: &str = "tokenizer.json";
 /// Largest accepted file of lines in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 30;
-/// A token limit above this value means that there is no limit.
+/// A token limit of at least this value means that there is no limit.
 const NO_LIMIT: f64 = 1e9;
 
 /// The lines of a text file; `-` is standard input.
@@ -219,7 +219,7 @@ fn declared_limits(tokenizer: &Path) -> Vec<(usize, String)> {
     if let Some(v) = read(name)
         && let Some(n) = count(&v["max_position_embeddings"])
     {
-        // Models of this family number positions from the padding id + 1.
+        // RoBERTa models number positions from the padding id + 1.
         let kept = match v["model_type"].as_str() {
             Some(t) if t.contains("roberta") => v["pad_token_id"].as_u64().unwrap_or(1) as usize + 1,
             _ => 0,
@@ -261,7 +261,7 @@ mod tokenizer {
             most: Option<usize>,
         ) -> Result<(Vec<TokenizedLine>, Vec<usize>)> {
             let mut t = self.0.clone();
-            // The caller pads lines, to the length of the longest.
+            // The caller pads the lines.
             t.with_padding(None);
             let special = t.encode("", true).map_err(|e| self.bad(e))?.len();
             if let Some(most) = most.filter(|m| *m <= special) {

@@ -1,6 +1,6 @@
-//! Real models with known outputs, run through the command: on cpu at every level, on the other test devices
-//! at O1 and O2. A sample is drawn by seed: one level for each backend and model, and one of the folders of
-//! models. HALCYON_CASES=all runs all.
+//! Real models with known outputs, run through the command: on cpu at O0, O1 and O2, on the other test
+//! devices at O1 and O2. A sample is drawn by seed: one level for each backend and model, and one of the
+//! folders of models. HALCYON_CASES=all runs all.
 
 mod common;
 
@@ -13,7 +13,7 @@ use std::path::Path;
 
 const LEVELS: [&str; 3] = ["O0", "O1", "O2"];
 
-/// The levels at which models run on a backend: all of them on the CPU.
+/// The levels at which models run on a backend. Only the CPU runs O0.
 fn levels(backend: &str) -> &'static [&'static str] {
     if backend == "cpu" { &LEVELS } else { &LEVELS[1..] }
 }

@@ -154,7 +154,8 @@ impl BackendFactory {
     }
 }
 
-/// The vendor's name, or the backend's if the vendor is not a company or has several backends.
+/// The vendor's name (`nvidia`), or the backend's: for TPU, Metal, registered backends, and backends that are
+/// not of one vendor.
 fn vendor_name(b: BackendType) -> &'static str {
     match b {
         BackendType::Tpu => "tpu",
@@ -209,7 +210,7 @@ pub struct StandardDeviceInfo {
     /// Index among the backend's devices.
     pub device_id: usize,
     pub device_name: String,
-    /// Compute capability of a CUDA device.
+    /// Compute capability, if the driver reports one.
     pub compute_capability: Option<String>,
     /// `None` if the driver does not report it.
     pub total_memory_bytes: Option<u64>,

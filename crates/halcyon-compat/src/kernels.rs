@@ -1,4 +1,4 @@
-//! Kernels on `ndarray` arrays, on every backend. Each call copies its arrays to the device, computes, and
+//! Kernels on `ndarray` arrays, on every backend. Each kernel copies its arrays to the device, computes, and
 //! copies the result back. This is for programs that call individual kernels; a model is faster as a graph of
 //! [`Tensor`]s.
 //!
@@ -134,8 +134,8 @@ impl<K: Kind> BackendKernels<K> {
 }
 
 impl CpuBackend {
-    /// Opens the CPU, with or without instruction sets beyond the target's baseline, and with all threads or
-    /// one.
+    /// Opens the CPU, with or without instruction sets beyond the portable one (SSE2 or NEON), and with all
+    /// threads or one.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for `use_simd` in a build without the `simd` feature.

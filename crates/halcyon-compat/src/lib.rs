@@ -1,5 +1,5 @@
-//! Functions and types for choosing and using a backend, with the names of other libraries. Each function
-//! only calls the API of [`halcyon`].
+//! Functions and types for choosing and using a backend, with the names of other libraries. They only call
+//! the APIs of [`halcyon`] and `halcyon-nn`.
 //!
 //! Each module is for programs that were written for one such interface. `docs/compat.md` lists all names and
 //! what each of them does. New programs should use the core API: [`Backend`](halcyon::Backend),
@@ -34,7 +34,8 @@ use halcyon::{BackendType, Error};
 pub enum BackendErrorKind {
     /// An unknown name or invalid setting.
     UnknownValue,
-    /// The name `cuda` on a machine that has only ROCm, or `rocm` on a machine that has only CUDA.
+    /// The name `cuda` on a machine that has only ROCm, or `rocm` on a machine that has only CUDA; or the
+    /// name of another backend than the given device's.
     Mismatch,
     /// The library, driver or device is missing.
     MissingRuntime,
@@ -66,7 +67,7 @@ impl BackendError {
         &self.source
     }
 
-    /// The error for a request of backend `asked` if only `there` is available.
+    /// The error for a request of backend `asked` where `there` is the backend to use.
     pub(crate) fn mismatch(asked: BackendType, there: BackendType, reason: String) -> BackendError {
         let source = Error::Unavailable {
             backend: asked.id().into(),

@@ -52,7 +52,7 @@ impl BackendBuilder {
         self.with(|b| b.device(n))
     }
 
-    /// Hard cap on the bytes of live buffers.
+    /// Hard cap on the bytes taken from the driver ([`halcyon::BackendBuilder::memory_limit`]).
     pub fn memory_pool_size(self, bytes: u64) -> Self {
         self.with(|b| b.memory_limit(bytes))
     }
@@ -62,10 +62,10 @@ impl BackendBuilder {
         self.with(|b| b.enable_tensor_cores(on))
     }
 
-    /// Sets mixed precision ([`halcyon::BackendBuilder::amp`]), which takes effect at level O2, and the scale
-    /// of the loss in training steps ([`halcyon::BackendBuilder::loss_scale`]). The first step uses this
-    /// scale; later the scale changes with the gradients. With a `scale_factor` of 1.0, training steps in
-    /// bf16 and f32 do not scale the loss.
+    /// Sets mixed precision ([`halcyon::BackendBuilder::amp`]), which takes effect from level O2 on, and the
+    /// scale of the loss in training steps ([`halcyon::BackendBuilder::loss_scale`]). The first step uses
+    /// this scale; later the scale changes with the gradients. With a `scale_factor` of 1.0, training steps
+    /// in bf16 and f32 do not scale the loss.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if `accum_dtype` is not f32, or `compute_dtype` is none of f32, f16 and bf16;
@@ -186,9 +186,9 @@ fn adam(x: &[Tensor]) -> Vec<Tensor> {
 /// ```
 ///
 /// # Errors
-/// [`Error::Argument`] if the numbers of parameters and gradients differ, there are none, or `state` belongs
-/// to other parameters; [`Error::Shape`] if the type of a gradient differs from the type of its parameter, or
-/// is not f32; errors of the device.
+/// [`Error::Argument`] if the numbers of parameters and gradients differ, there are none, or `state` is for
+/// another number of parameters; [`Error::Shape`] if the type of a gradient differs from the type of its
+/// parameter, or is not f32; errors of the device.
 pub fn fused_adam_step(
     params: &[&State],
     grads: &[&Tensor],
@@ -257,7 +257,7 @@ impl CpuBuilder {
         CpuBuilder(self.0.num_threads(n))
     }
 
-    /// Whether to use instruction sets beyond the target's baseline; on by default.
+    /// Whether to use instruction sets beyond the portable one (SSE2 or NEON); on by default.
     pub fn enable_simd(self, on: bool) -> Self {
         CpuBuilder(self.0.enable_simd(on))
     }

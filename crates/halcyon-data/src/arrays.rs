@@ -11,8 +11,8 @@ use std::sync::Arc;
 /// A dataset of arrays, one per column. The first axis of each array counts the rows. Clones share the
 /// arrays.
 ///
-/// A batch is a copy of its rows. Arrays of uncompressed files are mapped: their data is read from the file
-/// when it is needed.
+/// A batch is a copy of its rows. Arrays of uncompressed files that need no conversion are mapped: their data
+/// is read from the file when it is needed.
 #[derive(Clone, Debug)]
 pub struct Arrays {
     columns: Vec<Column>,

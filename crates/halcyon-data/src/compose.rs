@@ -63,13 +63,14 @@ impl Dataset for Subset {
 #[derive(Clone, Debug)]
 pub struct Concat {
     parts: Vec<Arc<dyn Dataset>>,
-    /// The number of the first row of each part, and the number of all rows.
+    /// The index of the first row of each part, and at the end the number of all rows.
     starts: Vec<usize>,
 }
 
 impl Concat {
     /// # Errors
-    /// [`Error::Argument`] if there are no parts, or the columns of two parts differ.
+    /// [`Error::Argument`] if there are no parts, if the columns of two parts differ, or if there are too
+    /// many rows.
     pub fn new(parts: Vec<Arc<dyn Dataset>>) -> Result<Concat> {
         let bad = |what: String| Error::argument("concat", what);
         let first = parts.first().ok_or_else(|| bad("there is no dataset".into()))?;

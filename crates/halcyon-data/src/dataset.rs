@@ -30,7 +30,7 @@ impl Column {
         self
     }
 
-    /// The size of the value of one row in bytes. It is at most half of the address space, so that sums do
+    /// The size of the value of one row in bytes, capped at a quarter of the address space, so that sums do
     /// not overflow.
     pub fn row_bytes(&self) -> usize {
         let n = self.dims.iter().fold(1usize, |n, d| n.saturating_mul(*d)).min(usize::MAX >> 5);
@@ -55,8 +55,8 @@ pub trait Dataset: Send + Sync {
         self.len() == 0
     }
 
-    /// The columns, the same for every row. By convention the first column is the input of a model and the
-    /// second column is the target.
+    /// The columns, the same for every row. By convention the first column is the input of a model, and the
+    /// second column is what the model should predict.
     fn columns(&self) -> &[Column];
 
     /// Reads one row. Returns one array per column, with the dtype and shape of the column.
@@ -68,8 +68,9 @@ pub trait Dataset: Send + Sync {
     /// Reads rows, in the given order. Returns for each column an array `[rows.len(), ..dims]`.
     ///
     /// # Errors
-    /// Those of [`Dataset::row`]; [`Error::Shape`] if a row does not have the dtypes and shapes of the
-    /// columns; [`Error::OutOfMemory`].
+    /// Those of [`Dataset::row`]; [`Error::Shape`] if a row does not have the number, dtypes and shapes of
+    /// the columns; [`Error::Unsupported`] for a column whose dtype has fewer than 8 bits;
+    /// [`Error::OutOfMemory`].
     fn batch(&self, rows: &[usize]) -> Result<Vec<ConstData>> {
         stack(self, rows)
     }
@@ -174,7 +175,8 @@ pub trait DatasetExt: Dataset + Sized + 'static {
     /// Casts a column by the rules of [`halcyon_ir::Scalar::cast`].
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is no such column, [`Error::Unsupported`] for types under 8 bits.
+    /// [`Error::Argument`] if there is no such column, [`Error::Unsupported`] if `dtype` has fewer than 8
+    /// bits.
     fn cast(self, column: &str, dtype: DType) -> Result<Mapped> {
         Mapped::cast(self.share(), column, dtype)
     }

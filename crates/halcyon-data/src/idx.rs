@@ -32,8 +32,8 @@ pub enum Split {
 }
 
 /// MNIST's images and labels, ready for training: `image` is f32 `[1, 28, 28]` from 0 to 1, `label` is i32.
-/// `dir` has the files under their usual names, with or without `.gz`. The images are kept as bytes; a batch
-/// converts its rows.
+/// `dir` has the files under their usual names, with or without `.gz`. The images are kept in the type of the
+/// file (u8); a batch converts its rows.
 ///
 /// # Errors
 /// Those of [`folder`].
@@ -84,7 +84,7 @@ pub fn folder(dir: &Path, split: Split) -> Result<Arrays> {
     open(&find(dir, &format!("{part}-images"), 3)?, &find(dir, &format!("{part}-labels"), 1)?)
 }
 
-/// The path of a file whose name begins with `start`, either compressed (as distributed) or unpacked.
+/// The path of the file `{start}-idx{axes}-ubyte` or `{start}.idx{axes}-ubyte`, each with or without `.gz`.
 fn find(dir: &Path, start: &str, axes: usize) -> Result<PathBuf> {
     let names = ["-", "."].map(|dot| format!("{start}{dot}idx{axes}-ubyte"));
     let paths = names.iter().flat_map(|n| [dir.join(n), dir.join(format!("{n}.gz"))]);
@@ -131,7 +131,7 @@ pub fn read(path: &Path) -> Result<ConstData> {
 }
 
 /// Reads the content of a file, which may be compressed by gzip. `file` is the name of the file in errors.
-/// Uncompressed content is not copied.
+/// Uncompressed content is copied only if its elements have more than one byte, to change the byte order.
 ///
 /// # Errors
 /// [`Error::Format`] if the content is damaged, or its length does not match the sizes in its header;

@@ -51,9 +51,9 @@ impl ImageOptions {
 /// Images in sub-folders. A row has `image`, f32 `[channels, height, width]` with values from 0 to 1, and
 /// `label`, the i32 number of the sub-folder.
 ///
-/// The threads of the loader decode the images when they are needed. Images are resized and converted to grey
-/// as in `halcyon run`: with a triangle filter, and with the luminance of Rec. 709. Hidden files and files
-/// without the extension of an image are skipped; symbolic links are followed.
+/// The threads of the loader decode the images when they are needed. As in `halcyon run`, images are resized
+/// with a triangle filter, and grey is the luminance of Rec. 709. Hidden files and folders, and files without
+/// the extension of an image, are skipped; symbolic links are followed.
 #[derive(Clone, Debug)]
 pub struct ImageFolder {
     columns: [Column; 2],
@@ -165,7 +165,7 @@ fn images(dir: &Path) -> Result<Vec<PathBuf>> {
 fn decode(path: &Path, options: &ImageOptions) -> Result<Vec<f32>> {
     let file = path.display().to_string();
     let content = input::bytes(path, MAX_FILE).map_err(|e| e.error(path))?;
-    // If memory is short, the error is of another kind than the decoder's errors.
+    // A lack of memory. It is kept here, because the decoder's errors cannot express it.
     let mut lacking = None;
     let decoded = picture::decode_samples(&content, &mut |h| {
         let (pixels, bytes) = (h.width.saturating_mul(h.height), h.bytes());

@@ -1,9 +1,10 @@
 //! Datasets and a loader that prefetches batches, for training and evaluation.
 //!
 //! A [`Dataset`] has rows. Each row has one array per [`Column`], for example an image and its label, or a
-//! window of text and the characters that follow. [`Arrays`] holds columns in memory; [`idx`], [`read_csv`],
-//! [`ImageFolder`] and [`Text`] read files; [`open`] makes a dataset from a description ([`DataSpec`]), such
-//! as a table of a TOML file. [`DatasetExt`] has subsets, splits and transforms.
+//! window of text and the character that follows each of its characters. [`Arrays`] holds columns in memory;
+//! [`idx`], [`read_csv`], [`ImageFolder`] and [`Text`] read files; [`open`] makes a dataset from a
+//! description ([`DataSpec`]), such as a table of a TOML file. [`DatasetExt`] has subsets, splits and
+//! transforms.
 //!
 //! A [`DataLoader`] makes batches of a dataset, optionally on several threads. The order of the batches does
 //! not depend on the threads. The position of a loader ([`LoaderState`]) can be saved and restored, so that
@@ -30,7 +31,7 @@
 //!
 //! Files may be truncated, damaged or hostile. Every length is checked against the file before memory is
 //! allocated for it. A rejected file gives an [`halcyon_ir::Error::Format`] that names the file, and for a
-//! table also the line and the column.
+//! wrong value in a table also the line and the column.
 #![forbid(unsafe_code)]
 
 mod arrays;

@@ -138,7 +138,7 @@ struct Shared {
     options: LoaderOptions,
     seed: Option<u64>,
     batches: u64,
-    /// The row orders of the newest epochs, each with the number of its epoch.
+    /// The row orders that were computed last, at most [`ORDERS`], each with the number of its epoch.
     orders: Mutex<Vec<(u64, Arc<[usize]>)>>,
 }
 
@@ -260,8 +260,8 @@ impl DataLoader {
         };
         match &batch {
             Ok(_) => self.at = self.at.advance(1, self.shared.batches),
-            // The other threads are already past the failed batch. The next call starts new threads at the
-            // failed batch.
+            // The thread of the failed batch has ended, and the others may be past that batch. The next call
+            // starts new threads at the failed batch.
             Err(_) => self.pipeline = None,
         }
         batch
@@ -367,8 +367,8 @@ impl Iterator for Epoch<'_> {
     }
 }
 
-/// The threads of a loader. Thread `k` of `n` makes every `n`-th batch, starting with batch `k`, and has its
-/// own channel. Reading the channels in turn gives the batches in order.
+/// The threads of a loader. Thread `k` of `n` makes every `n`-th batch, starting `k` batches after the
+/// loader's position, and has its own channel. Reading the channels in turn gives the batches in order.
 struct Pipeline {
     receivers: Vec<Receiver<Result<Batch>>>,
     threads: Vec<Option<JoinHandle<()>>>,

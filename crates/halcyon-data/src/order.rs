@@ -31,7 +31,7 @@ pub fn permutation(n: usize, seed: u64, epoch: u64) -> Vec<usize> {
     let key = key(seed, epoch);
     for last in (1..n).rev() {
         // The high half of the product is a random number below last + 1. The probabilities of its values
-        // differ by less than (last + 1) / 2^64.
+        // differ by at most 2^-64.
         let product = u128::from(draw(key, last as u64)) * (last as u128 + 1);
         order.swap(last, (product >> 64) as usize);
     }
@@ -71,7 +71,8 @@ mod tests {
     }
 
     /// Each of the 6 orders of 3 rows is equally likely: over 6000 epochs, the statistic of the chi-squared
-    /// test with 5 degrees of freedom stays under its quantile for 1 in 10^6.
+    /// test with 5 degrees of freedom stays below the value that equally likely orders exceed with a
+    /// probability of 10^-6.
     #[test]
     fn orders_are_uniform() {
         let mut count = std::collections::BTreeMap::<Vec<usize>, f64>::new();

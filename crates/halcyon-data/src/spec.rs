@@ -44,7 +44,7 @@ pub struct DataSpec {
     /// (idx) The part of MNIST in the folder `path`. Without this key, `path` is the file of images.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub split: Option<idx::Split>,
-    /// (idx) The file of labels.
+    /// (idx) The file of labels. Required if there is no `split`; an error if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub labels: Option<PathBuf>,
     /// (csv) [`CsvOptions::header`], true if not given.
@@ -83,11 +83,12 @@ pub struct DataSpec {
     /// (text) All characters, sorted. If not given, the characters of the text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vocabulary: Option<Vocabulary>,
-    /// (npz, safetensors) The names of the arrays: the input, then the target. If not given, all arrays.
+    /// (npz, safetensors) The names of the arrays: first the input, then what the model should predict. If
+    /// not given, all arrays.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub columns: Vec<String>,
     /// (all but images and text) Converts the input to f32 and divides it by this number. If not given, the
-    /// default for idx is 255 for images of bytes and 1 for other images; the input of other kinds is not
+    /// default for idx is 255 for images in u8 and 1 for other images; the input of other kinds is not
     /// changed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scale: Option<f32>,
@@ -217,8 +218,8 @@ fn bad(what: String) -> Error {
     Error::argument("data", what)
 }
 
-/// Opens the dataset of a description. The first column is the input of a model, the second column is the
-/// target. Integer columns after the first become i32.
+/// Opens the dataset of a description. The first column is the input of a model, and the second column is
+/// what the model should predict. Integer columns after the first become i32.
 ///
 /// # Errors
 /// [`Error::Argument`] for a key that is missing or does not belong to the kind; the errors of the dataset
@@ -279,7 +280,7 @@ fn open_idx(spec: &DataSpec) -> Result<Arc<dyn Dataset>> {
     idx::ready(raw, spec.scale)
 }
 
-/// Transforms the input, and casts class numbers to i32.
+/// Transforms the first column, the input, and casts the integer columns after it to i32.
 fn transformed(mut data: Arc<dyn Dataset>, spec: &DataSpec) -> Result<Arc<dyn Dataset>> {
     let columns = data.columns().to_vec();
     let Some((input, targets)) = columns.split_first() else {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// The largest number of classes. A column of labels with more different names is an error.
+/// The largest number of classes. If the classes are not given, more different labels are an error.
 const MAX_CLASSES: usize = 1 << 16;
 /// The largest number of characters of a value that an error quotes.
 const QUOTED: usize = 40;
@@ -68,14 +68,15 @@ pub fn read_csv(path: &Path, options: &CsvOptions) -> Result<Arrays> {
 }
 
 /// Reads the content of a file. The dataset has the column `features`, f32 `[columns]`, and, if a label is
-/// given, the column `label`: i32 for classes (with the names of the classes), or f32 for numbers. Spaces
-/// around values and empty lines are ignored. `file` is the name of the file in errors.
+/// given, the column `label`: i32 for classes (with their names, if the labels are names), or f32 for
+/// numbers. Spaces around values and empty lines are ignored. `file` is the name of the file in errors.
 ///
 /// # Errors
 /// [`Error::Format`], with the line and the column, for a value that is missing or not a finite f32, for a
-/// line with more or fewer values than the first, for a label that is not one of the given classes, and for
-/// more than 65,536 classes; [`Error::Argument`] for options that do not fit the file; [`Error::Unsupported`]
-/// for a compressed file.
+/// label that is not one of the given classes, and for more than 65,536 different labels if no classes are
+/// given; [`Error::Format`], with the line, for a line with more or fewer values than the first;
+/// [`Error::Format`] for a table without values or with two columns of one name; [`Error::Argument`] for
+/// options that do not fit the file; [`Error::Unsupported`] for a compressed file.
 pub fn parse_csv(content: &[u8], file: &str, options: &CsvOptions) -> Result<Arrays> {
     let mut table = Table::open(content, file, options)?;
     let plan = Plan::new(&table, options)?;
@@ -119,7 +120,7 @@ struct Table<'a> {
     names: Vec<String>,
     /// The current line.
     record: ByteRecord,
-    /// Whether the current line is the first line, has values, and must be returned again by `next`.
+    /// Whether `next` must return the current line again: it is the first line, and it has values, not names.
     again: bool,
 }
 

@@ -136,7 +136,7 @@ impl TextOptions {
 pub struct Text {
     columns: [Column; 2],
     vocabulary: Vocabulary,
-    /// The numbers of all characters, as little-endian i32.
+    /// The number of each character of the text, as little-endian i32.
     numbers: Bytes,
     context: usize,
     stride: usize,

@@ -1,4 +1,4 @@
-//! Columns that are computed from other columns, batch by batch.
+//! Datasets in which one column is replaced by a column that is computed from it, batch by batch.
 
 use crate::dataset::{Column, Dataset, check_value, find, single};
 use halcyon_ir::{ConstData, DType, Error, Result};

@@ -72,8 +72,8 @@ fn visits(fields: &Fields, types: &mut Vec<syn::Type>) -> syn::Result<(TokenStre
             continue;
         }
         types.push(field.ty.clone());
-        // The call has the span of the field's type, so the compiler reports a type that is not a module
-        // there.
+        // The call has the span of the field's type, so that the compiler's error about a type that is not a
+        // module points to that type.
         let at = field.ty.span();
         if role.flatten {
             calls.extend(quote_spanned!(at=> ::halcyon_nn::Module::visit(#bound, visit);));

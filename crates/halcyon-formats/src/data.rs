@@ -4,8 +4,9 @@ use bytes::Bytes;
 use halcyon_ir::{ConstData, DType, Error, Result, Scalar};
 use std::sync::Arc;
 
-/// Size in bytes of a dense tensor. `None` if it exceeds the largest possible allocation. In this check a
-/// dimension of 0 counts as 1: the strides are products of the other dimensions and must not overflow either.
+/// Size in bytes of a dense tensor. `None` if its number of bits does not fit a `usize`, or its size exceeds
+/// the largest possible allocation. In this check a dimension of 0 counts as 1: the strides are products of
+/// the other dimensions and must not overflow either.
 pub fn byte_len(dtype: DType, dims: &[usize]) -> Option<usize> {
     let bound = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d.max(1)))?;
     let bits = bound.checked_mul(dtype.bits() as usize)?;

@@ -123,7 +123,8 @@ const MAGIC: &[(usize, &[u8], Foreign)] = &[
 
 /// The magic number at the start of PyTorch files from before version 1.6, in pickle encoding.
 const OLD_TORCH: &[u8] = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.";
-/// Number of bytes that are searched for archive member names and checked for being text.
+/// Number of bytes at the start of a file that are checked for being text, and at both ends of an archive
+/// that are searched for member names.
 const HEAD: usize = 1 << 16;
 
 /// The kind of a file with this content. `None` for unknown content and for models: only the decoder decides

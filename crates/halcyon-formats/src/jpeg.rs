@@ -7,8 +7,8 @@
 
 use crate::picture::{Failure, Picture};
 
-/// Limit on the scans of one image, because every scan visits all blocks. Progressive encoders write about
-/// ten.
+/// Limit on the scans of one image, because every scan visits all blocks of its components. Progressive
+/// encoders write about ten scans.
 const MAX_SCANS: usize = 128;
 
 type Result<T> = std::result::Result<T, Failure>;
@@ -597,7 +597,8 @@ fn idct8(v: [i64; 8]) -> [i64; 8] {
     std::array::from_fn(|i| if i < 4 { even[i] + odd[i] } else { even[7 - i] - odd[7 - i] })
 }
 
-/// Two-dimensional inverse DCT: columns, then rows. Two extra bits of precision are kept between the two.
+/// Two-dimensional inverse DCT: columns, then rows. Two extra bits of precision are kept between the two
+/// passes.
 fn idct(block: &[i16; 64], q: &[u16; 64]) -> [u8; 64] {
     let mut mid = [0i64; 64];
     for x in 0..8 {
@@ -665,8 +666,8 @@ fn upsample(plane: &[u8], c: &Component, f: &Frame) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// The index of the sample that contains position `x` of the doubled row, and of the nearer sample beside it
-/// (at the edge, the sample itself).
+/// The index of the sample that covers position `x` of the doubled row, and the index of the sample on the
+/// nearer side of that position (at the edge, the same index).
 fn neighbour(x: usize, n: usize) -> (usize, usize) {
     let at = x / 2;
     (at, if x.is_multiple_of(2) { at.saturating_sub(1) } else { (at + 1).min(n - 1) })

@@ -6,7 +6,8 @@
 //!   sliced or allocated. A malformed file gives an [`halcyon_ir::Error::Format`] that names the file and the
 //!   place.
 //! - Weights are copied only if they must be converted or unpacked. A file is mapped once ([`mmap::open`]),
-//!   and every other tensor is a slice of that map. Such a slice need not be aligned to its element type.
+//!   and a tensor that is not copied is a slice of that map. Such a slice need not be aligned to its element
+//!   type.
 //! - A file's kind is detected from its content ([`sniff::kind`]), never from its name alone.
 #![deny(unsafe_code)]
 pub mod data;

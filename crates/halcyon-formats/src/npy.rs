@@ -70,8 +70,9 @@ const EMPTY: usize = 1 << 16;
 /// row-major order, without trailing NULs.
 ///
 /// # Errors
-/// [`Error::Format`] for malformed content, [`Error::Unsupported`] for other element types and for more than
-/// 65,536 strings of width 0, [`Error::OutOfMemory`] if there is no memory to convert the order of the axes.
+/// [`Error::Format`] for malformed content and for more than 65,536 strings of width 0,
+/// [`Error::Unsupported`] for other element types, [`Error::OutOfMemory`] if there is no memory to convert
+/// the order of the axes.
 pub fn parse_text(data: Bytes, file: &str) -> Result<(Vec<usize>, Vec<String>)> {
     let (h, body) = parts(&data, file)?;
     let other = || {

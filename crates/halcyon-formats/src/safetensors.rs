@@ -69,7 +69,7 @@ impl SafeTensors {
                     body.len()
                 )));
             }
-            // Types that `DType` lacks (6-bit floats) are rejected only when such a tensor is read.
+            // Types that `DType` lacks (such as 6-bit floats) are rejected only when such a tensor is read.
             if let Some(row) = ROWS.iter().find(|r| r.safetensors == Some(i.dtype.as_str())) {
                 let want = crate::data::byte_len(row.dtype, &i.shape);
                 if want != Some(to - from) {
@@ -288,7 +288,8 @@ mod tests {
         ] {
             refused(&format!(r#"{{"t":{{"dtype":"U8","shape":{shape},"data_offsets":{offsets}}}}}"#), 4);
         }
-        // An offset whose sum with the header length wraps around to the true length of the file.
+        // An offset whose sum with the length of everything before the data wraps around to the length of the
+        // data.
         let body = 4u64;
         let head =
             r#"{"t":{"dtype":"U8","shape":[NNNNNNNNNNNNNNNNNNNN],"data_offsets":[0,NNNNNNNNNNNNNNNNNNNN]}}"#;

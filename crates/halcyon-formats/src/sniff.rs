@@ -11,7 +11,7 @@ pub enum Kind {
     OnnxTensor,
     SafeTensors,
     Npy,
-    /// A zip archive, the container of `.npz`.
+    /// A zip archive. NumPy's `.npz` files are such archives, and PyTorch's `.pt` files too.
     Npz,
     Gguf,
     Png,

@@ -157,7 +157,7 @@ pub(crate) fn crc(b: &[u8]) -> u32 {
     c.sum()
 }
 
-/// Reads the central directory; `None` if any part of it lies outside the file.
+/// Reads the central directory; `None` if any part of it is malformed or lies outside the file.
 fn directory(b: &[u8]) -> Option<Vec<Member>> {
     // The end record is the last 22 bytes, unless an archive comment of up to 65,535 bytes follows it.
     let last = b.len().checked_sub(22)?;
@@ -175,7 +175,8 @@ fn directory(b: &[u8]) -> Option<Vec<Member>> {
         at = u64_at(b, end64.checked_add(48)?)?;
     }
     let mut at = usize::try_from(at).ok()?;
-    // Each entry takes at least 46 bytes, so a forged count ends the loop at the end of the file.
+    // Each entry takes at least 46 bytes, so the loop stops at the end of the file even if the count is
+    // forged.
     let mut members = Vec::new();
     for _ in 0..count {
         let e = b.get(at..)?;
@@ -197,7 +198,7 @@ fn directory(b: &[u8]) -> Option<Vec<Member>> {
     Some(members)
 }
 
-/// Replaces the sizes that did not fit 32 bits by the sizes in the zip64 extra field.
+/// Replaces the sizes and the offset that did not fit 32 bits by those in the zip64 extra field.
 fn zip64(mut extra: &[u8], m: &mut Member) -> Option<()> {
     while extra.len() >= 4 {
         let (id, len) = (u16_at(extra, 0)?, u16_at(extra, 2)? as usize);

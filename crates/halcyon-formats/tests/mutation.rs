@@ -1,9 +1,10 @@
 //! Mutation tests: for any file contents, importing and running a model must return within limits on time and
 //! memory.
 //!
-//! Without `HALCYON_TESTDATA` the tests mutate the models of `halcyon_test::seed_models` and one model per
-//! operator; with it, also every model below that folder. `HALCYON_MUTATIONS` multiplies the number of
-//! mutations, `HALCYON_SEED` repeats a run. In the merge tier the mutations are the same in every run.
+//! The tests change the models of `halcyon_test::seed_models`, and build random models of one node for every
+//! operator. With `HALCYON_TESTDATA`, they also change every model of less than 64 KiB below that folder.
+//! `HALCYON_MUTATIONS` multiplies the number of cases. `HALCYON_SEED` selects the random choices, except in
+//! the merge tier, where they are the same in every run.
 
 use bytes::Bytes;
 use halcyon_formats::ConstData;
@@ -50,12 +51,12 @@ static ALLOCATOR: Counting = Counting;
 /// Cases run one at a time, so that memory is attributed to the right case.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Limit in bytes on the memory for importing and running a model of a few kilobytes. It includes the memory
-/// of the evaluator below.
+/// Limit in bytes on the memory for importing and running a model, in addition to 64 bytes per byte of its
+/// file. It includes the memory of the evaluator below.
 const MEMORY: usize = 192 << 20;
-/// Time limit, for an unoptimised build beside other tests.
+/// Limit on the processor time of a case, for an unoptimised build.
 const TIME: Duration = Duration::from_secs(10);
-/// Graphs with larger values than this are not evaluated.
+/// Graphs of a larger [`cost`] than this are not evaluated.
 const SMALL: usize = 1 << 16;
 
 /// Limit on the stages of a run, because a model may loop forever.
@@ -67,6 +68,8 @@ struct Reference {
     runs: usize,
 }
 
+/// An estimate of the work of evaluating a graph: at least the number of elements of its values and of
+/// products in its sums. `None` if a size is not known.
 fn cost(g: &Graph) -> Option<usize> {
     let (g, _) = halcyon_ir::passes::inline::inline_composites(g, &|_| false).ok()?;
     g.nodes().iter().try_fold(0usize, |sum, n| {
@@ -110,7 +113,7 @@ impl Engine for Reference {
     }
 }
 
-/// A value for a port, if the value is small.
+/// A value for a port. `None` for a map, and for a tensor of more than 4096 elements.
 fn value(t: &PortType, r: &mut mutate::Rng) -> Option<Datum> {
     Some(match t {
         PortType::Tensor { dtype, shape } => {
@@ -183,7 +186,7 @@ fn watch() {
     });
 }
 
-/// Does everything that Halcyon does with a model file. Returns errors without judging them.
+/// Checks, imports, optimises and evaluates a model. Returns errors without judging them.
 fn attempt(file: Bytes, r: &mut mutate::Rng) -> Result<&'static str> {
     let m = Model::parse(file, External::none(), "m")?;
     m.check("test")?;

@@ -15,7 +15,7 @@ use halcyon_ir::composite::CompositeKind;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-/// Best time of `f` in seconds over at least `reps` runs.
+/// Best time of `f` in seconds over `reps` runs, which follow a warm-up run.
 fn best(reps: usize, mut f: impl FnMut()) -> f64 {
     f();
     (0..reps)

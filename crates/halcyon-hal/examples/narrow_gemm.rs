@@ -1,10 +1,10 @@
-//! Speed of bf16 and int8 matrix products compared with a register-only loop of the same instruction: `cargo
-//! run --release -p halcyon-hal --example narrow_gemm [threads] [rounds] [rows]`. With `rows`, only products
-//! with this number of rows run.
+//! Speed of f32, bf16 and int8 matrix products compared with a register-only loop of the same instruction
+//! (the peak): `cargo run --release -p halcyon-hal --example narrow_gemm [threads] [rounds] [rows]`. With
+//! `rows`, only products with this number of rows run.
 //!
-//! Product and peak are measured alternately, so that other load on the machine affects both. Prints the
-//! medians of the rates over the rounds. A product's share is the median of its rate divided by the mean of
-//! the peaks measured just before and after it, and its best share is its best rate divided by the best peak.
+//! Product and peak are measured alternately, so that other load on the machine affects both. Prints medians
+//! over the rounds: the rate of each product, and its share, which is the rate divided by the mean of the
+//! peaks measured just before and after it. The best share is the best rate divided by the best peak.
 
 use halcyon_hal::cpu::library::gemm::product_bf16::{Bf16Code, PackedBf16, gemm_bf16, gemm_bf16_packed};
 use halcyon_hal::cpu::library::gemm::product_f32::{Gemm, Mat, MatMut, gemm};
@@ -15,7 +15,7 @@ use halcyon_hal::cpu::team::Team;
 use half::bf16;
 use std::time::Instant;
 
-/// Processor time used by this thread, in seconds.
+/// Processor time used by this thread, in seconds; `None` if it is not known.
 #[cfg(all(target_os = "linux", target_pointer_width = "64"))]
 fn had() -> Option<f64> {
     unsafe extern "C" {

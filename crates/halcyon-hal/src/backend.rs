@@ -95,8 +95,8 @@ const PLAIN: BuiltIn = BuiltIn {
     probe: || None,
 };
 
-/// Makes [`BackendType`] and [`BUILT_IN`] from one table. A row is `Variant { fields of BuiltIn }`, followed
-/// by one of these, which define the builds that have the driver:
+/// Makes [`BackendType`] and [`BUILT_IN`] from one table. A row is `Variant { fields of BuiltIn }`. If the
+/// backend has a driver, one of these follows and defines the builds that have it:
 /// - `, native "FEATURE" => DRIVER, probe PROBE`: builds with the feature, except for wasm32, which cannot
 ///   load libraries;
 /// - `, portable "FEATURE" => DRIVER`: builds with the feature;

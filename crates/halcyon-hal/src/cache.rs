@@ -17,7 +17,8 @@ const MAGIC: &[u8; 8] = b"HLCYPRG1";
 const HEADER: usize = 8 + 16 + 16 + 8;
 const EXTENSION: &str = "bin";
 
-/// Maximum bytes of one directory. If it has more, the least recently used entries are deleted.
+/// The usual limit on the bytes of one directory. If it has more, the least recently used entries are
+/// deleted.
 pub const DEFAULT_LIMIT: u64 = 256 << 20;
 
 /// A directory of cache entries.
@@ -50,14 +51,15 @@ pub const VARIABLE: &str = "HALCYON_CACHE";
 /// The data that is kept on disk between runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum CachePolicy {
-    /// Compiled programs, and packed constants if reading them is faster than packing them again.
+    /// Compiled programs and records of probes, and packed constants if reading them is faster than packing
+    /// them again.
     #[default]
     Usual,
     /// Nothing: `off`.
     Nothing,
-    /// No packed constants: `programs`.
+    /// The same without packed constants: `programs`.
     Programs,
-    /// Packed constants even if packing them again is faster: `packed`.
+    /// The same with all packed constants, even if packing them again is faster: `packed`.
     Packed,
 }
 
@@ -92,7 +94,8 @@ pub fn variables() -> &'static [&'static str] {
     }
 }
 
-/// The user's cache directory for Halcyon; `None` if the system has none or HALCYON_CACHE is `off`.
+/// The user's cache directory for Halcyon; `None` if the system has none or HALCYON_CACHE is `off` or not
+/// valid.
 pub fn user_dir() -> Option<PathBuf> {
     // An unknown word is reported when a backend is opened. Until then nothing may be written.
     if !matches!(policy(), Ok(k) if k != CachePolicy::Nothing) {
@@ -228,8 +231,8 @@ impl DiskCache {
         let _ = fs::remove_file(self.path(key));
     }
 
-    /// Deletes files of interrupted writers and, if the limit is exceeded, the oldest entries until a tenth
-    /// of the limit is free. Never deletes the entry `keep`.
+    /// Deletes temporary files older than an hour, which interrupted writers left. If the limit is exceeded,
+    /// it also deletes the oldest entries until a tenth of the limit is free, but never the entry `keep`.
     fn evict(&self, keep: u128) {
         let Ok(dir) = fs::read_dir(&self.dir) else { return };
         let kept = self.path(keep);
@@ -573,7 +576,7 @@ mod tests {
             fs::write(&path, &whole[..len]).unwrap();
             assert!(c.map(1, 5, data.len()).is_none(), "{len} bytes");
         }
-        // A failing source stores nothing, and neither does an entry that is too large.
+        // Nothing is stored if the source fails or the entry is too large.
         assert_eq!(c.put_large(2, 0, 100, |_, _| Err("no")), Err("no"));
         let small = DiskCache::new(dir.path().into(), 1000);
         small.put_large(3, 0, 600, |_, _| Err("not read")).unwrap();

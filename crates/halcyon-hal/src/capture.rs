@@ -20,7 +20,7 @@ pub struct Recording<'a> {
     /// The buffers that the caller passes to each launch, in this order. They must include every buffer of
     /// the commands.
     pub buffers: &'a [&'a BufferRef],
-    /// Parameters that take a new value in each launch: (index of the command, index of its parameter).
+    /// Parameters that may take a new value in each launch: (index of the command, index of its parameter).
     pub variables: &'a [(usize, usize)],
 }
 
@@ -33,7 +33,7 @@ pub trait Capture: Send + Sync + fmt::Debug {
     fn as_any(&self) -> &dyn Any;
 }
 
-/// Error for launching a capture that another device instance recorded.
+/// Error for launching a capture that another opening of a device recorded.
 pub(crate) fn foreign(c: &dyn Capture, device: &str) -> Error {
     Error::argument("launch_capture", format!("{c:?} was not captured by this opening of {device}"))
 }

@@ -88,7 +88,8 @@ pub(crate) trait Actions<D: DeviceInstance> {
     }
 }
 
-/// Checks, runs and counts commands. Stops at the first command that is invalid or fails.
+/// Checks, runs and counts commands (launches without groups and copies without bytes are not counted). Stops
+/// at the first command that is invalid or fails.
 ///
 /// # Safety
 /// The buffers of each launch must be as large as its kernel requires, which the driver contract leaves to

@@ -82,7 +82,8 @@ pub trait Stream: Send + Sync + fmt::Debug {
     fn record(&self) -> Result<Event>;
 
     /// Makes later work of this stream wait for the event. The call returns at once, unless the event belongs
-    /// to another device and the driver cannot express that dependency (`webgpu`).
+    /// to another device and the driver cannot express that dependency (`cuda`, `rocm`, `webgpu`, `metal`).
+    /// The call then waits for the event.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -154,10 +155,10 @@ pub(crate) fn now() -> u64 {
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
-/// How to detect completion of an event whose driver does not call [`Event::complete`] by itself.
+/// How callers detect the completion of an event before, or without, a call of [`Event::complete`] by the
+/// driver.
 pub trait Progress: Send + Sync {
-    /// Whether the device has reached the event and the report is complete. Does not wait. Not called for
-    /// drivers that complete the event themselves.
+    /// Whether the device has reached the event and the report is complete. Does not wait.
     fn poll(&self) -> bool {
         false
     }
@@ -256,8 +257,8 @@ impl Event {
     }
 
     /// Calls `f` when the event is done, or at once if it is. `f` runs on a thread of the driver, or on the
-    /// thread that finds the event done by a call of this type. It must be short and must not wait for a
-    /// stream.
+    /// thread whose call of a method of this type finds the event done. `f` must be short and must not wait
+    /// for a stream.
     pub fn on_done(&self, f: impl FnOnce() + Send + 'static) {
         let mut then = lock(&self.0.then);
         match &mut *then {

@@ -5,7 +5,7 @@
 //! under a lock and replaces the whole file, so that concurrent processes lose no results. The file is
 //! bounded; the least recently used entries are dropped first. A corrupt file counts as empty, with a
 //! warning, and is renamed (`NAME.bad`, `NAME.bad.1`) before a new one is written. Any other file, or a cache
-//! of another version, is never modified: using it as a tuning cache is an error.
+//! of another version, is never modified: [`check`] and every attempt to write it return an error.
 //!
 //! While a candidate runs, a file beside the cache names the candidate ([`Guard`]), and the process holds a
 //! lock on this file. If the process crashes, the file remains without a lock, and [`TuningCache::recover`]
@@ -54,7 +54,7 @@ pub enum TuningMode {
     Cached,
     /// A thread tunes the kernels of plans while they run untuned; later plans use the results.
     Background,
-    /// Tune a new plan's kernels before its first run, within this total time.
+    /// Tune a new plan's kernels before its first run. All plans together may use this much time.
     Budget(Duration),
     /// Tune all kernels of a new plan before its first run. Level O3 does this unless a mode is set.
     Exhaustive,
@@ -107,7 +107,8 @@ impl FromStr for TuningMode {
     }
 }
 
-/// Why a variant is never tried again on a device with this driver.
+/// Why a variant is not tried again on the same device with the same driver, unless the rejections of the
+/// device are cleared.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RejectReason {
@@ -294,7 +295,7 @@ impl Table {
         }
     }
 
-    /// The file's text, of at most `most_bytes` bytes.
+    /// The file's text. Drops the least recently used entries until it has at most `most_bytes` bytes.
     fn render(&mut self, most_bytes: usize) -> String {
         loop {
             let document = Document { format: FORMAT, entries: self.0.values().cloned().collect() };
@@ -432,8 +433,8 @@ impl TuningCache {
         self.lock().add(e);
     }
 
-    /// Marks these keys as used, so that they are kept longest. Writes the file at most once per process, and
-    /// only if a time stamp is more than a day old.
+    /// Marks those of these keys as used now whose time stamp is at least a day old, so that they are kept
+    /// longer. Writes the file if there are any. Does nothing after the first such write of this cache.
     pub fn touch(&self, device: &str, keys: &[&str]) {
         if keys.is_empty() || self.path.is_none() || self.touched.load(Ordering::Relaxed) {
             return;

@@ -32,8 +32,8 @@ pub fn copy(src: [usize; 2], dst: [usize; 2], bytes: usize, same: bool) -> Resul
 #[derive(Clone, Debug)]
 pub struct Signature {
     pub name: String,
-    /// The buffers that the kernel declares. A fault word is the last of them, and the device binds it
-    /// itself.
+    /// The buffers that the kernel declares. If it declares the fault word, this is the last one, and the
+    /// device binds it itself.
     pub buffers: Vec<BufferDecl>,
     pub params: Vec<ParamDecl>,
     /// Whether the kernel declares the fault word and the parameter `fault`.

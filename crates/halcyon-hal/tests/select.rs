@@ -122,7 +122,7 @@ fn a_backend_in_a_list_is_named() {
         assert_eq!(s.device.id, want, "{order}: {s}");
     }
     assert!(rejected(&auto("priority"), "opencl:0").contains("tried last unless named"));
-    // Hardware devices of a backend come before its software devices, and memory is still checked.
+    // The memory of a software device is checked even if its backend is named.
     let s = choose(&request(BackendType::Auto, "opencl,cpu", None, 9 * GIB));
     assert!(s.is_err() || s.unwrap().device.id == "cpu:0");
     // The backends of a list also count as named if they are the fallback of a missing backend.
@@ -223,7 +223,7 @@ fn work_that_a_device_refuses_goes_to_the_next() {
     .unwrap();
     assert_eq!((s.device.id.as_str(), asked), ("rocm:0", 2));
     assert!(rejected(&s, "cuda:0").contains("f64"), "{s}");
-    // If all devices decline, the first reason is returned.
+    // If all devices refuse the work, the first error is returned.
     let e =
         open_for(&r, &Options::default(), &mut |_| Err(Error::unsupported("f64", "Use f32"))).unwrap_err();
     assert_eq!(e.exit_code(), 3, "{e}");

@@ -1,5 +1,5 @@
-//! Runs the kernel templates on the available OpenCL devices, lowered for the device and for a GPU, and
-//! compares the results with the float64 reference.
+//! Runs the kernel templates on the available OpenCL devices, lowered for the device and for a GPU. Templates
+//! for matrix units run on stand-ins. The results are compared with the float64 reference or with exact sums.
 
 mod common;
 

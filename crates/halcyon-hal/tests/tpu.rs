@@ -29,7 +29,8 @@ fn a_plugin_reports_its_version_and_errors_name_the_cause() {
             "no C compiler for the plugin",
         );
     };
-    // SAFETY: the libraries are compiled from the source above; `GetPjrtApi` has its type.
+    // SAFETY: every library that can be loaded is compiled from a source in this test, and its `GetPjrtApi`,
+    // if it has one, has the type of PJRT.
     let ask = |p: &Path| unsafe { version(p.to_str().unwrap()) };
     assert_eq!(ask(&good), Ok(Version { major: 0, minor: 77 }));
     assert_eq!(ask(&good), Ok(Version { major: 0, minor: 77 }), "again");

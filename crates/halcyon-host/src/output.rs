@@ -20,7 +20,7 @@ use std::path::{MAIN_SEPARATOR, Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Maximum number of symbolic links to follow, as in Linux.
+/// A path that leads through this many symbolic links is an error.
 const LINKS: usize = 40;
 
 /// A file being written. Dropping it without [`Output::finish`] leaves a regular file unchanged.
@@ -69,8 +69,9 @@ type Streams = fn(Standard) -> Box<dyn Write>;
 
 static STREAMS: OnceLock<Streams> = OnceLock::new();
 
-/// Sets the streams that `-` and `/dev/stdout` mean from now on, for a program that has redirected its
-/// standard file descriptors (`halcyon_hal::driver_output`). Only the first call has an effect.
+/// Sets the streams that `-`, `/dev/stdout` and `/dev/stderr` mean from now on, for a program that has
+/// redirected its standard file descriptors (`halcyon_hal::driver_output`). Only the first call has an
+/// effect.
 pub fn set_standard(streams: Streams) {
     let _ = STREAMS.set(streams);
 }
@@ -102,7 +103,7 @@ pub enum Place {
 /// Follows links and returns what `path` refers to.
 ///
 /// # Errors
-/// Errors of the system; more than 40 links.
+/// Errors of the system; 40 links or more.
 pub fn place(path: &Path) -> io::Result<Place> {
     if path == Path::new("-") {
         return Ok(Place::Stdout);
@@ -243,8 +244,8 @@ impl Destination {
         match place(path)? {
             Place::Stdout => Ok(stream(Box::new(BufWriter::new(standard(Standard::Out))))),
             Place::Stderr => Ok(stream(Box::new(BufWriter::new(standard(Standard::Err))))),
-            // Append mode is right in both cases. If the shell opened the file for writing, its position is
-            // the end of the file. If the shell opened it for appending, its content must be kept.
+            // The shell has opened the file for writing or for appending. Append mode suits both: in the
+            // first case the position is the end of the file, in the second the content must be kept.
             Place::Descriptor(p) => in_place(OpenOptions::new().append(true), &p),
             Place::Device(p) => in_place(OpenOptions::new().write(true), &p),
             Place::Folder(_) => Err(io::Error::other("this is a folder; name a file in it")),
@@ -263,7 +264,7 @@ impl Destination {
         }
     }
 
-    /// Creates a new file in the folder of `target`, with the permissions of the old file.
+    /// Creates a new file in the folder of `target`, with the permissions of the old file if there is one.
     fn temporary_for(target: PathBuf, old: Option<fs::Metadata>) -> io::Result<Destination> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = folder(&target);

@@ -19,10 +19,10 @@ pub enum Rounding {
 
 impl Graph {
     /// Casts to `dtype` after clamping `x` to the finite range of `dtype`, so infinities and numbers out of
-    /// range become the largest or smallest finite number. NaN, and casts from or to bool, are as in
-    /// [`Graph::cast`]. A cast to an 8-bit float is ONNX `Cast` with `saturate`. A cast from a float to an
-    /// integer truncates, so round before it to quantise. A cast to `f8e8m0` is [`Graph::cast_e8m0`] with
-    /// [`Rounding::Nearest`] and `saturate`.
+    /// range become the largest or smallest finite number. NaN, casts from or to bool, and casts to the dtype
+    /// that `x` already has are as in [`Graph::cast`]. A cast to an 8-bit float is ONNX `Cast` with
+    /// `saturate`. A cast from a float to an integer truncates, so round before it to quantise. A cast to
+    /// `f8e8m0` is [`Graph::cast_e8m0`] with [`Rounding::Nearest`] and `saturate`.
     pub fn cast_saturating(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
         let mut x = x;
         let from = self.dtype(x);
@@ -60,8 +60,8 @@ impl Graph {
         let stops = is.is_float() && dtype.is_int() && dtype.bits() >= 8;
         for (op, end, needed) in [(ScalarOp::Max, lo, has.0 < lo), (ScalarOp::Min, hi, has.1 > hi)] {
             if needed && !stops {
-                // `finite_range` returns f64, which rounds the limits of 64-bit integers. The saturating cast
-                // to `dtype` restores the exact limit.
+                // `finite_range` returns f64, which rounds the limits of 64-bit integers. `Scalar::cast`
+                // saturates and so restores the exact limit.
                 let end = self.lit(x, Scalar::F(end).cast(dtype));
                 x = self.scalar(op, &[x, end])?;
             }

@@ -7,8 +7,8 @@ use crate::ops::{Cost, Op};
 use crate::shape::TensorType;
 use crate::target::Operand;
 
-/// An operand with the strides with which a node reads it. Elements that a broadcast repeats are stored only
-/// once.
+/// An operand as a dense tensor. If it is an expansion or a literal, it has stride 0 along the axes that
+/// repeat its elements, because these are stored only once.
 fn operand(g: &Graph, id: NodeId) -> Result<Operand> {
     let n = g.node(id);
     let dims = n.ty.shape.dims()?;

@@ -247,7 +247,8 @@ impl fmt::Display for DType {
     }
 }
 
-/// One value of any dtype, held exactly. Equality and hashing compare bits, so NaN equals itself.
+/// One value of any dtype, held exactly. Equality and hashing compare the variant and the bits, so NaN equals
+/// itself and -0 does not equal 0.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub enum Scalar {
     Bool(bool),
@@ -339,8 +340,8 @@ impl Scalar {
         }
     }
 
-    /// The value as f64. An integer that f64 cannot hold is rounded to odd, so that a second rounding gives
-    /// the same result as rounding once.
+    /// The value as f64. An integer of 2^53 or more is rounded to a multiple of 2^11, to odd, so that a
+    /// second rounding gives the same result as rounding once.
     fn to_odd_f64(self) -> f64 {
         let odd = |m: u64| {
             if m >> 53 == 0 { m as f64 } else { (m >> 11 | (m & 0x7ff != 0) as u64) as f64 * 2048.0 }

@@ -52,8 +52,8 @@ impl Span {
     }
 }
 
-/// Spans with equal text are equal. So the span of a line equals the named span that serialisation turns it
-/// into.
+/// Spans with equal text are equal, so the span of a line equals the named span that is read back after
+/// serialisation.
 impl PartialEq for Span {
     fn eq(&self, other: &Span) -> bool {
         match (self, other) {
@@ -267,7 +267,7 @@ impl Error {
         Error::Internal(what.into())
     }
 
-    /// Sets the span if it is empty.
+    /// Sets the span if the error has one and it is not known yet.
     pub fn at(mut self, span: &Span) -> Error {
         match &mut self {
             Error::Shape { at, .. }

@@ -21,7 +21,7 @@ pub type Reg = u32;
 
 /// An instruction computes one value per point of the iteration space. `dtype` is the value's dtype. An
 /// executor may keep half floats in f32 between instructions; an [`InstrKind::Cast`] to the same half type
-/// rounds them. Small integers wrap after every instruction.
+/// rounds them. Integers of 8 and 16 bits wrap after every instruction.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Instr {
     pub kind: InstrKind,
@@ -86,7 +86,7 @@ pub struct Fused {
     pub outs: Vec<Out>,
 }
 
-/// Maximum number of axes of a fused kernel's space after collapsing.
+/// Maximum number of axes of a fused kernel's space, after lowering has merged axes.
 pub const MAX_RANK: usize = 8;
 
 impl Fused {
@@ -100,7 +100,7 @@ impl Fused {
         &self.space[self.space.len() - self.reduced..]
     }
 
-    /// FLOPs of one execution, from the table of scalar ops.
+    /// FLOPs of one execution: those of the table of scalar ops, and one per point for each reduction.
     pub fn flops(&self) -> u64 {
         let per: u64 = self
             .body
@@ -111,7 +111,7 @@ impl Fused {
         per.saturating_mul(self.space.iter().product::<usize>() as u64)
     }
 
-    /// Bytes moved if every load reads each distinct element once.
+    /// Bytes moved if every load reads each distinct element once and every result is written once.
     pub fn bytes(&self) -> u64 {
         let touched = |v: &View| -> usize {
             (0..v.rank())

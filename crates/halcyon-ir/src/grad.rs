@@ -200,8 +200,9 @@ impl Backward<'_> {
         self.need.get(k).copied().unwrap_or(false)
     }
 
-    /// The node from which operand `k` is expanded. `None` unless only leading axes of size 1 are expanded
-    /// and nothing needs the gradient of the expanded operand itself.
+    /// The node from which operand `k` is expanded. `None` if the operand is no expansion, if one of the last
+    /// two axes of the node is expanded, if another of its axes is larger than 1, or if the gradient of the
+    /// expanded operand itself is requested.
     pub(crate) fn expanded_matrix(&self, k: usize) -> Option<NodeId> {
         let x = self.x(k);
         let node = self.g.node(x);

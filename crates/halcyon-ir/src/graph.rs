@@ -287,7 +287,7 @@ impl Graph {
         self.push_unchecked(Node { op: Op::Const(data), inputs: smallvec![], ty, span: self.span.clone() })
     }
 
-    /// A constant tensor filled with `value` cast to `dtype`.
+    /// A literal: a tensor with `value`, cast to `dtype`, in every element.
     pub fn full(&mut self, dtype: DType, shape: impl Into<Shape>, value: impl Into<Scalar>) -> NodeId {
         let ty = TensorType::new(dtype, shape);
         let op = Op::Full(value.into().cast(dtype));

@@ -110,7 +110,7 @@ impl View {
     }
 
     /// Whether the view is row-major without gaps, at offset 0 and without a mask. Strides of dimensions of
-    /// size 1 are ignored.
+    /// size 1, and of views without elements, are ignored.
     pub fn is_dense(&self) -> bool {
         self.offset == 0 && self.has_dense_strides()
     }
@@ -193,7 +193,8 @@ impl View {
         v
     }
 
-    /// The same elements in another shape, or `None` if that requires a copy.
+    /// The same elements in another shape, or `None` if strides cannot express it. A view with a mask can
+    /// only gain or lose dimensions of size 1.
     pub fn reshape(&self, shape: &[usize]) -> Option<View> {
         if self.numel() == 0 {
             return Some(View::dense(shape));
@@ -239,8 +240,7 @@ impl View {
         Some(View { shape: shape.into(), strides, offset: self.offset, mask: None })
     }
 
-    /// Reshapes a view with a mask. This is possible only if dimensions of size 1 are inserted or removed and
-    /// nothing else changes.
+    /// Reshapes a view with a mask, if dimensions of size 1 are inserted or removed and nothing else changes.
     fn reshape_masked(&self, shape: &[usize]) -> Option<View> {
         let real = |s: &[usize]| s.iter().copied().filter(|&n| n != 1).collect::<Dims>();
         let m = self.mask.as_ref()?;
@@ -293,8 +293,9 @@ impl View {
     }
 }
 
-/// Drops dimensions of size 1, and merges neighbouring dimensions wherever every view permits it. Never
-/// merges across `border`, the boundary between outer and reduced dimensions. Returns the new boundary.
+/// Drops dimensions of size 1 (unless a mask excludes their element), and merges neighbouring dimensions
+/// wherever every view permits it. Never merges across `border`, the boundary between outer and reduced
+/// dimensions. Returns the new boundary.
 pub fn collapse(views: &mut [&mut View], border: usize) -> usize {
     let Some(first) = views.first() else { return border };
     let shape = first.shape.clone();

@@ -63,7 +63,7 @@ impl Format {
         }
     }
 
-    /// The pattern, without sign, for a number past the largest.
+    /// The pattern for a positive number past the largest.
     pub fn overflow(&self) -> u32 {
         match self.special {
             Special::Ieee => self.infinity(),
@@ -72,7 +72,8 @@ impl Format {
         }
     }
 
-    /// The pattern that NaN is encoded as, without sign.
+    /// The pattern that NaN is encoded as: without sign, or that of -0 in the formats without another pattern
+    /// for it ([`Special::Fnuz`], [`Special::Finite`]).
     pub fn nan(&self) -> u32 {
         match self.special {
             Special::Ieee => self.infinity() | 1 << (self.mantissa - 1),

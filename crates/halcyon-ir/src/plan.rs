@@ -66,7 +66,7 @@ pub struct Live {
 /// How a step runs.
 #[derive(Clone, Debug)]
 pub enum StepWork {
-    /// A library kernel. Buffers: inputs, outputs, then the workspace if the kernel needs one.
+    /// A library kernel. It gets the step's buffers, then the workspace if it needs one.
     Library(Arc<dyn LibraryKernel>),
     /// A generated kernel. A parameter with an argument index takes the value of that run-time argument.
     Kernel { kernel: Arc<Kernel>, groups: [u32; 3], params: Vec<(Scalar, Option<u32>)> },
@@ -127,9 +127,9 @@ pub struct Step {
     pub bytes: u64,
     /// Number of graph nodes that this step computes.
     pub nodes: usize,
-    /// The fused kernel from which this step was generated, for traces.
+    /// The fused kernel that this step runs, or the chain that its kernel applies as an epilogue.
     pub fused: Option<Arc<Fused>>,
-    /// The other variants of the step's kernel, if there are any and kernels are tuned at this level.
+    /// The variants of the step's kernel. Set only for generated kernels, and only if kernels are tuned.
     pub tunable: Option<Arc<Tunable>>,
 }
 
@@ -193,7 +193,7 @@ pub struct Plan {
     /// Size of each scratch block in bytes. A run allocates the blocks. There is only one if the target
     /// supports parts of buffers.
     pub blocks: Vec<usize>,
-    /// Where each scratch buffer lies in the blocks.
+    /// The places in the blocks that scratch buffers and workspaces use.
     pub slots: Vec<Slot>,
     /// The largest workspace of any step in bytes, if the workspace is a separate buffer; 0 if workspaces are
     /// slots in the scratch memory.
@@ -205,7 +205,8 @@ pub struct Plan {
     pub outputs: Vec<PlanOutput>,
     pub args: Vec<DType>,
     pub receipts: Vec<Receipt>,
-    /// Transformations of the level that were not applied, with the reason.
+    /// Messages for the user: transformations of the level that were not applied, with the reason; products
+    /// that are computed in parts; custom ops that run on the host.
     pub warnings: Vec<String>,
 }
 
@@ -345,7 +346,7 @@ impl fmt::Display for Plan {
         )?;
         match self.packed.len() {
             0 => Ok(()),
-            n => write!(f, ", {} B packed for {n} kernels", self.packed_bytes()),
+            n => write!(f, ", {} B in {n} packed constants", self.packed_bytes()),
         }
     }
 }

@@ -50,7 +50,7 @@ pub(crate) fn mixed() -> Error {
     Error::internal("reference: operands of one op are float and integer")
 }
 
-/// Rounds to nearest even in the float dtype `d`.
+/// Rounds to the float dtype `d`: to nearest, ties to even (E8M0: ties up).
 fn round(d: DType, v: f64) -> f64 {
     match d {
         DType::F16 => f16_of(v).to_f64(),

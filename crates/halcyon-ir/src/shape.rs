@@ -90,7 +90,8 @@ impl Dim {
             _ if weight(&p) > MAX_ATOMS => return Dim::LOST,
             _ => {}
         }
-        // A poisoned lock still holds a valid table, because entries are only added whole.
+        // After a panic of another thread the table is still valid: at worst it has a polynomial without an
+        // id.
         if let Some(id) = INTERNER.read().unwrap_or_else(|e| e.into_inner()).ids.get(&p) {
             return Dim(*id);
         }

@@ -152,9 +152,9 @@ pub enum Work<'a> {
 }
 
 /// A request for a library kernel. Inputs and outputs have the types that the op's type rule gives. In
-/// addition, a pass may request [`Op::Matmul`] of 8-bit integers into i32 and of bf16 into f32. Inputs may
-/// have any view; outputs are dense. For fused work, operands are whole buffers and the views are part of the
-/// chain.
+/// addition, an [`Op::Matmul`] may have 8-bit integers and an i32 output, or bf16 factors and an f32 output.
+/// Inputs may have any view; outputs are dense. For fused work, operands are whole buffers and the views are
+/// part of the chain.
 ///
 /// A call describes everything that lowering knows about the work, so that the target can answer with one
 /// kernel. The kernel reports which of the offers in `constants` and `epilogue` it uses.
@@ -270,7 +270,7 @@ pub trait Target {
         None
     }
     /// Whether kernels for products and convolutions may apply epilogues ([`LibraryCall::epilogue`]). Chains
-    /// are then split so that each can become the epilogue of its own product, and calls have epilogues.
+    /// are then split so that each can become the epilogue of its own product, and calls may have epilogues.
     fn has_epilogues(&self) -> bool {
         false
     }

@@ -193,7 +193,7 @@ fn peak_memory() -> Option<u64> {
     line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
-/// The value of an option.
+/// The arguments after an option.
 fn after<'a>(args: &'a [String], name: &str) -> Option<&'a [String]> {
     args.iter().position(|a| a == name).map(|i| &args[i + 1..])
 }

@@ -44,8 +44,8 @@ pub enum Init {
         gain: f64,
         fan: Fan,
     },
-    /// A matrix with orthonormal rows (if there are fewer rows than columns) or columns, times `gain` (Saxe
-    /// et al. 2013).
+    /// A matrix with orthonormal rows (if there are at most as many rows as columns) or columns, times `gain`
+    /// (Saxe et al. 2013). The axes after the first count as one axis.
     Orthogonal {
         gain: f64,
     },
@@ -70,7 +70,7 @@ fn fans(dims: &[usize]) -> Result<(f64, f64)> {
     Ok(((inputs * kernel) as f64, (out * kernel) as f64))
 }
 
-/// `x` shifted and scaled, in f32.
+/// `x` scaled, then shifted, in f32.
 fn affine(x: Tensor, scale: f64, shift: f64) -> Tensor {
     x * scale + shift
 }

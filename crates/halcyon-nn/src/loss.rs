@@ -69,7 +69,7 @@ elementwise! {
     /// `(x - y)² / 2` where `|x - y| < delta`, elsewhere `delta (|x - y| - delta / 2)` (Huber 1964).
     huber_loss(x, y, delta: f64) huber(&(x - y).abs(), delta);
     /// [`huber_loss`] divided by `beta`: `(x - y)² / (2 beta)` where `|x - y| < beta`, else `|x - y| - beta /
-    /// 2`.
+    /// 2`. With `beta` 0 it is [`l1_loss`].
     smooth_l1_loss(x, y, beta: f64) match beta == 0.0 {
         true => (x - y).abs(),
         false => huber(&(x - y).abs(), beta) * (1.0 / beta),
@@ -126,7 +126,8 @@ pub fn binary_cross_entropy_with_logits(x: &Tensor, y: &Tensor, o: BceOptions<'_
 /// Options of [`cross_entropy`] and [`nll_loss`].
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyOptions<'a> {
-    /// A factor per class, `[classes]`. The mean divides by the sum of the targets' factors.
+    /// A factor per class, `[classes]`. The mean divides by the sum of the targets' factors, or by the number
+    /// of targets if these are probabilities.
     pub weight: Option<&'a Tensor>,
     /// Targets with this value do not contribute to the loss. Default: -100.
     pub ignore_index: Option<i64>,
@@ -168,7 +169,7 @@ fn cross_entropy_of(logits: &Tensor, target: &Tensor, o: CrossEntropyOptions<'_>
         return with_probabilities(logits, target, o);
     }
     if o.weight.is_none() && o.label_smoothing == 0.0 && o.reduction == Reduction::Mean {
-        // This composite is used where possible, because devices have kernels for it.
+        // The tensor's method computes this common case with fewer ops.
         return Ok(logits.cross_entropy_with(target, CrossEntropy { ignore_index: o.ignore_index }));
     }
     let log = logits.log_softmax(1);

@@ -144,7 +144,7 @@ impl<M: Module, const N: usize> Module for [M; N] {
     }
 }
 
-/// The name of an entry is its key.
+/// The name of an entry in paths is its key.
 impl<M: Module> Module for BTreeMap<String, M> {
     fn visit(&self, visit: &mut Visit<'_>) {
         for (name, m) in self {
@@ -196,7 +196,7 @@ impl<T> Module for std::marker::PhantomData<T> {
     fn visit(&self, _: &mut Visit<'_>) {}
 }
 
-/// The names for which [`crate::LoadWeights::load`] found no counterpart.
+/// The names for which [`crate::LoadWeights`] found no counterpart.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unmatched {
     /// Names that are in the model but not in the file.
@@ -232,7 +232,7 @@ pub trait ModuleExt: Module {
         slots
     }
 
-    /// The parameters that an optimizer changes.
+    /// The trainable parameters with their paths, each once.
     fn trainable(&self) -> Vec<(String, Slot)> {
         let mut slots = self.slots();
         slots.retain(|(_, s)| s.is_trainable());
@@ -276,8 +276,8 @@ pub trait ModuleExt: Module {
         self.parameters().iter().map(|(_, s)| elements(s)).sum()
     }
 
-    /// Makes the parameters for which `which(path)` is true trainable (`on`) or frozen. Returns the number of
-    /// these parameters.
+    /// Selects the parameters for which `which(path)` is true. If `on` is true, makes them trainable;
+    /// otherwise freezes them. Returns their number.
     fn set_trainable_where(&self, which: impl Fn(&str) -> bool, on: bool) -> usize {
         let mut n = 0;
         let mut seen = HashSet::new();
@@ -364,8 +364,8 @@ pub(crate) fn elements(slot: &Slot) -> Result<usize> {
     Ok(slot.stored().dims()?.iter().product())
 }
 
-/// The name that has the longest start and end in common with `path`; `None` if they have two characters or
-/// fewer in common.
+/// The name whose common prefix and common suffix with `path` have the largest total length; `None` if that
+/// length is 2 or less.
 fn nearest<'n>(path: &str, names: &'n [String]) -> Option<&'n str> {
     let same = |n: &str| {
         let start = n.chars().zip(path.chars()).take_while(|(a, b)| a == b).count();
@@ -417,8 +417,8 @@ struct Line {
 }
 
 fn summary<M: Module>(module: &M) -> Result<String> {
-    // One line for every module that the visit entered, in order. A parameter belongs to the newest line of
-    // the closest module above it.
+    // One line for the root, then one for every entered module that has a type name, in order. A slot belongs
+    // to the closest module above it that has a line. If several lines have that path, the last one gets it.
     let lines = std::cell::RefCell::new(vec![line("", module.kind())]);
     let (mut seen, mut failed) = (HashSet::new(), None);
     let mut total = [0usize; 3];
@@ -434,7 +434,7 @@ fn summary<M: Module>(module: &M) -> Result<String> {
             }
         };
         let mut lines = lines.borrow_mut();
-        // Lists, tuples and maps of parameters have no line, so the owner may be several names up.
+        // Lists, tuples and maps have no line, so the owner may be several names up.
         let owners = path.match_indices('.').map(|(i, _)| i).rev().chain([0]);
         let owner = owners.into_iter().find_map(|end| lines.iter().rposition(|l| l.path == path[..end]));
         let Some(line) = owner.and_then(|i| lines.get_mut(i)) else { return };

@@ -1,5 +1,5 @@
-//! Prepares modules for a device: chooses the level and the precision, compiles the inference, and prepares
-//! the training. This is [`halcyon::prepare`] for modules.
+//! Prepares modules for a device: sets the level and the precision, and compiles modules for inference or
+//! prepares them for training. These are the functions of [`halcyon::prepare`], for modules.
 //!
 //! ```
 //! use halcyon::prelude::*;
@@ -78,7 +78,7 @@ impl<M> Prepared<M> {
         self.backend.level()
     }
 
-    /// The policy of mixed precision of the module's products and convolutions; see [`Backend::amp`].
+    /// The policy of the module's mixed precision; see [`Backend::amp`].
     pub fn amp(&self) -> AmpPolicy {
         self.backend.amp()
     }
@@ -150,9 +150,10 @@ impl TrainingOptimizer for Optimizer {
 }
 
 /// Prepares a module for training, on its backend and at its level. If an optimizer is given, its state moves
-/// to that backend, and the optimizer is returned with the module. If a `dtype` is given, products and
-/// convolutions of training steps compute in that dtype; parameters keep their dtypes. Gradients in f16 need
-/// a [`crate::LossScaler`]; see [`crate::TrainStep::with_scaler`].
+/// to that backend, and the optimizer is returned with the module. If the `dtype` bf16 or f16 is given,
+/// training steps compute in mixed precision with that dtype; with f32, they use no mixed precision.
+/// Parameters keep their dtypes. Gradients in f16 need a [`crate::LossScaler`], which
+/// [`crate::TrainStep::new`] adds.
 ///
 /// ```
 /// use halcyon::prelude::*;
@@ -301,7 +302,8 @@ impl<'a> Inference<'a> {
         &self.backend
     }
 
-    /// The number of plans, one per set of input types.
+    /// The number of plans: one per set of input types, and further ones for inputs marked with
+    /// [`Tensor::donate`].
     pub fn plans(&self) -> usize {
         self.compiled.plans()
     }
@@ -344,11 +346,11 @@ impl<'a> Inference<'a> {
     }
 }
 
-/// Compiles the inference of a prepared module with one input and one output, at the module's level. If a
-/// `dtype` is given, products and convolutions compute in that dtype; inputs and outputs keep their dtypes.
-/// If a sample is given, the function makes the plan and runs it once. For other forwards use
-/// [`Inference::new`]. At level O3 the forward is quantised within the default bound of [`QuantizeOptions`],
-/// for inputs of the sample's type.
+/// Compiles the inference of a prepared module with one input and one output, at the module's level. For
+/// other numbers of inputs or outputs use [`Inference::new`]. If the `dtype` bf16 or f16 is given, the
+/// forward computes in mixed precision with that dtype; with f32, it uses no mixed precision. Inputs and
+/// outputs keep their dtypes. If a sample is given, the function makes the plan and runs it once. At level O3
+/// the forward is quantised within the default bound of [`QuantizeOptions`], for inputs of the sample's type.
 ///
 /// # Errors
 /// `Error::Argument` for a dtype other than f32, bf16 and f16, for bf16 or f16 below level O2, and at level

@@ -6,9 +6,10 @@ use halcyon::{Backend, State, Tensor};
 use std::sync::Arc;
 
 /// Scales the loss so that small gradients do not vanish in f16, and skips steps whose gradients overflow
-/// (Micikevicius et al. 2018). The device decides whether a training step is skipped: its plan computes the
-/// new parameters and states, and selects the old ones if a gradient overflowed. The defaults are those of
-/// PyTorch's `GradScaler`.
+/// (Micikevicius et al. 2018). The device decides whether a training step is skipped: the plan of the step
+/// computes the new parameters and states of the optimizer, and selects the old ones if a gradient
+/// overflowed. The module's buffers change in a skipped step too. The defaults are those of PyTorch's
+/// `GradScaler`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScaler {
     /// The initial scale, by which the loss is multiplied. Default: 65536.
@@ -60,13 +61,14 @@ impl Scaling {
         Scaling { scale, good, skipped }
     }
 
-    /// The scale, the number of steps since it changed, and the number of skipped steps.
+    /// The scale, the number of steps without an overflow since it changed, and the number of skipped steps.
     pub(crate) fn states(&self) -> [&Arc<State>; 3] {
         [&self.scale, &self.good, &self.skipped]
     }
 }
 
-/// Whether any gradient has an element that is not finite: bool, rank 0.
+/// Whether any gradient has an element that is not finite in f32: bool, rank 0. `None` if there are no
+/// gradients.
 #[track_caller]
 pub(crate) fn overflowed(grads: &[Tensor]) -> Option<Tensor> {
     // Zero times an infinity or NaN is NaN, and a sum with NaN is NaN.

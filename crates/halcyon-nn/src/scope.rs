@@ -1,6 +1,6 @@
-//! Scopes change how a forward computes while a gradient is taken or a step is traced. A scope replaces the
-//! values of slots, and sets the mode (training or evaluation) and the key of random numbers. Each thread has
-//! its own scopes. Scopes nest.
+//! Scopes change how a forward computes, for example while a gradient is taken or a step is traced. A scope
+//! can replace the values of slots and set the key of random numbers, and it sets the mode (training or
+//! evaluation). Each thread has its own scopes. Scopes nest.
 
 use crate::slot::{Slot, SlotId};
 use halcyon::ir::DType;
@@ -18,7 +18,7 @@ pub(crate) struct Scope {
     pub(crate) training: bool,
     /// The key of random numbers: its low and high half, u32 of rank 0.
     pub(crate) key: Option<[Tensor; 2]>,
-    /// Number of draws made so far. Each draw of a step has its own stream of random numbers.
+    /// Number of draws made so far with this key. Each draw of a step gets its own random numbers.
     pub(crate) draws: u32,
     pub(crate) writes: Writes,
 }
@@ -43,7 +43,7 @@ thread_local! {
     static SCOPES: RefCell<Vec<Scope>> = const { RefCell::new(vec![]) };
 }
 
-/// Leaves the scope when dropped, also after a panic.
+/// Leaves the scope when dropped, which happens only if the function inside of the scope panics.
 struct Leave;
 
 impl Drop for Leave {
@@ -123,15 +123,15 @@ pub fn uniform(backend: &Backend, shape: impl Into<Shape>) -> Tensor {
     match drawn {
         None => backend.rand(shape, DType::F32),
         Some(([low, high], n)) => {
-            // A draw uses up to two keys of the generator, which differ in the high half.
+            // Each draw advances the high half by 2, because a draw of normal numbers would use two keys.
             let high = high + Tensor::scalar(backend, u64::from(n) * 2, DType::U32);
             Tensor::rand_by_key([&low, &high], shape)
         }
     }
 }
 
-/// Runs `f`. Inside of `f`, modules behave as in training, and random numbers follow from the backend's seed;
-/// see [`halcyon::Backend::manual_seed`].
+/// Runs `f`. Inside of `f`, modules behave as in training. Random numbers follow from the backend's seed (see
+/// [`halcyon::Backend::manual_seed`]), except inside of a training step, whose own seed determines them.
 pub fn training<R>(f: impl FnOnce() -> R) -> R {
     within(Scope { training: true, ..Scope::default() }, f).0
 }

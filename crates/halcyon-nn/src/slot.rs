@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// The kind of a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SlotKind {
-    /// A parameter: an optimizer changes it while it is trainable.
+    /// A parameter. If it is trainable when an optimizer is made, the optimizer changes it.
     Param,
     /// A buffer, such as running statistics: the module itself changes it. It has no gradient.
     Buffer,
@@ -65,7 +65,7 @@ impl Slot {
         Arc::as_ptr(&self.0) as usize
     }
 
-    /// The state that holds the value until [`Slot::replace`].
+    /// The state that holds the value. [`Slot::replace`] makes a new state.
     pub(crate) fn state(&self) -> Arc<State> {
         lock(&self.0.state).clone()
     }
@@ -75,8 +75,8 @@ impl Slot {
         lock(&self.0.state).value()
     }
 
-    /// The value. Inside of a training step or of [`crate::loss_and_grads`], this is the tensor that the step
-    /// computes with.
+    /// The value. Inside of a training step or of [`crate::loss_and_grads`], this is the tensor that the
+    /// forward computes with.
     pub fn value(&self) -> Tensor {
         scope::value_of(self).unwrap_or_else(|| self.stored())
     }
@@ -117,12 +117,13 @@ impl Slot {
         Ok(())
     }
 
-    /// Whether an optimizer changes this slot.
+    /// Whether the slot is trainable: optimizers that are made from now on change it, and
+    /// [`crate::loss_and_grads`] computes its gradient.
     pub fn is_trainable(&self) -> bool {
         self.0.trainable.load(Ordering::Relaxed)
     }
 
-    /// Sets whether optimizers change the parameter. Buffers are never trainable.
+    /// Makes a parameter trainable or not; see [`Slot::is_trainable`]. Buffers are never trainable.
     pub fn set_trainable(&self, on: bool) {
         self.0.trainable.store(on && self.0.kind == SlotKind::Param, Ordering::Relaxed);
     }

@@ -25,8 +25,8 @@ type Traced<'a> = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'a>;
 
 /// A training step that is planned once per set of input types. The plan computes the loss, the gradients,
 /// and the new parameters, optimizer state and buffers. A new value overwrites the memory of the old value,
-/// unless the caller still holds a handle on the old value. A later call with inputs of the same types runs
-/// only that plan.
+/// unless the caller still holds a handle on the old value. A later call with inputs of the same types only
+/// runs the plan.
 ///
 /// ```
 /// use halcyon::prelude::*;
@@ -67,7 +67,7 @@ pub struct TrainStep<'a> {
     /// The function that ends with an update, and the function that only adds gradients to the sums. Each is
     /// made when it is first needed, because options may change until then.
     compiled: [Option<Compiled<Traced<'a>>>; 2],
-    /// The number of parts into which the last trace divided the forward.
+    /// The number of parts into which the last trace for a memory budget divided the forward.
     parts: Arc<AtomicUsize>,
 }
 
@@ -77,7 +77,8 @@ pub struct TrainStep<'a> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryBudget(pub u64);
 
-/// Whether the user chose each setting. A setting that the user did not choose follows the backend.
+/// Whether the user chose each setting. The mixed precision follows the backend if the user did not choose
+/// it. The scaler follows the backend if the user chose neither setting.
 #[derive(Clone, Copy, Default)]
 struct Own {
     mixed: bool,
@@ -86,7 +87,7 @@ struct Own {
 
 /// The summed gradients of the micro-batches of one update.
 struct Sums {
-    /// Number of micro-batches.
+    /// Number of micro-batches per update.
     n: u64,
     /// Number of micro-batches since the last update.
     done: u64,
@@ -184,8 +185,8 @@ impl<'a> TrainStep<'a> {
     /// Sets or removes the loss scaler. The state of a new scaler starts from its initial scale.
     ///
     /// # Errors
-    /// `Error::Argument` for settings out of range. Also between the batches of one update, because the
-    /// gradients of these batches would have different scales.
+    /// `Error::Argument` for settings out of range, and for a call between the batches of one update, because
+    /// the gradients of these batches would have different scales.
     pub fn loss_scaler(mut self, scaler: Option<LossScaler>) -> Result<Self> {
         self.own.scaler = true;
         self.scaler(scaler)
@@ -203,9 +204,9 @@ impl<'a> TrainStep<'a> {
 
     /// Sets the mixed precision of this step, in place of the backend's: an [`AmpPolicy`], or a
     /// [`MixedPrecision`] with the ops that it applies to. Parameters and the optimizer's state keep their
-    /// dtypes. With f16, a step without a loss scaler gets one. Its first scale is
-    /// [`halcyon::BackendBuilder::loss_scale`], or 65536 by default. To train without the scaler, call
-    /// [`TrainStep::loss_scaler`] after this method.
+    /// dtypes. With f16, or if the backend has a [`halcyon::BackendBuilder::loss_scale`], a step without a
+    /// loss scaler gets one. Its first scale is that of the backend, or 65536 by default. To train without
+    /// the scaler, call [`TrainStep::loss_scaler`] after this method.
     ///
     /// # Errors
     /// `Error::Unsupported` if the device does not store the dtype; `Error::Argument` if a scaler would be
@@ -306,18 +307,19 @@ impl<'a> TrainStep<'a> {
         self.ema.as_deref()
     }
 
-    /// The number of calls since the last update, if gradients are accumulated.
+    /// The number of calls since the last update; 0 if gradients are not accumulated.
     pub fn accumulated(&self) -> u64 {
         self.sums.as_ref().map_or(0, |s| s.done)
     }
 
-    /// The mixed precision of the step; `None` if the step uses the backend's mixed precision.
+    /// The mixed precision that the user set, or else a copy of the backend's if that is f16. Otherwise
+    /// `None`: the step uses the backend's mixed precision.
     pub fn mixed_precision(&self) -> Option<&MixedPrecision> {
         self.mixed.as_ref()
     }
 
-    /// The number of parts into which the newest plan divides the forward for its [`MemoryBudget`]; 1 if the
-    /// plan computes no part twice.
+    /// The number of parts into which [`TrainStep::run`] or [`TrainStep::fit`] last divided the forward for
+    /// the [`MemoryBudget`]; 1 if there is no budget, or if the plain step keeps it.
     pub fn recomputed_parts(&self) -> usize {
         self.parts.load(Ordering::Relaxed)
     }
@@ -349,9 +351,9 @@ impl<'a> TrainStep<'a> {
         self.backend.fit_of(&given, &donated, &results, self.mixed.as_ref())
     }
 
-    /// Runs one step. Returns the results of the forward; the first result is the loss. The step replaces
-    /// parameters, states and buffers. If the step fails before it starts to run, all of these keep their
-    /// values.
+    /// Runs one step. Returns the results of the forward; the first result is the loss. An update replaces
+    /// parameters, states and buffers. A call that only accumulates gradients replaces buffers and the sums
+    /// of gradients. If the step fails before it starts to run, all values stay the same.
     ///
     /// # Errors
     /// Errors of the forward, of planning, and of the device. If the device fails during the run, the
@@ -394,8 +396,8 @@ impl<'a> TrainStep<'a> {
         let numbers = match (kind, &self.scaling) {
             (Kind::Add, _) => vec![],
             (_, None) => optimizer.host_scalars()?.concat(),
-            // The device computes the other scalars, because they depend on the number of skipped steps,
-            // which is on the device.
+            // The host passes the number of the step and the rates. The device computes the scalars from
+            // them, because the scalars depend on the number of skipped steps, which is on the device.
             (_, Some(_)) => std::iter::once((steps + 1) as f64).chain(optimizer.rates()).collect(),
         };
         let key = mixed(self.seed, steps.wrapping_mul(n).wrapping_add(done));

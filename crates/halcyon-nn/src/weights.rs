@@ -1,4 +1,5 @@
-//! Files of weights: safetensors files whose tensors have the same names as in PyTorch.
+//! Files of weights: safetensors files whose tensors have the same names as in PyTorch, and PyTorch's own
+//! files, which are only read.
 
 use crate::module::{Module, ModuleExt, Unmatched};
 use crate::slot::{Slot, backend_of, dtype_of};
@@ -10,7 +11,7 @@ use halcyon_formats::torch::TorchFile;
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
-/// How [`LoadWeights::load`] treats names without a counterpart.
+/// How loading treats names without a counterpart.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Strictness {
     /// Names without a counterpart are an error.
@@ -64,7 +65,8 @@ pub trait LoadWeights: Module {
                     let value = converted(&path, &slot, &data?)?;
                     new.push((slot, value));
                 }
-                // A slot that several fields share may be in the file under one of its names.
+                // The name may be removed again below: a slot that several fields share needs only one of its
+                // names.
                 None => unmatched.missing.push(path),
             }
         }

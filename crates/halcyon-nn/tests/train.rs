@@ -1,5 +1,5 @@
-//! Tests of training as a whole and of modules: loss scaling, weight files, failed steps,
-//! the derive, parameter groups, initial values, LoRA, dropout.
+//! Tests of training as a whole and of modules: loss scaling, weight files, failed steps, the derive,
+//! parameter groups, initial values, LoRA, dropout, moves between devices.
 
 use halcyon::ops::Attention;
 use halcyon::prelude::*;
@@ -511,7 +511,7 @@ fn weights_load_from_pytorch_files() {
     assert!(e.contains("lacks") && e.contains("`weight`"), "{e}");
 }
 
-/// A run continues on other devices. All state moves, and on the same backend every bit is kept.
+/// A run continues on other devices. All state moves, and every bit of the state stays the same.
 #[test]
 fn a_training_step_moves_between_devices() {
     let devices = halcyon_test::devices::devices("a_training_step_moves_between_devices", Level::O2);
@@ -542,7 +542,7 @@ fn a_training_step_moves_between_devices() {
         last = loss;
         assert_eq!(step.backend().id(), b.id());
     }
-    // The state survives a copy to the host.
+    // Unknown names and wrong shapes are refused. A saved state can be loaded again.
     let saved: Vec<(String, Tensor)> = step.state();
     step.run(&[&on(step.backend())]).unwrap();
     assert!(step.load_state(vec![("weight.nothing".into(), on(step.backend()))]).is_err());

@@ -3,7 +3,7 @@
 use crate::{required, skip};
 use std::path::{Path, PathBuf};
 
-/// The repository.
+/// The root folder of the repository.
 pub fn root() -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     here.ancestors().nth(2).unwrap_or(here).to_path_buf()
@@ -17,13 +17,14 @@ pub fn target_dir() -> PathBuf {
     }
 }
 
-/// The folder of models with known outputs: `HALCYON_MODELS`, or a folder beside the repository. It may be
-/// missing.
+/// The folder of models with known outputs: `HALCYON_MODELS`, or a folder beside the repository. The folder
+/// may be missing.
 pub fn models_dir() -> PathBuf {
     std::env::var_os("HALCYON_MODELS").map_or_else(|| root().join("../shared/models"), PathBuf::from)
 }
 
-/// A folder of [`models_dir`]; `None`, with a message, if it is missing.
+/// A folder of [`models_dir`]. If it is missing, returns `None` and reports the test as skipped, or panics
+/// instead if `HALCYON_REQUIRE_ALL=1`.
 pub fn models(test: &str, name: &str) -> Option<PathBuf> {
     let dir = models_dir().join(name);
     if dir.is_dir() {
@@ -34,7 +35,8 @@ pub fn models(test: &str, name: &str) -> Option<PathBuf> {
     None
 }
 
-/// A folder of generated test data: below `HALCYON_TESTDATA`, or where `cargo xtask test` makes it.
+/// A folder of generated test data: below `HALCYON_TESTDATA`, or in the folder `testdata` of [`target_dir`],
+/// where `cargo xtask test` makes the data. A missing folder is treated as by [`models`].
 pub fn testdata(test: &str, name: &str) -> Option<PathBuf> {
     let made = || target_dir().join("testdata");
     let generated = std::env::var_os("HALCYON_TESTDATA").map_or_else(made, PathBuf::from);
@@ -47,7 +49,8 @@ pub fn testdata(test: &str, name: &str) -> Option<PathBuf> {
     None
 }
 
-/// A folder below the one that a variable names. `cargo xtask test` prepares it and sets the variable.
+/// The folder `name` below the folder that an environment variable names. `cargo xtask test` prepares that
+/// folder and sets the variable. A missing folder is treated as by [`models`].
 pub fn prepared(test: &str, variable: &str, name: &str) -> Option<PathBuf> {
     let dir = std::env::var_os(variable).map(|d| PathBuf::from(d).join(name));
     match dir {

@@ -6,7 +6,8 @@ use std::process::Command;
 use std::time::Duration;
 
 /// Compiles a shared library from C source, which it writes to a file beside the library. Returns false if
-/// there is no C compiler, and panics instead if `HALCYON_REQUIRE_ALL=1`.
+/// there is no C compiler, and panics instead if `HALCYON_REQUIRE_ALL=1`. Also panics if the source does not
+/// compile.
 pub fn library(to: &Path, source: &str, more: &[&str]) -> bool {
     let from = to.with_extension("c");
     std::fs::write(&from, source).expect("the source is written");
@@ -37,7 +38,7 @@ pub fn gone(pid: &str) -> bool {
     state.is_empty() || state.contains(") Z ")
 }
 
-/// Whether a condition becomes true within a minute.
+/// Whether a condition becomes true within about a minute.
 pub fn soon(mut what: impl FnMut() -> bool) -> bool {
     (0..3000).any(|_| {
         what() || {

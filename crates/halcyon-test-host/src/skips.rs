@@ -17,7 +17,7 @@ pub fn skip(test: &str, reason: &str) {
     }
 }
 
-/// Whether tests must not be skipped because a library or data is missing.
+/// Whether a test must fail, and not be skipped, if a device, library or data is missing.
 pub fn required() -> bool {
     std::env::var("HALCYON_REQUIRE_ALL").is_ok_and(|v| v == "1")
 }

@@ -1,6 +1,6 @@
 //! Stand-ins for the vendors' libraries of CUDA and ROCm (`crates/halcyon-hal/tests/simt`). One library takes
-//! the place of all libraries of a vendor; its device is this machine's CPU. It is built only if there is a
-//! C++ compiler.
+//! the place of all libraries of a vendor; its device is this machine's CPU. The stand-ins are built only on
+//! Linux, and only if there is a C++ compiler.
 
 use crate::{required, root, target_dir};
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ pub struct Kind {
 }
 
 pub const CUDA: Kind = Kind { name: "cuda", flags: &[], amd: None };
-/// A libcuda without support for graphs.
+/// A libcuda without CUDA graphs.
 pub const OLDER_CUDA: Kind = Kind { name: "cuda-older", flags: &["-DSTANDIN_OLDER"], amd: None };
 pub const HIP: Kind = Kind { name: "hip", flags: &["-DSTANDIN_HIP"], amd: Some("gfx90a") };
 /// An AMD GPU with waves of 32 work-items.
@@ -38,7 +38,7 @@ pub fn dir() -> PathBuf {
 }
 
 /// Like [`dir`], but `None` if there is no C++ compiler or the system is not Linux. With
-/// `HALCYON_REQUIRE_ALL=1` it panics instead.
+/// `HALCYON_REQUIRE_ALL=1` this function panics instead.
 pub fn folder() -> Option<PathBuf> {
     let compiler = Command::new("c++").arg("--version").output();
     if !cfg!(target_os = "linux") || compiler.is_err() {
@@ -49,14 +49,16 @@ pub fn folder() -> Option<PathBuf> {
     Some(dir())
 }
 
-/// Builds a stand-in in a folder. Each process builds its own, because the library has state.
+/// Builds a stand-in in a folder. The file's name has the number of the process, so that processes do not
+/// overwrite each other's files.
 fn build(kind: &Kind, dir: &Path) -> PathBuf {
     let lib = dir.join(format!("{}-{}.so", kind.name, std::process::id()));
     compile(&lib, kind.flags).unwrap_or_else(|why| panic!("{why}"));
     lib
 }
 
-/// Backends with the paths of their stand-ins, for loading in another process. Empty if they cannot be built.
+/// Backends with the paths of their stand-ins, for loading in another process. Empty if [`folder`] returns
+/// `None`.
 pub fn paths() -> Vec<(&'static str, String)> {
     static BUILT: LazyLock<Vec<(&str, String)>> = LazyLock::new(|| {
         let Some(dir) = folder() else { return vec![] };

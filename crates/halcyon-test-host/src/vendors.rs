@@ -10,8 +10,8 @@ fn python() -> PathBuf {
     std::env::var_os("HALCYON_PYTHON").map_or_else(|| root().join("target/venv/bin/python"), PathBuf::from)
 }
 
-/// The file whose existence means that these texts compiled before, with the same scripts, requirements and
-/// architectures.
+/// The file whose existence means that these texts compiled before, with the same script, requirements,
+/// Python program and architectures.
 fn record(script: &str, archs: &str, texts: &[String]) -> PathBuf {
     let mut hash = DefaultHasher::new();
     for file in [
@@ -27,8 +27,8 @@ fn record(script: &str, archs: &str, texts: &[String]) -> PathBuf {
 }
 
 /// Compiles each text with a script of `xtask/scripts` for one of the architectures in `archs`, drawn by the
-/// seed, or for all of them if `HALCYON_CASES` is `all`. Without the compiler the test is skipped, or fails
-/// if `HALCYON_REQUIRE_ALL=1`. Texts that compiled before are not compiled again, unless
+/// seed, or for all of them if `HALCYON_CASES` is `all` or 1. Without the compiler the test is skipped, or
+/// fails if `HALCYON_REQUIRE_ALL=1`. Texts that compiled before are not compiled again, unless
 /// `HALCYON_REQUIRE_ALL=1` or the folder `target/compiled` is removed.
 pub fn compile(test: &str, script: &str, archs: &str, extension: &str, texts: &[String]) {
     let all: Vec<&str> = archs.split(',').collect();
@@ -72,6 +72,6 @@ pub fn compile(test: &str, script: &str, archs: &str, extension: &str, texts: &[
     assert_eq!(text.matches(": ok").count(), files.len() * archs.split(',').count(), "{text}");
     println!("{test}: {} files for {archs}: {:.1} s", files.len(), start.elapsed().as_secs_f64());
     let _ = std::fs::remove_dir_all(&dir);
-    // Without a record the texts are compiled again next time.
+    // If the record cannot be written, the texts are compiled again next time.
     let _ = std::fs::create_dir_all(record.with_file_name("")).and_then(|()| std::fs::write(&record, test));
 }

@@ -31,7 +31,7 @@ pub fn test_backends() -> Vec<BackendType> {
     BUILT_IN.iter().filter(tested).map(|b| b.kind).collect()
 }
 
-/// Opens each of [`test_backends`]. Those that are missing are left out as by [`open`].
+/// Opens each of [`test_backends`] with [`open`], and leaves out those that are missing.
 pub fn devices(test: &str, level: Level) -> Vec<Backend> {
     // The CPU comes first, because tests compare the other backends with it.
     let mut all = test_backends();

@@ -52,8 +52,8 @@ pub fn stories(b: &Backend, dir: &Path, tokens: usize) -> Found {
     Ok(format!("{} tokens as expected, logits within {far:.1e}", d.ids.len()))
 }
 
-/// Trains an MLP on the digits in `data`, from the start values in `dir`, and compares it with the results of
-/// a float64 run there. The weights are compared only after all steps.
+/// Trains an MLP on the digits in `data`, from the start values in `dir`, and compares the losses and weights
+/// with those of a run in float64, which are in `dir` too. The weights are compared only after all steps.
 pub fn mlp(b: &Backend, dir: &Path, data: &Path, steps: usize) -> Found {
     let read = |f: &str| halcyon_formats::npy::read(&dir.join(f)).map_err(|e| e.to_string());
     let start = ["w0.npy", "b0.npy", "w1.npy", "b1.npy"].map(read);

@@ -27,7 +27,7 @@ pub enum Call {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum After {
     Works,
-    /// Every later call of these kinds fails, and so does `synchronize`.
+    /// Every later call of the kinds in [`Call`] fails, and so does `synchronize`.
     Lost,
 }
 
@@ -209,7 +209,7 @@ impl Device for Faulty {
         self.inner.pack(kernel, from, to)
     }
     fn pack_host(&self, constants: &[(&dyn LibraryKernel, &[u8], &BufferRef)]) -> Result<()> {
-        // Packing takes memory on the device, so it counts as an allocation too.
+        // Packing takes memory on the device, so this call also counts as an allocation.
         self.faults.pass(Call::Alloc, "pack")?;
         self.faults.pass(Call::Submit, "pack")?;
         self.inner.pack_host(constants)

@@ -1,5 +1,5 @@
-//! Small changes to models that keep most of them valid: edge-case numbers, other types, other names, missing
-//! parts.
+//! Small changes to ONNX models, after which most models are still valid: edge-case numbers, other types,
+//! other names, missing parts.
 #![allow(unreachable_pub, reason = "public for the test files that include this one")]
 
 use bytes::Bytes;

@@ -1,4 +1,4 @@
-//! Small models with every kind of structure, which tests and fuzz targets mutate.
+//! Small ONNX models with different structures, which tests and fuzz targets mutate.
 #![allow(unreachable_pub, reason = "public for the test files that include this one")]
 
 use halcyon_formats::onnx::proto::*;

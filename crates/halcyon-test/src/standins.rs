@@ -18,7 +18,7 @@ fn driver(kind: &Kind, path: &str) -> SimtDriver {
     unsafe { SimtDriver::over(family, path, path).with_kernels(path) }
 }
 
-/// Both stand-ins, or none if they cannot be built.
+/// Both stand-ins, or none if [`standin::folder`] returns `None`.
 pub fn all() -> Vec<Arc<StandIn>> {
     static BUILT: LazyLock<Vec<Arc<StandIn>>> = LazyLock::new(|| {
         let Some(dir) = standin::folder() else { return vec![] };

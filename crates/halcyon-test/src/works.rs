@@ -1,4 +1,4 @@
-//! Workloads whose results are compared bit for bit, with and without faults.
+//! Workloads whose results are compared bit for bit, with and without failures of the device.
 
 use crate::Rng;
 use halcyon::ir::Graph;
@@ -80,7 +80,8 @@ fn training(b: &Backend) -> Result<Vec<u32>> {
     Ok(out)
 }
 
-/// A captured graph, launched with its own inputs and with one that an earlier launch returned.
+/// Launches a captured graph with the inputs of its capture, and then with an input that the first launch
+/// returned.
 pub fn captured(b: &Backend) -> Result<Vec<u32>> {
     let x = Tensor::from_slice(b, [3, 3], &[1.0f32, -2.0, 3.0, 4.0, 5.0, -6.0, 7.0, 8.0, 9.0])?;
     let g = b.capture_graph(|| [x.matmul(&x), x.relu() * 2.0])?;

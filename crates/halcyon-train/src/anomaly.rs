@@ -41,14 +41,14 @@ impl Seen {
 }
 
 /// Runs a training step op by op at O0 on the host, and finds the op that made a NaN or an infinity in the
-/// step's results. An op made a NaN if its result has one and no operand has one. An op made an infinity if
-/// its result has one and all operands are finite. Among the ops through which a NaN or an infinity reached a
-/// result, the function takes the first such op. Returns an error that names this op, its module, the line of
-/// the program, and the ranges of its operands.
+/// step's results. An op made a NaN if its result has one and no operand other than a constant has one. An op
+/// made an infinity if its result has one and all operands are finite. Among the ops through which a NaN or
+/// an infinity reached a result, the function takes the first that made one. Returns an error that names this
+/// op, its module, the line of the program, and the ranges of its operands.
 ///
-/// A NaN of an input is reported in the same way. Infinities of constants, buffers and the batch are not
-/// reported, because masks have infinities. If no op made the NaN or the infinity of the loss, the error
-/// names the input that the value came from. Returns `None` if nothing is found.
+/// A NaN of an input is reported too, with the name of the input. Infinities of constants and inputs are not
+/// reported, because masks have infinities. However, if no op made the NaN or the infinity of the loss, the
+/// error names the input that the value came from. Returns `None` if nothing is found.
 ///
 /// # Errors
 /// Errors of the evaluation.
@@ -60,7 +60,7 @@ pub fn find_anomaly(step: &StepGraph) -> Result<Option<Error>> {
     let roots: Vec<NodeId> = graph.outputs().iter().map(|o| o.node).collect();
     let way = way_to(&graph, &seen, &roots);
     let found = way.iter().copied().find(|n| makes(&graph, &seen, *n));
-    // An infinity of the batch may reach the loss although no op makes an infinity.
+    // An infinity of an input may reach the loss although no op makes an infinity.
     let source = || {
         let loss = roots.first().filter(|n| !seen[n.index()].is_finite())?;
         way_to(&graph, &seen, &[*loss]).into_iter().find(|n| matches!(graph.node(*n).op, Op::Input(_)))
@@ -172,8 +172,8 @@ fn place(dims: &[usize], mut i: usize) -> String {
     format!("{at:?}")
 }
 
-/// The module of the nearest parameter that `id` depends on; empty for a parameter of the model itself.
-/// `None` if `id` depends on no parameter.
+/// The module of the nearest parameter or buffer that `id` depends on; empty for one of the model itself.
+/// `None` if `id` depends on none.
 fn module_of(graph: &Graph, id: NodeId) -> Option<String> {
     let mut visited = vec![false; graph.nodes().len()];
     let mut queue = VecDeque::from([id]);

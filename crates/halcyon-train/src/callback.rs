@@ -1,4 +1,4 @@
-//! Callbacks: reports of a trainer while it runs, and requests to the trainer.
+//! Callbacks: they get reports from a trainer while it runs, and return requests to the trainer.
 
 use halcyon::Backend;
 use halcyon::ir::error::{Error, Result};
@@ -22,7 +22,8 @@ pub enum Flow {
     #[default]
     Continue,
     /// Ends the training. If `on_epoch` returns this, the training ends after the checkpoint of the epoch. If
-    /// `on_step` returns this, the training ends after the step, and a checkpoint is written.
+    /// `on_step` returns this, no further step runs, and a checkpoint is written. If the epoch is complete by
+    /// then, its evaluation and `on_epoch` still follow.
     Stop,
     /// Moves the model and all state of the training step to another backend before the next step.
     MoveTo(Backend),

@@ -275,7 +275,7 @@ mod tests {
         let height = |x: usize| (0..HEIGHT).find(|y| pixels[(y * WIDTH + x) * 3..][..3] == LINE);
         let (left, right) = (height(LEFT + 5).unwrap(), height(WIDTH - RIGHT - 5).unwrap());
         assert!(left < right, "{left} {right}");
-        // A chart without losses shows only the frame.
+        // A chart without losses is written too.
         LossChart::new(dir.path().join("empty.png")).on_end().unwrap();
     }
 }

@@ -7,14 +7,14 @@ use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// The size of the largest accepted log of an earlier run in bytes.
+/// The largest accepted size of the log of an earlier run in bytes.
 const MOST: u64 = 1 << 30;
 
 /// Appends one JSON object per step and per epoch to a file. The object of a step is
-/// `{"kind":"step","step":…,"epoch":…,"loss":…,"samples_per_s":…}`. The object of an epoch has
-/// `"kind":"epoch"` and also the metrics. Buffered lines are written to the file after each epoch and at the
-/// end. Epochs are counted from 1. When a run is resumed, the lines of steps after the checkpoint are
-/// removed. A run that starts at step 0 removes all lines of an existing file.
+/// `{"kind":"step","step":…,"epoch":…,"loss":…,"samples_per_s":…}`. The object of an epoch has the same
+/// fields with `"kind":"epoch"`, and also the metrics. Buffered lines are written to the file after each
+/// epoch and at the end. Epochs are counted from 1. When a run is resumed, the lines of steps after the
+/// checkpoint are removed. A run that starts at step 0 removes all lines of an existing file.
 #[derive(Debug)]
 pub struct JsonLog {
     path: PathBuf,
@@ -38,7 +38,7 @@ impl JsonLog {
     }
 }
 
-/// Keeps the lines of steps up to `step`.
+/// Removes all lines from a log except those of steps and epochs that ended by step `step`.
 fn cut(path: &Path, step: u64) -> Result<()> {
     let text = halcyon_host::input::text_of(path, MOST).map_err(|e| e.error(path))?;
     let kept = |l: &&str| {

@@ -130,7 +130,7 @@ impl Classification {
         Ok(())
     }
 
-    /// The number of targets.
+    /// The number of targets, without the ignored ones.
     pub fn total(&self) -> u64 {
         self.confusion.values().sum()
     }
@@ -141,7 +141,8 @@ impl Classification {
         right as f64 / self.total() as f64
     }
 
-    /// The share of targets that are among the `k` largest scores; `None` without [`Classification::top_k`].
+    /// The share of targets that are among the `k` classes with the largest scores; `None` without
+    /// [`Classification::top_k`].
     pub fn top_k_accuracy(&self) -> Option<f64> {
         self.k.map(|_| self.within as f64 / self.total() as f64)
     }

@@ -12,7 +12,7 @@ use std::path::Path;
 /// Writes the computation of `outputs` from `inputs` as an ONNX model. The inputs are placeholders
 /// ([`Tensor::placeholder`]), whose shapes may have symbols; other values become constants. Parameters and
 /// buffers of `model` keep their names, and the nodes that read them have the name of their module. Returns
-/// the size in bytes.
+/// the size of the written files in bytes.
 ///
 /// ```
 /// use halcyon::{Dim, prelude::*};

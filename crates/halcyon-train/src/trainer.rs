@@ -74,9 +74,9 @@ pub struct TrainerOptions {
     /// If set, a checkpoint is also written after every `checkpoint_every` steps, in addition to the
     /// checkpoint after each epoch.
     pub checkpoint_every: Option<u64>,
-    /// Whether the results of every step are checked for NaN and infinity. If one is found, the step is
-    /// undone, and the error names the op that caused it. Each step takes longer, and needs memory for the
-    /// old values of all parameters.
+    /// Whether the results of every step are checked for NaN and infinity. If a step made one, the step is
+    /// undone, and the error names the op that made the value, if the same ops make it on the host too. Each
+    /// step takes longer, and needs memory for the old values of all parameters.
     pub detect_anomaly: bool,
 }
 
@@ -203,14 +203,14 @@ impl<'a> Trainer<'a> {
         self
     }
 
-    /// Writes checkpoints.
+    /// Sets where checkpoints are written. Without this, the trainer writes none.
     pub fn checkpoints(mut self, checkpoints: Checkpoints) -> Self {
         self.checkpoints = Some(checkpoints);
         self
     }
 
-    /// A flag that ends the training after the current step, with a checkpoint if there are checkpoints. It
-    /// may be set from another thread, or by a signal.
+    /// A flag that ends the training after the current step, with a checkpoint if
+    /// [`Trainer::checkpoints`] is set. The flag may be set from another thread, or by a signal.
     pub fn interrupt(&self) -> Arc<AtomicBool> {
         self.stop.clone()
     }
@@ -448,8 +448,8 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Runs a step and checks its results. If it made a NaN or an infinity, restores the old values of the
-    /// parameters, buffers and states, and returns an error.
+    /// Runs a step and checks its results. If the step made a NaN or an infinity, restores the old values of
+    /// the parameters, buffers and states, and returns an error.
     #[track_caller]
     fn checked(&mut self, batch: &[&Tensor]) -> Result<Vec<Tensor>> {
         let before = self.step.graph(batch)?;
@@ -519,8 +519,8 @@ fn all_finite<'t>(tensors: impl IntoIterator<Item = &'t Tensor>) -> Result<bool>
 }
 
 /// Whether an element of a parameter, buffer or state became NaN or infinite in a step. An element that was
-/// infinite before, as in masks, counts only if it is NaN now. `kept` holds the new values, each with the
-/// names under which [`StepGraph::inputs`] may list the old value.
+/// infinite before, as in masks, counts only if it is NaN now. An element that was NaN before does not count.
+/// `kept` holds the new values, each with the names under which [`StepGraph::inputs`] may list the old value.
 fn any_became_infinite(before: &StepGraph, kept: &[([String; 2], Tensor)]) -> Result<bool> {
     for (names, new) in kept {
         if all_finite([new])? {

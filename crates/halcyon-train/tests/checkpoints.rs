@@ -204,7 +204,8 @@ fn a_tied_parameter_takes_its_f32_copy() {
     assert_eq!(full.second.value().to_vec::<f32>().unwrap(), master);
 }
 
-/// A run moves from cpu to opencl, to webgpu and back to cpu through checkpoints, and every bit is kept.
+/// A run moves through checkpoints from one test device to the next and back to the CPU, and every bit of its
+/// state is kept.
 #[test]
 fn checkpoints_move_between_devices() {
     let dir = tempfile::tempdir().unwrap();
@@ -335,8 +336,8 @@ fn damaged_and_hostile_files_are_typed_errors() {
 
 const CHILD: &str = "CHECKPOINT_TEST_FOLDER";
 
-/// The child process of the tests below. It saves checkpoints until it is killed, and prints the step of each
-/// complete checkpoint.
+/// The child process of the tests below. It saves checkpoints until it is killed or a save fails, and prints
+/// the step of each complete checkpoint.
 #[test]
 fn child_that_saves() {
     let Some(folder) = std::env::var_os(CHILD) else { return };

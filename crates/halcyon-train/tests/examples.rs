@@ -64,7 +64,7 @@ fn the_mnist_cnn_continues_from_its_checkpoint() {
     let first = mnist::train(&b, &run(None)).unwrap();
     assert_eq!(first.step, 125);
     assert!(first.metrics["accuracy"] >= 0.95, "{first:?}");
-    // Each run adds lines to the log; the checkpoint of the epoch's end is the latest.
+    // Each run adds lines to the log. The last line is that of the epoch, with the metrics.
     let log = std::fs::read_to_string(dir.path().join("run/log.jsonl")).unwrap();
     assert!(log.lines().last().unwrap().contains("\"accuracy\""), "{log}");
     // A run that is complete takes no step.
@@ -76,7 +76,7 @@ fn the_mnist_cnn_continues_from_its_checkpoint() {
 fn the_character_model_learns_and_writes() {
     let b = Backend::cpu().unwrap();
     let (gpt, v, [first, last]) = char_gpt::train(&b, &shipped("examples/train/text.txt"), 60).unwrap();
-    // Random characters have the loss ln(size).
+    // If all characters are equally probable, the loss is ln(size).
     let random = (v.size() as f64).ln();
     assert!(first < random + 1.0 && last < 0.7 * random, "{first} {last} {random}");
     let text = gpt.write(&b, &v, "The ", 12).unwrap();

@@ -84,8 +84,8 @@ fn options(read_every: u64) -> TrainerOptions {
     TrainerOptions { epochs: 3, read_every, ..TrainerOptions::default() }
 }
 
-/// The losses of an uninterrupted run, and the losses of a run that is interrupted after `stop` steps and
-/// resumed.
+/// A run that is interrupted after `stop` steps and resumed has the same losses and weights as an
+/// uninterrupted run.
 #[test]
 fn a_resumed_run_has_the_same_bits_wherever_it_stopped() {
     let b = Backend::cpu().unwrap();
@@ -240,7 +240,7 @@ fn an_anomaly_names_the_op_that_made_it() {
         let place = format!("trainer.rs:{line}");
         assert!(text.contains(&place) && text.contains("fc1"), "{}: {text}", b.id());
         assert_eq!(model.fc1.weight.value().to_vec::<f32>().unwrap(), before, "{}", b.id());
-        // Without an anomaly nothing changes.
+        // Without an anomaly, the check does not change the results.
         let (plain, checked) = (net(&b), net(&b));
         let mut t = Trainer::new(&plain, train_step(&plain), options(1));
         t.fit(&mut data()).unwrap();

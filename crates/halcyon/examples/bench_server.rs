@@ -1,4 +1,4 @@
-//! Runs measurements of the CPU backend through the public tensor API for `cargo xtask bench peers`.
+//! Runs measurements of the CPU backend through the public API for `cargo xtask bench peers`.
 //! `xtask/src/bench.rs` describes the protocol.
 
 use halcyon::hal::cpu::{peak, sys::Isa, team::Team};
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead, Write};
 use std::time::Instant;
 
-/// Bytes of the arrays used to measure bandwidth: several times the size of any known last-level cache.
+/// Bytes of the arrays used to measure bandwidth: several times the last-level cache of most processors.
 const STREAM: usize = 512 << 20;
 
 /// Deterministic, roughly normal values (sums of uniforms).

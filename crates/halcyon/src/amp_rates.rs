@@ -3,8 +3,8 @@
 //!
 //! Only CPU devices are measured. A small network of matrix products and a small network of convolutions run
 //! on one core, alternately in f32 and in the 16-bit type. The best time of each type counts. This takes some
-//! tens of milliseconds, once per processor, because the rates are kept in the process, and on disk beside
-//! the compiled programs.
+//! tens of milliseconds, once per processor and 16-bit type, because the rates are kept in the process, and
+//! on disk beside the compiled programs.
 
 use crate::executable::Executable;
 use crate::planner::{Lowering, Planner};
@@ -66,7 +66,7 @@ pub(crate) fn kept_in_f32(info: &DeviceInfo, options: &Options, amp: AmpPolicy) 
     KeptInF32 { products: slow(rates[0]), convolutions: slow(rates[1]) }
 }
 
-/// Identifies the processor and the instruction sets that its kernels use.
+/// Identifies the release, the 16-bit type, the processor, and the instruction sets that its kernels use.
 fn key(info: &DeviceInfo, amp: AmpPolicy) -> u128 {
     let mut parts = vec![env!("CARGO_PKG_VERSION").to_string(), amp.to_string(), info.name.clone()];
     parts.extend(
@@ -210,7 +210,8 @@ mod tests {
         assert_eq!(kept_in_f32(&info, &options, AmpPolicy::Bf16), KeptInF32::default());
     }
 
-    /// A cache with the given rates for this processor: (f32, bf16) of products and of convolutions.
+    /// A cache with the given rates for this processor: (f32, bf16) of products and of convolutions. The
+    /// builder uses this cache.
     fn cpu_with(rates: [(u64, u64); 2]) -> (tempfile::TempDir, crate::BackendBuilder) {
         let dir = tempfile::tempdir().unwrap();
         let b = Backend::builder().backend_type(BackendType::Cpu).cache_dir(dir.path());
@@ -241,7 +242,8 @@ mod tests {
         let forced = b.clone().force_amp(true).build().unwrap();
         assert_eq!(forced.amp(), AmpPolicy::Bf16);
         assert!(mixed(&forced) && forced.warnings().is_empty() && plan(&forced).warnings.is_empty());
-        // Another device with the same settings; and a level that does not use mixed precision.
+        // A device that is opened with the same settings stays in f32 too. Below level O2 there is no warning
+        // about rates.
         assert_eq!(kept.on_device(0).unwrap().amp(), AmpPolicy::None);
         let o1 = b.level(Level::O1).build().unwrap();
         assert!(o1.warnings().iter().all(|w| !w.contains("GFLOP/s")), "{:?}", o1.warnings());

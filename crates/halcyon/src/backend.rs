@@ -62,7 +62,7 @@ pub struct MixedPrecision {
     /// What stays in f32: names of ops, and places such as `model.rs:42`. A place also keeps the gradients of
     /// its ops in f32.
     pub f32: Vec<String>,
-    /// Whether the dtype is used even where the processor is slower in it
+    /// Whether the dtype is used even where the processor is not clearly faster in it
     /// ([`BackendBuilder::force_amp`]).
     pub force: bool,
     /// Whether the function itself handles values that overflow f16, as a training step with a loss scaler
@@ -108,7 +108,8 @@ impl Backend {
         BackendBuilder::default()
     }
 
-    /// Opens the first device of a backend with default settings.
+    /// Opens the first device of a backend, or the best device of this machine for `Auto`, with default
+    /// settings.
     pub fn new(kind: BackendType) -> Result<Backend> {
         Backend::builder().backend_type(kind).build()
     }
@@ -218,15 +219,16 @@ impl Backend {
         &self.device().caps().storage
     }
 
-    /// The mixed-precision policy that plans follow. It is also `None` if the device is not clearly faster in
-    /// the requested type. Then everything stays in f32, and [`Backend::warnings`] states the measured rates.
+    /// The mixed-precision policy that plans follow. It is also `None` if the device is clearly faster in the
+    /// requested type neither at products nor at convolutions. Then everything stays in f32, and
+    /// [`Backend::warnings`] states the measured rates.
     pub fn amp(&self) -> AmpPolicy {
         let l = &self.0.planner.lowering;
         if l.amp_kept.is_everything() { AmpPolicy::None } else { l.amp }
     }
 
-    /// The mixed precision of one plan. Under [`MixedPrecision::force`], even work that is slower in the half
-    /// type uses the half type.
+    /// The mixed precision of one plan. Under [`MixedPrecision::force`], even work that is not clearly faster
+    /// in the half type uses the half type.
     pub(crate) fn mixed(&self, m: &MixedPrecision) -> Result<Mixed> {
         autocast::check(m.policy, self.device().as_target().caps(), self.id())?;
         let own = self.0.built.clone().unwrap_or_else(|| BackendBuilder::of(&self.0.planner.lowering));
@@ -365,9 +367,9 @@ impl Backend {
     /// Tunes the kernels that a graph's plan uses and that are not tuned yet. The graph must have no symbols.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the backend's level or mode uses no tuned kernels; [`Error::Io`] if the cache
-    /// file cannot be written (checked before anything is measured); [`Error::Driver`] if the device fails
-    /// even with the default kernels.
+    /// [`Error::Argument`] if the backend's level, tuning mode or settings use no tuned kernels;
+    /// [`Error::Io`] if the cache file cannot be written (checked before anything is measured);
+    /// [`Error::Driver`] if the device fails even with the default kernels.
     pub fn tune(&self, graph: &Graph, budget: Option<Duration>) -> Result<TuningReport> {
         self.tune_with(std::slice::from_ref(graph), &TuneOptions { budget, ..TuneOptions::default() })
     }
@@ -394,7 +396,7 @@ impl Backend {
         Executable::new(&self.0.runtime, self.level(), plan)
     }
 
-    /// Makes and caches the plans of this backend.
+    /// The planner, which makes and caches the plans of this backend.
     pub(crate) fn planner(&self) -> &Arc<Planner> {
         &self.0.planner
     }

@@ -12,7 +12,7 @@ use halcyon_ir::{ConstData, Graph, Scalar};
 /// error unchanged.
 pub(crate) fn explain(e: Error, graph: &Graph, inputs: &[ConstData]) -> Error {
     let Error::Index { op, range, found, input: None, at } = e else { return e };
-    // First look at the nodes of the reported span. If this graph has none, look at all nodes.
+    // First look at the nodes of the reported span. If none of them has a bad index, look at all nodes.
     let here = |n: &NodeId| graph.node(*n).span == at;
     let input = graph.ids().filter(here).find_map(|n| bad(graph, n, inputs));
     let input = input.or_else(|| graph.ids().find_map(|n| bad(graph, n, inputs)));
@@ -32,7 +32,7 @@ fn bad(graph: &Graph, n: NodeId, inputs: &[ConstData]) -> Option<String> {
     let operands: Vec<Operand> = node.inputs.iter().map(operand).collect::<Option<_>>()?;
     let range = node.op.bind(&sizes).ok()?.index_range(&operands)?;
     let mut at = *node.inputs.get(range.operand)?;
-    // Skip ops that keep every value.
+    // Skip casts and views.
     while matches!(graph.node(at).op, Op::Cast | Op::Reshape | Op::Permute(_) | Op::Expand) {
         at = *graph.node(at).inputs.first()?;
     }

@@ -201,8 +201,8 @@ impl Backend {
 }
 
 impl<F> Compiled<F> {
-    /// The number of plans. There is one for each set of input types and of inputs that the plan may
-    /// overwrite.
+    /// The number of plans that the function keeps, at most 64. There is one for each set of input types and
+    /// of inputs that the plan may overwrite.
     pub fn plans(&self) -> usize {
         lock(&self.plans).len()
     }
@@ -254,10 +254,10 @@ impl<F> Compiled<F> {
         self.run(inputs, &asked, args, &[])
     }
 
-    /// Like [`Compiled::call_with`], for a function that replaces states. It gets `inputs`, then the values
-    /// of `states`. Its last results, one for each state, become the states' values. A new value takes over
-    /// the memory of the old value, unless the caller still holds a handle on the old value. Returns the
-    /// other results.
+    /// Like [`Compiled::call_with`], for a function that replaces states. The function gets `inputs`, then
+    /// the values of `states`. Its last results, one for each state, become the states' values. A new value
+    /// takes over the memory of the old value, unless the caller still holds a handle on the old value.
+    /// Returns the other results.
     ///
     /// If the call fails before it has started to run, the states keep their values.
     ///

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 /// Calls `f` on placeholders for `inputs` and returns its results. The intermediate values of `f` are not
 /// kept for the gradients. The plan of the gradients computes them again. This takes the time of `f` once
-/// more, and memory only for `inputs` and the results. The gradients have the same values.
+/// more, and memory only for `inputs` and the results. Below level O2, the gradients have the same bits as
+/// without a checkpoint. From O2 on, epilogues may round them differently.
 ///
 /// If `f` captures a tensor, the tensor is a further input if it was made before this call or already has a
 /// value. Literals that `f` makes become constants of the plan, so another value needs another plan. Random

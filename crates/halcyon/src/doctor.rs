@@ -1,4 +1,4 @@
-//! Checks whether a backend works on this machine, from loading its library to a matrix product. Each step
+//! Checks whether a backend works on this machine, from loading its library to a matrix product. Each check
 //! gives a line with its status and measurements.
 //!
 //! A faulty driver may crash the process. So programs, such as `halcyon doctor`, run [`examine`] in a child
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// The status of a step. The variants are in order of severity; the worst status in a report is its verdict.
+/// The status of a check. The variants are in order of severity; the worst status in a report is its verdict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
@@ -29,16 +29,16 @@ pub enum Status {
     Fail,
 }
 
-/// The result of one step.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Line {
-    /// Name of the step: `library`, `device`, `open`, `libraries` (kernel libraries, if the backend can use
+    /// Name of the check: `library`, `device`, `open`, `libraries` (kernel libraries, if the backend can use
     /// any), `kernel`, `copies`, `product`, `first use`.
     pub check: String,
-    /// The device, if the step concerns one: `cpu:0`.
+    /// The device, if the check concerns one: `cpu:0`.
     pub device: Option<String>,
     pub status: Status,
-    /// What was found, or why the step failed.
+    /// What was found, or why the check failed.
     pub text: String,
     /// What to do about a problem.
     pub fix: Option<String>,
@@ -65,8 +65,8 @@ fn fix(e: &Error) -> Option<String> {
     }
 }
 
-/// Examines a backend and all its devices. Calls `tell` with each line when it is known, and before each step
-/// with its name and device, so that a step that crashes the process can be identified.
+/// Examines a backend and all its devices. Calls `tell` before each check with its name and device, so that a
+/// check that crashes the process can be identified, and after each check with its line.
 pub fn examine(kind: BackendType, tell: &mut dyn FnMut(Event)) {
     tell(Event::Started { check: "library".into(), device: None });
     let driver = match registry::driver(kind).and_then(|d| d.probe().map(|infos| (d, infos))) {

@@ -103,8 +103,9 @@ pub struct Executable {
     uses: VariablePositions,
     unbound: BufferRef,
     /// Leases not in use by the host. A queue runs its commands in order, so a later run in the same queue
-    /// can reuse the scratch as soon as a run is submitted; runs in other queues must wait until it is
-    /// complete.
+    /// can take a lease as soon as the earlier run is submitted. A lease that a stream used last is free for
+    /// other queues when the run is complete. A lease that the device's own queue used last is free for every
+    /// queue; if two runs then use the same memory, the device makes the later run wait.
     leases: Mutex<Vec<Lease>>,
     fault_base: u32,
     watched: Arc<FaultContext>,

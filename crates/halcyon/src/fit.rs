@@ -1,5 +1,5 @@
-//! `Fit`: the memory need of a plan, computed from the plan alone, without uploading or allocating
-//! anything.
+//! `Fit`: the memory need of a plan, computed from the plan and the device's properties, without uploading or
+//! allocating anything.
 
 use halcyon_hal::{Device, Tag};
 use halcyon_ir::error::{Error, Result};
@@ -7,8 +7,8 @@ use halcyon_ir::plan::{Live, Plan, Storage};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashSet};
 
-/// Places pieces of these sizes one after the other, each aligned to `align` bytes. Returns their offsets and
-/// the size of the whole.
+/// Places ranges of these sizes one after the other, each aligned to `align` bytes. Returns their offsets and
+/// the total size.
 pub(crate) fn offsets(sizes: &[usize], align: usize) -> (Vec<usize>, usize) {
     let mut end = 0usize;
     let mut at = |n: &usize| {
@@ -20,8 +20,8 @@ pub(crate) fn offsets(sizes: &[usize], align: usize) -> (Vec<usize>, usize) {
     (starts, end)
 }
 
-/// Device memory, in bytes, that one run of a plan needs, as counted by the device's own accounting
-/// ([`halcyon_hal::MemoryStats`]), including its rounding. Other plans and tensors are not included.
+/// The memory, in bytes, that one run of a plan needs. Device memory is counted as the device counts it
+/// ([`halcyon_hal::MemoryStats`]), with each allocation rounded up. Other plans and tensors are not included.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Fit {
     /// Bytes of constants that the device reads in place from host memory; not part of [`Fit::device`].
@@ -109,7 +109,8 @@ impl Fit {
             .fold(0, u64::saturating_add)
     }
 
-    /// Everything the model needs, by kind, in bytes. Weights read in place are in host memory.
+    /// The memory that the plan needs while it runs, by kind, in bytes. Weights read in place are in host
+    /// memory.
     pub fn parts(&self) -> [(&'static str, u64); 7] {
         [
             ("weights read in place", self.weights_in_place),

@@ -17,8 +17,8 @@
 //!
 //! A [`Backend`] is an open device. A [`Tensor`] is a lazy handle: an operation checks shapes and types at
 //! once but computes nothing. Reading a value ([`Tensor::to_vec`], [`Tensor::item`]), [`Tensor::eval`] or
-//! [`eval`] runs the pending operations that it depends on as one plan. The plan is cached, so the same
-//! computation with other values runs without planning or compiling.
+//! [`eval`] runs the pending operations that the value depends on as one plan. The plan is cached, so the
+//! same computation with other values runs without planning or compiling.
 //!
 //! # Choosing a device
 //!
@@ -46,7 +46,7 @@
 //! # }
 //! ```
 //!
-//! An operation cannot mix tensors of two backends: [`Tensor::to`] copies a tensor to another backend.
+//! An operation cannot mix tensors of two open devices: [`Tensor::to`] copies a tensor to another device.
 //! [`Split`] runs one graph on several devices.
 //!
 //! # Running an ONNX model

@@ -1,7 +1,8 @@
 //! Text in HTML and SVG.
 
-/// Text for HTML, SVG and attributes in double or single quotes: escapes markup, and replaces characters that
-/// HTML and SVG do not allow, and characters that change the direction of text.
+/// Text for HTML, SVG and attributes in double or single quotes: escapes markup, and replaces control
+/// characters (also line breaks and tabs), other characters that HTML and SVG do not allow, and characters
+/// that change the direction of text.
 pub fn escape(s: &str) -> String {
     let mut out = String::with_capacity(s.len());
     for c in s.chars() {

@@ -173,8 +173,8 @@ impl OnnxSession {
     }
 
     /// The model's form for inputs of these types. `host` holds the values that are on the host; `read`
-    /// copies a value from the device. `read` is called only for small integer inputs, and only if the model
-    /// cannot be one graph without their values.
+    /// copies a value from the device. `read` is called only for small inputs that are not floats, and only
+    /// if the model cannot be one graph without their values.
     fn made_for(
         &self,
         types: &[TensorType],
@@ -188,7 +188,8 @@ impl OnnxSession {
         }
         let names = || self.inputs.iter().map(String::as_str);
         let shapes: Vec<(&str, Shape)> = names().zip(types).map(|(n, t)| (n, t.shape.clone())).collect();
-        // Small integers may determine shapes; if they do, the cache key includes their values.
+        // Small inputs that are not floats may determine shapes. If they do, the cache key includes their
+        // values.
         let small = |t: &TensorType| {
             let n = t.shape.numel().known();
             !t.dtype.is_float() && n.is_some_and(|n| n <= MAX_SHAPE_ELEMENTS)

@@ -12,13 +12,13 @@ use std::sync::{Arc, Mutex};
 #[derive(Debug)]
 pub(crate) struct Queue {
     pub(crate) raw: Arc<dyn Stream>,
-    /// The queue's number among the queues of its backend.
+    /// The queue's number among the queues of its runtime.
     pub(crate) id: u64,
     /// The number of the [`Queues`] that the queue belongs to.
     owner: u64,
 }
 
-/// The queues of one backend.
+/// The queues of one runtime.
 #[derive(Debug)]
 pub(crate) struct Queues {
     /// A number that no other value of this type has.

@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex};
 /// Maximum number of programs that a runtime caches.
 const PROGRAM_CACHE: usize = 1024;
 
-/// An open device with its programs, constants, queues, faults and counters. Executables share it. It does
-/// not depend on tensors or on the settings of a backend.
+/// An open device with its programs, constants, queues, faults and counters. Executables share the runtime.
+/// It does not depend on tensors or on the settings of a [`crate::Backend`].
 #[derive(Debug)]
 pub(crate) struct Runtime {
     pub(crate) device: Arc<dyn Device>,

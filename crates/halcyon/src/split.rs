@@ -3,7 +3,7 @@
 //! The graph is cut into segments. Each segment is a graph that is planned and compiled for its device like
 //! any other. If a segment reads a value that another device has computed, the value is copied directly from
 //! device to device where that is possible ([`halcyon_hal::Device::copy_from_peer`]), else through the host.
-//! Nodes computed from constants alone are duplicated in each segment that reads them. Before a run,
+//! Nodes that depend on no input are duplicated in each segment that reads them. Before a run,
 //! [`Placement`] gives the device of every op and the copies, with the bytes that [`halcyon_hal::Counters`]
 //! will count.
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicU64;
 
-/// The counters of a runtime, which its users increment.
+/// The counters of a runtime. The code that uses the runtime increments them.
 #[derive(Default, Debug)]
 pub(crate) struct Stats {
     pub(crate) plans_built: AtomicU64,
@@ -31,13 +31,14 @@ pub struct CacheStats {
     pub runs: u64,
     /// Steps submitted by all runs.
     pub steps: u64,
-    /// States or donated tensors that were copied because the old value was still needed.
+    /// States, donated tensors and tensors with an updated slice that were copied because the old value was
+    /// still needed.
     pub copies: u64,
     /// Packed constants that were read from the disk cache instead of being packed again.
     pub packed_loads: u64,
     /// Kernels that were tuned: their candidates were compiled, checked and timed.
     pub kernels_tuned: u64,
-    /// Candidates tried when tuning these kernels.
+    /// Candidates tried in tuning, also for kernels whose tuning did not finish.
     pub candidates_tried: u64,
     /// Plans made without a transformation that costs memory, because there was too little memory for it.
     pub smaller_plans: u64,

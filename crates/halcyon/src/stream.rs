@@ -218,7 +218,7 @@ impl<T> Future for Pending<T> {
 
 impl Backend {
     /// Creates a stream. On the CPU, the stream runs its commands on a thread of its own, with a team of half
-    /// as many threads as the device's.
+    /// as many threads as the device's team has, at least one.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the device has no streams; errors of the driver.
@@ -301,8 +301,8 @@ impl Tensor {
         }
     }
 
-    /// Enqueues the evaluation. Returns the stream and the event of its completion. If the device has no
-    /// streams, waits for the evaluation and returns neither.
+    /// Enqueues the evaluation. Returns the stream, and the event after which the value is complete, if a
+    /// stream computes the value. If the device has no streams, waits for the evaluation and returns neither.
     fn hand_over(&self) -> Result<(Option<Arc<Queue>>, Option<hal::Event>)> {
         let b = self.backend();
         let r = b.runtime();

@@ -2,8 +2,8 @@
 
 use std::sync::{Mutex, MutexGuard};
 
-/// Locks `m`. Ignores that another thread may have panicked while it held the lock. So use this function only
-/// for values that are valid at every moment of an update.
+/// Locks `m`, even if a thread panicked while it held the lock. So use this function only for values that are
+/// valid at every moment of an update.
 pub(crate) fn lock<T: ?Sized>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(|e| e.into_inner())
 }

@@ -8,8 +8,8 @@ pub struct Effort {
     /// Minimum number of pairs of bursts per transformation; a pair is one burst with the transformation and
     /// one without.
     pub pairs: usize,
-    /// Pairs are added until the 95 % confidence interval of the median ratio is at most this fraction of the
-    /// ratio, or until there are [`MAX_GROWTH`] times `pairs`.
+    /// Pairs are added until the 95 % confidence interval of the median ratio is at most as wide as this
+    /// fraction of the ratio, or until there are [`MAX_GROWTH`] times `pairs`.
     pub interval: f64,
     /// Duration of a burst. A burst has at least one run.
     pub burst: Duration,

@@ -320,7 +320,7 @@ fn training_keeps_f32_parameters_and_learns() {
         let losses = |amp: AmpPolicy| {
             let b = with(&b, amp, &[]);
             let x = Tensor::from_slice(&b, [64, 8], &x).unwrap();
-            // The target to learn: the first feature.
+            // The value to learn is the first feature.
             let target = x.narrow(1, 0, 1);
             let mut w = [
                 Tensor::from_slice(&b, [8, 16], &hidden).unwrap() * 0.3,
@@ -369,8 +369,8 @@ fn norms_and_softmax_between_products_follow_float64() {
         let y = g.matmul(y, w[1]).unwrap();
         let y = g.rms_norm(y, s, 1e-5).unwrap();
         let y = g.matmul(y, w[2]).unwrap();
-        // In any case, the operand of the softmax is rounded as the result of a product, and the result of
-        // the softmax as a factor of the next product.
+        // Even if the softmax ran in f32, its operand would be rounded as the result of a product, and its
+        // result as a factor of the next product.
         let y = g.softmax(y, 2).unwrap();
         let y = g.matmul(y, w[0]).unwrap();
         g.output("y", y);
@@ -398,9 +398,9 @@ fn norms_and_softmax_between_products_follow_float64() {
     }
 }
 
-/// A mask stays f32, so that the lowest number still masks keys. The scores, to which the mask is added, are
-/// bf16. The CPU's attention kernel for 16-bit types needs tile registers; without them the plan keeps f32,
-/// because no other kernel reads bf16 faster.
+/// A mask stays f32, so that the lowest f32 number still masks keys. The other operands are bf16. The CPU's
+/// attention kernel for 16-bit types needs tile registers; without them the plan keeps f32, because no other
+/// kernel of the CPU is faster in bf16.
 #[test]
 fn attention_with_a_mask_reads_halves() {
     let what = "mixed precision, a mask";

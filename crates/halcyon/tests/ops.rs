@@ -1,6 +1,6 @@
 //! The op table: every op, with every dtype it takes, on every device present, at levels O0 and O1. Forward
-//! results are compared with the float64 reference and gradients with finite differences, and every generated
-//! kernel runs under the sanitizer.
+//! results are compared with the float64 reference and gradients with finite differences, and the generated
+//! kernels of a sample of the cases run under the sanitizer.
 //!
 //! `HALCYON_SEED` repeats a run's inputs; `HALCYON_ROW` selects rows by a part of their name. On devices that
 //! build a program for each case, one case in 48 is run, and at least one of each row, drawn anew in every
@@ -156,8 +156,8 @@ fn random_graphs_on_devices() {
 /// Maximum operand elements of cases that the interpreter runs in moderate time.
 const SANITIZED_ELEMENTS: usize = 3000;
 
-/// Runs every kernel that the table's cases lower to on a device without library kernels, with this subgroup
-/// size.
+/// Runs the kernels that a third of the table's small cases (all with `HALCYON_CASES=all`) lower to on a
+/// device without library kernels, with this subgroup size.
 fn sanitized(subgroup: u32) {
     let what = format!("sanitizer, subgroups of {subgroup}");
     let mut rng = Rng::fresh(&what);
@@ -266,8 +266,8 @@ fn structured_kinds() -> BTreeSet<String> {
     all
 }
 
-/// Names of the functions of `Graph` that build composites, and of the formulas beside them, read from their
-/// source.
+/// Names of the formulas (functions of `Graph` in `composite.rs`), read from the source, and of the built-in
+/// composites that have a builder.
 fn composites() -> BTreeSet<String> {
     let source = include_str!("../../halcyon-ir/src/composite.rs");
     let (_, builders) = source.split_once("impl Graph {").expect("formulas are methods of Graph");

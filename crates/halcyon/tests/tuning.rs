@@ -185,7 +185,7 @@ fn level_o3_tunes_everything_unless_a_mode_is_set() {
     }
 }
 
-/// The variants of the templates plus the variants `names`, some of which are faulty.
+/// The variants `names`, most of which are faulty, and one variant of the template.
 struct Planted {
     names: &'static [&'static str],
     built: Mutex<Vec<String>>,

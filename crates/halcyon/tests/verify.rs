@@ -458,8 +458,8 @@ fn attack_sizes_and_shapes_in_the_header() {
 #[test]
 fn attack_every_byte_in_turn() {
     let (bytes, end) = file();
-    // The tensors may hold any values; everything before them must be parsed defensively. A file with changed
-    // text may still be valid.
+    // Changes every third byte. The tensors may hold any values; everything before them must be parsed
+    // defensively. A file with changed text may still be valid.
     let mut rng = Rng::new(11);
     for at in (0..end + 600).step_by(3) {
         let mut b = bytes.clone();

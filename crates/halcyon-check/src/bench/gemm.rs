@@ -1,4 +1,5 @@
-//! Matrix products in every type that the device's matrix units may support, and the effect of TF32.
+//! Matrix products in f32 (with and without TF32), f16, bf16, 8-bit floats and 8-bit integers; products with
+//! an epilogue; and the error of TF32.
 
 use super::results::{self, Exactness};
 use super::{Bench, FigureError, note, part, random_normal, rate};
@@ -15,8 +16,8 @@ const SIZES: &[[usize; 3]] = &[[1024, 1024, 1024], [4096, 4096, 4096], [8192, 81
 /// Sizes for generated kernels: one with full tiles only, one with partial tiles.
 const GENERATED: &[[usize; 3]] = &[[4096, 4096, 4096], [1000, 1500, 700]];
 const STAND_IN_SHAPES: &[[usize; 3]] = &[[32, 48, 32]];
-/// For products of at most this many multiply-adds, launch overhead matters. For these PyTorch also launches
-/// a captured graph.
+/// For products of at most this many multiply-adds, launch overhead matters. On GPUs, PyTorch therefore
+/// launches them as a captured graph too.
 const SMALL: usize = 1 << 30;
 
 /// A type of product. To add a type, add a row to [`KINDS`].
@@ -152,7 +153,7 @@ fn epilogues(o: &SectionArgs) -> Result<()> {
         for (what, f, host, more) in EPILOGUES {
             let name = format!("product, bias, {what} {dtype}");
             part(o, &name, || {
-                // The sums are about 1.5, where the two gelus differ.
+                // The products have a standard deviation of 1.5. At such values the two gelus differ.
                 let mut x = random_normal(&b, &[N, N], DType::F32, 1)?.to_vec::<f32>()?;
                 if what.contains("NaN") {
                     x[5 * N + 7] = f32::NAN;
@@ -166,8 +167,8 @@ fn epilogues(o: &SectionArgs) -> Result<()> {
                 let exact = Exactness::of(dtype);
                 let note =
                     match results::compare_epilogue([&x, &w, &bias, &g.outputs()?[0]], *host, exact, *more) {
-                        // A stand-in's treatment of NaN is a guess; only a real library can show what
-                        // happens.
+                        // In a rehearsal the library may be a stand-in, whose treatment of NaN is a guess.
+                        // Only a real library can show what happens.
                         Err(FigureError::Wrong(what))
                             if o.tiny && what.ends_with(&results::expected(f64::NAN, 0.0)) =>
                         {

@@ -10,7 +10,7 @@ const TARGET_SECONDS: f64 = 10e-6;
 
 pub(crate) fn main(o: &SectionArgs) -> Result<()> {
     let steps = if o.tiny { 8 } else { 256 };
-    // The result is compared with a fixed time, so PyTorch is not needed.
+    // The measured time is compared with a fixed time, so PyTorch is not needed.
     let mut bench = Bench::new(&SectionArgs { torch: false, ..o.clone() });
     let b = o.open(Level::O2)?;
     part(o, "launch of a captured graph", || {
@@ -44,7 +44,8 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
         g.bind(&[&other, &w])?;
         for v in [0.75f32, 1.25] {
             g.set_argument(&s, v)?;
-            // The second and third launches use the capture of the first one.
+            // The first launch with new inputs is not captured. The second one is, and all later launches use
+            // its capture, also those with another argument.
             for _ in 0..3 {
                 g.launch()?;
             }

@@ -18,14 +18,14 @@ pub(crate) use peer::{EXIT_WITH_PARENT, python};
 use serde_json::Value;
 use std::time::Instant;
 
-/// Turns of Halcyon and of PyTorch. The medians are reported.
+/// Number of turns of Halcyon and of PyTorch. The medians are reported.
 const ROUNDS: usize = 5;
 /// Seconds per turn.
 const SECONDS_PER_TURN: f64 = 0.05;
 /// Maximum number of runs per turn.
 const MAX_RUNS_PER_TURN: f64 = 2000.0;
-/// If one run is shorter than a turn, this many runs determine the number of runs per turn. `peer.py` uses
-/// the same constants.
+/// If one run is shorter than a turn, this many runs determine the number of runs per turn. `peer.py` has the
+/// same values of this constant and of [`MAX_RUNS_PER_TURN`].
 const BATCH: usize = 10;
 
 /// Measures Halcyon and, if it was requested, PyTorch in another process.
@@ -131,8 +131,8 @@ impl Bench {
     }
 }
 
-/// For a user's program a failed capture is only a warning, and its commands are submitted one by one. Here
-/// it is an error.
+/// In a user's program a failed capture only causes a warning, and the commands are submitted one by one.
+/// Here it is an error.
 fn check_captured(kind: BackendType, launches: u64, reason: Option<String>) -> Result<()> {
     if launches > 0 || !kind.built_in().is_some_and(|row| row.captures) {
         return Ok(());

@@ -19,8 +19,9 @@ const MODELS: &[(&str, &str, usize, usize)] = &[
     ("seeded/minilm/model.onnx", "minilm", 1, 128),
     ("seeded/minilm/model.onnx", "minilm", 32, 128),
 ];
-/// The models of a rehearsal on stand-ins, where larger models take too long.
+/// The models of a rehearsal on other backends than the CPU. Larger models take too long on a stand-in.
 const STAND_IN_MODELS: &[(&str, &str, usize, usize)] = &[("mnist/mnist.onnx", "mnist", 1, 0)];
+/// The models of a rehearsal on the CPU.
 const TINY_CPU: &[(&str, &str, usize, usize)] = &[("seeded/light_resnet50/model.onnx", "resnet50", 1, 0)];
 
 pub(crate) fn main(o: &SectionArgs) -> Result<()> {
@@ -64,7 +65,8 @@ pub(crate) fn main(o: &SectionArgs) -> Result<()> {
     Ok(())
 }
 
-/// Compares the results of captures with those of a submitted run, whose plan may use other kernels.
+/// Compares the results of a captured run with those of a run without a capture, whose plan may use other
+/// kernels.
 fn compare_results(captured: &[Tensor], submitted: &[ConstData]) -> Result<(), FigureError> {
     if captured.len() != submitted.len() || captured.is_empty() {
         return Err(FigureError::Wrong(format!("{} results instead of {}", captured.len(), submitted.len())));
@@ -83,7 +85,8 @@ fn compare_results(captured: &[Tensor], submitted: &[ConstData]) -> Result<(), F
     Ok(())
 }
 
-/// A model as one graph, with its inputs: noise for an image; tokens and a mask of ones for text.
+/// A model as one graph, with its inputs: pseudorandom values for an image; tokens and a mask of ones for
+/// text.
 fn session(b: &Backend, path: &Path, batch: usize, length: usize) -> Result<(Session, Vec<ConstData>)> {
     let s = OnnxSession::new(b, Model::open(path)?)?;
     let inputs = if length > 0 {

@@ -56,7 +56,7 @@ def randn(*dims, dtype="f32"):
 
 
 def graphed(f):
-    """Captures f as a graph, because launching it costs the host about as much as launching Halcyon's capture."""
+    """Captures f as a graph. A launch of the graph costs the host about as much as a launch of Halcyon's capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -181,7 +181,8 @@ def model(name, compile, batch, length):
         f, inputs = MiniLM(), [ids, torch.ones_like(ids)]
     f = f.to(dev).eval()
     if compile:
-        # Code compiled for another batch size would make PyTorch treat the batch size as a variable.
+        # PyTorch keeps the code compiled for earlier models and batch sizes. It does not compile a function
+        # that has too many compiled versions, so all versions are dropped here.
         importlib.import_module("torch._dynamo").reset()
         f = torch.compile(f, dynamic=False, mode="max-autotune-no-cudagraphs" if not on_gpu else "reduce-overhead")
         f(*inputs)
@@ -203,7 +204,7 @@ def seconds(n):
 
 
 def installed(*names):
-    """Returns the versions of the packages that are installed. They contain the libraries that PyTorch loads."""
+    """Returns the name and version of each of the packages that is installed. They contain libraries that PyTorch loads."""
     found = []
     for name in names:
         try:

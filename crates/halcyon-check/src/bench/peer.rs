@@ -22,7 +22,7 @@ pub(crate) struct Peer {
     child: Child,
     to: ChildStdin,
     from: BufReader<ChildStdout>,
-    /// Versions and device.
+    /// The versions of PyTorch and of its libraries, and the device.
     pub name: String,
     /// `PyTorch 2.9`.
     pub short: String,
@@ -32,7 +32,7 @@ impl Peer {
     /// # Errors
     /// Returns the reason why PyTorch cannot be used for this backend.
     pub(crate) fn start(kind: BackendType) -> Result<Peer, String> {
-        // PyTorch uses CUDA for GPUs that Halcyon uses through other backends.
+        // PyTorch has no device for OpenCL and WebGPU. It uses the same GPU as `cuda`.
         let device = kind.torch_name().unwrap_or("cuda");
         let python = python();
         let mut command = Command::new(&python);

@@ -31,7 +31,7 @@ impl Exactness {
     pub(crate) const F8: Exactness = Exactness { sums: bits(16), result: bits(7), factors: 0.0 };
     pub(crate) const INTEGERS: Exactness = Exactness { factors: 0.0, sums: 0.0, result: 0.0 };
 
-    /// The precision of results of a type.
+    /// The precision of products whose results have this type.
     pub(crate) fn of(d: DType) -> Exactness {
         match d {
             DType::F16 => Exactness::F16,
@@ -41,7 +41,7 @@ impl Exactness {
     }
 
     /// Allowed error of a sum of `k` products; `want` is the sum, and `root` the square root of the sum of
-    /// the products' squares. Rounding errors are random and add up by their squares; truncation errors are
+    /// the products' squares. Rounding errors are random, so their squares add up; truncation errors are
     /// proportional to the result. A tile of products that is missing, added twice or from other rows causes
     /// a far larger error.
     fn slack(self, k: usize, want: f64, root: f64) -> f64 {
@@ -85,14 +85,14 @@ struct Mismatches {
 impl Mismatches {
     fn compare(&mut self, at: &dyn Fn() -> String, got: f64, want: f64, slack: f64) {
         self.compared += 1;
-        // The negation also catches NaN.
+        // With the negation, a difference of NaN counts as wrong.
         if !((got - want).abs() <= slack || got.is_nan() && want.is_nan()) {
             self.bad += 1;
             self.first.get_or_insert_with(|| format!("{} is {got}, {}", at(), expected(want, slack)));
         }
     }
 
-    /// The number of compared results, or the first error.
+    /// The number of compared results; if some are wrong, their number and the first of them.
     fn verdict(self) -> Result<String, FigureError> {
         match self.first {
             None if self.compared == 0 => Err(Error::internal("no result was compared").into()),
@@ -104,8 +104,8 @@ impl Mismatches {
     }
 }
 
-/// Compares some rows and columns of `y` with the product of `x` `[m, k]` and `w` `[k, n]` (`[n, k]` if
-/// `turned`).
+/// Compares the elements in some rows and columns of `y` with the product of `x` `[m, k]` and `w` `[k, n]`
+/// (`[n, k]` if `turned`).
 pub(crate) fn product(
     x: &Tensor,
     w: &Tensor,
@@ -136,8 +136,8 @@ pub(crate) fn product(
     wrong.verdict()
 }
 
-/// Compares some heads and queries of `y` with a softmax in f64. With `causal`, the last query attends to all
-/// keys, and each earlier query to one key less than the next.
+/// Compares some heads and queries of `y` with attention computed in f64. With `causal`, the last query
+/// attends to all keys, and each earlier query to one key less than the next.
 pub(crate) fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -180,7 +180,7 @@ pub(crate) fn attention(
             }
             for (j, want) in want.into_iter().enumerate() {
                 let root = squares[j].sqrt();
-                // The weights are rounded to the type of the results. Scores and sums are in f32.
+                // The weights may be rounded to the type of the results. Scores and sums are in f32.
                 let rounded = e.result * (want.abs() + 4.0 * root);
                 let sums = e.sums * (64.0 + 4.0 * (sk as f64).sqrt()) * (want.abs() + root);
                 let at = || format!("[{}, {}, {query}, {j}]", head / h, head % h);

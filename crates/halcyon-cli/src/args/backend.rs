@@ -36,7 +36,7 @@ pub(crate) struct BackendArgs {
     /// Only `run` and `optimize` accept O3.
     #[arg(long, value_name = "LEVEL", default_value = "O2")]
     pub level: String,
-    /// Type of products and convolutions, at O2: f32, bf16 or f16
+    /// Type of products and convolutions, from O2 on: f32, bf16 or f16
     ///
     /// f32 keeps the model's types. bf16 and f16 are for the parts of an f32 model that tolerate them (mixed
     /// precision; inputs and outputs keep their types). With f16, operations whose values exceed 16376 in the
@@ -44,11 +44,11 @@ pub(crate) struct BackendArgs {
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,
     /// Computes in the type of --precision even where that is slower. Without this option the CPU measures
-    /// f32 and bf16 once and keeps f32, with a warning, for work that bf16 does not make faster
+    /// f32 and this type once and keeps f32, with a warning, for work that this type does not make faster
     #[arg(long)]
     pub force_precision: bool,
-    /// How exact products of f32 must be, at O2: highest (the default), high (TF32 or better) or medium (bf16
-    /// or better). If lower precision is not faster on the device, products stay exact
+    /// How exact products of f32 must be, from O2 on: highest (the default), high (TF32 or better) or medium
+    /// (bf16 or better). If lower precision is not faster on the device, products stay exact
     #[arg(long, value_name = "HOW")]
     pub matmul_precision: Option<String>,
     /// Threads of the CPU device
@@ -199,8 +199,8 @@ pub(crate) fn device_number(s: &str) -> std::result::Result<usize, String> {
     })
 }
 
-/// Prints which backend options have no effect. Each line is printed once, although a command may open a
-/// device several times.
+/// Prints which backend options have no effect; plans warn about mixed precision. Each line is printed once,
+/// although a command may open a device several times.
 pub(crate) fn print_warnings(b: &Backend) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut said = SAID.lock().unwrap_or_else(|e| e.into_inner());

@@ -71,7 +71,7 @@ const BENCH_OPS: &str = "\
 Operations run on device buffers of random numbers. The weights of convolutions are constants; all other operands are inputs. A multiply-add \
 counts as two FLOPs; the bytes are those of all inputs and outputs, each counted once. Two limits are measured before and after each operation: \
 the multiply-add rate (for bf16, the rate of f32 if that is higher), and the bandwidth on a working set of the same size (of reading if less \
-than a tenth of the bytes is written, else of the triad). The share is the time that the slower limit allows, divided by the measured time. The \
+than a tenth of the bytes is written, else of the triad). Each limit gives the least time of the operation; the share is the longer of the two, divided by the measured time. The \
 spread is the range of the middle half of the runs, divided by the median. In a comparison, a ratio above 1 means that the operation is faster \
 now, and * marks rows where the middle halves of the runs, now and before, do not overlap.
 
@@ -132,8 +132,8 @@ pub(crate) struct BenchReceiptsArgs {
     /// A report of this command (--json) to compare with
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,
-    /// Exit code 1 if a gain differs by more than this from the report, or if a time-independent figure
-    /// differs
+    /// Exit code 1 if a gain differs by more than this from the earlier report, or if another figure of the
+    /// plan differs at all
     #[arg(long, value_name = "PERCENT", requires = "compare")]
     pub within: Option<f64>,
     /// Prints one JSON object

@@ -103,8 +103,8 @@ pub(crate) struct OpsArgs {
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Prints one JSON object per line, each as soon as it is known. `begin` comes first, `end` with the
-    /// counts last
+    /// Prints one JSON object per line, each as soon as it is known. Each op and type has a line `begin` and
+    /// then a line `cell` with its result; the last line is `end` with the counts
     #[arg(long, conflicts_with = "json")]
     pub json_lines: bool,
 }
@@ -113,7 +113,7 @@ const OPS: &str = "\
 Results are compared with the reference: in f64 for ops that round, in the op's own type where every bit counts. The cases have odd, \
 empty and large shapes, views, NaN and infinities. A cell of the matrix is an op's share of the machine's peak, which is measured in the \
 same run (FLOP/s or bytes/s, whichever the op needs longer for; ! marks a rate above the measured peak). Other cells are ok (right, but \
-not measured), no (not supported) and FAIL (wrong). The exit code is 0 if nothing is wrong, else 1.
+without a share), no (not supported), not run (the device was lost) and FAIL (wrong, or failed). The exit code is 1 if a cell is FAIL, else 0.
 
 Examples:
   halcyon conformance ops --op matmul --op softmax --dtype f32,bf16
@@ -135,8 +135,8 @@ pub(crate) struct OnnxArgs {
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Prints one JSON object per line, each as soon as it is known. `begin` comes first, `end` with the
-    /// counts last
+    /// Prints one JSON object per line, each as soon as it is known. Each case has a line `begin` and then a
+    /// line `case` with its result; the last line is `end` with the counts
     #[arg(long, conflicts_with = "json")]
     pub json_lines: bool,
 }
@@ -176,8 +176,8 @@ pub(crate) struct ReplayArgs {
 }
 
 const REPLAY: &str = "\
-The file holds the part of the graph that went wrong, its inputs, its result and the expected result. It is run again on its backend and \
-on the reference. The exit code is 0 if they agree now, 6 if they still differ or it still fails.
+The file holds the part of the graph that went wrong, its inputs, its result and the expected result. This part is run again on the backend \
+that the file names and on the reference. The exit code is 0 if the results agree now, 6 if they still differ or the run still fails.
 
 Examples:
   halcyon replay model.replay

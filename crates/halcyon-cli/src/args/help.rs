@@ -114,7 +114,7 @@ fn finished(c: Command, groups: &[(&'static str, Vec<String>)]) -> Command {
     c.mut_subcommands(|s| finished(s, groups))
 }
 
-/// A sentence ends with a full stop that is followed by a capital or a digit.
+/// A sentence ends with a full stop that is followed by a space and a capital or a digit.
 fn first_sentence(text: &str) -> &str {
     let ends = text.match_indices(". ").map(|(i, _)| i);
     let mut ends =

@@ -80,7 +80,7 @@ pub(crate) struct InspectArgs {
     /// Level of the plans: O0, O1 or O2
     #[arg(long, value_name = "LEVEL", default_value = "O2")]
     pub level: String,
-    /// Type of products and convolutions at O2: f32 or bf16
+    /// Type of products and convolutions at O2: f32, bf16 or f16
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,
     /// Plans products and convolutions with --precision even where that is slower (see `halcyon run --help`)
@@ -110,8 +110,8 @@ pub(crate) struct FitArgs {
     pub model: PathBuf,
     #[command(flatten)]
     pub input: InputArgs,
-    /// Size of the batch. It is the first dimension of the inputs where the model leaves it open, and every
-    /// other dimension of the same name
+    /// Size of the batch. The batch is the first dimension of an input, if the model leaves it open, and
+    /// every other dimension of the same name
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 31))]
     pub batch: Option<u64>,
     /// Computes the memory of training instead of running: parameters, gradients, the state of Adam, and
@@ -127,13 +127,14 @@ pub(crate) struct FitArgs {
 
 const FIT: &str = "\
 The figures come from the plan, before a weight is uploaded or scratch is allocated. Inputs are as in `halcyon run`, or a shape \
-alone (NAME=8x3x224x224); those that are not given have the declared sizes, with 1 for open ones. The exit code is 0 if the model \
-fits and 5 if not. `halcyon run --json` reports the measured figures under \"memory\". The figures of `fit` are exact for the \
+alone (NAME=8x3x224x224); those that are not given have the declared sizes, with 1 for open ones. The exit code is 5 if the model \
+does not fit, else 0 (also for a model that runs in stages, for which this is not known). `halcyon run --json` reports the measured \
+figures under \"memory\". The figures of `fit` are exact for the \
 device; for anonymous memory they leave out scratch that kernels of the CPU keep for themselves (some MiB).
 
-With --train every float initialiser with more than one element is a parameter, and the loss is a mean of the outputs. \
-Activations can be computed again for the gradients, which takes up to a third more time; the figure is that of the division of \
-the forward that takes the least.
+With --train every float initialiser with more than one element is a parameter, and the loss is the sum of the means of the float \
+outputs. Activations can be computed again for the gradients, part by part of the forward, which takes up to a third more time. The \
+report has the number of parts that needs the least memory.
 
 Examples:
   halcyon fit models/digits.onnx --batch 1000

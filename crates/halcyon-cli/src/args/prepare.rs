@@ -28,7 +28,8 @@ const PREPARE: &str = "\
 The report compares the model at --level with O0: the time of a run with inputs and outputs on the device, device memory, the number of \
 steps, the largest difference of each output, the gain of every transformation that changed the plan, and the time by op. The transformations \
 of the level that changed nothing are listed with the reason. Inputs that are not given are filled as by `--input random`; dimensions that the \
-model leaves open get size 1. The exit code is 6 if the results at the level do not compare with those at O0.
+model leaves open get size 1. The exit code is 6 if the results at the level cannot be compared with those at O0 (a result has another shape, \
+or other elements are finite).
 
 Examples:
   halcyon prepare models/digits.onnx --repeat 3

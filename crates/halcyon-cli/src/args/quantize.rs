@@ -131,8 +131,8 @@ pub(crate) struct OptimizeArgs {
 
 const OPTIMIZE: &str = "\
 Quantises the model's products and convolutions and writes it with QuantizeLinear and DequantizeLinear, or with MatMulNBits of \
-onnxruntime for weights of 4 bits. Other engines load it. The error is measured on the device with samples that are not used for \
-calibration: a part of --calibrate, or the inputs given with --input.
+onnxruntime for weights of 4 bits. Other engines can load the written model. The error is measured on the device with samples that are not \
+used for calibration: a part of --calibrate, or the inputs given with --input.
 
 Examples:
   halcyon optimize models/digits.onnx -o q8.onnx -i ones --max-error 0.5";

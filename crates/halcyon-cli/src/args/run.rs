@@ -112,7 +112,7 @@ pub(crate) struct RunArgs {
     /// for each of several images
     #[arg(long, value_name = "FILE")]
     pub labels: Option<PathBuf>,
-    /// Runs N times and reports the median, minimum and maximum
+    /// Runs N times and reports the median time. -v and --json add the minimum and the maximum
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
     /// Limit of the iterations of a loop: a loop that exceeds it is an error. A smaller trip count of the

@@ -27,8 +27,8 @@ pub(crate) struct TrainArgs {
 
 const TRAIN: &str = "\
 The run's folder (`output`, by default runs/NAME) gets the checkpoints, log.jsonl with the loss of every \
-step, and loss.png. Ctrl-C ends the training after the current step with a checkpoint; --resume continues it, \
-on the same backend with the same bits.
+step, and loss.png. Ctrl-C ends the training after the current step with a checkpoint; --resume continues the training. \
+On the same backend, the results are then bit for bit those of a training without a break.
 
 Examples:
   halcyon train examples/train/digits.toml --set epochs=1

@@ -61,7 +61,8 @@ fn why(r: &BackendReport) -> &str {
     r.brief.as_deref().or(r.reason.as_deref()).unwrap_or("no reason is known")
 }
 
-/// All known properties of the devices.
+/// All known properties of the devices, then the backends without a device, each with what was tried and the
+/// fix, and the recommended backend.
 fn details(all: &[BackendReport]) -> String {
     let mut out = String::new();
     for d in all.iter().flat_map(|r| &r.devices) {

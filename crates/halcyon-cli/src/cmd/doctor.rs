@@ -76,8 +76,8 @@ fn worst(s: &Section) -> Status {
     s.lines.iter().map(|l| l.status).max().unwrap_or(Status::Fail)
 }
 
-/// Exit code: 0 if everything present works, 1 with warnings, 2 with failures. A requested backend must be
-/// present.
+/// Exit code: 0 if everything present works, 1 with warnings, 2 with failures or if a requested backend is
+/// absent.
 fn verdict(sections: &[Section], asked: bool) -> u8 {
     if asked && sections.last().is_some_and(|s| worst(s) == Status::Absent) {
         return 2;

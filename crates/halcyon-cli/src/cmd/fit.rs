@@ -17,7 +17,7 @@ use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 use std::time::Duration;
 
-/// Inputs with more elements than this are assumed not to determine shapes.
+/// Inputs of more bytes than this are assumed not to determine shapes.
 const MAX_SHAPE_INPUT: usize = 1 << 16;
 /// The largest batch that the search tries.
 const MAX_BATCH: usize = 1 << 24;
@@ -35,8 +35,8 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).cloned().collect();
     let wanted = source::pending_inputs(&numbers, &args, true)?;
     let places = places(&numbers, &wanted)?;
-    // Free memory is measured before planning, because the plan holds the constants that are computed on the
-    // host.
+    // Free memory is measured before planning, because planning itself takes memory for the constants that it
+    // computes on the host.
     let ask = FitRequest {
         model: &model,
         backend: &backend,
@@ -457,7 +457,8 @@ impl FitRequest<'_> {
         let mut plans = 0;
         let fits = refused.is_none();
         let mut limit = refused.cloned();
-        // This is the largest possible number of plans, because the actual number is not known in advance.
+        // The total of the progress is the largest possible number of plans, because the actual number is not
+        // known in advance.
         let mut progress = halcyon::hal::driver_output::err()
             .is_terminal()
             .then(|| Progress::new("plans", 2 * u64::from(MAX_BATCH.ilog2())));
@@ -484,7 +485,8 @@ impl FitRequest<'_> {
             limit = Some(why);
             false
         };
-        // `low` fits (0 means that no batch is known to fit), `high` does not fit.
+        // `low` fits (0 means that no batch is known to fit). `high` does not fit; it is `None` if the search
+        // reached its limit.
         let (mut low, mut high) = match fits {
             true => {
                 let (mut low, mut next) = (now.max(1), now.max(1).saturating_mul(2));
@@ -527,7 +529,7 @@ struct Report<'a> {
     largest: Result<Largest, String>,
 }
 
-/// How far the plan is above the lower bound, in percent.
+/// How much more scratch the plan takes than the most bytes that are live at once, in percent.
 fn over(f: &Fit) -> f64 {
     if f.live.bytes == 0 { 0.0 } else { (f.activations as f64 / f.live.bytes as f64 - 1.0) * 100.0 }
 }

@@ -18,7 +18,7 @@ const PARTS: [usize; 6] = [2, 4, 8, 16, 32, 64];
 /// The largest batch that the search tries.
 const MAX_BATCH: usize = 1 << 24;
 
-/// The memory of one training step of a plan, in bytes.
+/// The memory that one training step needs, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct TrainFit {
     pub(crate) parameters: u64,
@@ -70,7 +70,7 @@ pub(crate) struct Report {
     pub(crate) largest: Result<[Largest; 2], String>,
 }
 
-/// A constant becomes a parameter if it is a float with more than one element.
+/// A constant becomes a parameter if it is a float of a native dtype and has more than one element.
 fn trained(op: &Op) -> bool {
     matches!(op, Op::Const(c) if c.dtype.is_float() && c.dtype.is_native() && c.numel() > 1)
 }

@@ -124,7 +124,7 @@ pub(crate) struct Loaded {
     pub session: OnnxSession,
     /// The model as one graph for these inputs, or the reason why it cannot be one.
     pub graph: Outcome,
-    /// The model as one graph with long loops unrolled. Computed on first use.
+    /// The model as one graph with long loops unrolled; `None` if this is impossible. Computed on first use.
     pub whole: OnceCell<Option<Box<Imported>>>,
     /// Names of the model's outputs.
     pub outputs: Vec<String>,
@@ -147,7 +147,8 @@ pub(crate) fn with_tokenizer(path: &Path, a: &InputArgs) -> InputArgs {
     InputArgs { tokenizer, ..a.clone() }
 }
 
-/// Opens a model and a device. Unsupported operators are reported before any weight or input is read.
+/// Opens a model and a device, reads the inputs and builds the graph. Unsupported operators are reported
+/// before any weight or input is read. For `fill` and `profile` see [`load_model`].
 pub(crate) fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bool) -> Result<Loaded> {
     b.check()?;
     let start = Instant::now();
@@ -319,7 +320,7 @@ pub(crate) fn backend_json(b: &Backend) -> Value {
 }
 
 /// The level, the mixed-precision policy if any, and the precision of products if they need not be exact:
-/// `O2, bf16, products high`.
+/// `O2, bf16, products high`. Says so if the requested policy is not used because it is not faster.
 pub(crate) fn level_text(b: &Backend) -> String {
     let mut text = b.level().to_string();
     if b.amp() != halcyon::AmpPolicy::None {

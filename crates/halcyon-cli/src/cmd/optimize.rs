@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 const IN_MEMORY: i64 = halcyon_formats::onnx::ops::LATEST;
 /// One of every `SHARE` samples is used to measure the error.
 const SHARE: usize = 4;
-/// Pairs of bursts for a receipt.
+/// Minimum number of pairs of bursts for a receipt.
 const RECEIPT_RUNS: usize = 7;
 
 /// A sample: the inputs of one run.
@@ -112,8 +112,8 @@ pub(crate) fn quantized(
         return without_ranges(model, backend, &options, &ports, own.into_iter().chain(all).collect());
     }
     let held = if own.is_empty() { all.len().div_ceil(SHARE).min(all.len().saturating_sub(1)) } else { 0 };
-    // Every fourth sample measures the error. Taking the last quarter instead would make the result depend on
-    // the order of the files.
+    // Every fourth sample measures the error (of fewer than four, the last one). The last quarter would be a
+    // poor choice if the files are sorted by kind.
     let is_held = |i: &usize| held > 0 && i % SHARE == SHARE - 1 || held == 1 && *i == all.len() - 1;
     let (mut calibration, mut check) = (vec![], own);
     for (i, s) in all.iter().enumerate() {

@@ -24,7 +24,7 @@ pub(crate) fn main(a: &SelectArgs) -> Result<u8> {
     let bytes: Vec<usize> = inputs.iter().filter_map(|i| i.data.tensor()).map(|t| t.bytes().len()).collect();
     let several = a.split.split.is_some() || a.split.may_leave.is_some();
     let backend = match &outcome {
-        // The segments of a split model are planned below.
+        // A split model is not planned for one device; its ops are assigned below.
         Outcome::Graph(_) if several => builder.build()?,
         Outcome::Graph(g) => builder.build_for(&g.graph, &bytes)?,
         // The stages are known only at run time.

@@ -112,7 +112,7 @@ pub(super) fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph)
     }
 }
 
-/// Splits the model over its devices, if more than one is requested.
+/// Splits the model over the requested devices.
 pub(super) fn split(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Result<Split> {
     let x = assign(s, a, first, g)?;
     Split::new(&x.backends, g.clone(), &x.of, &x.why)

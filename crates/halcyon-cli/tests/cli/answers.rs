@@ -151,8 +151,8 @@ fn exit_codes_and_messages() {
     let o3 = ["-q", "--level", "O3", "--max-error", "1e-9"];
     halcyon(&seven(&o3)).fails(3, &["the measured error is", "Raise the bound"]);
     halcyon(&["trace", "models/digits.onnx", "--level", "O3"]).fails(3, &["O3", "optimize"]);
+    // Exit code 2 again: options that would have no effect. With weights of 4 bits, activations stay floats.
     halcyon(&seven(&["--max-error", "0.1"])).fails(2, &["--max-error", "--level O3"]);
-    // Options that could have no effect: activations stay f32 with weights of 4 bits.
     for (weights, how) in [("int4", "minmax"), ("int4min", "percentile:99"), ("int4", "dynamic")] {
         let four = ["--level", "O3", "--weights", weights, "--activations", how];
         halcyon(&seven(&four)).fails(2, &["--activations", "no effect", weights]);
@@ -512,7 +512,7 @@ fn conformance_ops_says_what_the_table_says() {
     }
     assert_eq!(lines[2 * cells.len()]["end"], v["total"]);
 
-    // With an unattainable tolerance and the same operands, ops that round fail and ops that move data pass.
+    // With an unattainable tolerance and the same operands, ops that round fail and exact ones pass.
     let d = ops(&[&few[..], &["--tolerance", "1e-9", "--no-speed"]].concat());
     assert_eq!(d.code, 1, "{d:?}");
     let strict = d.json();
@@ -583,7 +583,7 @@ fn a_lost_device_ends_a_run_of_the_op_table() {
     let Some(dir) = standin::folder() else {
         return skip("a_lost_device_ends_a_run_of_the_op_table", "there is no c++");
     };
-    // The stand-in reads its configuration from the environment when the process starts.
+    // The stand-in reads its configuration from the environment when it is loaded.
     let lib = dir.join(format!("lost-{}.so", std::process::id()));
     let here = root().join("crates/halcyon-cli/tests/cli");
     let flags = ["-I", text(&here), "-include", "standin_set.h"];

@@ -274,7 +274,7 @@ fn receipts_report_the_gain_of_each_transformation_and_repeat() {
         assert!(number(&r["error"]) < 1e-5 && number(&all["error"]) < 1e-5, "{r}");
     }
     ordered(&all["time_ms"], pairs);
-    // Time-independent facts: launches saved by fusion and epilogues, and weights packed once.
+    // Figures other than times: these transformations save steps and buffers, and weights are packed.
     let plan = |name: &str, what: &str| row(&first, name)["plan"][what].as_u64().expect("a count");
     for name in ["fusion", "epilogues", "whole composites"] {
         assert!(plan(name, "steps") > plan("everything on", "steps"), "{name}: {first:#}");
@@ -282,7 +282,7 @@ fn receipts_report_the_gain_of_each_transformation_and_repeat() {
     }
     assert!(plan("packed constants", "packed") == 0 && plan("everything on", "packed") > 0);
 
-    // A second run: time-independent figures must be equal. Times of microseconds are unreliable on a busy
+    // A second run: figures other than times must be equal. Times of microseconds are unreliable on a busy
     // machine; `cargo xtask test --only receipts` checks the times of a larger model.
     keep(&first);
     let d = run(&["--json", "--compare", text(&file), "--within", "15"]);

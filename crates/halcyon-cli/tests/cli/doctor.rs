@@ -81,8 +81,8 @@ fn what_is_broken_fails_and_says_what_to_do() {
     assert!(d.code == 2 && d.out.contains("fail") && d.out.contains("colour"), "{d:?}");
 }
 
-/// Each backend gets a driver that crashes the process that loads it. Files register the drivers of OpenCL
-/// and Vulkan; an environment variable names the PJRT plugin.
+/// OpenCL, WebGPU and TPU each get a driver that crashes the process that loads it. Files register the
+/// drivers of OpenCL and Vulkan; an environment variable names the PJRT plugin.
 #[test]
 fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
     let test = "drivers_that_crash_are_failed_lines_and_everything_else_goes_on";
@@ -275,8 +275,8 @@ fn settings_of_the_user_do_not_change_the_verdict() {
     assert_eq!(finish(&mut c).code, 2);
 }
 
-/// A machine with a GPU of one vendor, whose libraries are stand-ins named in the environment. The GPU is
-/// found by a child process, examined, selected and used.
+/// A machine with two GPUs of one vendor, whose libraries are stand-ins named in the environment. A child
+/// process finds the GPUs. They are examined, selected and used.
 #[test]
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
 fn a_gpu_is_found_examined_chosen_and_used() {

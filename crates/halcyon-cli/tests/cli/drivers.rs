@@ -79,7 +79,7 @@ fn reason(d: &Done, backend: &str) -> String {
 }
 
 /// After the list of devices is cached, a library appears that crashes the process loading it. The command
-/// must notice it wherever the loader would find it, and must then not use the cached result.
+/// must notice the library and not use the cached result.
 #[test]
 fn a_library_that_comes_later_is_looked_at_by_a_child() {
     let test = "a_library_that_comes_later_is_looked_at_by_a_child";

@@ -29,7 +29,7 @@ fn by_tag(v: &Value, path: &str) -> Map<String, Value> {
 }
 
 /// Compares the prediction with what a run used: they must be equal in the device's accounting. Returns the
-/// predicted and the measured anonymous memory.
+/// report of `fit`, and the predicted and the measured anonymous memory.
 #[track_caller]
 fn predicted_and_measured(model: &Path, more: &[&str]) -> (Value, u64, Option<u64>) {
     let fit = command("fit", model, more).ok().json();
@@ -106,7 +106,8 @@ fn pyramid() -> ModelProto {
     model(17, graph(nodes, vec![port("x", &[-1, 3, 256, 256])], vec![port("y", &[-1, 8, 64, 64])], weights))
 }
 
-/// A product with a large weight, stored in the model file at an odd address or as external data.
+/// A product with a large weight. The weight is external data, or is stored in the model file at an address
+/// at which the CPU cannot read it in place.
 fn heavy(dir: &Path, name: &str, external: bool) -> std::path::PathBuf {
     const ROWS: i64 = 4096;
     const COLUMNS: i64 = 8192;
@@ -190,7 +191,7 @@ fn large_models_take_what_is_predicted() {
                 path.display()
             );
         } else {
-            // Mapped weights are not memory of the process.
+            // Mapped weights are not anonymous memory of the process.
             assert!(measured < predicted + 8 * MIB, "{measured}");
         }
     }

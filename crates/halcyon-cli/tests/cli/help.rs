@@ -82,7 +82,7 @@ fn workplace() -> tempfile::TempDir {
     dir
 }
 
-/// Runs every example of every help text, in order, as it would be pasted into a shell.
+/// Runs every example of every help text, in order, as if it were pasted into a shell.
 #[cfg(unix)]
 #[test]
 fn every_example_runs() {
@@ -120,7 +120,7 @@ fn every_example_runs() {
     assert!(seen.len() > 25, "{seen:?}");
 }
 
-/// Lines fill the width of the terminal, and no line is left over from wrapping twice.
+/// No line is wider than the terminal, and `halcyon help COMMAND` prints the same as `--help`.
 #[test]
 fn help_is_wrapped_once_at_every_width() {
     for path in all_commands() {

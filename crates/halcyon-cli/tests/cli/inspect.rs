@@ -33,8 +33,8 @@ fn a_model_is_described_without_a_run() {
     assert_eq!(v["parameters"]["elements"], 6092);
     assert_eq!(v["parameters"]["by_dtype"][0]["dtype"], "f32");
     assert_eq!(operator(&v, "Conv")["nodes"], 2);
-    // Two convolutions: 9 * (1 * 16 * 8 * 8 + 16 * 32 * 4 * 4) multiplications and additions. The biases are
-    // additions of their own.
+    // Two convolutions: 9 * (1 * 16 * 8 * 8 + 16 * 32 * 4 * 4) multiply-adds, which count as two each. The
+    // biases are counted in other operators.
     let conv = 2 * 9 * (16 * 64 + 16 * 32 * 16);
     assert_eq!(operator(&v, "Conv")["flops"], conv);
     assert!(v["work"]["flops"].as_u64() > Some(conv));

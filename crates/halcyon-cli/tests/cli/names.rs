@@ -143,7 +143,7 @@ fn images_of_other_formats_are_taken() {
     let path = dir.path().join("seven.bmp");
     fs::write(&path, &bmp).expect("a file");
     assert_eq!(answer(&path), 7);
-    // An image format without a decoder, and a broken image.
+    // A damaged image.
     fs::write(&path, &bmp[..200]).expect("a file");
     halcyon(&["run", DIGITS, "-i", text(&path), "--backend", "cpu"]).fails(1, &["seven.bmp", "BMP"]);
 }

@@ -39,7 +39,7 @@ fn the_answer_comes_first_and_one_line_says_where() {
     assert!(lines[0].trim_start().starts_with("1.  7"), "{}", d.out);
     assert!(lines[3].starts_with("on cpu (requested), ") && lines[3].ends_with('s'), "{}", d.out);
     assert!(lines.iter().all(|l| l.chars().count() <= 80) && d.err.is_empty(), "{d:?}");
-    // Quiet prints only the answer, verbose everything.
+    // -q prints only the answer, -v everything.
     let q = run(&[DIGITS, "--input", SEVEN, "--top-k", "3", "-q"]).ok();
     assert_eq!(q.out.lines().collect::<Vec<_>>(), lines[..3]);
     let v = run(&[DIGITS, "--input", SEVEN, "--top-k", "3", "-v"]).ok();
@@ -315,8 +315,8 @@ fn product(dir: &Path) -> std::path::PathBuf {
     path
 }
 
-/// With whole composites switched off, the plan has no kernels for bytes, as on a device that lacks these
-/// kernels.
+/// With whole composites switched off, the plan has no kernels for quantised weights, as on a device that
+/// lacks these kernels.
 #[test]
 fn level_o3_warns_without_kernels_for_bytes() {
     let dir = tempfile::tempdir().expect("a folder");

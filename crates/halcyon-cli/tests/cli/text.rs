@@ -53,7 +53,7 @@ fn run(model: &Path, more: &[&str]) -> Done {
     halcyon(&[&["run", text(model), "--backend", "cpu"], more].concat())
 }
 
-/// The first values of a row's outputs.
+/// The values of each output of a row.
 fn row(v: &Value, i: usize) -> Vec<Value> {
     v["rows"][i]["outputs"].as_array().expect("outputs").iter().map(|o| o["values"].clone()).collect()
 }

@@ -61,7 +61,7 @@ fn mnist_reaches_98_percent() {
     assert!(accuracy >= 0.98, "{accuracy}");
 }
 
-/// Losses of steps, without times.
+/// The lines of a log, without their times: kind, step and loss.
 fn losses(folder: &Path) -> Vec<String> {
     let log = fs::read_to_string(folder.join("log.jsonl")).expect("a log");
     lines(&log).iter().map(|l| format!("{} {} {}", l["kind"], l["step"], l["loss"])).collect()
@@ -84,7 +84,8 @@ fn an_interrupted_run_continues_with_the_same_bits() {
         .stderr(std::process::Stdio::piped())
         .spawn()
         .expect("the command starts");
-    // The first epoch's line is complete when its checkpoint is written; the signal arrives in the second.
+    // The line of the first epoch is printed when the checkpoint of this epoch is written, so the signal
+    // arrives in the second epoch.
     let mut first = String::new();
     let mut out = std::io::BufReader::new(child.stdout.take().expect("a pipe"));
     std::io::BufRead::read_line(&mut out, &mut first).expect("a line");
@@ -128,7 +129,7 @@ fn every_backend_and_dtype_trains() {
         if !there("every_backend_and_dtype_trains", backend) {
             continue;
         }
-        // Each run builds its programs.
+        // On a device each run compiles its programs, so a sample runs only one dtype.
         let only = if backend == "cpu" { None } else { drawn(&format!("training on {backend}"), 3) };
         for (k, dtype) in ["f32", "bf16", "f16"].into_iter().enumerate() {
             if only.is_some_and(|only| only != k) {

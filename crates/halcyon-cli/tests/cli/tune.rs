@@ -31,7 +31,7 @@ fn a_model_is_tuned_once() {
     assert_eq!(count(&first["report"]["tuned"]) as u64, left, "{first}");
     for k in first["report"]["tuned"].as_array().expect("kernels") {
         assert!(k["best"]["gain"].as_f64() >= Some(1.0), "{k}");
-        // Every listed variant works; rejected ones are only slower.
+        // Every variant works: those that were rejected were only too slow.
         let rejected = k["rejected"].as_array().expect("rejections");
         assert!(rejected.iter().all(|r| r["why"] == "too_slow"), "{k}");
     }

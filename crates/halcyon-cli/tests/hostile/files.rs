@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A deflated archive of one array of zeros whose header and directory contain the given claims.
+/// A deflated archive of one array with `floats` zeros. Its header and directory claim `claimed` zeros.
 fn bomb(name: &str, floats: usize, claimed: usize) -> Vec<u8> {
     let mut head = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({claimed},), }}");
     while (10 + head.len() + 1) % 64 != 0 {

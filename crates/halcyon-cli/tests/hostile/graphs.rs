@@ -122,7 +122,8 @@ fn sparse_weights() {
     a.graph(g(&[2], ints("", &[-1, 1])), 1, &["outside"]);
     a.graph(g(&[2], ints("", &[1, 0])), 1, &["is not above"]);
     a.graph(g(&[i64::MAX], ints("", &[0, 1])), 1, &["too large"]);
-    // Nothing of this size is allocated before the device's limit is checked.
+    // A tensor of such a size is not allocated: the shapes do not match, or the device's limit is checked
+    // first.
     a.graph(g(&[1 << 40], ints("", &[0, 1])), 1, &["[2]"]);
     let mut huge = g(&[1 << 30], ints("", &[0, 1]));
     huge.node = vec![node("Neg", &["w"], &["y"])];

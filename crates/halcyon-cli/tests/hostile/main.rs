@@ -1,6 +1,6 @@
-//! Tests of specific attacks. For any file contents, the command must end with one clear error and the
-//! documented exit code, within limits on time and memory. It must not panic or run into the system's own
-//! limits.
+//! Tests of specific attacks. For any file contents, the command must succeed, or end with one clear error
+//! and the documented exit code, within limits on time and memory. It must not panic or run into the system's
+//! own limits.
 //!
 //! Tests with many damaged files call the library in this process. Tests of exit codes, messages and memory
 //! run the command.

@@ -37,8 +37,8 @@ impl Driver for StandIn {
             compute_capability: Some("9.0".into()),
             driver_version: Some("535.1".into()),
             total_memory: Some(24 << 30),
-            // When probed, the real drivers report memory that only the device uses (on Apple's devices
-            // unified memory), and not how much of it is free.
+            // The memory belongs to the device alone (on Apple's devices it is unified). How much of it is
+            // free is not reported.
             free_memory: None,
             unified_memory: self.kind == BackendType::Metal,
             ..cpu.clone()

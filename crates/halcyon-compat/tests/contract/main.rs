@@ -214,8 +214,8 @@ fn s3_10_async_copies() {
         let after = b.counters();
         assert_eq!(after.uploaded_bytes - before.uploaded_bytes, 4 * v.len() as u64);
         assert_eq!(after.downloaded_bytes - before.downloaded_bytes, 4 * v.len() as u64);
-        // Uploads, computations and downloads are all in flight at once; every handle is dropped as soon as
-        // it has been used.
+        // Eight uploads start before the first one is awaited. A computation and a download follow each of
+        // them. The data and the first tensor are dropped in between.
         let many: Vec<_> = (0..8)
             .map(|i| {
                 let up = b.copy_host_to_device_async(&data);

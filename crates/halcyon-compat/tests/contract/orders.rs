@@ -10,8 +10,8 @@ use halcyon_compat::{factory, inference};
 /// Every backend that can be removed from a machine; the CPU always stays.
 const ALL: [B; 7] = [B::Cuda, B::Rocm, B::Metal, B::Tpu, B::Intel, B::OpenCl, B::WebGpu];
 
-/// The answers of `choose` on a machine with all of these, then without the backend that it chose, and so on
-/// until only the CPU is left.
+/// The answers of `choose` on a machine with all of these backends, then without the backend that it chose,
+/// and so on until it chooses the CPU.
 fn one_after_the_other<T: Clone>(choose: impl Fn() -> (B, T)) -> Vec<T> {
     let (mut there, mut answers) = (ALL.to_vec(), vec![]);
     loop {

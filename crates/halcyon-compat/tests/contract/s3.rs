@@ -72,7 +72,8 @@ fn s3_03_random_tensors_and_operations() {
         assert!(mean.abs() < 5.0 / n.sqrt() && (var - 1.0).abs() < 5.0 * (2.0 / n).sqrt(), "{mean} {var}");
         let tail = v.iter().filter(|x| x.abs() > 1.959_964).count() as f64 / n;
         assert!((tail - 0.05).abs() < 0.01, "{tail}");
-        // Each call draws other numbers; the same seed draws the same numbers on every device.
+        // Each call draws other numbers. The same seed draws the same numbers again, and on every device the
+        // same numbers up to rounding.
         assert_ne!(b.randn([200, 100], DType::F32).to_vec::<f32>().unwrap(), v);
         assert_eq!(Tensor::randn(&b, [200, 100], DType::F32, 11).to_vec::<f32>().unwrap(), v);
         match &first {
@@ -283,7 +284,7 @@ fn s3_12_mixed_precision_is_configured() {
     let with = |compute_dtype, accum_dtype, scale_factor| {
         let c = MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor };
         let b = BackendBuilder::new().backend_type(B::Cpu).enable_mixed_precision(c)?;
-        // Force bf16, because processors that are slower in bf16 would otherwise compute in f32.
+        // Force the half type, because processors that are slower in it would otherwise compute in f32.
         b.force_amp(compute_dtype != DType::F32).build()
     };
     let product = |b: &Backend| {

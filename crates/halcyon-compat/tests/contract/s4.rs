@@ -1,4 +1,5 @@
-//! Rows S2 and S4: backends by vendor and name, through the factory; device information and memory.
+//! Rows S2 and S4 of the contract (docs/compat.md): backends by vendor and name, through the factory; device
+//! information and memory.
 
 use crate::machine;
 use halcyon::prelude::*;
@@ -8,7 +9,7 @@ use halcyon_test::devices::devices;
 
 #[test]
 fn s2_01_every_backend_tells_its_device_and_memory() {
-    // Preparing models has its own rows.
+    // `contract/prepare.rs` tests the rest of this row, the preparation of models.
     for b in devices("s2_01_every_backend_tells_its_device_and_memory", Level::O1) {
         let d = b.get_device_info(None).unwrap();
         assert_eq!((d.device_id, &d.device_name), (b.info().index, &b.info().name));
@@ -46,7 +47,7 @@ fn s2_03_a_backend_made_with_a_level_uses_it() {
         let x = Tensor::ones(&b, [8, 8], DType::F32);
         assert_eq!(((&x + 1.0) * 3.0).relu().to_vec::<f32>().unwrap(), [6.0; 64]);
         let steps = b.cache_stats().steps;
-        // One step per op at O0, one fused kernel above.
+        // At O0 every op is a step. At the other levels, one fused kernel computes all ops.
         assert_eq!(steps > 1, level == Level::O0, "{steps} at {level}");
     }
     assert_eq!("O3".parse::<OptimizationLevel>().unwrap(), Level::O3);
@@ -66,12 +67,12 @@ fn s2_04_device_information_with_probed_types() {
         assert_eq!(d.total_memory_gb(), Some(kib / 1024.0 / 1024.0));
     }
     assert!(d.available_memory_gb() <= d.total_memory_gb() && d.available_memory_gb() > Some(0.0));
-    // The device computes, element by element, in every listed dtype.
+    // The device adds elements of every listed dtype. (`bool` is left out.)
     for t in d.supported_dtypes.iter().filter(|t| **t != DType::Bool) {
         let x = Tensor::ones(&b, [3], *t);
         assert_eq!((&x + &x).to_vec::<f64>().unwrap(), [2.0; 3], "{t}");
     }
-    // FP8 support means that the device multiplies FP8, not only that its kernels store it.
+    // `fp8_supported` states whether the device multiplies FP8. A device that only stores FP8 does not count.
     let caps = b.device().as_target().caps();
     let fp8 = caps.f8_products.map_or("unknown".into(), |yes: bool| yes.to_string());
     assert_eq!((&d.properties["fp8_supported"], caps.f8_products), (&fp8, Some(false)));

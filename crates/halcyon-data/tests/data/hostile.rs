@@ -11,7 +11,8 @@ use halcyon_test_host::{one_in, seed};
 use proptest::prelude::*;
 use std::io::Write;
 
-/// Checks that an error is clear, and that all rows of a dataset can be read.
+/// Checks that an error is neither an internal one nor an interruption, or that three rows of the dataset can
+/// be read.
 fn judge<D: Dataset>(r: Result<D>) -> Option<usize> {
     match r {
         Ok(data) => {
@@ -52,7 +53,7 @@ fn table(content: &[u8]) -> Vec<Result<Arrays>> {
 /// Changes, removes or adds bytes.
 fn damage(file: &[u8], at: &mut impl FnMut(usize) -> usize) -> Vec<u8> {
     let mut f = file.to_vec();
-    // Half of the files get a single change, because more of these files can still be read.
+    // Two thirds of the files get a single change, because more of these files can still be read.
     for _ in 0..1 + at(2) * at(3) {
         let k = at(f.len().max(1)).min(f.len().saturating_sub(1));
         match at(4) {
@@ -140,7 +141,7 @@ proptest! {
         f.extend(v);
         judge(images(gz(&f)));
         judge(images(f.clone()));
-        // The sizes are small, so that some files are complete.
+        // Every size becomes 1, so that some files are complete.
         let sizes = f.iter_mut().skip(4).take(4 * usize::from(axes));
         sizes.enumerate().for_each(|(k, b)| *b = u8::from(k % 4 == 3));
         judge(images(f));

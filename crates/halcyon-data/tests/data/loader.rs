@@ -26,7 +26,7 @@ fn content(b: &Batch) -> (u64, u64, bool, Vec<usize>, Vec<ConstData>) {
     (b.epoch, b.index, b.last, b.rows.clone(), b.arrays.clone())
 }
 
-/// Random options for `n` rows. `r(n)` draws a random number below `n`.
+/// Random options for `n` rows. `r(m)` draws a random number below `m`.
 fn options(r: &mut impl FnMut(usize) -> usize, n: usize) -> LoaderOptions {
     let mut o = LoaderOptions::new(1 + r(n.min(40)));
     if r(3) > 0 {
@@ -105,7 +105,7 @@ fn a_restored_loader_goes_on_with_exactly_the_same_batches() {
     let want = take(&mut all(0), 25);
     for k in 0..20 {
         for workers in [0, 3] {
-            // From the state of a loader, and from the position after a batch, through JSON.
+            // Restores the position of a loader, and the position after a batch. Both pass through JSON.
             let mut first = all(2);
             take(&mut first, k);
             let mut states = vec![first.state()];
@@ -124,7 +124,7 @@ fn a_restored_loader_goes_on_with_exactly_the_same_batches() {
             }
         }
     }
-    // The rest of an epoch, and another epoch.
+    // The loader finishes the epoch of the position, and then goes to another epoch.
     let mut loader = all(1);
     loader.restore(&want[2].after).expect("a position");
     assert_eq!(loader.epoch().count(), 4);
@@ -173,8 +173,8 @@ fn positions_and_options_that_do_not_fit_are_refused() {
     assert!(new(8, LoaderOptions::new(1).workers(0).prefetch(0)).is_ok());
 }
 
-/// A dataset that counts the batches it makes, fails at one row as long as `broken` is 1, and panics at that
-/// row if it is 2.
+/// A dataset that counts the rows it makes. At row `at` it fails while `broken` is 1, and panics while
+/// `broken` is 2.
 struct Counted {
     columns: Vec<Column>,
     made: AtomicUsize,

@@ -60,7 +60,7 @@ fn pictures_of_digits_are_as_in_their_arrays() {
         let name = format!("digit-{digit}.png");
         std::fs::copy(dir.join(&name), folder.path().join(digit).join(&name)).expect("a copy");
     }
-    // The images are normalised in the same way as in the training of the model that reads them.
+    // The arrays hold images that are normalised for the model, so the pictures are normalised too.
     let data = ImageFolder::open(folder.path(), ImageOptions::new(28, 28).grey()).expect("images");
     let data = data.normalise("image", &[0.1307], &[0.3081]).expect("a column");
     for (row, digit) in ["3", "8"].iter().enumerate() {

@@ -31,11 +31,11 @@ fn mnist_has_the_images_that_its_pictures_show() {
     assert_eq!(batch[0].to_vec::<f32>()[..784], want);
     assert_eq!(batch[1].to_vec::<i32>(), [labels[8000], labels[9999]].map(i32::from));
 
-    // Reads one epoch. The time is printed but not checked.
     // The folder has only the test files.
     let rows = [Split::Train, Split::Test].map(|s| idx::mnist_part(&dir, s).expect("a part").len());
     assert_eq!(rows, [8000, 2000]);
     let all = idx::mnist(&dir, Split::Test).expect("MNIST");
+    // Reads one epoch for each number of threads. The time is printed but not checked.
     for workers in [0, 2] {
         let o = LoaderOptions::new(64).shuffle(1).workers(workers);
         let mut loader = DataLoader::new(all.clone(), o).expect("a loader");

@@ -261,7 +261,8 @@ pub(super) struct LoopState {
 }
 
 impl Repeat {
-    /// Runs iterations until the loop ends. If the state is not `stable`, runs only one iteration.
+    /// Runs iterations until the loop ends. If an iteration changes the types of the state (`stable` is
+    /// false), runs only one iteration.
     pub(super) fn run(
         &mut self,
         m: &mut RunContext<'_>,

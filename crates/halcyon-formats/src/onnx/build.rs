@@ -179,8 +179,8 @@ pub struct Builder {
 
 /// Folded values of at most this many elements are not counted.
 const MIN_COUNTED: usize = 64;
-/// Limit on the folded elements in total. Beyond it, only tiny values are folded, so that a short model
-/// cannot fill the memory with unused values.
+/// Limit on the folded elements in total, so that a short model cannot fill the memory with unused values.
+/// Beyond it, only tiny values are folded, and reductions and bitcasts, which do not enlarge their operand.
 const FOLDED: usize = 4 << 20;
 
 /// The range of a slice along one axis.
@@ -297,7 +297,7 @@ impl Builder {
         v
     }
 
-    /// The elements of a value that may be folded.
+    /// The elements of a value, if they are known and may be folded.
     fn host_of<'v>(&self, v: &'v Value) -> Option<&'v Host> {
         if self.differentiates && v.dtype().is_float() { None } else { v.host() }
     }
@@ -381,9 +381,8 @@ impl Builder {
     }
 
     /// Casts to the nearest number in the finite range of `dtype`, see
-    /// [`halcyon_ir::Graph::cast_saturating`]. It is used for the last part of a quantisation, and for `Cast`
-    /// with `saturate` to 8-bit floats. With [`Builder::cast`], 2- and 4-bit integers wrap, and 8-bit floats
-    /// overflow to infinity or NaN.
+    /// [`halcyon_ir::Graph::cast_saturating`]. The operator `Cast` uses it for 8-bit floats if `saturate` is
+    /// set. With [`Builder::cast`], 8-bit floats overflow to infinity or NaN.
     pub fn cast_saturating(&mut self, x: &Value, dtype: DType) -> Result<Value> {
         if x.dtype() == dtype {
             return Ok(x.clone());

@@ -47,7 +47,8 @@ pub struct Host {
     pub vals: Vec<Num>,
 }
 
-/// Whether a constant of this size is folded during import. Larger ones, such as weights, are not copied.
+/// Whether a constant of this type and size is folded during import. Larger ones, such as weights, are not
+/// copied.
 pub(super) fn small(dtype: DType, dims: &[usize]) -> bool {
     let n = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
     n.is_some_and(|n| n <= if dtype.is_float() { 64 } else { 4096 })

@@ -36,9 +36,9 @@ pub struct Imported {
 #[derive(Clone, Debug)]
 pub enum Outcome {
     Graph(Box<Imported>),
-    /// The model cannot be one graph. The string gives the reason: values computed at run time determine the
-    /// rest of the computation, or an input or output is not a tensor. [`Model::run_staged`] runs such a
-    /// model.
+    /// The model cannot be one graph, or is better run in stages. The string gives the reason: values
+    /// computed at run time determine the rest of the computation, a loop is long, or an input or output is
+    /// not a tensor of numbers. [`Model::run_staged`] runs such a model.
     Staged(String),
 }
 
@@ -231,7 +231,7 @@ impl<'m> Walk<'m> {
         g.output.iter().map(result).collect()
     }
 
-    /// The results of a node, in the order of its named outputs.
+    /// The results of a node, in the order of its outputs.
     fn node(&self, b: &mut Builder, n: &NodeProto, index: usize, scope: &Scope<'_>) -> Result<Vec<Item>> {
         let (m, name) = (self.m, node_name(n, index));
         let mut inputs = Vec::with_capacity(n.input.len());

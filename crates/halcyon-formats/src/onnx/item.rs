@@ -1,5 +1,5 @@
-//! Model values that are not a single dense tensor: strings, sequences, optionals and maps. [`Item`] is such
-//! a value during import, and [`Datum`] is one outside of the importer.
+//! The values of a model: tensors, tensors of strings, sequences, optionals and maps. [`Item`] is a value
+//! during import, and [`Datum`] is a value outside of the importer.
 
 use super::build::Value;
 use super::model::PortType;

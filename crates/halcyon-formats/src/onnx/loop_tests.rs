@@ -142,7 +142,7 @@ fn plainly(mut v: [f32; 2], limit: f32, trips: usize) -> ([f32; 2], Vec<f64>) {
 
 #[test]
 fn a_loop_ended_by_a_condition_compiles_its_body_once() {
-    // 10,000 iterations. Unrolled, they would be 60,000 operations, which every later stage would visit
+    // About 10,000 iterations. Unrolled, they would be 60,000 operations, which every later stage would visit
     // again.
     let limit = 39_993.0;
     let r = run(until(limit, "", &[]), &[t(&[2], &[1f32, -3.0])]);
@@ -165,7 +165,7 @@ fn a_long_loop_is_compiled_and_a_short_one_is_unrolled() {
         assert_eq!((r.values(0), r.values(1)), (last.map(f64::from).to_vec(), rows));
         assert_eq!(r.prepared(), 1);
     }
-    // A loop without a condition.
+    // A loop without a condition is compiled only if it is long.
     let steady = |trips: i64| {
         let body = graph(
             vec![node("Add", &["v", "v"], &["d"]), node("Sub", &["d", "x"], &["w"])],
@@ -406,7 +406,7 @@ fn an_endless_loop_is_an_error_with_its_bound() {
     let mut endless = until(f32::INFINITY, "", &[]);
     endless.graph.as_mut().unwrap().node[0].name.clear();
     assert!(text(endless, 50).starts_with("Loop#0 has not ended after 50 iterations"));
-    // A trip count above the limit, in a compiled loop and in an unrolled one; and one equal to the limit.
+    // Trip counts far above the limit, just above it, and equal to it.
     for trips in [600i64, 51] {
         let m = || until(1e30, "n", &[("n", t(&[], &[trips]))]);
         assert!(text(m(), 50).contains("Loop-y has not ended after 50 iterations"));
@@ -438,7 +438,8 @@ fn a_run_ends_when_it_is_cancelled() {
 
 #[test]
 fn an_expanded_loop_drops_the_nodes_of_past_iterations() {
-    // The state is a sequence, and every iteration depends on the values it computed.
+    // The state is a sequence, so the loop cannot be compiled. Every iteration computes the condition for the
+    // next.
     let body = graph(
         vec![
             node("SequenceAt", &["q", "zero"], &["v"]),

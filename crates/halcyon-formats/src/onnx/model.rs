@@ -113,7 +113,8 @@ impl PortType {
         }
     }
 
-    /// Checks that a value has this port's type; the error describes the mismatch.
+    /// Checks that a value has the kind and the element type of this port; the error describes the mismatch.
+    /// Shapes, and the keys and values of maps, are not checked.
     pub(super) fn accepts(&self, x: &Datum) -> std::result::Result<(), String> {
         let ok = match (self, x) {
             (PortType::Tensor { dtype, .. }, Datum::Tensor(t)) => t.dtype == *dtype,
@@ -277,10 +278,10 @@ impl Model {
         self.import_with(shapes, &[])
     }
 
-    /// Like [`Model::import`], for models in which an input's value determines a shape (the target of a
-    /// Reshape, the axes of a reduction). Such a value is taken from `values` and built into the graph, which
-    /// is then valid for that value only; [`Imported::fixed`] names these inputs. The other entries of
-    /// `values` are ignored.
+    /// Like [`Model::import`], for models in which an input's value determines a shape (the shape operand of
+    /// a Reshape, the axes of a reduction). Such a value is taken from `values`, if it is small, and built
+    /// into the graph, which is then valid for that value only; [`Imported::fixed`] names these inputs. The
+    /// other entries of `values` are ignored.
     pub fn import_with(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Imported> {
         self.check("")?;
         match import::import(self, shapes, values, &Limits::whole())? {
@@ -294,8 +295,8 @@ impl Model {
 
     /// Decides how the model runs for these inputs. This is [`Model::import_with`], but for a model that
     /// cannot be one graph it returns [`Outcome::Staged`] instead of an error. Models with long loops, or
-    /// with trip counts that come from an input, are staged too, because a staged run compiles the body of a
-    /// loop once.
+    /// with loops whose trip count or condition comes from an input, are staged too, because a staged run
+    /// compiles the body of a loop once.
     pub fn outcome(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Outcome> {
         self.outcome_with(shapes, values, &RunOptions::default())
     }

@@ -15,7 +15,7 @@ pub(super) struct Order {
     /// The nodes that the outputs depend on, in topological order. The model's own order is kept if it is
     /// topological.
     pub(super) nodes: Vec<usize>,
-    /// For each node, the names that nothing reads after it.
+    /// For each of these nodes, the names that it reads or makes and that are not needed after it.
     pub(super) drops: Vec<Vec<String>>,
     /// Names that these nodes read or produce, and the names of the outputs.
     pub(super) reads: HashSet<String>,
@@ -27,7 +27,7 @@ pub(super) fn initializers(g: &GraphProto) -> impl Iterator<Item = &str> {
     g.initializer.iter().chain(sparse).map(|t| t.name.as_str())
 }
 
-/// Names that a node reads through its attributes.
+/// Names that a node reads through its attributes. Only Gradient nodes have such names.
 fn named(n: &NodeProto) -> impl Iterator<Item = &str> {
     let gradient = gradient::is(n);
     let texts = n.attribute.iter().filter(move |a| gradient && gradient::NAMES.contains(&a.name.as_str()));

@@ -8,8 +8,9 @@ use halcyon_ir::ops::element_wise::Rule;
 use std::fmt::Write;
 use std::path::PathBuf;
 
-/// Operators that run on the host, wholly or for the stated part or case, because the shape of their result
-/// depends on data or the data is not numeric. All other operators run on the device.
+/// Operators for which the host computes or decides something, with the part or the case: the shape of their
+/// result depends on data, their data is not numeric, or a condition decides which nodes run. All other
+/// operators run on the device.
 const HOST: &[(&str, &str)] = &[
     ("CastMap", "wholly"),
     ("Cast", "from and to strings"),

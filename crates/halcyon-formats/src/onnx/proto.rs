@@ -1,6 +1,6 @@
-//! The messages of onnx.proto (ONNX IR version 13), written by hand. Fields that Halcyon does not use are
-//! omitted, so decoding skips them. Bytes fields are [`Bytes`], so that weights decoded from a mapped file
-//! are slices of it.
+//! The messages of onnx.proto (ONNX IR version 13) and onnx-data.proto, written by hand. Fields that Halcyon
+//! does not use are omitted, so decoding skips them. Bytes fields are [`Bytes`], so that weights decoded from
+//! a mapped file are slices of it.
 
 use bytes::Bytes;
 use prost::{Message, Oneof};
@@ -148,7 +148,7 @@ pub struct TensorProto {
     pub data_location: i32,
 }
 
-/// Part of a tensor that is stored in chunks.
+/// The range of elements that a message holds, if a tensor is stored in several messages.
 #[derive(Clone, PartialEq, Message)]
 pub struct Segment {
     #[prost(int64, tag = "1")]
@@ -288,7 +288,8 @@ pub mod sequence_kind {
     pub const OPTIONAL: i32 = 5;
 }
 
-/// The serialised form of values. Field numbers are those of onnx-data.proto.
+/// The stored form of a sequence. This message and the next two ([`MapProto`] and [`OptionalProto`]) are
+/// those of onnx-data.proto.
 #[derive(Clone, PartialEq, Message)]
 pub struct SequenceProto {
     #[prost(string, tag = "1")]

@@ -8,8 +8,8 @@
 //! **Keys.** A draw has a `seed` and a `salt`. The seed belongs to the node ([`Builder::node_seed`]): the
 //! bits of its `seed` attribute, else a hash of the node's name and of [`Builder::base_seed`]. If a node is
 //! built several times (in the body of an unrolled loop), each instance has its own seed. The salt
-//! distinguishes the draws of one node. Both are kernel arguments, so changing the seed does not recompile
-//! kernels.
+//! distinguishes the draws of one node. The generator's key follows from both and is an argument of the
+//! kernel, so changing the seed does not recompile kernels.
 //!
 //! **Period.** The counter has 32 bits; draws of more than 2³² elements are unsupported.
 
@@ -106,8 +106,8 @@ impl Builder {
     /// for a result in f64. Rounding can give `hi` itself, but not for the bounds 0 and 1 in f32 and f64.
     ///
     /// # Errors
-    /// [`Error::DType`] for a type that is not a float; [`Error::Argument`] if `hi - lo` is not finite; the
-    /// errors of [`Builder::random_bits`].
+    /// [`Error::DType`] for a type that is not a float; [`Error::Argument`] if `hi - lo` is not finite in the
+    /// type of the computation; the errors of [`Builder::random_bits`].
     pub fn random_uniform(
         &mut self,
         dtype: DType,

@@ -88,7 +88,7 @@ fn uniform_numbers() {
     }
     let unit = run(|b| b.random_uniform(DType::F64, &shape(), (0.0, 1.0), 5, 0)).to_vec::<f64>();
     assert!(unit.iter().all(|x| (0.0..1.0).contains(x)));
-    // All 53 bits are random.
+    // The lowest of the 53 bits is used.
     assert!(unit.iter().any(|x| (x * 2f64.powi(53)) % 2.0 == 1.0));
 }
 

@@ -68,7 +68,8 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
     g.outputs().iter().map(|o| val[o.node.index()].clone()).collect()
 }
 
-/// Evaluates inputs, constants, element-wise ops, and composites, by evaluating their bodies.
+/// Evaluates the ops that the other functions leave: inputs, constants, element-wise ops, reshapes, and
+/// composites (their bodies).
 fn element_wise(n: &Node, x: &[&Tensor], inputs: &[Tensor]) -> Tensor {
     let (d, dims) = (n.ty.dtype, n.ty.shape.dims().unwrap().to_vec());
     let make = |f: &mut dyn FnMut(&[usize]) -> Scalar| Tensor::make(d, &dims, f);
@@ -108,7 +109,7 @@ fn element_wise(n: &Node, x: &[&Tensor], inputs: &[Tensor]) -> Tensor {
     }
 }
 
-/// Evaluates views, paddings and concatenations; None for other ops.
+/// Evaluates permutes, expands, slices, paddings and concatenations; None for other ops.
 fn moved(n: &Node, x: &[&Tensor]) -> Option<Tensor> {
     let (d, dims) = (n.ty.dtype, n.ty.shape.dims().unwrap().to_vec());
     let make = |f: &mut dyn FnMut(&[usize]) -> Scalar| Tensor::make(d, &dims, f);

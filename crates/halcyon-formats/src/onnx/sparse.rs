@@ -1,7 +1,7 @@
 //! Sparse tensors (`SparseTensorProto` of onnx.proto): the non-zero elements and their positions.
 //!
-//! A few bytes may declare a tensor of any size, so large ones are not made dense on the host: they become a
-//! scatter into zeros in the graph, and the device's allocator decides whether they fit.
+//! A few bytes may declare a tensor of any size, so large tensors are not made dense on the host. They become
+//! a scatter into zeros in the graph, and the device's allocator decides whether they fit.
 
 use super::build::{Builder, Value};
 use super::proto::SparseTensorProto;
@@ -73,7 +73,7 @@ pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<
                 .zip(at)
                 .try_fold(0usize, |p, (&d, &i)| usize::try_from(i).ok().filter(|i| *i < d).map(|i| p * d + i))
         };
-        // Cannot overflow: the sizes fit 47 bits.
+        // Cannot overflow: `TensorType::check` limits the number of elements to far less than 2^63.
         let place = place.ok_or_else(|| fail(format!("index {k} is outside {dims:?}")))? as i64;
         if places.last().is_some_and(|last| *last >= place) {
             return Err(fail(format!("index {k} is not above the index before it")));
@@ -83,7 +83,7 @@ pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<
     Ok(Sparse { name, dims, places, values })
 }
 
-/// The name of a sparse weight, stored as the name of its values.
+/// The name of a sparse weight, which is stored as the name of its values.
 pub fn name(t: &SparseTensorProto) -> &str {
     t.values.as_ref().map_or("", |v| v.name.as_str())
 }

@@ -3,8 +3,8 @@
 //! and the rest is built on its results.
 //!
 //! A run computes only the nodes that the wanted nodes depend on, back to nodes that earlier runs computed.
-//! Every [`Value`] therefore stays valid, and nothing unneeded is computed. Nodes that no value needs any
-//! more are dropped between the iterations of a loop.
+//! It also keeps those of its results from which other live values are computed, so every [`Value`] stays
+//! valid. Between the iterations of a loop, nodes that no value needs any more are dropped if there are many.
 //!
 //! Loop bodies are compiled once if possible ([`super::body`]).
 
@@ -79,7 +79,8 @@ pub(super) fn value_of(v: &Option<Handle>) -> Result<&Handle> {
     v.as_ref().ok_or_else(|| Error::internal("a step needs a value that no step computed"))
 }
 
-/// A value that the host read from the device during a run.
+/// A value that the importer read from the device during a run. Results, and what compiled bodies read
+/// (conditions and trip counts), are not listed.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Read {
     pub node: String,
@@ -109,18 +110,18 @@ pub struct Placement {
     pub bytes_written: u64,
     /// Loops whose bodies were compiled. Nested loops are part of the body and not listed.
     pub loops: Vec<LoopRun>,
-    /// Missed optimisations: loops whose bodies could not be compiled once.
+    /// Missed optimisations: loops whose bodies could not be compiled, or were compiled several times.
     pub warnings: Vec<String>,
 }
 
-/// Number of reads, of loops and of warnings that a [`Placement`] lists. Reads that are not listed are still
-/// counted in `bytes_read`.
+/// The most reads, loops and warnings that a [`Placement`] lists. Reads that are left out are still counted
+/// in `bytes_read`.
 const MAX_LISTED: usize = 256;
-/// A loop runs the pending nodes once there are more than this number.
+/// A loop runs the pending nodes once there are more than this many.
 const STAGE_NODES: usize = 4096;
-/// Nodes that a loop may add to a graph built without an engine.
+/// The most nodes that a loop may add to a graph that is built without an engine.
 const UNROLLED_NODES: usize = 20_000;
-/// Unneeded nodes are dropped once the graph has this many nodes.
+/// Unneeded nodes are dropped once the graph has this many nodes, and twice as many as after the last drop.
 const DROP_NODES: usize = 2 * STAGE_NODES;
 /// Limit on the nodes of all stages together.
 pub(super) const MAX_NODES: usize = 1 << 20;
@@ -154,7 +155,7 @@ impl Stage {
         Stage { engine, done: HashMap::new(), placement: Placement::default(), mark: 0, kept: 0 }
     }
 
-    /// The handle of a computed value, uploaded if it is on the host.
+    /// The handle of a computed value. A value on the host is uploaded first.
     fn handle(&mut self, n: NodeId) -> Result<Handle> {
         let data = match self.done.get(&n) {
             None => return Err(Error::internal("a stage needs a value that no stage computed")),

@@ -20,12 +20,14 @@ pub struct Summary {
     pub opsets: Vec<(String, i64)>,
     pub metadata: Vec<(String, String)>,
     pub graph_name: String,
-    /// Names and types as text. For an unsupported type, the text gives the reason.
+    /// Names and types as text, without the inputs that have a stored default. For an unsupported type, the
+    /// text gives the reason.
     pub inputs: Vec<(String, String)>,
     pub outputs: Vec<(String, String)>,
     pub functions: Vec<String>,
     pub weights: Vec<Weight>,
-    /// One entry per operator in the order of first use, including subgraphs and functions.
+    /// One entry per operator and opset version, in the order of first use, including subgraphs and
+    /// functions.
     pub operators: Vec<Operator>,
     /// Number of nodes of the graph, its subgraphs and functions.
     pub nodes: usize,

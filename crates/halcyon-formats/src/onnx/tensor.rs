@@ -54,9 +54,9 @@ impl External {
 
     /// The bytes that `t` refers to. `want` is the size in bytes that follows from its type and sizes.
     ///
-    /// The location must be a relative path inside the model's folder, both as text and after resolving
-    /// symbolic links, unless a link stays in its Hugging Face cache or [`External::links`] allows it.
-    /// Otherwise a downloaded model, or an archive with links, could read any file of the machine.
+    /// The location must be a relative path without `..`. The file must also lie in the model's folder after
+    /// symbolic links are resolved, unless a link stays in its Hugging Face cache or [`External::links`]
+    /// allows it. Otherwise a downloaded model, or an archive with links, could read any file of the machine.
     fn slice(&self, t: &TensorProto, want: usize, what: &str) -> Result<Bytes> {
         let fail = |why: String| bad(what, why);
         let entry = |key: &str| t.external_data.iter().find(|e| e.key == key).map(|e| e.value.as_str());
@@ -169,7 +169,8 @@ pub const STRING: i32 = 8;
 /// Reads a tensor of strings.
 ///
 /// # Errors
-/// [`Error::Format`] if the sizes and the number of strings disagree, or a string is not UTF-8.
+/// [`Error::Format`] if the elements are not strings, the sizes and the number of strings disagree, or a
+/// string is not UTF-8.
 pub fn decode_text(t: &TensorProto, file: &str) -> Result<super::item::Text> {
     let what = if t.name.is_empty() { file.to_string() } else { format!("{file}: tensor '{}'", t.name) };
     if t.data_type != STRING {
@@ -223,8 +224,9 @@ pub fn sizes(dims: &[i64], what: &str) -> Result<Vec<usize>> {
 /// Decodes a tensor. `file` names its file in errors.
 ///
 /// # Errors
-/// [`Error::Format`] if sizes, type and data disagree or external data is missing or misplaced;
-/// [`Error::Unsupported`] for segmented tensors and element types that [`DType`] lacks; [`Error::Io`].
+/// [`Error::Format`] if sizes, type and data disagree, or the location of external data is missing or not
+/// allowed; [`Error::Unsupported`] for segmented tensors and element types that [`DType`] lacks;
+/// [`Error::Io`] for an external file that cannot be read.
 pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<ConstData> {
     let what = if t.name.is_empty() { file.to_string() } else { format!("{file}: tensor '{}'", t.name) };
     let dtype = dtype(t.data_type, &what)?;

@@ -1,10 +1,11 @@
-//! Traces a body of control flow into a [`CompiledBody`]. The importer walks the body's nodes once, with
-//! graph inputs of the operands' types in place of values.
+//! Traces a body of control flow into a [`CompiledBody`]. The importer walks the body's nodes with graph
+//! inputs of the operands' types in place of values.
 //!
 //! Values captured from outside the body become inputs of the compiled body, unless they are constants. If
-//! the import of the body needs such a value (for example the axes of a reduction), the value is fetched and
-//! built in as a constant. If the import of the body needs the value of a part of the body's state, the body
-//! cannot be compiled: the tracer returns the reason, and the caller builds the iterations one by one.
+//! the import of the body needs such a value (for example the axes of a reduction), the value is fetched, and
+//! the body is traced again with this value as a constant. If the import needs a value that the body itself
+//! computes, or a part of the loop's state, the body cannot be compiled. The tracer then returns the reason,
+//! and the caller builds the iterations one by one.
 
 use super::body::{CompiledBody, Control, ControlKind, Repeat};
 use super::build::{Builder, Value};
@@ -44,7 +45,7 @@ fn map_tensors(i: &Item, one: &mut dyn FnMut(&Value) -> Result<Value>) -> Result
     })
 }
 
-/// Traces a body for operands of these types.
+/// Traces a body for operands of these types. Returns the reason if the body cannot be compiled.
 fn trace_body(
     b: &mut Builder,
     c: &Call<'_>,

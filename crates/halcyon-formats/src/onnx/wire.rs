@@ -2,8 +2,8 @@
 //! structure would need.
 //!
 //! Two encoded bytes may decode to a struct of hundreds of bytes, so decoding a file of some megabytes could
-//! take gigabytes. The fields are therefore counted in the encoded form first. Weights are byte strings,
-//! which decoding leaves in the file, so they are not counted.
+//! take gigabytes. The fields are therefore counted in the encoded form first. The contents of byte strings
+//! (weights in `raw_data`) are not counted, because decoding leaves them in the file.
 
 use super::proto::*;
 use crate::bad;
@@ -14,8 +14,8 @@ use halcyon_ir::Result;
 const MAX_DEPTH: usize = 100;
 /// Bytes of memory that a file of any size may use.
 const BASE: usize = 16 << 20;
-/// Bytes of memory allowed in addition per encoded byte of structure. Sizeable models need 10 to 27. Models
-/// of one node need up to 48, but for these `BASE` is enough.
+/// Bytes of memory allowed in addition per encoded byte of structure. Large models need 10 to 27. Models of
+/// one node need up to 48, but for these `BASE` is enough.
 const RATIO: usize = 32;
 
 /// The message types whose structure is counted.
@@ -189,7 +189,7 @@ impl Kind {
 pub struct Cost {
     /// Bytes once decoded, including the spare capacity of growing vectors.
     pub memory: usize,
-    /// Encoded bytes, without byte strings.
+    /// Encoded bytes, without the contents of byte strings and of fields that are not decoded.
     pub file: usize,
 }
 

@@ -137,7 +137,7 @@ fn palette(data: &[u8], at: usize, end: usize, core: bool, bits: usize) -> Resul
 }
 
 impl Info {
-    /// Bytes of a row, which are padded to a multiple of four.
+    /// Bytes of a row, padded to a multiple of four.
     fn stride(&self) -> usize {
         (self.width * self.bits).div_ceil(32) * 4
     }
@@ -177,7 +177,7 @@ fn run_lengths(data: &[u8], info: &Info) -> Result<Vec<u8>> {
         };
         at += 2;
         let nibble = |byte: u8, k: usize| if k.is_multiple_of(2) { byte >> 4 } else { byte & 15 };
-        // Pixels past the end of a row are left out.
+        // Pixels outside of the image are left out.
         let mut put = |x: usize, v: u8| {
             if x < w && y < h {
                 out[(h - 1 - y) * w + x] = v;
@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn each_depth_gives_its_colours() {
-        // 2x2 pixels: rows from the bottom, each padded to 4 bytes.
+        // 2x2 pixels: rows from the bottom, each padded to a multiple of 4 bytes.
         let d = bmp(2, 2, 24, 0, &[], &[1, 2, 3, 4, 5, 6, 0, 0, 7, 8, 9, 10, 11, 12, 0, 0]);
         assert_eq!(rgb(&d), [9, 8, 7, 12, 11, 10, 3, 2, 1, 6, 5, 4]);
         let d = bmp(2, -2, 24, 0, &[], &[1, 2, 3, 4, 5, 6, 0, 0, 7, 8, 9, 10, 11, 12, 0, 0]);

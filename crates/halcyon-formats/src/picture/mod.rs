@@ -1,7 +1,7 @@
 //! Decodes images: JPEG, JPEG 2000, PNG, BMP, TIFF, WebP and the PBM family.
 //!
-//! JPEG is decoded here; the others need the feature `images` and are [`Failure::Unsupported`] without it.
-//! Colour profiles are ignored: samples keep the values that are in the file.
+//! Every build decodes JPEG. The other formats need the feature `images` and are [`Failure::Unsupported`]
+//! without it. Colour profiles are ignored: samples keep the values that are in the file.
 //!
 //! A caller learns an image's size before memory is allocated for it, and can refuse the image. [`decode`]
 //! refuses images of more than [`MAX_BYTES`], and images that are implausibly large for the length of their

@@ -20,7 +20,7 @@ use std::sync::{Mutex, MutexGuard};
 /// The size of the largest accepted pickle in bytes. The pickle of a model with 100,000 tensors has about 20
 /// MB.
 const MAX_PICKLE: u64 = 1 << 28;
-/// Deepest nesting of dicts and lists with tensors.
+/// Deepest nesting of dicts, lists and tuples with tensors.
 const MAX_DEPTH: usize = 64;
 /// A tensor that repeats elements (PyTorch's `expand`) is larger than its storage. `MAX_EXPANSION` is the
 /// largest accepted ratio of the two sizes. Tensors of up to `MAX_EXPANDED` bytes are always accepted.
@@ -58,8 +58,8 @@ pub struct TorchFile {
 impl TorchFile {
     /// # Errors
     /// [`Error::Io`]; [`Error::Format`] for a malformed file, or a file with Python objects other than
-    /// tensors, dicts, lists, numbers and strings; [`Error::Unsupported`] for a file that was written by
-    /// PyTorch before version 1.6.
+    /// tensors and built-in values (dicts, lists, tuples, sets, numbers, strings, bytes);
+    /// [`Error::Unsupported`] for a file that was written by PyTorch before version 1.6.
     pub fn open(path: &Path) -> Result<TorchFile> {
         TorchFile::parse(crate::mmap::open(path)?, &path.display().to_string())
     }
@@ -106,7 +106,8 @@ impl TorchFile {
         Ok(t)
     }
 
-    /// Names of the tensors, sorted. Names of nested dicts are joined with dots: `model.fc1.weight`.
+    /// Names of the tensors, sorted. Names of nested dicts are joined with dots: `model.fc1.weight`. The name
+    /// of an element of a list or tuple is its index.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
@@ -176,8 +177,8 @@ impl TorchFile {
         Ok(bytes)
     }
 
-    /// Checks that a tensor lies within its storage, and that the storage's size is the size of its member in
-    /// the archive.
+    /// Checks that a tensor lies within its storage and does not repeat its elements too often, and that the
+    /// storage's size is the size of its member in the archive.
     fn check(&self, view: &View) -> Result<()> {
         let fail = |what: String| Err(bad(&self.archive.file, format!("storage of a tensor {what}")));
         let storage = &self.arena.storages[view.storage as usize];
@@ -268,10 +269,10 @@ fn gather(view: &View, size: usize, bytes: &[u8], out: &mut Vec<u8>) {
     }
 }
 
-/// The tensors of nested dicts and lists, by their joined names.
+/// The tensors of nested dicts, lists and tuples, by their joined names.
 fn flatten(arena: &Arena, pickle: &[u8], root: Value) -> std::result::Result<BTreeMap<String, u32>, String> {
-    // This bounds the memory: if dicts contain the same dict several times, a small file can have a huge
-    // number of names.
+    // This limit bounds the memory for names: if dicts contain the same dict several times, a small file can
+    // have a huge number of names.
     let most = pickle.len().saturating_mul(16).saturating_add(1 << 20);
     let (mut out, mut bytes) = (BTreeMap::new(), 0usize);
     let mut stack = vec![(String::new(), root, 0usize)];

@@ -2,8 +2,8 @@
 //! It builds values and runs no code: a Python name that is not in the short list of [`global`] is an error.
 //!
 //! All values are in one arena and refer to each other by number, so a pickle with cycles is freed like any
-//! other pickle. Every opcode adds at most one value, except that an OrderedDict copies a list. The number of
-//! all copies is limited.
+//! other pickle. Every opcode adds at most one value, except a call that makes an OrderedDict and copies the
+//! entries of a list. The number of all copied entries is limited.
 
 use halcyon_ir::DType;
 use std::collections::HashMap;
@@ -84,15 +84,16 @@ pub(super) struct Arena {
 /// Largest rank of a tensor. PyTorch's own bound is the same.
 const MAX_RANK: usize = 64;
 
-/// The largest number of entries that are copied from lists to OrderedDicts. Python 2 writes OrderedDicts
-/// this way.
+/// The largest number of entries that are copied from lists to OrderedDicts. Python 2 writes the entries of
+/// an OrderedDict as a list.
 const MAX_COPIED: usize = 1 << 20;
 
 /// Largest length of a storage's key in bytes. PyTorch's keys are decimal numbers.
 const MAX_KEY: usize = 32;
 
-/// The largest number of values, containers and memo entries. 100,000 tensors need about 3 million. The limit
-/// is needed because a compressed pickle can be a thousand times larger than the file.
+/// The largest sum of the numbers of values on the stack, marks, memo entries, containers, storages and
+/// tensors (the entries of containers are not counted). 100,000 tensors need about 3 million. The limit is
+/// needed because a compressed pickle can be a thousand times larger than the file.
 const MAX_VALUES: usize = 1 << 24;
 
 type Outcome<T> = Result<T, String>;

@@ -14,7 +14,7 @@ fn values(t: &ConstData) -> Vec<f64> {
     t.scalars().map(|s| s.as_f64()).collect()
 }
 
-/// Checks that every tensor has PyTorch's values. The `.npz` has small floats in a wider type.
+/// Checks that every tensor has PyTorch's values. The `.npz` has f32 in place of the types that NumPy lacks.
 fn same_as_numpy(file: &TorchFile, prefix: &str, arrays: &str) {
     let want = Npz::open(&folder().join(arrays)).unwrap();
     for name in want.names() {

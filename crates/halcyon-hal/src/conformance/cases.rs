@@ -22,7 +22,7 @@ pub fn info_and_caps_are_sane(l: &DeviceUnderTest) {
     assert!(i.free_memory.is_none_or(|f| Some(f) <= i.total_memory), "{i:?}");
     assert!(i.compute_units.is_none_or(|n| n > 0));
     assert!(c.units() > 0 && c.compute_units.is_none_or(|n| n > 0));
-    // Devices that share host memory must report the host's free memory.
+    // Devices that share host memory must report how much memory is free.
     if l.computes && (i.software || i.unified_memory) && halcyon_host::memory().is_some() {
         assert!(
             i.free_memory.is_some() && d.free_memory().is_some() && infos[0].free_memory.is_some(),
@@ -358,7 +358,7 @@ pub fn a_bad_index_is_reported_once(l: &DeviceUnderTest) {
         let idx: Vec<Scalar> = index.iter().map(|i| Scalar::I(*i)).collect();
         let buffers =
             [table.clone(), upload(&*d, &pack(DType::I32, &idx)), upload(&*d, &vec![0; index.len() * 4])];
-        // The value passed for `fault` is ignored.
+        // The kernel's parameter for the fault is the last one. Its value is ignored.
         let params = [Scalar::I(10), Scalar::I(index.len() as i64), Scalar::U(999)];
         d.submit(&[Command::Launch {
             program: &p,
@@ -503,7 +503,8 @@ pub fn two_openings_live_side_by_side(l: &DeviceUnderTest) {
     let ((r, p, a), (s, ..)) = (run(&*d), run(&*e));
     assert_eq!(r, s);
     assert_eq!(d.counters().launches, 1, "each device instance must count its own launches");
-    // Buffers and programs of one device instance are rejected by another, unless both share host memory.
+    // Buffers and programs of one opening are rejected by another. (Devices that import host memory are not
+    // tested here.)
     if d.import(Arc::new(x.clone())).is_none() {
         assert!(e.read(&a, 0, &mut [0; 4]).is_err());
         let own = e.alloc(32, Tag::Io).unwrap();

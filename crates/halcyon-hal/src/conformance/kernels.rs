@@ -88,8 +88,8 @@ pub fn affine(dtype: DType) -> Kernel {
     b.finish().unwrap()
 }
 
-/// Parameters of all numeric types, in an order that alternates their sizes. Each is written to the first
-/// element of its own buffer.
+/// Parameters of every type, in an order that mixes their sizes; 64-bit floats only if `f64`. The kernel
+/// writes each parameter to the first element of its own buffer.
 pub fn params_of_every_type(f64: bool) -> (Kernel, Vec<Ty>) {
     let mut types = vec![Ty::I32, Ty::I64, Ty::U64, Ty::U32, Ty::F32, Ty::I64, Ty::F32];
     if f64 {

@@ -35,7 +35,7 @@ pub struct DeviceUnderTest {
 }
 
 impl DeviceUnderTest {
-    /// Registers an external driver, so that its names can be parsed.
+    /// The first device of a driver. Registers an external driver, so that its names can be parsed.
     ///
     /// # Errors
     /// The driver's reason for having no device; errors of [`registry::register`].
@@ -52,7 +52,7 @@ impl DeviceUnderTest {
         Ok(DeviceUnderTest { driver, options, computes, scratch })
     }
 
-    /// A new instance of the driver's first device.
+    /// Opens the driver's first device once more.
     pub fn open(&self) -> Arc<dyn Device> {
         self.open_with(|_| ())
     }

@@ -63,7 +63,7 @@ pub fn buffers_of_one_chunk_keep_to_themselves(l: &DeviceUnderTest) {
                     live.swap_remove(gone);
                 }
                 4 | 5 if live.len() > 1 => {
-                    // A copy between two buffers, at unaligned offsets.
+                    // A copy between two buffers, at any offsets.
                     let (a, b) = (r.below(live.len() as u64) as usize, r.below(live.len() as u64) as usize);
                     if a == b {
                         continue;
@@ -207,7 +207,7 @@ pub fn work_goes_on_while_another_thread_moves_buffers(l: &DeviceUnderTest) {
                 live.push_back((a, n));
             }
             if live.len() > 8 || moved.load(Ordering::Acquire) >= 20 {
-                // The oldest buffer has the lowest offset and leaves a hole.
+                // The oldest buffer usually lies below others, so dropping it leaves a hole.
                 let Some((a, n)) = live.pop_front() else { break };
                 let want = match l.computes {
                     true => Scalar::I((0x0101_0101 * 2 + 5) * 2 + 5),

@@ -399,7 +399,7 @@ pub fn two_streams_overlap_where_the_device_can(l: &DeviceUnderTest) {
     assert!(best.0 > 0.5, "{}: {best:?}", l.name());
     // The second work reads what the first writes.
     let (e, f) = (go(&s, &p, &x, &y, n), go(&t, &p, &y, &z, n));
-    // The second work waits for the first work, not for an event.
+    // The second work therefore waits for the first, although no stream waits for an event.
     assert_eq!((f.wait().unwrap(), e.wait().unwrap()), (None, None));
     assert_eq!(overlap(e.elapsed().unwrap(), f.elapsed().unwrap()), 0.0, "{}", l.name());
 }

@@ -109,7 +109,7 @@ pub struct CpuDevice {
     queue: Mutex<Vec<Timing>>,
     /// Orders the device's own queue against its streams.
     tracker: Arc<Tracker>,
-    /// Identifies this device instance; buffers of another instance are rejected.
+    /// The number of this opening of the device; buffers of another opening are rejected.
     number: u64,
 }
 
@@ -248,7 +248,7 @@ impl CpuDevice {
             max_workgroup: 256,
             workgroup_memory: 256 << 10,
             max_bindings: 1 << 16,
-            // A launch costs little.
+            // Launches cost little, so element-wise kernels are not merged into one launch.
             max_argument_bytes: 0,
             max_binding_bytes: u64::MAX,
             max_groups: u32::MAX,
@@ -352,7 +352,7 @@ impl CpuDevice {
         if self.tracker.is_quiet() { f() } else { self.tracker.pass(each, f) }
     }
 
-    /// Address of a buffer of this device instance.
+    /// Address of a buffer of this opening of the device.
     #[cfg(test)]
     pub(crate) fn start_of(&self, b: &BufferRef) -> *mut u8 {
         CpuBuffer::of(&**b, self.number, "test").unwrap().at().ptr

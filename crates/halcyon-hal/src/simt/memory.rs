@@ -209,7 +209,8 @@ pub struct SimtBuffer {
 }
 
 impl SimtBuffer {
-    /// The address of the first byte. It cannot change while the queue's lock is held.
+    /// The address of the first byte. It changes only while the lock of the device's own queue and the lock
+    /// that orders the queues (`Queues`) are both held.
     pub(super) fn address(&self) -> Address {
         self.block.place().0.load(Ordering::Acquire)
     }

@@ -1,9 +1,9 @@
 //! The code shared by the CUDA and ROCm drivers. HIP is CUDA's driver API under other names, so there is one
 //! driver with a table of both sets of names (`sys.rs`). A [`Family`] holds the names, libraries, numbers and
-//! compiler flags of each.
+//! compiler flags of CUDA or of ROCm.
 //!
 //! Kernels come from the kernel IR, rendered to CUDA C++ or HIP C++ without headers and compiled at run time
-//! (NVRTC, hipRTC). Binaries are cached on disk.
+//! (NVRTC, hipRTC), or from vendor libraries (`library`). Binaries are cached on disk.
 
 // Hidden modules are public for tests; they are not part of the driver contract.
 #[doc(hidden)]
@@ -55,7 +55,8 @@ pub struct VendorLibrary {
     pub variable: &'static str,
     /// Directories below Python's package directories.
     pub packages: &'static [&'static str],
-    /// Whether the number in the library's file name is the driver's major version.
+    /// Whether the number in the library's file name is a major version of CUDA, so that the names are tried
+    /// in an order that fits the driver's version.
     pub with_driver: bool,
     pub fix: &'static str,
 }
@@ -88,10 +89,11 @@ pub struct Family {
     pub toolkits: &'static [&'static str],
     pub packages: &'static [&'static str],
     pub attributes: Attributes,
-    /// Vendor libraries with kernels: for products, with a choice of algorithms and with epilogues; for
-    /// products, without either; and for convolutions.
+    /// The library for products with a choice of algorithms and with epilogues.
     pub products: VendorLibrary,
+    /// The library for products without a choice of algorithms and without epilogues.
     pub plain_products: Option<VendorLibrary>,
+    /// The library for convolutions and attention.
     pub convolutions: Option<VendorLibrary>,
     /// The compiler's name of a device's architecture: `sm_90`, `gfx90a`.
     pub architecture: fn(&adapter::Adapter) -> Option<String>,
@@ -99,8 +101,7 @@ pub struct Family {
     pub flags: fn(Option<&str>) -> Option<Vec<String>>,
     /// The operations of an architecture's matrix units.
     pub matrix: fn(Option<&str>) -> Vec<MatrixOp>,
-    /// The 16-bit and 8-bit float types that a device of this compute capability and architecture computes
-    /// in.
+    /// The 16-bit and 8-bit float arithmetic of a device of this compute capability and architecture.
     pub halves: fn(Option<(u32, u32)>, Option<&str>) -> Halves,
     pub probe: &'static ProbeSpec,
 }
@@ -108,6 +109,7 @@ pub struct Family {
 /// A device's arithmetic in 16-bit and 8-bit floats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Halves {
+    /// Whether the device computes in `f16`.
     pub f16: bool,
     /// Products of 8-bit floats; `None` if the architecture is unknown.
     pub f8: Option<bool>,
@@ -179,8 +181,8 @@ impl Driver for SimtDriver {
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
         let mut all = self.list()?;
-        // A stored probe does not contain the current free memory. It does show that the library can be
-        // loaded.
+        // The list has no free memory, so the devices are queried for it. `list` succeeded, so the library
+        // can be loaded.
         let _driver = driver_output::capture(self.family.kind.id());
         for a in self.adapters().unwrap_or_default() {
             // Querying free memory creates a context, as opening the device does. `may_open` first tries this
@@ -210,8 +212,8 @@ impl Driver for SimtDriver {
         let a = all
             .get(index)
             .ok_or_else(|| no_device(self.family.kind, index, all.iter().map(adapter::Adapter::info)))?;
-        // A device without a compiler could build no kernels, so opening it fails and another backend is
-        // chosen.
+        // A device without a compiler could build no kernels, so opening it fails, and automatic selection
+        // tries the next device.
         let compilers =
             self.libraries.as_ref().map_or_else(|| self.family.compiler_candidates(), |l| l.1.clone());
         // SAFETY: each name is a name of a vendor's library, or one that the user set in its place, or it

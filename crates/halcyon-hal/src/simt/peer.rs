@@ -1,4 +1,5 @@
-//! Copies between two devices of one driver: two CUDA devices, or two ROCm devices.
+//! Copies between two devices of one driver (two CUDA devices, or two ROCm devices), or between two openings
+//! of one device.
 
 use super::device::SimtDevice;
 use super::sys::Peers;
@@ -12,7 +13,7 @@ use std::sync::{Arc, Mutex};
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 impl SimtDevice {
-    /// The other device and how memory is copied from it; `None` if it is this device.
+    /// The other opening and how memory is copied from it; `None` if both are openings of one device.
     fn peer<'a>(&self, from: &'a dyn Device) -> Result<(&'a SimtDevice, Option<Peers>)> {
         let (here, api) = (&self.shared.context, self.shared.context.api);
         let refused = |why: String, next: &str| {
@@ -46,7 +47,7 @@ impl SimtDevice {
                 reaches
             }
         };
-        // Without direct access, CUDA and HIP would silently copy through the host, so refuse.
+        // Without direct access, CUDA and HIP would silently copy through the host, so the copy is refused.
         match reaches {
             true => Ok((other, Some(peers))),
             false => refused("one device cannot access the other's memory".into(), next),
@@ -94,8 +95,8 @@ impl SimtDevice {
             }
         };
         let both = || {
-            // While this guard is held, nothing else can be submitted to the other device's queue, so such
-            // work runs after the copy.
+            // While this guard is held, nothing can be submitted to the other device's queue. All work that
+            // is submitted to it later runs after the copy.
             let _still = other.queue.begin()?;
             let before = other.queue.mark()?;
             let copied = self.ordered_own(|| d.writing(), || copy(before));

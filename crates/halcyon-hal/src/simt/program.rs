@@ -163,7 +163,8 @@ impl Compiler {
     /// Compiles source text to a binary, or to NUL-terminated PTX.
     ///
     /// # Errors
-    /// [`Error::Compile`] with the compiler's log.
+    /// [`Error::Compile`] with the compiler's log, or with the call that failed. [`Error::Internal`] for text
+    /// that contains NUL, or if the compiler cannot make PTX.
     pub fn compile(
         &self,
         device: &str,

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 /// Package directories, in this order: of the interpreter that HALCYON_PYTHON names, of active environments,
-/// of each `python3` in PATH, of the user, and of the system.
+/// of each Python interpreter in PATH, of the user, and of the system.
 pub(super) fn packages() -> Vec<PathBuf> {
     let variable = |n: &str| std::env::var_os(n).filter(|v| !v.is_empty());
     let mut roots: Vec<PathBuf> = vec![];

@@ -13,7 +13,8 @@ use smallvec::SmallVec;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// When this number of timings is pending, they are collected.
+/// When this number of timings is pending, they are converted to times, or (for a stream) reduced to the
+/// first and the last.
 const MAX_PENDING_EVENTS: usize = 4096;
 /// Size in bytes of the staging buffer for moves whose ranges overlap.
 const STAGING_BYTES: usize = 4 << 20;
@@ -143,7 +144,7 @@ struct State {
     done: Vec<Timing>,
     /// Start and end of timed commands; `None` for commands without work.
     stamps: Vec<Option<(Stamp, Stamp)>>,
-    /// Whether a kernel that can fault ran since the fault word was last read.
+    /// Whether a kernel that can fault was enqueued since the fault word was last read.
     may_have_faulted: bool,
 }
 
@@ -402,7 +403,7 @@ impl Queue {
         })
     }
 
-    /// Whether a kernel that can fault ran since the fault word was last cleared.
+    /// Whether a kernel that can fault was enqueued since the fault word was last read.
     pub(super) fn may_have_faulted(&self) -> bool {
         self.lock().may_have_faulted
     }
@@ -541,7 +542,7 @@ impl Submission<'_> {
             let ([x, y, z], [i, j, k]) = (groups, p.workgroup);
             // SAFETY: the function is loaded and gets as many arguments as it has, which `launch_words`
             // requires; none is larger than eight bytes, and CUDA or HIP copies them. The buffers stay
-            // allocated: the pool reuses a freed one only for later commands of this stream.
+            // allocated: commands that reuse the memory of a freed one run after this launch.
             let code = unsafe {
                 (q.context.api.f.launch)(
                     function.raw(),
@@ -661,7 +662,7 @@ impl Actions<Shared> for Submission<'_> {
         k.check(&buffers)?;
         // SAFETY: `q` owns the stream. `kernel` and `buffer` checked the owners, and the buffers passed
         // `check` while this value holds the queue's lock, so they are not moved. They stay allocated,
-        // because the pool reuses a freed buffer only for later commands of this stream.
+        // because commands that reuse the memory of a freed buffer run after this call.
         self.timed(|q| unsafe { k.enqueue(q.raw, &buffers) })
     }
 }

@@ -50,8 +50,8 @@ impl Watcher {
         match thread {
             Ok(_) => w.runs = true,
             Err(e) => {
-                // Without a thread, complete the events here. A caller may only have registered a callback
-                // and not wait for its event.
+                // Without a thread, complete the events here, because a caller may have registered a callback
+                // and never wait for the event.
                 tracing::warn!("no thread could be started that completes events: {e}");
                 let open = std::mem::take(&mut w.open);
                 drop(w);
@@ -75,8 +75,8 @@ fn watch(both: &(Mutex<Watched>, Condvar)) {
             }
             w.open.drain(..).collect()
         };
-        // This thread waits for a single event. It polls several events, because any of them may complete
-        // first.
+        // If only one event is open, this thread waits for it. If several are open, it polls them, because
+        // any of them may complete first.
         if let [e] = &open[..]
             && let Some(p) = e.progress()
         {
@@ -100,7 +100,8 @@ fn watch(both: &(Mutex<Watched>, Condvar)) {
 #[derive(Debug, Default)]
 pub(crate) struct Staging(Mutex<Vec<(usize, SimtPages)>>);
 
-/// Maximum bytes of pages kept.
+/// Maximum bytes of unused pages that are kept. If the writes of a stream since its last event hold more than
+/// this, the host waits for them.
 const MAX_KEPT_BYTES: usize = 64 << 20;
 
 impl Staging {

@@ -590,7 +590,8 @@ impl Family {
         }
     }
 
-    /// Libraries that are loaded when a device is opened: the compiler and the other vendor libraries.
+    /// Libraries that the probe does not load: the compiler, which is loaded when a device is opened, and the
+    /// vendor libraries with kernels, each loaded by the first call that needs it.
     pub fn later(&self) -> Vec<String> {
         let more = self.kernel_libraries().flat_map(|l| self.library_candidates(l));
         self.compiler_candidates().into_iter().chain(more).collect()

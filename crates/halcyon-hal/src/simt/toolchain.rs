@@ -45,11 +45,11 @@ enum Verdict {
 impl Toolchain {
     /// Chooses the first of the compilers `names` whose kernels the device loads. They are tried in the order
     /// of [`sys::by_major`] for the driver's version. Compilers that can only make PTX because they do not
-    /// know the device yet, and those of a newer major version than the driver, come last.
+    /// know the device yet, and (in CUDA) those of a newer major version than the driver, come last.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] if there is none, with a reason for each compiler. If the device fails in
-    /// another way, its error.
+    /// [`Error::Unavailable`] if there is none, with a reason for each compiler; [`Error::Unsupported`] if
+    /// the driver does not report the device's architecture; the device's error if it fails in another way.
     ///
     /// # Safety
     /// The contract of [`Family::compiler`](super::Family::compiler), for `names`.
@@ -98,8 +98,8 @@ impl Toolchain {
             };
             let newer = family.side == Side::Cuda && major.is_some_and(|m| compiler.version.0 > m as i32);
             if newer || service.output == Output::Ptx {
-                // Compilers that are newer than the driver come last. Otherwise, the newest compiler comes
-                // first.
+                // Compilers that are newer than the driver come after the others. In each of the two groups,
+                // the newest compiler comes first.
                 let rank = (newer, std::cmp::Reverse(compiler.version));
                 later.push((rank, made(compiler, service)));
                 continue;
@@ -175,8 +175,8 @@ impl Toolchain {
         entry: &str,
         items: u32,
     ) -> Result<(Function, bool), BuildError> {
-        // The key contains the text, which also changes when a renderer changes, and the flags, because they
-        // change the binary that is compiled from the text.
+        // The key contains everything that the binary depends on. The text also changes when a renderer
+        // changes.
         let version = format!("{:?}", self.compiler.version);
         let mut parts = vec![text.as_bytes(), version.as_bytes(), env!("CARGO_PKG_VERSION").as_bytes()];
         parts.extend(self.device.iter().map(|d| d.as_bytes()));

@@ -33,8 +33,8 @@ pub struct Version {
     pub minor: i32,
 }
 
-/// Possible locations of a plugin: those that the environment variables of libtpu and JAX name, the Python
-/// package of the active environment, and the loader's path.
+/// Possible locations of a plugin: the one that [`VARIABLE`] names, or else those that the environment
+/// variables of libtpu and JAX name, the Python package of the active environment, and the loader's path.
 pub fn candidates() -> Vec<String> {
     let var = |n: &str| std::env::var(n).ok().filter(|v| !v.trim().is_empty());
     if let Some(one) = var(VARIABLE) {

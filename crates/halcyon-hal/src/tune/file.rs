@@ -59,8 +59,8 @@ pub(super) fn classify(path: &Path) -> Result<FileState> {
     })
 }
 
-/// The table, or `None` for an empty file. The error has two parts: whether Halcyon wrote the file, and what
-/// is wrong with it.
+/// The table, or `None` for a file that is empty or contains only white space. The error has two parts:
+/// whether Halcyon wrote the file, and what is wrong with it.
 fn sort(bytes: &[u8]) -> std::result::Result<Option<Table>, (bool, String)> {
     if bytes.iter().all(|b| b.is_ascii_whitespace()) {
         return Ok(None);
@@ -94,7 +94,8 @@ fn sort(bytes: &[u8]) -> std::result::Result<Option<Table>, (bool, String)> {
     }
 }
 
-/// Whether text begins like the output of [`Table::render`], ignoring white space.
+/// Whether the bytes begin like the output of [`Table::render`], or are a part of this beginning. White space
+/// is ignored.
 fn has_cache_header(bytes: &[u8]) -> bool {
     let start = format!("{{\"format\":{FORMAT},\"entries\":[");
     let mut have = bytes.iter().filter(|b| !b.is_ascii_whitespace());

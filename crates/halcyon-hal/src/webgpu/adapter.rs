@@ -13,8 +13,8 @@ pub struct Adapter {
     pub index: usize,
 }
 
-/// Features that kernels use if available. No other features are requested, so that an adapter's limits do
-/// not depend on them.
+/// Features that kernels and this driver use if the adapter has them. No other features are requested, so
+/// that an adapter's limits do not depend on other features.
 const FEATURES: wgpu::Features = wgpu::Features::SHADER_F16
     .union(wgpu::Features::SHADER_I16)
     .union(wgpu::Features::SHADER_F64)
@@ -195,9 +195,9 @@ impl Adapter {
             subgroup: None,
             max_workgroup: l.max_compute_invocations_per_workgroup.min(l.max_compute_workgroup_size_x),
             workgroup_memory: l.max_compute_workgroup_storage_size,
-            // One binding is reserved for the word that reports aborted loops.
+            // On software adapters, one binding is reserved for the word that reports aborted loops.
             max_bindings: l.max_storage_buffers_per_shader_stage.saturating_sub(self.is_cpu() as u32),
-            // WGSL has no pointers to buffers that a kernel could choose from.
+            // A launch that runs several kernels chooses among pointers to buffers, which WGSL lacks.
             max_argument_bytes: 0,
             max_binding_bytes: l.max_storage_buffer_binding_size.min(l.max_buffer_size),
             max_groups: l.max_compute_workgroups_per_dimension,

@@ -33,7 +33,7 @@ pub struct WebGpuDevice {
     pool: Arc<Pool<WgSource>>,
     builder: Arc<Builder>,
     programs: Mutex<HashMap<u128, Arc<WgProgram>>>,
-    /// Identifies this device instance; buffers and programs of another instance are rejected.
+    /// Identifies this opening of the device; buffers and programs of another opening are rejected.
     number: u64,
 }
 

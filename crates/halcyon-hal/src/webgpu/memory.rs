@@ -19,8 +19,8 @@ pub struct WgSource {
     pub alignment: usize,
 }
 
-/// A wgpu buffer, or a range of one. All storage is bound read-write. So several disjoint ranges of one wgpu
-/// buffer may be bound in one dispatch; WebGPU only forbids mixing read-only and read-write ranges.
+/// A wgpu buffer, or a range of one. All storage is bound read-write, so several disjoint ranges of one wgpu
+/// buffer may be bound in one dispatch: WebGPU only forbids mixing read-only and read-write ranges.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Slice {
     pub buffer: wgpu::Buffer,
@@ -74,7 +74,7 @@ impl Source for WgSource {
     }
 }
 
-/// A buffer outside the pool. `bytes` must be a multiple of 4.
+/// Creates a wgpu buffer. `bytes` must be a multiple of 4.
 pub fn buffer(
     device: &wgpu::Device,
     bytes: u64,

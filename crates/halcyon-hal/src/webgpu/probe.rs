@@ -72,7 +72,8 @@ fn folders(root: &Path, kind: &str) -> Vec<PathBuf> {
 }
 
 /// The files that register drivers, each with the library that it names. An environment variable may list the
-/// files; otherwise they are in the directories that Vulkan's loader searches.
+/// files; otherwise they are in the directories that Vulkan's loader searches, and another variable may add
+/// some.
 pub fn drivers(root: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
     if !VULKAN {
         return vec![];
@@ -97,8 +98,8 @@ pub fn drivers(root: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
         .collect()
 }
 
-/// The library named by a driver's file. A path with directories is relative to the file. The dynamic loader
-/// searches for a bare name.
+/// The library named by the file of a driver or layer. A relative path with directories is relative to the
+/// file's directory. The dynamic loader searches for a bare name.
 fn library_of(file: &Path) -> Option<PathBuf> {
     let manifest: serde_json::Value = serde_json::from_slice(&std::fs::read(file).ok()?).ok()?;
     let named = ["ICD", "layer"].iter().find_map(|of| manifest[of]["library_path"].as_str());

@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 /// The binding index of each buffer of a launch. Buffers with the same memory share an index, because a
-/// dispatch may bind memory only once.
+/// dispatch may bind a range of memory only once.
 pub type Bindings = SmallVec<[usize; 16]>;
 
 /// Unroll factor of loops that may be long, on devices that abort long loops.
@@ -35,8 +35,8 @@ pub struct WgProgram {
     kernel: Kernel,
     source: String,
     builder: Arc<Builder>,
-    /// Pipelines by their bindings and by whether loops may be long. The pipeline with distinct bindings is
-    /// compiled with the program, the others at their first use.
+    /// Pipelines by their bindings and by whether loops may be long. The pipeline with distinct bindings and
+    /// short loops is compiled with the program, the others at their first use.
     variants: Mutex<HashMap<(Bindings, bool), Arc<Variant>>>,
     /// Id of the device that it belongs to.
     pub owner: u64,
@@ -127,8 +127,8 @@ impl Builder {
     /// Compiles a verified kernel.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a kernel that WGSL cannot express; [`Error::Compile`] with the compiler's
-    /// log.
+    /// [`Error::Unsupported`] for a kernel that WGSL cannot express, or with more than [`PARAM_BYTES`] of
+    /// parameters; [`Error::Compile`] with the compiler's log; [`Error::Driver`] if memory runs out.
     pub fn program(self: &Arc<Self>, kernel: &Kernel, owner: u64) -> Result<WgProgram> {
         let signature = Signature::of(kernel)?;
         let params = wgsl::param_layout(kernel.params.iter().map(|p| p.ty));

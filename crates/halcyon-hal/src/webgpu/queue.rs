@@ -16,12 +16,13 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// Bytes of kernel parameters per submission.
 const RING: u64 = 128 << 10;
-/// If an integer argument of a launch is at least this, the launch counts as long: its loops, single or
-/// nested, may exceed the iteration limit of devices that abort long loops.
+/// If an integer argument of a launch is at least this and below 2³¹, the launch counts as long: its loops,
+/// single or nested, may exceed the iteration limit of devices that abort long loops.
 const LONG_LOOP: u64 = 1 << 12;
 /// Maximum number of commands timed together.
 const MAX_TIMED: u32 = 512;
-/// Maximum number of bytes that one mapping reads. A write is also submitted in pieces of this size.
+/// Maximum number of bytes that a blocking read maps at a time. A write is also submitted in pieces of this
+/// size.
 const CHUNK: usize = 32 << 20;
 /// Size in bytes of the staging buffer for moves within one buffer.
 const STAGING_BYTES: u64 = 1 << 20;
@@ -29,7 +30,7 @@ const STAGING_BYTES: u64 = 1 << 20;
 #[derive(Debug, Default)]
 struct State {
     done: Vec<Timing>,
-    /// Whether a kernel that can fault ran since the fault word was last read.
+    /// Whether a kernel that can fault was enqueued since the fault word was last read.
     may_have_faulted: bool,
     /// The mappable buffer for reads. It is kept for the next read.
     staging: Option<wgpu::Buffer>,
@@ -58,7 +59,7 @@ pub struct Queue {
     ring_group: wgpu::BindGroup,
     ring_align: u32,
     max_groups: u32,
-    /// The pool whose statistics are reported in out-of-memory errors.
+    /// The pool of the device, whose statistics out-of-memory errors report.
     pool: Arc<Pool<WgSource>>,
     clock: Option<Clock>,
     stray: Arc<UnscopedError>,
@@ -77,7 +78,8 @@ pub struct Fetch {
     index: wgpu::SubmissionIndex,
     /// The range of the bytes in the staging buffer.
     bytes: std::ops::Range<usize>,
-    /// Offset of the fault word and the word of aborted loops.
+    /// Offset in the staging buffer of the fault word (if it was copied) and, after it, the word of aborted
+    /// loops.
     words: usize,
     fault: bool,
     cut: bool,

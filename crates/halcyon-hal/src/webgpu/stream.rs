@@ -21,7 +21,7 @@ pub(crate) struct Core {
     counts: Arc<Counts>,
     id: String,
     number: u64,
-    /// Events with callbacks, and whether a thread is polling them.
+    /// Events with callbacks, and whether a thread is waiting for them.
     watched: Mutex<(VecDeque<Event>, bool)>,
 }
 
@@ -74,8 +74,8 @@ impl Progress for Marker {
         self.core.queue.await_fetch(&self.fetch);
     }
 
-    /// Adds the event to those that a thread polls. If the device has no such thread, starts one, which ends
-    /// when no events are left.
+    /// Adds the event to those that a thread waits for, one after another. If the device has no such thread,
+    /// starts one, which ends when no events are left.
     fn watch(&self, event: &Event) {
         let mut w = lock(&self.core.watched);
         w.0.push_back(event.clone());
@@ -112,7 +112,7 @@ impl Progress for Marker {
 pub(super) struct WgStream {
     core: Arc<Core>,
     fault: wgpu::Buffer,
-    /// The report of the work since the last event, and whether a kernel used the fault word since.
+    /// The report of the work since the last event, and whether a kernel that can fault is part of this work.
     open: Mutex<(Arc<Report>, bool)>,
 }
 

@@ -224,7 +224,7 @@ fn kept(s: &StandIn) {
     assert_eq!(s.get("descriptions"), full);
 }
 
-/// A captured run uses the buffers of the launch and keeps the plan alive.
+/// A captured run reads the current content of its buffers.
 fn captured(
     d: &dyn Device,
     c: &Call<'_>,

@@ -227,7 +227,8 @@ fn products(s: &StandIn, d: &dyn Device, only: Option<&str>) {
             assert!(e <= tolerance(result), "{kind}, {factor} into {result}, {what}: {e}");
         }
     }
-    // The precision selects TF32, which is visible in the results; AMD's devices multiply f32 exactly.
+    // At these precisions NVIDIA's library multiplies in TF32, which is visible in the results. AMD's
+    // libraries multiply in f32.
     for (what, a, b) in factors() {
         let rank = a.rank();
         let shape = [&a.shape[..rank - 1], &b.shape[rank - 1..]].concat();

@@ -1,6 +1,6 @@
 //! The driver must set the device in a thread before it calls CUDA or HIP there. The stand-ins reject a call
-//! without it. This test calls every function of the driver in threads that have not set the device, or that
-//! have last used another one.
+//! from a thread that has not set a device. This test calls the driver's functions while the thread has no
+//! device set, or while it has last used another one.
 
 use crate::common::standin;
 use crate::common::*;

@@ -35,7 +35,7 @@ pub enum AffineActivation {
 }
 
 impl Affine {
-    /// Whether the epilogue only rounds, or does nothing.
+    /// Whether the epilogue only converts the type, or does nothing.
     pub fn is_plain(&self) -> bool {
         self.scale.is_none() && self.bias.is_none() && self.residual.is_none() && self.activation.is_none()
     }
@@ -78,9 +78,9 @@ impl Fused {
     /// channels, outermost first (a blocked layout has two).
     ///
     /// # Errors
-    /// The kernel has another form: another order of the parts, a part twice, operands with other strides, or
-    /// arithmetic in several types. The error is the reason, as a text that continues a sentence that begins
-    /// with "the epilogue".
+    /// The kernel has another form: for example, another order of the parts, a part twice, operands with
+    /// other strides, or arithmetic in several types. The error is the reason, as a text that continues a
+    /// sentence that begins with "the epilogue".
     pub fn as_affine(
         &self,
         product: u32,
@@ -131,7 +131,8 @@ impl Fused {
 }
 
 impl<'a> Reader<'a> {
-    /// Whether the view has these strides over the result's shape. The strides of axes of size 1 are ignored.
+    /// Whether the view has these strides over the result's shape, and no mask. The strides of axes of size 1
+    /// are ignored.
     fn like(&self, v: &View, want: &[isize]) -> bool {
         let seen = View { shape: self.f.space.clone(), ..v.clone() };
         let strides = seen.reshape(self.shape).filter(|_| v.mask.is_none()).map(|v| v.strides);

@@ -335,7 +335,7 @@ fn matmuls() {
         let t = g.transpose(x[1], 0, 1)?;
         g.matmul(x[0], t)
     });
-    // A right operand that is expanded along the batch, the rows, the columns, or several of these.
+    // A right operand that is expanded along the batch, along its rows, or along several axes.
     for from in [[1, 1, 7], [1, 5, 1], [1, 1, 1], [1, 5, 7], [4, 1, 7]] {
         check("matmul of an expanded matrix", &[&[4, 3, 5], &from], &|g, x, _| {
             let w = g.expand(x[1], &[4usize, 5, 7].into())?;
@@ -480,7 +480,7 @@ fn composites() {
         g.attention(x[0], x[1], x[2], None, true, 0.7)
     });
     check("cross_entropy", &[&[3, 4]], &|g, x, r| {
-        // Labels are non-negative.
+        // `Rng::index` also returns negative indices, which are not labels.
         let labels: Vec<i64> = (0..3).map(|_| (r.next() * 4.0) as i64).collect();
         let i = g.constant(ConstData::from_slice(&[3], &labels)?);
         g.cross_entropy(x[0], i, Some(-100))

@@ -11,11 +11,11 @@ use std::sync::Arc;
 /// Magic bytes of a serialised graph; the last byte is the format version.
 const MAGIC: &[u8; 8] = b"HALCGRF1";
 
-/// Maximum nesting depth of composites in a serialised graph. The built-in composites nest three deep.
+/// Maximum nesting depth of composites in a graph. The built-in composites nest three deep.
 const MAX_DEPTH: usize = 16;
 
 impl Graph {
-    /// Serialises the graph, with the format version first.
+    /// Serialises the graph. The magic bytes at the start contain the format version.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let mut g = self.clone();
         let mut blobs = vec![];

@@ -2,8 +2,8 @@
 //! and loops over the points of an output.
 //!
 //! The launch passes the values. They are not part of the kernel, so one kernel serves many shapes. A kernel
-//! depends only on types and ranks and, for each operand, on which strides are 0 and whether the innermost
-//! stride is 1.
+//! depends only on types (also that of indexes) and ranks and, for each operand, on which strides are 0 and
+//! whether the innermost stride is 1.
 
 use super::{Buf, Builder, E, Kernel, Launch, Reduce, Ty};
 use crate::dtype::{DType, Scalar};
@@ -116,8 +116,8 @@ impl Template {
         idx
     }
 
-    /// Runs `f` with the index of each point of a space of shape `shape`, one work-item per point. Returns
-    /// the number of workgroups.
+    /// Runs `f` with the linear index and the index along each axis of each point of a space of shape
+    /// `shape`, one work-item per point. Returns the number of workgroups of [`GROUP`] work-items.
     pub(crate) fn points<'a>(&'a self, shape: &[usize], f: impl FnOnce(E<'a>, &[E<'a>])) -> u64 {
         let n: usize = shape.iter().product();
         let count = self.size("n", n);
@@ -159,7 +159,8 @@ impl<'a> Access<'a> {
 }
 
 /// Applies a scalar op. Integer results wrap, as the element type `d` requires. Signed overflow is undefined
-/// in C, so signed sums and products use the unsigned type. Types below 32 bits wrap after every op.
+/// in C, so signed sums, differences, products and negations use the unsigned type. Integers below 32 bits
+/// wrap after every op.
 pub(crate) fn typed<'a>(b: &'a Builder, op: ScalarOp, d: DType, x: &[E<'a>]) -> E<'a> {
     let unsigned = match Ty::of(d) {
         Ty::I32 => Some((Ty::U32, Ty::I32)),

@@ -10,8 +10,9 @@ use crate::layout::View;
 use crate::ops::element_wise::ScalarOp;
 use crate::target::{Caps, Declined};
 
-/// Number of elements that a work-item sums before it adds the partial sum to its total. Partial sums make
-/// rounding errors grow more slowly with the number of elements.
+/// Number of elements that a work-item reduces before it combines the partial result with its total, if it
+/// reduces all elements of a result. Partial sums make rounding errors grow more slowly with the number of
+/// elements.
 const RUN: i64 = 64;
 
 /// How results are assigned to work-items.
@@ -85,7 +86,8 @@ enum Reach {
     Each,
 }
 
-/// Whether `each` neighbours along the last axis are contiguous and start at a multiple of `each`.
+/// Whether `each` neighbours along the last axis are contiguous and start at a multiple of `each`, without a
+/// mask and in a type of at most 4 bytes.
 fn runs(v: &View, dtype: DType, each: u32) -> bool {
     let whole = |n: isize| n % each as isize == 0;
     let Some((last, others)) = v.strides.split_last() else { return false };
@@ -174,9 +176,9 @@ pub fn lower_fused_as(f: &Fused, caps: &Caps, v: &Variant) -> Result<(Kernel, La
 /// One kernel for a fused chain. Its buffers are the sources (`Load::input`) in order, then the outputs in
 /// order.
 ///
-/// The kernel's text depends on the ranks, the types, the body, which strides are 0, whether the innermost
-/// stride is 1, and which axes are masked. Sizes, strides, offsets, mask bounds and literals are parameters.
-/// Kernels with the same [`Kernel::key`] share a program.
+/// The kernel's text depends on the variant, the ranks, the types (also that of indexes), the body, which
+/// strides are 0, whether the innermost stride is 1, and which axes are masked. Sizes, strides, offsets, mask
+/// bounds and literals are parameters. Kernels with the same [`Kernel::key`] share a program.
 ///
 /// # Errors
 /// The errors of the verifier. [`Error::Unsupported`] if the device does not allow the size of the workgroup,
@@ -278,7 +280,7 @@ fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
 /// Like [`lower_fused`], for a chain over one axis. Each operand must be dense or have the same element at
 /// all points. Chains that differ only in the length of the axis have the same kernel: a work-item processes
 /// several neighbours, and each of the points that remain has its own work-item. `None` for other chains, and
-/// for chains with elements of 8 bytes.
+/// for chains with a dense operand or a result of 8-byte elements.
 ///
 /// # Errors
 /// The errors of [`lower_fused`].
@@ -526,7 +528,7 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// Accumulates `each` neighbours; `r` is their linear reduced index.
+    /// Accumulates `each` neighbours. `r` is their linear reduced index, which counts groups of neighbours.
     fn steps(&self, t: &'a Template, idx: &[E<'a>], r: E<'a>, each: u32, acc: &[Var<'a>]) {
         if each == 1 {
             return self.step(t, idx, r, acc);

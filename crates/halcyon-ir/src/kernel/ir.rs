@@ -470,7 +470,7 @@ pub enum Stmt {
         global: bool,
     },
     /// Sets word `index` of a u32 buffer to `code` unless the word is already set. Kernels use it to report
-    /// an index that was out of range and clamped.
+    /// an index that was out of range.
     SetError {
         buf: BufId,
         index: ExprId,
@@ -502,7 +502,7 @@ pub enum Stmt {
     },
     /// Runs `body` for every element of a sum or row fragment, on a work-item that holds the element.
     /// Elements of row fragments may be visited by several work-items. `row` and `column` are i32. The body
-    /// may read ([`Read::Element`]) and set elements; it has no other effect.
+    /// may read elements ([`Read::Element`]) and memory. Its only effect is to set elements.
     FragmentMap {
         like: FragmentId,
         row: ValueId,
@@ -525,7 +525,7 @@ pub enum Stmt {
     /// Converts a range of columns of a sum fragment, starting at `column`, to a left operand, and rounds to
     /// the operand type. On devices where sums and operands have different register layouts, the conversion
     /// goes through `scratch`. This is workgroup memory with space for all of the sums, row-major, in the
-    /// operand type. Each subgroup needs its own `scratch`, and its contents are overwritten.
+    /// operand type. Each subgroup needs its own `scratch`, whose content is overwritten.
     FragmentConvert {
         dst: FragmentId,
         src: FragmentId,
@@ -642,8 +642,8 @@ impl Hasher for Fnv {
 }
 
 impl Kernel {
-    /// Hash of the kernel without its name. Kernels with equal keys render to the same text, except for the
-    /// name.
+    /// Hash of the kernel without its name and the names of its parameters. Kernels with equal keys render to
+    /// the same text, except for the kernel's name.
     pub fn key(&self) -> u128 {
         let mut h = Fnv::new();
         self.hash(&mut h);

@@ -134,7 +134,8 @@ pub(crate) fn can_be_part(k: &Kernel) -> bool {
     };
     let mut alone = k.locals.is_empty() && !k.uses_subgroups() && k.exprs.iter().all(linear);
     k.walk(&mut |s| alone &= !matches!(s, Stmt::Barrier { .. } | Stmt::SetError { .. }));
-    // The device binds the fault word and sets these parameters itself.
+    // Offsets and `fault` are set by name ([`Launch::bind`], the device). The copies of a parameter for
+    // further parts have other names.
     let special = k.params.iter().any(|p| p.name == "fault" || is_offset(&p.name));
     // `Parts::buffer` requires that the buffers that are only read come before those that are written.
     let ordered = k.buffers.is_sorted_by_key(|b| b.write);

@@ -554,7 +554,8 @@ impl Verifier<'_> {
         }
     }
 
-    /// Whether `f` has an element at the row and column of the enclosing map.
+    /// Checks that `f` has an element at the row and column of the enclosing map, and that the element may be
+    /// set if `set` is true. A map over sums can read the elements of row fragments but not set them.
     fn place(&self, f: FragmentId, set: bool) -> Check {
         let Some(like) = self.map.map(|l| self.k.fragments[l.ix()]) else {
             return Err("an element of a matrix outside of a map".into());

@@ -3,8 +3,8 @@
 
 use super::*;
 
-/// Maximum number of nodes in one fused kernel. It bounds the depth of recursion, the compile time and the
-/// number of registers.
+/// Maximum number of element-wise nodes in one fused kernel. It bounds the depth of recursion, the compile
+/// time and the number of registers.
 pub(super) const MAX_MEMBERS: usize = 64;
 /// Maximum number of views between a fused value and the member that reads it. It bounds the depth of
 /// recursion.
@@ -162,7 +162,7 @@ impl Lowerer<'_> {
     /// Expressions that must not be fused into their reader, so that they can become the epilogue of a
     /// product. A kernel computes only one product. So if a node reads values that come from several
     /// products, the chains on all but the last product are cut. A chain on a product is also cut if a
-    /// reduction or concatenation reads it.
+    /// reduction or concatenation reads it, except for one node on an operand that is stored anyway.
     fn cuts(&self) -> Vec<bool> {
         let n = self.g.nodes().len();
         let mut cut = vec![false; n];

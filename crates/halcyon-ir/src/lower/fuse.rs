@@ -64,7 +64,7 @@ impl Lowerer<'_> {
         body.paths.push(path.into_iter().collect());
         let mut r = self.emit(&mut body, value, 0, value == root)?;
         let name = self.g.node(root).op.name();
-        // Without a reduction, the store itself converts to the output type, so drop a final cast.
+        // Without a reduction, the store itself rounds to a half type, so drop a final cast that only rounds.
         if let (None, Some(Instr { kind: InstrKind::Cast, dtype, args })) = (store.reduce, body.instrs.last())
             && r as usize + 1 == body.instrs.len()
             && body.instrs[args[0] as usize].dtype == *dtype
@@ -443,7 +443,7 @@ impl Lowerer<'_> {
     /// The source whose memory the chain may overwrite with its result, if there is one. The source must be a
     /// donated input of the result's type. To compute an element, the chain must read the source at the
     /// position of that element only, and nothing may read the source later. The result must be an output of
-    /// the graph. So an optimizer's step writes parameters and moments in place.
+    /// the graph. In this way an optimizer's step writes parameters and moments in place.
     fn overwritten(&self, root: NodeId, chain: &Chain) -> Option<usize> {
         let f = &chain.fused;
         let [out] = f.outs.as_slice() else { return None };
@@ -564,7 +564,7 @@ pub(super) fn kernel_work(kernel: Kernel, launch: Launch, fused: Option<&Fused>)
     StepWork::Kernel { kernel: Arc::new(kernel), groups: launch.groups, params }
 }
 
-/// Merges adjacent axes wherever every view of the kernel permits it.
+/// Drops axes of size 1, and merges adjacent axes wherever every view of the kernel permits it.
 pub(super) fn collapse_fused(f: &mut Fused) {
     let outer = f.space.len() - f.reduced;
     let axis_view = |k: usize, f: &Fused| {

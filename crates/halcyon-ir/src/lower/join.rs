@@ -6,11 +6,12 @@ use super::fuse::kernel_work;
 use super::*;
 use crate::passes::JOINED;
 
-/// Maximum number of steps between two chains that are joined. It bounds the time of the search.
+/// Maximum distance, in steps, of two chains that are joined. It bounds the time of the search.
 const REACH: usize = 64;
 /// Maximum number of instructions of a joined chain.
 const MAX_BODY: usize = 96;
-/// Maximum number of outputs of a joined chain. Copies add outputs and no instructions.
+/// Maximum number of outputs of a joined chain. `MAX_BODY` does not bound them, because a copy of a result
+/// adds an output and no instruction.
 const MAX_OUTPUTS: usize = 16;
 
 /// What lowering knows about the step of an element-wise chain.
@@ -262,7 +263,7 @@ impl Lowerer<'_> {
         let na = number(&ia, ca, &|_| false);
         let nb = number(&ib, cb, &|k| given(k).is_some());
         let ra = new.add(fa, &na, &|_| None);
-        // A stored half float is rounded, so the second chain gets the rounded value.
+        // A stored value of a half type is rounded, so the second chain gets the rounded value.
         let results: Vec<Reg> = fa
             .outs
             .iter()
@@ -296,19 +297,19 @@ impl Lowerer<'_> {
         self.joined_step(new, in_place, [a, b])
     }
 
-    /// Whether the outputs of each chain and the operands of the other have separate memory. They may share
-    /// memory if the operand is read element by element as the output is written. `given` tells which inputs
-    /// of `b` are results of `a`.
+    /// Whether one kernel may compute both chains although they share memory: `b` reads what `a` writes only
+    /// as the result of `a`, the outputs of the two chains are separate, and `a` reads what `b` overwrites
+    /// only at the element that is being written. `given` tells which inputs of `b` are results of `a`.
     fn shares_no_memory(&self, a: &PlacedStep, b: &PlacedStep, given: &dyn Fn(u32) -> Option<usize>) -> bool {
         let at = |s: &PlacedStep, k: usize| Memory::of(&self.plan, s.step.buffers[k]);
         let (na, nb) = (a.step.reads().len(), b.step.reads().len());
         let (Some(fa), Some(fb)) = (&a.step.fused, &b.step.fused) else { return false };
-        // `b` reads the memory that `a` writes only as the result of `a`.
+        // `b` may read the memory that `a` writes only as the result of `a`.
         let of_a: Vec<Memory> = (na..a.step.buffers.len()).map(|k| at(a, k)).collect();
         if (0..nb).any(|k| given(k as u32).is_none() && of_a.contains(&at(b, k))) {
             return false;
         }
-        // `a` may read what `b` overwrites, element by element.
+        // The outputs must be separate. `a` may read what `b` overwrites, but only element by element.
         for (o, out) in fb.outs.iter().enumerate() {
             let memory = at(b, nb + o);
             if of_a.contains(&memory) {

@@ -9,7 +9,7 @@ use crate::kernel::merged::{self, PlanParams};
 /// Steps that move more bytes than this are not merged. They take much longer than a launch, and a merged
 /// step keeps the operands of all of its parts in memory until it runs.
 const MAX_BYTES: u64 = 64 << 20;
-/// Maximum number of bytes of the operands of a merged step.
+/// Maximum total of the bytes that the parts of a merged step move.
 const MAX_HELD: u64 = 256 << 20;
 
 /// Steps that may become one launch, in order. They run at the place of the last.
@@ -27,8 +27,8 @@ struct Part {
     params: PlanParams,
 }
 
-/// The chain over one axis. The views of a chain with a single point could have any stride. They get the
-/// strides of a longer chain with the same body.
+/// The chain as a chain over one axis, if possible. In a chain with a single point, strides have no effect.
+/// Such a chain gets the strides of a longer chain with the same body, inputs and number of outputs.
 fn over_one_axis(f: &Fused, longer: &[&Fused]) -> Option<Fused> {
     if is_long(f) {
         return Some(f.clone());
@@ -89,7 +89,8 @@ impl Lowerer<'_> {
                 }
                 let n = low;
                 let Some(step) = merged(n) else { break };
-                // A later part must not move before the place of its own step.
+                // The launch runs at the place of its last part, because no part may run earlier than its own
+                // step.
                 let at = rest[n - 1].step;
                 rest[..n].iter().for_each(|p| steps[p.step] = None);
                 steps[at] = Some(step);
@@ -100,8 +101,8 @@ impl Lowerer<'_> {
         before - self.steps.len()
     }
 
-    /// The steps that can run as one launch each, in order of their first steps. Between two steps of a group
-    /// there is no step that uses what the earlier of the two writes, and none that writes what the earlier
+    /// Groups of steps that could each run as one launch, in order of their first steps. Between two steps of
+    /// a group, no step uses what the earlier of the two writes, and no step writes what the earlier one
     /// uses.
     fn groups(&self) -> Vec<Group> {
         let mut groups: Vec<Group> = vec![];
@@ -158,8 +159,8 @@ impl Lowerer<'_> {
         }
     }
 
-    /// One step that runs `kernel` for all of these parts. `None` if the device does not accept so many
-    /// arguments.
+    /// One step that runs `kernel` for all of these parts. `None` if the kernel cannot be a part of a launch,
+    /// or if the device does not accept so many arguments or workgroups.
     fn merged(&self, steps: &[Option<PlacedStep>], kernel: &Kernel, which: &[Part]) -> Option<PlacedStep> {
         let parts: Vec<&PlacedStep> = which.iter().map(|p| steps[p.step].as_ref()).collect::<Option<_>>()?;
         let launches: Vec<([u32; 3], &PlanParams)> = which.iter().map(|p| (p.groups, &p.params)).collect();

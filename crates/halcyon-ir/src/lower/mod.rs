@@ -1,9 +1,9 @@
 //! Lowering: a graph with concrete shapes becomes a [`Plan`] for a device.
 //!
-//! An element-wise node joins the kernel that reads it, if only one kernel does (fusion). Views become
-//! strides of the reader's loads. Literals and iotas are computed by their readers. Every other node gets a
-//! buffer and a step. The decision visits readers before their operands, so it needs neither a search nor
-//! recursion over the whole graph.
+//! An element-wise node usually joins the kernel that reads it, if only one kernel does (fusion). Views
+//! become strides of the reader's loads. Literals and iotas are computed by their readers. Every other op
+//! gets a buffer and one or more steps. `decide` chooses among these. It visits readers before their
+//! operands, so it needs neither a search nor recursion over the whole graph.
 
 mod decide;
 mod fuse;
@@ -51,7 +51,7 @@ pub struct LowerOptions {
     pub precision: MatmulPrecision,
     /// For each input: whether the plan may overwrite its storage.
     pub donated: Vec<bool>,
-    /// Tuning results for the device, used if the level includes [`TUNED`].
+    /// Tuning results for the device, used if the pass options include [`TUNED`].
     pub tuned: Option<Arc<TunedVariants>>,
 }
 
@@ -70,8 +70,8 @@ pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Resu
     Ok(traced(graph, target, options)?.0)
 }
 
-/// Returns the graph as the mixed-precision pass gets it, and for each of its ops that may be computed in f16
-/// the f32 values whose range decides this ([`passes::autocast::ranged_ops`]).
+/// Returns the graph as the mixed-precision pass gets it, and for each op that may be computed in f16 the f32
+/// values whose range decides whether it is ([`passes::autocast::ranged_ops`]).
 ///
 /// # Errors
 /// Errors of the passes.
@@ -269,8 +269,8 @@ impl CallKey {
 
 type FoundKernel = Result<Arc<dyn LibraryKernel>, Declined>;
 
-/// Queries the target once for each distinct call. So if a composite is claimed because the target returned a
-/// kernel for it, the composite's step runs that same kernel.
+/// Queries the target once for each distinct call. If the call of a composite's step equals the call for
+/// which the target claimed the composite, the step runs the kernel that the target returned then.
 struct KernelCache<'a> {
     target: &'a dyn Target,
     known: RefCell<HashMap<CallKey, FoundKernel>>,
@@ -295,7 +295,8 @@ enum KernelChoice {
     Kernels(kernel_lower::Lowered, Option<Arc<Tunable>>),
 }
 
-/// Chooses the library kernel if the target has one, else a template of the kernel IR in its tuned variant.
+/// Chooses the library kernel if the target has one, else a template of the kernel IR: in its tuned variant
+/// if there is one, else in its default variant.
 fn select(
     cache: &KernelCache<'_>,
     options: &LowerOptions,
@@ -349,8 +350,8 @@ struct Lowerer<'a> {
     inlined: usize,
     plan: Plan,
     /// For each base (a node whose buffer is read directly or through views): the last root whose step reads
-    /// it, in node order; `u32::MAX` for outputs of the graph. The last step is not known until the end, so
-    /// in-place decisions use node order.
+    /// it, in node order; `u32::MAX` for outputs of the graph. Which step runs last is not known until the
+    /// end, so in-place decisions use node order.
     last_read: Vec<u32>,
     in_place: usize,
     /// Buffers of outputs that are the memory of donated inputs.
@@ -385,7 +386,8 @@ struct PlacedStep {
 /// The result of one lowering.
 enum Attempt {
     Plan(Box<Plan>, Vec<Values>),
-    /// The target declined these blocked convolutions. The graph is lowered again without their blocks.
+    /// The target declined these blocked convolutions. The graph is lowered again with these convolutions in
+    /// the plain layout.
     WithoutBlocks(Vec<Arc<Composite>>),
 }
 
@@ -462,8 +464,9 @@ impl<'a> Lowerer<'a> {
                 dims: self.dims[id.index()].clone(),
             });
         }
-        // A product that was not joined with its chain has its own place in the order of steps. A product
-        // that still waits for its chain is not read by any step, because the chain has no elements.
+        // If a postponed product did not get an epilogue, its step was added late, but belongs at the
+        // product's own place. A product that still waits for its chain is not read by any step, because the
+        // chain has no elements.
         self.steps.sort_by_key(|s| s.place);
         let (joined, launches) = match self.steps.iter().filter(|s| s.chain.is_some()).count() {
             // Only chains are joined and merged, and only with each other.

@@ -217,7 +217,7 @@ fn place(items: &[Item], order: &[usize]) -> (usize, Vec<usize>) {
 }
 
 /// Returns the bytes of each allocation and the allocation of every buffer: the smaller result of [`turns`]
-/// and [`from_the_largest`].
+/// and [`from_the_largest`], or that of [`turns`] for more than `MAX_PLACED` buffers.
 fn shared(items: &[Item]) -> (Vec<usize>, Vec<u32>) {
     let a = turns(items);
     if items.len() > MAX_PLACED {
@@ -230,15 +230,15 @@ fn shared(items: &[Item]) -> (Vec<usize>, Vec<u32>) {
 }
 
 /// Like [`turns`], but in the order from the largest buffer to the smallest. Each buffer gets the smallest
-/// allocation that no other buffer uses at the same time ("greedy by size" for shared objects, Pisarchyk and
-/// Lee 2020).
+/// allocation that no other buffer uses at the same time, or a new one ("greedy by size" for shared objects,
+/// Pisarchyk and Lee 2020).
 fn from_the_largest(items: &[Item]) -> (Vec<usize>, Vec<u32>) {
     let mut order: Vec<usize> = (0..items.len()).collect();
     order.sort_by_key(|&k| (Reverse(items[k].bytes), items[k].first, k));
     let (mut blocks, mut users): (Vec<usize>, Vec<Vec<usize>>) = (vec![], vec![]);
     let mut of = vec![0u32; items.len()];
     for k in order {
-        // Later allocations are smaller.
+        // Later allocations are not larger, so the last free one is the smallest.
         let free = (0..blocks.len()).rev().find(|b| users[*b].iter().all(|u| !items[*u].meets(&items[k])));
         let b = free.unwrap_or_else(|| {
             blocks.push(items[k].bytes);
@@ -337,7 +337,8 @@ mod tests {
         // A chain in which two neighbours are live at a time.
         let chain: Vec<Item> = (0..20).map(|t| item(1000 * (20 - t), t, t + 1)).collect();
         assert_eq!(offsets(&chain, 1, least(&chain, 1)).0, least(&chain, 1));
-        // Two buffers fit where one was. With separate allocations, one of them would have to grow.
+        // Two buffers fit where one was. With separate allocations, one of the small allocations would have
+        // to grow.
         let branch = [item(1000, 0, 1), item(10, 1, 2), item(10, 1, 2), item(500, 3, 4), item(500, 3, 4)];
         let (total, at) = offsets(&branch, 1, least(&branch, 1));
         assert_eq!(total, least(&branch, 1), "{at:?}");

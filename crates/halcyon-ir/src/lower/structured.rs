@@ -97,10 +97,10 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Whether postponing an op to `root` would keep more scratch memory than computing it now: much is
-    /// computed in between, and operands that nothing else reads later take more memory than the result. An
-    /// example is a product of a gradient whose only reader updates a parameter at the end of a training
-    /// step.
+    /// Whether postponing an op to `root` would keep more scratch memory than computing it now: more than
+    /// `NEAR` nodes are computed in between, and operands that nothing reads later take more memory than the
+    /// result. An example is a product of a gradient whose only reader updates a parameter at the end of a
+    /// training step.
     fn holds_operands(&self, id: NodeId, root: NodeId) -> bool {
         const NEAR: usize = 16;
         let between = id.index() + 1..root.index().min(self.root.len());
@@ -356,7 +356,7 @@ impl Lowerer<'_> {
         }
     }
 
-    /// The buffer of a packed constant. Kernels with equal packings share it.
+    /// The buffer of a packed constant. Kernels with equal packings of the same constant share it.
     fn packed_buffer(&mut self, kernel: &Arc<dyn LibraryKernel>, c: &ConstData, bytes: usize) -> BufId {
         let same = |p: &PackedConst| p.data.key() == c.key() && p.kernel.packing() == kernel.packing();
         let i = match self.plan.packed.iter().position(same) {

@@ -124,9 +124,9 @@ impl Trace {
                 None if empty(id) => {
                     part.full(node.ty.dtype, node.ty.shape.clone(), Scalar::I(0).cast(node.ty.dtype))
                 }
-                // No step reads this input, so the result must not depend on it (attention without keys). A
-                // literal takes the input's place. If the result depends on the input after all, the literal
-                // changes the result.
+                // No step of the piece reads this input, so the result must not depend on it (attention
+                // without keys). A literal takes the input's place. If the result depends on the input after
+                // all, the literal changes the result.
                 None if matches!(node.op, Op::Input(_)) => {
                     let poison = if node.ty.dtype.is_float() { Scalar::F(f64::NAN) } else { Scalar::I(0x55) };
                     part.full(node.ty.dtype, node.ty.shape.clone(), poison.cast(node.ty.dtype))

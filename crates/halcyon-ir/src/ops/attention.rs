@@ -65,7 +65,8 @@ fn gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     b.parts(all, &[q, k, v])
 }
 
-/// The weights `softmax(q·kᵀ·scale + mask)`. The keys must have as many heads as the queries.
+/// The weights `softmax(q·kᵀ·scale + mask)`. With `causal`, the scores of hidden keys are -inf. The keys must
+/// have as many heads as the queries.
 fn weights(
     g: &mut Graph,
     (q, k): (NodeId, NodeId),
@@ -102,7 +103,7 @@ fn weights(
     g.softmax(s, 3)
 }
 
-/// Two products with `d` multiply-adds per score, and the softmax, which counts 12 FLOPs per score.
+/// Two products, each with `d` multiply-adds per score, and the softmax, which counts as 12 FLOPs per score.
 fn flops(c: &Composite, inputs: &[Operand], _: &Operand) -> u64 {
     let [q, k, ..] = inputs else { return 0 };
     let (q, k) = (&q.view.shape, &k.view.shape);

@@ -1,4 +1,4 @@
-//! Products of bytes or of 16-bit integers. The pass `crate::passes::bytes` creates them.
+//! Products of 8-bit floats, or of integers of 8 or 16 bits. The pass `crate::passes::bytes` creates them.
 
 use super::composite::{CompositeGradient, CompositeRow};
 use super::matmul;

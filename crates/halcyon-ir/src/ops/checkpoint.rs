@@ -28,7 +28,7 @@ pub(super) static CHECKPOINT: CompositeRow = CompositeRow {
 
 impl Graph {
     /// The value that `body` computes from `x`. The body's intermediate values are not kept: the gradient
-    /// computes the body again from `x`, with the same values. The second computation runs just before the
+    /// computes the body again from `x` and gets the same values. The second computation runs just before the
     /// gradient needs it, after the gradients of all nodes that read the result.
     ///
     /// # Errors
@@ -97,9 +97,9 @@ impl Graph {
         r.finish()
     }
 
-    /// The graph that computes `root` from the nodes for which `inside` is true. Other nodes that these nodes
-    /// read become inputs of the graph, in the order of the returned list. Literals and iotas are copied
-    /// instead.
+    /// The graph that computes `root` with those of its predecessors for which `inside` is true. Other nodes
+    /// that these nodes read become inputs of the graph, in the order of the returned list. Literals and
+    /// iotas are copied instead.
     fn part(&self, root: NodeId, inside: &dyn Fn(NodeId) -> bool) -> Result<(Graph, Vec<NodeId>)> {
         let literal = |x: NodeId| matches!(self.node(x).op, Op::Full(_) | Op::Iota { .. });
         let mut need = vec![false; self.nodes().len()];

@@ -23,9 +23,9 @@ use std::sync::Arc;
 pub struct CompositeRow {
     /// The name in messages, traces, receipts and files.
     pub name: &'static str,
-    /// Whether `Graph` has a function of this name that adds it. If not, only passes add it.
+    /// Whether `Graph` has a function of this name that adds it. If not, only passes or other crates add it.
     pub has_builder: bool,
-    /// Whether any device has kernels for the whole composite. If not, its body always replaces it.
+    /// Whether a device may have kernels for the whole composite. If not, its body always replaces it.
     pub has_kernels: bool,
     /// See [`Facts::packs`].
     pub packs: bool,
@@ -42,9 +42,9 @@ pub struct CompositeRow {
 /// How a composite is differentiated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CompositeGradient {
-    /// Through a copy of the composite's body. Passes merge the copy with the body that computes the result.
-    /// The copy of a [`CompositeKind::Checkpoint`] is not merged, because it reads its operands through
-    /// [`Op::Recompute`].
+    /// Through a copy of the composite's body. If the composite itself is replaced by its body, passes merge
+    /// the copy with this body. The copy of a [`CompositeKind::Checkpoint`] is not merged, because it reads
+    /// its operands through [`Op::Recompute`].
     Body,
     /// In closed form. The rule returns [`Gradient::Body`] if the body is not the built-in one.
     Closed(fn(&Composite, &mut Backward<'_>) -> Result<Gradient>),
@@ -230,8 +230,8 @@ impl Rules for Composite {
         Cost::reading_all((self.kind.row().flops)(self, inputs, output), inputs, output)
     }
     fn terms(&self, x: &[&[usize]]) -> Option<usize> {
-        // This function does not examine the body. It assumes attention, the most expensive of the common
-        // composites.
+        // This function does not examine the body. The size of the largest operand is a bound for attention,
+        // the most expensive of the common composites.
         x.iter().filter_map(|d| checked_count(d)).max()
     }
     fn index_range(&self, _: &[Operand]) -> Option<IndexRange> {

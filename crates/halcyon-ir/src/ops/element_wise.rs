@@ -45,9 +45,10 @@ pub struct Row {
     /// helper function that the renderer emits. Functions have their C99 names without a type suffix.
     pub c_float: &'static str,
     pub c_int: &'static str,
-    /// Tolerance in units of the result dtype's epsilon, relative to max(|reference|, tiny).
+    /// Tolerance in units of the epsilon of the dtype in which the op is computed, relative to
+    /// max(|reference|, 0.001). 0: results are exact.
     pub ulps: f64,
-    /// Open interval from which the op table samples float inputs, for every operand.
+    /// Interval from which the op table samples float inputs, for every operand.
     pub domain: (f64, f64),
     /// FLOPs counted per element.
     pub flops: u32,
@@ -166,8 +167,9 @@ const UNIT: (f64, f64) = (-0.95, 0.95);
 ///
 /// A row has the doc comment of the tensor method, the op, the name of the builder of `Graph`, the name of
 /// the tensor method (only for ops with two or three operands; otherwise it equals the builder's name), and
-/// in parentheses the fields of [`Row`]: name, rule, operands, value on floats, value on integers, C spelling
-/// on floats, on integers, tolerance, domain, FLOPs, role under mixed precision, gradient.
+/// in parentheses the fields of [`Row`]: name, rule, classes of the operands, value on floats, value on
+/// integers, C spelling on floats, on integers, tolerance, domain, FLOPs, role under mixed precision,
+/// gradient.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! for_each_scalar_op {
@@ -429,7 +431,7 @@ impl ScalarOp {
         match (d.class(), r.float, r.int) {
             (Class::Float, Some(f), _) => {
                 let v = f(get(0).as_f64(), get(1).as_f64(), get(2).as_f64());
-                // A result of this type is rounded to f32 first, as in the reference of the other ops.
+                // A result of type F8E8M0 is rounded to f32 first, as in the reference of the other ops.
                 let v = if out == DType::F8E8M0 { v as f32 as f64 } else { v };
                 Scalar::F(v).cast(out)
             }
@@ -594,7 +596,7 @@ impl Rules for Cast {
         Rounding::Cast
     }
     fn mixed(&self, _: DType, x: &[DType], y: DType) -> MixedRole {
-        // A product that becomes an integer must not be rounded before the conversion.
+        // An f32 value that becomes an integer must not be rounded to a half type first.
         if x.contains(&DType::F32) && y.is_int() { MixedRole::Exact } else { MixedRole::Wide }
     }
     fn restride(&self, _: &[usize]) -> Option<Restride> {
@@ -675,7 +677,7 @@ mod tests {
         for x in [1e-300, 1e-9, 0.3, 0.9, 0.999_356_125_966_677_7, 0.999_989_7, 1.0] {
             assert_eq!(atanh(-x), -atanh(x));
         }
-        // ½ ln(1999/1), to 17 digits.
+        // The value of ½ ln 1999, with 14 digits.
         assert!((atanh(-0.999) + 3.800_201_167_250_2).abs() < 1e-14);
         assert!(atanh(0.0).is_sign_positive() && atanh(-0.0).is_sign_negative() && atanh(-1.5).is_nan());
     }

@@ -187,8 +187,8 @@ impl Graph {
         })
     }
 
-    /// `(x - mean) / sqrt(var + eps) * scale + bias` with one statistic per channel (axis 1). (Ioffe and
-    /// Szegedy 2015.)
+    /// `(x - mean) / sqrt(var + eps) * scale + bias` with given statistics. Mean, variance, scale and bias
+    /// have one element per channel (axis 1). (Ioffe and Szegedy 2015.)
     pub fn batch_norm(
         &mut self,
         x: NodeId,

@@ -60,7 +60,8 @@ fn product_flops(_: &Composite, inputs: &[Operand], output: &Operand) -> u64 {
     (output.view.numel() as u64).saturating_mul(k).saturating_mul(2)
 }
 
-/// Reshapes `v`, a single number or a vector along `axis`, so that it broadcasts to `rank` axes.
+/// Reshapes `v`, a single number or a vector along `axis`, so that it broadcasts to `rank` axes. Any other
+/// `v` is returned unchanged.
 fn along(g: &mut Graph, v: NodeId, axis: Option<usize>, rank: usize) -> Result<NodeId> {
     if g.shape(v).numel().is(1) {
         return g.reshape(v, Shape::scalar());

@@ -29,7 +29,8 @@ pub enum ReduceKind {
 }
 
 impl ReduceKind {
-    /// Whether the results of the reduction are elements of its operand: true for maxima and minima only.
+    /// How the reduction moves elements of its operand: only the results of maxima and minima are such
+    /// elements.
     pub(super) fn moves(self) -> Moves {
         match self {
             ReduceKind::Max | ReduceKind::Min => Moves::Compared(&[0]),

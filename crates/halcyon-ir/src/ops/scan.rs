@@ -127,8 +127,8 @@ impl Rules for Scan {
     fn rounding(&self, x: &[&TensorType], y: &TensorType) -> Rounding {
         match self.kind {
             // The error of a result is at most the maximum of its elements' errors. An exclusive scan starts
-            // with the identity of a maximum, which is negative. An error is never negative, so it counts as
-            // zero.
+            // with the identity of a maximum, which is negative. An error is never negative, so the identity
+            // counts as zero.
             ReduceKind::Max | ReduceKind::Min => {
                 Rounding::Moves { with: self.op(ReduceKind::Max), clamp: true }
             }

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 /// How a scatter combines an update with the base element. Variants other than `Set` are reductions.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum ScatterKind {
-    /// The update replaces the base element. If several updates have the same element, the last one in index
+    /// The update replaces the base element. If several updates go to the same element, the last one in index
     /// order counts.
     Set,
     Add,

@@ -34,7 +34,7 @@ fn gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     let v = own.input("x0", b.g.ty(x).clone());
     let p = own.input("x1", b.g.ty(position).clone());
     let y = own.slice_at(v, p, axis, len)?;
-    // Another composite of the same name is differentiated through its body.
+    // A composite of this kind with another body is differentiated through its body.
     if own.node(y).op != b.node.op {
         return Ok(Gradient::Body);
     }
@@ -63,8 +63,8 @@ impl Graph {
         })
     }
 
-    /// The indices `position..position + len`. From a negative position, all indices are out of range,
-    /// because a gather counts negative indices from the end.
+    /// The indices `position..position + len`. If the position is negative, all indices are set to the
+    /// largest value, which is out of range. Otherwise a gather would count negative indices from the end.
     pub(crate) fn rows_from(&mut self, position: NodeId, len: Dim) -> Result<NodeId> {
         let narrow = self.dtype(position).bits() < 32;
         let p = if narrow { self.cast(position, DType::I32)? } else { position };

@@ -17,8 +17,8 @@ pub(super) static SOFTMAX: CompositeRow = CompositeRow {
     has_kernels: true,
     packs: false,
     summed: None,
-    // The softmax is computed in the dtype of its operand. A softmax alone is no reason to round scores that
-    // are f32 sums.
+    // The softmax takes its operand in the dtype that it already has. A softmax alone is no reason to round
+    // scores that are f32 sums.
     half: Some(HalfForm { rounded: 1, when: HalfWhen::Follows, rate: None }),
     template: Some(&TEMPLATE),
     flops: some_per_element,

@@ -1,7 +1,7 @@
 //! Merges chains of additions and multiplications by constants that follow a product or convolution (batch
 //! normalisation at inference) into one multiplication and one addition: `((x - a) * b) * c + d` becomes `x *
-//! (b c) + (d - a b c)`. Folding then computes the constants. Results are rounded differently, within the
-//! tolerance of level O2.
+//! (b c) + (d - a b c)`. Folding then computes the constants. Results are rounded differently, which is
+//! allowed from level O2 on.
 
 use super::rebuild::{Rebuild, prune};
 use crate::composite::CompositeKind;
@@ -79,8 +79,8 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     Ok((prune(&g)?, merged.len()))
 }
 
-/// If `id` is a constant or literal, possibly seen through views, returns it without its last broadcast.
-/// `None` for other nodes.
+/// If `id` is a constant or literal, possibly reshaped, expanded or permuted, returns it without its last
+/// expansion. `None` for other nodes.
 fn constant(g: &Graph, id: NodeId) -> Option<NodeId> {
     let mut at = id;
     loop {
@@ -96,7 +96,8 @@ fn constant(g: &Graph, id: NodeId) -> Option<NodeId> {
 }
 
 /// Extends the affine function `x` by one more op with the constant `c`. `first` says whether `x` is the op's
-/// first operand. `None` if the result would not be an affine function or would need larger constants.
+/// first operand. `None` for ops other than `x + c`, `x - c` and `x * c`, and if the result would need larger
+/// constants.
 fn step(g: &mut Graph, x: Affine, op: ScalarOp, c: NodeId, first: bool) -> Result<Option<Affine>> {
     let parts = [x.scale, x.shift, Some(c)];
     // Do not merge constants whose broadcast shape is larger than each of them.

@@ -1,18 +1,20 @@
-//! Mixed precision. Products and convolutions take operands of a half type, and so do attention, norms and
-//! softmax if the target runs them whole. Everything that would lose accuracy stays in f32.
+//! Mixed precision. Products and convolutions take operands of a half type, and so do attention, layer and
+//! RMS norms and softmax if the target runs them whole. Everything that would lose accuracy stays in f32.
 //!
 //! A value read by such an op is rounded and stored once in the half type; its other readers widen it again,
-//! so memory holds only one form. Ops that only move elements (views, concatenation, gathers, and also
-//! maximum and average pools, which sum in f32) pass the half type on. Element-wise arithmetic, sums, and
-//! composites that the target does not run in the half type compute in f32. Constants are rounded here;
-//! biases, scales of norms and attention masks stay in f32. Values of other dtypes are not changed, and
-//! inputs, outputs and states keep their dtypes. Gradients are ordinary nodes, so the same rules hold for
-//! training: parameters are stored in f32 and the graph rounds them where they are read.
+//! so memory holds only one form. (An output is stored in f32 as well.) Ops that only move elements (views,
+//! concatenation, gathers, maximum pools) pass the half type on, and so do average pools, which sum in f32.
+//! Element-wise arithmetic, sums, and composites that the target does not run in the half type compute in
+//! f32. Constants that are read in the half type are rounded here; biases, scales of norms and attention
+//! masks stay in f32. Values of other dtypes are not changed, and inputs, outputs and states keep their
+//! dtypes. Gradients are ordinary nodes, so the same rules hold for training: parameters are stored in f32
+//! and the graph rounds them where they are read.
 //!
 //! Products stay in f32 if an op needs all digits of their result: the sine, cosine or tangent of a phase,
 //! rounding to an integer, a remainder, or a cast to an integer. Such products occur in rotary embeddings and
-//! integer models. Products with a constant outside of the half type's range also stay in f32, and so do, for
-//! f16, products whose values are near the end of its range on a sample ([`MixedOps::too_large`]).
+//! integer models. A product or composite that reads a constant outside of the half type's range also stays
+//! in f32. For f16, an op whose values come near the end of f16's range on a sample stays in f32, too
+//! ([`MixedOps::too_large`]).
 
 use super::MIXED;
 use super::derived::{Derived, derived_bytes};
@@ -175,8 +177,8 @@ impl MixedOps {
             || self.too_large.contains_key(&id.0)
     }
 
-    /// One line for each op that the sample keeps in f32. If the policy is f16 and there was no sample,
-    /// returns only one line, which says so.
+    /// One line for each op that the sample keeps in f32. If the policy is f16 and [`MixedOps::in_range`] is
+    /// not set, returns only one line, which says that there was no sample.
     pub fn warnings(&self, amp: AmpPolicy) -> Vec<String> {
         if amp == AmpPolicy::F16 && !self.in_range {
             let why = "f16 needs a sample run to find the range of the values, and there was none";
@@ -216,7 +218,8 @@ fn kept_text(what: &str, low: DType, r: Rates) -> String {
 }
 
 /// Rewrites the f32 part of a graph for half type `low`, except the kinds of work in `keep`. Returns the
-/// graph, the number of ops that now have operands of that type, and the bytes saved in constants.
+/// graph, the number of products, convolutions and composites that now have operands of that type, and the
+/// bytes saved in constants.
 pub fn run(
     g: &Graph,
     low: DType,
@@ -369,7 +372,7 @@ impl<'a> Pass<'a> {
                     let f32 = self.keep.rates(work).is_some() || self.mixed.keeps(id, n);
                     self.kept[id.index()] = exact[id.index()] || !self.is_f32(id) || f32;
                     // The operands are not marked: the reader needs a product that is not rounded, but the
-                    // operands of the product may be rounded.
+                    // values that the product reads may come from rounded products.
                     continue;
                 }
                 _ => {}
@@ -568,8 +571,8 @@ fn takes_half(op: &Op, k: usize) -> bool {
     }
 }
 
-/// The composite in the half type as offered to the target: operands in that type, computed in f32. `None` if
-/// an operand is not f32.
+/// The composite in the half type as offered to the target: its first `form.rounded` operands and its result
+/// have that type, and it is computed in f32. `None` if an operand is not f32.
 fn half_composite(c: &Composite, form: HalfForm, low: DType) -> Result<Option<Whole>> {
     let inputs = c.body.inputs();
     let rounds: Vec<bool> = (0..inputs.len()).map(|k| k < form.rounded).collect();

@@ -4,13 +4,14 @@
 //! The graph keeps its meaning. A blocked image is a tensor of five axes. A convolution over blocked images
 //! is a composite whose body defines it by the plain convolution. Ops without a blocked form get the plain
 //! image `[N, C, H, W]` as views of the blocked one. Element-wise ops, pooling, reductions over the image and
-//! concatenation also work on blocked images, so a convolutional network changes layout only at its inputs
-//! and outputs.
+//! concatenation also work on blocked images, so a convolutional network usually changes layout only at its
+//! inputs and outputs.
 //!
-//! The device chooses the number of channels per block for each dtype, so images with different block sizes
-//! can occur in one graph. An element-wise op uses the block size of its first blocked operand and rearranges
-//! operands that have another block size. A bf16 convolution that the target does not run in blocks of bf16
-//! is computed in f32 and rounded, which gives the same result; the f32 kernels support all geometries.
+//! The device chooses the number of channels per block for each dtype (images of bytes always have blocks of
+//! 64), so images with different block sizes can occur in one graph. An element-wise op or a concatenation
+//! uses the block size of its first blocked operand and rearranges operands that have another block size. A
+//! bf16 convolution that the target does not run in blocks of bf16 is computed in f32 and rounded, which
+//! gives the same result; the f32 kernels support all geometries.
 
 use super::byte_conv::{self, BLOCK as BYTE_BLOCK};
 use super::rebuild::{DROPPED, Rebuild};
@@ -27,7 +28,7 @@ use std::collections::HashMap;
 pub type Blocks<'a> = &'a dyn Fn(DType) -> Option<usize>;
 
 /// Rewrites convolutions over two spatial axes for which the target has a blocked form. Returns the graph and
-/// the number of convolutions that are newly blocked or were widened from bf16.
+/// the number of convolutions that are now blocked or were widened from bf16.
 pub fn run(g: &Graph, blocks: Blocks<'_>, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usize)> {
     let mut p = Pass {
         g,
@@ -273,7 +274,7 @@ impl Pass<'_> {
         Ok(None)
     }
 
-    /// The convolution of bytes on blocked operands. If the target has declined it, the bytes are cast to f32
+    /// The convolution of bytes on a blocked image. If the target has declined it, the bytes are cast to f32,
     /// and a plain convolution takes its place.
     fn conv_of_bytes(&mut self, id: NodeId, n: &Node, c: &Composite) -> Result<Option<Made>> {
         let lost = || Error::internal("a convolution of bytes has no convolution in its body");
@@ -299,7 +300,7 @@ impl Pass<'_> {
         Ok(None)
     }
 
-    /// The convolution on blocked operands of `dtype`, if the target claims it.
+    /// The convolution computed in `dtype` with a blocked result, if the target claims it.
     fn conv_in(
         &mut self,
         id: NodeId,

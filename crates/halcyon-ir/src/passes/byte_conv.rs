@@ -2,9 +2,10 @@
 //! widened and scaled (ONNX's DequantizeLinear before Conv). Such a convolution becomes the composite
 //! [`crate::composite::CompositeKind::ByteConv`] of the integers, followed by one multiplication.
 //!
-//! Padding adds zeros to the dequantised image, so the zero point of the image must be 0. The weights are a
-//! constant of i8 with one scale, or one for each output channel. The composite is created only if the target
-//! has a kernel for it in the blocked layout, because [`super::blocked`] then changes the layout.
+//! Padding adds zeros to the dequantised image, so the zero point of the image must be 0. The image has one
+//! scale. The weights are a constant of i8 with the zero point 0 and one scale, or one for each output
+//! channel. The composite is created only if the target has a kernel for it in the blocked layout, because
+//! [`super::blocked`] then changes the layout.
 
 use super::blocked;
 use super::bytes::Finder;

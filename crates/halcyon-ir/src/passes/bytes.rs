@@ -1,5 +1,6 @@
 //! Byte products for devices that multiply bytes directly: 8-bit floats on NVIDIA's tensor cores from sm_89
-//! on and AMD's from gfx940 on, 8-bit integers almost everywhere.
+//! on and AMD's from gfx940 on, 8-bit integers almost everywhere. Products of 16-bit integers are handled
+//! too; below, "bytes" includes 16-bit integers.
 //!
 //! In a graph such a product has widened operands, `matmul(cast(a), cast(b))`, possibly with zero points and
 //! scales. This is the form of a quantised model (ONNX's `DequantizeLinear`, `MatMulInteger`,
@@ -11,12 +12,12 @@
 //! - **8-bit floats.** Without this pass [`super::small_types`] would rewrite them to native types. Widening
 //!   is exact, so the products are the same. A scale that is a single number is an operand of the composite.
 //!   A cast of the sums to a half type becomes the composite's result type if nothing else reads the sums.
-//! - **16-bit integers** are summed in i32 if the right operand is a constant and the left one is clamped so
-//!   that no sum can wrap. They have no zero points.
-//! - **8-bit integers** are summed in i32, exactly, which is more exact than the f32 sums they replace. A sum
-//!   of products over parts of the summed axis, which an importer creates so that each part is exact in f32,
-//!   becomes one product again. If the device has only i8 kernels, u8 values and their zero points are
-//!   shifted by 128.
+//! - **16-bit integers** are summed in i32 if the right operand is a constant and no sum can wrap. Usually
+//!   the left operand is clamped for this purpose. They have no zero points.
+//! - **8-bit integers** are summed in i32. An f32 sum is replaced only if the i32 sum cannot wrap. The i32
+//!   sum is then exact, unlike the f32 sum. A sum of products over parts of the summed axis, which an
+//!   importer creates so that each part is exact in f32, becomes one product again. If the device has only i8
+//!   kernels, u8 values and their zero points are shifted by 128.
 //!
 //! Composites that the target does not claim are not created. The target also judges the accuracy of the
 //! sums: on some devices sums of 8-bit floats have fewer digits than f32.
@@ -65,7 +66,7 @@ pub(super) fn is_int8(d: DType) -> bool {
     matches!(d, DType::I8 | DType::U8)
 }
 
-/// Whether a dtype holds the integers of quantised values: 8 or 16 bits.
+/// Whether a dtype holds the integers of quantised values: i8, u8 or i16.
 pub(super) fn is_code(d: DType) -> bool {
     is_int8(d) || d == DType::I16
 }
@@ -232,7 +233,7 @@ impl<'a> Finder<'a> {
         None
     }
 
-    /// Whether all elements along an axis are equal.
+    /// Whether all elements along an axis are known to be equal.
     pub(super) fn constant_along(&self, mut id: NodeId, mut axis: usize) -> bool {
         for _ in 0..MAX_DEPTH {
             let n = self.g.node(id);
@@ -385,7 +386,7 @@ impl<'a> Finder<'a> {
                 whole: false,
             };
             let f = self.factor(x, Some(self.g.shape(x).rank() - back), none, 0)?;
-            // Only bytes have a zero point.
+            // Only 8-bit integers may have a zero point.
             (f.zero.is_none() || is_int8(self.g.dtype(f.codes))).then_some(f)
         };
         let factors = [of(a, 1)?, of(b, 2)?];

@@ -63,7 +63,8 @@ impl Case {
         let (want, got) =
             (eval(&self.g, &self.inputs, &[]).unwrap(), eval(&h, &codes(&self.inputs), &[]).unwrap());
         let d = want[0].dtype;
-        // One unit of the dtype, for a sum between two representable values.
+        // About one unit in the last place, because a sum between two representable values may be rounded
+        // either way.
         let within = match d {
             DType::F32 => 2e-6,
             DType::I32 => 0.0,
@@ -585,8 +586,8 @@ fn sums_of_constants_are_known() {
     }
 }
 
-/// The pass replaces products of 16-bit integers only if no sum can wrap. So the codes must be clamped and
-/// the weights must be a constant.
+/// The pass replaces products of 16-bit integers only if no sum can wrap. So the weights must be a constant;
+/// here the codes are also clamped.
 #[test]
 fn products_of_16_bits_are_taken_if_their_sums_fit() {
     // Sums of 24 products of weights up to `most` and codes up to `limit`. 24 * 2730 * 32,767 fits i32, and

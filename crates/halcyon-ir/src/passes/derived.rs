@@ -12,7 +12,7 @@ pub(super) enum Derived {
     Rounded(DType),
     /// The transpose of a matrix with these numbers of rows and columns.
     Transposed([usize; 2]),
-    /// The i32 sums of a matrix of bytes: the matrix's dtype and shape, and the axis that is summed.
+    /// The i32 sums of a matrix of 8-bit integers: the matrix's dtype and shape, and the axis that is summed.
     Sums(DType, [usize; 2], usize),
 }
 

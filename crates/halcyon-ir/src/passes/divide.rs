@@ -1,7 +1,7 @@
-//! Splits a product whose constant operand is larger than the largest buffer that the device can bind. Each
-//! of the new products uses some of the constant's columns, and their results are concatenated. An example is
-//! the weights of a classifier on a WebGPU adapter that binds at most 128 MiB. Every element of the result is
-//! computed as before, but the operand is spread over several buffers.
+//! Splits a product whose right operand is a constant or literal that is larger than the largest buffer that
+//! the device can bind. Each of the new products uses some of the operand's columns, and their results are
+//! concatenated. An example is the weights of a classifier on a WebGPU adapter that binds at most 128 MiB.
+//! Every element of the result is computed as before, but the operand is spread over several buffers.
 
 use super::rebuild::{Rebuild, prune};
 use crate::data::ConstData;
@@ -25,7 +25,8 @@ impl AsRef<[u8]> for Part {
     }
 }
 
-/// The second operand of a product: a leaf (a constant or a literal) with two axes, possibly transposed.
+/// The second operand of a product: a leaf (a constant or a literal) with two axes, possibly transposed and
+/// repeated along batch axes.
 #[derive(Clone, Copy)]
 struct Operand {
     leaf: NodeId,
@@ -100,7 +101,7 @@ pub fn run(graph: Cow<'_, Graph>, most: u64) -> Result<(Cow<'_, Graph>, usize)> 
     Ok((Cow::Owned(prune(&r.finish()?.0)?), products))
 }
 
-/// A leaf with these columns of an operand. It is transposed if the operand is.
+/// These columns of an operand: a new leaf, or the transpose of one if the operand is transposed.
 fn part(new: &mut Graph, g: &Graph, o: &Operand, columns: Range<usize>) -> Result<NodeId> {
     let (dtype, n) = (g.dtype(o.leaf), columns.len());
     let dims = if o.transposed { [n, o.depth] } else { [o.depth, n] };

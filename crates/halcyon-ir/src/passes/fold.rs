@@ -53,7 +53,8 @@ fn folded(g: &Graph, lean: bool) -> Result<(Graph, usize)> {
     let mut r = Rebuild::new(g);
     // Values of constant nodes of the new graph. Literals are recognised by their op.
     let mut known: HashMap<NodeId, ConstData> = HashMap::new();
-    // For nodes whose value is known but that are not replaced: the bytes they are computed from.
+    // For nodes that lean folding keeps although their value is known: the bytes from which they are
+    // computed.
     let mut computed: HashMap<NodeId, usize> = HashMap::new();
     let mut changes = 0;
     let own = g.nodes().iter().map(|n| if let Op::Const(c) = &n.op { c.bytes().len() } else { 0 });
@@ -161,7 +162,8 @@ fn literal(r: &Rebuild, n: &Node) -> Result<Option<Scalar>> {
     })
 }
 
-/// The node's value, if its operands' values are known and it is small enough.
+/// The node's value, if the values of its operands are known and both the value and the work are small
+/// enough.
 fn value(
     r: &Rebuild,
     n: &Node,

@@ -34,14 +34,15 @@ use std::str::FromStr;
 pub enum Level {
     /// No optimisation: each op separately, in program order.
     O0,
-    /// Folding, common subexpressions, fusion and whole composites, within the tolerances of the ops.
+    /// Folding, simplification, common subexpressions, fusion, whole composites and in-place updates, within
+    /// the tolerances of the ops.
     O1,
     /// O1 plus the layouts, packed constants and epilogues with which the device's kernels are fastest. Sums
     /// may be rounded differently.
     #[default]
     O2,
-    /// O2 for a model whose products and convolutions were quantised to 8 or 4 bits. The passes are those of
-    /// O2; the quantisation, which needs the model's samples, precedes them.
+    /// O2 for a model whose products and convolutions were quantised to 4, 8 or 16 bits. The passes are those
+    /// of O2. The quantisation, which may need sample inputs of the model, precedes them.
     O3,
 }
 
@@ -150,8 +151,8 @@ impl PassOptions {
     }
 }
 
-/// Runs the passes of the level, except [`block_layouts`]. `claims` returns whether the target claims a
-/// composite.
+/// Runs the passes of the level, except [`block_layouts`], which follows them. `claims` returns whether the
+/// target claims a composite.
 pub fn optimize(
     g: &Graph,
     options: &PassOptions,
@@ -230,8 +231,8 @@ pub fn optimize(
     Ok((g, receipts))
 }
 
-/// Whether [`inline`] changes the graph. It replaces composites, drops the nodes that no output needs, and
-/// puts the inputs and then the arguments before all other nodes.
+/// Whether [`inline`] may change the graph. That pass replaces composites, drops the nodes that no output
+/// needs, and puts the inputs and then the arguments before all other nodes.
 fn inlining_changes(g: &Graph) -> bool {
     let inputs = g.inputs().len();
     let leaves = inputs + g.args().len();
@@ -266,7 +267,7 @@ pub fn has_small_types(g: &Graph) -> bool {
             .any(|n| small(n.ty.dtype) || matches!(&n.op, Op::Composite(c) if has_small_types(&c.body)))
 }
 
-/// Whether the graph may contain products of bytes.
+/// Whether the graph may contain products of bytes or of 16-bit integers.
 pub fn has_byte_products(g: &Graph) -> bool {
     let any = |is: &dyn Fn(&Node) -> bool| g.nodes().iter().any(is);
     any(&|n| n.op == Op::Matmul) && any(&|n| bytes::is_f8(n.ty.dtype) || bytes::is_code(n.ty.dtype))
@@ -282,9 +283,9 @@ fn convolves_bytes(n: &Node) -> bool {
     matches!(&n.op, Op::Composite(c) if c.kind == CompositeKind::ByteConv)
 }
 
-/// Whether a graph has values that are known without its inputs. If not, nothing can be folded, and no chain
-/// is affine. Graphs of evaluated tensors often have no such values, because their leaves are inputs and
-/// arguments.
+/// Whether a graph has constants, literals or other values from which folding can start. If not, nothing can
+/// be folded, and no chain is affine. Graphs of evaluated tensors often have no such values, because their
+/// leaves are inputs and arguments.
 fn folds(g: &Graph) -> bool {
     let known =
         |n: &Node| matches!(n.op, Op::Const(_) | Op::Full(_)) || !n.op.is_leaf() && n.inputs.is_empty();

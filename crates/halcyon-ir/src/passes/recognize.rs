@@ -115,7 +115,7 @@ impl<'a> Finder<'a> {
         self.binary(id, op).map_or_else(SmallVec::new, |(a, b)| SmallVec::from_slice(&[(a, b), (b, a)]))
     }
 
-    /// Decomposes `x c` into `x` and a number `c`.
+    /// Decomposes `x c` into `x` and a number `c`, and `x / c` into `x` and `1 / c`.
     fn times(&self, id: NodeId) -> Option<(NodeId, f64)> {
         if let Some((a, b)) = self.binary(id, ScalarOp::Div) {
             return self.number(b).map(|c| (a, 1.0 / c));
@@ -432,7 +432,7 @@ fn shrink(g: &mut Graph, id: NodeId, depth: usize) -> Result<NodeId> {
     })
 }
 
-/// Reshapes `[s, d]` or `[b, s, d]` to `[b, 1, s, d]`.
+/// Reshapes `[s, d]` to `[1, 1, s, d]`, and `[b, s, d]` to `[b, 1, s, d]`.
 fn with_heads(g: &mut Graph, mut x: NodeId) -> Result<NodeId> {
     while g.shape(x).rank() < 4 {
         let axis = usize::from(g.shape(x).rank() == 3);

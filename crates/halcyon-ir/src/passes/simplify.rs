@@ -43,7 +43,7 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     Ok((prune(&g)?, changes))
 }
 
-/// The value that all elements of a node equal, traced through at most 16 views.
+/// The value that all elements of a node equal, traced through at most 15 views.
 fn uniform(g: &Graph, mut id: NodeId) -> Option<Scalar> {
     for _ in 0..16 {
         let n = g.node(id);

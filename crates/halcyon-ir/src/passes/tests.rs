@@ -228,7 +228,7 @@ fn random_graphs_keep_their_values() {
             let (h2, again) = pass(&h).unwrap();
             assert_eq!(again, 0, "{name} finds more in its own result, {place}\n{g}\n{h}\n{h2}");
             if *name == "inline" {
-                // `optimize` inlines only graphs that it changes.
+                // `optimize` inlines only graphs that inlining changes.
                 let changed = format!("{g:?}") != format!("{h:?}");
                 assert_eq!(
                     (inlining_changes(&g), inlining_changes(&h)),

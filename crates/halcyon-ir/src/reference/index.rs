@@ -82,7 +82,8 @@ pub(crate) fn classes(op: &Op, labels: &Tensor, classes: usize, ignore: Option<i
     labels.ints()?.iter().enumerate().map(one).collect()
 }
 
-/// For every element of the result of an [`Op::Gather`], the position in `x` from which it is read.
+/// For every element of the result of an [`Op::Gather`], the position in `x` from which it is read. The
+/// updates of an [`Op::ScatterRows`] go to the same positions.
 pub(crate) fn rows(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let inner: usize = x[axis + 1..].iter().product();
     let outer: usize = x[..axis].iter().product();
@@ -99,6 +100,7 @@ pub(crate) fn rows(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<
 }
 
 /// For every element of the result of an [`Op::GatherElements`], the position in `x` from which it is read.
+/// The updates of an [`Op::ScatterElements`] go to the same positions.
 pub(crate) fn elements(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let mut st = strides(x);
     let along = st[axis] as usize;

@@ -40,7 +40,7 @@ pub fn without_subgroups(kernel: &Kernel) -> Kernel {
     let linear = op2(&mut add, ScalarOp::Add, ids[0], yx);
     let width = int(WIDTH, &mut add);
     let lane = add(Expr::IRem(linear, width));
-    // Maps the lane and subgroup size to their emulations.
+    // The new expression of each expression. The lane and the subgroup size become their emulations.
     let mut map: Vec<ExprId> = Vec::with_capacity(kernel.exprs.len());
     for e in &kernel.exprs {
         let id = match *e {

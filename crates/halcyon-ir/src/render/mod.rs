@@ -67,8 +67,8 @@ pub struct Source {
 /// Renders one verified kernel. Its entry point has the kernel's name (in WGSL with the prefix `k_`).
 ///
 /// # Errors
-/// [`crate::Error::Unsupported`] if the language cannot express the kernel (f64 in Metal, matrix products
-/// outside of CUDA and HIP).
+/// [`crate::Error::Unsupported`] if the language cannot express the kernel: f64 in Metal, matrix products
+/// outside of CUDA and HIP, several parts in WGSL.
 pub fn render(k: &Kernel, language: Language) -> Result<Source> {
     batch(&[(k, k.name.clone())], language)
 }
@@ -88,8 +88,8 @@ pub struct Indirect {
 /// last argument.
 ///
 /// # Errors
-/// The errors of [`render`]. [`crate::Error::Unsupported`] for languages that cannot take 64-bit addresses as
-/// arguments.
+/// The errors of [`render`]. [`crate::Error::Unsupported`] for languages that cannot use addresses that are
+/// read from a buffer.
 pub fn render_indirect(k: &Kernel, language: Language, indirect: &Indirect) -> Result<Source> {
     match dialect::Dialect::of(language).filter(|d| !d.arguments.is_empty()) {
         Some(d) => c::batch(&[(k, k.name.clone())], d, Some(indirect)),

@@ -1,5 +1,5 @@
 //! The WGSL writer. Unlike C, WGSL has immutable `let` values, no implicit conversions, no general pointers
-//! and no ternary operator, and storage has 32-bit elements. Missing features are legalised here:
+//! and no ternary operator, and storage has 32-bit elements. The writer handles these differences:
 //!
 //! - 8- and 16-bit elements are stored in words. A store replaces its bits of the word with two atomic
 //!   operations, so a work-item never overwrites bytes that another work-item stores. With [`Options::f16`]
@@ -172,8 +172,8 @@ fn int_constant(v: u64, ty: Ty) -> String {
     }
 }
 
-/// A float constant. Values that are not finite, or that a compiler might flush to zero, are made from their
-/// bits.
+/// A float constant. Infinities, NaN, -0 and subnormal numbers are made from their bits, because compilers
+/// may reject or change them.
 fn float_constant(v: f64, ty: Ty) -> String {
     let text = match ty {
         Ty::F64 if v == 0.0 && v.is_sign_negative() || !(v == 0.0 || v.is_normal()) => {

@@ -1,4 +1,4 @@
-//! Kernels that together use every node of the IR.
+//! Kernels that together use every statement and expression of the kernel IR.
 #![allow(unreachable_pub, reason = "public for the test files that include this one")]
 #![allow(dead_code)]
 
@@ -93,7 +93,7 @@ pub fn subgroup(ty: DType) -> Kernel {
 }
 
 /// A kernel with vectors, words, bytes, arrays, atomics, loops, branches and the fault word. [`subgroup`] and
-/// [`matrices`] have the other nodes.
+/// [`matrices`] have the other statements and expressions.
 pub fn everything() -> Kernel {
     let b = Builder::new("everything", [16, 2, 2]);
     let (v, w) = (b.raw_buffer(DType::F32, false), b.raw_buffer(DType::F32, true));

@@ -68,7 +68,7 @@ fn check_kernel(k: &Kernel, l: Launch, f: &Fused, x: &[Tensor], subgroups: &[u32
             Param::Arg(_) => Scalar::F(1.5).cast(*d),
         })
         .collect();
-    // The plan fills in arguments by their index.
+    // Fill in the run-time arguments, as the run of a plan does.
     let mut l: Launch = l;
     for i in 0..k.params.len() {
         if let Some(p) = fused_param(k, i)
@@ -352,7 +352,8 @@ fn long_reductions_in_parts() {
         (vec![16, 20_000], 1, None),
     ] {
         for (d, value) in [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::U8, DType::U32)] {
-            // These are multiples of 1/8. All types represent them, and their sums are exact.
+            // The elements are multiples of 1/8, or integers. All types represent them, and their sums are
+            // exact.
             let step = if d.is_float() { 0.125 } else { 1.0 };
             let x = Tensor::new(d, &shape, 0, |_| g.below(32) as f64 * step);
             let outer = &shape[..shape.len() - reduced];

@@ -56,7 +56,8 @@ fn products_on_matrix_units_compile() {
     compile(test, Language::Hip, "clang_compile.py", "gfx942", &hip);
     let narrow = common::matrix_products(&tensor::with_matrix_units(&MATRIX_HIP, 32));
     compile(test, Language::Hip, "clang_compile.py", "gfx1100", &narrow);
-    // Languages without matrix products return [`Error::Unsupported`]. TF32 exists only on NVIDIA.
+    // The last kernel multiplies TF32 matrices, which only CUDA can express. The other languages return
+    // [`Error::Unsupported`].
     let last = cuda.last().unwrap();
     for l in Language::ALL {
         let found = to_batch(&[last], l);

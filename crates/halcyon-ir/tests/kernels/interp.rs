@@ -208,8 +208,8 @@ fn a_planted_race_is_found() {
     });
     let r = out.reports.iter().find(|r| r.fault == Fault::Race).unwrap();
     assert_eq!((r.space, r.statement), (Space::Global(BufId(1)), 1));
-    // A barrier does not order two workgroups, and a barrier for workgroup memory does not order global
-    // memory.
+    // A barrier for workgroup memory does not order accesses to global memory. A barrier for global memory
+    // does, within a workgroup.
     for global in [false, true] {
         let (_, out) = planted(|b, x, y| {
             b.store(y, b.linear_id(), b.load(x, b.linear_id()));

@@ -1,4 +1,4 @@
-//! Layers. Their names, defaults and weight layouts are those of PyTorch.
+//! Layers. Their names, defaults and weight layouts are those of PyTorch; PyTorch has no [`Lora`].
 
 mod activation;
 mod attention;

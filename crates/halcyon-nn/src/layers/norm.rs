@@ -254,7 +254,7 @@ impl Default for BatchNormOptions {
 
 /// Normalisation of the channels of `[batch, channels, …]` (Ioffe and Szegedy 2015). In training, the layer
 /// uses the statistics of the batch and updates the running statistics with them. In evaluation, it uses the
-/// running statistics. The layer accepts any number of axes.
+/// running statistics. The layer accepts two or more axes.
 #[derive(Clone, Debug)]
 pub struct BatchNorm {
     pub weight: Option<Param>,

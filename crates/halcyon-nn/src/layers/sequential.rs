@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 /// A module that maps one tensor to one tensor. All layers whose forward has one input and one result
-/// implement this trait.
+/// implement this trait, except [`super::Lora`].
 pub trait Forward: Module + Send + Sync {
     /// The module's result for `x`.
     fn forward(&self, x: &Tensor) -> Tensor;
@@ -86,7 +86,7 @@ impl Module for Sequential {
 }
 
 impl Sequential {
-    /// Without modules. The forward returns its input.
+    /// An empty sequence. Its forward returns its input.
     pub fn new() -> Sequential {
         Sequential::default()
     }
@@ -112,7 +112,7 @@ impl Sequential {
         self.0.is_empty()
     }
 
-    /// The last module's result for `x`.
+    /// The result of the last module, where `x` is the input of the first.
     #[track_caller]
     pub fn forward(&self, x: &Tensor) -> Tensor {
         self.0.iter().fold(x.clone(), |x, m| m.forward(&x))

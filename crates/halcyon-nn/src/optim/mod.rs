@@ -105,14 +105,15 @@ impl fmt::Debug for OptimizerBuilder {
 }
 
 impl OptimizerBuilder {
-    /// Clips the gradients of the parameters that are in no other group, and of each group that has no
-    /// `clip`. Each group has its own total norm.
+    /// Clips the gradients of the parameters that no added group contains, and of each added group that has
+    /// no `clip`. Each group has its own total norm.
     pub fn clip(mut self, clip: Clip) -> Self {
         self.default.clip = Some(clip);
         self
     }
 
-    /// Sets the schedule of all groups without a schedule of their own.
+    /// Sets the schedule of the parameters that no added group contains, and of each added group that has no
+    /// `schedule`.
     pub fn schedule(mut self, schedule: Schedule) -> Self {
         self.default.schedule = schedule;
         self
@@ -137,8 +138,8 @@ impl OptimizerBuilder {
     /// The optimizer of the module's trainable parameters.
     ///
     /// # Errors
-    /// `Error::Argument` if the module or a group has no trainable parameter, a setting is out of range, or a
-    /// rule cannot update a parameter; errors of the device.
+    /// `Error::Argument` if the module or an added group has no trainable parameter, a pattern is invalid, a
+    /// setting is out of range, or a rule cannot update a parameter; errors of the device.
     pub fn build<M: Module + ?Sized>(self, module: &M) -> Result<Optimizer> {
         if let Some(e) = self.error {
             return Err(e);
@@ -252,7 +253,8 @@ impl Optimizer {
         Ok(self.groups[e.group].schedule.rate(self.groups[e.group].rate, self.steps))
     }
 
-    /// The state tensors by name. For example, the `exp_avg` of `fc1.weight` is named `fc1.weight.exp_avg`.
+    /// The state tensors by name. For example, the `exp_avg` of `fc1.weight` is named `fc1.weight.exp_avg`,
+    /// and the f32 copy of a parameter in f16 or bf16 is named `fc1.weight.master`.
     pub fn state(&self) -> Vec<(String, Tensor)> {
         let of = |e: &Entry| {
             let master = e.master.iter().map(|s| ("master", s));
@@ -321,7 +323,7 @@ impl Optimizer {
     /// because it overwrites the old values.
     ///
     /// # Errors
-    /// `Error::Argument` if a gradient is missing or belongs to another module; errors of the device.
+    /// `Error::Argument` if `grads` has no gradient for a parameter of this optimizer; errors of the device.
     pub fn step(&mut self, grads: &ModuleGrads) -> Result<()> {
         let g = self.entries.iter().map(|e| {
             let found = grads.of.iter().find(|(_, s, _)| s.id() == e.slot.id());

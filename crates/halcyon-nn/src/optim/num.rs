@@ -80,8 +80,8 @@ impl Num {
         self.map(|a| a.powf(x), |a| a.pow(x))
     }
 
-    /// `1 - base^this`, for a base in `0..1`. On the device this is computed with `expm1`, because the
-    /// difference of two numbers near 1 would lose digits.
+    /// `1 - base^this`, for a base in `0..1`. The result is computed with `expm1`, because the difference of
+    /// two numbers near 1 would lose digits.
     #[track_caller]
     pub fn one_minus_power_of(self, base: f64) -> Num {
         match base <= 0.0 {

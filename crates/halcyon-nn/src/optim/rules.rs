@@ -89,7 +89,7 @@ impl Default for Sgd {
     }
 }
 setters!(Sgd rate: f64 = "Sets the learning rate.", momentum: f64 = "Sets the momentum.",
-    dampening: f64 = "Sets the dampening: the gradient is multiplied by `1 - dampening` in the momentum.",
+    dampening: f64 = "Sets the dampening: after step 1, the momentum adds the gradient times `1 - dampening`.",
     weight_decay: f64 = "Sets the weight decay, added to the gradient.",
     nesterov: bool = "Uses Nesterov's momentum.");
 
@@ -218,7 +218,8 @@ impl Default for AdaGrad {
     }
 }
 setters!(AdaGrad rate: f64 = "Sets the learning rate.",
-    rate_decay: f64 = "Sets the decay of the rate per step.", weight_decay: f64 = "Sets the weight decay.",
+    rate_decay: f64 = "Sets `d` in the rate of step `k`, `rate / (1 + (k - 1) d)`.",
+    weight_decay: f64 = "Sets the weight decay.",
     initial: f64 = "Sets the sum of squares before the first step.",
     eps: f64 = "Sets the term added to the divisor.");
 

@@ -1,7 +1,8 @@
 use serde::{Deserialize, Serialize};
 
 /// The learning rate as a function of the step. `k` counts steps from 0. Formulas and defaults are those of
-/// the PyTorch schedulers with similar names, in closed form.
+/// the PyTorch schedulers with similar names, in closed form. PyTorch has no `Noam` and no `WarmUp`, and its
+/// cosine schedule rises again after `steps` steps.
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Schedule {
@@ -11,7 +12,8 @@ pub enum Schedule {
     Step { size: u64, gamma: f64 },
     /// The rate is multiplied by `gamma` at each of the given steps.
     MultiStep { at: Vec<u64>, gamma: f64 },
-    /// The rate is multiplied by a factor that changes linearly from `start` to `end` in `steps` steps.
+    /// The rate is multiplied by a factor that changes linearly from `start` to `end` in `steps` steps, and
+    /// then stays `end`.
     Linear { start: f64, end: f64, steps: u64 },
     /// `least + (rate - least) (1 + cos(π k / steps)) / 2`; from step `steps` on, the rate is `least`.
     Cosine { steps: u64, least: f64 },
@@ -51,7 +53,7 @@ fn final_divisor() -> f64 {
 }
 
 impl Schedule {
-    /// PyTorch's defaults of [`Schedule::OneCycle`].
+    /// A [`Schedule::OneCycle`] with PyTorch's defaults.
     pub fn one_cycle(most: f64, steps: u64) -> Schedule {
         Schedule::OneCycle { most, steps, share: share(), divisor: divisor(), final_divisor: final_divisor() }
     }

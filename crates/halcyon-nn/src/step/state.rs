@@ -131,9 +131,9 @@ impl TrainStep<'_> {
     /// Moves parameters, buffers and all other state of the step to another backend. Later steps are planned
     /// for that backend. Tensors that the forward captures are not moved, so pass data as the batch.
     ///
-    /// Mixed precision and a loss scaler that the user set stay. If the user set neither, the step takes the
-    /// mixed precision of the new backend, and adds or removes the scaler as the new backend requires. A
-    /// scaler that stays keeps its settings and its scale.
+    /// Mixed precision and a loss scaler that the user set stay. If the user did not set mixed precision, the
+    /// step takes that of the new backend. If the user set neither, the step also adds or removes the scaler
+    /// as the new backend requires. A scaler that stays keeps its settings and its scale.
     ///
     /// # Errors
     /// `Error::Unsupported` if the device does not store the type of the step's mixed precision;
@@ -151,7 +151,7 @@ impl TrainStep<'_> {
         }
         let default = mixed.as_ref().filter(|m| m.policy == AmpPolicy::F16).map(|_| LossScaler::default());
         let scaler = match self.own {
-            // A step with its own mixed precision also keeps its choice of a scaler.
+            // If the user chose either setting, the step keeps its scaler, or stays without one.
             Own { mixed: false, scaler: false } => {
                 scaler_of(backend).or(default).map(|new| self.scaler.unwrap_or(new))
             }
@@ -200,7 +200,7 @@ impl TrainStep<'_> {
     /// that they hold (see [`TrainStep::state`]).
     ///
     /// # Errors
-    /// Errors of the forward, and of copying the inputs to the host.
+    /// Errors of the forward, and of planning, such as a [`crate::MemoryBudget`] that cannot be kept.
     #[track_caller]
     pub fn graph(&self, batch: &[&Tensor]) -> Result<StepGraph> {
         let path = |s: &Slot| s.path();

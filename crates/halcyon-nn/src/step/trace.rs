@@ -40,7 +40,7 @@ pub(super) struct Parts<'a> {
     pub(super) mixed: Option<MixedPrecision>,
     /// The line of the user's code that runs the step. The ops that sum gradients have this span.
     pub(super) at: Span,
-    /// Here the trace stores the number of parts that the budget needs.
+    /// The trace stores the number of parts that the budget needs here.
     pub(super) chosen: Arc<AtomicUsize>,
 }
 
@@ -48,12 +48,13 @@ pub(super) struct Parts<'a> {
 struct Inputs<'t> {
     batch: &'t [Tensor],
     frozen: &'t [Tensor],
-    /// For each parameter of the optimizer, the parameter and its states.
+    /// For each parameter of the optimizer, the parameter, and in an update also its states.
     own: Vec<Vec<Tensor>>,
     averages: &'t [Tensor],
     buffers: &'t [Tensor],
     sums: &'t [Tensor],
-    /// Empty without a scaler; the scale alone, or all states of the scaler.
+    /// Empty without a scaler. Otherwise all states of the scaler in an update, and the scale alone in a
+    /// function that only adds gradients.
     scaler: &'t [Tensor],
 }
 

@@ -1,4 +1,5 @@
-//! Options of training steps: checkpoints, memory budgets, accumulation, moving averages, mixed precision.
+//! Options of training steps: checkpoints, memory budgets, accumulation, moving averages, mixed precision,
+//! loss scaling.
 
 mod gpt;
 
@@ -13,7 +14,8 @@ const SMALL: Sizes = Sizes { layers: 4, width: 32, heads: 2, context: 16, vocabu
 /// Rows of a batch. With so many rows, activations take most of the memory.
 const ROWS: usize = 24;
 
-/// Trains a language model with weights from seed 1 for `steps` steps.
+/// Trains a language model with weights from seed 1 for `steps` steps. Returns the scratch memory of a step
+/// in bytes, the losses, and the bytes of the trained parameters.
 fn trained(b: &Backend, s: Sizes, checkpointed: bool, steps: usize) -> (u64, Vec<f32>, Vec<Vec<u8>>) {
     b.manual_seed(1);
     let model = Gpt::new(b, s, checkpointed).unwrap();
@@ -45,7 +47,7 @@ fn checkpoints_change_no_bit_and_take_less_memory() {
         assert_eq!(losses, other, "{}", b.id());
         assert!(params == same, "{}", b.id());
     }
-    // From level O2 on, an epilogue may save one rounding of a product's sums.
+    // From level O2 on, the bits may differ, because an epilogue may save one rounding of a product's sums.
     for b in devices(what, Level::O2) {
         let (kept, losses, _) = trained(&b, SMALL, false, 3);
         let (again, other, _) = trained(&b, SMALL, true, 3);
@@ -216,7 +218,7 @@ fn moving_averages_follow_their_formula() {
         assert!(ema.set_state("nothing", w.value()).is_err());
         ema.apply().unwrap();
         near(&w.value(), &[9.0, 8.0]);
-        // The next step still works on its own memory.
+        // The next step starts from the applied values.
         step.run(&[&Tensor::ones(&b, [2], DType::F32)]).unwrap();
         near(&w.value(), &[8.5, 7.5]);
     }
@@ -249,7 +251,7 @@ fn an_update_is_in_place() {
     }
 }
 
-/// The losses of 60 training steps of a classifier with three layers.
+/// The losses of 60 training steps of a classifier with three layers, and the number of skipped steps.
 fn losses(
     b: &Backend,
     policy: AmpPolicy,
@@ -285,7 +287,8 @@ fn half_types_end_within_two_percent_of_f32() {
             assert!(off < 0.02, "{} {policy}: {} after {}", b.id(), half[59], full[59]);
             assert!(half != full, "{} {policy}: nothing was rounded", b.id());
             assert!(skipped < 5, "{} {policy}: {skipped} steps were skipped", b.id());
-            // If no op is allowed, or all products are excepted, the step computes in f32.
+            // If only ops that the model does not have are allowed, or all products are excepted, the step
+            // computes in f32.
             if policy == AmpPolicy::Bf16 {
                 let none = losses(&b, policy, |m| MixedPrecision { only: Some(vec!["conv".into()]), ..m });
                 assert_eq!(none.0, full, "{}", b.id());
@@ -388,8 +391,8 @@ fn a_step_that_moves_to_f16_gets_a_loss_scaler() {
     assert_eq!((step.scale().unwrap(), step.mixed_precision().unwrap().policy), (None, AmpPolicy::Bf16));
 }
 
-/// Every op of a step with shared parameters and several batches has a line of this file as its span. The ops
-/// that sum gradients have the line that runs the step.
+/// Every op of a step that reads a parameter twice and accumulates several batches has a span. The ops that
+/// sum gradients have the line that makes the graph of the step.
 #[test]
 fn sums_of_gradients_name_the_line_of_the_step() {
     let b = Backend::cpu().unwrap();

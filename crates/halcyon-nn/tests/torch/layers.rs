@@ -267,7 +267,7 @@ impl Module for WithInputs<'_> {
     }
 }
 
-/// Checks one case. Returns the largest difference of results and of gradients.
+/// Checks one case. Returns the largest difference of the results and buffers, and that of the gradients.
 fn check(b: &Backend, name: &str, c: &Value, data: &Npz, has: &dyn Fn(&str) -> bool) -> Result<(f64, f64)> {
     let get = |key: &str| data.get(&format!("{name}.{key}"));
     let case = case(b, c)?;

@@ -1,4 +1,4 @@
-//! Layers, losses, optimizers and schedules compared with stored results of PyTorch.
+//! Layers, losses, optimizers, schedules and training runs compared with stored results of PyTorch.
 
 mod layers;
 mod optimizers;
@@ -41,8 +41,8 @@ fn ints(c: &Value, key: &str) -> Vec<usize> {
     list.iter().map(|v| v.as_u64().unwrap() as usize).collect()
 }
 
-/// The largest difference, relative to the larger of 1 and the largest wanted value. Infinities must be
-/// equal.
+/// The largest difference, relative to the larger of 1 and the largest finite wanted value. Infinities must
+/// be equal. The difference from a NaN is infinite.
 fn difference(got: &Tensor, want: &ConstData) -> f64 {
     let got_dims = got.dims().unwrap();
     assert_eq!(&got_dims[..], &want.dims[..], "shape");

@@ -94,7 +94,7 @@ fn shapes(c: &Value) -> Vec<Vec<usize>> {
 }
 
 /// The largest difference from the stored parameters after 1, 10 and 100 steps, relative to the largest
-/// parameter.
+/// element of the same parameter.
 fn follow(b: &Backend, case: usize, c: &Value, data: &halcyon_formats::npz::Npz) -> Result<f64> {
     let shapes = shapes(c);
     let count = |s: &[usize]| s.iter().product::<usize>();
@@ -140,7 +140,7 @@ fn optimizers_follow_torch_and_the_papers() {
         let first = halcyon_test::drawn(&format!("optimizers {}", b.id()), every).unwrap_or(0);
         for (i, c) in cases.iter().enumerate().skip(first).step_by(every) {
             let most = match (c["kind"].as_str(), c["by"].as_str()) {
-                // PyTorch iterates in bf16.
+                // PyTorch's Muon computes the Newton-Schulz iteration in bf16.
                 (Some("muon"), Some("torch")) => 2e-2,
                 (Some("muon"), _) => 1e-4,
                 _ if b.id().starts_with("cpu") => 1e-6,

@@ -1,5 +1,5 @@
-//! Three networks are trained for 100 steps. Their losses must follow those of PyTorch with the same initial
-//! weights and batches (`torch_runs.py`).
+//! Three networks are trained for 100 steps, each with two optimizers. Their losses must follow those of
+//! PyTorch with the same initial weights and batches (`torch_runs.py`).
 
 use crate::json;
 use halcyon::Attention;

@@ -6,7 +6,7 @@ pub use halcyon::optable::check::{Expected, eps, expect, has, judge, run};
 use halcyon::optable::{Case, Row};
 use halcyon::{Backend, BackendType, DType};
 
-/// Failures of a run over rows, and the number of cases run.
+/// Failures of a run over rows, and the number of cases run. A case counts once for each backend.
 #[derive(Debug, Default)]
 pub struct Tally {
     pub cases: usize,
@@ -47,7 +47,7 @@ impl Tally {
             assert!(self.cases > 0 || chosen, "{what}: nothing ran");
             return;
         }
-        // Print only a few failures of every row, so that one broken op does not hide the others.
+        // Print only a few failures of every row and dtype, so that one broken op does not hide the others.
         let mut of_row: std::collections::BTreeMap<&str, usize> = Default::default();
         let few: usize = std::env::var("HALCYON_FAILURES").ok().and_then(|v| v.parse().ok()).unwrap_or(3);
         let list: Vec<&str> = self
@@ -76,7 +76,8 @@ const SAMPLE: usize = 48;
 /// sample contains at least one case of each row.
 const EVERY_DTYPE: usize = 3;
 
-/// Whether `HALCYON_ROW` selects one of these rows of the table.
+/// Whether `HALCYON_ROW` selects one of these rows of the table. If the variable is not set, it selects every
+/// row.
 ///
 /// # Panics
 /// If `HALCYON_ROW` selects no row of the whole table.
@@ -100,8 +101,8 @@ pub fn check_rows(what: &str, rows: &[Row], backends: &[Backend], rng: &mut Rng)
     check_some(what, rows, backends, if cpu { 1 } else { SAMPLE }, rng)
 }
 
-/// Like [`check_rows`], but runs one case in `usual` unless `HALCYON_CASES` is set. Runs at least one case of
-/// each row, and at least one of each dtype of the row if `usual` is at most `EVERY_DTYPE`.
+/// Like [`check_rows`], but runs one case in N, where N is `usual` unless `HALCYON_CASES` is set. Runs at
+/// least one case of each row, and at least one of each dtype of the row if N is at most `EVERY_DTYPE`.
 pub fn check_some(what: &str, rows: &[Row], backends: &[Backend], usual: usize, rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
     let every = if pick.is_empty() { one_in(usual) } else { 1 };

@@ -10,10 +10,11 @@ use halcyon::optable::case::{Case, Fill, OperandSpec, Row};
 use halcyon::{Backend, BackendType, ConstData, DType, Dim, Error, Result, Tensor, value_and_grad};
 use std::sync::Arc;
 
-/// Maximum number of elements of an operand whose derivative is checked; larger operands are sampled.
+/// The largest number of elements of one operand for which derivatives are checked. If an operand has more
+/// elements, this many are drawn.
 const SAMPLES: usize = 24;
 
-/// The graph of `Σ y·w`, whose last input is `w`.
+/// The graph of `Σ y·w` for the result `y` of a case, with `w` as the last input; and the sizes of `w`.
 fn loss(c: &Case, d: DType) -> Result<(Graph, Vec<usize>)> {
     let mut g = c.graph(d)?;
     let y = g.outputs()[0].node;
@@ -27,9 +28,10 @@ fn loss(c: &Case, d: DType) -> Result<(Graph, Vec<usize>)> {
     Ok((g, dims.to_vec()))
 }
 
-/// The derivative of the loss with respect to some elements of input `k`, as (element, value). Two step sizes
-/// must agree: if not, the op switches between two values within the step, and there is no derivative to
-/// compare with. Such elements are left out; it is an error if they are more than half.
+/// The derivative of the loss with respect to some elements of input `k`, as (element, value). The
+/// differences for two step sizes must agree. If they do not, the op has a jump or a kink near this element,
+/// and there is no derivative to compare with. Such elements are left out; if they are more than half, that
+/// is an error.
 fn differences(g: &Graph, at: &[ConstData], k: usize, rng: &mut Rng) -> Result<Vec<(usize, f64)>> {
     let n = at[k].numel();
     let picked: Vec<usize> =
@@ -125,7 +127,7 @@ fn compare(
 /// How a case is changed before its gradient is checked.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Through {
-    /// Each float operand is a slice of a permuted leaf.
+    /// Each float operand is a permuted slice of a leaf.
     Views,
     /// Each float operand is broadcast along one axis.
     Broadcast,
@@ -133,7 +135,7 @@ pub enum Through {
     Checkpoint,
 }
 
-/// A float operand's leaf, and the view of it that the case reads.
+/// The leaf from which [`view`] makes a float operand.
 fn seen_through(o: &OperandSpec, how: Through) -> OperandSpec {
     let mut dims = o.dims.clone();
     match how {
@@ -146,8 +148,8 @@ fn seen_through(o: &OperandSpec, how: Through) -> OperandSpec {
             }
         }
         Through::Broadcast => {
-            // The first axis is broadcast, not the last: over equal elements of a row, norms have no stable
-            // gradient.
+            // The first axis that is longer than 1 is broadcast, not the last one, because the gradient of a
+            // norm over equal elements is not stable.
             if let Some(n) = dims.iter_mut().find(|n| **n > 1) {
                 *n = 1;
             }
@@ -194,8 +196,8 @@ fn changed(c: &Case, how: Through) -> Case {
     Case { ins, build: Arc::new(build), label: format!("{}, {how:?}", c.label), ..c.clone() }
 }
 
-/// Draws about one case in 6 on the CPU and one in 24 on another device, unless `HALCYON_CASES` or
-/// `HALCYON_ROW` says otherwise.
+/// Whether a case is drawn: about one in 6 on the CPU and one in 24 on another device, one in N with
+/// `HALCYON_CASES=N`, and every case with `HALCYON_ROW`.
 fn drawn(b: &Backend, rng: &mut Rng) -> bool {
     let cpu = b.info().backend == BackendType::Cpu;
     let every = if std::env::var_os("HALCYON_ROW").is_some() { 1 } else { one_in(if cpu { 6 } else { 24 }) };
@@ -229,7 +231,8 @@ fn graded(rows: &[Row]) -> impl Iterator<Item = (&Row, &Case)> {
     rows.flat_map(|r| r.cases.iter().filter(|c| c.grad).map(move |c| (r, c)))
 }
 
-/// Checks the gradients of the cases with `Case::grad`, changed in this way: a sample on each device.
+/// Checks the gradients of a sample of the cases with `Case::grad` on each device. The cases are changed as
+/// `how` says. Rows that do not take f32 are left out.
 pub fn check_through(rows: &[Row], how: Through, backends: &[Backend], rng: &mut Rng) -> Tally {
     let mut t = Tally::default();
     for (row, c) in graded(rows).filter(|(r, _)| r.dtypes.contains(&DType::F32)) {
@@ -264,8 +267,8 @@ pub fn check_through(rows: &[Row], how: Through, backends: &[Backend], rng: &mut
     t
 }
 
-/// Checks the gradients of products, convolutions and attention on backends in mixed precision. `tolerance`
-/// is relative to the largest derivative.
+/// Checks the gradients of products, convolutions and attention on backends in mixed precision: every case on
+/// the CPU, and a sample on other devices. `tolerance` is relative to the largest derivative.
 pub fn check_mixed(rows: &[Row], tolerance: f64, backends: &[Backend], rng: &mut Rng) -> Tally {
     let mut t = Tally::default();
     let d = DType::F32;
@@ -392,9 +395,9 @@ pub fn check_second(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> (Tally
 /// On devices that build programs for each case, one gradient in this many is checked.
 const SAMPLE: usize = 24;
 
-/// Checks the gradients of every case with `Case::grad`, in f32 and f64: all on the CPU, on other devices a
-/// sample, or all with `HALCYON_CASES=all` or `HALCYON_ROW`. `HALCYON_CASES=N` checks one in N on every
-/// device.
+/// Checks the gradients of the cases with `Case::grad`, in f32 and f64: every case on the CPU, and a sample
+/// on other devices. `HALCYON_CASES=N` checks one case in N on every device. `HALCYON_CASES=all` and
+/// `HALCYON_ROW` check every case on every device.
 pub fn check_rows(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
     let mut t = Tally::default();

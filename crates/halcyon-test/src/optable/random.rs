@@ -1,5 +1,5 @@
-//! Random graphs of element-wise ops, views, reductions and products, for comparing fused chains with the
-//! reference.
+//! Random graphs of element-wise ops, views, reductions, products and a few others, for comparing fused
+//! chains with the reference.
 
 use super::check::run;
 use crate::Rng;
@@ -11,7 +11,7 @@ use halcyon::ir::shape::{Shape, TensorType};
 use halcyon::optable::views::slice;
 use halcyon::{Backend, ConstData, DType, Result};
 
-/// Maximum number of elements of a tensor.
+/// The largest number of elements of a value that further ops may read.
 const MAX_ELEMENTS: usize = 6000;
 
 /// Ops with derivatives of at most about one, so that rounding errors stay small in long chains.
@@ -93,7 +93,7 @@ impl Maker<'_> {
         self.values[n - 1 - back]
     }
 
-    /// Picks another value that broadcasts against `x`.
+    /// Picks a value that broadcasts against `x`; `x` itself if eight tries find none.
     fn partner(&mut self, x: NodeId) -> NodeId {
         for _ in 0..8 {
             let y = self.pick();
@@ -208,7 +208,8 @@ impl Maker<'_> {
     }
 }
 
-/// Largest error of any output, relative to its largest value, or to 0.1 if that is larger.
+/// The largest error of any output, relative to the largest absolute value of the same output, or to 0.1 if
+/// that is larger.
 fn error(b: &Backend, g: &Graph, inputs: &[ConstData]) -> std::result::Result<f64, String> {
     let want = reference::eval_f64(g, inputs, &[]).map_err(|e| format!("reference: {e}"))?;
     let got = run(b, g, inputs, &[]).map_err(|e| e.to_string())?;
@@ -227,8 +228,8 @@ fn error(b: &Backend, g: &Graph, inputs: &[ConstData]) -> std::result::Result<f6
     Ok(worst)
 }
 
-/// Runs one graph on backends and compares its outputs with the reference. A failure reports the smallest
-/// failing part of the graph: one node with the nodes it needs.
+/// Runs one graph on backends and compares its outputs with the reference. A failure reports the first node
+/// whose value is wrong when it is the only output, with the nodes that it needs.
 pub fn check(seed: u64, backends: &[Backend]) -> std::result::Result<(), String> {
     let mut rng = Rng::new(seed);
     let nodes = 5 + rng.below(36);

@@ -20,7 +20,7 @@ const GARBAGE: u8 = 0xA7;
 struct HostBuffer {
     data: Mutex<Vec<u8>>,
     bytes: usize,
-    /// Whether it was written since its allocation.
+    /// Whether the buffer was written since its allocation.
     written: AtomicBool,
 }
 
@@ -219,7 +219,7 @@ impl Target for Sanitizer {
     }
 }
 
-/// It has no pool: every buffer is an allocation.
+/// The sanitizer has no pool: every buffer is an allocation.
 impl Accounts for Sanitizer {
     fn stats(&self) -> MemoryStats {
         MemoryStats::default()

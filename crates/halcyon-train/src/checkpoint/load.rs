@@ -77,8 +77,8 @@ impl Checkpoint {
         model.load_state_dict(&|n| tensors.get(n), &names, strictness)
     }
 
-    /// Replaces the model's parameters and buffers, and the step's optimizer state, loss scaler, number of
-    /// steps and seed. Values are copied to the device of the run, and converted if its dtypes differ. If the
+    /// Replaces the model's parameters and buffers, and the step's state ([`TrainStep::state`]), number of
+    /// steps and seed. Values are copied to the device of the run, and converted if the dtypes differ. If the
     /// dtypes are equal, every bit is kept. If there is an error, nothing is replaced.
     ///
     /// A run in f32 that loads a checkpoint of a run in f16 or bf16 takes the f32 copies of the parameters
@@ -115,7 +115,7 @@ impl Checkpoint {
             return Err(e);
         }
         let skipped = match (&self.manifest.scaler, step.scale()?) {
-            // An optimizer without a scaler does not count the skipped steps.
+            // Without a scaler, the optimizer's number of steps must not include skipped steps.
             (Some(s), None) => s.skipped,
             _ => 0,
         };
@@ -138,7 +138,7 @@ impl Checkpoint {
     }
 }
 
-/// The new tensors of [`TrainStep::load_state`], and the names in the file that they come from.
+/// The new tensors for [`TrainStep::load_state`], and the names of all tensors of the step's state.
 fn optimizer_state(
     step: &TrainStep<'_>,
     weights: &Tensors,

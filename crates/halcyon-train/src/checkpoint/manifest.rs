@@ -13,7 +13,7 @@ pub(super) const NAME: &str = "checkpoint.json";
 pub(super) const FORMAT: &str = "halcyon-checkpoint";
 /// The version of the format that this release writes. It is also the newest version that this release reads.
 pub const VERSION: u32 = 1;
-/// The size of the largest accepted file in bytes.
+/// The largest accepted size of a `checkpoint.json` in bytes.
 const MOST: u64 = 64 << 20;
 
 /// The content of `checkpoint.json`.

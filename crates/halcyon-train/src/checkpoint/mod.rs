@@ -50,7 +50,8 @@ pub struct CheckpointOptions {
     pub keep: usize,
     /// The metric by which the best checkpoint is kept, in addition to the newest checkpoints. Default: none.
     pub best: Option<(String, Goal)>,
-    /// Tensors are divided into files of at most this number of bytes. Default: 2 GiB.
+    /// Tensors are divided into files of at most this number of bytes. A larger tensor has its own file.
+    /// Default: 2 GiB.
     pub shard_bytes: u64,
 }
 
@@ -104,8 +105,8 @@ pub struct Checkpoints {
     options: CheckpointOptions,
 }
 
-/// The position of a checkpoint in the order of checkpoints: its step, and the number of earlier checkpoints
-/// of the same step.
+/// The position of a checkpoint in the order of checkpoints: its step, and the number in its name that tells
+/// checkpoints of one step apart, counted from 0.
 type Order = (u64, u64);
 
 fn io_error(path: &Path, e: &io::Error) -> Error {
@@ -177,8 +178,8 @@ impl Checkpoints {
     /// the new checkpoint.
     ///
     /// # Errors
-    /// `Error::Io`, for example for a full disk; errors of the device. After an error the checkpoints are
-    /// unchanged.
+    /// `Error::Io`, for example for a full disk; errors of the device. After an error the older checkpoints
+    /// are unchanged.
     pub fn save(&self, model: &dyn Module, step: &TrainStep<'_>, progress: &Progress) -> Result<PathBuf> {
         fs::create_dir_all(&self.folder).map_err(|e| io_error(&self.folder, &e))?;
         let part = Part::create(&self.folder)?;
@@ -317,7 +318,7 @@ fn sync_folder(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Names of folders that are written or removed begin with this.
+/// The names of folders that are being written or removed begin with this.
 const HIDDEN: &str = ".halcyon-checkpoint-";
 
 /// A folder that is being written. Dropping this value removes the folder.

@@ -1,6 +1,6 @@
 //! Tensors in safetensors files. If the tensors exceed a limit, they are divided into several files. The
-//! names are those of Hugging Face: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
-//! the index `model.safetensors.index.json`.
+//! files have the names that Hugging Face uses: `model.safetensors`, or `model-00001-of-00003.safetensors`
+//! and so on with the index `model.safetensors.index.json`.
 
 use super::manifest::FileRecord;
 use flate2::Crc;
@@ -13,7 +13,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// The size of the largest accepted index in bytes.
+/// The largest accepted size of an index in bytes.
 const MOST_INDEX: u64 = 256 << 20;
 
 /// The index of several files.

@@ -69,14 +69,14 @@ pub struct Config {
     /// Ends the training when a metric no longer improves.
     #[serde(default)]
     pub early_stopping: Option<Watch>,
-    /// Writes TensorBoard's files.
+    /// Whether TensorBoard's files are written.
     #[serde(default)]
     pub tensorboard: bool,
     /// Whether the training ends with an error if a step makes a NaN or an infinity. The error names the op
-    /// that made it. With this check, steps take longer.
+    /// that made the value. With this check, steps take longer.
     #[serde(default)]
     pub detect_anomaly: bool,
-    /// Writes the trained model as ONNX.
+    /// If set, the trained model is written to this file as ONNX.
     #[serde(default)]
     pub export: Option<PathBuf>,
 }

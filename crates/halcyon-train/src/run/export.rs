@@ -7,9 +7,10 @@ use halcyon::ir::error::Result;
 use halcyon::{DType, Dim, Shape, Tensor};
 use std::path::Path;
 
-/// Writes the model's forward in evaluation mode. The input is f32; the model computes in the dtype of its
-/// parameters. For classes, the output is probabilities. The input has the name of the data's column. The
-/// batch size is a symbol; for a character model it is 1. Returns the size of the file in bytes.
+/// Writes the model's forward in evaluation mode. A float input is f32, and other inputs have the dtype of
+/// the data. The model computes in the dtype of its parameters. If the targets are classes, the output is
+/// their probabilities. The input has the name of the data's column. The batch size is a symbol; for a
+/// character model it is 1. Returns the size of the file in bytes.
 pub(super) fn write(model: &Model, data: &Data, path: &Path) -> Result<u64> {
     let backend = model.backend();
     let batch = match model {

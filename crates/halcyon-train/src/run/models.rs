@@ -199,8 +199,8 @@ impl Block {
             bias_init: Some(Init::Zeros),
             ..LinearOptions::default()
         };
-        // The layers whose results are added to the residual start with smaller weights, scaled by the number
-        // of these layers (Radford et al. 2019).
+        // `fc2`, whose result is added to the residual, starts with smaller weights: they are divided by the
+        // root of the number of such additions in the model (Radford et al. 2019).
         let small = 0.02 / (2.0 * layers as f64).sqrt();
         Ok(Block {
             norm1: LayerNorm::new(b, [size])?,

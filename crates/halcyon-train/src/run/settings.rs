@@ -11,8 +11,8 @@ pub(super) struct Setting<'a> {
     text: &'a str,
     key: &'a str,
     value: &'a str,
-    /// The span of all keys and values of this setting. No other setting and no part of the file has this
-    /// span, so that the span of an error tells whether the error is in this setting.
+    /// The TOML span of all keys and values of this setting. No other setting and no part of the file has
+    /// this span, so that the span of an error tells whether the error is in this setting.
     span: Range<usize>,
 }
 
@@ -64,7 +64,7 @@ impl<'a> Setting<'a> {
         }
     }
 
-    /// Adds the setting to a table. It replaces the value that the key already has.
+    /// Adds the setting to a table. The setting replaces the value that the key already has.
     pub(super) fn apply(&self, table: &mut DeTable<'a>) -> Result<()> {
         let key = |part: &'a str| Spanned::new(self.span.clone(), part.into());
         let (mut table, mut parts) = (table, self.key.split('.').peekable());

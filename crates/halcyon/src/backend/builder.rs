@@ -93,9 +93,9 @@ impl BackendBuilder {
         self
     }
 
-    /// Uses the dtype of [`BackendBuilder::amp`] even where the processor is slower in it. If not set, the
-    /// CPU device measures products and convolutions in both dtypes (once per processor) and keeps in f32 the
-    /// kind of work that is not more than 10 % faster in that dtype. A warning of the plan and
+    /// Uses the dtype of [`BackendBuilder::amp`] even where the processor is not clearly faster in it. If not
+    /// set, the CPU device measures products and convolutions in f32 and in that dtype (once per processor).
+    /// A kind of work that is not more than 10 % faster in that dtype stays in f32. A warning of the plan and
     /// [`Backend::warnings`] state the rates.
     pub fn force_amp(mut self, on: bool) -> Self {
         self.0.force_amp = on;
@@ -287,7 +287,7 @@ impl BackendBuilder {
         None
     }
 
-    /// Measures the time of every command on the device.
+    /// Whether the time of every command on the device is measured.
     pub fn profile(mut self, on: bool) -> Self {
         self.0.options.profile = on;
         self

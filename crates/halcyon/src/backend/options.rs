@@ -42,8 +42,8 @@ pub(super) fn check(b: &Settings, amp: AmpPolicy) -> Result<()> {
     Ok(())
 }
 
-/// The requested precision. If none is requested, the precision that enabling tensor cores implies: TF32, or
-/// on the CPU bf16, because the CPU has no TF32.
+/// The requested precision. If none is requested but tensor cores are enabled, the precision that this
+/// implies: TF32, or on the CPU bf16, because the CPU has no TF32. Otherwise `Highest`.
 pub(super) fn precision(b: &Settings, d: &dyn Device) -> MatmulPrecision {
     let kind = b.backend.filter(|k| *k != BackendType::Auto).unwrap_or(d.info().backend);
     match (b.precision, b.tensor_cores) {

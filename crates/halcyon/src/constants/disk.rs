@@ -1,9 +1,10 @@
 //! Disk cache of packed constants.
 //!
-//! Packing reads all constants once. Loading a cached file also reads them once, for the digest of the
-//! constants from which the file was made, and it reads the file to check it. Which is faster depends on the
-//! packing and on the machine. So the packing is timed, the time of loading is estimated from the digest of a
-//! sample, and a file is written only if loading would be faster.
+//! Packing reads all constants once. Loading a cached file also reads them once, to compare their digest with
+//! the digest of the constants from which the file was made, and it reads the file to check it. Which is
+//! faster depends on the packing and on the machine. So the packing is timed, the time of loading is
+//! estimated from the digest of a sample, and a file is written only if loading would be clearly faster, or
+//! if the user requests that all packed constants are cached.
 
 use halcyon_hal::cache::{self, DiskCache};
 use halcyon_hal::{BufferRef, Device};
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 
 /// Maximum bytes of packed constants on disk, of all models. If there are more, the oldest files are deleted.
 const LIMIT: u64 = 2 << 30;
-/// Constants that are packed in less time are not cached.
+/// Constants that are packed in less time are cached only if the user requests it.
 const MIN_PACKING_TIME: Duration = Duration::from_millis(20);
 /// Number of bytes whose digest is computed to measure how fast the machine computes digests.
 const SAMPLE: usize = 8 << 20;
@@ -96,7 +97,7 @@ impl<'a> Block<'a> {
         self.device.import(map)
     }
 
-    /// Caches a block that took `took` to pack, if loading it would be faster.
+    /// Caches a block that took `took` to pack, if loading it would be faster or if all blocks are cached.
     pub(super) fn save_if_slow(&self, block: &BufferRef, took: Duration) -> Result<()> {
         let source = self.source();
         if !self.cache.always

@@ -42,7 +42,7 @@ pub struct Captures {
     pub reason: Option<String>,
 }
 
-/// Whether the runs of a plan are captured, and how often they were captured.
+/// Whether the runs of a plan are captured, and how its runs were submitted.
 #[derive(Debug, Default)]
 pub(super) struct CaptureState {
     made: AtomicU64,

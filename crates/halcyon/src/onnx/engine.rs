@@ -146,7 +146,7 @@ impl Engine for DeviceEngine {
                         return Err(Error::internal("an input of a loop's body was donated"));
                     };
                     let h = tensor(b, &exe.plan().outputs[k]);
-                    // Drop the oldest result, because something else still holds it.
+                    // Something else still holds every kept result. The oldest one makes room.
                     if results[k].len() == RESULTS {
                         results[k].remove(0);
                     }

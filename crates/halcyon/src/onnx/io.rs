@@ -101,7 +101,7 @@ impl<T: Element, S: ndarray::Data<Elem = T>, D: ndarray::Dimension> From<&ndarra
 }
 
 /// The results of [`OnnxSession::run`], in the order of the model's outputs. They stay on the device until
-/// they are read. Can be indexed by name or number.
+/// they are read. They can be indexed by name or number.
 #[derive(Clone, Debug)]
 pub struct Outputs {
     tensors: Vec<(String, Tensor)>,

@@ -114,7 +114,7 @@ macro_rules! tensor_methods {
 halcyon_ir::for_each_scalar_op!(tensor_methods);
 
 impl Tensor {
-    /// Applies a scalar op of the op table, element by element.
+    /// Applies a scalar op, element by element.
     #[track_caller]
     pub fn scalar_op(op: ScalarOp, x: &[&Tensor]) -> Tensor {
         Tensor::build(x, |g, x| g.scalar(op, x))

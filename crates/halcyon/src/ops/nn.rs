@@ -56,8 +56,8 @@ impl Tensor {
     /// Labels of -100 are excluded. If all labels are excluded, the mean is NaN.
     ///
     /// # Errors
-    /// [`Error::Index`], when a result is read, for a label outside `[0, classes)`; it has the index and
-    /// value of the first such label.
+    /// [`Error::Index`], when a result is read, for a label that is outside `[0, classes)` and not excluded.
+    /// The error has the index and value of the first such label.
     #[track_caller]
     pub fn cross_entropy(&self, labels: &Tensor) -> Tensor {
         self.cross_entropy_with(labels, CrossEntropy::default())

@@ -1,4 +1,4 @@
-//! Reductions, sorting and running sums.
+//! Reductions, cumulative reductions and sorting.
 
 use crate::tensor::Tensor;
 use halcyon_ir::NodeId;

@@ -41,7 +41,7 @@ pub struct OperandSpec {
     pub fill: Fill,
 }
 
-/// An operand of the row's dtype with values in (-3, 3).
+/// An operand of the row's dtype. Floats are drawn from -3 to 3, integers as in [`Fill::Range`].
 pub fn x<const N: usize>(dims: [usize; N]) -> OperandSpec {
     OperandSpec { dims: dims.to_vec(), dtype: None, fill: Fill::Range(-3.0, 3.0) }
 }
@@ -78,7 +78,7 @@ impl OperandSpec {
     }
 }
 
-/// Largest finite number and smallest normal number of a float dtype.
+/// Largest finite number (for bf16, a number that rounds to it) and smallest normal number of a float dtype.
 pub fn extremes(d: DType) -> (f64, f64) {
     match d {
         DType::F16 => (65504.0, 2f64.powi(-14)),
@@ -141,11 +141,13 @@ impl Fill {
 /// The tolerance of a result relative to the reference.
 #[derive(Clone, Copy, Debug)]
 pub enum Tol {
-    /// Equal to the typed reference in every bit, except that any NaN equals any other.
+    /// Equal to the typed reference in every bit, with two exceptions: any NaN equals any other, and except
+    /// in f16, a device may flush numbers below the smallest normal number to zero.
     Exact,
     /// Equal in value to the typed reference: as `Exact`, but the two zeros are equal.
     Equal,
-    /// Units of the dtype's epsilon, relative to the reference's magnitude.
+    /// Units of the epsilon of the dtype that the op computes in (f32 for half types), relative to the
+    /// reference's magnitude. For a half type, one rounding of the result is added.
     Ulps(f64),
     /// Like `Ulps`, for `a * b + c` on devices that round once. On devices whose language permits a separate
     /// product and sum, one unit of the terms' magnitudes is added for the rounding of the product.

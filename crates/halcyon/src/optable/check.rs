@@ -126,7 +126,7 @@ fn magnitudes(c: &ConstData) -> Result<ConstData> {
 }
 
 /// The expected result of a graph of one op, from the reference. It is computed in the op's own dtypes if the
-/// tolerance is exact, otherwise in f64.
+/// tolerance is [`Tol::Exact`] or [`Tol::Equal`], or if the result is not a float; otherwise in f64.
 pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Result<Expected> {
     let out = g.dtype(g.outputs()[0].node);
     let typed = matches!(tol, Tol::Exact | Tol::Equal) || !out.is_float();

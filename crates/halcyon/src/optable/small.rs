@@ -29,7 +29,7 @@ pub fn rows() -> Vec<Row> {
     let to = small().into_iter().enumerate().flat_map(|(k, to)| {
         let near = near.clone();
         let build = move |g: &mut Graph, x: &[NodeId]| g.cast(x[0], to);
-        // Casts to every dtype from f32 and from one other dtype. The other dtypes take turns.
+        // Casts to every small type from f32 and from a second dtype. The dtypes in `from` take turns.
         [DType::F32, from[k % from.len()]].into_iter().map(move |d| {
             [
                 case(format!("{to} of {d}"), [x([35]).of(d).fill(near.clone())], build),
@@ -39,7 +39,7 @@ pub fn rows() -> Vec<Row> {
     });
     let constant = |g: &mut Graph, x: &[NodeId]| -> Result<NodeId> {
         let d = g.dtype(x[0]);
-        // Too large to be unpacked at compile time, and of odd length.
+        // Too large to be unpacked when the plan is made, and of odd length.
         let bytes: Vec<u8> = (0..d.bytes(70_001)).map(|i| (i * 37 + i / 256) as u8).collect();
         let c = g.constant(ConstData::new(d, &[70_001], Arc::new(bytes))?);
         let c = g.narrow(c, 0, 69_001, 1000)?;

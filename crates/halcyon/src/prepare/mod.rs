@@ -214,8 +214,9 @@ pub fn policy(dtype: DType, level: Level) -> Result<AmpPolicy> {
     Ok(policy)
 }
 
-/// Prepares a model for inference, on its backend and at its level. If a `dtype` is given, products and
-/// convolutions compute in that dtype ([`crate::BackendBuilder::amp`]); inputs and outputs keep their dtypes.
+/// Prepares a model for inference, on its backend and at its level. If the `dtype` bf16 or f16 is given, the
+/// model computes in mixed precision with that dtype ([`crate::BackendBuilder::amp`]); with f32, it uses no
+/// mixed precision. Inputs and outputs keep their dtypes.
 /// If a sample is given, the function makes the plan, compiles its kernels, copies the weights to the device
 /// and runs the plan once. A later run with inputs of the same types then does none of this work. At level O3
 /// the model is quantised within the default bound of [`QuantizeOptions`], measured on the sample.
@@ -266,7 +267,7 @@ pub fn needs_sample() -> Error {
 pub struct ReportOptions {
     /// The model's name in the report.
     pub name: String,
-    /// How many times are measured, and for how long.
+    /// How many measurements are taken, and how long each lasts.
     pub effort: Effort,
     /// Whether the gain of each transformation is measured. This compares the plan with a plan without the
     /// transformation.

@@ -1,5 +1,5 @@
-//! Small networks on which the gain of each transformation is measured. For each transformation, at least one
-//! network has a pattern that it changes.
+//! Small networks on which the gains of transformations are measured. The networks have patterns that most
+//! transformations change.
 
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::graph::NodeId;
@@ -99,7 +99,7 @@ fn rows() -> Result<Network> {
     let (mut b, x) = Builder::new(&dims);
     let n = b.layer_norm(x, D)?;
     let (q, v) = (b.linear(n, D, D)?, b.linear(n, D, D)?);
-    // The weights that project the keys are a product of two constants.
+    // The weights that project the keys are computed from two constants.
     let (w, k) = (b.weight(&[D, D], 0.1)?, b.weight(&[D, D], 0.1)?);
     let w = b.g.mul(w, k)?;
     let w = b.g.scalar(ScalarOp::Tanh, &[w])?;

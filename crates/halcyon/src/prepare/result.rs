@@ -16,8 +16,8 @@ pub struct OptimizationResult {
     pub level: Level,
     /// Names of the transformations that changed the executable.
     pub optimizations_applied: Vec<String>,
-    /// The transformations of the level that changed nothing, each with the reason, and the settings that had
-    /// no effect.
+    /// The transformations of the level that changed nothing, each with the reason; the settings that had no
+    /// effect; the warnings of the plan; and the outputs that cannot be compared with O0.
     pub warnings: Vec<String>,
     pub metrics: Metrics,
 }
@@ -76,7 +76,7 @@ pub struct OpTime {
     pub bytes: u64,
 }
 
-/// The device memory of one kind that a run needs, in bytes.
+/// The memory of one kind that a run needs ([`crate::Fit::parts`]), in bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryPart {
     pub name: String,

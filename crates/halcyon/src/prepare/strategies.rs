@@ -39,7 +39,7 @@ const LIMIT: u64 = 1 << 20;
 #[cfg(not(target_arch = "wasm32"))]
 const METHOD: u32 = 3;
 /// Each burst has one run. Only the fastest run with and the fastest run without a transformation are used,
-/// so disturbed runs do not matter.
+/// so disturbed runs do not matter. For quantisation only `pairs` is used, and the gain is a median.
 const EFFORT: Effort = Effort { pairs: 20, interval: f64::INFINITY, burst: Duration::ZERO };
 
 fn description(name: &str) -> &'static str {

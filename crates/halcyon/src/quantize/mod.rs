@@ -1,4 +1,4 @@
-//! Level O3: products and convolutions in 8 bits, or with 4-bit weights.
+//! Level O3: products and convolutions with quantised weights, in 8 bits by default.
 //!
 //! [`quantize`] rewrites a graph. A product or convolution with constant weights is called a layer. With the
 //! default type of weights, each layer becomes a product or convolution of integers: the weights are rounded
@@ -6,10 +6,10 @@
 //! from calibration samples or is computed in each run. The rewritten graph is an ordinary graph and runs on
 //! every backend. A device with kernels for byte products uses them.
 //!
-//! The error of the rewritten graph is measured on samples that were not used for calibration. If the error
-//! exceeds the caller's bound, the layers that contribute most get a wider type ([`WiderType`]), as few as
-//! are needed to meet the bound. If no layer can be quantised within the bound, an `Error` with the measured
-//! error is returned.
+//! The error of the rewritten graph is measured on samples that should not be among the calibration samples.
+//! If the error exceeds the caller's bound, the layers with the largest errors of their own get a wider type
+//! ([`WiderType`]), so many that the bound is met. If no layer can be quantised within the bound, an `Error`
+//! with the measured error is returned.
 //!
 //! ```
 //! use halcyon::quantize::{QuantizeOptions, quantize};
@@ -213,8 +213,8 @@ pub struct QuantizeOptions {
     /// of O0's output ([`error`]).
     pub max_error: f64,
     /// Bits of the i8 weights of convolutions: 7 or 8. `None` means 7 on a CPU whose convolutions of bytes
-    /// add pairs with saturation (AVX2 without VNNI), where 7-bit weights are faster, and 8 on every other
-    /// device. The i8 weights of products always have 8 bits.
+    /// add pairs with saturation (AVX2 or AVX-512 without VNNI), where 7-bit weights are faster, and 8 on
+    /// every other device. The i8 weights of products always have 8 bits.
     pub weight_bits: Option<u32>,
     /// The type of those layers that cannot have the type `weights` without exceeding the bound.
     pub wider_type: WiderType,
@@ -314,8 +314,9 @@ fn check(options: &QuantizeOptions) -> Result<()> {
 /// If the backend was built without the transformation [`QUANTIZED`], the graph is returned unchanged.
 ///
 /// # Errors
-/// [`Error::Argument`] for options out of range or without effect, without samples, for calibrated
-/// activations without calibration samples, and for a graph in which nothing can be quantised;
+/// [`Error::Argument`] for options or calibration samples that are out of range or without effect, without
+/// samples, for calibrated activations without calibration samples, and for a graph in which nothing can be
+/// quantised;
 /// [`Error::Unsupported`] with the measured error if the bound cannot be met, and for f8 on a device that
 /// does not multiply it; the errors of [`Session::run`].
 pub fn quantize(
@@ -380,7 +381,7 @@ fn prepared(graph: &Graph) -> Result<Graph> {
     Ok(cse::run(&g)?.0)
 }
 
-/// The backend's device at level O0.
+/// A handle on the backend's device at level O0.
 fn at_level_zero(backend: &Backend) -> Backend {
     Backend::from_device(backend.device().clone(), backend.selection().clone(), Level::O0)
 }

@@ -30,7 +30,7 @@ pub struct QuantizeReport {
     pub options: QuantizeOptions,
     /// The measured error: the largest difference from O0, divided by the standard deviation of O0's output.
     pub error: f64,
-    /// The error of the graph with every layer quantised that can be quantised.
+    /// The error of the graph with the requested type for every layer that can have it.
     pub error_of_all: f64,
     /// Number of graphs whose error was measured.
     pub trials: usize,
@@ -56,7 +56,7 @@ impl QuantizeReport {
         self.layers.iter().filter(|l| l.to.is_some()).count()
     }
 
-    /// The number of bytes by which the weights became smaller.
+    /// The number of bytes by which the weights became smaller; `None` if they did not.
     pub fn bytes_saved(&self) -> Option<u64> {
         self.bytes.0.checked_sub(self.bytes.1).filter(|n| *n > 0)
     }

@@ -14,8 +14,8 @@ use std::collections::hash_map::Entry;
 /// Largest finite number of f8e4m3fn.
 const MAX_F8: f64 = 448.0;
 
-/// The quantised operands of layers. Layers of the same kind that read the same value share one quantised
-/// operand.
+/// The quantised operands of layers. Layers of the same kind and type that read the same value share one
+/// quantised operand.
 type Operands = HashMap<(NodeId, bool, WeightType), NodeId>;
 
 /// The quantised weights of all layers. Each layer's weights are rounded only once.
@@ -110,7 +110,8 @@ pub(super) fn rewrite(
     prune(&r.finish()?.0)
 }
 
-/// The operand of a layer, quantised and dequantised.
+/// The operand of a layer: quantised and dequantised, or cast to bf16 for weights in bf16, or unchanged for
+/// weights of 4 bits.
 fn operand(
     r: &mut Rebuild<'_>,
     (layer, to): (&Layer, WeightType),

@@ -13,10 +13,10 @@ use halcyon_ir::{ConstData, Graph, NodeId};
 use std::collections::HashMap;
 
 /// The error of results. The error of one output is the largest difference from the reference, divided by the
-/// standard deviation of the reference, both over all samples. If an output is constant in the reference, its
-/// largest magnitude takes the place of the standard deviation. The result is the largest error over all
-/// outputs. The error is infinite if shapes or dtypes differ, or if a value that is not finite differs from
-/// the reference.
+/// standard deviation of the reference, both over all samples. If an output is nearly constant in the
+/// reference, its largest magnitude takes the place of the standard deviation. The result is the largest
+/// error over all outputs. The error is infinite if shapes or dtypes differ, or if a value that is not finite
+/// differs from the reference.
 ///
 /// Each item holds the outputs for one sample.
 pub fn error(got: &[Vec<ConstData>], reference: &[Vec<ConstData>]) -> f64 {

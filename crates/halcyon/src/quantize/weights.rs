@@ -12,8 +12,8 @@ pub(super) struct IntegerWeights {
     pub scales: ConstData,
 }
 
-/// Rounds weights to integers of `bits` bits with one scale per index of axis `axis`: the largest magnitude
-/// of the channel becomes the largest integer.
+/// Rounds weights to integers from -127 to 127, or from -64 to 64 if `bits` is 7, with one scale per index of
+/// axis `axis`: the largest magnitude of the channel becomes the largest integer.
 pub(super) fn int8(values: &[f32], dims: &[usize], axis: usize, bits: u32) -> Result<IntegerWeights> {
     let (channels, inner) = (dims[axis], dims[axis + 1..].iter().product::<usize>().max(1));
     // With 7 bits, the magnitudes of two weights add up to at most 128.

@@ -29,7 +29,8 @@ pub struct PlacedCopy {
     pub seconds: f64,
 }
 
-/// The cost model of copies to or from a device: latency plus bytes times `per_byte`.
+/// The cost model of copies to a device, from a device or between two devices: latency plus bytes times
+/// `per_byte`.
 #[derive(Clone, Copy)]
 struct CopyCost {
     /// Seconds for a copy of any size.

@@ -49,13 +49,13 @@ pub(super) fn parts(devices: usize, g: &Graph, assign: &[usize]) -> Result<Vec<S
 
 /// The segment of each node.
 struct Cuts {
-    /// `None` for inputs, and for nodes that each segment duplicates.
+    /// `None` for inputs, for nodes that each segment duplicates, and for nodes that no output depends on.
     place: Vec<Option<usize>>,
     /// Device and nodes of each segment, in an order in which they can run.
     segments: Vec<(usize, Vec<NodeId>)>,
     /// For each node, the other segments that read it.
     readers: Vec<BTreeSet<usize>>,
-    /// Which nodes are computed from constants alone.
+    /// Which nodes are constant (see [`constant`]).
     constants: Vec<bool>,
 }
 

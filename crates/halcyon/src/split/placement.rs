@@ -50,7 +50,8 @@ pub struct Share {
 pub struct Placement {
     /// One share per backend, in the order of the backends.
     pub devices: Vec<Share>,
-    /// In the graph's order, without inputs, constants and ops computed from constants alone.
+    /// In the graph's order, without inputs, constants, ops computed from constants alone, and ops that no
+    /// output depends on.
     pub ops: Vec<PlacedOp>,
     /// The copies of a run, in order.
     pub copies: Vec<PlacedCopy>,

@@ -4,7 +4,7 @@ use super::Tensor;
 use halcyon_ir::{ConstData, DType, Scalar};
 use std::fmt;
 
-/// Above this number of elements, only the ends of each axis are shown.
+/// Above this number of elements, only the ends of each long axis are shown.
 const MAX_FULL: usize = 1000;
 /// Number of elements shown at each end of an axis.
 const EDGE_ELEMENTS: usize = 3;
@@ -15,7 +15,7 @@ const WIDTH: usize = 80;
 struct Style {
     dtype: DType,
     digits: usize,
-    /// Every element is a whole number.
+    /// Every finite element is a whole number, and no precision was given.
     whole: bool,
     /// Elements are written with an exponent.
     scientific: bool,
@@ -112,9 +112,9 @@ fn shown(data: &ConstData, all: bool) -> Vec<Scalar> {
 }
 
 /// Writes the values as NumPy and PyTorch do, with dtype, sizes and device on the line below. Evaluates the
-/// tensor if needed. Above 1,000 elements only the first and last three of each axis are shown. A precision
-/// (`{:.2}`) sets the number of digits. If the tensor carries an error, the error is written instead of the
-/// values.
+/// tensor if needed. Above 1,000 elements, only the first three and the last three of each axis are shown. A
+/// precision (`{:.2}`) sets the number of digits after the decimal point of floats. If the tensor has no
+/// value, the error is written instead of the values.
 impl fmt::Display for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let data = match self.to_data() {

@@ -38,11 +38,12 @@ pub(crate) struct Node {
     /// Nodes made later have larger numbers, and operands are made before the nodes that read them.
     pub(super) serial: u64,
     inner: Mutex<Inner>,
-    /// Number of pending nodes that have this one as an operand.
+    /// Number of nodes that hold this one as an operand: pending nodes, and evaluated nodes that keep their
+    /// operands for gradients.
     readers: AtomicUsize,
     pub(super) donate: AtomicBool,
     /// Whether this node is a version of a state. If so, and if something outside of the plan holds the node,
-    /// every plan that contains the node computes its value.
+    /// a plan that computes the node also returns its value.
     pub(super) state: AtomicBool,
 }
 
@@ -62,15 +63,15 @@ impl Node {
         self.inner.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Number of pending nodes that have this one as an operand.
+    /// Number of nodes that hold this one as an operand.
     pub(crate) fn readers(&self) -> usize {
         self.readers.load(Ordering::Relaxed)
     }
 }
 
 impl Drop for Node {
-    /// Drops the operands iteratively, because recursion would overflow the stack for a chain of 100,000
-    /// nodes.
+    /// Drops the operands iteratively, because recursion would overflow the stack for 100,000 nodes of which
+    /// each is the operand of the next.
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
         let mut stack: Vec<Tensor> = release(&mut inner.inputs);
@@ -228,7 +229,7 @@ pub(crate) enum Mode {
     /// Evaluated tensors become constants, literals stay literals.
     Data,
     /// Like `Run`, but an evaluated tensor that kept its operands is represented by its operation on them,
-    /// and placeholders become inputs.
+    /// and placeholders and arguments of compiled functions become inputs.
     Gradient,
 }
 
@@ -275,8 +276,8 @@ impl Collector {
     }
 
     /// Adds the nodes that `roots` depend on, and the roots, in the order in which they were made. So the
-    /// steps of a plan are in the order of the user's calls, and the gradient of a parameter is computed
-    /// beside the gradients that the backward pass computes with it, not after all of them.
+    /// steps of a plan are in the order of the user's calls, and the gradient of a parameter is computed at
+    /// its place in the backward pass, not at the end.
     pub(crate) fn visit_in_order(&mut self, roots: &[Tensor]) -> Result<()> {
         let mut stack: Vec<Tensor> = roots.to_vec();
         let mut seen: HashSet<*const Node> = HashSet::new();
@@ -615,7 +616,7 @@ impl Collector {
             // Another tensor may share the memory (`detach`), or a captured graph may be bound to it.
             let shared = matches!(&leaf.0.lock().value, Value::Ready(b) if Arc::strong_count(b) > 1);
             if outside || shared || (held_elsewhere(leaf) && !asked_for) {
-                // Something outside this plan still reads the old value, so the plan copies it.
+                // Something outside this plan may still read the old value, so the plan copies it.
                 leaf.0.backend.runtime().stats.state_copies.fetch_add(1, Ordering::Relaxed);
             } else {
                 donated[k] = true;

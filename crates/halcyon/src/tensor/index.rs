@@ -172,7 +172,8 @@ impl Tensor {
     /// A part of the tensor, as in NumPy. An integer takes one element of an axis and removes the axis; a
     /// range takes a part of the axis; `..` takes the whole axis; an integer tensor takes the elements at its
     /// indices. Integers and range bounds may be negative (counted from the end). Axes without an item are
-    /// taken whole. The start of a part is a run-time argument in the same cases as in [`Tensor::narrow`].
+    /// taken whole. Without a step, the start of a part is a run-time argument in the same cases as in
+    /// [`Tensor::narrow`].
     /// ```
     /// use halcyon::prelude::*;
     /// # fn main() -> halcyon::Result<()> {
@@ -186,9 +187,10 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Shape`] for more items than axes, and for integers and ranges outside of their axis (ranges
-    /// are not clamped); [`Error::Argument`] for a step of 0; [`Error::Unsupported`] for several index
-    /// tensors. Indices out of range in an index tensor are reported when the result is read.
+    /// [`Error::Shape`] for more indices than axes, for more than one [`Ellipsis`], for integers and ranges
+    /// outside of their axis (ranges are not clamped), and for ranges that end before they start;
+    /// [`Error::Argument`] for a step of 0; [`Error::Unsupported`] for several index tensors. Indices out of
+    /// range in an index tensor are reported when the result is read.
     #[track_caller]
     pub fn index(&self, items: impl Index) -> Tensor {
         let at = Location::caller();

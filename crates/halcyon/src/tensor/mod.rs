@@ -200,8 +200,8 @@ impl Tensor {
 
     /// The tensor on another backend: a copy, through host memory. If `backend` is the tensor's own backend,
     /// returns the same tensor. If `backend` is another handle on the same open device
-    /// ([`Backend::with_level`]), returns a tensor of that handle that shares the memory. No other call moves
-    /// data between devices.
+    /// ([`Backend::with_level`]), returns a tensor of that handle that shares the memory. No other operation
+    /// on tensors moves data between devices.
     #[track_caller]
     pub fn to(&self, backend: &Backend) -> Result<Tensor> {
         if self.0.backend.plans_alike(backend) {
@@ -239,8 +239,8 @@ impl Tensor {
     }
 
     /// Allows the next evaluation that reads this tensor to reuse its memory. Operations already pending on
-    /// it still get the right value (they are computed in the same run, or the memory is copied); later reads
-    /// return [`Error::Donated`].
+    /// it still get the right value (they are computed in the same run, or the memory is copied). If the
+    /// memory was reused, later reads return [`Error::Donated`].
     pub fn donate(&self) -> &Tensor {
         self.0.donate.store(true, Ordering::Relaxed);
         self

@@ -22,7 +22,8 @@ use std::time::{Duration, Instant, SystemTime};
 const POISON: u8 = 0x7A;
 /// Number of pairs of bursts (one of the default, one of the candidate) that screen a candidate.
 const SCREENING_PAIRS: usize = 3;
-/// Number of candidates that are measured in full after the screening: the fastest ones.
+/// Maximum number of candidates that are measured in full: the fastest of those that were faster than the
+/// default in the screening.
 const FINALISTS: usize = 2;
 /// A candidate that takes more than this multiple of the default's time is quarantined.
 const TOO_SLOW: f64 = 20.0;
@@ -141,8 +142,8 @@ impl Measured<'_> {
         Ok(best)
     }
 
-    /// Compiles and runs the default kernels. They run in every plan, so most of their failures are failures
-    /// of the device.
+    /// Compiles and runs the default kernels. Untuned plans use them, so most of their failures count as
+    /// failures of the device.
     fn baseline(&self) -> Result<Baseline<'_>, NotTuned> {
         let t = self.tunable;
         let bench = Bench::new(&*self.runtime.device, t)?;
@@ -460,8 +461,8 @@ impl Expected {
     }
 }
 
-/// Random elements: floats in [-1, 1), integers from -4 (unsigned: 0) to 4. For speed they repeat with a
-/// prime period.
+/// Random elements: floats in [-1, 1), integers from -4 (unsigned: 0) to 4, bools. For speed, the elements
+/// repeat with a prime period.
 fn random(d: DType, n: usize, seed: u64, magnitudes: bool) -> Result<Vec<u8>> {
     const PERIOD: usize = 65_521;
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;

@@ -2,10 +2,10 @@
 //!
 //! A backend first uses the kernels that the templates' heuristics choose (the default). Tuning builds the
 //! other variants that are legal on the device ([`halcyon_ir::kernel::tune`]), compares their results with
-//! the default's, times both alternately, and records the best in a cache on disk ([`halcyon_hal::tune`]). A
-//! variant that gives wrong results, does not compile, fails or crashes is also recorded (quarantined), and
-//! never tried again on that device with that driver. Plans use tuned kernels from level O2 on; the plan's
-//! receipts and steps show which kernels are tuned.
+//! the default's, times each in alternation with the default, and records the best in a cache on disk
+//! ([`halcyon_hal::tune`]). A variant that gives wrong results, does not compile, does not fit, fails, is far
+//! too slow or crashes is also recorded (quarantined), and never tried again on that device with that driver.
+//! Plans use tuned kernels from level O2 on; the plan's receipts and steps show which kernels are tuned.
 //!
 //! [`Backend::tune`](crate::Backend::tune) tunes the kernels of a graph on request; [`TuningMode`] controls
 //! automatic tuning.

@@ -20,7 +20,8 @@ pub struct Progress {
     pub of: usize,
     /// The key of the kernel being tuned.
     pub key: String,
-    /// The candidate that is being tried, counted from 1, out of `candidates`.
+    /// The candidate that is being tried, counted from 1, out of `candidates`. It is equal to `candidates`
+    /// while the fastest candidates are measured again.
     pub candidate: usize,
     /// Number of candidates of that kernel.
     pub candidates: usize,

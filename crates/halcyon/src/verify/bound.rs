@@ -318,9 +318,9 @@ impl Analysis {
         })
     }
 
-    /// The error of an op whose result is a sum of products, with operands `v` and their errors `e`. The
-    /// rounding error is relative to the op applied to `|v| + e`. The propagated error is this result minus
-    /// the op applied to `|v|`.
+    /// The error of an op whose result `v` is a sum of products of `k` terms. Each operand has a value `x.v`
+    /// and an error `x.e`. The rounding error is relative to the op applied to `|x.v| + x.e`. The propagated
+    /// error is the result of that op minus the op applied to `|x.v|`.
     fn linear(
         &mut self,
         op: &Op,
@@ -435,7 +435,7 @@ impl Analysis {
                 self.g.add(e, stored)?
             }
             // The error of arithmetic is relative to its result, however small the result is. The error of
-            // functions near a zero is relative to their operand.
+            // other functions near a zero is relative to their operand, so results below 1e-3 count as 1e-3.
             _ if row.ulps <= 4.0 => self.of_value(v, once + row.ulps * ec, tiny)?,
             _ => {
                 let a = self.g.abs(v)?;

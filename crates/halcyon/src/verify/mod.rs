@@ -160,7 +160,7 @@ pub struct VerifyReport {
     pub pieces: usize,
     /// Number of steps of the plan.
     pub steps: usize,
-    /// In the plan's order. After a divergence nothing more is checked, so the last check is the wrong one.
+    /// In the plan's order. After a divergence nothing more is checked, so the divergence is the last entry.
     pub checks: Vec<Check>,
     /// The first piece whose result is wrong.
     pub divergence: Option<Box<Replay>>,
@@ -274,8 +274,8 @@ fn judge(expected: &[Expected], got: &[ConstData]) -> std::result::Result<Errors
 }
 
 impl Session {
-    /// Runs the graph once, and checks a sample of the plan's steps against a reference, on the values that
-    /// the steps actually read.
+    /// Runs the graph once, and checks a sample of the plan's pieces against a reference, on the values that
+    /// the pieces actually read.
     ///
     /// # Errors
     /// The errors of [`Session::run`], and errors of running a step on the reference; [`Error::Argument`] for
@@ -343,8 +343,8 @@ impl Session {
         Ok(report)
     }
 
-    /// A replay of a run that failed. If running the steps one by one fails too, the replay contains only the
-    /// failing piece; otherwise it contains the whole graph with its inputs.
+    /// A replay of a run that failed. Runs the graph again piece by piece. If that fails too, the replay
+    /// contains only the failing piece; otherwise it contains the whole graph with its inputs.
     ///
     /// # Errors
     /// [`Error::Shape`] or another error if the inputs do not match the graph, so that there is nothing to

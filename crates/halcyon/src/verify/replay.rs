@@ -2,8 +2,8 @@
 //!
 //! Format: the 8 bytes `HALCRPL1`; the length of a JSON header as 8 bytes, little-endian; the header; the
 //! graph as written by [`Graph::to_bytes`]; and the tensors' bytes, in the header's order and with the sizes
-//! it gives. Files are not trusted: sizes are checked against the file's size before anything is read, and
-//! the graph against its type rules.
+//! it gives. Files are not trusted: the header's sizes are checked against the file's size before the graph
+//! and the tensors are parsed, and the graph is checked against its type rules.
 
 use super::bound;
 use crate::backend::{Backend, BackendBuilder};
@@ -118,9 +118,9 @@ pub struct Replay {
     pub graph: Graph,
     /// Values of the graph's inputs.
     pub inputs: Vec<ConstData>,
-    /// The device's results; empty if it failed.
+    /// The device's results; empty if the work failed.
     pub got: Vec<ConstData>,
-    /// The reference's results; empty if it was not run.
+    /// The reference's results; empty if the reference was not run.
     pub expected: Vec<ConstData>,
 }
 
@@ -304,8 +304,8 @@ impl Replay {
     /// Runs the work again on a backend and on the reference (at level O0), and compares the results.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the reference is at another level. A failure of the backend or the reference is
-    /// not an error but [`Outcome::Fails`].
+    /// [`Error::Argument`] if the reference is not at level O0; errors of computing the tolerance. If the
+    /// work fails on the backend or the reference, the result is [`Outcome::Fails`], not an error.
     pub fn run(&self, backend: &Backend, reference: &Backend) -> Result<Replayed> {
         if reference.level() != Level::O0 {
             return Err(Error::argument(
@@ -374,7 +374,8 @@ pub struct Replayed {
 pub enum Outcome {
     /// The results match the reference within the tolerance.
     Agrees,
-    /// They do not match: the number of wrong elements, and the first.
+    /// The results differ from the reference by more than the tolerance. The text gives the number of wrong
+    /// elements, and the first.
     Diverges(String),
     /// The work fails on the backend or on the reference.
     Fails(Error),

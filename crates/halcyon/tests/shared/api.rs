@@ -436,7 +436,7 @@ fn an_epoch_of_batches_is_one_plan() {
             near(&want, &[*loss]);
             near(want.backward().unwrap().get(&w).unwrap(), grad);
         }
-        // The last batch is shorter, which needs a second plan.
+        // Shorter batches need a plan of their own.
         let last = || {
             for at in [0, n - 4, 50] {
                 let x = scaled.narrow(0, at, 4).sum(1);

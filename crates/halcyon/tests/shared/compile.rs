@@ -1,4 +1,4 @@
-//! Lowers the op table's cases as for a GPU and compiles the kernels with NVRTC, hipRTC and clang: a quarter
+//! Lowers the op table's cases as for a GPU and compiles the kernels with NVRTC, hipRTC and clang: an eighth
 //! of the kernels, chosen at random by `HALCYON_SEED`, or all with `HALCYON_CASES=all`.
 
 use halcyon::Level;

@@ -1,4 +1,5 @@
-//! Exports every case of the op table as an ONNX model, imports it again and evaluates it with the reference.
+//! Exports the cases of the op table, except for large ones, as ONNX models, imports each model again and
+//! evaluates it with the reference.
 //!
 //! If `HALCYON_EXPORTED` names a folder, the models are written there, with their inputs and the reference's
 //! results, in the layout of the ONNX backend tests. `xtask/scripts/check_export.py` runs them in
@@ -103,7 +104,8 @@ fn settled(row: &Row, c: &Case, d: DType, opset: i64) -> bool {
     let open = ["special", "ends", "duplicates", "one place", "any"].iter().any(|l| c.label.contains(l));
     // Integer overflow, which Halcyon wraps and onnxruntime clamps.
     let long = !d.is_float() && ["reduce_sum", "reduce_prod"].iter().any(|n| row.name.starts_with(n));
-    // Numbers that the dtype cannot represent, including negative ones for powers of two.
+    // Numbers that the dtype cannot represent, such as negative numbers in `f8e8m0`, which has only powers of
+    // two.
     let narrow = row.name == "cast to a small type"
         && ["u2", "i2", "u4", "i4", "f8e8m0"].iter().any(|t| c.label.starts_with(t));
     let unsettled = whole || long || narrow || open && row.name != "const";
@@ -111,7 +113,7 @@ fn settled(row: &Row, c: &Case, d: DType, opset: i64) -> bool {
     opset <= 26 && !unsettled && c.args.is_empty()
 }
 
-/// Whether the operator set cannot express a graph. Export must reject each of these.
+/// Whether the operator set cannot express a graph. Export must reject such a graph.
 fn out_of_reach(g: &Graph, opset: i64) -> bool {
     use halcyon::ir::Op;
     g.nodes().iter().any(|n| match &n.op {

@@ -310,7 +310,7 @@ fn caches_that_cannot_be_written_cost_nothing_but_time() {
         let mut p = std::fs::metadata(&locked).unwrap().permissions();
         p.set_readonly(true);
         std::fs::set_permissions(&locked, p).unwrap();
-        // The root user can write everywhere; then this is an ordinary folder.
+        // The root user can write everywhere. For that user, `locked` is an ordinary folder.
         for at in [file.clone(), file.join("below"), locked] {
             for _ in 0..2 {
                 assert_eq!(products(kind, &at).unwrap().0, want, "{kind} in {}", at.display());
@@ -320,8 +320,8 @@ fn caches_that_cannot_be_written_cost_nothing_but_time() {
     }
 }
 
-/// A nearly full disk is imitated by a limit on the size of files that the process may write. The signal that
-/// reports such a write is ignored, so that writing fails.
+/// A nearly full disk is imitated by a limit on the size of files that the process may write. The process
+/// ignores the signal for a write past the limit, so that the write fails instead of ending the process.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_costs_nothing_but_time() {

@@ -11,7 +11,8 @@ fn backend(kind: BackendType, level: Level) -> Backend {
     Backend::builder().backend_type(kind).level(level).num_threads(2).build().unwrap()
 }
 
-/// An update of the first `rows` rows of a value with eight rows, which is an output of the plan.
+/// Takes the first `rows` rows of a value with eight rows and updates a slice of them. The result is the
+/// graph's output.
 fn update(rows: usize) -> Graph {
     let mut g = Graph::new();
     let x = g.input("x", TensorType::new(DType::F32, [8usize, 4]));

@@ -16,8 +16,7 @@ fn backend(kind: BackendType, without: &[&str]) -> Backend {
     without.iter().fold(b, |b, w| b.without(w)).build().unwrap()
 }
 
-/// An update with two moments, with dtypes and shapes as models have them: among them single elements, odd
-/// lengths and empty tensors.
+/// An optimizer's update with two moments.
 fn adam(x: &[Tensor]) -> Vec<Tensor> {
     let n = x.len() / 4;
     let (mut params, mut moments) = (vec![], vec![]);
@@ -46,6 +45,7 @@ fn merges(plan: &Plan) -> usize {
 #[test]
 fn an_optimizers_step_is_one_launch_where_the_device_can() {
     let mut rng = Rng::fresh("an_optimizers_step_is_one_launch_where_the_device_can");
+    // Shapes as models have them, single elements, odd lengths and an empty tensor.
     let shapes: [&[usize]; 8] = [&[33, 64], &[64], &[1], &[], &[10, 7], &[5], &[0, 3], &[2, 3, 4]];
     for kind in test_backends() {
         for dtype in [DType::F32, DType::F16] {

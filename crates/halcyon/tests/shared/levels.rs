@@ -304,8 +304,8 @@ fn each_can_be_switched_off_and_packed_weights_are_shared() {
     assert!(b.memory().allocated < before + 60 * 80 * 4, "{} {before}", b.memory().allocated);
 }
 
-/// `(a - z)(b - w)`, where all four operands are bytes that are converted to f32, as in quantised models. O0
-/// computes the product in f32, and O2 multiplies bytes.
+/// `(a - z)(b - w)`, at random without `z` or `w`. The operands are 8-bit integers that are converted to f32,
+/// as in quantised models. O0 computes the product in f32, and O2 multiplies 8-bit integers.
 #[test]
 fn integers_are_multiplied_as_bytes_and_exactly() {
     let mut rng = Rng::fresh("integers");

@@ -16,7 +16,7 @@ fn backend(dir: &Path, keep: Option<bool>) -> Backend {
     .unwrap()
 }
 
-/// A chain of products whose right factors are constants. Level O2 packs them.
+/// Consecutive products whose right factors are constants. Level O2 packs these constants.
 fn graph(w: &[Vec<f32>]) -> Graph {
     let mut g = Graph::new();
     let mut x = g.input("x", halcyon_ir::shape::TensorType::new(DType::F32, [64, 256]));
@@ -68,7 +68,8 @@ fn a_second_start_reads_what_the_first_packed() {
     assert_eq!(run(&backend(dir.path(), None), &w).1, 3);
     assert_eq!(run(&backend(dir.path(), Some(false)), &w).1, 0);
 
-    // The key of an entry does not depend on this value. The entry is found to be stale, and is replaced.
+    // The key of an entry does not depend on the element that is changed here. The entry is found to be
+    // stale, and is replaced.
     let mut other = w.clone();
     other[1][5000] += 1.0;
     let plain = run(&backend(dir.path(), Some(false)), &other);

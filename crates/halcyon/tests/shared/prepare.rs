@@ -135,7 +135,8 @@ fn a_switched_off_transformation_is_not_applied() {
 
 #[test]
 fn results_that_do_not_compare_keep_the_model_at_o0() {
-    // At O2 two factors are merged into one that f32 cannot hold; at O0 their products stay finite.
+    // At O2 two factors are merged into one that f32 cannot hold. At O0 the image is multiplied by one factor
+    // after the other, and stays finite.
     let mut g = Graph::new();
     let x = g.input("x", TensorType::new(DType::F32, [1, 2, 4, 4]));
     let w = g.constant(ConstData::from_slice(&[2, 2, 1, 1], &[1e-30f32; 4]).unwrap());

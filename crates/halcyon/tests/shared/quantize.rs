@@ -25,8 +25,8 @@ fn data(rng: &mut Rng, dims: &[usize], by: f32) -> ConstData {
     ConstData::from_slice(dims, &v).unwrap()
 }
 
-/// A small network of images: three convolutions with channels in whole blocks, a residual connection,
-/// pooling and a product.
+/// A small network on images: four convolutions with channels in whole blocks, a residual connection, the
+/// mean over the image, and a product.
 fn images(rng: &mut Rng) -> Graph {
     let mut g = Graph::new();
     let x = g.input("image", TensorType::new(DType::F32, [2, 64, 9, 7]));
@@ -77,7 +77,7 @@ fn within(max_error: f64) -> QuantizeOptions {
     QuantizeOptions { max_error, ..QuantizeOptions::default() }
 }
 
-/// Names of the kernels of a graph's plan.
+/// The lines of a graph's printed plan, which name the kernels.
 fn kernels(b: &Backend, g: &Graph, x: &[ConstData]) -> Vec<String> {
     let e = Session::new(b, g.clone()).prepare(x).unwrap();
     e.plan().to_string().lines().map(str::to_string).collect()

@@ -1,6 +1,7 @@
-//! Tests that every transformation, except those that only save time, reduces a cost of some graph's plan,
-//! and that the cost is higher if the transformation is switched off. The costs are static, so they are
-//! compared exactly. `cargo xtask test --only receipts` measures times, with an optimised build.
+//! Tests that every transformation reduces a cost of some graph's plan, and that the cost is higher if the
+//! transformation is switched off. Transformations that only save time, and those that other files test, are
+//! left out. The costs are static, so they are compared exactly. `cargo xtask test --only receipts` measures
+//! times, with an optimised build.
 
 use halcyon::ir::graph::NodeId;
 use halcyon::ir::ops::Conv;
@@ -198,8 +199,9 @@ fn applied(p: &Plan, name: &str) -> usize {
 
 #[test]
 fn every_transformation_gains_and_without_it_the_gain_is_lost() -> Result<()> {
-    // Tuning reduces time, which a plan does not show; `tuning.rs` tests it. The CPU merges no launches;
-    // `launches.rs` tests them on devices that do.
+    // Tuning reduces time, which a plan does not show; `tuning.rs` tests it. Quantisation rewrites the graph
+    // before it is planned; `quantize.rs` tests it. The CPU merges no launches; `launches.rs` tests merged
+    // launches on devices that have them.
     let elsewhere = [passes::TUNED, passes::QUANTIZED, passes::LAUNCHES];
     for name in passes::ALL.iter().filter(|n| !elsewhere.contains(n)) {
         let (c, shown) = case(name)?;

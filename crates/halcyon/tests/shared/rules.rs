@@ -355,7 +355,7 @@ fn streams_give_what_one_queue_gives() {
                 None => {}
             });
             for (i, (g, w)) in got.iter().zip(&want).enumerate() {
-                // Both cases evaluate the same values together, so the results agree closely.
+                // `want` and `got` evaluate the same values together, so they agree closely.
                 let close = g.iter().zip(w).all(|(a, b)| (a - b).abs() <= 1e-4 * b.abs().max(1.0));
                 assert!(close, "{} round {round} value {i}", b.id());
             }

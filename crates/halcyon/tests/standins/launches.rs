@@ -5,7 +5,7 @@ use halcyon::State;
 use halcyon::prelude::*;
 use halcyon_test::Rng;
 
-/// Gradients, parameters and two moments, one after another.
+/// An optimizer's update. `x` has all gradients, then all parameters, then the two moments in the same way.
 fn adam(x: &[Tensor]) -> Vec<Tensor> {
     let n = x.len() / 4;
     let (mut params, mut moments) = (vec![], vec![]);
@@ -22,7 +22,8 @@ fn adam(x: &[Tensor]) -> Vec<Tensor> {
 
 #[test]
 fn one_launch_updates_all_parameters() {
-    // More parameters than fit the arguments of one launch, with sizes from 1 to about 20,000.
+    // Sizes are from 1 to about 20,000. The last case has more parameters than fit the arguments of one
+    // launch.
     let mut rng = Rng::fresh("one_launch_updates_all_parameters");
     for (kind, many) in [(BackendType::Cuda, 8), (BackendType::Rocm, 8), (BackendType::Cuda, 90)] {
         let Some((_s, _alone)) = alone(kind) else { return };

@@ -279,7 +279,8 @@ fn floats(v: &[u32]) -> Vec<f64> {
     v.iter().map(|b| f32::from_bits(*b) as f64).collect()
 }
 
-/// Devices lost in the middle of a model, and read-backs that differ from the device's contents.
+/// Devices that are lost at the first, a middle or the last launch, and read-backs that differ from the
+/// device's contents.
 fn lost_and_falsified(kind: BackendType) {
     on(kind, "lost devices and falsified answers", |h| {
         for (name, work) in WORK {
@@ -303,8 +304,8 @@ fn lost_and_falsified(kind: BackendType) {
                 drop(b);
                 assert_eq!(work(&h.open(Level::O2)).unwrap(), want, "{kind} {name}: a device opened anew");
             }
-            // Falsify each word that is read back, one at a time. Only the value of that word may differ from
-            // the expected results.
+            // Falsify each of the first 64 words that are read back, one at a time. Only the value of that
+            // word may differ from the expected results.
             let mut seen = 0;
             for at in 0..64 {
                 h.s.set("falsify", 4 * at + 2);

@@ -75,7 +75,7 @@ impl EarlierReport {
     }
 
     /// Compares the current value of a row with its value in the earlier report. `None` if the earlier report
-    /// lacks the row.
+    /// has no value for the row.
     pub(super) fn ratio(&self, name: &str, now: &Sample) -> Option<Ratio> {
         let (s, more) = self.rows.get(name)?;
         let ratio = if *more { now.median / s.median } else { s.median / now.median };
@@ -83,7 +83,7 @@ impl EarlierReport {
         Some(Ratio { before: s.median, ratio, beyond })
     }
 
-    /// The settings that differ, and the rows that no longer exist.
+    /// The settings that differ, and the rows that only the earlier report has.
     pub(super) fn differs(&self, settings: &Value, now: &[&str]) -> (Vec<String>, Vec<&str>) {
         let plain = |v: &Value| match v {
             Value::String(s) => s.clone(),
@@ -129,7 +129,7 @@ impl EarlierReport {
         )
     }
 
-    /// Warns on stderr about differences that make the comparison doubtful.
+    /// Warns on stderr if the settings differ, which makes the comparison doubtful.
     pub(super) fn note(&self, settings: &Value, now: &[&str]) {
         let (changed, _) = self.differs(settings, now);
         if !changed.is_empty() {
@@ -142,7 +142,7 @@ impl EarlierReport {
     }
 }
 
-/// `1.25 *`, or a dash for rows that the earlier report lacks.
+/// `1.25 *`, or a dash for rows without a value in the earlier report.
 pub(super) fn cell(r: Option<Ratio>) -> String {
     r.map_or("-".into(), |r| format!("{}{}", three(r.ratio), if r.beyond { " *" } else { "  " }))
 }

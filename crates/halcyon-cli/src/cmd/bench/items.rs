@@ -117,7 +117,7 @@ pub(crate) fn all() -> Vec<Item> {
     let mut v: Vec<Item> = [512, 1024, 2048, 4096].into_iter().map(|n| gemm(n, DType::F32)).collect();
     v.extend([1024, 2048].map(|n| gemm(n, DType::BF16)));
     v.extend([gemv(4096, 4096), gemv(14336, 4096)]);
-    // Layers of ResNet-50, and the depthwise layer of MobileNet.
+    // Layers of ResNet-50, and a depthwise layer of MobileNet.
     v.extend([
         conv("conv-stem-7x7", [3, 64, 1, 224, 7, 2, 3]),
         conv("conv-1x1-64-256", [64, 256, 1, 56, 1, 1, 0]),

@@ -117,7 +117,7 @@ impl Limits {
         Ok(())
     }
 
-    /// Like [`Limits::measure`], but reuses known peaks, and rounds working sets to a few sizes.
+    /// Like [`Limits::measure`], but reuses known peaks, and rounds working sets up to a few sizes.
     pub(crate) fn cached(&mut self, w: &Work) -> Result<Limit> {
         let (kind, stream, size) = (w.kind(), w.stream(), round_up(size(w)));
         if !self.flops.contains_key(&kind) {

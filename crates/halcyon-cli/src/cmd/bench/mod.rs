@@ -101,7 +101,8 @@ fn settings(b: &Backend) -> Value {
         "name": b.info().name,
         "threads": threads(b),
         "level": b.level().to_string(),
-        // Omitted for f32, so that reports made before this setting existed can still be compared.
+        // Null without mixed precision, so that reports made before this setting existed can still be
+        // compared.
         "precision": Some(b.amp()).filter(|p| *p != halcyon::AmpPolicy::None),
         "matmul_precision":
             Some(b.precision()).filter(|p| *p != halcyon::MatmulPrecision::Highest).map(|p| p.to_string()),
@@ -119,7 +120,7 @@ pub(crate) fn percent(v: f64) -> String {
     if v < 0.0995 { format!("{:.1} %", v * 100.0) } else { format!("{:.0} %", v * 100.0) }
 }
 
-/// `123` or `1.23`: three significant digits.
+/// Three significant digits, as in `123` and `1.23`, but all digits before the point and at most two behind.
 pub(crate) fn three(v: f64) -> String {
     match v.abs() {
         a if a >= 99.95 || a == 0.0 => format!("{v:.0}"),

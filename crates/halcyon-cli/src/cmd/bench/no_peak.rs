@@ -5,7 +5,7 @@ use crate::args::BenchPeakArgs;
 use halcyon::{Backend, Result};
 
 /// # Errors
-/// Always [`halcyon::Error::Unsupported`], or the error of opening the backend.
+/// The error of opening the backend; if it opens, [`halcyon::Error::Unsupported`].
 pub(crate) fn main(a: &BenchPeakArgs) -> Result<u8> {
     match Limits::new(&Backend::builder().backend_type(a.backend.parse()?).build()?)? {}
 }

@@ -103,7 +103,7 @@ fn measure(b: &Backend, item: &Item, runs: Option<u32>, limits: Option<&mut Limi
     }
     repeat(runs, MIN_RUNS, TIME, || run(true))?;
     let time = Sample::of(&times);
-    // If the work was faster than the peak permits, the peak was measured under load.
+    // If the work was faster than the peak permits, the peak was probably measured under load.
     let above = |l: &Limit| l.seconds > ABOVE * time.median;
     let limit = match limits {
         None => None,

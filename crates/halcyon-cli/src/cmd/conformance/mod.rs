@@ -83,7 +83,7 @@ enum CaseError {
 }
 
 /// Catches panics, so that a bug in one case does not hide the others. The backend stays usable after a
-/// panic, because its locks ignore poisoning.
+/// panic, because a lock that was held during a panic can be taken again.
 fn catch_panics<T>(f: impl FnOnce() -> Result<T>) -> std::result::Result<T, CaseError> {
     match catch_unwind(AssertUnwindSafe(f)) {
         Ok(r) => r.map_err(CaseError::Error),

@@ -147,7 +147,7 @@ fn find(dir: &Path, out: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// Path relative to the given folder, with `/` on every system.
+/// Path relative to the given folder, with `/` on every system; the folder's name if both are the same.
 fn case_name(root: &Path, dir: &Path) -> String {
     let below = dir.strip_prefix(root).unwrap_or(dir);
     let parts: Vec<_> = below.components().map(|c| c.as_os_str().to_string_lossy()).collect();

@@ -24,7 +24,7 @@ const TIME: Duration = Duration::from_millis(25);
 /// If at most this many ops were run, the report has a line of figures for every cell, not only for the cells
 /// nearest to their tolerance.
 const DETAILED: usize = 3;
-/// Number of cells listed below a matrix: those nearest to their tolerance.
+/// Number of cells listed below the matrices: those nearest to their tolerance.
 const NEAREST: usize = 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -56,7 +56,7 @@ struct Cell {
     op: String,
     dtype: DType,
     status: Status,
-    /// The first failure or unsupported case, with its label.
+    /// The first failure, or, if no case failed, the first unsupported case, with its label.
     reason: String,
     cases: usize,
     unsupported: usize,
@@ -197,7 +197,7 @@ impl Run<'_> {
             cell.reason = format!("{} has no {d}", b.id());
             return cell;
         }
-        // The operands depend only on op, dtype and seed, not on what else runs.
+        // The operands depend on the op, the dtype and the seed, not on other cells.
         let name = format!("{} {d}", row.name);
         let mix = |h: u64, c: u8| (h ^ c as u64).wrapping_mul(0x0100_0000_01b3);
         let mut rng = Rng::new(name.bytes().fold(self.seed ^ 0xcbf2_9ce4_8422_2325, mix));
@@ -278,7 +278,7 @@ impl Run<'_> {
         let buffers = s.upload(&inputs)?;
         let mut times = vec![];
         let begin = Instant::now();
-        // The first run includes one-time costs of the device.
+        // The first run is not counted, because it includes one-time costs of the device.
         while times.len() <= MIN_RUNS || begin.elapsed() < TIME {
             let start = Instant::now();
             let out = exe.run(&buffers, &[])?;

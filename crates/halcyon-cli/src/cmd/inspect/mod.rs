@@ -130,7 +130,7 @@ struct Report<'a> {
     /// The error if the model is broken, as opposed to unsupported.
     broken: Option<Error>,
     backends: Vec<BackendSupport>,
-    /// Backends without a device here, with the reason.
+    /// Backends that cannot be used here, with the reason.
     absent: Vec<(BackendType, String)>,
 }
 
@@ -146,7 +146,7 @@ struct Work {
     staged: Option<String>,
     /// The reason if the import stopped before the end of the model.
     stopped: Option<String>,
-    /// Nodes that run on the host.
+    /// Nodes that run on the host, each with its number of runs.
     host: Vec<(String, usize)>,
     by_op: HashMap<Key, Cost>,
     total: Cost,
@@ -248,7 +248,7 @@ fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
     let args =
         InputArgs { inputs: a.inputs.iter().map(|t| source::or_ones(t)).collect(), ..InputArgs::default() };
     let ports = file.inputs()?;
-    // Inputs that are not numeric tensors are taken as empty.
+    // Inputs that are not numeric tensors get placeholders.
     let numbers: Vec<Port> =
         ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).cloned().collect();
     let mut given: HashMap<String, Datum> =

@@ -15,7 +15,7 @@ pub(crate) const ROWS: usize = 8;
 /// Width of a line of values in columns.
 const WIDTH: usize = 76;
 
-/// Name, type, shape and values of an output: the first values of each row, or all.
+/// Name, type, shape and values of an output: the first values of the first rows, or all.
 pub(crate) fn show(name: &str, x: &Leaf<'_>, all: bool) -> String {
     let name = one_line(name);
     match x {
@@ -233,7 +233,7 @@ pub(crate) struct Entry {
     pub index: usize,
     pub label: Option<String>,
     pub value: f64,
-    /// A fraction of 1.
+    /// The share of the class, from 0 to 1 ([`shares`]).
     pub share: f64,
 }
 
@@ -244,7 +244,7 @@ pub(crate) struct Top {
     pub rows: Vec<(Scores, Vec<Entry>)>,
 }
 
-/// The top `k` classes, taking the last axis of the first output as classes.
+/// The top `k` classes of each row, taking the last axis of the first output as classes.
 pub(crate) fn top_k(k: usize, outputs: &[(String, Leaf<'_>)], labels: Option<&[String]>) -> Result<Top> {
     let Some((name, Leaf::Tensor(x))) = outputs.first() else {
         return Err(Error::argument("--top-k", "the model's first output is not a tensor of numbers"));

@@ -258,7 +258,8 @@ impl<'a> Runs<'a> {
         let inputs = source::resolve_with(&self.ports, &self.rest, given, false)?;
         match self.run(inputs, &rows, total) {
             Err(e) if about_inputs(&e) => {
-                // Run each row by itself, to find which one fails.
+                // Run each row by itself, to find which one fails. With a fixed batch size, all rows count as
+                // failed.
                 match rows.len() {
                     1 => self.rows[rows[0]].outputs = Err(e),
                     _ if matches!(self.batch, Batch::Exactly(_)) => {
@@ -284,7 +285,7 @@ impl<'a> Runs<'a> {
         self.loaded.times.inputs += start.elapsed();
         self.batch = batch(&self.ports[encoder.ids()], self.a.batch, LINES, 2);
         self.rows = lines.into_iter().map(|key| Row { key, outputs: Ok(vec![]) }).collect();
-        // A value that the user gave for one of these inputs takes precedence.
+        // A value that the user gave for the mask or the token types takes precedence.
         let named = |i: usize| {
             let prefix = format!("{}=", self.ports[i].name);
             self.rest.inputs.iter().any(|t| t.starts_with(&prefix))
@@ -356,7 +357,7 @@ fn about_inputs(e: &Error) -> bool {
 }
 
 /// How many rows the input `p` takes at once. If it has `rank` dimensions, the first one is the batch.
-/// `asked` is the value of --batch, and `without` the number of rows without it.
+/// `asked` is the value of --batch, and `without` the number of rows if --batch is not given.
 fn batch(p: &Port, asked: Option<u32>, without: usize, rank: usize) -> Batch {
     let asked_most = asked.map(|n| n as usize);
     let first = p.shape().filter(|s| s.rank() == rank).map(|s| s[0]);
@@ -421,7 +422,7 @@ fn row_of(name: &str, d: &Datum, k: usize, total: usize) -> Result<Datum> {
     }
 }
 
-/// The rows with their formatted results.
+/// The rows and how they are reported.
 struct Report<'a> {
     a: &'a RunArgs,
     /// The kind of rows: "file" or "text".

@@ -32,7 +32,8 @@ use std::time::{Duration, Instant};
 
 /// Interval for sampling memory until the first run has ended. Later runs reuse its memory.
 const SAMPLING_INTERVAL: Duration = Duration::from_millis(5);
-/// Number of pairs of measurements, with and without a transformation; a receipt's gain is their median.
+/// Minimum number of pairs of measurements, with and without a transformation. A receipt's gain is the median
+/// of the pairs.
 const RECEIPT_RUNS: usize = 7;
 /// Number of classes printed if class names are given: for a single input, and for each of several.
 const CLASSES_PRINTED: (usize, usize) = (5, 1);

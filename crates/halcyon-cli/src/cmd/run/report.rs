@@ -125,12 +125,13 @@ impl RunReport<'_> {
         out
     }
 
-    /// Warnings of the plan, or of the stages that replace it.
+    /// Warnings of the plan, or, for a model that runs in stages, of the stages.
     pub(super) fn warnings(&self) -> impl Iterator<Item = &String> {
         self.plan.iter().flat_map(|p| &p.warnings).chain(&self.run.placement.warnings)
     }
 
-    /// The nodes that ran on the host, for models that run in stages.
+    /// For a model that runs in stages: the stages, the loops, the nodes that ran on the host and the values
+    /// that were read back.
     fn placement(&self) -> String {
         let (p, mut out) = (&self.run.placement, String::new());
         let Some(why) = &self.run.staged else {

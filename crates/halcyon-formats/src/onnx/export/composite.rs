@@ -5,7 +5,7 @@ use super::quantized;
 use halcyon_ir::composite::{Composite, CompositeKind as Kind};
 use halcyon_ir::{DType, Error, Result, Shape, TensorType};
 
-/// Whether [`node`] can write the composite in this operator set. Other composites are written as their
+/// Whether an operator of this operator set can express the composite. Other composites are written as their
 /// bodies.
 pub(super) fn direct(c: &Composite, opset: i64) -> bool {
     let inputs = c.body.inputs();
@@ -39,7 +39,8 @@ pub(super) fn direct(c: &Composite, opset: i64) -> bool {
     }
 }
 
-/// Writes the operator for a composite for which [`direct`] is true.
+/// Writes the operator for a composite for which [`direct`] is true, except a product with quantised weights,
+/// which [`quantized::matmul`] writes.
 pub(super) fn node(e: &mut Emitter<'_>, c: &Composite, x: &[Val], ty: TensorType) -> Result<Val> {
     let lost = || Error::internal(format!("composite {} lacks an attribute", c.kind));
     let axis = || c.int("axis").map(|a| int("axis", a)).ok_or_else(lost);

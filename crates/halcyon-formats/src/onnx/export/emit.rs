@@ -74,7 +74,7 @@ pub(super) struct Emitter<'g> {
 pub(super) const MICROSOFT: &str = "com.microsoft";
 const MICROSOFT_VERSION: i64 = 1;
 
-/// Literals of at most this many elements are stored, larger ones computed by a node.
+/// Literals of at most this many elements are stored. A node computes larger literals.
 const DENSE: usize = 16;
 /// Constants of at most this many bytes are looked up by content.
 const POOLED: usize = 1024;
@@ -309,7 +309,7 @@ impl<'g> Emitter<'g> {
         v
     }
 
-    /// A small constant. Equal constants are stored once.
+    /// A constant. Equal constants of at most [`POOLED`] bytes are stored once.
     pub(super) fn constant(&mut self, base: &str, c: ConstData) -> Val {
         if c.bytes().len() > POOLED {
             return self.store(base, c);
@@ -519,8 +519,8 @@ impl<'g> Emitter<'g> {
 fn unused_name(taken: &mut HashSet<String>, base: &str) -> String {
     let mut name = base.to_string();
     let mut n = 1;
-    // Suffixes start at the number of names taken, so the search is short unless one name is requested
-    // repeatedly.
+    // Suffixes start at the number of names taken, which grows, so the search is short even if one name is
+    // requested repeatedly.
     while !taken.insert(name.clone()) {
         let rest = if n == 1 { taken.len() } else { taken.len() + n };
         name = format!("{base}_{rest}");

@@ -1,13 +1,13 @@
 //! Exports graphs as ONNX models.
 //!
 //! [`export`] returns a model in memory. `write` writes a file. If this file would exceed the 2 GiB limit of
-//! protobuf messages, the weights go to a second file. The table in `scalar` lists the scalar ops, `ops` the
-//! other primitives. A composite becomes the ONNX operator of the same definition (`composite`), or else its
-//! body.
+//! protobuf messages, the larger weights go to a second file. The table in `scalar` lists the scalar ops, and
+//! `ops` writes the other primitives. A composite becomes the ONNX operator of the same definition
+//! (`composite`), or else its body.
 //!
 //! Where ONNX leaves a result undefined, the result depends on the software that runs the model: an index out
-//! of range, integer division by zero, a cast of a float to an integer that cannot hold it, the maximum of
-//! two zeros of different sign or of a NaN.
+//! of range, integer division by zero, a cast of a float to an integer type that cannot hold it, the maximum
+//! of two zeros of different sign or of a NaN.
 
 mod composite;
 mod emit;
@@ -71,7 +71,7 @@ pub fn export(graph: &Graph, options: &ExportOptions) -> Result<ModelProto> {
         let what = format!("operator set {} is outside {OLDEST}..={LATEST}", options.opset);
         return Err(Error::argument("export", what));
     }
-    // MatMulNBits takes constants. Weights that are computed are written as the body of the product.
+    // MatMulNBits takes constants. A product whose weights are computed is written as its body.
     let is_const = |id: &NodeId| matches!(graph.node(*id).op, Op::Const(_));
     let computed: Vec<*const Composite> = (graph.nodes().iter())
         .filter(|n| n.inputs.get(1..).is_some_and(|w| !w.iter().all(is_const)))

@@ -29,8 +29,8 @@ pub(super) fn direct(c: &Composite, opset: i64) -> bool {
     }
 }
 
-/// QuantizeLinear or DequantizeLinear. The zero point is always written, because engines derive the type of
-/// the result from it.
+/// QuantizeLinear or DequantizeLinear. The zero point is always written, because it determines the type of
+/// QuantizeLinear's result.
 pub(super) fn linear(e: &mut Emitter<'_>, c: &Composite, x: &[Val], ty: TensorType) -> Result<Val> {
     let lost = || Error::internal(format!("composite {} lacks an operand", c.kind));
     let (name, codes) = match &c.kind {

@@ -14,7 +14,7 @@ impl Emitter<'_> {
         self.concat(&parts)
     }
 
-    /// Concatenates vectors of i64. Vectors of one constant element are folded.
+    /// Concatenates vectors of one i64 each. If all of them are constants, the result is a constant.
     pub(super) fn concat(&mut self, parts: &[Val]) -> Result<Val> {
         if let [one] = parts {
             return Ok(one.clone());
@@ -122,7 +122,7 @@ impl Emitter<'_> {
         ))
     }
 
-    /// The target shape of a Reshape, and whether a 0 in it means a size of 0 (else it means "unchanged").
+    /// The shape operand of a Reshape, and whether a 0 in it means a size of 0 (else it means "unchanged").
     pub(super) fn target(&mut self, from: &Shape, to: &Shape) -> Result<(Val, bool)> {
         if let Some(known) = to.known() {
             let v: Vec<i64> = known.iter().map(|&n| n as i64).collect();

@@ -45,7 +45,7 @@ fn symbolic(dims: &[Dim], sizes: &[usize], f: impl Fn(&mut Graph, NodeId) -> Res
     let data = [f32s(sizes, &v)];
     let want = reference::eval(&g, &data, &[]).unwrap();
     let m = export(&g, &ExportOptions::default()).unwrap();
-    // Imports with the symbols, and with the sizes.
+    // Imports once with the sizes and once with the symbols.
     let i = Model::new(m.clone(), External::none(), "m").unwrap();
     let bound = i.import(&[("x", Shape::from(sizes))]).unwrap();
     assert_eq!(reference::eval(&bound.graph, &data, &[]).unwrap(), want, "{}", bound.graph);
@@ -131,7 +131,7 @@ fn an_output_may_be_an_input_of_its_name() {
 #[test]
 fn symbolic_sizes_are_computed_from_the_inputs() {
     let (b, s) = (Dim::sym("b"), Dim::sym("s"));
-    // -1 for the one unknown size, 0 for unchanged sizes.
+    // Reshape takes -1 for the one size that is not known, and 0 for sizes that do not change.
     let m = symbolic(&[b, 6.into()], &[2, 6], |g, x| g.reshape(x, [b.mul(2.into()), 3.into()]));
     assert_eq!(names(&m), ["Reshape"]);
     let m = symbolic(&[b, s, 6.into()], &[2, 5, 6], |g, x| {
@@ -311,7 +311,7 @@ fn m_offsets(path: &std::path::Path) -> Vec<u64> {
 
 #[test]
 fn scatters_and_gradients_keep_their_meaning() {
-    // Adds rows to the second axis at an index of two axes, for which ONNX needs several operators.
+    // Adds rows along the second axis, at indices that are a matrix. ONNX needs several operators for this.
     let mut g = Graph::new();
     let x = g.input("x", ty(&[2.into(), 3.into(), 2.into()]));
     let i = g.constant(ConstData::from_slice(&[1, 2], &[2i64, 0]).unwrap());

@@ -18,8 +18,8 @@ fn pads(v: impl IntoIterator<Item = (i64, i64)> + Clone) -> super::super::proto:
     ints("pads", &[lo, hi].concat())
 }
 
-/// A convolution. With input dilation it becomes a ConvTranspose if ConvTranspose can express it; otherwise a
-/// Conv over the input with explicit zeros. A Pad node before the Conv applies negative padding.
+/// A convolution. With input dilation it becomes a ConvTranspose if that operator can express it; otherwise
+/// zeros are inserted into the input of a Conv. A Pad node before the Conv applies negative padding.
 pub(super) fn conv(e: &mut Emitter<'_>, c: &Conv, x: &Val, w: &Val, to: &Shape) -> Result<Val> {
     let n = c.stride.len();
     if n == 0 {
@@ -123,7 +123,8 @@ fn transposed(
     Ok(Some(e.node("ConvTranspose", &[x, &v], attrs, ty.clone())))
 }
 
-/// Whether the padding is at least as wide as the kernel. Other ONNX software rejects such a padding.
+/// Whether the padding on some side is at least as wide as the kernel. Other ONNX software rejects such a
+/// padding.
 fn wide(p: &Pool) -> bool {
     p.pad.iter().zip(&p.kernel).any(|(p, k)| p.0 >= *k || p.1 >= *k)
 }

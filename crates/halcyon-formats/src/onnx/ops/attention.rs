@@ -157,8 +157,8 @@ impl Visible {
         Ok(())
     }
 
-    /// What is added to the scores, in `dtype` (-inf for masked keys), and the rows in which every key is
-    /// masked.
+    /// Returns the bias to add to the scores, in `dtype` (-inf for masked keys), and a mask of the rows in
+    /// which every key is masked. `None` if there is nothing to add.
     fn finish(self, b: &mut Builder, dtype: DType) -> Result<Option<(Value, Value)>> {
         let bias = match (self.allowed, self.bias) {
             (None, None) => return Ok(None),
@@ -176,7 +176,7 @@ impl Visible {
     }
 }
 
-/// `0, 1, …` along `axis` of two axes.
+/// The numbers `0, 1, …` along `axis` of two axes. The other axis has size 1.
 fn positions(b: &mut Builder, n: Dim, axis: usize) -> Result<Value> {
     let i = b.iota(DType::I32, n)?;
     b.reshape(&i, if axis == 0 { [n, 1.into()] } else { [1.into(), n] })
@@ -214,9 +214,9 @@ fn mask(b: &mut Builder, c: &Call<'_>, m: &Value, dtype: DType, to: &Shape, see:
     Ok(())
 }
 
-/// Restricts `see` to keys that lie in the window, not after the query (if `causal`), and within the cache
-/// lengths. `past` is the number of tokens in the operator's own cache, and `valid` has the lengths of a
-/// cache outside the operator.
+/// Restricts `see` to the keys that are in the window, that do not come after the query (if `causal`), and
+/// that are within the cache lengths. `past` is the number of tokens in the operator's own cache, and `valid`
+/// has the lengths of a cache outside the operator.
 fn structure(
     b: &mut Builder,
     c: &Call<'_>,

@@ -197,8 +197,8 @@ fn a_graph_that_changes_scores_must_keep_their_type() {
     }
 }
 
-/// The recurrence as the operator's specification defines it: operands `[t, h, d]` of one batch. `decay` is a
-/// function of token, head and feature, and `beta` of token and head.
+/// The recurrence as the operator's specification defines it, for a batch of one. The operands are
+/// `[1, t, h * d]`. `decay` is a function of token, head and feature, and `beta` of token and head.
 fn recurrence(
     [q, k, v]: [&ConstData; 3],
     group: usize,

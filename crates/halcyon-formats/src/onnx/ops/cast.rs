@@ -8,9 +8,9 @@ use halcyon_ir::{DType, Result, Rounding};
 pub(super) const ROWS: &[Row] = &[row("BitCast", 26, &["to"], bit_cast)];
 
 /// Converts `x` as the tables of ONNX's `Cast` specify. With `saturate`, the default, values beyond the range
-/// of an 8-bit float type, including infinity, become its largest number. Without `saturate` they become
-/// infinity or NaN. 2- and 4-bit integers keep the low bits; ONNX does not specify this for casts from
-/// floats.
+/// of an 8-bit float type, including infinity, become its largest number with the same sign. Without
+/// `saturate` they become infinity or NaN. 2- and 4-bit integers keep the low bits; ONNX does not specify
+/// this for casts from floats.
 pub(super) fn convert(b: &mut Builder, c: &Call<'_>, x: &Value, to: DType) -> Result<Value> {
     let saturate = c.flag("saturate", true)?;
     match to {

@@ -3,7 +3,7 @@
 //! Branches, and the bodies of short loops of constant length, are built into the surrounding graph. The body
 //! of any other loop is compiled once, and a staged run repeats it ([`crate::onnx::trace`],
 //! [`crate::onnx::body`]). If a body cannot be compiled, its iterations are built one by one, and the run's
-//! report gives the reason.
+//! report gives the reason. If the model must become one graph, every loop is unrolled into it.
 
 use super::{Row, item_row};
 use crate::onnx::body::{LoopState, RunContext};
@@ -15,9 +15,10 @@ use crate::onnx::proto::GraphProto;
 use crate::onnx::trace::{self, Bounds, CompiledLoop, Loop, Reason, Sequences};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape, TensorType};
 
-/// A loop of constant length is unrolled into the surrounding graph if its iterations together visit at most
-/// this many nodes of the model. For longer loops, planning the unrolled graph takes more time than the
-/// unrolled graph saves when it runs.
+/// In a staged run, a loop of constant length is unrolled into the surrounding graph if its iterations
+/// together visit at most this many nodes of the model; in an import, if they add at most this many nodes to
+/// the graph. For longer loops, planning the unrolled graph takes more time than the unrolled graph saves
+/// when it runs.
 const MAX_UNROLLED_NODES: usize = 512;
 /// After its iterations have visited this many nodes of the model, a loop that adds few nodes to the graph is
 /// treated as long.
@@ -158,8 +159,8 @@ fn is_run(b: &Builder) -> bool {
     b.stage.is_none() && b.controls.is_none() && !b.limits.whole && !b.differentiates
 }
 
-/// The value of a trip count or condition. If the value comes from an input, the model runs in stages,
-/// because a single graph would be valid for this value only.
+/// The value of a trip count or condition. If the value is not known during import, the model runs in stages,
+/// because a single graph would be valid for one value only.
 fn control_value(b: &mut Builder, v: &Value, what: &str) -> Result<Scalar> {
     if is_run(b) && v.host().is_none() {
         return Err(b.no_engine(what));
@@ -211,7 +212,7 @@ fn repeat(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(out)
 }
 
-/// A loop inside a compiled body whose trip count or condition is known only at run time.
+/// Compiles a loop inside a compiled body. The loop's trip count or condition is known only at run time.
 fn open_loop(
     b: &mut Builder,
     c: &Call<'_>,
@@ -480,7 +481,8 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     if !old {
         return Ok(scan_slices(b, c, &s, &args, None)?.into_iter().map(Item::from).collect());
     }
-    // In version 8 every operand has a leading batch axis, and each entry of the batch has its own length.
+    // In version 8 every operand has a leading batch axis, and each entry of the batch may have its own
+    // length.
     let batch = args[0]
         .shape()
         .first()

@@ -1,4 +1,4 @@
-//! Convolutions that involve gathers or scatters: DeformConv, ConvTranspose, Col2Im.
+//! Operators related to convolution: DeformConv, ConvTranspose and Col2Im.
 
 use super::calc::{along, bin, index_type, indices, known, nth, trailing, with};
 use super::pool::window;

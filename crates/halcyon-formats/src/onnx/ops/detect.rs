@@ -12,7 +12,8 @@ pub(super) const ROWS: &[Row] = &[
     row("NonMaxSuppression", 10, &["center_point_box"], non_max_suppression),
 ];
 
-/// `[height, width, channels]` of an encoded image; `[0, 0, channels]` if it cannot be decoded.
+/// The pixels `[height, width, channels]` of an encoded image; `[0, 0, channels]` if it is damaged. An image
+/// in an unsupported format is an error.
 fn image_decoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     if x.dtype() != DType::U8 || x.rank() != 1 {

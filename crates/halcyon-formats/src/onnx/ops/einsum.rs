@@ -157,8 +157,8 @@ fn diagonal(b: &mut Builder, c: &Call<'_>, mut v: Value, mut labels: Vec<Label>)
     Ok(Term { v, labels })
 }
 
-/// Removes axes of size 1 whose label has a larger size in another term, so that they are broadcast. All
-/// other axes with the same label must have the same size.
+/// Removes axes of size 1 whose label has another size in another term, so that they are broadcast. All other
+/// axes with the same label must have the same size.
 fn broadcast_terms(c: &Call<'_>, b: &mut Builder, terms: &mut [Term]) -> Result<()> {
     let mut sizes: Vec<(Label, Dim)> = vec![];
     for (l, d) in terms.iter().flat_map(|t| t.labels.iter().copied().zip(t.v.shape().iter().copied())) {
@@ -217,7 +217,7 @@ fn sum_out(b: &mut Builder, t: Term, wanted: &dyn Fn(Label) -> bool) -> Result<T
 }
 
 /// Multiplies two terms and sums over the labels that neither another term nor the output needs. This is a
-/// matrix product if both terms have such a label, and one of them has another label that the other lacks.
+/// matrix product if the terms share such a label, and one of them has a needed label that the other lacks.
 fn pair(b: &mut Builder, x: Term, y: Term, wanted: &dyn Fn(Label) -> bool) -> Result<Term> {
     let (xl, yl) = (x.labels.clone(), y.labels.clone());
     let x = sum_out(b, x, &|l| wanted(l) || yl.contains(&l))?;

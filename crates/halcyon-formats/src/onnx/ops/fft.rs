@@ -343,7 +343,8 @@ mod tests {
 
     #[test]
     fn lengths_of_every_kind() {
-        // Lengths that are direct, split once, split twice, prime, and a multiple of a long prime.
+        // Lengths that are direct (with halves, if complex and even), split once, prime, and a multiple of a
+        // long prime.
         for n in [1, 2, 3, 10, 16, 255, 258, 263, 300, 526] {
             for c in [1, 2] {
                 let v = signal(n * c);

@@ -30,7 +30,8 @@ pub(crate) fn used(m: &Model) -> bool {
 
 /// `d y / d x` for every x in `xs`, where y stands for the sum of its elements. The operands are the values
 /// at which to take the gradient: first those for the names in `xs`, then those for the names in `zs`. If an
-/// operand is not the tensor with this name, the nodes between that tensor and y are rebuilt on the operand.
+/// operand is not the tensor that its name refers to, the nodes between that tensor and y are rebuilt on the
+/// operand.
 fn gradient(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let xs = c.strings("xs")?.ok_or_else(|| c.invalid("attribute 'xs' is missing"))?;
     let names: Vec<String> = xs.iter().cloned().chain(c.strings("zs")?.unwrap_or_default()).collect();

@@ -16,7 +16,7 @@ pub(super) const ROWS: &[Row] = &[row(
     linear_attention,
 )];
 
-/// Number of tokens computed together as one matrix product.
+/// Number of tokens that are computed together, by matrix products.
 const CHUNK: usize = 64;
 /// Like [`CHUNK`], if every feature has its own decay. It is smaller because an intermediate result then has
 /// a value for every pair of tokens and every feature.
@@ -102,7 +102,7 @@ fn linear_attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let s = x.shape().clone();
         b.reshape(&x, [s[0], s[1].div(group.into())?, group.into(), s[2], s[3]])
     };
-    // One value per token and head, or per token, head and feature.
+    // One value per token, per token and head, or per token, head and feature.
     let gate = |b: &mut Builder, x: &Value, ok: &[Dim]| -> Result<Value> {
         let s = x.shape().clone();
         if s.rank() != 3 || s[..2] != [sk[0], sk[2]] || !ok.contains(&s[2]) {

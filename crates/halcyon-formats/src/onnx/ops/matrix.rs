@@ -128,7 +128,8 @@ mod tests {
     fn determinants() {
         let op = || node("Det", &["x"], &["y"]);
         check(22, op(), &t(&[1, 1], &[-3f32]), &[], &[], &[-3.0]);
-        // A zero in the corner requires an exchange; a zero row and equal rows have determinant 0.
+        // A zero in the corner requires an exchange. Matrices with linearly dependent rows, or with a zero
+        // row, have determinant 0.
         check(22, op(), &t(&[2, 2], &[0f64, 2.0, 3.0, 4.0]), &[], &[], &[-6.0]);
         let m = [2f64, 0.0, 1.0, 1.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 4.0, 5.0, 6.0];
         check(11, op(), &t(&[2, 1, 3, 3], &m), &[], &[2, 1], &[0.0, 0.0]);

@@ -1,6 +1,6 @@
-//! The operators that the importer supports. To add one, add a row to the table of its file and, if it needs
-//! more than a line, a function. The function must build every version of the operator from the row's `since`
-//! on.
+//! The operators that the importer supports. To add one, add a row to the table of a file in this folder and,
+//! if it needs more than a line, a function. The function must build every version of the operator from the
+//! row's `since` on.
 
 mod activation;
 mod attention;

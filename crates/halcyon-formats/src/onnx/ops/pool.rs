@@ -163,8 +163,8 @@ fn average(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let mut x = b.id(&x)?;
     if c.flag("count_include_pad", false)? {
         // Declared padding counts towards the mean, but padding that ceiling mode adds does not. If ceiling
-        // mode adds padding, only this padding stays in the pool. The declared padding is a pad op before the
-        // pool.
+        // mode adds padding, only the added padding stays in the pool, and the declared padding becomes a pad
+        // op before the pool.
         let (mut lo, mut hi) = (vec![0; 2], vec![0; 2]);
         for (k, given) in given.iter().enumerate() {
             let end = given.1.min(p.pad[k].1);

@@ -3,8 +3,9 @@
 //! Sums are exact. They are split into parts, which the f32 kernels compute and which are added in i32. The
 //! parts are so short that no partial sum exceeds 2^24, up to which f32 represents every integer. The result
 //! therefore does not depend on the order of additions, and wraps at 32 bits as the operators allow. The
-//! length of the parts follows from known weights and zero points, else from the dtypes. If a single term
-//! could already be too large, products run in i32 and convolutions in f64.
+//! length of the parts follows from known weights and zero points, else from the dtypes. Products run in i32
+//! and convolutions in f64 if a single term could already be too large, if there would be too many parts, or
+//! if a size is symbolic.
 
 use super::nn::{channels, conv_attrs};
 use super::{Row, one, row};

@@ -109,8 +109,8 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         // f64 quotients of integers are exact enough to round correctly.
         None => DType::F64,
     };
-    // Only the quotient is rounded to `via`. Everything else is computed in the type that `via` is computed
-    // in, so that the sum with the zero point is not rounded to a half type.
+    // The operands and the quotient are rounded to `via`. Everything else is computed in the type that `via`
+    // is computed in, so that the sum with the zero point is not rounded to a half type.
     let (wide, scale) = (b.cast(x, via)?, b.cast(scale, via)?);
     let (wide, scale) = (b.cast(&wide, via.compute())?, b.cast(&scale, via.compute())?);
     let scale = broadcast_scale(b, c, &scale, x)?;
@@ -134,7 +134,7 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.value(y))
 }
 
-/// Computed in f32 and rounded once to the result's dtype.
+/// Computed in f32 (in f64, if the result is f64) and rounded once to the result's dtype.
 fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, scale, zero) = (c.arg(0)?, c.arg(1)?, c.opt(2));
     let to = dtype(c, "output_dtype")?.unwrap_or(scale.dtype());
@@ -166,8 +166,8 @@ fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 /// Constants of integers with at least this many elements stay integers.
 const WEIGHTS: usize = 1024;
 
-/// Weights of 8 or 16 bits as a composite, which the builder does not fold, so that kernels can multiply the
-/// integers.
+/// Large constants of i8, u8 or i16 as a composite, which the builder does not fold, so that kernels can
+/// multiply the integers. `None` for other operands.
 fn weights(b: &mut Builder, c: &Call<'_>, to: DType) -> Result<Option<Value>> {
     let (x, scale, zero) = (c.arg(0)?, c.arg(1)?, c.opt(2));
     let integers = matches!(x.dtype(), DType::I8 | DType::U8 | DType::I16) && x.is_constant();

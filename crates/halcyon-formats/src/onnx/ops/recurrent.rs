@@ -214,7 +214,7 @@ impl Layer {
         add(b, x, &pc)
     }
 
-    /// Computes one time step. `x` is the input times the input weights, `[d, b, gates * h]`.
+    /// Computes one time step. `x` is the input times the input weights, plus the bias, `[d, b, gates * h]`.
     fn step(&self, b: &mut Builder, x: &Value, (h, cell): &State) -> Result<State> {
         match (self.kind, cell) {
             (Kind::Lstm, Some(cell)) => self.lstm(b, x, h, cell),

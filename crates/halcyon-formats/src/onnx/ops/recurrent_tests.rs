@@ -99,7 +99,8 @@ fn activations_and_clip() {
     check(14, n, &v, &wr(), &[1, 1, 3, 1], &[-1.0, 0.5, 1.0]);
 }
 
-/// Each gate equals the sum that enters it, so that peepholes and coupled gates change the results.
+/// In the first cases, the gates are 1, so that coupled gates change the results. In the last cases, each
+/// gate equals the sum that enters it, so that peepholes change the results.
 #[test]
 fn lstm_cells() {
     let each = |n: NodeProto, alpha: &[f32], beta: &[f32]| acts(n, &["Affine"; 3], alpha, beta);

@@ -1,4 +1,4 @@
-//! Interpolation at positions that follow from the sizes alone.
+//! Interpolation at positions that are known during import.
 //!
 //! Each axis is resized separately: a result is a weighted sum of taps, which are elements of the operand.
 //! Their indices and weights are computed during import, in f64. The taps become gathers (or views if their

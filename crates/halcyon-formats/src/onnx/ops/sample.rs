@@ -313,7 +313,8 @@ fn grid_sample(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// `grid[n, p…] = theta[n] * (x, y, z, 1)` for the positions p of a grid from -1 to 1.
+/// `grid[n, p…] = theta[n] * (x, y, 1)`, or `theta[n] * (x, y, z, 1)`, for the positions p of a grid from -1
+/// to 1.
 fn affine_grid(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let theta = c.arg(0)?;
     let size = super::shape::shape_of(b, c, c.arg(1)?, "the size of AffineGrid")?;

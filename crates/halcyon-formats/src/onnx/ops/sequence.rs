@@ -37,7 +37,7 @@ pub(super) const ROWS: &[Row] = &[
     item_row("SplitToSequence", 11, &["axis", "keepdims"], split),
 ];
 
-/// Limit on the parts that a tensor is split into.
+/// Limit on the parts that a tensor is split into if their lengths are not given.
 const PARTS: usize = 65_536;
 /// Limit on the nesting of sequences and optionals, because they are walked recursively. Standard operators
 /// need at most two levels.

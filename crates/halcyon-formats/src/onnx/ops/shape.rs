@@ -79,8 +79,8 @@ fn constant_of_shape(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.full(dtype, &shape, v))
 }
 
-/// Number of steps of `delta` from `start` before `limit`, in either direction. `None` if the range is
-/// infinite or has more than `i32::MAX` steps.
+/// Number of values `start`, `start + delta`, … before `limit`, in either direction. `None` if the range is
+/// infinite or has more than `i32::MAX` values.
 fn count(start: Scalar, limit: Scalar, delta: Scalar, float: bool) -> Option<usize> {
     let n = if float {
         ((limit.as_f64() - start.as_f64()) / delta.as_f64()).ceil()

@@ -192,9 +192,9 @@ fn mel_weight_matrix(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     if !(low > -700.0 && high >= low && high.is_finite()) || rate == 0 {
         return Err(bad());
     }
-    // mel(f) = 2595 log10(1 + f / 700). The range from mel(low) to mel(high) is divided into bins + 2 equal
-    // steps by the band edges. Band k starts at edge k, has its peak at edge k + 1 and ends at edge k + 2, so
-    // the last band ends one step below `high`.
+    // mel(f) = 2595 log10(1 + f / 700). The band edges divide the range from mel(low) to mel(high) into
+    // bins + 2 equal parts. Band k starts at edge k, has its peak at edge k + 1 and ends at edge k + 2, so
+    // the last band ends one part below `high`.
     let mel = |f: f64| 2595.0 * (f / 700.0).ln_1p() / std::f64::consts::LN_10;
     let hertz = |m: f64| 700.0 * (m / 2595.0 * std::f64::consts::LN_10).exp_m1();
     let step = (mel(high) - mel(low)) / (bins as f64 + 2.0);

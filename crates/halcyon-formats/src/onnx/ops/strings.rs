@@ -70,7 +70,7 @@ fn concat(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
 }
 
 /// Removes stop words, then changes the case. If nothing is left, the result is one empty string. Case
-/// conversion follows Unicode, as in all locales except Turkish, Azeri and Lithuanian.
+/// conversion follows Unicode, as in all locales except Turkish, Azeri and Lithuanian, which are errors.
 fn normalize(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let x = c.text(0)?;
     if !matches!(x.dims[..], [_] | [1, _]) {

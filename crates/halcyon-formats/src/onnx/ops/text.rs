@@ -211,7 +211,7 @@ pub(crate) fn spell(v: Scalar, dtype: DType) -> String {
 }
 
 /// Parses a string as a number. For an integer dtype, integers that fit 64 bits are exact; other strings are
-/// parsed as finite floats and truncated. A float dtype also accepts `INF` and `NaN`, in upper or lower case.
+/// parsed as finite floats and truncated. A float dtype also accepts `inf` and `NaN`, in upper or lower case.
 /// For bool, `True` and `False` (or `true` and `false`) and numbers are accepted.
 pub(crate) fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
     let t = s.trim();

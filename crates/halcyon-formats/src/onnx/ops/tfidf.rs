@@ -34,7 +34,8 @@ pub(super) const ROWS: &[Row] = &[item_row("TfIdfVectorizer", 9, ATTRS, |b, c| {
     Ok(vec![vectorize(b, c, &x, pool)?.into()])
 })];
 
-/// Replaces strings by their first index in the pool; strings not in the pool match nothing.
+/// Replaces each string by the index of its first occurrence in the pool, and counts n-grams of these
+/// numbers. A string that is not in the pool matches nothing.
 fn words(b: &mut Builder, c: &Call<'_>, pool: &[String]) -> Result<Vec<Item>> {
     let mut place: HashMap<&str, i64> = HashMap::with_capacity(pool.len());
     for (i, w) in pool.iter().enumerate() {
@@ -48,8 +49,8 @@ fn words(b: &mut Builder, c: &Call<'_>, pool: &[String]) -> Result<Vec<Item>> {
     Ok(vec![vectorize(b, c, &x, &pool)?.into()])
 }
 
-/// Limit on the comparisons, each of which adds a few nodes. For each distance, n-grams of length `l` take
-/// `l` comparisons.
+/// Limit on the comparisons, each of which adds a few nodes. All n-grams of length `l` together take `l`
+/// comparisons for each distance.
 const PASSES: usize = 1024;
 
 /// Counts the n-grams of `pool` in `[length]` or `[batch, length]` tokens and applies the weights of the
@@ -117,7 +118,8 @@ pub(super) fn vectorize(b: &mut Builder, c: &Call<'_>, x: &Value, pool: &[i64]) 
 /// The n-grams of a pool with their result columns.
 type Grams<'p> = BTreeMap<&'p [i64], i64>;
 
-/// The pool's n-grams with their result columns, by length. An n-gram that occurs twice has its last column.
+/// The pool's n-grams with their result columns, by length. If an n-gram is in the pool twice, its last
+/// column counts.
 fn grams<'p>(
     c: &Call<'_>,
     pool: &'p [i64],
@@ -180,7 +182,8 @@ fn occurrences(
     b.reduce(R::Sum, &hit, &[1], false)
 }
 
-/// TF gives the counts, IDF the weights of n-grams that occur, TFIDF the products of both.
+/// The mode TF gives the counts. IDF gives the weight of each n-gram that occurs, and TFIDF its count times
+/// its weight. Without weights, each weight is 1.
 fn weighted(b: &mut Builder, c: &Call<'_>, counts: &Value, width: usize) -> Result<Value> {
     let mode = c.string("mode", "")?;
     let y = match mode {

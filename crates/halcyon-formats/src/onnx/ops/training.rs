@@ -116,7 +116,7 @@ fn average(b: &mut Builder, k: f32, x: &Value, y: &Value) -> Result<Value> {
 }
 
 /// Kingma and Ba, "Adam: a method for stochastic optimization" (2015), with the operator's two
-/// regularizations.
+/// regularizations. If the count is 0, the rate is used without bias correction.
 fn adam(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (alpha, beta) = (c.float("alpha", 0.9)?, c.float("beta", 0.999)?);
     let (norm, post) = (c.float("norm_coefficient", 0.0)?, c.float("norm_coefficient_post", 0.0)?);
@@ -149,7 +149,7 @@ fn adam(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// `v' = alpha * v + beta * g; x' = x - r * v'`, for the tensor `x`, its regularized gradient `g`, the
-/// momentum `v` and the rate `r`. In the first step `beta` is 1. With Nesterov's method,
+/// momentum `v` and the rate `r`. In the first step (the count is 0), `beta` is 1. With Nesterov's method,
 /// `x' = x - r * (g + alpha * v')`.
 fn momentum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let need =

@@ -91,8 +91,8 @@ impl Maxima {
         Ok(Maxima { v: cut(&self.v)?, at: cut(&self.at)? })
     }
 
-    /// The larger of both, `self` if they are equal. NaN is the largest. If `self` is in the padding, the
-    /// result is `o`.
+    /// For each element, the larger of `self` and `o`, or `self` if they are equal. NaN is the largest. If
+    /// `self` is in the padding, the result is `o`.
     fn or(&self, b: &mut Builder, o: &Maxima) -> Result<Maxima> {
         let mut take = bin(b, S::Gt, &o.v, &self.v)?;
         if self.v.dtype().is_float() {
@@ -107,10 +107,11 @@ impl Maxima {
     }
 }
 
-/// Flat indices of the maxima of a pool; of equal maxima, the first in row-major order.
+/// Flat indices of the maxima of a pool, in the order of `storage_order`; -1 if the window has only padding.
+/// Of equal maxima, the first in row-major order counts.
 ///
-/// Windows are built by doubling along each axis: the maximum of 2k elements is the maximum of two windows of
-/// k, and two overlapping windows cover a window of any size.
+/// Along each axis, windows are doubled: the maximum of 2w elements is the larger one of the maxima of two
+/// neighbouring windows of w elements. Finally, two windows that may overlap cover the whole kernel.
 pub(super) fn places(b: &mut Builder, c: &Call<'_>, pooled: &Pooled, y: &Shape) -> Result<Value> {
     let x = c.arg(0)?;
     let rank = x.rank();

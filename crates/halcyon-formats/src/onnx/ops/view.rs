@@ -133,8 +133,8 @@ fn unsqueeze(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// The part of an axis of size `n` that a slice selects. If a bound or `n` is symbolic, the step must be 1,
-/// or -1 for the whole axis. Symbolic bounds are assumed to be within the axis, which is checked when the
-/// symbols are bound.
+/// or -1 for the whole axis. The bounds, constant ones too, are then assumed to be within the axis (a
+/// constant of at least `i32::MAX` means its end), which is checked when the symbols are bound.
 fn bounds(c: &Call<'_>, n: Dim, start: Num, end: Num, step: i64) -> Result<Range> {
     if step == 0 {
         return Err(c.invalid("a step is zero"));
@@ -203,7 +203,8 @@ fn slice(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.slice(x, &r)?)
 }
 
-/// If no sizes are given, the parts are equal; since opset version 18, the last part may be smaller.
+/// If no sizes are given, the parts are equal. Since opset version 18, the last parts may be smaller or empty
+/// if the size of the axis is not symbolic.
 fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let axis = c.axis(c.int("axis", 0)?, x.rank())?;
@@ -258,7 +259,7 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(out)
 }
 
-/// Repeats become new axes of the expanded operand, which are then merged with the old ones.
+/// The repeats become new axes, along which the operand is expanded. Each is then merged with its old axis.
 fn tile(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let repeats = shape_of(b, c, c.arg(1)?, "the repeats of Tile")?;

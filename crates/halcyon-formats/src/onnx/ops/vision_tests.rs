@@ -1,5 +1,5 @@
 //! Tests of resizing, sampling, pooling and detection: versions, dtypes, edge cases and rejected cases.
-//! Expected values follow from the definitions or, if these are long, come from onnxruntime.
+//! Expected values follow from the definitions, or come from onnxruntime if the calculation is long.
 
 use crate::onnx::proto::*;
 use crate::onnx::test_models::*;
@@ -39,7 +39,8 @@ fn f(v: &[f32]) -> ConstData {
 #[test]
 fn resize_by_version() {
     let x = t(&[1, 1, 2, 4], &[1f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
-    // Before version 11, positions are multiples of 1 / scale, rounded up if the axis shrinks.
+    // Before version 11, positions are multiples of 1 / scale. The mode nearest rounds them up if the axis
+    // shrinks, and down otherwise.
     check(10, of("Resize", &["x", "w0"]), &x, &[f(&[1.0, 1.0, 0.6, 0.6])], &[1, 1, 1, 2], &[1.0, 3.0]);
     let y = t(&[1, 3], &[1f32, 2.0, 3.0]);
     check(10, of("Resize", &["x", "w0"]), &y, &[f(&[1.0, 1.5])], &[1, 4], &[1.0, 1.0, 2.0, 3.0]);
@@ -68,7 +69,7 @@ fn resize_with_many_taps_and_a_region() {
     };
     near(n("linear"), [2.748753, 13.345043, 28.815628]);
     near(n("cubic").float("cubic_coeff_a", -0.5), [2.0911033, 12.92536, 29.487638]);
-    // The second half of the axis, and a position past it.
+    // The region starts in the middle of the axis and ends past it.
     let x = t(&[1, 5], &[0f32, 1.0, 2.0, 3.0, 4.0]);
     let crop = of("Resize", &["x", "w0", "", "w1"])
         .text("mode", "linear")
@@ -132,7 +133,7 @@ fn resize_refuses() {
     for bad in [-1, 1 << 40, i64::MIN] {
         invalid(13, sized(), &["1", "4"], &[ints(&[1, bad])]);
     }
-    // More taps than can be listed.
+    // More taps than the importer lists.
     unsupported(13, sized().text("mode", "linear"), &["1", "4"], &[ints(&[1, 1 << 30])]);
     invalid(13, of("Resize", &["x", "", "w0", "w1"]), &["4"], &[f(&[2.0]), ints(&[8])]);
     invalid(13, of("Resize", &["x"]), &["4"], &[]);
@@ -154,7 +155,7 @@ fn sampling() {
     let x = t(&[1, 1, 2, 2], &[1i32, 2, 3, 4]);
     let grid = t(&[1, 1, 2, 2], &[0f32, 0.0, f32::NAN, 1e30]);
     let two = of("GridSample", &["x", "w0"]).text("mode", "bilinear");
-    // Rounded toward zero; NaN positions read nothing.
+    // The mean 2.5 is rounded toward zero. A NaN position reads nothing, which gives 0.
     check(16, two, &x, &[grid], &[1, 1, 1, 2], &[2.0, 0.0]);
     let one = t(&[1, 1, 1], &[5f32]);
     let n = n().text("mode", "cubic");
@@ -203,8 +204,8 @@ fn transposed_convolution_by_version() {
     let w = [t(&[1, 1, 3], &[1f32; 3])];
     let n = || of("ConvTranspose", &["x", "w0"]);
     check(11, n(), &x, &w, &[1, 1, 4], &[1.0, 3.0, 3.0, 2.0]);
-    // The odd element of the padding is at the start from version 11 on, except that SAME_UPPER puts it at
-    // the end.
+    // From version 11 on, the odd element of the padding is at the start, or at the end with SAME_UPPER.
+    // Before, it is the other way round.
     let three = || n().ints("output_shape", &[3]);
     check(11, three(), &x, &w, &[1, 1, 3], &[3.0, 3.0, 2.0]);
     check(11, three().text("auto_pad", "SAME_UPPER"), &x, &w, &[1, 1, 3], &[1.0, 3.0, 3.0]);
@@ -244,7 +245,8 @@ fn deformable_convolution_is_a_convolution_without_offsets() {
 #[test]
 fn blocks_of_columns() {
     let n = || of("Col2Im", &["x", "w0", "w1"]);
-    // Four blocks of 2 × 1 in an image of 3 × 2: the middle row sums two of them.
+    // Four blocks of 2 × 1 in an image of 3 × 2. Each element of the middle row is the sum of elements of two
+    // blocks.
     let x = t(&[1, 2, 4], &[1i32, 2, 3, 4, 10, 20, 30, 40]);
     check(18, n(), &x, &[ints(&[3, 2]), ints(&[2, 1])], &[1, 1, 3, 2], &[1.0, 2.0, 13.0, 24.0, 30.0, 40.0]);
     let dims = ["1", "2", "4"];
@@ -268,7 +270,7 @@ fn places_of_maxima() {
     check(12, padded(2), &low, &[], &[1, 1, 3], &[0.0, 0.0, 1.0]);
     let nan = t(&[1, 1, 5], &[1f32, f32::NAN, 3.0, f32::NAN, 9.0]);
     check(12, padded(5), &nan, &[], &[1, 1, 3], &[1.0, 1.0, 1.0]);
-    // With SAME_UPPER a stride longer than the kernel crops.
+    // With SAME_UPPER, a stride that is longer than the kernel crops the input.
     let v: Vec<i8> = (0..9).collect();
     let same = |outputs: &[&str]| {
         node("MaxPool", &["x"], outputs)

@@ -28,7 +28,8 @@ thread_local! {
     static SCRATCH: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
 }
 
-/// The state of a thread that runs blocks. Chains of up to 64 values and 16 loads need no heap allocation.
+/// The state of a thread that runs blocks. Chains of up to 64 values, 16 loads, 2 iotas and 4 outputs need no
+/// heap allocation.
 struct BlockExecutor<'a> {
     p: &'a Plan,
     r: &'a Run<'a>,
@@ -152,7 +153,7 @@ pub(super) unsafe fn run(p: &Plan, r: &Run<'_>) {
         });
         return;
     }
-    // This waits only while another stream runs the same kernel.
+    // This waits only while another queue runs the same kernel.
     let mut partials = p.partials.lock().unwrap_or_else(|e| e.into_inner());
     partials.resize(p.partial_words(), 0);
     let ws = SharedMut(partials.as_mut_ptr());
@@ -254,7 +255,8 @@ impl BlockExecutor<'_> {
         }
     }
 
-    /// Runs `f` at each column block of the current task.
+    /// Runs `f` at each column block of the current task. If the columns are reduced, the current block is
+    /// the only one.
     fn each_column(&mut self, mut f: impl FnMut(&mut Self, usize)) {
         let col = self.p.axes.len() - 1;
         let n = if self.p.axes[col].reduced {
@@ -447,7 +449,7 @@ impl BlockExecutor<'_> {
         if l.direct {
             self.regs[reg] = src;
             // Prefetch, because during arithmetic the processor does not run far enough ahead to hide memory
-            // latency. Rows that every block reads are in the cache anyway.
+            // latency. An operand that repeats along an axis is in the cache anyway.
             if !self.p.axes[..=row].iter().zip(&l.at.stride).any(|(a, s)| a.dim > 1 && *s == 0) {
                 prefetch(src, rows * cols * size as usize);
             }

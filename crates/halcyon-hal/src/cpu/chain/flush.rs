@@ -1,10 +1,10 @@
 //! Flush-to-zero. Denormal results make some processors at least twice as slow, and every op's tolerance
-//! allows zero instead.
+//! allows zero in their place.
 
 use std::marker::PhantomData;
 
 /// While this value lives, denormal results of this thread's arithmetic are zero. Dropping it, also in a
-/// panic, restores the thread's setting.
+/// panic, restores the thread's setting. It has no effect on processors other than x86-64.
 pub(crate) struct FlushToZero {
     #[cfg(target_arch = "x86_64")]
     before: u32,

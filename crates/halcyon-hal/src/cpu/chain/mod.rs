@@ -1,11 +1,12 @@
 //! The executor of fused chains: runs a chain block by block, each instruction over a whole block in the
 //! first-level cache.
 //!
-//! `plan::Plan::new` compiles each fused kernel once: it merges axes of the kernel's space, chooses two of
-//! them to form blocks of at most `BLOCK` elements, and assigns registers to the instructions. Operands that
-//! are contiguous and need no conversion are used in place. All others (strided, broadcast, masked, or of a
-//! type that needs conversion) are first copied to a block. Reductions use 64-bit accumulators in an order
-//! that depends on shapes alone, so results do not depend on the number of threads.
+//! `plan::Plan::new` compiles each fused kernel once: it merges axes of the kernel's space, chooses one or
+//! two of them to form blocks of at most `BLOCK` elements, and assigns registers to the instructions. A block
+//! of an operand is read in place if it is contiguous, needs no conversion and lies inside the mask. All
+//! other blocks (strided, broadcast, partly masked, or of a type that needs conversion) are first copied to a
+//! register. Reductions combine values in 64-bit accumulators, in an order that depends on shapes alone, so
+//! results do not depend on the number of threads.
 
 pub(super) mod convert;
 mod exec;

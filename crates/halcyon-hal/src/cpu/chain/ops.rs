@@ -327,9 +327,10 @@ pub(super) unsafe fn slm<'a, T>(p: *mut u8, n: usize) -> &'a mut [T] {
 /// Applies one op to `n` elements. `dtype` is the dtype of its operands (of the last two for a select).
 ///
 /// # Safety
-/// `isa` is available. Each operand holds `n` values of the type in which `dtype` is computed ([`Lane::of`]);
-/// the first operand of a select holds `n` bytes instead. The destination has room for `n` values of the type
-/// in which the result is computed. All pointers are aligned, and the destination overlaps no operand.
+/// `isa` is available. Each pointer of `x` has `n` values of the type in which `dtype` is computed
+/// ([`Lane::of`]); in place of an operand that the op lacks, the caller passes another one. The first operand
+/// of a select has `n` bytes instead. The destination has room for `n` values of the type in which the result
+/// is computed. All pointers are aligned, and the destination overlaps no operand.
 pub(crate) unsafe fn apply(isa: Isa, op: ScalarOp, dtype: DType, n: usize, d: *mut u8, x: [*const u8; 3]) {
     let lane = Lane::of(dtype);
     macro_rules! s {

@@ -15,7 +15,7 @@ use std::sync::Mutex;
 /// columns of blocks if the space has none for them.
 pub(super) const MAX_AXES: usize = MAX_RANK + 2;
 /// Outputs of at least this size are written with stores that bypass the caches, so that their cache lines
-/// are not read first.
+/// are not read first. Their blocks must be contiguous, or have rows of whole cache lines.
 const STREAM_BYTES: usize = 24 << 20;
 /// A reduction with fewer independent tasks than this is also divided along its reduced axes.
 const FEW_TASKS: usize = 32;
@@ -23,8 +23,8 @@ const FEW_TASKS: usize = 32;
 const CHUNK: usize = 16 << 10;
 /// Maximum number of ranges per task.
 const MAX_CHUNKS: usize = 64;
-/// Maximum number of column blocks that one task of a reduction along rows processes together, so that memory
-/// is read in long runs.
+/// Maximum number of column blocks that one task processes together, so that memory is read in long runs, if
+/// a reduction keeps the column axis.
 const GROUP: usize = 16;
 
 /// An axis of the space. The last two form the block: rows and columns.
@@ -54,7 +54,7 @@ pub(super) struct Load {
     pub dtype: DType,
     pub at: Affine,
     pub mask: Option<Mask>,
-    /// Whether instructions read blocks directly from the operand's memory.
+    /// Whether instructions read blocks (those inside the mask) directly from the operand's memory.
     pub direct: bool,
     /// Whether all elements of a block have one value. It is loaded again only if its position changes.
     pub uniform: bool,
@@ -215,8 +215,8 @@ impl Plan {
         let contiguous = |a: &Affine| {
             a.stride[col] == 1 && (axes[row].step == 1 || (whole && a.stride[row] == axes[col].dim as isize))
         };
-        // Whether another output is a copy of an input that is overwritten in place. Its elements must be
-        // copied before their memory is overwritten.
+        // Whether another output is a copy of an input that is overwritten in place. The input's elements
+        // must then be copied before their memory is overwritten.
         let is_kept = |load: usize, input: usize| {
             let loads = |o: &fused::Out| f.body[o.value as usize].kind == InstrKind::Load(load as u32);
             input < call.in_place && f.outs.iter().enumerate().any(|(k, o)| k != input && loads(o))
@@ -270,7 +270,7 @@ impl Plan {
                     && cfg!(target_arch = "x86_64")
                     && call.in_place == 0;
                 let stream = large && dense;
-                // Whether rows consist of whole cache lines.
+                // Whether `n` elements are whole cache lines.
                 let lines = |n: isize| (n * o.dtype.size() as isize) % 64 == 0;
                 let line_rows = large
                     && o.reduce.is_none()
@@ -292,7 +292,7 @@ impl Plan {
             |reduced: bool| (0..axes.len()).filter(|&k| axes[k].reduced == reduced).collect::<Vec<_>>();
         let (mut outer, inner) = (split(false), split(true));
         if shape.square {
-            // Iterate along the row axis first, which is the memory order of the transposed operand.
+            // Let the row axis vary fastest, which is the memory order of the transposed operand.
             let n = outer.len();
             outer.swap(n - 2, n - 1);
         }
@@ -486,7 +486,7 @@ impl Step {
     }
 }
 
-/// Merges `a * b + c` into one instruction if the product has no other use.
+/// Merges `a * b + c` of floats into one instruction if the product has no other use.
 fn fuse_multiply_add(steps: &mut [Step], f: &Fused) {
     let mut uses = vec![0; f.body.len()];
     for s in steps.iter() {

@@ -4,7 +4,7 @@
 //! Cost. Each code takes one division, a read of 4 bytes and a write of 1 or 2 bytes. The general executor
 //! reads a block once for each instruction, computes `s` for every element, and needs five instructions for a
 //! minimum or maximum, because it propagates NaN and orders zeros. The kernel for codes need not order zeros,
-//! because both become the code 0. It tests for NaN once, after the limits.
+//! because both zeros become the code 0. It tests for NaN once, after the limits.
 
 use super::flush::FlushToZero;
 use super::ops;
@@ -92,7 +92,7 @@ pub(super) fn kernel(f: &Fused, call: &CallForm<'_>) -> Result<Option<CpuKernel>
 }
 
 /// The views of the loads and of the result, over `[rows, columns]`. `None` if their axes cannot be merged to
-/// these two, or the kernels do not support the views.
+/// these two, rows are too short, or a view has a mask.
 fn views(f: &Fused) -> Option<(Vec<View>, usize, usize)> {
     let rank = f.space.len();
     let mut all: Vec<View> = f.loads.iter().map(|l| l.view.clone()).collect();

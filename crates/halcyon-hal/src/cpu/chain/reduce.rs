@@ -1,5 +1,5 @@
-//! Accumulators of reductions. They have 64 bits, so that sums of f32 stay accurate over any length. They
-//! combine values in a fixed order.
+//! Accumulators of reductions. They have 64 bits, so that sums of f32 stay accurate over any length. Values
+//! are combined in a fixed order.
 
 use super::lane::Lane;
 use super::ops::{max_f32, max_f64, min_f32, min_f64, sl};
@@ -123,7 +123,7 @@ lanes! {
         |a, b| a | b, |a, b| a & b, u64::max, u64::min;
 }
 
-/// Adds a block of values to its accumulators.
+/// Combines a block of values with its accumulators.
 ///
 /// # Safety
 /// `x` holds `s.rows * s.cols` aligned values of type `lane`; they do not overlap `acc`.

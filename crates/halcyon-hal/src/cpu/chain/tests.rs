@@ -487,8 +487,8 @@ fn reductions_of_every_kind_and_layout() {
                 outs: vec![out(0, d, &shape[..rank - reduced], Some(kind))],
             };
             for dev in &devs {
-                // Terms may cancel, so the error of a sum is relative to the sum of the terms' magnitudes.
-                // Every factor of a product may add a rounding error.
+                // Terms may cancel, so the error of a sum is relative to the typical size of a sum of as many
+                // random terms. Every factor of a product may add a rounding error.
                 let slack = match kind {
                     // In f64 the reference, a single running sum, has the larger rounding error.
                     ReduceKind::Sum if d == DType::F64 => (64.0, shape.iter().product::<usize>() as f64),
@@ -621,8 +621,8 @@ fn blocks_stay_inside_their_operands() {
     }
 }
 
-/// Multiply-add rounds only once on every instruction set. In these cases, rounding the product would make it
-/// overflow, or remove the digits that are left after the addition.
+/// Multiply-add rounds only once on every instruction set. In all cases but the last, rounding the product
+/// would make it overflow, or remove the digits that are left after the addition.
 #[test]
 fn multiply_add_rounds_once_under_every_instruction_set() {
     use crate::cpu::library::{Fault, Run};

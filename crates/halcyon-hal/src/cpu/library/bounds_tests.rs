@@ -59,8 +59,7 @@ fn epilogues_that_leave_their_operands_are_declined() {
     // The product has more elements than the result or the chain.
     assert!(!takes(&dev, &biased(&[2]), dense(&[2]), &[2]));
     assert!(!takes(&dev, &good, dense(&[4, 4]), &[2, 4]));
-    // The chain reads as many elements of the bias as its view has, but all of them are one element in
-    // memory.
+    // The chain reads as many elements as the bias's view has, but all of them are one element in memory.
     let repeated = Operand { dtype: F, view: View::dense(&[1]).expand(&[4, 4]) };
     assert!(!takes(&dev, &good, repeated, &[4, 4]));
     let mut f = good.clone();
@@ -68,7 +67,8 @@ fn epilogues_that_leave_their_operands_are_declined() {
     assert!(!takes(&dev, &f, dense(&[1]), &[4, 4]), "the chain reads 16 elements of a view of one");
     let half = Operand { dtype: DType::BF16, view: View::dense(&[4, 4]) };
     assert!(!takes(&dev, &good, half, &[4, 4]), "the operand is half as long as what the chain reads");
-    // Values that were not computed, or that have fewer elements than their reader requires.
+    // An instruction that reads its own value, a missing operand, a missing result, and a value of fewer
+    // bytes than its reader requires.
     let mut f = good.clone();
     f.body[2].args = [0, 2].as_slice().into();
     assert!(!takes(&dev, &f, dense(&[4, 4]), &[4, 4]));
@@ -99,7 +99,7 @@ fn chains_that_leave_their_operands_are_declined() {
     let mut f = good.clone();
     f.outs[0].view.strides = [0, 1].as_slice().into();
     assert!(!takes(&f, &[whole(), whole()], whole()));
-    // The sum of these offsets wraps around to 0.
+    // Multiples of this stride overflow.
     let mut f = good;
     f.loads[1].view.strides = [isize::MIN, 1].as_slice().into();
     assert!(!takes(&f, &[whole(), whole()], whole()));

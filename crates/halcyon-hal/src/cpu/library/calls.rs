@@ -1,4 +1,5 @@
-//! Turns library calls into kernels: convolutions, pooling, row kernels and attention.
+//! Turns library calls into kernels: convolutions, pooling, row kernels and attention, with the gradients of
+//! pooling, layer norm and attention.
 
 use super::attention::grad::{GradOperands, attention_grad};
 use super::attention::{Attention, Heads, Operands, attention};
@@ -157,8 +158,9 @@ pub(crate) fn pooling(call: &CallForm<'_>, p: &ops::Pool) -> Result<CpuKernel, D
     })
 }
 
-/// Gradient of pooling with operands x, y and dy (y is not read). If windows may overlap, the gradients of
-/// each plane are summed in f64 and rounded once.
+/// Gradient of pooling with operands x, y and dy (y is not read). For max pooling in f32 over windows that do
+/// not overlap, each element gets at most one gradient. Otherwise the gradients of each plane are summed in
+/// f64 and rounded once.
 pub(crate) fn pool_grad(isa: Isa, call: &CallForm<'_>, p: &ops::Pool) -> Result<CpuKernel, Declined> {
     let [x, _, dy] = call.inputs else {
         return Err(Declined::because("three operands are needed"));

@@ -325,7 +325,7 @@ fn float(d: DType) -> bool {
 }
 
 /// Whether every instruction has all its operands and reads only earlier values, and every value has the kind
-/// that its type requires: bools come from comparisons, and all other values are floats.
+/// that its type requires: bools come from tests (such as comparisons), and all other values are floats.
 fn well_formed(f: &Fused) -> bool {
     let fits = |(place, i): (usize, &Instr)| {
         let earlier = i.args.iter().all(|a| (*a as usize) < place);
@@ -616,8 +616,7 @@ impl EpilogueChain {
     /// Applies one op.
     ///
     /// # Safety
-    /// The contract of [`apply`] for f32: each operand of `op` has `n` readable floats, `to` has room for
-    /// `n`.
+    /// The contract of [`apply`] for f32: each pointer of `x` has `n` readable floats, `to` has room for `n`.
     #[inline]
     unsafe fn apply(&self, isa: Isa, op: ScalarOp, n: usize, to: *mut f32, x: [*const u8; 3]) {
         // About 12 correct bits suffice for a result that is rounded to bf16.

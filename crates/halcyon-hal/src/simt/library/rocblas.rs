@@ -38,8 +38,8 @@ const INCREASED: Code = 9;
 const UNCHANGED: Code = 10;
 /// `rocblas_operation_none` and `rocblas_operation_transpose`.
 const OPERATIONS: [c_int; 2] = [111, 112];
-/// Bytes of the workspace for products that need none. A handle always has a workspace, so that the library
-/// never allocates one.
+/// Size in bytes of the workspace that is set for products that need none. Without a workspace, the library
+/// would allocate one.
 const MIN_WORKSPACE: usize = 256;
 
 fn type_number(d: DType) -> Option<c_int> {

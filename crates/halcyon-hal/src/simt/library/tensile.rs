@@ -12,7 +12,7 @@ use crate::{Error, Result};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Maximum depth of the search below the library's directory.
+/// Maximum depth of the search below each directory that may have the kernels.
 const MAX_SEARCH_DEPTH: usize = 3;
 
 /// The location of a library's kernels.
@@ -26,8 +26,8 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    /// Fails if an AMD library has no kernels for the device, or loads a second HIP runtime. CUDA devices
-    /// always pass. `function` is the address of one of the library's functions.
+    /// Fails unless an AMD library is known to have kernels for the device and to load no second HIP runtime.
+    /// CUDA devices always pass. `function` is the address of one of the library's functions.
     pub(super) fn check(&self, context: &Context, function: usize) -> Result<()> {
         if context.api.family.side == Side::Cuda {
             return Ok(());
@@ -55,7 +55,7 @@ impl Kernels {
                 let Some(own) = at(&maps, function).and_then(Path::parent) else {
                     return no("the location of its file is not known".into());
                 };
-                // Some builds of the library have the files in another directory, which is searched too.
+                // Some builds of the library have the files in one of the two other directories.
                 [self.folder, "library", "../Tensile/library"].map(|f| own.join(f)).into()
             }
         };
@@ -92,8 +92,8 @@ fn named<'a>(maps: &'a str, name: &str) -> BTreeSet<&'a Path> {
     mapped(maps).map(|(_, file)| file).filter(own).collect()
 }
 
-/// Whether a directory or one below it has kernels for an architecture: an index file, and a file named after
-/// the architecture.
+/// Whether a directory and those below it contain kernels for an architecture: a name that starts with
+/// `TensileLibrary`, and a file (perhaps the same one) with the architecture in its name.
 fn has(folder: &Path, architecture: &str) -> bool {
     fn search(folder: &Path, depth: usize, architecture: &str, found: &mut [bool; 2]) {
         for path in crate::probe::entries(folder) {

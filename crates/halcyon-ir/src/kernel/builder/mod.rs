@@ -1,8 +1,8 @@
 //! Builds kernels from Rust: expression handles with operators, and closures for blocks.
 //!
 //! Statements, including reads, are emitted when their method is called, so memory is accessed in the order
-//! of the calls. Pure expressions are hash-consed and rendered once per block that uses them. The builder
-//! records the first misuse, and [`Builder::finish`] returns it.
+//! of the calls. Pure expressions are hash-consed, so equal expressions are one. The builder records the
+//! first misuse, and [`Builder::finish`] returns it.
 
 mod expr;
 
@@ -66,7 +66,7 @@ pub struct Private<'a> {
     id: PrivateId,
 }
 
-/// The device's fault word. A kernel sets it if an index was out of range and was clamped.
+/// The device's fault word. A kernel sets it if an index was out of range.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault<'a> {
     b: &'a Builder,
@@ -131,7 +131,8 @@ impl Builder {
         Builder { inner: RefCell::new(inner), ix }
     }
 
-    /// Allows written buffers to share memory with read buffers (element by element, in place).
+    /// Allows written buffers to share memory with read buffers, for kernels that work in place, element by
+    /// element.
     pub fn may_alias(&self) {
         self.inner.borrow_mut().k.noalias = false
     }
@@ -179,7 +180,7 @@ impl Builder {
         E { b: self, id }
     }
 
-    /// The constant `v`, cast to type `ty`. If `ty` is a vector, every lane has this value.
+    /// The constant `v`, cast to type `ty`. If `ty` is a vector of f32, every lane has this value.
     pub fn constant(&self, ty: Ty, v: impl Into<Scalar>) -> E<'_> {
         if ty.lanes() > 1 {
             let x = self.constant(Ty::F32, v);
@@ -285,7 +286,8 @@ impl Builder {
         self.linear_group() * n + self.local_id(0)
     }
 
-    /// Applies a scalar op to its operands in order. Folds constants and integer identities.
+    /// Applies a scalar op to its operands in order. Folds integer and bool constants, identities such as
+    /// `x + 0`, and selections by a constant condition.
     pub fn op(&self, op: ScalarOp, x: &[E<'_>]) -> E<'_> {
         if x.len() != op.arity() {
             self.fail(format!("{} takes {} operands, got {}", op.name(), op.arity(), x.len()));

@@ -138,7 +138,8 @@ pub(super) enum Ins {
         dst: u32,
         value: Reg,
     },
-    /// Loads a fragment from an array, or stores it to one. `at` holds the offset and the stride.
+    /// `LoadMatrix` loads a fragment from an array, and `StoreMatrix` stores it to one. `at` holds the offset
+    /// and the stride.
     LoadMatrix {
         matrix: u32,
         arr: u32,
@@ -169,7 +170,8 @@ pub(super) enum Ins {
     },
     /// Waits before a fragment map, so that elements set by other work-items are visible.
     Meet,
-    /// Row and column of the work-item's element number `round`. Jumps to `to` after the last one.
+    /// Sets `at` to the row and column of the work-item's element number `round`. Jumps to `to` after the
+    /// last one.
     Place {
         like: u32,
         round: Reg,
@@ -216,7 +218,7 @@ struct Gen<'a> {
     exprs: Vec<Reg>,
     values: Vec<Reg>,
     vars: Vec<Reg>,
-    /// Expressions already computed in the enclosing blocks.
+    /// Whether each expression is already computed, in the current block or in a block around it.
     ready: Vec<bool>,
     statement: u32,
     next_statement: u32,

@@ -1,4 +1,5 @@
-//! Fragments: loads, stores and products.
+//! The instructions on fragments, which all work-items of a subgroup execute together, and the access to
+//! single elements.
 
 use super::code::{Ins, Reg};
 use super::{Fault, Memory, Run, Space, scalar};

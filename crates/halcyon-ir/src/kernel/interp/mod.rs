@@ -2,10 +2,11 @@
 //!
 //! A kernel is compiled to flat code over a register file per work-item. Work-items run one after another up
 //! to the next barrier or subgroup operation. A seed can shuffle their order. With [`Options::sanitize`], the
-//! interpreter checks every access against shadow memory. It then reports reads of bytes that were never
-//! written, and races. A race is a pair of accesses to the same byte by two work-items without a barrier in
-//! between, where at least one access is a write. Out-of-bounds accesses are always reported: reads return 0,
-//! writes are ignored.
+//! interpreter checks every access against shadow memory. It then reports uninitialised reads (of workgroup
+//! and private memory, and of the buffers in [`Options::poisoned`]) and races. A race is a pair of accesses
+//! to the same byte by two work-items without a barrier in between, where at least one access is a write; two
+//! atomic accesses are no race. Out-of-bounds accesses are always reported: reads return 0, writes are
+//! ignored.
 
 mod code;
 mod matrix;
@@ -77,7 +78,8 @@ impl Default for Options {
 pub enum Fault {
     OutOfBounds,
     Uninitialised,
-    /// Another work-item touches the same bytes, at least one of the two writes, and no barrier orders them.
+    /// Another work-item accesses the same bytes, at least one of the two writes, and no barrier orders them.
+    /// Also: the rows of a fragment overlap in the scratch memory of a [`Stmt::FragmentConvert`].
     Race,
     /// [`Expr::IDiv`] or [`Expr::IRem`] with a negative dividend or a divisor that is not positive.
     IndexDivision,
@@ -104,8 +106,8 @@ pub enum Space {
 pub struct Report {
     pub fault: Fault,
     pub space: Space,
-    /// Index of the element, vector or word. For a fault that is not an access to memory, the offending
-    /// value.
+    /// Index of the element, vector or word. For an index division, a divergent value, and an offset or
+    /// stride of a fragment: the offending value.
     pub index: i64,
     /// Linear index of the work-item in the launch.
     pub item: u32,
@@ -155,9 +157,9 @@ impl Interp {
     /// Runs a launch. Buffers are in the kernel's order.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the launch does not match the kernel. [`Error::Internal`] if work-items wait at
-    /// different barriers (the verifier excludes this if the kernel has no races on workgroup memory) or a
-    /// loop does not advance.
+    /// [`Error::Argument`] if the launch or the subgroup size does not match the kernel. [`Error::Internal`]
+    /// if work-items wait at different barriers (the verifier excludes this if the kernel has no races on
+    /// workgroup memory) or a loop does not advance.
     pub fn run<M: Memory + ?Sized>(&self, launch: &Launch, memory: &mut M, o: &Options) -> Result<Outcome> {
         match &self.kernel.parts {
             Some(p) => self.run_parts(p, launch, memory, o),

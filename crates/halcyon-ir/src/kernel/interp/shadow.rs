@@ -1,5 +1,5 @@
-//! Shadow memory: the last reader and writer of each byte, and the epochs of their accesses. An epoch is the
-//! time between two barriers of a workgroup.
+//! Shadow memory: the last reader and writer of each byte of a buffer and each word of workgroup memory, and
+//! the epochs of their accesses. An epoch is the time between two barriers of a workgroup.
 
 use super::Fault;
 use crate::kernel::ir::BufId;

@@ -96,8 +96,8 @@ pub(super) fn sizes<'a>(b: &'a Builder, name: &str, n: usize) -> Vec<E<'a>> {
     (0..n).map(|i| b.size(&format!("{name}{i}"))).collect()
 }
 
-/// Finishes a kernel, checks it against the device and launches it over at least `groups` workgroups. Its
-/// buffers are the op's inputs followed by its output.
+/// Finishes a kernel, checks it against the device and binds its launch with at least `groups` workgroups.
+/// Its buffers are the op's inputs followed by its output.
 pub(super) fn single(b: Builder, args: &Args, groups: usize, caps: &Caps) -> Result<Lowered, Declined> {
     let k = b.finish().map_err(declined)?;
     verify_for(&k, caps).map_err(declined)?;
@@ -139,7 +139,7 @@ pub(super) fn unravel<'a>(b: &'a Builder, index: E<'a>, dims: &[E<'a>]) -> Vec<E
     out
 }
 
-/// `v` padded in front with `with` to three entries: one- and two-dimensional windows get unit axes.
+/// `v` padded in front with `with` to three entries, because kernels have three spatial axes.
 pub(super) fn three<T: Copy>(v: impl IntoIterator<Item = T>, with: T) -> [T; 3] {
     let mut out = [with; 3];
     let v: Vec<T> = v.into_iter().take(3).collect();

@@ -1,6 +1,6 @@
-//! Direct convolution. By default each work-item computes up to four output channels at one position, or on
-//! CPUs at eight consecutive positions. Kernels have three spatial axes; axes that the op does not have get
-//! size 1. A pointwise convolution is computed as a matrix product.
+//! Direct convolution. By default each work-item computes up to four output channels at one position, or, on
+//! CPUs and if the result is wide enough, at eight consecutive positions. Kernels have three spatial axes;
+//! axes that the op does not have get size 1. A pointwise convolution is computed as a matrix product.
 
 use super::common::*;
 use crate::dtype::DType;

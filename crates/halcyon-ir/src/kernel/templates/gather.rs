@@ -1,7 +1,7 @@
-//! Gathers, scatters and slice updates. In gathers and scatters, a negative index counts from the end. The
-//! position of a slice update must not be negative. An index or position out of range is clamped and sets the
-//! fault word. Scatters are deterministic: one work-item computes each result and applies the updates in
-//! order.
+//! Gathers, scatters, slice updates, class indices and the copies of a concatenation. In gathers and
+//! scatters, a negative index counts from the end. The position of a slice update must not be negative. An
+//! index or position out of range is clamped and sets the fault word. Scatters are deterministic: one
+//! work-item computes each result and applies the updates in order.
 
 use crate::error::{Error, Result};
 use crate::kernel::access::{Access, GROUP, Template, typed};
@@ -195,8 +195,8 @@ pub(crate) fn update_slice(
     t.finish(groups, caps.max_groups)
 }
 
-/// Class labels as indices below `classes`. A label out of range becomes 0, and sets the fault word unless it
-/// equals `ignore`.
+/// Class labels as indices below `classes`. A label that is out of range or equals `ignore` becomes 0. A
+/// label that is out of range and does not equal `ignore` sets the fault word.
 pub(crate) fn class_index(
     classes: usize,
     ignore: Option<i64>,

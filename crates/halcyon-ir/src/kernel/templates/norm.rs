@@ -11,8 +11,8 @@ use crate::ops::Op;
 use crate::target::{Caps, Declined, Operand};
 
 /// Kernels for the composites `layer_norm` (operands x, scale and optionally bias; attributes `axis`, `eps`)
-/// and `rms_norm` (operands x and scale; attribute `eps`) on float types. The variance is computed from the
-/// deviations from the mean, so the row is read once more.
+/// and `rms_norm` (operands x and scale; attribute `eps`) on float types. For layer norm, the variance is
+/// computed from the deviations from the mean, so the row is read once more.
 ///
 /// # Errors
 /// Declines a scale or bias whose shape differs from the normalised axes. Declines with `needs_dense` if an

@@ -1,5 +1,5 @@
 //! Pooling and its gradient, one output element per work-item. The gradient is a gather: each input element
-//! sums the gradients of the windows in which it is the maximum, or, for an average, its shares of the
+//! sums the gradients of the windows in which it is the first maximum, or, for an average, its shares of the
 //! gradients of the windows that contain it. No element is written twice, and the order of the sums is fixed.
 
 use super::common::*;
@@ -13,7 +13,8 @@ use crate::target::{Caps, Declined, Operand};
 /// [`Op::PoolGrad`] (operands x, y and dy of one float type). One to three spatial axes.
 ///
 /// # Errors
-/// Declines with `needs_dense` unless the operands are row-major. Declines more than three spatial axes.
+/// Declines with `needs_dense` unless the operands that the kernel reads are row-major. Declines more than
+/// three spatial axes.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     match op {
         Op::Pool(p) => {
@@ -118,10 +119,10 @@ impl<'a> Sizes<'a> {
         });
     }
 
-    /// Runs `f` with the coordinates of each window that covers input element `i`, in the order of the kernel
-    /// elements.
+    /// Runs `f` with the coordinates of each window that covers input element `i`, in the order of the
+    /// window's elements that lie on `i`.
     fn covering(&self, b: &'a Builder, i: &[E<'a>], f: impl FnOnce(&[E<'a>])) {
-        // Kernel element `k` of the window at `o` covers `i` if `o * stride = i + lo - k * dilation`.
+        // Element `k` of the window at `o` lies on `i` if `o * stride = i + lo - k * dilation`.
         let at = |a: usize, k: E<'a>| {
             let from = b.let_(i[a] + self.l[a] - k * self.d[a]);
             let p = b.let_(from.max(0));
@@ -150,7 +151,7 @@ impl<'a> Sizes<'a> {
             if include_pad {
                 return self.k[a];
             }
-            // Kernel elements before the start and before the end of the input.
+            // The numbers of the window's elements before the start, and before the end, of the input.
             let start = o[a] * self.s[a] - self.l[a];
             let before = (-start).max(0).div_ceil(self.d[a]).min(self.k[a]);
             let until = (self.i[a] - start).max(0).div_ceil(self.d[a]).min(self.k[a]);
@@ -201,8 +202,8 @@ fn forward(
     single(b, &args, total.div_ceil(wg as usize), caps)
 }
 
-/// One input element per work-item. `f` receives the plane, the element's coordinates, its index and the
-/// variable for the sum.
+/// Builds a gradient with one input element per work-item. `buffers` are the operands that the kernel reads.
+/// `f` receives the plane, the element's coordinates and the variable for the sum.
 fn gradient(
     g: &Geometry,
     buffers: Vec<usize>,

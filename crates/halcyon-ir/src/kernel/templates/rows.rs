@@ -8,8 +8,8 @@ use crate::kernel::tune::{Choices, Tolerance, Variant, class};
 use crate::kernel::{Buf, Builder, E, Local, Private};
 use crate::target::{Caps, Declined, Operand};
 
-/// Partial sums per work-item. Compilers map them to vector lanes, and short partial sums have smaller
-/// rounding errors.
+/// Partial results of a work-item that reduces a whole row. Compilers map them to vector lanes, and short
+/// partial sums have smaller rounding errors.
 const LANES: u32 = 16;
 
 /// How a row is assigned to work-items.
@@ -56,8 +56,8 @@ impl RowMapping {
     /// The variants for `rows` rows of `n` elements. `name` contains everything else the kernel depends on.
     pub(super) fn choices(name: &str, rows: usize, n: usize, gap: usize, ty: Ty, caps: &Caps) -> Choices {
         let items: &[u32] = if caps.is_cpu { &[1, 2, 4, 8, 16, 32] } else { &[32, 64, 128, 256] };
-        // PoCL runs the work-items of a workgroup one after another, so a workgroup per row is offered only
-        // on other devices.
+        // CPUs run the work-items of a workgroup one after another (PoCL), so a workgroup per row is offered
+        // only on other devices.
         let groups: &[u32] = if caps.is_cpu { &[] } else { &[16, 32, 64, 128, 256, 512] };
         let fits = |n: u32| n as usize * ty.size() <= caps.workgroup_memory as usize;
         let all = items.iter().map(|n| RowMapping::Item(*n));

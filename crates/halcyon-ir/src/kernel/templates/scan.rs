@@ -54,7 +54,8 @@ fn before<'a>(a: E<'a>, c: E<'a>, descending: bool) -> E<'a> {
     a.lt(c).or(c.is_nan().and(!a.is_nan()))
 }
 
-/// Index (i64) of the largest or smallest element of each line. NaN counts as the extreme element.
+/// Index (i64) of the largest or smallest element of each line; among equal ones, of the first, or of the
+/// last if `last` is set. NaN counts as the extreme element.
 pub(crate) fn arg_reduce(
     max: bool,
     axis: usize,

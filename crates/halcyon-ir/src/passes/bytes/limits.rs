@@ -1,5 +1,5 @@
-//! The largest magnitudes of 16-bit codes and of sums of weights. Their product tells whether a sum of i32
-//! can wrap.
+//! The largest magnitude of 16-bit codes, and the largest sum of the magnitudes of weights. The product of
+//! the two tells whether an i32 sum can wrap.
 
 use super::{Factor, Finder, MAX_DEPTH, turned};
 use crate::graph::NodeId;

@@ -1,9 +1,9 @@
 //! Encoding and decoding of small floats as branch-free element-wise arithmetic on the bits of f32.
 //! `minifloat` does the same on the host.
 //!
-//! Apart from rounding, every step is exact in f32. A device may flush numbers below the smallest normal f32
-//! to zero. Once the operand is f32, no result depends on this. Only E8M0 has such a number, and its bits are
-//! handled as an integer.
+//! Apart from rounding, every step is exact in f32. A device may flush subnormal f32 numbers to zero. From
+//! the operand in f32 on, no result depends on whether it does. Of the small floats, only E8M0 has a value
+//! that is subnormal in f32 (2^-127), and the bits of this value are handled as an integer.
 
 use crate::convert::Rounding;
 use crate::dtype::{DType, Scalar};
@@ -222,7 +222,7 @@ pub(crate) fn encode_e8m0(g: &mut Graph, x: NodeId, rounding: Rounding, saturate
         bad = a.op(S::Or, &[bad, outside])?;
     }
     // `add` carries into the exponent when the significand rounds up. For values between 2^-127 and 2^-126,
-    // which are subnormal in f32, `second` is the threshold of rounding up.
+    // which are subnormal in f32, `second` is the smallest number that is rounded up.
     let (add, second) = match rounding {
         Rounding::Nearest => (1u32 << 22, LO + (LO >> 1)),
         Rounding::Up => ((1 << 23) - 1, LO + 1),

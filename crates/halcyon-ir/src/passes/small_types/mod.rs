@@ -1,4 +1,4 @@
-//! Rewrites a graph to native dtypes: removes packed integers and small floats ([`DType::is_native`]).
+//! Rewrites a graph to native dtypes: removes the small types ([`DType::is_native`]).
 //!
 //! In the new graph a small value is stored in a carrier, one byte per element: i8 or u8 for integers, u8 for
 //! floats, whose bits are the low bits of the byte. Ops that only move elements (views, gather, concat,

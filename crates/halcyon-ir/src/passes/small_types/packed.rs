@@ -8,7 +8,7 @@ use crate::graph::{Graph, NodeId};
 use crate::ops::element_wise::ScalarOp as S;
 use crate::shape::{Dims, Shape};
 
-/// Unpacks bytes of `d` to carriers of shape `dims`.
+/// Unpacks packed elements of dtype `d` to carriers of shape `dims`.
 pub(super) fn unpack(g: &mut Graph, packed: NodeId, d: DType, dims: &Dims) -> Result<NodeId> {
     let per = 8 / d.bits() as usize;
     let n: usize = dims.iter().product();

@@ -259,8 +259,8 @@ pub(super) const CUDA_HELPERS: &[(&str, &str)] = &[
 }
 "#,
     ),
-    // Each work-item already holds the elements of the operand, because sums and operands have the same
-    // layout.
+    // Each work-item already holds the elements of the operand, because sums and 16-bit operands have the
+    // same layout. TF32 operands have another layout, so they go through memory.
     (
         "h_operand_f16",
         r#"h_operand @(const h_sum& v, int column, uint4* l, int offset, int stride) {

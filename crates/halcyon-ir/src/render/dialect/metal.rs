@@ -1,5 +1,5 @@
-//! Metal Shading Language 2. It has no f64, and no `erf`, `erfc`, `expm1` and `log1p`: the kernels define
-//! these functions.
+//! Metal Shading Language 2. It has no f64, and no `erf`, `erfc`, `expm1` and `log1p`. The rendered source
+//! defines these functions.
 
 use super::{Dialect, Language};
 use crate::kernel::ir::Ty;

@@ -1,6 +1,7 @@
-//! Declaration, reads and writes of buffers. Elements under 32 bits are stored in words, unless the device
-//! has 16-bit storage types. 64-bit elements are stored in two words if buffers of another type share their
-//! binding, or if the binding is also accessed by words or vectors.
+//! Declaration, reads and writes of buffers. 8-bit elements are stored in words. So are 16-bit elements,
+//! unless the device has a storage type for them and the binding is accessed only as elements of one dtype.
+//! 64-bit elements are stored in two words if buffers of another type share their binding, or if the binding
+//! is also accessed by words or vectors.
 
 use super::{Options, Writer, ty_name};
 use crate::dtype::DType;
@@ -19,7 +20,8 @@ pub(super) enum Element {
     U16,
     /// Words with the elements' bits.
     Word,
-    /// Words. A store modifies only some bits of a word, with atomic operations.
+    /// Words that are accessed by atomic operations, because a store modifies only some bits of a word, or
+    /// because the kernel itself has atomic operations on the buffer.
     Atomic,
 }
 

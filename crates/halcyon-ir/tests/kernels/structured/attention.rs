@@ -79,7 +79,8 @@ fn few_queries_split_the_keys() {
             Case { h: 8, hk: 1, ..c },
             Case { h: 2, sq: 16, d: 16, ..c },
             Case { h: 3, hk: 1, sq: 3, d: 96, ..c },
-            // Rows that are not a multiple of 16 bytes, short rows, and the longest ones.
+            // A row length that is not a multiple of 16 bytes (except in f64), a short one, and the longest
+            // one.
             Case { sk: 257, d: 50, ..c },
             Case { sk: 900, d: 3, ..c },
             Case { sk: 256, d: 256, ..c },
@@ -140,7 +141,8 @@ fn a_cache_that_grows_keeps_the_programs() {
         let ids: Vec<_> = ins.iter().map(|i| g.input("x", TensorType::new(i.dtype, &i.view.shape))).collect();
         let y = g.attention(ids[0], ids[1], ids[2], None, true, 0.125).unwrap();
         let low = lower(&g.node(y).op, &ins, &[q.operand], &wide()[0]).unwrap();
-        // The temporary between the two kernels has one row per part. A part has at least 128 keys.
+        // For each query of each head, the temporary between the two kernels has one row per part. A part has
+        // at least 128 keys.
         let rows = low.temps.iter().map(|n| n / ((64 + 4) * 4 * 8 * b)).collect::<Vec<_>>();
         assert!(rows.iter().all(|n| (2..=sk / 128).contains(n)), "{rows:?} parts of {sk}");
         low.steps.iter().map(|(k, ..)| k.key()).collect()

@@ -1,5 +1,5 @@
 //! Compares the kernels of the templates with the float64 reference. The kernels run in the interpreter with
-//! its sanitizer, at every subgroup size, in shuffled orders, for a GPU, a CPU and a device with tiny
+//! its sanitizer, at four subgroup sizes, in shuffled orders, for a GPU, a CPU and a device with tiny
 //! workgroups.
 
 mod attention;

@@ -1,5 +1,5 @@
-//! Tests of products and attention on matrix units: every tile is compared with the definition, the units are
-//! used only for permitted types and levels, and faults are detected.
+//! Tests of products and attention on matrix units: results of every tile are compared with the definition,
+//! the units are used only for permitted types and levels, and faults are detected.
 
 use super::composite;
 use crate::tensor::*;
@@ -32,7 +32,8 @@ fn units(test: &str) -> Vec<(&'static [MatrixOp], u32)> {
     drawn(test, all.len()).map_or(all.clone(), |i| vec![all[i]])
 }
 
-/// Every tile in every layout, with the subgroup sizes of NVIDIA and AMD.
+/// Products of several sizes in several layouts, with the subgroup sizes of NVIDIA and AMD. One size is
+/// computed with every tile, the others with the heuristic's choice.
 #[test]
 fn matmul_on_matrix_units() {
     let mut g = Rng(77);
@@ -106,8 +107,8 @@ fn matmul_on_matrix_units() {
     assert!(seen > 20, "{seen}");
 }
 
-/// Attention for prompts on matrix units: every tile, with the subgroup sizes of NVIDIA and AMD, against the
-/// definition.
+/// Attention for prompts on matrix units, with the subgroup sizes of NVIDIA and AMD, against the definition.
+/// Two calls are computed with every tile, the others with the heuristic's choice.
 #[test]
 fn attention_on_matrix_units() {
     // Batch, query heads, key heads, queries, keys and row length.

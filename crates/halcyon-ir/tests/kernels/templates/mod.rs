@@ -1,4 +1,4 @@
-//! Runs every template in the interpreter: with all subgroup sizes, work-items in random order, poisoned
+//! Runs every template in the interpreter: at four subgroup sizes, with work-items in random order, poisoned
 //! outputs and strided operands. Results are compared with references in f64 that follow the definitions of
 //! the ops.
 
@@ -15,7 +15,7 @@ use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, Scalar, TensorType};
 use halcyon_test_host::drawn;
 
-/// Runs the kernels of an op at every subgroup size. Returns the elements of the result and whether the fault
+/// Runs the kernels of an op at four subgroup sizes. Returns the elements of the result and whether the fault
 /// word was set.
 fn execute(
     op: &Op,

@@ -38,7 +38,8 @@ fn captured_graphs_plans_and_tensors_survive_moves() {
         for moves in [false, true] {
             let pool = format!("{strategy}:{CAP}{}", if moves { ",defragment" } else { "" });
             for b in over(name, &pool) {
-                // Free what is allocated below the captured graph's own memory, so that its buffers can move.
+                // These tensors are below the captured graph's own memory. They are freed later, so that the
+                // graph's buffers can move.
                 let below: Vec<Tensor> = (0..6).map(|_| random(&b, &mut rng, &[50, 100])).collect();
                 let (x, w, v) = (
                     random(&b, &mut rng, &[8, 16]),
@@ -154,7 +155,7 @@ fn ten_thousand_evaluations_of_changing_shapes_keep_memory_flat() {
 }
 
 #[test]
-#[ignore = "counts for the whole process; its twin runs it"]
+#[ignore = "measures the whole process; the test above runs it in a process of its own"]
 fn evaluations_of_changing_shapes() {
     for pool in ["exclusive", "best-fit"] {
         let b = Backend::builder().backend_type(BackendType::Cpu).num_threads(1);

@@ -63,8 +63,8 @@ fn scaler(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&x, DType::F32)?)
 }
 
-/// Divides each row by its maximum, the sum of its absolute values, or the root of its sum of squares; rows
-/// for which that is 0 stay unchanged.
+/// Divides each row by its maximum, by the sum of its absolute values, or by the root of its sum of squares.
+/// Rows whose divisor would be 0 stay unchanged.
 fn normalizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = float(b, c.arg(0)?)?;
     if x.rank() == 0 {
@@ -194,9 +194,9 @@ fn feature_vectorizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.concat(&parts.iter().collect::<Vec<_>>(), 1)?)
 }
 
-/// Adds a last axis with a 1 at the index of the category. An unknown category gives zeros. If `zeros` is 0,
-/// an unknown string is an error of this function, and an unknown number is a fault at run time (an index out
-/// of range).
+/// Adds a last axis with a 1 at the index of the category. By default, an unknown category gives zeros. If
+/// `zeros` is 0, an unknown string is an error of this function, and an unknown number is a fault at run time
+/// (an index out of range).
 fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let zeros = c.flag("zeros", true)?;
     let texts = c.strings("cats_strings")?.filter(|v| !v.is_empty());

@@ -416,7 +416,7 @@ impl Forest {
         leaves
     }
 
-    /// The leaf that each row `[N]` reaches in each tree: i32 `[N, trees]`.
+    /// The leaf that each of the N rows reaches in each tree: i32 `[N, trees]`.
     fn walk(&self, b: &mut Builder, x: &Value) -> Result<Value> {
         let n = self.next.len();
         let ints = |v: &mut dyn Iterator<Item = i64>, n: usize| integers(DType::I32, &[n], v);

@@ -88,7 +88,7 @@ fn probit(b: &mut Builder, x: &Value) -> Result<Value> {
     let log = b.scalar(S::Log1p, &[&square])?;
     let u = b.scalar(S::Mul, &[&half, &log])?;
     let u = b.scalar(S::Add, &[&lead, &u])?;
-    // sqrt(u² + w) - u with w >= 0; for positive u computed as w / (sqrt(u² + w) + u), which does not cancel.
+    // sqrt(u² + w) - u, with w >= 0. If u is positive, this is w / (sqrt(u² + w) + u), which does not cancel.
     let w = b.scalar(S::Mul, &[&log, &inverse])?;
     let w = b.scalar(S::Neg, &[&w])?;
     let r = b.scalar(S::Mul, &[&u, &u])?;

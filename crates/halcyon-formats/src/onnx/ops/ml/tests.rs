@@ -194,7 +194,7 @@ fn leaves(trees: i64, votes: &[(i64, i64, f32)]) -> NodeProto {
 #[test]
 fn votes_of_any_form_are_joined() {
     let v = [x(&[2, 1], &[0f32, 1.0])];
-    // With few targets, each leaf has a table of all targets. With many targets, votes are scattered.
+    // With few targets, the votes are in a table of leaves and targets. With many, they are scattered.
     for targets in [4i64, 30_000] {
         let votes = [(0, 0, 1.0), (0, 3, 5.0), (1, 3, -2.0), (2, 3, 0.5), (2, 1, 4.0), (2, 1, 2.0)];
         for (how, want) in
@@ -245,7 +245,7 @@ fn broken_trees_are_refused() {
     bad("cycle", ring);
     bad("both set", n().table("nodes_values_as_tensor", &t(&[2], &[0f64; 2])));
 
-    // A chain deeper than the limit.
+    // A tree deeper than the limit: each node is a child of the node before it.
     let deep = 2000usize;
     let ids: Vec<i64> = (0..deep as i64).collect();
     let chain = ml("TreeEnsemble", &["x0"], &["y"])

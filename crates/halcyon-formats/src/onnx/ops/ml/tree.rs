@@ -376,9 +376,10 @@ fn add_base(b: &mut Builder, y: &Value, base: &[f64]) -> Result<Value> {
 
 /// The results are the label `[N]` and the scores `[N, classes]`.
 ///
-/// If the votes name only one of two classes, there is a single score. By convention it is the score of the
-/// second class, even if the votes name the first. The label is the second class if the score is above 1/2
-/// (no weight is negative) or above 0 (a weight is negative).
+/// If the votes name at most one of two classes, the score of that class determines the label: the second
+/// class if the score is above 1/2 (no weight is negative) or above 0 (a weight is negative), even if the
+/// votes name the first class. If they do not name the second class and there are fewer than two base values,
+/// the score is by convention that of the second class, and the score of the first class follows from it.
 fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let (post, classes) = (Post::of(c)?, Classes::of(c, LABELS_INT64S)?);
     let n = classes.len();

@@ -242,7 +242,8 @@ unsafe fn fold<S: Simd>(
         }
         for i in 0..width {
             let new = base[i];
-            // If no key was seen yet, all weights are 0, and the factor 1.0 leaves the zero output unchanged.
+            // If all scores so far are -inf, all weights are 0, and the factor 1.0 leaves the zero output
+            // unchanged.
             let none = new == f32::NEG_INFINITY;
             keep[i] = if none { 1.0 } else { vmath::exp::<false>(m[i] - new) };
             base[i] = if none { 0.0 } else { new };
@@ -302,8 +303,8 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
     unsafe {
         let (qs, s, o) = (own.add(room.queries), own.add(room.scores), own.add(room.out));
         let (vs, ks) = (own.add(room.values), own.add(room.keys));
-        // Pack the queries, feature by feature. Rows of different heads may not be `rs` apart, so each run of
-        // rows of one head is packed separately.
+        // Pack the queries, feature by feature. Rows of different heads need not be `rs` apart, so each run
+        // of rows of one head is packed separately.
         for p in 0..panels {
             let dst = qs.add(p * nr * a.d);
             std::ptr::write_bytes(dst, 0, nr * a.d);

@@ -2,11 +2,11 @@
 //! computed in f32, and its weights are rounded to bf16 for the second product.
 //!
 //! A part is one or more blocks of 32 queries of one head. A block processes 256 keys at a time. It computes
-//! their scores, row after row, in the first-level cache, and updates a running maximum and sum per row (as
-//! in [`crate::cpu::library::attention`]). It then multiplies the weights by the values and adds the product
-//! to the output, which is first scaled down if the maximum rose. A thread packs the keys and values of a
-//! head when it starts on that head, and keeps them until it starts on another. Keys are never split among
-//! threads, so results depend on the shape alone.
+//! their scores, which stay in the first-level cache, turns them into weights row after row, and updates a
+//! running maximum and sum per row (as in [`crate::cpu::library::attention`]). It then multiplies the weights
+//! by the values and adds the product to the output, which is first scaled down if the maximum rose. A thread
+//! packs the keys and values of a head when it starts on that head, and keeps them until it starts on
+//! another. Keys are never split among threads, so results depend on the shape alone.
 //!
 //! Cost. The two products of a head take `4 * queries * keys * d` FLOPs, and softmax takes `queries * keys`
 //! exponentials. With `d` = 128 features, the products and the exponentials took about the same time on the
@@ -283,8 +283,9 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
     }
 }
 
-/// Turns the scores of a row into bf16 weights `e^(score - maximum)`, with zeros from `seen` to `padded`.
-/// Returns the largest score so far (`before` is the earlier one) and the sum of the weights before rounding.
+/// Scales the scores of a row, adds the mask, and turns the scores into bf16 weights `e^(score - maximum)`,
+/// with zeros from `seen` to `padded`. Returns the largest score so far (`before` is the earlier one) and the
+/// sum of the weights before rounding.
 ///
 /// # Safety
 /// `padded` is a multiple of 32. `s` is readable and writable and `w` writable for `padded` elements; `mask`

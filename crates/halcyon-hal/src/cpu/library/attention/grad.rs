@@ -218,7 +218,7 @@ mod tests {
     use super::*;
     use crate::cpu::library::testing::*;
 
-    /// The gradients in f64, by the formulas of this file's head.
+    /// The gradients in f64, by the formulas at the top of this file.
     fn reference(a: &Attention, q: &[f32], k: &[f32], v: &[f32], dy: &[f32]) -> Vec<f64> {
         let (heads, wide) = (a.batch * a.heads, |x: &[f32], i: usize| f64::from(x[i]));
         let (nq, nk, nv) = (a.queries * a.d, a.keys * a.d, a.keys * a.dv);

@@ -72,8 +72,8 @@ pub struct Operands<T, M, Y> {
 /// Keys per block when there are few rows.
 const BK: usize = 256;
 
-/// Folds a block of scores into the running maximum `m`, sum `l` and output `o` of each row. The scores
-/// become the weights `e^(score - m)`.
+/// Updates the running maximum `m` and sum `l` of each row with a block of scores, and scales the output `o`
+/// if the maximum rose. The scores become the weights `e^(score - m)`.
 ///
 /// # Safety
 /// The calling function is compiled for the instruction set of `S`.

@@ -2,11 +2,11 @@
 //!
 //! A register tile holds up to fourteen pixels of a row (as many as registers allow) by two blocks of output
 //! channels. Its sums run over blocks of input channels, taps and the channels of a block, in that order.
-//! Each step reads one vector of weights per output block and one input value per pixel. These lie close
-//! together, so nothing is gathered or packed. Weights are stored in the order of the sums,
-//! `[O / B, C / groups / b, KH, KW, b, B]`, where `b` is the number of channels of an input block: B, or 1.
-//! An input with `b` = 1 (`[N, C, H, W]`, as in the first layer) is read in place. With padding, the input
-//! that a part of the work reads is copied, with zeros around it.
+//! Each step reads one vector of weights per output block and one input value per pixel. Both lie close to
+//! what the step before read, so nothing is gathered or packed. Weights are stored in the order of the sums,
+//! `[O / B, C / groups / b, KH, KW, b, B]`, where `b` is the number of channels of an input block: B, or 1
+//! for an input `[N, C, H, W]`, as in the first layer. The input is read in place. If a part of the work
+//! reads padding, the input that it reads is copied first, with zeros around it.
 
 use super::blocked_tile::{Activation, Tile, depthwise, half, prefetch_lines, tile};
 use super::plain::Conv;
@@ -126,7 +126,8 @@ impl Blocked {
         self.conv.c_out / self.lanes
     }
 
-    /// Number of pairs of output channel blocks in all groups; both blocks of a pair belong to one group.
+    /// Number of pairs of output channel blocks in all groups. Both blocks of a pair belong to one group; the
+    /// last pair of a group may have only one block.
     fn pairs(&self) -> usize {
         (self.out_blocks() / self.conv.groups).div_ceil(2) * self.conv.groups
     }
@@ -284,9 +285,9 @@ impl Blocked {
                             false => self.in_place(r, xs.get().wrapping_add(n * image)),
                         };
                         for pair in first..end {
-                            // The weights may not be in a cache, so prefetch the weights of the next pair
-                            // while this pair is computed. After the last pair of this part, this thread's
-                            // next part is most likely the one `threads` parts later.
+                            // The weights may be in no cache, so prefetch the weights of the next pair while
+                            // this pair is computed. After the last pair of this part, this thread's next
+                            // part is most likely the one `threads` parts later.
                             let next =
                                 if pair + 1 < end { pair + 1 } else { (p + team.threads()) * each_part };
                             let next = Some(next).filter(|next| n == 0 && *next < pairs);
@@ -429,7 +430,8 @@ impl Job<'_> {
         // Put two rows into one tile if they fit.
         let rows = if 2 * width <= b.pixels() { 2 } else { 1 };
         let wp = self.w.get().wrapping_add(ob * each);
-        // With one channel per input block, the taps of a row are consecutive like the channels of a block.
+        // With one channel per input block and no dilation, the taps of a row are consecutive like the
+        // channels of a block.
         let (inner, taps) = match b.inner == 1 && w.dilation[2] == 1 {
             true => (w.kernel[2], (w.kernel[1], 1)),
             false => (b.inner, (w.kernel[1], w.kernel[2])),

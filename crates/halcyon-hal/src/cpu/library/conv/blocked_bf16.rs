@@ -6,7 +6,7 @@
 //! `[O / 32, C / 32 / groups, KH, KW, 2, 16, 16, 2]`. The last four axes are the halves of the output block,
 //! the pairs of input channels, the output channels of a half, and the two channels of a pair. A sum runs
 //! over blocks of input channels and taps without leaving the registers (`blocked_bf16_tile.rs`). Then scale,
-//! bias, residual and activation are applied in f32, and the result is rounded once.
+//! bias, residual and activation are applied in f32, and the result is rounded once (or stored as f32).
 //!
 //! The pixels of a tile must be evenly spaced. With no padding and stride 1, the image is read in place as
 //! one long row; if the kernel is larger than one pixel, the windows that begin in one row of the image and
@@ -16,8 +16,8 @@
 //! channels do not fill a block (`[N, C, H, W]`, as in the first layer) is copied pixel by pixel; each step
 //! of a sum then covers a piece of a row of taps.
 //!
-//! `tdpbf16ps` treats denormals as zero and rounds to nearest even. Without tile registers the same sums run
-//! on vectors.
+//! `tdpbf16ps` treats denormals as zero and rounds to nearest even. For the tests of these layouts on every
+//! machine, the same sums also run on vectors.
 
 use super::blocked::Buffers;
 use super::blocked_bf16_parts::{After, Job, Part, Rect};

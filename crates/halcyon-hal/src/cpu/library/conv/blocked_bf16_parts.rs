@@ -64,7 +64,7 @@ struct Grid {
     /// the line.
     tiles: usize,
     rows: usize,
-    /// Distance in pixels between output rows.
+    /// Pixels of a line from the start of one output row to the start of the next.
     pitch: usize,
 }
 

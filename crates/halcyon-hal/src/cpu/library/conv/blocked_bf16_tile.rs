@@ -6,7 +6,8 @@ use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::Isa;
 use half::bf16;
 
-/// Channels of a block. A pixel's bf16 block is one row of a tile register; its f32 sums take two registers.
+/// Channels of a block. A pixel's bf16 block is one row of a tile register; its f32 sums are a row in each of
+/// two registers.
 pub(crate) const BLOCK: usize = 32;
 /// Pixels of a tile.
 pub(crate) const PIXELS: usize = 16;
@@ -170,8 +171,8 @@ pub(crate) const fn config(rows: usize, pairs: usize) -> crate::cpu::amx::TileCo
 }
 
 dispatch_simd! {
-    /// The sums of [`on_tiles`] with f32 vectors, for processors without tile registers and as a reference in
-    /// tests. This function adds the products of one channel at a time.
+    /// The sums of [`on_tiles`] with f32 vectors, for tests. (Calls on processors without tile registers for
+    /// bf16 are declined.) This function adds the products of one channel at a time.
     ///
     /// # Safety
     /// For every pixel of the tiles, `4 * s.pairs` bytes are readable at every step's offset; `s.w` holds the

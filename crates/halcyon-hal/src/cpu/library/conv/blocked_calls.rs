@@ -270,8 +270,9 @@ pub(super) struct Simple {
 }
 
 impl Simple {
-    /// The epilogue `e` over `[N, O / B, pixels, B]`. `None` unless the epilogue is affine, is computed in
-    /// f32, and has a product and a result in f32 or bf16. Of its operands, only the residual may be bf16.
+    /// The epilogue `e` over `[N, O / B, pixels, B]`. `None` unless the epilogue is affine (with ReLU, a
+    /// clamp or no activation), is computed in f32, and has a product and a result in f32 or bf16. Of its
+    /// operands, only the residual may be bf16.
     pub(super) fn of(call: &CallForm<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
         let mut a = e.fused.as_affine(e.product, &dims, &[1, 3]).ok()?;
         let half = |d: DType| matches!(d, DType::F32 | DType::BF16).then_some(d == DType::BF16);

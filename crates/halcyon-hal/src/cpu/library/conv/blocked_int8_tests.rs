@@ -10,7 +10,7 @@ use crate::cpu::library::testing::*;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, Team};
 
-/// The engines of this processor, each with the instruction set that it needs.
+/// The engines of this processor, each with the processor's best instruction set.
 fn engines() -> Vec<(Engine, Isa)> {
     let best = Isa::best();
     let all = [Engine::Tiles, Engine::Vnni, Engine::Avx2];

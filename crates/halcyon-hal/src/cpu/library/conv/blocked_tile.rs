@@ -353,7 +353,7 @@ unsafe fn pool_row_of<S: Simd, const AVERAGE: bool>(
         // output row.
         unsafe {
             let mut acc = if AVERAGE { S::zero() } else { S::splat(f32::NEG_INFINITY) };
-            // If all columns are inside the image, no tap needs a check.
+            // If all columns are inside the image, they need no check.
             let (first, step) = (w.at(2, o, 0), w.dilation[2]);
             let inside = first >= 0 && first as usize + (w.kernel[2] - 1) * step < w.input[2];
             for i in 0..w.kernel[1] {

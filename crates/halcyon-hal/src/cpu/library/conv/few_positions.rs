@@ -1,6 +1,6 @@
 //! Convolution in f32 with few output positions per image and large kernels. The gradient of a convolution
-//! with respect to its weights is such a convolution: its kernel is as large as the image, and its output is
-//! as small as the original kernel.
+//! with respect to its weights is such a convolution: its kernel is about as large as the image, and its
+//! output is as small as the original kernel.
 //!
 //! The algorithm of `plain.rs` makes the output positions of one image the columns of a product, so a
 //! register tile would be mostly empty. Here the positions of all images are the rows of one product,
@@ -12,7 +12,7 @@ use crate::cpu::library::gemm::product_f32::{Epilogue, Gemm, Mat, MatMut, gemm};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 
-/// The largest number of output positions per image: half of the columns of a register tile.
+/// The largest number of output positions per image: half of the columns of the widest register tile.
 const POSITIONS: usize = 24;
 /// The smallest number of terms in the sum of one output element.
 const SUMMED: usize = 1024;

@@ -41,8 +41,8 @@ fn line_body<const FMA: bool>(l: Line<'_>) {
     let w = l.w;
     l.best.fill(f32::NEG_INFINITY);
     l.which.fill(NONE);
-    // The first pass finds the largest element of each window; the second pass writes the gradient at its
-    // tap.
+    // The first pass finds the largest element of each window. The second pass writes the gradient to this
+    // element, and 0 to the others.
     for write in [false, true] {
         let mut tap = 0;
         for td in 0..w.kernel[0] {

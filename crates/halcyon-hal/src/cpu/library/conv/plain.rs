@@ -102,8 +102,8 @@ impl ConvWeights {
 
     /// Size of the packed weights in floats, or `None` if the convolution reads them unpacked.
     pub fn floats(isa: Isa, conv: &Conv) -> Option<usize> {
-        // `gemm` computes small products without panels. With packed weights, small products would be
-        // computed with panels and have other results.
+        // `gemm` computes products with few rows or columns without panels. With packed weights, they would
+        // be computed with panels and have other results.
         (!conv.by_rows() && !conv.few()).then(|| conv.groups * ConvWeights::shape(isa, conv).floats())
     }
 

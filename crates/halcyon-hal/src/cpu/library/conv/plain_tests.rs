@@ -62,7 +62,7 @@ fn random_conv(rng: &mut Rng, spread: bool) -> Conv {
     let dilation = list(1, 2);
     let (lo, hi) = (list(0, 3), list(0, 3));
     let input_dilation = if spread { list(1, 3) } else { vec![1; dims] };
-    // One case in five crops the input instead of padding it.
+    // One case in five crops the start of each axis instead of padding it.
     let crop = rng.below(5) == 0;
     let pads: Vec<(isize, isize)> = lo
         .iter()

@@ -385,7 +385,8 @@ impl Cut {
 }
 
 /// Runs `f(item, threads)` for a batch of products of `work` multiply-adds each. If the products are large or
-/// few, they run one after another, each on all threads. Otherwise they run in parallel, each on one thread.
+/// few, they run one after another, each on all threads. Otherwise each runs on one thread, and several run
+/// at the same time unless the whole batch is little work.
 pub(crate) fn batch(team: &Team, items: usize, work: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     const SERIAL: usize = 1 << 20;
     if items < team.threads() || work > 256 << 20 {

@@ -1,4 +1,4 @@
-//! The kernel for CPUs: one query per work-item.
+//! The kernel for CPUs, and for GPUs that can run no other kernel: one query per work-item.
 
 use super::super::common::*;
 use super::problem::Io;

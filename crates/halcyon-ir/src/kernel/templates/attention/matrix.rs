@@ -102,9 +102,9 @@ struct Layout {
     per: u32,
     /// Pitch of a key and of a value.
     pitches: [u32; 2],
-    /// Offset of the values. The keys are at offset 0. Before the loop, the queries are there.
+    /// Offset of the values. The keys are at offset 0, where the queries are before the loop.
     values: u32,
-    /// Byte offset of the memory that each subgroup has for itself.
+    /// Byte offset of the subgroups' own memory, `OWN` bytes for each subgroup.
     own: u32,
     bytes: u32,
 }
@@ -215,8 +215,8 @@ impl<'a> Rows<'a> {
         Rows { b, buf, aligned, per: l.per, d, vectors, last }
     }
 
-    /// Reads rows; missing rows are zeros. `start(row, more)` gives the start of `row`, the distance to the
-    /// start of `row + more`, and whether `row + more` exists.
+    /// Reads rows; missing rows are zeros. `start(row, more)` gives two offsets whose sum is the start of row
+    /// `row + more`, and whether this row exists.
     fn fetch(&self, start: impl Fn(E<'a>, u32) -> [E<'a>; 3]) -> Vec<E<'a>> {
         let b = self.b;
         let one = |(i, ([row, at, _], more)): (usize, &([E<'a>; 3], u32))| {
@@ -549,7 +549,8 @@ impl<'a> Group<'a> {
 }
 
 impl Cx<'_> {
-    /// Whether every row of q, k and v is aligned to `per` elements and a multiple of `per` long.
+    /// For each of q, k and v: whether its rows are aligned to `per` elements and a multiple of `per` long,
+    /// and no stride is negative.
     fn aligned(&self, per: isize) -> [bool; 3] {
         let whole = |v: isize| v % per == 0;
         std::array::from_fn(|i| {

@@ -4,9 +4,10 @@
 //! There are five kernels, each in a file of its own. CPUs use one work-item per query. GPUs use the split
 //! kernel for few queries. If the device cannot run it, up to two queries use one workgroup each, with one
 //! key per work-item. For more queries, GPUs use the matrix-unit kernel if the device has matrix units, else
-//! the kernel with tiles of queries and keys in workgroup memory. The query heads that share a key head are
-//! rows of one tile. A query whose keys are all masked gives NaN, as the definition does. A tile does not
-//! read keys that lie past the causal limit of all its queries.
+//! the kernel with tiles of queries and keys in workgroup memory. A GPU that can run none of these uses the
+//! CPU's kernel. The queries of all heads that share a key head are rows of the same tiles. A query whose
+//! keys are all masked gives NaN, as the definition does. A tile does not read keys that lie past the causal
+//! limit of all its queries.
 
 mod item;
 mod key;
@@ -38,7 +39,7 @@ const NEG_INF: f64 = f64::NEG_INFINITY;
 ///
 /// # Errors
 /// Declines rows of more than 256 elements, and values that are not as wide as the keys. Declines with
-/// `needs_dense` if rows are not contiguous.
+/// `needs_dense` if rows are not contiguous or the view of an operand has a mask.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     let cx = context(op, inputs, outputs, caps)?;
     cx.build(cx.default(), inputs, outputs)

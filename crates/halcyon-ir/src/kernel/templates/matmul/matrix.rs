@@ -57,7 +57,7 @@ impl Tile {
 /// Candidates for measurement, not all legal on the device. The first is the heuristic's choice for large
 /// products.
 pub(super) fn tiles(op: MatrixOp) -> Vec<Tile> {
-    // An iteration covers the same number of bytes along K for all types.
+    // `d` elements of K fill 64 bytes, for all types.
     let d = 64 / op.operand.storage().size() as u32;
     let four = [2, 2];
     let large = if op.width == 32 { [4, 2] } else { four };

@@ -3,7 +3,8 @@
 //! Large products use the matrix-unit kernel if the device has matrix units. There are five other kernels.
 //! For GPUs: a tiled kernel through workgroup memory, and a split kernel for few rows or columns, where a
 //! workgroup splits the sum. For CPUs: a block of rows and columns per work-item, and a kernel for long dot
-//! products. For tiny products on any device: one output per work-item. Each kernel has a file of its own.
+//! products. For tiny products, and if no other kernel can run: one output per work-item. Each kernel has a
+//! file of its own.
 
 mod block;
 mod dot;

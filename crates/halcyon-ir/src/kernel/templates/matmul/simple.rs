@@ -1,4 +1,4 @@
-//! The simple kernel, for tiny products on any device.
+//! The simple kernel, for tiny products on any device, and for products that no other kernel can compute.
 
 use super::super::common::*;
 use super::Cx;

@@ -43,7 +43,8 @@ impl Cx<'_> {
         p.m.min(p.n) <= 8 && p.k >= 64 && self.caps.max_workgroup >= 64
     }
 
-    /// Whether the split kernel reads its right operand contiguously along K, after [`Cx::transposed`].
+    /// Whether the right operand of the split kernel, after [`Cx::transposed`], has its smaller stride along
+    /// K. Consecutive work-items then read along K.
     pub(super) fn split_along_k(p: &Problem) -> bool {
         if p.m > p.n { p.ak.abs() <= p.am.abs() } else { p.bk.abs() <= p.bn.abs() }
     }
