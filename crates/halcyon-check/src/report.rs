@@ -70,7 +70,7 @@ pub(crate) struct SectionResult {
     pub figures: Vec<Figure>,
     /// Checks that did not pass, and warnings.
     pub failures: Vec<Check>,
-    /// Passed checks with a note.
+    /// Passed checks with a note that is not a warning.
     pub remarks: Vec<Check>,
     pub notes: Vec<String>,
 }

@@ -12,7 +12,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Upper bound of deflate's expansion: 2 bits yield at most 258 bytes, which are 1032 times as many bits.
+/// Upper bound of deflate's expansion: 2 compressed bits yield at most 258 bytes, so the factor is 1032.
 const MAX_RATIO: usize = 1032;
 /// The number of bytes that are unpacked at a time.
 const UNPACK_CHUNK: usize = 1 << 18;
@@ -200,8 +200,8 @@ impl Header {
     }
 }
 
-/// Unpacks a gzip file of one or more members. The IDX header determines how many bytes are unpacked, so a
-/// small file cannot fill the memory.
+/// Unpacks a gzip file of one or more members: at most the bytes that the IDX header claims. A claim that
+/// deflate cannot reach from a file of this length is an error, so a small file cannot fill the memory.
 fn unpack(packed: &[u8], file: &str) -> Result<Bytes> {
     let mut from = flate2::bufread::MultiGzDecoder::new(packed);
     let damaged = |e: std::io::Error| bad(file, format!("damaged gzip data: {e}"));

@@ -13,7 +13,7 @@ pub(crate) const CENTRAL: u32 = 0x0201_4b50;
 pub(crate) const END: u32 = 0x0605_4b50;
 const END64: u32 = 0x0606_4b50;
 const END64_LOCATOR: u32 = 0x0706_4b50;
-/// Upper bound of deflate's expansion: 2 bits yield at most 258 bytes, which are 1032 times as many bits.
+/// Upper bound of deflate's expansion: 2 compressed bits yield at most 258 bytes, so the factor is 1032.
 const MAX_RATIO: u64 = 1032;
 /// Bytes unpacked at a time.
 const UNPACK_CHUNK: usize = 1 << 18;

@@ -80,7 +80,7 @@ commands! {
     Doctor(args::DoctorArgs) => doctor::main;
     /// Trains a model as a configuration file says
     Train(args::TrainArgs) => train::main;
-    /// Compares results with the expected results
+    /// Checks every op, or ONNX test cases, against expected results
     Conformance(args::ConformanceArgs) => conformance::main;
     /// Repeats a failure from its replay file
     Replay(args::ReplayArgs) => replay::main;
@@ -232,8 +232,8 @@ impl Loaded {
         graph.bind(&graph.solve(&sizes)?)
     }
 
-    /// Called if the selected device has run out of memory, with the error `e`. Moves to the first device
-    /// with enough memory, unless the user chose the device.
+    /// Called with the error `e` if the model could not be prepared. If the device has too little memory,
+    /// moves to the first device with enough, unless the user chose the device.
     ///
     /// # Errors
     /// `e` if it is not [`Error::OutOfMemory`], if the user chose the device, or if the model is not a single

@@ -35,7 +35,8 @@ pub struct DeviceUnderTest {
 }
 
 impl DeviceUnderTest {
-    /// The first device of a driver. Registers an external driver, so that its names can be parsed.
+    /// Prepares tests of the driver's first device. Registers an external driver, because some cases parse
+    /// the name of its backend.
     ///
     /// # Errors
     /// The driver's reason for having no device; errors of [`registry::register`].

@@ -446,9 +446,9 @@ impl Device for CpuDevice {
         let _turn = self.turn();
         self.pool.defragment(&mut |m| {
             let (from, to) = (m.from.0.start(), m.to.0.start());
-            // SAFETY: the pool chose both ranges inside their chunks: the range that a buffer has now, and a
-            // free one. The device lock excludes the device's own commands, and the pool does not move
-            // buffers that a stream uses. `copy` permits overlap.
+            // SAFETY: the pool chose both ranges inside their chunks. The new range may overlap the old one,
+            // which `copy` permits, but no other live buffer. The device lock excludes the device's own
+            // commands, and the pool does not move buffers that a stream uses.
             unsafe { std::ptr::copy(from.add(m.from.1), to.add(m.to.1), m.bytes) };
             Ok(())
         })

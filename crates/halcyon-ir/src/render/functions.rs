@@ -2,9 +2,10 @@
 //! and in WGSL side by side. Functions of C's math library need no row: C has them, and `wgsl/math.rs`
 //! defines them in WGSL.
 //!
-//! Both texts are templates: `$T` is the type, `$U` the unsigned type of the same width, `$s` the type's
-//! name, `@` the function's own name. In C, `%name(` is a math function on the type, and `$W` the type's
-//! width in bits. In WGSL, `$I` is the signed type of the same width, and `h_name_$s(` a math function.
+//! Both texts have placeholders: `$T` is the type as the language spells it (`float`), `$s` its name in the
+//! kernel IR (`f32`), `$U` the unsigned type of the same width, `@` the function's own name. In C, `%name(`
+//! is a math function on the type, and `$W` the type's width in bits. In WGSL, `$I` is the signed type of the
+//! same width, and `h_name_$s(` calls another helper, such as one of this table or of `wgsl/math.rs`.
 
 use super::dialect::Dialect;
 use super::helpers::bits;

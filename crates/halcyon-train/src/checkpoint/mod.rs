@@ -345,8 +345,8 @@ impl Part {
         }
     }
 
-    /// Gives the folder its visible name: the first free one of the step, from `first` on. An older checkpoint
-    /// of the same step is removed only after this checkpoint has its name.
+    /// Gives the folder its visible name: the first free one of the step, from `first` on. An older
+    /// checkpoint of the same step is removed only after this checkpoint has its name.
     fn publish(self, folder: &Path, (step, first): Order) -> Result<PathBuf> {
         for times in first.. {
             let path = folder.join(name_of((step, times)));

@@ -264,7 +264,7 @@ impl OnnxSession {
             .collect();
         let read = |k: usize| match &inputs[k] {
             Value::Device(t) => t.to_data(),
-            _ => Err(Error::internal("a value of the host is not read from the device")),
+            _ => Err(Error::internal("the device was asked for an input that is on the host")),
         };
         match &*self.made_for(&types, &host, &read)? {
             PreparedModel::Staged { why } => self.run_on_host(&inputs, why, at),

@@ -1,4 +1,4 @@
-//! Rows of views, and of ops that read their operands through views.
+//! Rows of the op table for views, and for ops that read their operands through views.
 
 use super::case::*;
 use crate::ir::composite::CompositeKind;
@@ -56,7 +56,7 @@ pub fn rows() -> Vec<Row> {
     out
 }
 
-/// The rows of views.
+/// The rows of views, padding and concatenation, and of recomputation and checkpoints.
 fn views() -> Vec<Row> {
     vec![
         row(
@@ -233,7 +233,7 @@ fn readers() -> Vec<Row> {
             g.softmax(v, 1)
         }));
     }
-    // One value with a single element, read through two views.
+    // `x[1]` has one element. Its expansion is an operand of `lt` and of both branches of `select`.
     select.push(
         case("one value twice", [x([33]), x([1])], |g, x| {
             let c = g.lt(x[0], x[1])?;

@@ -1,4 +1,4 @@
-//! Updates that write into the memory of their base.
+//! Updates that overwrite the memory of the operand that they update, and steps that overwrite a state.
 
 use halcyon::ir::passes::IN_PLACE;
 use halcyon::ir::{Graph, TensorType};
@@ -25,7 +25,8 @@ fn update(rows: usize) -> Graph {
     g
 }
 
-/// The leading rows of a buffer are dense, but the result must not take over the larger buffer.
+/// An update runs in place only if the buffer has the size of the result. Leading rows are dense, but their
+/// buffer is larger, so this update gets a buffer of its own.
 #[test]
 fn an_update_of_leading_rows_gets_a_buffer_of_its_size() {
     let mut rng = Rng::fresh("an_update_of_leading_rows_gets_a_buffer_of_its_size");
@@ -70,7 +71,7 @@ fn the_leading_rows_of_a_donated_tensor_keep_their_numbers() {
     }
 }
 
-/// A joined step overwrites a state and also returns the state's old elements.
+/// One step, joined from two chains, overwrites a state and also returns the state's old elements.
 #[test]
 fn the_old_value_of_an_overwritten_state_may_be_a_result() {
     for kind in test_backends() {

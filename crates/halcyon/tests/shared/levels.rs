@@ -227,7 +227,8 @@ fn written_out_composites_follow_o0() {
             assert!(close, "round {round}: {a} {b}\n{}\n{}", c.g, plan.plan());
         }
         let receipt = plan.plan().receipts.iter().find(|r| r.transformation == RECOGNITION).map(|r| r.count);
-        // The softmax over one key is trivial, but the pattern is still recognised.
+        // Three composites: norm, attention and GELU. The softmax over one key is trivial, but the attention
+        // is still recognised.
         assert_eq!(receipt, Some(3), "round {round}\n{}\n{}", c.g, plan.plan());
         assert_eq!(session.run(&c.inputs).unwrap().len(), 1);
         let one = cpu_threads(1);

@@ -150,7 +150,7 @@ fn one(rng: &mut Rng, team: &Team, tiles: bool, c: &Conv, inner: usize, k: &Bloc
             true => f32::from_bits(got[2 * at] as u32 | (got[2 * at + 1] as u32) << 16) as f64,
             false => bf16::from_bits(got[at]).to_f64(),
         };
-        // The error of the sums, plus half a unit in the last of bf16's eight bits for the rounded result.
+        // The error of the sums, plus that of rounding the result to bf16, which has eight significant bits.
         let bound = 4e-6 * (slack + 2.0) + if wide { 0.0 } else { v.abs() / 256.0 };
         assert!(
             (g - v).abs() <= bound,
