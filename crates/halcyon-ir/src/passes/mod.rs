@@ -283,9 +283,9 @@ fn convolves_bytes(n: &Node) -> bool {
     matches!(&n.op, Op::Composite(c) if c.kind == CompositeKind::ByteConv)
 }
 
-/// Whether a graph has constants, literals or other values from which folding can start. If not,
-/// [`fold`] and [`affine`] have no constants to work on, and are skipped. Graphs of evaluated tensors often have no such values, because their
-/// leaves are inputs and arguments.
+/// Whether a graph has constants, literals or other values from which folding can start. If not, [`fold`] and
+/// [`affine`] have no constants to work on, and are skipped. Graphs of evaluated tensors often have no such
+/// values, because their leaves are inputs and arguments.
 fn folds(g: &Graph) -> bool {
     let known =
         |n: &Node| matches!(n.op, Op::Const(_) | Op::Full(_)) || !n.op.is_leaf() && n.inputs.is_empty();
