@@ -278,7 +278,7 @@ impl fmt::Debug for CpuBuffer {
     }
 }
 
-/// Minimum number of bytes that each thread copies.
+/// Minimum number of bytes in each part of a copy that several threads share.
 const GRAIN: usize = 256 << 10;
 
 /// Copies `bytes` bytes from `src` to `dst`. The ranges may overlap.

@@ -1,5 +1,5 @@
-//! The CPU backend: native kernels, an executor that runs fused kernels block by block, and the kernel IR's
-//! interpreter for the rest.
+//! The CPU backend: library kernels, an executor that runs fused kernels block by block, and the interpreter
+//! of kernel IR for the rest.
 
 // Hidden modules are public for benchmarks and tests; they are not part of the driver contract.
 #[doc(hidden)]
@@ -30,9 +30,9 @@ pub use device::CpuDevice;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;
 
-/// Whether the CPU device multiplies bytes with an instruction that adds two products in 16 bits and
-/// saturates: AVX2 or AVX-512 without AVX512_VNNI. Weights of 7 bits cannot saturate it. Kernels widen other
-/// weights, which is exact but slower.
+/// Whether convolutions of bytes on the CPU device use an instruction that adds two products in 16 bits and
+/// saturates. This is so with AVX2, and with AVX-512 without AVX512_VNNI. With weights of 7 bits the sums
+/// cannot saturate. If they could, kernels widen the bytes to 16 bits, which is exact but slower.
 pub fn saturates_bytes() -> bool {
     let best = sys::Isa::best();
     best != sys::Isa::Portable && !best.has_vnni()

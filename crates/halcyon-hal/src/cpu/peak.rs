@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 /// other work on the machine disturbs some of them, often several in a row.
 const BURSTS: usize = 12;
 const TIME: Duration = Duration::from_millis(50);
-/// Minimum length of a bandwidth burst, in seconds. It is long compared with the start of a job, and short
-/// compared with the time slices of a busy system.
+/// Approximate minimum length of a bandwidth burst, in seconds. It is long compared with the start of a job,
+/// and short compared with the time slices of a busy system.
 const BURST: f64 = 3e-4;
 /// Number of independent sums (chains of dependent multiply-adds) in the loops for 32 registers. The number
 /// is larger than latency times issue width, and the sums fit in the registers.
@@ -43,7 +43,7 @@ unsafe fn fma_loop<S: Simd>(steps: usize, out: *mut f32) {
     }
 }
 
-/// Number of chains on an instruction set whose register tile holds `sums` vectors.
+/// Number of chains on an instruction set on which attention's register tile has `sums` vectors.
 const fn chains(sums: usize) -> usize {
     match sums {
         CHAINS.. => CHAINS,
@@ -289,9 +289,10 @@ pub fn instruction(isa: Isa, kind: MulAdd) -> Result<&'static str> {
     pick(isa, kind).map(|l| l.instruction)
 }
 
-/// Runs `f(thread)` once on every thread of the team. All threads start together. If this is called inside a
-/// part of a job, only one thread is available. Then the calls run one after another, with a pause of up to
-/// `LONGEST` before each.
+/// Runs `f(thread)` as many times as the team has threads. Each thread makes one call, and the calls start
+/// together, unless a thread is late by more than `LONGEST`; the others then start without it. If this is
+/// called inside a part of a job, only one thread is available. Then the calls run one after another, with a
+/// pause of about `LONGEST` before each but the last.
 fn together(team: &Team, f: &(dyn Fn(usize) + Sync)) {
     const LONGEST: Duration = Duration::from_millis(100);
     let (threads, here) = (team.threads(), AtomicUsize::new(0));
@@ -318,7 +319,7 @@ fn seconds(f: impl FnOnce()) -> f64 {
     t.elapsed().as_secs_f64().max(1e-9)
 }
 
-/// Runs bursts for at least `TIME` and returns the result of each.
+/// Runs at least `BURSTS` bursts, for at least `TIME`, and returns the result of each.
 fn bursts(mut burst: impl FnMut() -> f64) -> Vec<f64> {
     let (start, mut all) = (Instant::now(), Vec::new());
     while all.len() < BURSTS || start.elapsed() < TIME {
@@ -422,7 +423,7 @@ impl Stream {
 }
 
 /// Bandwidth of all threads of the team in bytes per second, one figure per burst. `bytes` is the working set
-/// of all arrays together (raised to at least 4 KiB per thread and array).
+/// of all arrays together (rounded up to whole pages of 4 KiB per thread and array).
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if the arrays cannot be allocated.

@@ -1,4 +1,4 @@
-//! Interprets kernel IR on the CPU device. The device does this for ops without a native kernel, mostly
+//! Interprets kernel IR on the CPU device. The device does this for ops without a library kernel, mostly
 //! custom ops.
 
 use super::memory::Ptr;

@@ -206,7 +206,7 @@ impl Shared {
     fn item(&self, i: Item) {
         match i {
             Item::Job(j) => self.perform(j),
-            // The queue that recorded the event reports its failure.
+            // A failure is ignored here, because the queue that recorded the event reports it.
             Item::Wait(e) => drop(e.wait()),
             Item::Done(e) => e.complete(),
         }

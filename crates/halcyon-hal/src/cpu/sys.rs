@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Instruction sets that the native kernels are compiled for, ordered from least to most capable on one
+/// Instruction sets that the CPU's kernels are compiled for, ordered from least to most capable on one
 /// architecture.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Isa {
@@ -82,7 +82,8 @@ impl Isa {
         self.has_bf16() && super::amx::available().bf16
     }
 
-    /// Whether kernels of this set may use products of 8-bit integers on tile registers (AMX-INT8).
+    /// Whether kernels of this set may use products of 8-bit integers on tile registers (AMX-INT8, together
+    /// with AVX512_VNNI).
     #[inline]
     pub fn has_int8_tiles(self) -> bool {
         self.has_vnni() && super::amx::available().int8

@@ -134,7 +134,7 @@ impl Shared {
     }
 }
 
-/// A team of `threads() - 1` workers and the calling thread, and the scratch memory that its kernels reuse.
+/// The workers, which share jobs with the calling thread, and the scratch memory that kernels reuse.
 pub struct Team {
     shared: Arc<Shared>,
     /// The number of threads for which kernels split their work; at least the actual number.
@@ -265,7 +265,8 @@ impl Team {
     }
 
     /// Splits `0..n` into ranges of at least `grain` items, at most four per thread, and runs `f(start, end)`
-    /// on each. If `n` is smaller than `grain` or the team has one thread, there is one range.
+    /// on each. If `n` is smaller than `2 * grain` or the team has one thread, there is one range; if `n` is
+    /// 0, there is none.
     pub fn ranges(&self, n: usize, grain: usize, f: &(dyn Fn(usize, usize) + Sync)) {
         let grain = grain.max(1);
         let most = if self.threads() == 1 { 1 } else { self.threads() * 4 };

@@ -39,7 +39,7 @@ struct Traffic {
     poisoned: Vec<Poisoned>,
 }
 
-/// Orders the work of a device's queues. While there are no streams, the device lock alone orders it.
+/// Orders the work of a device's queues. While there are no streams, the device lock alone orders the work.
 #[derive(Debug, Default)]
 pub(crate) struct Tracker {
     state: Mutex<Traffic>,
@@ -60,7 +60,8 @@ impl Tracker {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether there are no streams. In that case, no stream is created while the device lock is held.
+    /// Whether there are no streams. Streams are created under the device lock, so if there are none, this
+    /// does not change while the caller holds that lock.
     pub(super) fn is_quiet(&self) -> bool {
         self.streams.load(Ordering::Acquire) == 0
     }
@@ -240,7 +241,8 @@ pub(crate) fn writing(p: &Ptr) -> Access {
     a
 }
 
-/// The memory that a command of the device's own queue accesses. Invalid commands are reported when they run.
+/// The memory that a command of the device's own queue accesses. For an invalid command the result may be
+/// incomplete; the error is reported when the command runs.
 pub(crate) fn of_command(c: &Command<'_>, owner: u64) -> Access {
     let at = |b: &BufferRef| CpuBuffer::of(&**b, owner, "").ok().map(CpuBuffer::at);
     let all = |buffers: &[BufferRef]| buffers.iter().map_while(at).collect::<SmallVec<[Ptr; 16]>>();

@@ -4,7 +4,8 @@
 use halcyon_ir::{ScalarOp, polynomials};
 use std::arch::x86_64::*;
 
-/// Applies `op` over a slice. Returns false if this module has no form of the op.
+/// Writes `op` of each element of `a` to `d`, over the shorter length. Returns false and writes nothing if
+/// this module has no form of the op.
 ///
 /// # Safety
 /// The processor has AVX-512F.
@@ -76,7 +77,7 @@ fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
     let y = _mm512_fmadd_ps(y, _mm512_fnmadd_ps(den, y, one), y);
     if TIMES_X {
         let y = _mm512_scalef_ps(_mm512_mul_ps(x, y), k);
-        // For x = -inf the result is NaN, because it is -inf times sigmoid(-inf), which is 0.
+        // For x = -inf the result is NaN: x is infinite and sigmoid(x) is 0.
         let low = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(x, v(f32::NEG_INFINITY));
         _mm512_mask_mov_ps(y, low, v(f32::NAN))
     } else {
@@ -175,8 +176,8 @@ unsafe fn gelu(n: usize, a: *const f32, d: *mut f32) {
     }
 }
 
-/// The formula of [`super::vmath::gelu`]: `erfc(a)` is `exp(-a²) / (1 + 2 a)` times a polynomial in `(a - 2)
-/// / (a + 2)`.
+/// The formula of [`super::vmath::gelu`]: `erfc(a)` is `exp(-a²) / (1 + 2 a)` times a polynomial in
+/// `(a - 2) / (a + 2)`.
 ///
 /// # Safety
 /// The processor has AVX-512F.
@@ -205,7 +206,7 @@ fn gelu_16(x: __m512) -> __m512 {
     let half = _mm512_mul_ps(_mm512_mul_ps(v(0.5), p), _mm512_mul_ps(far, r));
     // |x| times the tail. The scaling by 2^k is last, because it may make the product denormal.
     let y = beyond(x, _mm512_scalef_ps(_mm512_mul_ps(b, _mm512_mul_ps(half, m)), k));
-    // For x = -inf the result is NaN, because it is -inf times Phi(-inf), which is 0.
+    // For x = -inf the result is NaN: x is infinite and Phi(x) is 0.
     let low = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(x, v(f32::NEG_INFINITY));
     _mm512_mask_mov_ps(y, low, v(f32::NAN))
 }

@@ -261,8 +261,8 @@ fn product_of_bytes(
 }
 
 /// Checks the shapes and dtypes of the operands against the op's type rule, so that kernels may rely on them.
-/// Passes may request products of 8-bit integers in i32 and of bf16 in f32, although the rule gives other
-/// result types.
+/// Passes may request products of integers in i32 and of bf16 in f32, although the rule gives other result
+/// types.
 fn check_types(op: &Op, call: &CallForm<'_>) -> Result<(), Declined> {
     let ty = |o: &Operand| TensorType::new(o.dtype, &o.view.shape);
     let [out] = call.outputs else { return Err(Declined::because("one dense output is needed")) };
@@ -270,7 +270,7 @@ fn check_types(op: &Op, call: &CallForm<'_>) -> Result<(), Declined> {
     let byte = |t: &TensorType| t.dtype.is_int() && t.dtype.bits() == 8;
     let bytes = *op == Op::Matmul && x.iter().all(byte);
     if let ([a, b], true) = (&mut x[..], bytes) {
-        // Signed and unsigned bytes may be mixed.
+        // The rule wants factors of one type, but signed and unsigned bytes may be mixed.
         b.dtype = a.dtype;
     }
     let out = ty(out);
@@ -320,7 +320,7 @@ fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel,
     if (call.packed.is_some() || call.epilogue.is_some()) && !facts.packs {
         return Err(Declined::because(format!("{} has no packed constant and no epilogue", op.name())));
     }
-    // One row per op.
+    // One row per op, or per composite that has a function of its own.
     match op {
         Op::Matmul => gemm::matmul(isa, call),
         Op::Conv(c) => calls::conv(isa, call, c),

@@ -1,5 +1,5 @@
-//! How index, scan and sort kernels find the elements of strided operands and read indices of any integer
-//! type.
+//! How the kernels that index, scan and sort find the elements of strided operands and read indices of any
+//! integer type.
 
 use halcyon_ir::DType;
 use halcyon_ir::layout::View;
@@ -74,8 +74,8 @@ impl Indices {
         Indices { walk: Walk::new(view), dtype }
     }
 
-    /// Index number `i`. A `u64` that does not fit i64 becomes `i64::MAX`. Both numbers are larger than every
-    /// axis.
+    /// Index number `i`. A `u64` that does not fit i64 becomes `i64::MAX`, which is out of range as well,
+    /// because it is larger than every axis.
     ///
     /// # Safety
     /// `p` points to the operand's buffer, which contains the whole view, and `i` is less than the number of

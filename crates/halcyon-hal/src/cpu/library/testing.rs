@@ -1,4 +1,4 @@
-//! Test helpers for kernels: random numbers, and memory that faults one byte outside an operand.
+//! Test helpers for kernels: random numbers, and memory that faults at the byte before or after an operand.
 
 /// Random numbers. Their seed is HALCYON_SEED, or a new one in each run. The seed is printed, so that it
 /// appears when a test fails.
@@ -38,16 +38,16 @@ impl Rng {
     }
 }
 
-/// Whether products of this size are tested here. An emulator (HALCYON_EMULATED=1) would take minutes for
-/// large products.
+/// Whether tests run products of this size on this machine. An emulator (HALCYON_EMULATED=1) would take
+/// minutes for large products.
 pub(crate) fn bearable(m: usize, n: usize, k: usize) -> bool {
     m * n * k < 20 << 20 || std::env::var("HALCYON_EMULATED").map_or(true, |v| v != "1")
 }
 
 /// The error of a sum of `k` products in f32, relative to the sum of their magnitudes. The rounding errors of
 /// the terms are independent, so the error grows as the square root of `k` (Higham and Mary, "A new approach
-/// to probabilistic rounding error analysis", 2019). The 3 is about eight standard deviations. The 4 allows
-/// for the rounding by the factor, the old value and the biases.
+/// to probabilistic rounding error analysis", 2019). The factor 3 of the root is about eight standard
+/// deviations. The term 4 allows for the rounding in the epilogue (alpha, beta C and the biases).
 pub(crate) fn sum_tolerance(k: usize) -> f64 {
     f64::from(f32::EPSILON) / 2.0 * (4.0 + 3.0 * (k as f64).sqrt())
 }

@@ -1,5 +1,5 @@
-//! Runs every structured op with every element type on the CPU device and compares the results with the
-//! reference.
+//! Runs structured ops with the element types that they support on the CPU device and compares the results
+//! with the reference.
 
 use super::gemm::product_bf16::Bf16Code;
 use super::testing::Rng;
@@ -455,7 +455,7 @@ fn slices_are_updated() {
     }
 }
 
-/// In place, only the slice is written. A position past the end is clamped and reported as a fault.
+/// In place, only the slice is written. A position out of range is clamped and reported as a fault.
 #[test]
 fn slices_are_updated_in_place() {
     let dev = device();

@@ -1,4 +1,5 @@
-//! Library calls for low-precision products: bf16 factors with f32 sums, and 8-bit factors with i32 sums.
+//! Library calls for low-precision products: bf16 factors with f32 sums, and factors of 8 or 16 bits
+//! (integers) with i32 sums. Also attention in bf16.
 
 use super::k_groups::batch;
 use super::matrix::Product;
@@ -36,10 +37,11 @@ use halcyon_ir::target::MatmulPrecision;
 use half::bf16;
 
 /// Finds kernels for low-precision products. Products of 8-bit factors into i32 have a kernel on every
-/// processor, products of 16-bit integers only on x86-64 with AVX2. bf16 factors (into bf16 or f32) and f32
-/// factors that are rounded to bf16 need [`MatmulPrecision::Medium`] and a processor on which bf16 is faster
-/// than f32. The chain of an epilogue reads the f32 sums of a bf16 product. Returns `None` if no kernel of
-/// this file computes the call.
+/// processor; with an epilogue, they have one only where kernels may use neither AMX-INT8 nor AVX512_VNNI.
+/// Products of i16 into i32 have a kernel only on x86-64 with AVX2. Products of bf16 factors (into bf16 or
+/// f32), and of f32 factors that are rounded to bf16, need [`MatmulPrecision::Medium`] and the instructions
+/// `code`. `code` is `None` if the product must not use bf16 instructions. The chain of an epilogue reads the
+/// f32 sums of a bf16 product. Returns `None` if no kernel of this file computes the call.
 pub(crate) fn narrow_matmul(
     isa: Isa,
     call: &CallForm<'_>,
@@ -47,8 +49,8 @@ pub(crate) fn narrow_matmul(
     code: Option<Bf16Code>,
 ) -> Option<Result<CpuKernel, Declined>> {
     let (a, b, c) = (call.inputs[0].dtype, call.inputs[1].dtype, call.outputs[0].dtype);
-    // Whether the product is i32. With an epilogue, `c` is the type of the chain's result, so look at the
-    // type that the chain loads.
+    // Whether the sums are i32. With an epilogue, `c` is the type of the chain's result, so look at the type
+    // in which the chain loads the product.
     let sums = match &call.epilogue {
         None => c == DType::I32,
         Some(e) => e.fused.loads.iter().any(|l| l.input == e.product && l.dtype == DType::I32),
@@ -177,13 +179,14 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 }
 
 /// The packed form of the right operand, with `group` elements per K group, and the strides of both operands.
-/// Declines the call unless it is one product.
+/// Declines the calls that [`one_product`] declines.
 #[cfg(target_arch = "x86_64")]
 fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(isize, isize); 2]), Declined> {
     Ok((PackedShape { k: p.k, n: p.n, group }, one_product(p, which)?))
 }
 
-/// The strides of both operands. Declines the call unless it is one product whose right operand is packed.
+/// The strides of both operands. Declines the call unless it is one product with K > 0 and operand `which`,
+/// the packed one, is the right operand.
 fn one_product(p: &Product, which: usize) -> Result<[(isize, isize); 2], Declined> {
     if which != 1 || p.k == 0 || p.batch != 1 || !p.outer.is_empty() {
         return Err(Declined::because("only the right operand of a single product can be packed"));
@@ -219,8 +222,8 @@ fn bytes<A: Byte, B: Byte>(isa: Isa, call: &CallForm<'_>, p: &Product) -> Result
     })
 }
 
-/// `C = A B` with integers of 8 or 16 bits, multiplied in pairs. The chain of an epilogue reads the sums,
-/// converted to f32.
+/// `C = A B` with integers of 8 or 16 bits into i32, multiplied in pairs. The chain of an epilogue reads the
+/// sums, converted to f32.
 fn pairs<A: PairElem, B: PairElem>(
     isa: Isa,
     call: &CallForm<'_>,
@@ -259,9 +262,9 @@ fn pairs<A: PairElem, B: PairElem>(
             let g = Gemm::<_, _, _, Epilogue>::new(p.size(), a.offset(x), b.offset(y), c);
             let first = z.unsigned_abs() / p.n.max(1);
             batch(r.team, p.batch, g.work(), &|i, threads| {
-                // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the dense
-                // result overlaps no operand, so products do not overlap. The chain is owned by this closure,
-                // and `r` outlives the call.
+                // SAFETY: `CpuKernel::run` checked that the views lie in their buffers and that the result
+                // overlaps no operand. It is dense, so the results of the products do not overlap. The chain
+                // is owned by this closure, and `r` outlives the call.
                 unsafe {
                     let chain = BoundChain::new(chain.as_ref(), r).below(first + i * p.m);
                     let epi = Epilogue { chain, ..Epilogue::default() };
@@ -322,8 +325,8 @@ pub(crate) fn attend_halves(
     Err(Declined::because("attention in bf16 needs tile registers"))
 }
 
-/// Attention with bf16 queries, keys and values on tile registers. The mask is f32 or bf16 and has the shape
-/// of the scores.
+/// Attention with bf16 queries, keys and values on tile registers. The mask, if there is one, is f32 or bf16
+/// and has the shape of the scores.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn attend_halves(
     isa: Isa,
@@ -334,7 +337,7 @@ pub(crate) fn attend_halves(
     if !isa.has_bf16_tiles() || call.precision < MatmulPrecision::Medium {
         return Err(Declined::because("attention in bf16 needs tile registers and medium precision (O2)"));
     }
-    // Attention of few queries is bound by memory, and packing would double its traffic.
+    // Attention of few queries is bound by memory, and packing would double its memory traffic.
     if a.heads / a.kv_heads * a.queries <= super::gemv::ROWS || a.keys == 0 {
         return Err(Declined::because("attention with few queries does not use tile registers"));
     }

@@ -1,6 +1,6 @@
-//! Tests of low-precision products for every instruction set of this processor, with operands between guard
-//! pages. Products of bf16 are compared with products in f64, and products of 8-bit integers with products in
-//! i64.
+//! Tests of low-precision products for the instruction sets of this processor, most of them with operands
+//! between guard pages. Products of bf16 are compared with products in f64, and products of integers of 8 and
+//! 16 bits with products in i64.
 
 use super::product_bf16::*;
 use super::product_f32::{Batch, Epilogue, Gemm, Mat, MatMut};
@@ -85,18 +85,18 @@ fn mat_mut<T: Copy>(g: &Guarded<T>, s: (usize, usize, usize)) -> MatMut<T> {
     MatMut { ptr: g.mut_ptr(), rs: s.0 as isize, cs: s.1 as isize }
 }
 
-/// Prints which instructions this processor lacks.
+/// Prints which instructions for low-precision products this process cannot use, if `isa` is the best set.
 fn tell(isa: Isa) {
     if isa == Isa::best() {
         let lack = |has: bool, what: &str| {
             if !has {
-                println!("skipped: this processor has no {what}; the code for other instructions is tested");
+                println!("skipped: code for {what}, which this process cannot use; other code is tested");
             }
         };
         lack(isa.has_bf16(), "AVX512_BF16");
         lack(isa.has_vnni(), "AVX512_VNNI");
-        lack(isa.has_bf16_tiles(), "AMX-BF16 for this process");
-        lack(isa.has_int8_tiles(), "AMX-INT8 for this process");
+        lack(isa.has_bf16_tiles(), "AMX-BF16");
+        lack(isa.has_int8_tiles(), "AMX-INT8");
     }
 }
 
@@ -132,8 +132,9 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
         ..Epilogue::default()
     };
     let what = (isa, team.threads(), c, epi);
-    // The factors rounded to bf16, and their rounding errors. Results may differ by the errors, because
-    // kernels without bf16 instructions need not round the factors.
+    // The factors rounded to bf16, and their rounding errors. Kernels that multiply in f32 (without bf16
+    // instructions, or for few rows or columns) do not round f32 factors. So their results may differ by the
+    // effect of these errors, which `slack` bounds.
     let rounding = |x: f32| (bf16::from_f32(x).to_f64(), (x as f64 - bf16::from_f32(x).to_f64()).abs());
     let (av, bv): (Vec<_>, Vec<_>) = (
         a.slice().iter().map(|v| rounding(value_a(*v))).collect(),
@@ -176,8 +177,8 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
         for &(at, w, mag, slack) in &want {
             touched[at] = true;
             let w = act(w);
-            // The error of the sums, plus half a unit in the last of bf16's eight bits for the rounded
-            // result.
+            // The error of the sums, plus the error of rounding the result to bf16. That error is at most
+            // half a unit in the last of 8 significant bits, which is 1/256 of the value.
             close(got[at].to_f32(), w, (w.abs() + slack) / 256.0 + slack + tolerance * mag, 1.0, &(what, at));
         }
         for (at, t) in touched.iter().enumerate() {
@@ -286,7 +287,7 @@ where
     }
 }
 
-/// Checks a product of 16-bit integers with any strides, whose sums wrap.
+/// Checks a product of i16 matrices with any strides and a result in i32. The sums wrap.
 fn check_i16(team: &Team, isa: Isa, rng: &mut Rng, c: Case) {
     const ENDS: [i16; 4] = [i16::MIN, i16::MAX, 0, -1];
     let draw = |rng: &mut Rng| if rng.below(4) == 0 { ENDS[rng.below(4)] } else { rng.bits() as i16 };

@@ -89,8 +89,9 @@ impl<T> MatMut<T> {
 }
 
 /// One matrix product. [`Epilogue`] gives the formula. The type of an operand says how the operand is stored:
-/// [`Mat`] in place with strides, `Packed` and similar types in the layout that a kernel reads, `*const T` as
-/// dense rows. `E` is the type of the epilogue; `()` means that the sums are stored as they are.
+/// [`Mat`] is a matrix in place with strides, `*const f32` points to dense rows, and `Packed` and similar
+/// types (also `*const u8`) are operands in the layout that a kernel reads. `E` is the type of the epilogue;
+/// `()` means that the sums are stored as they are.
 #[derive(Clone, Copy, Debug)]
 pub struct Gemm<A, B, C = MatMut<f32>, E = Epilogue> {
     /// Rows of A and C.
@@ -229,8 +230,8 @@ impl Product {
         let axis = |i: usize| [ba.shape[i] as isize, ba.strides[i], bb.strides[i], c.strides[i]];
         let mut outer: Vec<[isize; 4]> = (0..ba.rank()).map(axis).collect();
         let [mut batch, sa, sb, sc] = outer.pop().unwrap_or([1, 0, 0, 0]);
-        // All matrices of the batch have the same right operand, and the distance between rows is the same
-        // across matrices. So this is one product with more rows.
+        // All products along this axis have the same right operand, and the rows of each left operand follow
+        // those of the one before at the same distance. So these products are one product with more rows.
         if sb == 0 && batch > 1 && sa == m as isize * a.strides[rank - 2] && n > 0 {
             m *= batch as usize;
             batch = 1;
@@ -257,7 +258,7 @@ impl Product {
         (self.m, self.n, self.k)
     }
 
-    /// The last batch axis.
+    /// The products along the last batch axis.
     pub(crate) fn all(&self) -> Batch {
         let [a, b, c] = self.step;
         Batch { count: self.batch, a, b, c }

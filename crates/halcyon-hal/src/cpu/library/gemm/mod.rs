@@ -1,4 +1,4 @@
-//! Matrix products, and the library call that finds the kernel of a product.
+//! Matrix products, and the functions that find the kernel of a product.
 
 pub mod gemv;
 // Only x86-64 has instructions that multiply K groups.
@@ -42,15 +42,16 @@ use product_bf16::Bf16Code;
 use product_f32::matmul_f32;
 use product_int8::gemm_i8_wrapped;
 
-/// Matrix product of operands with any strides. f32, f16 and bf16 are summed in f32, f64 is summed in f64;
-/// integers wrap. [`narrow_matmul`] gives the kernels for other result types, and the kernels that may round
-/// f32 factors to bf16.
+/// Finds the kernel of a matrix product whose operands have any strides. Products of f32, f16 and bf16 are
+/// summed in f32, products of f64 in f64; sums of integers wrap. [`narrow_matmul`] finds the kernels whose
+/// result has another type than the factors, the bf16 kernels that need medium precision, and the kernels
+/// that round f32 factors to bf16.
 pub(crate) fn matmul(isa: Isa, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
     matmul_where(isa, call, isa.bf16_is_faster().then(|| Bf16Code::best(isa)))
 }
 
-/// [`matmul`] that uses the code `bf16` for products of bf16. `None` means that bf16 is not faster than f32
-/// on this CPU.
+/// Like [`matmul`], but the caller chooses the instructions that multiply bf16. With `None`, no product uses
+/// bf16 instructions. [`matmul`] passes `None` on CPUs on which bf16 is not faster than f32.
 pub(crate) fn matmul_where(
     isa: Isa,
     call: &CallForm<'_>,
@@ -110,7 +111,8 @@ fn matmul_any(call: &CallForm<'_>, p: Product, d: DType) -> Result<CpuKernel, De
                         let c = MatMut::rows(c.wrapping_offset(z + i * p.step[2]), p.n);
                         let $g = Gemm::<_, _, _, Epilogue>::new(p.size(), a, b, c);
                         // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers and that
-                        // the output shares no buffer with an input; it is dense, so products do not overlap.
+                        // the output shares no buffer with an input. It is dense, so the results do not
+                        // overlap.
                         unsafe { $e };
                     }
                 });

@@ -1,5 +1,5 @@
-//! Matrix products (with the formula of [`Epilogue`]) with B in packed panels and with rows of A that are
-//! read in place.
+//! Matrix products with the formula of [`Epilogue`]. B is in packed panels. Rows of A are read in place where
+//! that is possible.
 //!
 //! The blocking is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008),
 //! with one difference: a register tile reads its rows of A in place, one value of each row per step, so A is
@@ -19,20 +19,23 @@ use crate::cpu::library::simd::{Portable, Simd, Sizes, Storage, dispatch_simd};
 use crate::cpu::sys::{Caches, Isa};
 use crate::cpu::team::{AssertSync, SharedMut, Team};
 
-/// Largest number of rows in a block.
+/// Largest number of rows in a block, unless each part packs its own columns of B. In that case a block has
+/// all rows, or all that are packed at a time.
 const ROWS: usize = 192;
-/// If A has at most this many rows, each thread packs its own columns of B. If A has more rows, B is packed
-/// once for all threads.
+/// Each part packs its own columns of B if there is one thread, or if A has at most this many rows and B has
+/// enough panels for all threads. Otherwise B is packed once for all threads.
 const OWN_ROWS: usize = 256;
-/// Panels of B per part, if B is already packed and A has few rows.
+/// Largest number of panels of B per part, if B is already packed, A has few rows and there are enough panels
+/// for all threads.
 const NEAR_PANELS: usize = 2;
-/// Largest number of floats of A, and of B, that are packed at a time.
+/// Largest number of floats of A, and of B, that are packed at a time. However, at least [`ROWS`] rows of A
+/// and 8 panels of B are packed at a time, if the operand has them.
 const MOST_PACKED: usize = 4 << 20;
 /// Products with fewer multiply-adds than this run on the calling thread.
 pub(crate) const SERIAL: usize = 300_000;
 /// Floats per cache line.
 const LINE: usize = 16;
-/// Parts of the work per thread. There are several, so that one delayed part does not delay the whole
+/// Parts of the work to make per thread. There are several, so that one delayed part does not delay the whole
 /// product.
 const PARTS: usize = 4;
 
@@ -69,8 +72,8 @@ pub(super) struct Block {
     panels: *const f32,
     /// Memory to prefetch for the next block (or null), and its number of floats.
     ahead: (*const f32, usize),
-    /// Whether the rows of A come from memory and not from a cache, so that the rows of the next tile are
-    /// prefetched.
+    /// Whether the rows of A probably come from memory and not from a cache. If so, the rows of the next tile
+    /// are prefetched.
     far: bool,
     c: MatMut<f32>,
     epi: Epilogue,
@@ -79,7 +82,8 @@ pub(super) struct Block {
 
 dispatch_simd! {
     /// # Safety
-    /// The contract of `block_of` without its condition on the caller, because the dispatch checks `isa`.
+    /// The contract of `block_of`. The caller may be compiled for any instruction set, because the dispatch
+    /// checks `isa`.
     unsafe fn block[][](isa, w: &Block) = block_body
 }
 
@@ -91,8 +95,8 @@ unsafe fn block_body<S: RegisterTiles>(w: &Block) {
     unsafe { block_of::<S, Fma>(w) }
 }
 
-/// Number of rows of the next tile if `left` rows remain: `most`, or `most - 1` if tiles of this size cover
-/// the rest exactly, or a smaller size that has a kernel.
+/// Number of rows of the next tile if `left` rows remain: `most`, or `most - 1` if tiles of `most - 1` rows
+/// cover the rest exactly, or, for the last rows, a smaller size that has a kernel.
 #[inline(always)]
 fn height(most: usize, left: usize) -> usize {
     let tiles = left.div_ceil(most);
@@ -187,7 +191,7 @@ const AHEAD: usize = 32;
 
 /// One step of a register tile's sum.
 pub(crate) trait Step<S: Simd> {
-    /// Whether lanes hold integers: factors are two 16-bit integers, sums are i32.
+    /// Whether lanes hold integers: a lane of a factor holds two 16-bit integers, a lane of a sum one i32.
     const INTEGERS: bool = false;
     /// Returns `acc` plus the lane-wise product of `a` and `b`.
     ///
@@ -204,7 +208,7 @@ pub(crate) trait Step<S: Simd> {
         // SAFETY: `add` requires a caller compiled for `S`'s instruction set.
         unsafe { S::add(a, b) }
     }
-    /// Sums as f32.
+    /// Converts sums to f32.
     ///
     /// # Safety
     /// The caller is compiled for `S`'s instruction set.
@@ -234,8 +238,8 @@ pub(crate) struct TileRows {
     pub ks: usize,
 }
 
-/// Unrolled steps of the loop. With one step, advancing the pointers takes a third of the time on processors
-/// with 16 registers.
+/// Steps per iteration of the unrolled loop. With one step per iteration, advancing the pointers takes a
+/// third of the time on processors with 16 registers.
 const UNROLL: usize = 4;
 
 /// Computes `R x (NV W)` sums over `kc` steps in registers. The order of each sum does not depend on R and
@@ -255,8 +259,8 @@ pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     // makes these elements readable. Prefetches may have any address.
     unsafe {
         let mut acc = [[S::zero(); NV]; R];
-        // One pointer serves three rows. Their offsets are an index register times 0, 1 and 2. An address on
-        // x86-64 can contain such a product.
+        // One pointer serves three rows. Their offsets from it are 0, 1 and 2 times the row stride. An
+        // address on x86-64 can contain such a multiple of a register.
         let mut rows = [a.ptr; R];
         for g in 1..R.div_ceil(3) {
             rows[g] = a.ptr.wrapping_offset(3 * g as isize * a.rs);
@@ -379,9 +383,10 @@ unsafe fn store_integers(sums: *const i32, (vectors, lanes): (usize, usize), out
 }
 
 dispatch_simd! {
-    /// Stores the sums of a tile of any size, with the element order and rounding of [`register_tile`]'s fast
-    /// path. One function serves all tiles of an instruction set. A row of `sums` has `vectors` groups of 16
-    /// floats. The lanes of a vector are the first floats of a group.
+    /// Stores the sums of a tile of any size. For [`Store::Plain`] and [`Store::Add`], the values are those
+    /// that the fast path of [`register_tile`] stores. One function serves all tiles of an instruction set. A
+    /// row of `sums` has `vectors` groups of 16 floats. The lanes of a vector are the first floats of a
+    /// group.
     ///
     /// # Safety
     /// `sums` has `out.rows` rows; the rows and columns of `out` are writable, used by no other thread, and
@@ -493,7 +498,8 @@ macro_rules! register_tiles {
         }
     )*};
 }
-// A generic function cannot replace this macro, because the sizes of a tile are constants of the type.
+// A generic function cannot replace this macro: it could not pass the constants of its type parameter (the
+// sizes of the tile) to `register_tile` as const arguments.
 register_tiles!(Portable);
 #[cfg(target_arch = "x86_64")]
 register_tiles!(Avx2, Avx512);
@@ -582,7 +588,8 @@ fn even(n: usize, most: usize) -> usize {
 /// Computes a block with the instructions of the [`Isa`].
 ///
 /// # Safety
-/// The contract of [`block_of`] without its condition on the caller, because the function checks the [`Isa`].
+/// The contract of [`block_of`]. The caller may be compiled for any instruction set, because the function
+/// checks the [`Isa`].
 pub(super) type RunBlock = unsafe fn(Isa, &Block);
 
 /// Computes the product.
@@ -607,7 +614,7 @@ unsafe fn drive<T: Storage, P: Panels>(
         let m = (s.m - i0).min(rows_at_once);
         for j0 in (0..s.n).step_by(cols_at_once) {
             let n = (s.n - j0).min(cols_at_once);
-            // First pack the rows of A (once) and columns of B.
+            // First pack the columns of B and, before the first columns, the rows of A.
             let each = ROWS / 8;
             let a_parts = match a {
                 Left::Plain(_) if s.a_rows > 0 && j0 == 0 => m.div_ceil(each) * blocks,
@@ -696,8 +703,8 @@ unsafe fn drive<T: Storage, P: Panels>(
     }
 }
 
-/// The panels that the thread is likely to read next, as a pointer and a number of floats, when it works on K
-/// block `kb` of the columns before `end`.
+/// A pointer to the panels that the thread is likely to read next, and their number of floats. The thread now
+/// works on K block `kb` of a chunk of `cols` columns that ends at column `end`.
 fn next<P: Panels>(s: &Shape, b: &P, kb: usize, end: usize, cols: usize) -> (*const f32, usize) {
     let last = kb + 1 == k_blocks(s.k);
     let (kb, j) = match last {

@@ -6,19 +6,21 @@
 //! to nearest even, regardless of the thread's rounding mode. **Denormal bf16 factors and denormal sums count
 //! as zero**: products below 2^-126 vanish. Rounding leaves f32 factors only 8 bits of significand.
 //! `MatmulPrecision::Medium` allows this rounding; `Highest` and `High` do not. [`super::product_f32::gemm`]
-//! widens bf16 operands. For such operands, its results differ from the results of this file only in
-//! denormals and in the order of the sums. Nevertheless, calls use this file only at `Medium`. Levels O0 and
-//! O1 use `Highest`, so their results are free of these differences and serve for comparison.
+//! widens bf16 operands to f32. With bf16 operands, the results of this file differ from its results only in
+//! denormals and in the order of the sums. Nevertheless, library calls use this file only at `Medium`. Levels
+//! O0 and O1 use `Highest`, so their results are free of these differences and serve for comparison.
 //!
-//! Results depend on shape and strides, not on the number of threads. Products with few rows or columns are
-//! bound by memory and run in f32 as in [`super::product_f32::gemm`]. On processors with neither AMX nor
-//! AVX512_BF16 all products run in f32; `Medium` permits this, because it requires bf16 precision or better.
+//! Results depend on the instructions, the shape and the strides, not on the number of threads. Products with
+//! few rows or columns are bound by memory and run in f32 as in [`super::product_f32::gemm`]. On processors
+//! with neither AMX nor AVX512_BF16 all products run in f32; `Medium` permits this, because it requires bf16
+//! precision or better.
 //!
 //! One instruction on tile registers ([`Bf16Code::Tiles`], `tile_registers.rs`) adds 16 pairs to each of 16 x
 //! 16 sums, with the same rounding and the same treatment of denormals. `vdpbf16ps` serves processors without
 //! AMX. On the Intel processor that was measured, `vdpbf16ps` reaches half the FLOP/s of f32 multiply-adds,
 //! and AMX reaches 15 times the FLOP/s of f32 multiply-adds. On processors of other vendors, `vdpbf16ps` is
-//! assumed to reach twice the FLOP/s of f32 multiply-adds. Calls use bf16 if [`Isa::bf16_is_faster`] holds.
+//! assumed to reach twice the FLOP/s of f32 multiply-adds. Library calls use these
+//! instructions only if [`Isa::bf16_is_faster`] holds.
 //!
 //! Cost of `vdpbf16ps`. One K group of the 12 x 32 tile takes 24 instructions (64 FLOPs each) on 12 + 32
 //! lanes of 4 bytes: 1,536 FLOPs per 176 bytes read from cache, so the instruction's rate limits the product.
@@ -220,9 +222,9 @@ pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 /// [`gemm_bf16_by`] on at most `threads` threads of the team.
 ///
 /// # Safety
-/// The contract of [`gemm`]; the processor has the instructions of `code`. If the epilogue has a chain, beta
-/// is 0. (Without tile registers, such a product is written to uninitialised scratch memory, and the kernels
-/// read this memory if beta is not 0.)
+/// The contract of [`gemm`]; the processor has the instructions of `code`. If the epilogue has a chain, C has
+/// contiguous rows and beta is 0. (Without tile registers, a product with a chain is written to uninitialised
+/// scratch memory, and the kernels would read this memory if beta were not 0.)
 unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     code: Bf16Code,
     team: &Team,
@@ -460,8 +462,8 @@ pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     match C::known(c) {
         Known::Bf16(out) => {
             let kind = x86::Dots::<A, B>::new(epi, Some(out));
-            // With one K block, sums are rounded from registers. With more, partial sums are kept in f32
-            // scratch.
+            // With one K block, each tile is rounded as soon as it is computed. With more, the partial sums
+            // of all tiles are kept as f32 in scratch memory.
             let blocks = super::product_f32::k_blocks(k.div_ceil(2));
             let scratch = team.scratch(if blocks > 1 { m * n } else { 0 });
             // SAFETY: `dots` requires readable A, B and biases, a writable C and AVX512_BF16. The scratch
@@ -488,7 +490,7 @@ pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     unreachable!("no processor of this architecture has `vdpbf16ps`")
 }
 
-/// The products of the batch whose first product is `g`.
+/// Computes the products of the batch whose first product is `g`.
 ///
 /// # Safety
 /// The contract of [`gemm_bf16`] for every product; the results do not overlap. If there is a chain, the
@@ -598,8 +600,8 @@ pub(crate) mod x86 {
     }
 
     // SAFETY (of every block below): `LaneVector` requires AVX-512 BW and VL, and `n` readable elements at
-    // `p` (a whole vector if there is no `n`). `across_part` reads them in `rows` rows and `across` in 2
-    // rows, which are `ks` elements apart. Masked lanes are not read.
+    // `p` (16 if there is no `n`). `across_part` reads `n` elements of each of `rows` rows, and `across`
+    // reads 16 elements of each of 2 rows; rows are `ks` elements apart. Masked lanes are not read.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl LaneVector for bf16 {
         #[inline(always)]
@@ -623,8 +625,8 @@ pub(crate) mod x86 {
     }
 
     // SAFETY (of every block below): `LaneVector` requires readable elements at `p` as for `bf16`; these
-    // methods are reached only from `pack`, which is compiled for AVX512_BF16, or from the packing of
-    // `tile_registers.rs`.
+    // methods are reached only from `pack` and from the packing functions of `tile_registers.rs`, all of
+    // which are compiled for AVX512_BF16.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl LaneVector for f32 {
         #[inline(always)]

@@ -1,10 +1,11 @@
 //! Matrix multiplication in f32: the library calls for it, the choice of the algorithm, and the packing of
 //! operands.
 //!
-//! Products with many rows and columns run on packed panels (`panels.rs`); products with few rows or columns
-//! read their operands unpacked ([`super::gemv`]). f16 and bf16 are widened to f32 while packing. K is cut
-//! into blocks that depend on K alone and is never split among threads, so results do not depend on the
-//! number of threads.
+//! Products with many rows and columns run on packed panels (`panels.rs`). Products with few rows read their
+//! operands unpacked ([`super::gemv`]) if the rows or the columns of B are contiguous; the same holds for few
+//! columns and A. f16 and bf16 are widened to f32 while they are packed or read. K is cut into blocks. The
+//! blocks depend on K alone, and K is never split among threads, so results do not depend on the number of
+//! threads.
 
 use super::gemv;
 use super::matrix::Product;
@@ -130,7 +131,7 @@ fn matmul_packed(
     }))
 }
 
-/// An epilogue that the micro-kernels apply while they store the result: a bias per column, ReLU, or both.
+/// An epilogue that the kernels apply while they store the result: a bias per column, ReLU, both, or nothing.
 #[derive(Clone, Copy, Debug, Default)]
 struct StoredEpilogue {
     /// Index of the buffer of the bias, and offset of its first element.
@@ -316,7 +317,7 @@ pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
     }
     let work = g.work();
     // If the products are large, or if there are fewer products than threads, the threads share each product.
-    // Otherwise each thread computes whole products.
+    // Otherwise one thread computes each product.
     if count < team.threads() || work > 64 << 20 {
         for i in 0..count {
             // SAFETY: `gemm_batched` requires readable A, B and biases and a writable C for product
@@ -532,13 +533,14 @@ impl<T: Storage> Panels for Mat<T> {
 
 dispatch_simd! {
     /// # Safety
-    /// The contract of `pack_rows` without its condition on the caller, because the dispatch checks `isa`.
+    /// The contract of `pack_rows`. The caller may be compiled for any instruction set, because the dispatch
+    /// checks `isa`.
     pub(crate) unsafe fn pack_rows_on[T: Storage][T](isa, src: *const T, rs: isize, ks: isize, rows: usize, kc: usize, dst: *mut f32) = pack_rows
 }
 dispatch_simd! {
     /// # Safety
-    /// The contract of `Panels::pack_chunk` without its condition on the caller, because the dispatch checks
-    /// `isa`.
+    /// The contract of `Panels::pack_chunk`. The caller may be compiled for any instruction set, because the
+    /// dispatch checks `isa`.
     pub(crate) unsafe fn pack_columns[P: Panels][P](isa, b: &P, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) = pack_columns_body
 }
 /// # Safety
@@ -556,7 +558,7 @@ unsafe fn pack_columns_body<S: Simd, P: Panels>(
     unsafe { b.pack_chunk::<S>(k0, kc, j, end, dst) }
 }
 
-/// The layout of a packed operand: one K block after another. In a block, the left operand is stored as
+/// The layout of a packed operand: one K block after another. In a K block, the left operand is stored as
 /// contiguous rows, the right operand as panels that are as wide as a register tile. The last panel has only
 /// as many vectors as its columns need.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -574,7 +576,7 @@ enum Side {
     Panels,
 }
 
-/// Rows or columns that one part of a packing job packs.
+/// Rows that one part of a packing job packs. For columns, the number is rounded up to whole panels.
 const AT_ONCE: usize = 48;
 
 impl PackShape {

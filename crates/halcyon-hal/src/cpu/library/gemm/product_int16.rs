@@ -4,11 +4,11 @@
 //!
 //! Two consecutive elements of K are a pair of 32 bits. A matrix of pairs lies in memory like a matrix of f32
 //! with half as many columns, so a product of pairs runs on the loops of f32 products ([`super::panels`])
-//! with another step. Bytes are widened to 16 bits first, which is exact. Odd K gets a zero at its end.
+//! with another [`Step`]. Bytes are widened to 16 bits first, which is exact. Odd K gets a zero at its end.
 //!
 //! Cost. A step multiplies two elements of K; a step of an f32 product multiplies one element. Both steps
-//! read the same number of bytes, so the limit is twice the rate of f32. Rows of A are read in place if they
-//! are contiguous 16-bit integers, all pairs are aligned and K is even.
+//! read the same number of bytes, so the rate is at most twice that of f32. Rows of A are read in place if
+//! they are contiguous 16-bit integers, all pairs are aligned and K is even.
 
 use super::matrix::{Gemm, Mat, MatMut};
 use super::panels::{Block, Left, Step, block_of, gemm_blocks};
@@ -176,8 +176,8 @@ pub(crate) fn isa_of_pairs(isa: Isa) -> Isa {
 /// Computes a block. `isa` comes from [`isa_of_pairs`].
 ///
 /// # Safety
-/// The contract of [`block_of`] without its condition on the caller, because this function checks the
-/// instruction set. The epilogue has no scale, no bias and no ReLU.
+/// The contract of [`block_of`]. The caller may be compiled for any instruction set, because this function
+/// checks it. The epilogue has nothing besides a chain.
 unsafe fn block(isa: Isa, w: &Block) {
     /// # Safety
     /// The contract of [`block_of`], on a processor with AVX512_VNNI.
@@ -221,7 +221,8 @@ fn pair(low: u16, high: u16) -> u32 {
 }
 
 impl<T: PairElem> Pairs<T> {
-    /// The same memory as a matrix of 32-bit pairs, under the conditions of [`words`] on the columns.
+    /// The same memory as a matrix of 32-bit pairs, if the columns meet the conditions that [`words`] sets
+    /// for rows.
     fn as_words(&self) -> Option<Mat<f32>> {
         words(self.b.t(), self.k).map(Mat::t)
     }
@@ -240,7 +241,7 @@ impl<T: PairElem> Panels for Pairs<T> {
     unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32) {
         let Mat { ptr, rs, cs } = self.b;
         let first = ptr.wrapping_offset(2 * k0 as isize * rs + j as isize * cs);
-        // The number of elements; the last pair may have only one.
+        // The number of elements of K; the last pair may have only one.
         let elements = (self.k - 2 * k0).min(2 * kc);
         // SAFETY: `Panels::pack` requires that columns `j .. j + cols` are readable in the pairs
         // `k0 .. k0 + kc`, which hold `elements` elements of K, and that `dst` has room for `nr * kc` words.
@@ -292,7 +293,8 @@ impl<T: PairElem> Panels for Pairs<T> {
 /// Columns that are widened at a time: a multiple of every vector's lanes.
 const LINES: usize = 16;
 
-/// Widens elements to at least as many pairs. Pairs without elements are zero.
+/// Widens the elements of `from` and writes them to `to` as pairs. `to` has room for all of them; what
+/// follows the last element becomes zero.
 #[inline(always)]
 fn widen_line<T: PairElem>(from: &[T], to: &mut [u32]) {
     let (pairs, rest) = from.as_chunks::<2>();
@@ -322,7 +324,8 @@ pub(crate) unsafe fn gemm_pairs<A: PairElem, B: PairElem>(
     if g.m == 0 || g.n == 0 {
         return;
     }
-    // B is packed first, and not part by part, so that one kernel serves every source of B.
+    // All of B is packed before the product, and not part by part during it, so that one kernel serves every
+    // source of B.
     let shape = PairShape::new(isa, g.k, g.n);
     let scratch = team.scratch(shape.words());
     // SAFETY: `gemm_pairs` requires a readable B; the scratch memory has room for its panels. The rest is the

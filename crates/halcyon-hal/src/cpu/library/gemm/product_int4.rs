@@ -1,12 +1,12 @@
 //! Products with weights of 4 bits: the composite `quantized_matmul`.
 //!
-//! A row of the weights is a column of the result. Its blocks of 32 weights are widened in registers and
-//! multiplied with the operand. The low half of a byte holds the weight of an even place, and the high half
+//! A row of the weights gives a column of the result. Its blocks of 32 weights are widened in registers and
+//! multiplied by the operand. The low half of a byte holds the weight of an even place, and the high half
 //! holds the weight of the next, odd place. So the operand is copied first, and in each block of the copy the
-//! values at even places come before those at odd places. The sum of a block is `scale Σ code x`; the
-//! constant part of the weights (`-8 scale`, or the minimum) is multiplied by `Σ x`, which is computed once
-//! for each row and block. Products of few rows are bound by memory. They read about an eighth of the bytes
-//! that f32 weights would have.
+//! values at even places come before those at odd places. A block contributes `scale Σ code x + base Σ x` to
+//! a result, where `base` is the constant part of its weights (`-8 scale`, or the minimum). `Σ x` is computed
+//! once for each row and block of the operand. Products of few rows are bound by memory. A block of weights
+//! has 16 bytes of codes and a scale and perhaps a minimum of 4 bytes each; 32 weights in f32 have 128 bytes.
 //!
 //! With more than [`FEW`] rows, the weights are widened to f32 once, and the product is computed in f32.
 
@@ -26,7 +26,7 @@ use halcyon_ir::ops::quantize::{MIDDLE, WEIGHT_BLOCK as BLOCK};
 pub(crate) const FEW: usize = 16;
 /// Bytes of a block of weights.
 const BYTES: usize = BLOCK / 2;
-/// Rows of the operand that share widened weights.
+/// Weights are widened once for at most this many rows of the operand.
 const ROWS: usize = 4;
 /// Fewest columns of a part.
 const GRAIN: usize = 16;
@@ -58,7 +58,7 @@ impl Size {
 pub(crate) struct Weights {
     /// `[n, k / 2]`.
     pub codes: SharedConst<u8>,
-    /// `[n, k / 32]`.
+    /// `[n, k / 32]`, like `minima`.
     pub scales: SharedConst<f32>,
     pub minima: SharedConst<f32>,
 }

@@ -179,7 +179,8 @@ unsafe fn tile_bytes(kc: usize, b_head: bool, a: *const u32, b: *const u32, out:
     unsafe { tile_of_rows!(Bytes, 12, 2, kc, true, b_head, a, b, out) }
 }
 
-/// A byte. With FLIP its top bit is inverted: i8 plus 128 as u8, or u8 minus 128 as i8.
+/// A byte; a K group has four. With FLIP, packing inverts the top bit of the byte. This adds 128 to an i8 and
+/// gives a u8, or it subtracts 128 from a u8 and gives an i8.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub(crate) struct Quad<const FLIP: bool>(u8);
@@ -240,8 +241,8 @@ impl<const FLIP: bool> LaneVector for Quad<FLIP> {
     }
 }
 
-/// Returns a vector whose lane j has byte j of each of the four rows. First the 4 x 4 blocks of 32 bits are
-/// transposed across the register, then the bytes within each 128 bits.
+/// Returns a vector whose lane j has byte j of each of the four rows. First the 4 x 4 matrix of 32-bit words
+/// is transposed across the register, then the 4 x 4 matrix of bytes within each 128 bits.
 ///
 /// # Safety
 /// The calling function is compiled for AVX-512 F and BW.
@@ -276,12 +277,12 @@ unsafe fn pack(flip: bool, lines: Mat<u8>, n: usize, k: usize, width: usize, dst
     }
 }
 
-/// Writes the heads of packed panels: `scale * (sum of the line's bytes + less * k)`, with the bytes read as
-/// signed or unsigned.
+/// Writes the heads of packed panels. The head of a line is `scale * (sum of the line's bytes + less * k)`;
+/// `signed` says how to read the bytes.
 ///
 /// # Safety
-/// `dst` is writable for `panels` packed panels of `width` lines, `k` bytes each, with heads; the
-/// processor has AVX512_VNNI.
+/// `dst` holds `panels` packed panels with room for heads, of `width` lines of `k` bytes each, and is
+/// writable; the processor has AVX512_VNNI.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn heads(signed: bool, scale: i32, less: i32, panels: usize, width: usize, k: usize, dst: *mut u32) {
     let lanes = k.div_ceil(4);

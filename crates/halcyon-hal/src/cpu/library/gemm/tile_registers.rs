@@ -39,13 +39,14 @@ const KC: usize = 8192;
 /// Steps that the micro-kernel takes before it goes to the next panel of B: 16 KiB of A then stay in the
 /// first-level cache.
 const CHUNK: usize = 8;
-/// Products with at most this many steps are not divided along K, because this much of A stays in the cache
-/// without a division.
+/// If a K block has at most this many steps, the micro-kernel takes all of them before it goes to the next
+/// panel of B, because this much of A stays in the first-level cache.
 const SHORT: usize = 12;
 /// Panels of B whose sums are stored together, in general and for short products.
 const GROUP: usize = 2;
 const SHORT_GROUP: usize = 4;
 /// Bytes of A that a thread multiplies by one panel of B after another: a part of the second-level cache.
+/// The limits [`MB`] take precedence.
 const A_BLOCK: usize = 512 << 10;
 /// The least and the largest number of row panels in a block of A. The least number limits how often B is
 /// read.
@@ -560,7 +561,8 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
             to.cast_const()
         }
     };
-    // Each load of a row that crosses a cache line takes two reads. Packing reads the row once.
+    // If the 64 bytes of a row cross a cache line, each load of the row takes two reads. After packing, they
+    // do not cross one.
     let askew = !(a.ptr as usize | (a.rs * size_of::<A>() as isize) as usize).is_multiple_of(STEP);
     let packs = !A::RAW || a.cs != 1 || (askew && shape.panels() >= 4);
     let cut = Cut::new(m, &shape, packs, threads);

@@ -8,7 +8,7 @@ use crate::cpu::team::{SharedConst, SharedMut};
 use crate::library_call::CallForm;
 use halcyon_ir::layout::View;
 
-/// The smallest number of elements for which another thread is used.
+/// Minimum number of elements in a part of the work.
 const GRAIN: usize = 16 << 10;
 
 /// A view without `axis`, and the size and stride of that axis.

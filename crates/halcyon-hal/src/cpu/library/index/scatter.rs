@@ -13,7 +13,7 @@ use halcyon_ir::ops::ScatterKind;
 /// Scatters with fewer updates than this run on one thread.
 const GRAIN: usize = 8 << 10;
 
-/// Combines one update with its element.
+/// Applies the update `u` to the element at `d`.
 ///
 /// # Safety
 /// `d` is readable and writable, and no other thread uses it.
@@ -128,7 +128,8 @@ pub(crate) fn rows(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> Resul
             unsafe { start::<T>(r, &from) };
             let (u, o) = (SharedConst(r.bufs[2].ptr as *const T), SharedMut(r.bufs[3].ptr as *mut T));
             let ip = SharedConst(r.bufs[1].ptr as *const u8);
-            // Each thread processes whole columns, so that the updates of one element keep their order.
+            // A column has one position before the axis and one after it. Each thread processes whole
+            // columns, so that the updates of one element keep their order.
             let columns = if count == 0 { 0 } else { outer * inner };
             r.team.ranges(columns, GRAIN.div_ceil(count.max(1)), &|a, b| {
                 let mut c = a;

@@ -1,10 +1,10 @@
 //! The gradient of layer normalisation in f32.
 //!
-//! With `n = (x - mean) / sqrt(variance + eps)` and `g = dy * scale`, for each row: `dx = (g - mean(g) - n
-//! mean(g n)) / sqrt(variance + eps)`. The gradients of scale and shift are the sums of `dy n` and `dy` over
-//! all rows. A row is read several times in succession, so that it stays in the first-level cache. Sums over
-//! rows are computed for fixed ranges of rows and then added in order, so results do not depend on the number
-//! of threads.
+//! With `z = (x - mean) / sqrt(variance + eps)` and `g = dy * scale`, each row has the gradient
+//! `dx = (g - mean(g) - z mean(g z)) / sqrt(variance + eps)`. The gradients of scale and shift are the sums
+//! of `dy z` and `dy` over all rows. All passes over a row follow each other, so that the row stays in the
+//! first-level cache. Sums over rows are computed for fixed ranges of rows and then added in order, so
+//! results do not depend on the number of threads.
 
 use super::softmax::sum_of;
 use crate::cpu::library::simd::{Simd, dispatch_simd};
@@ -15,7 +15,7 @@ use crate::cpu::team::{SharedConst, SharedMut, Team};
 const ROWS: usize = 64;
 const RANGES: usize = 256;
 
-/// A range of rows. The sums are over the rows of the range.
+/// A range of rows. `dscale` and `dshift` become the sums over these rows.
 struct Range<'a> {
     n: usize,
     eps: f32,
@@ -71,8 +71,8 @@ dispatch_simd! {
     unsafe fn range[][](isa, r: Range<'_>) = range_body
 }
 
-/// Writes the gradients of `x`, of the scale and of the shift, one after the other. `x` and `dy` have `rows`
-/// rows of `n` elements.
+/// Writes the gradients of `x`, of the scale and of the shift to `out`, one after the other. `x` and `dy`
+/// have `rows` rows of `n` elements.
 ///
 /// # Safety
 /// `x` and `dy` are readable for `rows * n` floats, `scale` for `n`; `out` is writable for `(rows + 2) * n`

@@ -1,9 +1,10 @@
 //! Softmax, log-softmax, layer normalisation and RMS normalisation over contiguous rows.
 //!
-//! Storage is f32, f16 or bf16. The arithmetic is f32 with the exponential of [`crate::cpu::vmath`] (below
-//! 1.5 ulp). Sums are kept in four vector registers that are added at the end, in an order that depends on
-//! the row's length alone. As their definitions require, softmax of f16 and bf16 rounds the result of every
-//! operation, and the normalisations compute in f32 and round once.
+//! Storage is f32, f16 or bf16. The arithmetic is f32. The error of the exponential is below 1.5 ulp
+//! ([`crate::cpu::vmath`], with AVX-512 `vmath512`). Sums are kept in four vector registers that are added at
+//! the end, in an order that depends on the row's length and the instruction set alone. As their definitions
+//! require, softmax of f16 and bf16 rounds the result of every operation, and the normalisations compute in
+//! f32 and round once.
 
 use crate::cpu::library::gemm::product_f32::PackElem;
 use crate::cpu::library::simd::{Simd, dispatch_simd};
@@ -349,7 +350,8 @@ mod tests {
     use crate::cpu::library::testing::*;
     use half::{bf16, f16};
 
-    /// The row kernels' definitions in f64. `round` rounds the result of each operation of softmax.
+    /// The row kernels' definitions in f64. `round` rounds the result of each operation of softmax but the
+    /// last.
     fn reference(
         kind: Kind,
         x: &[f64],

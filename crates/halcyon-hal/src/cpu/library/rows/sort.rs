@@ -12,8 +12,8 @@ use std::cmp::Ordering;
 /// Calls with fewer elements than this run on one thread.
 const GRAIN: usize = 16 << 10;
 
-/// Index of the largest or smallest element of each line. NaN counts as both the largest and the smallest. Of
-/// equal elements the first is taken, or the last if `last` is set.
+/// Index of the largest or smallest element of each line. If the line contains NaN, the result is the index
+/// of a NaN. Of equal elements (or several NaN) the first is taken, or the last if `last` is set.
 pub(crate) fn arg_reduce(
     call: &CallForm<'_>,
     max: bool,

@@ -240,9 +240,9 @@ pub(crate) fn lanes(isa: Isa) -> usize {
     Sizes::of(isa).lanes
 }
 
-/// Defines an unsafe function that runs `$body::<S, ..>(args)`, generic over the [`Simd`] type and compiled
-/// for `isa`. Panics if `isa` is not available. The two bracketed lists declare and name further generic
-/// parameters: `f[T: Storage][T](isa, ...) = body`.
+/// Defines an unsafe function that runs `$body::<S, ..>(args)` compiled for the instruction set `isa`, where
+/// `S` is the [`Simd`] type of `isa`. Panics if `isa` is not available. The two bracketed lists declare and
+/// name further generic parameters: `f[T: Storage][T](isa, ...) = body`.
 macro_rules! dispatch_simd {
     ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident [$($g:tt)*] [$($u:tt)*] ($isa:ident $(, $arg:ident: $ty:ty)* $(,)?) = $body:ident) => {
         $(#[$doc])*
