@@ -2,8 +2,8 @@
 //!
 //! Vendor libraries write to the standard streams when they are loaded, list devices or compile: banners,
 //! warnings about the environment, debug lines. A program whose standard output is parsed must keep these
-//! lines out of it and apart from its own messages. Such a program calls [`separate`] once, before it loads
-//! anything, and from then on writes to [`out`] and [`err`]:
+//! lines out of its output, and apart from its own messages. Such a program calls [`separate`] once, before
+//! it loads any library, and from then on writes to [`out`] and [`err`]:
 //!
 //! - File descriptor 1 is redirected to standard error, so that nothing a library prints reaches the
 //!   program's output.
@@ -16,11 +16,12 @@
 
 use std::io::Write;
 
-/// Receives a line printed by a driver, with the driver's name.
+/// Receives a line printed by a driver, with the driver's name. If several drivers may have printed the line,
+/// `driver` lists them: `cuda or opencl`.
 pub type Listener = fn(driver: &str, line: &str);
 
-/// Sets the function that receives each line, once per driver and line, at most 1000 lines in all. Later
-/// calls have no effect.
+/// Sets the function that receives the lines. It receives a line once per driver, however often the driver
+/// prints that line, and at most 1000 lines in all. Only the first call of `set_listener` has an effect.
 pub fn set_listener(f: Listener) {
     let _ = lines::SHOW.set(f);
 }
@@ -139,7 +140,7 @@ impl Write for Stream {
 pub enum DriverOutput {
     /// Send it to the log and to the function of [`set_listener`].
     Captured,
-    /// Send it to standard error: for a child process whose parent reads it.
+    /// Send it to standard error. This is for a child process whose parent reads the child's standard error.
     ToStderr,
 }
 
@@ -161,8 +162,8 @@ pub struct Capture {
 }
 
 /// Captures what a driver prints, if [`separate`] was called with `DriverOutput::Captured`. Captures may
-/// overlap, in one or several threads. The streams belong to the process, so output during an overlap is
-/// attributed to all of the drivers.
+/// overlap, in one or several threads. The streams belong to the process, so when a capture ends, everything
+/// printed since the previous end of a capture is attributed to all drivers that are being captured.
 pub fn capture(driver: &'static str) -> Capture {
     #[cfg(unix)]
     return Capture { driver: unix::begin(driver).then_some(driver) };
@@ -206,7 +207,7 @@ mod unix {
     /// Time limit for reading the rest of the pipe.
     const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
-    /// Redirects standard output (1) or errors (2) to the target of a file descriptor.
+    /// Redirects standard output (1) or standard error (2) to the target of the file descriptor `to`.
     fn redirect(to: BorrowedFd<'_>, number: i32) -> bool {
         // SAFETY: `to` is an open descriptor. `number` is checked to be 1 or 2. Rust's runtime opens these
         // descriptors at start if they are closed. No Rust object owns them, so closing their old targets
@@ -243,7 +244,8 @@ mod unix {
         }
     }
 
-    /// The bytes read from the pipe since the capture began, and the number of marks seen.
+    /// What the reading thread has received: the bytes before the last mark that [`end`] has not taken yet,
+    /// and the number of marks.
     #[derive(Debug, Default)]
     struct PipeState {
         bytes: Mutex<(Vec<u8>, u64)>,
@@ -286,7 +288,7 @@ mod unix {
                 h.1 += 1;
                 heard.more.notify_all();
             } else if kept.len() > 2 * MAX_BYTES {
-                // Keep the beginning. Keep the end too, because it may be the start of a mark.
+                // Keep the beginning. Keep the end too, because it may contain the start of a mark.
                 let end = kept.split_off(kept.len() - END_MARK.len());
                 kept.truncate(MAX_BYTES);
                 kept.extend(end);

@@ -1,9 +1,9 @@
-//! Global allocators of a process.
+//! Global allocators of a process, and what the process does when it runs out of memory.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// The system allocator with a counter of allocations, for tests and measurements as a program's
+/// The system allocator with a counter of allocations. Tests and measurements use it as their program's
 /// `#[global_allocator]`.
 #[derive(Debug, Default)]
 pub struct Counting(AtomicU64);
@@ -82,11 +82,14 @@ unsafe impl GlobalAlloc for RecordingAllocator {
     }
 }
 
-/// Makes the process exit with code 5 and one message, instead of by a signal, if it runs out of memory.
-/// Covers infallible allocations of Rust in a process with [`RecordingAllocator`]. If the process has a limit
-/// on its address space (`ulimit -v`), also covers crashes in a driver's library when most of the limit is
-/// used. With `json`, standard output gets the message in the format of the command's errors. No effect on
-/// systems without signals.
+/// Makes the process exit with code 5 and one message, instead of by a signal, if it runs out of memory. Two
+/// cases are recognised:
+/// - In a process with [`RecordingAllocator`], an abort after an allocation failed.
+/// - On Linux, an abort or an invalid memory access (for instance in a driver's library) while more than
+///   three quarters of the limit on the address space (`ulimit -v`) are in use.
+///
+/// With `json`, the message goes to standard output in the format of the errors of the command `halcyon`;
+/// otherwise it goes to standard error. The function has no effect on systems other than Unix.
 pub fn end_when_out(json: bool) {
     #[cfg(unix)]
     out::install(json);
@@ -201,8 +204,9 @@ mod out {
     }
 }
 
-/// Returns freed memory that the allocator keeps to the system, if the C library supports it (glibc), so that
-/// memory freed by planning is available to the plan. Returns whether memory was released.
+/// Makes the allocator give the freed memory that it still keeps back to the system, if the C library
+/// supports this (glibc). Memory that planning has freed is then available to the plan. Returns whether
+/// memory was given back.
 pub fn trim() -> bool {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
@@ -223,7 +227,7 @@ pub fn trim() -> bool {
 mod tests {
     #[test]
     fn free_memory_is_returned_and_used_memory_stays() {
-        // Blocks too small to be mapped separately; every second one is freed.
+        // The blocks are too small to be mapped one by one. Every second one is freed.
         let mut pieces: Vec<Option<Vec<u8>>> = (0..4000u32).map(|i| Some(vec![i as u8; 16 << 10])).collect();
         pieces.iter_mut().step_by(2).for_each(|p| *p = None);
         let gave = super::trim();

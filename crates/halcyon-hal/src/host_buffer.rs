@@ -6,9 +6,9 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Zeroed host memory at a fixed address, page-locked if the driver supports it. Dropping it frees it. It
-/// implements [`halcyon_ir::data::Bytes`], so [`crate::Device::import`] uses it without a copy on devices
-/// with unified memory.
+/// Zeroed host memory at a fixed address, page-locked if the driver supports this. Dropping the value frees
+/// the memory. The type implements [`halcyon_ir::data::Bytes`], so [`crate::Device::import`] accepts it on a
+/// device that can use host memory directly (the CPU).
 pub struct HostBuffer {
     memory: Box<dyn Pages>,
     bytes: usize,
@@ -59,8 +59,8 @@ impl Account {
         self.used.load(Ordering::Acquire)
     }
 
-    /// Makes a buffer of `bytes` bytes from the memory that `pages` allocates. If `pages` fails, its error is
-    /// the driver's reason.
+    /// Makes a buffer of `bytes` bytes from the memory that `pages` allocates. If `pages` fails, it returns
+    /// the driver's reason, which becomes part of [`Error::OutOfMemory`].
     pub(crate) fn buffer(
         &self,
         bytes: usize,

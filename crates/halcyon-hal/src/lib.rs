@@ -1,5 +1,5 @@
 //! Hardware abstraction layer: drivers, devices, memory and device selection. All FFI of the project is in
-//! this crate.
+//! this crate, except the calls with which tests control their stand-ins.
 //!
 //! The driver contract, which [`conformance`] checks for every driver:
 //! - Probing never panics. If a library is missing, the error is [`Error::Unavailable`], which lists what was
@@ -14,10 +14,10 @@
 //!   detects (memory, compilation, a lost device).
 //! - A new buffer's contents are undefined. A correct kernel never accesses bytes past the end of a buffer.
 //!   Which bytes a generated kernel accesses depends on its parameters, so only the running kernel can check
-//!   its accesses. On `cpu`, an access past the end is skipped and reported as an error; on `webgpu` it is
-//!   skipped. On `cuda`, `rocm` and `opencl` nothing checks accesses. For these three, the interpreter tests
-//!   the kernels of [`halcyon_ir::kernel::templates`]; the author of any other kernel is responsible for its
-//!   accesses.
+//!   its accesses. On `cpu`, an access past the end is skipped and reported as an error. On `webgpu`, it is
+//!   skipped or uses another element of the same buffer, depending on the device. On `cuda`, `rocm` and
+//!   `opencl` nothing checks accesses. For these three, the interpreter tests the kernels of
+//!   [`halcyon_ir::kernel::templates`]; the author of any other kernel is responsible for its accesses.
 //! - A kernel that meets an index out of range clamps it and sets the device's fault word, see
 //!   [`Device::take_fault`].
 
@@ -116,8 +116,8 @@ pub struct DeviceInfo {
     pub driver_version: Option<String>,
     /// Bytes.
     pub total_memory: Option<u64>,
-    /// Free device memory in bytes when the device was probed or opened; `None` if the driver has no such
-    /// query.
+    /// Free device memory in bytes when the device was probed or opened. `None` if the driver has no such
+    /// query, or if [`Driver::list`] left the query out.
     pub free_memory: Option<u64>,
     pub compute_capability: Option<String>,
     pub compute_units: Option<u32>,
@@ -329,8 +329,8 @@ impl MemoryStats {
 /// Options for opening a device.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options {
-    /// Worker threads of the CPU device, including the calling thread. `None`: one per core available to the
-    /// process.
+    /// Worker threads of the CPU device, including the calling thread. `None`: one per hardware thread that
+    /// the process may use, or one in a build without the feature `parallel`.
     pub threads: Option<usize>,
     /// Whether the CPU device uses the processor's instruction sets beyond the portable one. `Some(true)`:
     /// opening fails if the build lacks the feature `simd`. `None`: use them if the build has it.
@@ -428,8 +428,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// command.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the device does not support it; [`Error::Argument`] for a range outside of
-    /// `of`, or an offset that is not such a multiple.
+    /// [`Error::Unsupported`] if the device does not support parts; [`Error::Argument`] for a range outside
+    /// of `of`, or for an offset that is not a multiple of [`Target::part_alignment`].
     fn part(&self, of: &BufferRef, offset: usize, bytes: usize) -> Result<BufferRef> {
         let _ = (of, offset, bytes);
         Err(Error::unsupported(

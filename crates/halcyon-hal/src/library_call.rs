@@ -38,10 +38,10 @@ impl<'a> CallForm<'a> {
         }
     }
 
-    /// The kernel of the best form of the call that has one. Forms with a packed constant are tried before
-    /// forms without one. Of two forms that differ only in the epilogue, the form with the epilogue is tried
-    /// first. If no form has a kernel, returns the error of the plain form. `packs` says whether there are
-    /// kernels that read packed constants.
+    /// The kernel that `find` returns for the first form of the call that has a kernel. Forms with a packed
+    /// constant are tried before forms without one. Of two forms that differ only in the epilogue, the form
+    /// with the epilogue is tried first. If no form has a kernel, the error is that of the plain form.
+    /// `packs` says whether there are kernels that read packed constants.
     pub(crate) fn first<K>(
         call: &LibraryCall<'_>,
         packs: bool,
@@ -166,8 +166,8 @@ impl Needs {
     }
 
     /// Validates the buffers of a run of the kernel `name`: their number, their sizes, and that no written
-    /// buffer overlaps another buffer. Only an output that replaces an input in place has the same buffer as
-    /// this input.
+    /// buffer overlaps another buffer. The exception is an output that replaces an input in place: it must
+    /// have the same buffer as this input.
     pub(crate) fn check(&self, name: &str, count: usize, bound: impl Fn(usize) -> Bound) -> Result<()> {
         let bad = |what: String| Err(Error::argument(name, what));
         if count != self.len() {

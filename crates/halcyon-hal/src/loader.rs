@@ -22,7 +22,8 @@ pub(crate) fn not_loaded(thing: &str, tried: &[String]) -> String {
     let absent = |t: &String| {
         let Some((name, what)) = t.split_once(": ") else { return false };
         // A path was set by the user or found by a search, so a file that is missing there is a failure to
-        // load. It does not mean that the library is not on this machine.
+        // load. It does not mean that the library is not on this machine. Paths below /System/ (macOS) are
+        // fixed, so they count as names.
         let named = name.contains(['/', '\\']) && !name.starts_with("/System/");
         !named && said.iter().any(|s| what.contains(s)) && !what.contains("it is built for")
     };
@@ -32,8 +33,8 @@ pub(crate) fn not_loaded(thing: &str, tried: &[String]) -> String {
     }
 }
 
-/// Whether a path is an ELF file of another class or machine than this program. glibc reports such a file as
-/// missing.
+/// Whether a path is an ELF file of another class, byte order or machine than this program. glibc reports
+/// such a file as missing.
 fn foreign(path: &std::path::Path) -> bool {
     let head = |p: &std::path::Path| -> Option<[u8; 20]> {
         let mut head = [0; 20];

@@ -38,7 +38,7 @@ pub const POLICIES: &[NamedPolicy] = {
         NamedPolicy {
             name: "torch",
             backends: &[Cuda, Rocm, Metal, Cpu],
-            about: "the backends that PyTorch has devices for",
+            about: "CUDA, ROCm and Metal, as in PyTorch; then the CPU",
         },
         NamedPolicy {
             name: "inference",

@@ -90,7 +90,7 @@ pub struct Defragmented {
 }
 
 /// Runs [`Pool::defragment`] with the driver's copies. If the settings enable defragmentation, the pool calls
-/// it when no free range fits a request.
+/// this function when no free range fits a request but the free memory would suffice in total.
 pub type Defragment<'a> = &'a dyn Fn() -> Result<Defragmented>;
 
 struct State<S: Source> {
@@ -170,12 +170,14 @@ impl<S: Source> Clone for WeakBlock<S> {
 const PAGE: usize = 4096;
 /// Sizes of ranges are multiples of this or of the source's alignment, whichever is larger.
 const UNIT: usize = 256;
-/// Size in bytes of a new chunk, unless the request is larger or the limit leaves less.
+/// Size in bytes of a new chunk. It is larger if the request is larger, and smaller if the limit leaves less,
+/// if the source allows less, or if the driver refuses a chunk of this size.
 const GROWTH: usize = 32 << 20;
 /// Number of sizes in `kept` above which sizes without allocations are removed.
 const SIZES: usize = 256;
-/// Freed memory is kept up to the peak of live bytes, or up to this many bytes if that is more. If sizes
-/// change, a freed buffer rarely fits the next request, so keeping more than the peak is useful.
+/// Freed memory is kept up to the peak of live bytes, or up to this many bytes if the peak is lower. The
+/// second bound is for programs with a low peak whose sizes change: a freed buffer rarely fits the next
+/// request there, so it is useful to keep more than the peak.
 const KEPT: u64 = 256 << 20;
 
 /// Bytes that a request occupies in a pool of the default strategy. Long-lived buffers (weights, activations,
@@ -342,9 +344,9 @@ impl<S: Source> Pool<S> {
         }
     }
 
-    /// A block of at least `bytes` bytes. If there is no memory for it, the pool releases its kept memory and
-    /// retries. If defragmentation is enabled, it then calls `defragment` (without the pool's lock) and
-    /// retries once more.
+    /// A block of at least `bytes` bytes. If there is no memory for the block, the pool releases the memory
+    /// that it keeps and tries again. If that fails because the free memory is scattered, and defragmentation
+    /// is enabled, the pool calls `defragment` (without the pool's lock) and tries once more.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with the size that would fit, if that is known; errors of `defragment`.
@@ -473,7 +475,7 @@ impl<S: Source> Pool<S> {
     }
 
     /// Adds a chunk that holds `class` bytes. Tries the usual size, then the smallest possible size. If both
-    /// fail, releases the empty chunks and tries both again.
+    /// fail and there are empty chunks whose release makes enough room, releases them and tries both again.
     fn grow(&self, s: &mut State<S>, class: usize) -> std::result::Result<u64, PoolError> {
         if class as u64 > self.source.most() {
             let why = format!("the device allows {} bytes in one buffer", self.source.most());
@@ -571,11 +573,11 @@ impl<S: Source> Pool<S> {
         self.lock().trim()
     }
 
-    /// Moves buffers together, then frees the empty chunks. The largest empty chunk is kept if no other free
-    /// range is as large. The strategy exclusive has no chunks, so only the kept memory is released. `copy`
-    /// is called for one move after another. The caller must ensure that no command runs or is being
-    /// submitted meanwhile, and that commands submitted later run after the copies. `copy` must not call the
-    /// pool.
+    /// Moves buffers together, then frees the empty chunks. The largest empty chunk is kept if it has a
+    /// larger free range than every chunk that is in use. The strategy `exclusive` has no chunks, so only the
+    /// kept memory is released. `copy` is called for one move after another. The caller must ensure that no
+    /// command runs or is being submitted meanwhile, and that commands submitted later run after the copies.
+    /// `copy` must not call the pool.
     ///
     /// # Errors
     /// Errors of `copy`, and [`Error::Driver`] if a new location cannot be created. Earlier moves stay in

@@ -4,11 +4,14 @@
 //! compiler) takes tens of milliseconds to load. The first probe therefore runs in a child process if the
 //! program provides an executable for it ([`set_executable`]), and so does the first opening of each device.
 //! The result is stored on disk under a digest of what the devices depend on, together with the state of
-//! every library that was loaded ([`files`]). While all of this is unchanged, no child is needed. Listing the
-//! devices then does not load the drivers at all in three cases: if the backend's probe is never repeated in
-//! this process ([`ProbeSpec::repeat`]); if all devices were software devices (which automatic selection
-//! tries last); or if no device was found and either no library was loaded or the machine has no device nodes
-//! of drivers.
+//! every library that was loaded ([`files`]). While all of this is unchanged, the record is used as follows:
+//! - If devices were found, no child is started. If all of them are software devices (which automatic
+//!   selection tries last), or if the backend's probe is never repeated in this process
+//!   ([`ProbeSpec::repeat`]), the drivers are not loaded either: the record has the list. Otherwise the
+//!   drivers list the devices in this process.
+//! - If no device was found, the record is the answer, provided that no library was loaded or that the
+//!   machine has no device nodes of drivers. Otherwise another child is started.
+//! - If a driver crashed or hung, the record is the answer for a day.
 
 pub mod files;
 
@@ -97,10 +100,11 @@ enum CachedProbe {
     Answer(Result<Vec<DeviceInfo>>),
 }
 
-/// The things that a list of devices depends on, besides the machine's boot, device nodes and kernel modules.
+/// What a list of devices depends on, besides the boot of the machine, device nodes and kernel modules.
 #[derive(Debug, Default)]
 pub struct ProbeDependencies {
-    /// Libraries: their names, and the state of the files that the loader may find for them.
+    /// Names or paths of libraries. The list also depends on the state of the files that the loader may find
+    /// for these names.
     pub libraries: Vec<String>,
     /// Libraries that are loaded only when a device is opened.
     pub later: Vec<String>,
@@ -152,7 +156,8 @@ impl Record {
         Record { outcome, loaded, opened: BTreeMap::new(), at: now() }
     }
 
-    /// Whether the libraries are unchanged and a recorded crash is recent enough.
+    /// Whether the libraries are unchanged. If a crash is recorded, the record must also be younger than a
+    /// day.
     fn holds(&self) -> bool {
         let harm = matches!(self.outcome, Outcome::Fatal(_)) || self.opened.values().any(Option::is_some);
         let young = (self.at..=self.at + FAILURE_LIFETIME.as_secs()).contains(&now());

@@ -58,8 +58,8 @@ impl<M: Mark> Queues<M> {
         self.traffic.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Returns an id for a new stream's queue. Waits until the device's queue `own` has no pending work that
-    /// the ledger does not contain.
+    /// Returns an id for a new stream's queue. Waits for all work of the device's queue `own`, because the
+    /// ledger does not contain the work that was enqueued while there was no stream.
     pub(crate) fn open(&self, own: &impl Fenced<Mark = M>) -> Result<u64> {
         self.streams.fetch_add(1, Ordering::SeqCst);
         while self.unseen.load(Ordering::SeqCst) > 0 {
@@ -83,8 +83,8 @@ impl<M: Mark> Queues<M> {
                 self.0.fetch_sub(1, Ordering::SeqCst);
             }
         }
-        // This function and `open` each write their own counter before they read the counter of the other
-        // (SeqCst). So at least one of them reads the new value of the other.
+        // This function increments `unseen` before it reads `streams`, and `open` increments `streams` before
+        // it reads `unseen` (SeqCst). So at least one of the two sees the other's increment.
         self.unseen.fetch_add(1, Ordering::SeqCst);
         let _end = Count(&self.unseen);
         (self.streams.load(Ordering::SeqCst) == 0).then(f)
@@ -151,8 +151,9 @@ impl<M: Mark> Queues<M> {
         self.marked(DEVICE_QUEUE, queue, access, f)
     }
 
-    /// Runs `f` while no queue has pending work and none can enqueue. Calls that skip the ledger
-    /// (`Queues::unordered`) are excluded by the queue's own locks.
+    /// Runs `f` while the ledger has no pending work and no queue can enqueue through it. For calls of the
+    /// device's queue that skip the ledger (`Queues::unordered`), `f` must wait itself and must take the
+    /// locks of that queue.
     pub(crate) fn while_idle<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
         let mut t = self.lock();
         let mut open = vec![];

@@ -5,8 +5,8 @@ use crate::{Declined, Operand};
 use halcyon_ir::fused::{Fused, Load};
 use halcyon_ir::layout::View;
 
-/// An operand must have fewer elements than this, counting repetitions by strides of 0, so that a product of
-/// two sizes, and a size in bytes, fits a `usize`.
+/// An operand must have fewer elements than this, so that the product of any of its dimensions, and its size
+/// in bytes, fit a `usize`. Elements that a stride of 0 repeats are counted each time.
 const MAX_ELEMENTS: u128 = if usize::BITS >= 64 { 1 << 47 } else { 1 << 28 };
 
 /// Whether a space of these sizes has fewer than `MAX_ELEMENTS` points. Sizes of 0 count as 1, so that the
@@ -71,9 +71,9 @@ pub(crate) fn load_fits(f: &Fused, l: &Load, o: &Operand) -> bool {
     l.view.shape == f.space && l.dtype == o.dtype && elements(o).is_ok_and(|n| is_within(&l.view, n))
 }
 
-/// Whether different indices of the view are different elements, so that threads may write them concurrently.
-/// The check is sufficient, not necessary: every stride must be larger than the range that the smaller
-/// strides cover.
+/// Whether different indices of the view refer to different elements, so that threads may write them
+/// concurrently. True only if every stride is larger than the range that the smaller strides cover; this
+/// excludes some views that would be safe.
 pub(crate) fn is_injective(v: &View) -> bool {
     let axes = v.shape.iter().zip(&v.strides);
     let mut axes: Vec<(u128, u128)> =

@@ -1,12 +1,13 @@
 //! Selection of a device, with a report of the reasons.
 //!
 //! If the request names a backend, only that backend is tried. If its device is missing, does not open, has
-//! too little memory or does not accept the work, that is an error, unless a [`Fallback`] is requested.
-//! `Auto` goes through an order of backends ([`Policy`]): the caller's, else the environment's
-//! (`HALCYON_BACKENDS`), else the configuration file's ([`crate::config`]), else by priority. It takes the
-//! first device that exists, opens, has the required memory and accepts the work. Software devices (a
-//! graphics driver that runs on the CPU) come after all others, including the CPU backend. If an order lists
-//! backends one by one, software devices stay at the place of their backend.
+//! too little memory or does not accept the work, that is an error, unless the request or the configuration
+//! file sets another [`Fallback`]. `Auto` goes through an order of backends ([`Policy`]): the caller's, else
+//! the environment's (`HALCYON_BACKENDS`), else the configuration file's ([`crate::config`]), else by
+//! priority. It takes the first device that exists, opens, has the required memory and accepts the work.
+//! After a device is rejected, later backends are tried only if the fallback is `Next`, which is the default.
+//! Software devices, whose drivers run on the CPU, come after all others, including the CPU backend. If an
+//! order lists backends one by one, software devices stay at the place of their backend.
 
 use crate::config;
 use crate::policy::{Fallback, Policy, SetBy};
@@ -27,7 +28,8 @@ pub const TRIED_LAST: &str = "a software device is tried last unless named";
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Candidate {
     pub backend: BackendType,
-    /// `None` if the entry is about the backend as a whole: it has no devices, or it was not tried.
+    /// `None` if the entry is about the backend as a whole: it has no devices, it was not tried, or it was
+    /// requested and a fallback was used instead.
     pub device: Option<String>,
     pub name: Option<String>,
     pub priority: Option<u32>,
@@ -211,7 +213,7 @@ pub fn open(request: &Request, options: &Options) -> Result<(Arc<dyn Device>, Se
 /// Like [`open`], for work that a device may decline.
 ///
 /// # Errors
-/// The errors of [`open`]; the error of `admit` if only one device was considered.
+/// The errors of [`open`], where an error of `admit` counts as the device's error.
 pub fn open_for(
     request: &Request,
     options: &Options,
@@ -315,7 +317,8 @@ struct Search<'a, 'b> {
     options: &'a Options,
     admit: AcceptCheck<'b>,
     candidates: Vec<Candidate>,
-    /// Errors of devices that exist.
+    /// Errors of devices that exist, and the error of a requested backend if it is not
+    /// [`Error::Unavailable`].
     errors: Vec<(BackendType, Error)>,
 }
 

@@ -133,12 +133,13 @@ fn matrix(architecture: Option<&str>) -> Vec<MatrixOp> {
     if number.is_some_and(|n| n >= 80) { MATRIX_CUDA.to_vec() } else { vec![] }
 }
 
-/// f16 arithmetic requires compute capability 5.3, products of 8-bit floats 8.9.
+/// Arithmetic in f16 requires compute capability 5.3; products of 8-bit floats require 8.9.
 fn halves(capability: Option<(u32, u32)>, _: Option<&str>) -> Halves {
     Halves { f16: capability.is_some_and(|c| c >= (5, 3)), f8: capability.map(|c| c >= (8, 9)) }
 }
 
-/// No flag relaxes the arithmetic. Only multiply-adds that the kernel marks are rounded once.
+/// Flags of the compiler. None of them relaxes the arithmetic. With `--fmad=false` the compiler does not fuse
+/// a product and a sum, so only a multiply-add that the kernel itself spells as one is rounded once.
 fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     let architecture = format!("--gpu-architecture={}", architecture?);
     Some([architecture.as_str(), "--std=c++17", "--fmad=false"].map(String::from).into())

@@ -20,8 +20,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Instant;
 
-/// The value of every byte of a buffer after a launch that writes it: NaN in float types, -1 in signed
-/// integers.
+/// The value of every byte of newly allocated memory, and of a buffer that a launch of at least one workgroup
+/// writes: NaN in float types, -1 in signed integers.
 pub const POISON: u8 = 0xFF;
 
 /// The driver of the noop device.
@@ -185,8 +185,8 @@ struct NoopDevice {
     number: u64,
 }
 
-/// Validates and counts commands for the device and its streams. Both run commands immediately, so the
-/// commands run in order.
+/// Validates and counts commands for the device and its streams. The device and the streams run each command
+/// during the call that submits it, so the commands run in order.
 #[derive(Debug)]
 struct Checker {
     id: String,

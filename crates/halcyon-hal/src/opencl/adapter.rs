@@ -62,8 +62,8 @@ impl Adapter {
     /// # Errors
     /// [`Error::Unavailable`] if there is no usable device, with the reason for each platform or device.
     pub(super) fn all(api: &'static Api) -> Result<Vec<Adapter>> {
-        // Drivers initialise at the first query. PoCL 3.1 does not synchronise that: a concurrent thread
-        // finds no device or a partly initialised one.
+        // Drivers initialise at the first query. PoCL 3.1 does not synchronise its initialisation: another
+        // thread that queries meanwhile finds no device or a partly initialised one.
         static FIRST: Mutex<()> = Mutex::new(());
         let _one_at_a_time = FIRST.lock().unwrap_or_else(|e| e.into_inner());
         let mut n = 0u32;
@@ -257,7 +257,7 @@ impl Adapter {
         let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();
         let i64 = full || extensions.split_whitespace().any(|e| e == "cles_khr_int64");
         let f64 = self.number(sys::DEVICE_DOUBLE_FP_CONFIG).unwrap_or(0) != 0;
-        // The size of all arguments together, at least 1024 bytes. Half of it is reserved for scalars.
+        // The size of all arguments together. Half of it is reserved for scalars.
         let arguments = u32_of(sys::DEVICE_MAX_PARAMETER_SIZE, 1024);
         Caps {
             storage: Caps::storage_of(f64, i64),

@@ -188,8 +188,8 @@ impl Device for OpenClDevice {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
-        // SAFETY: `while_idle` waits for the work of all queues and lets none of them enqueue more, because
-        // all queues enqueue through `Queues`.
+        // SAFETY: `while_idle` waits for the work of all streams and lets none of them enqueue more, because
+        // streams enqueue only under the lock that it holds.
         self.shared.queues.while_idle(|| unsafe { self.queue.defragment(&self.context) })
     }
 

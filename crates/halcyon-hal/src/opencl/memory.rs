@@ -27,8 +27,8 @@ pub(super) struct ClSource {
 #[derive(Debug)]
 pub(super) struct Memory {
     pub object: Arc<Owned<MemoryObject>>,
-    /// OpenCL exposes no addresses. Hazard tracking uses a unique number per byte instead; this is the first
-    /// one.
+    /// The number of the allocation's first byte. OpenCL exposes no addresses, so hazard tracking gives each
+    /// byte of device memory its own number instead.
     at: usize,
 }
 
@@ -88,7 +88,8 @@ impl Source for ClSource {
     }
 }
 
-/// Creates a buffer that the device can read and write. The pool does not count it.
+/// Creates a buffer that the device can read and write. The statistics of the pool include it only if the
+/// pool itself requested it ([`ClSource`]).
 pub(super) fn buffer(
     api: &'static Api,
     context: &Owned<Context>,
@@ -198,8 +199,8 @@ pub struct ClBuffer {
 }
 
 impl ClBuffer {
-    /// The OpenCL object of the buffer. It does not change while the locks of the queue and, with streams, of
-    /// the ledger are held.
+    /// The OpenCL object of the buffer. Moving a buffer replaces its object. This needs the ledger's lock and
+    /// the locks of the device's own queue, so the object does not change while the caller holds one of them.
     pub(super) fn object(&self) -> Arc<Owned<MemoryObject>> {
         self.spot().object.clone()
     }

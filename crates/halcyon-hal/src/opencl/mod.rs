@@ -30,7 +30,7 @@ impl OpenClDriver {
     pub const INTEL: OpenClDriver = OpenClDriver { kind: BackendType::Intel };
 
     fn lists(&self, d: &DeviceInfo) -> bool {
-        // Intel's driver for CPUs has the same vendor name, but is a software device.
+        // The device of Intel's driver for CPUs has the same vendor name, but it is a software device.
         self.kind == BackendType::OpenCl || (!d.software && d.vendor.to_ascii_lowercase().contains("intel"))
     }
 
@@ -72,8 +72,8 @@ impl Driver for OpenClDriver {
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
         let mut all = PROBE.devices().map_err(|e| self.with_backend_name(e))?;
-        // The free memory in a stored probe is outdated, so it is queried again. For this, the library is
-        // loaded only if a device has AMD's extension, which reports the free memory.
+        // The free memory in a stored probe is outdated, so it is queried again. The library is loaded for
+        // this only if a device has its own memory and AMD's extension, which reports how much is free.
         let mut now = None;
         for d in &mut all {
             let amd = d.properties.get("extensions").is_some_and(|e| e.contains(sys::AMD_ATTRIBUTES));
@@ -93,8 +93,8 @@ impl Driver for OpenClDriver {
         PROBE.may_open(self.kind, index).map_err(|e| self.with_backend_name(e))?;
         let _driver = driver_output::capture(PROBE.backend.id());
         let all = sys::load().and_then(adapter::Adapter::all).map_err(|e| self.with_backend_name(e))?;
-        // Querying a device's info takes a dozen calls, so it is not queried for the backend that lists all
-        // devices.
+        // Querying a device's properties takes many calls. The backend that lists every device does not need
+        // the properties here, so it skips the query.
         let all_of_them = self.kind == BackendType::OpenCl;
         let own: Vec<adapter::Adapter> =
             all.into_iter().filter(|a| all_of_them || self.lists(&a.info())).collect();

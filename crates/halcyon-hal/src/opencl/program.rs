@@ -1,4 +1,4 @@
-//! Builds programs: renders kernels, then compiles them or loads them from the disk cache.
+//! Builds programs from source text or from the driver's binaries, and creates their kernels.
 
 use super::adapter::{self, Adapter};
 use super::sys::{self, Context, Handle, Kernel, Owned, Program as Object};

@@ -1,4 +1,4 @@
-//! The in-order queue of a device.
+//! The in-order queues of a device: its own queue and those of its streams.
 
 use super::adapter::Adapter;
 use super::memory::{ClBuffer, ClSource, Memory};
@@ -15,7 +15,8 @@ use std::ffi::c_void;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
-/// Once this many events are pending, their times are collected.
+/// Once this many events are pending, their times are collected. In the queue of a stream, all events but the
+/// first and the last are dropped instead.
 const MAX_PENDING_EVENTS: usize = 4096;
 
 #[derive(Debug, Default)]
@@ -38,8 +39,8 @@ pub(super) struct Queue {
     profile: bool,
     /// Whether the queue belongs to a stream. The commands of a stream are timed together.
     spans: bool,
-    /// Host copies lock this for reading, so that they may run concurrently, but no buffer is moved
-    /// meanwhile.
+    /// Copies between host and device lock this for reading, so that several may run concurrently. Moving
+    /// buffers locks it for writing, so that no buffer is moved during such a copy.
     moves: RwLock<()>,
     state: Mutex<State>,
 }
@@ -178,7 +179,7 @@ impl Queue {
         self.raw.clone()
     }
 
-    /// Waits, then moves the pool's buffers together.
+    /// Waits for the work of this queue, then moves the pool's buffers together.
     ///
     /// # Safety
     /// No other queue may have pending work that uses buffers of the pool, and none may enqueue any during
@@ -439,7 +440,7 @@ impl Queue {
         Ok(true)
     }
 
-    /// Enqueues clearing the fault word if a kernel may have set it.
+    /// If a kernel may have set the fault word, enqueues a write that clears it.
     pub(super) fn clear_fault(&self) -> Result<()> {
         static NONE: u32 = 0;
         if !std::mem::take(&mut self.lock().may_have_faulted) {
@@ -507,7 +508,7 @@ impl Actions<Shared> for Submission<'_> {
     ///
     /// # Safety
     /// The conditions of [`Actions::launch`] apply. No other thread may launch `p` during the call: while the
-    /// device has more than one queue, the lock of all of them must be held.
+    /// device has streams, the caller must hold the ledger's lock, which all queues share.
     unsafe fn launch(
         &mut self,
         p: &ClProgram,
@@ -522,8 +523,8 @@ impl Actions<Shared> for Submission<'_> {
         }
         let mut at = 0u32;
         let mut set = |bytes: usize, value: *const c_void| {
-            // SAFETY: the uses below pass a value of `bytes` bytes, which the library copies before it
-            // returns. No other thread sets arguments of this kernel meanwhile, which `launch` requires.
+            // SAFETY: every call of `set` below passes a pointer to `bytes` bytes, which the library copies
+            // before it returns. `launch` requires that no other thread sets arguments of this kernel now.
             let code = unsafe { (q.api.clSetKernelArg)(k, at, bytes, value) };
             if code != sys::SUCCESS {
                 q.check(&format!("clSetKernelArg({}, {at})", p.signature.name), code)?;

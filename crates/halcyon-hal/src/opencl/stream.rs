@@ -1,4 +1,4 @@
-//! Streams: further in-order queues of a device, ordered among each other by OpenCL's events.
+//! Streams: additional in-order queues of a device. OpenCL's events order the queues among each other.
 
 use super::memory::ClBuffer;
 use super::program::ClProgram;
@@ -140,12 +140,13 @@ impl Shared {
     /// Enqueues commands up to the first invalid one.
     ///
     /// # Safety
-    /// Must be called through [`Queues`], which holds the lock of all queues unless there is no stream.
+    /// Must be called through [`Queues`]. While there are streams, it holds the ledger's lock, which all
+    /// queues share.
     pub(super) unsafe fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin();
         // SAFETY: the driver contract requires that the submitted commands have buffers as large as the
-        // kernels need. Nothing else launches a program meanwhile: `Queues` locks all queues, or there is
-        // only this one, which `s` locks.
+        // kernels need. Nothing else launches a program meanwhile: either there are streams, and `Queues`
+        // holds the lock that all queues share, or this is the only queue, and `s` locks it.
         unsafe { commands::run(self, &mut s, &self.counts, commands)? };
         s.flush()
     }
@@ -238,8 +239,8 @@ pub(crate) struct ClStream {
 }
 
 impl ClStream {
-    /// Creates a stream with its own queue. Waits until the device's queue `own` has no pending work that the
-    /// ledger does not contain.
+    /// Creates a stream with its own queue. Waits for all work of the device's queue `own`, because the
+    /// ledger does not contain the work that was enqueued while there was no stream.
     pub(super) fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<ClStream> {
         let number = shared.queues.open(own)?;
         Ok(ClStream { shared: shared.clone(), queue, number, report: Mutex::default() })
@@ -265,7 +266,8 @@ impl ClStream {
         r
     }
 
-    /// Records an event that ends the current report. `keep` is memory that the device uses until then.
+    /// Records an event that ends the current report. `keep` is memory that the device uses until the event
+    /// is done.
     fn close(&self, report: &mut Arc<Report>, keep: Option<Arc<Mutex<Vec<u8>>>>) -> Result<Event> {
         let (point, stamps) = self.ordered(Access::default, || {
             self.queue.clear_fault()?;
@@ -399,7 +401,7 @@ impl Drop for ClStream {
         let shared = self.shared.clone();
         match self.ordered(Access::default, || Ok((None, ()))) {
             Ok((point, ())) => {
-                // On an error, `when_done` has already called the closure.
+                // The error can be ignored, because `when_done` has called the closure in that case too.
                 let _ = point.when_done(move |_| shared.queues.close());
             }
             Err(e) => {

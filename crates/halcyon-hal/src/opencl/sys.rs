@@ -1,7 +1,8 @@
 //! The OpenCL library, loaded at run time: its functions, constants and error names.
 //!
-//! Values are those of Khronos' `CL/cl.h`. No binding crate is used because the available ones fall back to
-//! the system's library if the named one does not load, and reduce the loader's message to a number.
+//! The values are those of Khronos' `CL/cl.h`. No binding crate is used: if the library that the user named
+//! does not load, the available crates fall back to the system's library, and they reduce the loader's
+//! message to a number.
 
 use crate::{Error, Result};
 use std::collections::BTreeMap;
@@ -103,8 +104,9 @@ pub(super) struct Owned<K> {
     kind: PhantomData<fn() -> K>,
 }
 
-// SAFETY: OpenCL objects may be used and released from any thread. The exception, setting a kernel's
-// arguments, happens only under the lock of the only queue, or of all queues (OpenCL 1.2, appendix A.2).
+// SAFETY: OpenCL objects may be used and released from any thread (OpenCL 1.2, appendix A.2). The exception
+// is `clSetKernelArg`, which is called only under a lock: that of the only queue, or the one that all queues
+// share.
 unsafe impl<K> Send for Owned<K> {}
 // SAFETY: OpenCL's functions are thread-safe except for `clSetKernelArg`, which is called under a lock
 // (OpenCL 1.2, appendix A.2).

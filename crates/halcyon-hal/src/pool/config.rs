@@ -9,7 +9,7 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AllocationStrategy {
-    /// Each buffer is an allocation of the driver; freed ones are kept and reused.
+    /// Each buffer is an allocation of the driver. Freed allocations are kept and reused.
     #[default]
     Exclusive,
     /// Ranges of large chunks: the smallest free range that fits.
@@ -46,13 +46,14 @@ impl FromStr for AllocationStrategy {
     }
 }
 
-/// Settings of a device's memory pool. Text forms: `best-fit`, `best-fit:512MiB` (maximum),
-/// `buddy:64MiB..2GiB` (initial and maximum), each optionally followed by `,defragment`.
+/// Settings of a device's memory pool. Text forms: `best-fit`, `best-fit:512MiB` (maximum size),
+/// `buddy:64MiB..2GiB` (initial and maximum size), `buddy:64MiB..` (initial size), each optionally followed
+/// by `,defragment`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 pub struct MemoryPoolConfig {
     /// Bytes obtained from the driver when the device is opened; must be 0 for `Exclusive`.
     pub initial_size: u64,
-    /// Maximum bytes obtained from the driver: live buffers, kept ones and unused parts of chunks. If
+    /// Maximum bytes obtained from the driver: live buffers, kept allocations and unused parts of chunks. If
     /// [`crate::Options::memory_limit`] is set too, the smaller value counts. If neither is set, the device's
     /// memory is the limit.
     pub max_size: Option<u64>,

@@ -1,4 +1,5 @@
-//! Chooses the range of a chunk that serves a request. This only computes offsets; it does not access memory.
+//! Chooses the range of a chunk that serves a request, and the moves that defragment chunks. This module only
+//! computes offsets; it does not access memory.
 
 use super::AllocationStrategy;
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +17,7 @@ pub(super) struct Ranges {
     sizes: BTreeSet<(usize, usize)>,
 }
 
-/// Bytes that a request occupies: a multiple of `unit`, or a power of two for buddies.
+/// Bytes that a request occupies: a multiple of `unit`, or a power of two in a buddy allocator.
 pub(super) fn rounded(strategy: AllocationStrategy, bytes: usize, unit: usize) -> usize {
     let b = bytes.max(unit);
     match strategy {
@@ -26,8 +27,8 @@ pub(super) fn rounded(strategy: AllocationStrategy, bytes: usize, unit: usize) -
 }
 
 impl Ranges {
-    /// A chunk of `bytes` bytes (a multiple of the unit), all of them free. Buddies start as the powers of
-    /// two whose sum is `bytes`, the largest first.
+    /// A chunk of `bytes` bytes (a multiple of the unit), all of them free. A buddy allocator starts with the
+    /// blocks whose sizes are the powers of two that add up to `bytes`, the largest first.
     pub(super) fn new(strategy: AllocationStrategy, bytes: usize) -> Ranges {
         let mut r = Ranges { strategy, bytes, free_bytes: 0, free: BTreeMap::new(), sizes: BTreeSet::new() };
         let mut at = 0;
@@ -242,8 +243,8 @@ impl Compaction<'_> {
         }
     }
 
-    /// Moves the ranges of the least filled chunk to fuller chunks, if all of them fit, then continues with
-    /// the next chunk.
+    /// Moves the ranges of the least filled chunk to fuller chunks, if all of them fit and none is pinned.
+    /// Then continues with the next chunk.
     fn evacuate(&mut self) {
         let load = |c: &Self, chunk: usize| c.inside(chunk).iter().map(|b| c.at[*b].bytes).sum::<usize>();
         let mut order: Vec<usize> = (0..self.chunks.len()).filter(|k| load(self, *k) > 0).collect();
@@ -268,8 +269,8 @@ impl Compaction<'_> {
 
     /// For two free ranges of the same size, moves the contents of the first range's buddy into the second
     /// range. Then the first range merges with its buddy. Proceeds from small to large sizes. If no range is
-    /// pinned, two free ranges then have the same size only if the buddies of both would lie outside their
-    /// chunks.
+    /// pinned, two free ranges have the same size afterwards only if the buddy of each would reach past the
+    /// end of its chunk.
     fn merge(&mut self) {
         let mut rooms: Vec<Ranges> = (0..self.chunks.len()).map(|k| self.ranges(k)).collect();
         let most = self.chunks.iter().max().map_or(0, |n| n.ilog2());
@@ -279,7 +280,8 @@ impl Compaction<'_> {
                 for (k, r) in rooms.iter().enumerate() {
                     free.extend(r.from(size).take_while(|(n, _)| *n == size).map(|(_, at)| (k, at)));
                 }
-                // Empties the buddy of the highest free range into the lowest free range.
+                // Empties the buddy of the highest free range whose buddy can be moved into the lowest other
+                // free range.
                 let pair = free.iter().rev().find_map(|&(k, at)| {
                     let buddy = at ^ size;
                     let inside =
@@ -336,7 +338,8 @@ mod tests {
         assert_eq!(r.is_free(), taken.is_empty());
     }
 
-    /// Requests (bytes) and frees (index of an allocated range).
+    /// Steps of a test: `(false, bytes)` requests a range, and `(true, n)` frees the range with index `n`,
+    /// modulo the number of allocated ranges.
     fn steps() -> impl Strategy<Value = Vec<(bool, usize)>> {
         proptest::collection::vec((any::<bool>(), 0usize..3000), 0..150)
     }

@@ -1,7 +1,8 @@
 use super::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A source whose memory is a number, with a maximum size per allocation.
+/// A source without memory: each allocation is only its size. The field is the largest size that it
+/// allocates.
 struct Fake(usize);
 impl Source for Fake {
     type Raw = usize;
@@ -140,7 +141,7 @@ fn chunks_are_taken_within_the_cap_and_given_back() {
         assert_eq!(p.trim(), 64 << 10);
         drop(a);
         assert_eq!(p.stats().largest_free, if strategy == "buddy" { 512 << 10 } else { 960 << 10 });
-        // A request that fits one chunk only after the empty chunk is released succeeds.
+        // A request for a larger chunk succeeds, because the pool first releases the empty chunk.
         assert!(strategy == "buddy" || p.get(1 << 20, Tag::Io).is_ok());
         assert!(strategy == "buddy" || p.stats().trims == 1);
         drop(p);
@@ -260,7 +261,8 @@ fn stress<S: Memory>(source: impl Fn() -> S, config: &str) {
                 };
                 let mut mine: Vec<(Block<Counted<S>>, u8)> = vec![];
                 for step in 0..if cfg!(miri) { 250 } else { 1500 } {
-                    // More than the limit allows, so that some requests fail.
+                    // Together, the blocks of the threads would need more than the limit, so some requests
+                    // fail.
                     if mine.len() < 24 && below(5) > 1 {
                         let most = 1 << (6 + below(14));
                         let n = 1 + below(most) as usize;

@@ -134,8 +134,8 @@ fn a_probe_is_remembered_and_only_software_devices_are_listed_from_the_record() 
         assert!(w.find(&w.saying(nothing(), loaded)).0.is_err());
         let (found, known) = w.find(&w.dies);
         assert!(found.unwrap_err().to_string().contains("none") && matches!(known, CachedProbe::Nothing));
-        // On a machine with a device node, a driver that was loaded may find a device later. So the record is
-        // not used, and another child is started.
+        // On a machine with a device node, a driver that was loaded may find a device later. So if a driver
+        // was loaded, the record is not used, and another child is started.
         make(&w.root(), "dev/nvidia0", "");
         assert!(w.find(&w.saying(nothing(), loaded)).0.is_err());
         let (found, _) = w.find(&w.dies);

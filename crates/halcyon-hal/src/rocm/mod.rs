@@ -159,9 +159,9 @@ fn three(text: &str) -> Option<[u32; 3]> {
     all?.try_into().ok()
 }
 
-/// The compiler's flags. No flag relaxes arithmetic, and contraction is off, because kernels mark each
-/// multiply-add that is rounded once. Without an architecture hipRTC compiles for the thread's current
-/// device.
+/// The compiler's flags. No flag relaxes the arithmetic. Contraction is off, so only a multiply-add that the
+/// kernel itself spells as one is rounded once. Without an architecture, hipRTC compiles for the thread's
+/// current device.
 fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     let architecture = architecture.map(|a| format!("--offload-arch={a}"));
     Some(architecture.into_iter().chain(["-std=c++17", "-ffp-contract=off"].map(String::from)).collect())

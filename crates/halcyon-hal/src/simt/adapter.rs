@@ -120,8 +120,9 @@ impl Adapter {
         })
     }
 
-    /// Free memory of a device that is not open, as from `Context::free_memory`. The context is created on a
-    /// separate thread, so that the current device of the calling thread does not change.
+    /// Free memory of a device that is not open: the result of `Context::free_memory` in a new context. The
+    /// context is created on a separate thread, so that the current device of the calling thread does not
+    /// change.
     pub fn free_memory(&self) -> Option<u64> {
         let unified = self.positive(self.api.family.attributes.integrated).is_some();
         let ask = || Context::new(self.api, self.device, self.id()).ok()?.free_memory(unified);

@@ -7,8 +7,9 @@
 //! The values that change between launches are in one buffer of 64-bit words: the values of variables, and
 //! the address of the queue's fault word for each kernel that can fault. Kernels that use any of these have a
 //! second entry point ([`render::render_indirect`]) that reads them from the buffer. If the words differ from
-//! the buffer's content, a launch copies them from page-locked memory in queue order. That memory is a ring
-//! of entries, so that several launches can be pending.
+//! the buffer's content, or if another queue copied the content there, a launch copies the words from
+//! page-locked memory in queue order. That memory is a ring of entries, so that several launches can be
+//! pending.
 
 use super::device::{Shared, SimtDevice};
 use super::memory::{Memory, SimtBuffer, SimtPages};
@@ -29,7 +30,7 @@ use smallvec::SmallVec;
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Number of entries of the ring. So many launches with different words can be pending.
+/// Number of entries of the ring: how many launches that copy words can be pending.
 const RING_ENTRIES: usize = 16;
 
 /// A CUDA or HIP graph that is not instantiated.

@@ -256,8 +256,8 @@ impl Device for SimtDevice {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
-        // SAFETY: `while_idle` waits for the work of all queues, and lets none enqueue work during the call,
-        // because all of them use `Queues`.
+        // SAFETY: `while_idle` waits for the work of all streams, and lets none of them enqueue work during
+        // the call, because streams enqueue only under the lock that it holds.
         self.shared.queues.while_idle(|| unsafe { self.queue.defragment() })
     }
 

@@ -1,10 +1,10 @@
 //! Attention by cuDNN's fused kernels, which cuDNN selects for one graph of operations (`cudnn_graph.rs`).
 //!
-//! The graph is the one that NVIDIA's cudnn-frontend builds for libraries before 9.21, which newer libraries
-//! support too: the product with the keys; the scale; for causal attention, a comparison of indices that
-//! selects -inf; the softmax in parts (maximum, difference, exponential, sum, quotient); and the product with
-//! the values. The graph includes a logarithm of the sums, which nothing uses, because without it the library
-//! has no engine (observed with 9.10.2 and 9.28).
+//! NVIDIA's cudnn-frontend builds the same graph for libraries before 9.21; newer libraries support the graph
+//! too. It consists of the product with the keys; the scale; for causal attention, a comparison of indices
+//! that selects -inf; the softmax in parts (maximum, difference, exponential, sum, quotient); and the product
+//! with the values. It also includes the logarithm of the sums. Nothing uses the logarithm, but without it
+//! the library has no engine (observed with 9.10.2 and 9.28).
 
 use super::cudnn::{Dnn, TITLE, type_number};
 use super::cudnn_graph::{
@@ -22,8 +22,8 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-/// Minimum version. NVIDIA lists 9.10.0 and 9.10.1 as wrong, and earlier versions need a large negative
-/// number instead of -inf.
+/// Minimum version. According to NVIDIA, 9.10.0 and 9.10.1 give wrong results, and earlier versions need a
+/// large negative number instead of -inf.
 pub(super) const SINCE: [i32; 3] = [9, 10, 2];
 /// Minimum compute capability (major).
 pub(super) const GENERATION: i32 = 8;
@@ -32,7 +32,7 @@ const FEW_QUERIES: usize = 16;
 /// Calls with fewer multiply-adds use a generated kernel, because the library takes half a second or more to
 /// compile for new sizes.
 const SMALL: usize = 1 << 26;
-/// Maximum row width.
+/// Maximum width of a row, in elements.
 const WIDEST: usize = 256;
 /// Alignment of rows in two-byte elements.
 const STEP: isize = ALIGNMENT as isize / 2;
@@ -64,7 +64,8 @@ pub(super) struct Attention {
     offsets: [isize; 3],
 }
 
-/// Strides of an operand. Axes of size 1 get the strides of a dense tensor, which are never used.
+/// Strides of an operand. Axes of size 1 get the strides of a dense tensor, which are never used. `None` if a
+/// stride of the first three axes is not a positive multiple of [`STEP`].
 fn strides(o: &Operand) -> Option<[i64; 4]> {
     let v = &o.view;
     let dense = dense_strides(&v.shape);

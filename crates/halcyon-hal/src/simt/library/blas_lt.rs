@@ -130,7 +130,7 @@ const DEFAULT: u32 = 1;
 const RELU: u32 = 2;
 const BIAS: u32 = 4;
 const GELU: u32 = 32;
-/// Minimum version of hipBLASLt; older ones use other numbers for types (`hipblasDatatype_t`).
+/// Minimum version of hipBLASLt (0.6.0). Older versions use other numbers for types (`hipblasDatatype_t`).
 const OLDEST_HIP: i32 = 600;
 
 /// `cudaDataType` and `hipDataType`; the last two exist only in HIP.
@@ -334,7 +334,8 @@ impl Lt {
                 ));
             }
         }
-        // hipBLASLt neither reports what its algorithms require nor accepts alignments as preferences.
+        // hipBLASLt neither reports what alignment its algorithms require nor accepts alignments as
+        // preferences, so every operand must permit the widest load.
         let bias =
             epilogue.bias.map_or(WORKSPACE_ALIGNMENT as u32, |b| alignment(b.offset, WORKSPACE_ALIGNMENT));
         if hip && p.alignment(WORKSPACE_ALIGNMENT).into_iter().chain([bias]).any(|a| a < WIDEST_LOAD) {
@@ -342,7 +343,7 @@ impl Lt {
                 "operands that begin at multiples of {WIDEST_LOAD} bytes are needed"
             )));
         }
-        // AMD's devices multiply f32 exactly; few have a faster mode.
+        // AMD's devices multiply f32 in full precision. Few have a faster mode, so it is not requested.
         let factors = p.factors[0];
         let loose = !hip && factors == DType::F32 && call.precision > MatmulPrecision::Highest;
         // On devices without TF32 the next compute type is used.
@@ -500,11 +501,12 @@ impl Plan {
         }
         if let Some(b) = bias {
             // The algorithm depends on the alignment of the bias pointer. The pointer is not dereferenced
-            // here.
+            // here, so any address of the right alignment will do.
             desc.set(n.bias, u64::from(alignment(b.offset, WORKSPACE_ALIGNMENT)))?;
         }
         if p.scale.is_some() {
-            // Only the presence of a scale matters; the pointer is not dereferenced here.
+            // For the choice of the algorithm, only the presence of a scale matters. The pointer is not
+            // dereferenced here.
             desc.set(n.scale, WORKSPACE_ALIGNMENT as u64)?;
         }
         let layout =
@@ -545,7 +547,8 @@ impl Plan {
         if let Some(attribute) = n.reductions {
             preference.set(attribute, IN_COMPUTE_TYPE)?;
         }
-        // The result holds the algorithm, workspace, status, share of the device, and four unused words.
+        // The result holds the algorithm, the size of the workspace (64 bits), the status and the share of
+        // the device (32 bits each), and four unused 32-bit numbers.
         let (mut answer, mut found) = ([0u64; 16], 0);
         // SAFETY: the library writes one result of at most twelve words to `answer`, which has 16, and one
         // number to `found`. All descriptors are live.

@@ -78,8 +78,8 @@ const FMA_MATH: c_int = 3;
 const RELU: c_int = 1;
 const IDENTITY: c_int = 5;
 const PROPAGATE_NAN: c_int = 1;
-/// Algorithms: implicit products (0, 1) and an explicit one. The others transform the image, which loses
-/// precision.
+/// Algorithms that compute a convolution as a matrix product: implicitly (0, 1) and explicitly (2). The
+/// others transform the image, which loses precision.
 const PRODUCTS: [c_int; 3] = [0, 1, 2];
 /// The only algorithm that supports a bias without an activation.
 const PRECOMPUTED: c_int = 1;
@@ -97,7 +97,7 @@ pub(super) fn type_number(d: DType) -> Option<c_int> {
     })
 }
 
-/// Status codes of version 9 (thousands are the category) and of version 8.
+/// Status codes of version 9 (the thousands give the category) and of version 8 (below 1000).
 pub(super) fn status(code: Code) -> &'static str {
     match code {
         1 | 1001 => "not initialised",
@@ -201,7 +201,8 @@ impl Conv {
                 "a call of fewer than {MIN_MULTIPLY_ADDS} multiply-adds uses a generated kernel"
             )));
         }
-        // The library requires two spatial axes, so one of size 1 is prepended.
+        // The library requires at least two spatial axes. If there is one, another of size 1 is put before
+        // it.
         let wide = |head: &[usize], rest: &[usize], fill: usize| -> Option<Dims> {
             let fill = [fill].into_iter().filter(|_| spatial == 1);
             let all = head.iter().copied().chain(fill).chain(rest.iter().copied());

@@ -30,7 +30,7 @@ impl VendorEpilogue {
             Ok(a) => a,
             Err(why) => return no(why),
         };
-        // The library rounds the result once, after the epilogue.
+        // The library rounds once, after the epilogue. If the chain has several types, it rounds in between.
         if [a.product, a.compute] != [a.out; 2] {
             return no("computes in several types");
         }

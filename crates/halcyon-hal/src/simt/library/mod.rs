@@ -3,7 +3,7 @@
 //!
 //! The libraries are optional and loaded by the first call that needs one. A call that they do not support,
 //! or that a generated kernel does better, is declined with the reason. All resources of a run are determined
-//! when the kernel is created: a run neither allocates nor waits.
+//! when the kernel is created: a run neither allocates device memory nor waits for the device.
 
 mod attention;
 mod blas_lt;
@@ -182,7 +182,7 @@ impl Libraries {
         })
     }
 
-    /// cuDNN's version. Loads the library.
+    /// The name and the version of cuDNN's library, and whether it has attention. Loads the library.
     pub(super) fn dnn(&self) -> Result<String, Absent> {
         self.convolutions().map(|d| d.describe())
     }
@@ -202,7 +202,7 @@ impl Libraries {
         })
     }
 
-    /// Whether kernels apply epilogues. Loads the library of products.
+    /// Whether the library of products is found, whose kernels apply epilogues. Loads the library.
     pub(super) fn has_epilogues(&self) -> bool {
         self.products().is_ok()
     }
@@ -273,9 +273,9 @@ impl Libraries {
                 dnn.kernel(self.owner, call, conv)
             }
             _ => {
-                // The target has reported to the passes that it multiplies 8-bit factors that are dense. If
-                // such a product is declined, `dense` therefore lists the operands that are not dense; the
-                // passes copy these and query again. If all operands are dense and the call is still
+                // The target has reported to the passes that it multiplies 8-bit floats if both factors are
+                // dense. So if such a product is declined, `dense` lists the factors that are not dense; the
+                // passes copy these and query again. If both factors are dense and the call is still
                 // declined, no other kernel computes the product.
                 let spread = |d: Declined| match bytes && d.dense.is_empty() {
                     true => {

@@ -156,8 +156,8 @@ impl Product {
         let (mut batch, [sa, sb, sc]) = axes.pop().unwrap_or((1, [0; 3]));
         let (ra, ca) = strides(&a.view);
         let (rb, cb) = strides(&b_view);
-        // If all products of the batch share one right factor and their rows are contiguous, the batch is a
-        // single product with more rows.
+        // If all products of the batch share one right factor, and the rows of the left factors and of the
+        // results lie at constant distances over the whole batch, the batch is one product with more rows.
         if batch > 1 && sb == 0 && sc == (m * n) as isize && sa == m as isize * ra && (ca == 1 || k == 1) {
             m *= batch;
             batch = 1;
@@ -255,7 +255,8 @@ mod tests {
         assert_eq!((p.m, p.batch), (128, 1));
         let p = of(View::dense(&[32, 48]).expand(&[4, 32, 48]), View::dense(&[4, 48, 80]), F32).unwrap();
         assert_eq!((p.m, p.batch, p.a.step, p.b.step, p.step), (32, 4, 0, 3840, 2560));
-        // The axis of the heads lies between the rows in memory, so each batch item needs its own call.
+        // In memory, the axis of the heads lies inside the rows, so the two batch axes have no common stride.
+        // The heads become the library's batch, and each item of the outer batch axis is a call.
         let heads = View::dense(&[2, 32, 8, 16]).permute(&[0, 2, 1, 3]);
         let p = of(heads.clone(), heads.permute(&[0, 1, 3, 2]), F32).unwrap();
         assert_eq!((p.batch, p.a.step, p.a.ld, p.calls.len()), (8, 16, 128, 2));
