@@ -116,7 +116,8 @@ mod out {
     const SEGMENT: c_int = 11;
     const BUS: c_int = if cfg!(target_os = "linux") { 7 } else { 10 };
     const DEFAULT: usize = 0;
-    const PAGE: u64 = 4096;
+    /// Bytes of a page of memory.
+    static PAGE: AtomicU64 = AtomicU64::new(4096);
 
     static JSON: AtomicBool = AtomicBool::new(false);
     /// The limit of the process's address space in bytes; 0: none.
@@ -124,6 +125,10 @@ mod out {
 
     pub(super) fn install(json: bool) {
         JSON.store(json, Ordering::Relaxed);
+        // SAFETY: `sysconf` takes a number and has no other condition.
+        if let Ok(n @ 1..) = u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }) {
+            PAGE.store(n, Ordering::Relaxed);
+        }
         let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
         let line = limits.lines().find_map(|l| l.strip_prefix("Max address space"));
         let limit: u64 = line.and_then(|l| l.split_whitespace().next()?.parse().ok()).unwrap_or(0);
@@ -148,7 +153,9 @@ mod out {
             read(fd, text.as_mut_ptr().cast(), text.len())
         };
         let digits = text.iter().take(usize::try_from(n).unwrap_or(0)).take_while(|b| b.is_ascii_digit());
-        digits.fold(0u64, |n, b| n.wrapping_mul(10).wrapping_add(u64::from(b - b'0'))).saturating_mul(PAGE)
+        digits
+            .fold(0u64, |n, b| n.wrapping_mul(10).wrapping_add(u64::from(b - b'0')))
+            .saturating_mul(PAGE.load(Ordering::Relaxed))
     }
 
     fn say(fd: c_int, text: &[u8]) {

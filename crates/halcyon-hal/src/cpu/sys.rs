@@ -83,10 +83,10 @@ impl Isa {
     }
 
     /// Whether kernels of this set may use products of 8-bit integers on tile registers (AMX-INT8, together
-    /// with AVX512_VNNI).
+    /// with AVX512_VNNI, and AVX512_BF16, which the functions that pack the operands are compiled for).
     #[inline]
     pub fn has_int8_tiles(self) -> bool {
-        self.has_vnni() && super::amx::available().int8
+        self.has_vnni() && self.has_bf16() && super::amx::available().int8
     }
 
     /// Whether bf16 products are faster than f32 multiply-adds. On tile registers they are faster: 15 times

@@ -208,9 +208,16 @@ impl Device for OpenClDevice {
             Some(r) => r?,
             None if src.is_empty() => {}
             None => {
-                // SAFETY: the range was validated, and `src` outlives the wait.
+                // SAFETY: the range was validated, and `src` outlives the wait, which also happens after an
+                // error.
                 let write = || unsafe { self.queue.write_later(b, offset, src) };
-                self.ordered_own(|| b.writing(), write)?.wait()?;
+                match self.ordered_own(|| b.writing(), write) {
+                    Ok(point) => point.wait()?,
+                    Err(e) => {
+                        self.queue.finish()?;
+                        return Err(e);
+                    }
+                }
             }
         }
         Counts::add(&self.counts.uploads, 1);

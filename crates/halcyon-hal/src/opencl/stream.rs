@@ -66,8 +66,7 @@ impl Point {
             let f = unsafe { Box::from_raw(data) };
             // The device may use the objects that `f` keeps alive, so they may be released only after the
             // event.
-            let _ = self.wait();
-            f(code.min(0));
+            f(if self.wait().is_ok() { sys::COMPLETE } else { code.min(-1) });
             return sys::check(&self.id, "clSetEventCallback", code);
         }
         Ok(())

@@ -189,7 +189,7 @@ fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(i
 /// the packed one, is the right operand.
 fn one_product(p: &Product, which: usize) -> Result<[(isize, isize); 2], Declined> {
     if which != 1 || p.k == 0 || p.batch != 1 || !p.outer.is_empty() {
-        return Err(Declined::because("only the right operand of a single product can be packed"));
+        return Err(Declined::because("only the right operand of a single product with K > 0 can be packed"));
     }
     let rank = p.a.rank();
     let strides = |v: &View| (v.strides[rank - 2], v.strides[rank - 1]);
