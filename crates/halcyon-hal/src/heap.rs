@@ -1,4 +1,4 @@
-//! Global allocators of a process.
+//! Global allocators of a process, its exit when it runs out of memory, and the release of freed memory.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -201,8 +201,8 @@ mod out {
     }
 }
 
-/// Returns freed memory that the allocator keeps to the system, if the C library supports it (glibc), so that
-/// memory freed by planning is available to the plan. Returns whether memory was released.
+/// Makes the allocator return the freed memory that it keeps to the system, so that memory freed by planning
+/// is available to the plan. Needs glibc; does nothing elsewhere. Returns whether memory was released.
 pub fn trim() -> bool {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {

@@ -18,8 +18,8 @@
 //!   skipped. On `cuda`, `rocm` and `opencl` nothing checks accesses. For these three, the interpreter tests
 //!   the kernels of [`halcyon_ir::kernel::templates`]; the author of any other kernel is responsible for its
 //!   accesses.
-//! - A kernel that meets an index out of range clamps it and sets the device's fault word, see
-//!   [`Device::take_fault`].
+//! - A kernel that meets an index out of range clamps it and sets the fault word of its queue, see
+//!   [`Device::take_fault`] and [`Event::wait`].
 
 // rustfmt finds the modules inside a macro only if the macro has this name.
 macro_rules! cfg_if {

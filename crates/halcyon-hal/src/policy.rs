@@ -38,7 +38,7 @@ pub const POLICIES: &[NamedPolicy] = {
         NamedPolicy {
             name: "torch",
             backends: &[Cuda, Rocm, Metal, Cpu],
-            about: "the backends that PyTorch has devices for",
+            about: "the GPUs that PyTorch calls cuda and mps, then the CPU",
         },
         NamedPolicy {
             name: "inference",
@@ -96,7 +96,8 @@ impl Policy {
         self.name != BY_PRIORITY && POLICIES.iter().all(|p| p.name != self.name)
     }
 
-    /// The backends in the order in which they are tried. Other backends are never chosen.
+    /// The backends in the order in which they are tried. Of the other backends, only the CPU can be chosen
+    /// ([`Fallback::Cpu`]).
     pub fn backends(&self) -> &[BackendType] {
         &self.backends
     }

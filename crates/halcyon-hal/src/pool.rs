@@ -29,8 +29,8 @@ pub trait Source: Send + Sync + 'static {
     /// Allocates exactly `bytes` bytes (never 0); the error is the driver's reason.
     fn allocate(&self, bytes: usize) -> std::result::Result<Self::Raw, String>;
 
-    /// The handle that commands use for an allocation or for a range (offset, bytes) of it. The handle keeps
-    /// everything that it uses alive.
+    /// The handle that commands use for an allocation or for a range (offset, bytes) of it. A handle to an
+    /// object of the driver keeps the object alive; an address does not keep the memory alive.
     fn place(
         &self,
         raw: &Self::Raw,
@@ -90,7 +90,7 @@ pub struct Defragmented {
 }
 
 /// Runs [`Pool::defragment`] with the driver's copies. If the settings enable defragmentation, the pool calls
-/// it when no free range fits a request.
+/// this function when no free range fits a request, but the free memory would suffice in total.
 pub type Defragment<'a> = &'a dyn Fn() -> Result<Defragmented>;
 
 struct State<S: Source> {
@@ -170,7 +170,7 @@ impl<S: Source> Clone for WeakBlock<S> {
 const PAGE: usize = 4096;
 /// Sizes of ranges are multiples of this or of the source's alignment, whichever is larger.
 const UNIT: usize = 256;
-/// Size in bytes of a new chunk, unless the request is larger or the limit leaves less.
+/// Size in bytes of a new chunk, unless the request is larger, or the limit or the device permits less.
 const GROWTH: usize = 32 << 20;
 /// Number of sizes in `kept` above which sizes without allocations are removed.
 const SIZES: usize = 256;
@@ -343,8 +343,8 @@ impl<S: Source> Pool<S> {
     }
 
     /// A block of at least `bytes` bytes. If there is no memory for it, the pool releases its kept memory and
-    /// retries. If defragmentation is enabled, it then calls `defragment` (without the pool's lock) and
-    /// retries once more.
+    /// retries. If defragmentation is enabled and the free memory would suffice in total, it then calls
+    /// `defragment` (without the pool's lock) and retries once more.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with the size that would fit, if that is known; errors of `defragment`.
@@ -473,7 +473,7 @@ impl<S: Source> Pool<S> {
     }
 
     /// Adds a chunk that holds `class` bytes. Tries the usual size, then the smallest possible size. If both
-    /// fail, releases the empty chunks and tries both again.
+    /// fail and the empty chunks would make enough room, releases these chunks and tries both again.
     fn grow(&self, s: &mut State<S>, class: usize) -> std::result::Result<u64, PoolError> {
         if class as u64 > self.source.most() {
             let why = format!("the device allows {} bytes in one buffer", self.source.most());

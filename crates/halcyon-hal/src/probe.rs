@@ -100,7 +100,7 @@ enum CachedProbe {
 /// The things that a list of devices depends on, besides the machine's boot, device nodes and kernel modules.
 #[derive(Debug, Default)]
 pub struct ProbeDependencies {
-    /// Libraries: their names, and the state of the files that the loader may find for them.
+    /// Names of libraries. The devices also depend on the files that the loader may find for these names.
     pub libraries: Vec<String>,
     /// Libraries that are loaded only when a device is opened.
     pub later: Vec<String>,
@@ -169,7 +169,8 @@ fn memory() -> Option<DiskCache> {
     cache::user_dir().map(|d| DiskCache::new(d.join("probe"), 1 << 20))
 }
 
-/// Deletes the results of earlier probes, on disk and in this process. The next probes run in children.
+/// Deletes the results of earlier probes, on disk and in this process. The next probes run in children if an
+/// executable was set.
 pub fn forget() {
     if let Some(dir) = cache::user_dir() {
         for file in

@@ -5,8 +5,8 @@ use crate::{Declined, Operand};
 use halcyon_ir::fused::{Fused, Load};
 use halcyon_ir::layout::View;
 
-/// An operand must have fewer elements than this, counting repetitions by strides of 0, so that a product of
-/// two sizes, and a size in bytes, fits a `usize`.
+/// An operand must have fewer elements than this, counting repetitions by strides of 0, so that products of
+/// its sizes, and its size in bytes, fit a `usize`.
 const MAX_ELEMENTS: u128 = if usize::BITS >= 64 { 1 << 47 } else { 1 << 28 };
 
 /// Whether a space of these sizes has fewer than `MAX_ELEMENTS` points. Sizes of 0 count as 1, so that the

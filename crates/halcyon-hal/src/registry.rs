@@ -16,7 +16,8 @@ pub fn drivers() -> Vec<Arc<dyn Driver>> {
     DRIVERS.read().unwrap_or_else(|e| e.into_inner()).clone()
 }
 
-/// Adds a driver, or replaces the one of the same backend. Its names can be parsed and selected from then on.
+/// Adds a driver, or replaces the one of the same backend. From then on, the names of its backend can be
+/// parsed and selected.
 ///
 /// # Errors
 /// [`Error::Argument`] if the names of a backend that is not built in are malformed or belong to another

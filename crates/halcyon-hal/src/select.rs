@@ -3,10 +3,10 @@
 //! If the request names a backend, only that backend is tried. If its device is missing, does not open, has
 //! too little memory or does not accept the work, that is an error, unless a [`Fallback`] is requested.
 //! `Auto` goes through an order of backends ([`Policy`]): the caller's, else the environment's
-//! (`HALCYON_BACKENDS`), else the configuration file's ([`crate::config`]), else by priority. It takes the
-//! first device that exists, opens, has the required memory and accepts the work. Software devices (a
-//! graphics driver that runs on the CPU) come after all others, including the CPU backend. If an order lists
-//! backends one by one, software devices stay at the place of their backend.
+//! (`HALCYON_BACKENDS`), else the configuration file's ([`crate::config`]), else by priority. With the
+//! default fallback, it takes the first device that exists, opens, has the required memory and accepts the
+//! work. Software devices (a graphics driver that runs on the CPU) come after all others, including the CPU
+//! backend. If an order lists backends one by one, software devices stay at the place of their backend.
 
 use crate::config;
 use crate::policy::{Fallback, Policy, SetBy};

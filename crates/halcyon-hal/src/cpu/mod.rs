@@ -30,9 +30,9 @@ pub use device::CpuDevice;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;
 
-/// Whether the CPU device multiplies bytes with an instruction that adds two products in 16 bits and
-/// saturates: AVX2 or AVX-512 without AVX512_VNNI. Weights of 7 bits cannot saturate it. Kernels widen other
-/// weights, which is exact but slower.
+/// Whether convolutions of bytes on the CPU device use an instruction that adds two products in 16 bits and
+/// saturates: AVX2 or AVX-512 without AVX512_VNNI. With weights of 7 bits, the sums cannot saturate. If other
+/// weights could saturate them, the kernels widen the bytes, which is exact but slower.
 pub fn saturates_bytes() -> bool {
     let best = sys::Isa::best();
     best != sys::Isa::Portable && !best.has_vnni()

@@ -318,7 +318,7 @@ fn seconds(f: impl FnOnce()) -> f64 {
     t.elapsed().as_secs_f64().max(1e-9)
 }
 
-/// Runs bursts for at least `TIME` and returns the result of each.
+/// Runs at least `BURSTS` bursts, for at least `TIME`, and returns the result of each.
 fn bursts(mut burst: impl FnMut() -> f64) -> Vec<f64> {
     let (start, mut all) = (Instant::now(), Vec::new());
     while all.len() < BURSTS || start.elapsed() < TIME {
@@ -422,7 +422,7 @@ impl Stream {
 }
 
 /// Bandwidth of all threads of the team in bytes per second, one figure per burst. `bytes` is the working set
-/// of all arrays together (raised to at least 4 KiB per thread and array).
+/// of all arrays together (raised to a multiple of 4 KiB per thread and array).
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if the arrays cannot be allocated.

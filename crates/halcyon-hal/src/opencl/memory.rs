@@ -88,7 +88,8 @@ impl Source for ClSource {
     }
 }
 
-/// Creates a buffer that the device can read and write. The pool does not count it.
+/// Creates a buffer that the device can read and write. It does not appear in the pool's statistics, unless
+/// the pool itself requested it.
 pub(super) fn buffer(
     api: &'static Api,
     context: &Owned<Context>,

@@ -1,4 +1,4 @@
-//! Builds programs: renders kernels, then compiles them or loads them from the disk cache.
+//! Builds programs from source text or from the driver's binaries.
 
 use super::adapter::{self, Adapter};
 use super::sys::{self, Context, Handle, Kernel, Owned, Program as Object};
@@ -15,7 +15,8 @@ use std::ffi::{CString, c_char, c_void};
 pub struct ClProgram {
     pub signature: Signature,
     pub workgroup: [u32; 3],
-    /// The kernel object. Its arguments are set under the queue's lock.
+    /// The kernel object. Its arguments are set under the lock of the only queue or, with streams, of all
+    /// queues.
     pub kernel: Owned<Kernel>,
     pub source: String,
     /// Id of the device that it belongs to.

@@ -140,7 +140,7 @@ impl Shared {
     /// Enqueues commands up to the first invalid one.
     ///
     /// # Safety
-    /// Must be called through [`Queues`], which holds the lock of all queues unless there is no stream.
+    /// Must be called through [`Queues`], which holds the lock of all queues if there are streams.
     pub(super) unsafe fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin();
         // SAFETY: the driver contract requires that the submitted commands have buffers as large as the

@@ -1,4 +1,5 @@
-//! Chooses the range of a chunk that serves a request. This only computes offsets; it does not access memory.
+//! Chooses the range of a chunk that serves a request, and plans moves of ranges. This module only computes
+//! offsets; it does not access memory.
 
 use super::AllocationStrategy;
 use std::collections::{BTreeMap, BTreeSet};
@@ -228,7 +229,7 @@ impl Compaction<'_> {
         Ranges::with(self.strategy, self.chunks[chunk], &taken)
     }
 
-    /// Moves every range towards the start of its chunk.
+    /// Moves every range that is not pinned towards the start of its chunk.
     fn slide(&mut self) {
         for chunk in 0..self.chunks.len() {
             let mut end = 0;
@@ -242,8 +243,8 @@ impl Compaction<'_> {
         }
     }
 
-    /// Moves the ranges of the least filled chunk to fuller chunks, if all of them fit, then continues with
-    /// the next chunk.
+    /// Moves the ranges of the least filled chunk to fuller chunks, if all of them fit and none is pinned,
+    /// then continues with the next chunk.
     fn evacuate(&mut self) {
         let load = |c: &Self, chunk: usize| c.inside(chunk).iter().map(|b| c.at[*b].bytes).sum::<usize>();
         let mut order: Vec<usize> = (0..self.chunks.len()).filter(|k| load(self, *k) > 0).collect();

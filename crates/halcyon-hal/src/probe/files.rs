@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Maximum number of files examined in the loader's directories. If there are more, nothing is stored.
+/// Maximum number of files examined in the loader's directories. If there are more, successful probes are not
+/// stored.
 const MAX_FILES: usize = 20_000;
 
 /// Subdirectories of library directories in which glibc searches for processor-specific libraries.

@@ -45,9 +45,9 @@ pub(crate) fn bearable(m: usize, n: usize, k: usize) -> bool {
 }
 
 /// The error of a sum of `k` products in f32, relative to the sum of their magnitudes. The rounding errors of
-/// the terms are independent, so the error grows as the square root of `k` (Higham and Mary, "A new approach
-/// to probabilistic rounding error analysis", 2019). The 3 is about eight standard deviations. The 4 allows
-/// for the rounding by the factor, the old value and the biases.
+/// the terms are taken to be independent, so the error grows as the square root of `k` (Higham and Mary, "A
+/// new approach to probabilistic rounding error analysis", 2019). The 3 is about eight standard deviations.
+/// The 4 allows for the rounding by the factor, the old value and the biases.
 pub(crate) fn sum_tolerance(k: usize) -> f64 {
     f64::from(f32::EPSILON) / 2.0 * (4.0 + 3.0 * (k as f64).sqrt())
 }

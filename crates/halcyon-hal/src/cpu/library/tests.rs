@@ -1,5 +1,5 @@
-//! Runs every structured op with every element type on the CPU device and compares the results with the
-//! reference.
+//! Runs structured ops and composites on the CPU device, with the element types that their kernels support,
+//! and compares the results with the reference.
 
 use super::gemm::product_bf16::Bf16Code;
 use super::testing::Rng;
@@ -179,8 +179,8 @@ fn matmul_of_every_number_type() {
     }
 }
 
-/// If the right operand is broadcast over the batch, the whole batch is one product. If the left operand is
-/// broadcast, there is one product for each matrix of the batch.
+/// If only the right operand is broadcast over the batch, the whole batch is one product. If the left operand
+/// is broadcast, there is one product for each matrix of the batch.
 #[test]
 fn matmul_of_repeated_operands() {
     let dev = device();
@@ -220,7 +220,7 @@ fn matmul_of_repeated_operands() {
     }
 }
 
-/// Runs a product at the given precision. Returns the kernel's name and the result's bytes.
+/// Runs a product at the given precision. Returns the kernel's name and the result.
 fn product(
     dev: &CpuDevice,
     x: &ConstData,
@@ -455,7 +455,7 @@ fn slices_are_updated() {
     }
 }
 
-/// In place, only the slice is written. A position past the end is clamped and reported as a fault.
+/// In place, only the slice is written. A position out of range is clamped and reported as a fault.
 #[test]
 fn slices_are_updated_in_place() {
     let dev = device();

@@ -64,7 +64,8 @@ pub(super) struct Attention {
     offsets: [isize; 3],
 }
 
-/// Strides of an operand. Axes of size 1 get the strides of a dense tensor, which are never used.
+/// Strides of an operand; `None` if the library does not support one of them. Axes of size 1 get the strides
+/// of a dense tensor, which are never used.
 fn strides(o: &Operand) -> Option<[i64; 4]> {
     let v = &o.view;
     let dense = dense_strides(&v.shape);

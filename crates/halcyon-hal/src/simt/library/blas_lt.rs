@@ -545,7 +545,8 @@ impl Plan {
         if let Some(attribute) = n.reductions {
             preference.set(attribute, IN_COMPUTE_TYPE)?;
         }
-        // The result holds the algorithm, workspace, status, share of the device, and four unused words.
+        // The result holds the algorithm, the workspace, and numbers of 32 bits: the status, the share of the
+        // device, and four that are unused.
         let (mut answer, mut found) = ([0u64; 16], 0);
         // SAFETY: the library writes one result of at most twelve words to `answer`, which has 16, and one
         // number to `found`. All descriptors are live.

@@ -156,8 +156,8 @@ impl Product {
         let (mut batch, [sa, sb, sc]) = axes.pop().unwrap_or((1, [0; 3]));
         let (ra, ca) = strides(&a.view);
         let (rb, cb) = strides(&b_view);
-        // If all products of the batch share one right factor and their rows are contiguous, the batch is a
-        // single product with more rows.
+        // If all products of the batch share one right factor, and their left factors lie one below the other
+        // in memory, the batch is a single product with more rows.
         if batch > 1 && sb == 0 && sc == (m * n) as isize && sa == m as isize * ra && (ca == 1 || k == 1) {
             m *= batch;
             batch = 1;

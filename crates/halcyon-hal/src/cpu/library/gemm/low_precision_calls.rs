@@ -1,4 +1,5 @@
-//! Library calls for low-precision products: bf16 factors with f32 sums, and 8-bit factors with i32 sums.
+//! Library calls for products of bf16 factors with f32 sums, for products of 8-bit and i16 factors with i32
+//! sums, and for attention in bf16.
 
 use super::k_groups::batch;
 use super::matrix::Product;
@@ -36,10 +37,10 @@ use halcyon_ir::target::MatmulPrecision;
 use half::bf16;
 
 /// Finds kernels for low-precision products. Products of 8-bit factors into i32 have a kernel on every
-/// processor, products of 16-bit integers only on x86-64 with AVX2. bf16 factors (into bf16 or f32) and f32
-/// factors that are rounded to bf16 need [`MatmulPrecision::Medium`] and a processor on which bf16 is faster
-/// than f32. The chain of an epilogue reads the f32 sums of a bf16 product. Returns `None` if no kernel of
-/// this file computes the call.
+/// processor, products of i16 factors into i32 only on x86-64 with AVX2. bf16 factors (into bf16 or f32) and
+/// f32 factors that are rounded to bf16 need [`MatmulPrecision::Medium`] and a processor on which bf16 is
+/// faster than f32. In a bf16 product, the chain of an epilogue reads the f32 sums. Returns `None` if this
+/// file has no kernel for these types or this precision.
 pub(crate) fn narrow_matmul(
     isa: Isa,
     call: &CallForm<'_>,
@@ -47,8 +48,8 @@ pub(crate) fn narrow_matmul(
     code: Option<Bf16Code>,
 ) -> Option<Result<CpuKernel, Declined>> {
     let (a, b, c) = (call.inputs[0].dtype, call.inputs[1].dtype, call.outputs[0].dtype);
-    // Whether the product is i32. With an epilogue, `c` is the type of the chain's result, so look at the
-    // type that the chain loads.
+    // Whether the sums are i32. With an epilogue, `c` is the type of the chain's result, so look at the type
+    // that the chain loads.
     let sums = match &call.epilogue {
         None => c == DType::I32,
         Some(e) => e.fused.loads.iter().any(|l| l.input == e.product && l.dtype == DType::I32),
@@ -177,13 +178,14 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 }
 
 /// The packed form of the right operand, with `group` elements per K group, and the strides of both operands.
-/// Declines the call unless it is one product.
+/// Declines the call unless it is one product with K > 0 whose right operand is packed.
 #[cfg(target_arch = "x86_64")]
 fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(isize, isize); 2]), Declined> {
     Ok((PackedShape { k: p.k, n: p.n, group }, one_product(p, which)?))
 }
 
-/// The strides of both operands. Declines the call unless it is one product whose right operand is packed.
+/// The strides of both operands. Declines the call unless it is one product with K > 0 whose right operand is
+/// packed.
 fn one_product(p: &Product, which: usize) -> Result<[(isize, isize); 2], Declined> {
     if which != 1 || p.k == 0 || p.batch != 1 || !p.outer.is_empty() {
         return Err(Declined::because("only the right operand of a single product can be packed"));

@@ -1,6 +1,5 @@
-//! Tests of low-precision products for every instruction set of this processor, with operands between guard
-//! pages. Products of bf16 are compared with products in f64, and products of 8-bit integers with products in
-//! i64.
+//! Tests of products of bf16 and of integers of 8 and 16 bits. Products of bf16 are compared with products in
+//! f64, and products of integers with products in i64. In most tests, the operands lie between guard pages.
 
 use super::product_bf16::*;
 use super::product_f32::{Batch, Epilogue, Gemm, Mat, MatMut};
@@ -132,8 +131,8 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
         ..Epilogue::default()
     };
     let what = (isa, team.threads(), c, epi);
-    // The factors rounded to bf16, and their rounding errors. Results may differ by the errors, because
-    // kernels without bf16 instructions need not round the factors.
+    // The factors rounded to bf16, and their rounding errors. Results may differ by these errors, because
+    // products that are computed in f32 do not round the factors.
     let rounding = |x: f32| (bf16::from_f32(x).to_f64(), (x as f64 - bf16::from_f32(x).to_f64()).abs());
     let (av, bv): (Vec<_>, Vec<_>) = (
         a.slice().iter().map(|v| rounding(value_a(*v))).collect(),

@@ -89,8 +89,9 @@ impl<T> MatMut<T> {
 }
 
 /// One matrix product. [`Epilogue`] gives the formula. The type of an operand says how the operand is stored:
-/// [`Mat`] in place with strides, `Packed` and similar types in the layout that a kernel reads, `*const T` as
-/// dense rows. `E` is the type of the epilogue; `()` means that the sums are stored as they are.
+/// [`Mat`] in place with strides, `Packed` and similar types in the layout that a kernel reads. The function
+/// that takes the product says what a plain pointer means. `E` is the type of the epilogue; `()` means that
+/// the sums are stored as they are.
 #[derive(Clone, Copy, Debug)]
 pub struct Gemm<A, B, C = MatMut<f32>, E = Epilogue> {
     /// Rows of A and C.
@@ -229,8 +230,8 @@ impl Product {
         let axis = |i: usize| [ba.shape[i] as isize, ba.strides[i], bb.strides[i], c.strides[i]];
         let mut outer: Vec<[isize; 4]> = (0..ba.rank()).map(axis).collect();
         let [mut batch, sa, sb, sc] = outer.pop().unwrap_or([1, 0, 0, 0]);
-        // All matrices of the batch have the same right operand, and the distance between rows is the same
-        // across matrices. So this is one product with more rows.
+        // All matrices of the last batch axis have the same right operand, and the rows of all their left
+        // operands are equally far apart. So they are one product with more rows.
         if sb == 0 && batch > 1 && sa == m as isize * a.strides[rank - 2] && n > 0 {
             m *= batch as usize;
             batch = 1;
@@ -370,7 +371,7 @@ impl Epilogue {
     }
 }
 
-/// Kinds of epilogue. Full tiles apply `Plain` and `Add` directly from registers.
+/// Kinds of epilogue, apart from the chain. Full tiles apply `Plain` and `Add` directly from registers.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Store {
     Plain,

@@ -1,7 +1,7 @@
 //! Matrix products, and the library call that finds the kernel of a product.
 
 pub mod gemv;
-// Only x86-64 has instructions that multiply K groups.
+// Only the kernels for x86-64 multiply K groups.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(super) mod k_groups;
 #[cfg(test)]
@@ -43,8 +43,8 @@ use product_f32::matmul_f32;
 use product_int8::gemm_i8_wrapped;
 
 /// Matrix product of operands with any strides. f32, f16 and bf16 are summed in f32, f64 is summed in f64;
-/// integers wrap. [`narrow_matmul`] gives the kernels for other result types, and the kernels that may round
-/// f32 factors to bf16.
+/// integers wrap. [`narrow_matmul`] gives the kernels for other result types and, at
+/// [`MatmulPrecision::Medium`], those for bf16 factors and for f32 factors that are rounded to bf16.
 pub(crate) fn matmul(isa: Isa, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
     matmul_where(isa, call, isa.bf16_is_faster().then(|| Bf16Code::best(isa)))
 }
@@ -71,7 +71,7 @@ pub(crate) fn matmul_where(
     }
     if all != [a.dtype; 3] {
         return Err(Declined::because(
-            "operands and result of one type, or 8-bit operands with an i32 result, are needed",
+            "operands and result of one type, or 8-bit or i16 operands with an i32 result, are needed",
         ));
     }
     match a.dtype {

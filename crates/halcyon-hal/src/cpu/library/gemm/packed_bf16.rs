@@ -11,8 +11,8 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
 use half::bf16;
 
-/// A packed right operand, such as weights. Its elements stay in bf16 if the processor multiplies bf16;
-/// otherwise they are widened to f32.
+/// A packed right operand, such as weights. Its elements are stored as bf16 for [`Bf16Code::Tiles`] and
+/// [`Bf16Code::Pairs`], and as f32 for [`Bf16Code::Wide`].
 #[derive(Debug)]
 pub struct PackedBf16(Form16);
 

@@ -3,9 +3,10 @@
 //!
 //! The blocking is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008),
 //! with one difference: a register tile reads its rows of A in place, one value of each row per step, so A is
-//! packed only if its rows are not contiguous f32. A part of the work is a block of rows by a chunk of
-//! columns for all of K. Its part of C stays in the second-level cache from one K block to the next, and the
-//! chunk's panels stay there from one tile of rows to the next.
+//! packed only if its rows are not contiguous f32. (A step of a tile takes one element of K, or one pair of
+//! 16-bit integers.) A part of the work is a block of rows by a chunk of columns for all of K. Its part of C
+//! stays in the second-level cache from one K block to the next, and the chunk's panels stay there from one
+//! tile of rows to the next.
 //!
 //! Cost. A step of the widest tile (9 rows by 3 vectors of AVX-512) takes 27 multiply-adds and 12 loads; a
 //! step of a tile of 12 rows by 2 vectors takes 24 multiply-adds and 14 loads. On processors that lower their
@@ -19,14 +20,17 @@ use crate::cpu::library::simd::{Portable, Simd, Sizes, Storage, dispatch_simd};
 use crate::cpu::sys::{Caches, Isa};
 use crate::cpu::team::{AssertSync, SharedMut, Team};
 
-/// Largest number of rows in a block.
+/// Largest number of rows in a block, unless each thread packs its own columns of B. A block then has all
+/// rows that are packed at a time, or all rows of A.
 const ROWS: usize = 192;
-/// If A has at most this many rows, each thread packs its own columns of B. If A has more rows, B is packed
-/// once for all threads.
+/// Each thread packs its own columns of B if A has at most this many rows and B has enough panels for all
+/// threads. Otherwise B is packed once for all threads.
 const OWN_ROWS: usize = 256;
-/// Panels of B per part, if B is already packed and A has few rows.
+/// Largest number of panels of B per part, if B is already packed, has enough panels for all threads, and A
+/// is one block of rows.
 const NEAR_PANELS: usize = 2;
-/// Largest number of floats of A, and of B, that are packed at a time.
+/// Largest number of floats of A, and of B, that are packed at a time. (But at least [`ROWS`] rows of A and 8
+/// panels of B are packed at a time, if the operand has them.)
 const MOST_PACKED: usize = 4 << 20;
 /// Products with fewer multiply-adds than this run on the calling thread.
 pub(crate) const SERIAL: usize = 300_000;
@@ -237,8 +241,8 @@ pub(crate) struct TileRows {
     pub ks: usize,
 }
 
-/// Unrolled steps of the loop. With one step, advancing the pointers takes a third of the time on processors
-/// with 16 registers.
+/// Unrolled steps of the loop. If the loop were not unrolled, advancing the pointers would take a third of
+/// the time on processors with 16 registers.
 const UNROLL: usize = 4;
 
 /// Computes `R x (NV W)` sums over `kc` steps in registers. The order of each sum does not depend on R and
@@ -258,8 +262,8 @@ pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     // makes these elements readable. Prefetches may have any address.
     unsafe {
         let mut acc = [[S::zero(); NV]; R];
-        // One pointer serves three rows. Their offsets are an index register times 0, 1 and 2. An address on
-        // x86-64 can contain such a product.
+        // One pointer serves three rows. Their offsets from it are 0, 1 and 2 times the row stride, which an
+        // x86-64 address can express with one index register.
         let mut rows = [a.ptr; R];
         for g in 1..R.div_ceil(3) {
             rows[g] = a.ptr.wrapping_offset(3 * g as isize * a.rs);
@@ -382,9 +386,9 @@ unsafe fn store_integers(sums: *const i32, (vectors, lanes): (usize, usize), out
 }
 
 dispatch_simd! {
-    /// Stores the sums of a tile of any size, with the element order and rounding of [`register_tile`]'s fast
-    /// path. One function serves all tiles of an instruction set. A row of `sums` has `vectors` groups of 16
-    /// floats. The lanes of a vector are the first floats of a group.
+    /// Stores the sums of a tile of any size, with the same rounding as [`register_tile`]'s fast path. One
+    /// function serves all tiles of an instruction set. A row of `sums` has `vectors` groups of 16 floats.
+    /// The lanes of a vector are the first floats of a group.
     ///
     /// # Safety
     /// `sums` has `out.rows` rows; the rows and columns of `out` are writable, used by no other thread, and
@@ -501,8 +505,9 @@ register_tiles!(Portable);
 #[cfg(target_arch = "x86_64")]
 register_tiles!(Avx2, Avx512);
 
-/// How a product is divided. This depends on the shape, the number of threads and the cache sizes. Only the K
-/// blocks affect the numeric results.
+/// How a product is divided. This depends on the shape, the instruction set, the number of threads, the cache
+/// sizes and whether operands are packed. Only the division into K blocks affects the numeric results. It
+/// depends on K alone.
 struct Shape {
     isa: Isa,
     m: usize,

@@ -22,8 +22,8 @@ struct Job<T: Accumulated, O> {
     cols: usize,
 }
 
-/// Computes `R` rows. The sums stay in the first-level cache. Each time a sum is loaded, eight products (one
-/// at the end) are added to it, in the order of k.
+/// Computes `R` rows. The sums stay in the first-level cache. Each time a sum is loaded, eight products are
+/// added to it, in the order of k. The last `k % 8` products are added one at a time.
 ///
 /// # Safety
 /// The contract of [`tile`] for rows `i .. i + R`.
@@ -265,7 +265,7 @@ mod tests {
                 }
                 for i in 0..m {
                     for j in 0..n {
-                        // Allow the error of the sum, and a little more than half a unit of the result.
+                        // Allow the error of the sum, and a little more than half a unit in the last place.
                         let close_to = |got: f32, terms: &dyn Fn(usize) -> f64, rounding: f64| {
                             let w: f64 = (0..k).map(terms).sum();
                             let mag: f64 = (0..k).map(|q| terms(q).abs()).sum();

@@ -11,14 +11,16 @@
 //! O1 use `Highest`, so their results are free of these differences and serve for comparison.
 //!
 //! Results depend on shape and strides, not on the number of threads. Products with few rows or columns are
-//! bound by memory and run in f32 as in [`super::product_f32::gemm`]. On processors with neither AMX nor
-//! AVX512_BF16 all products run in f32; `Medium` permits this, because it requires bf16 precision or better.
+//! bound by memory; if B is not packed, they run in f32 as in [`super::product_f32::gemm`]. On processors
+//! with neither AMX nor AVX512_BF16 all products run in f32; `Medium` permits this, because it requires bf16
+//! precision or better.
 //!
-//! One instruction on tile registers ([`Bf16Code::Tiles`], `tile_registers.rs`) adds 16 pairs to each of 16 x
-//! 16 sums, with the same rounding and the same treatment of denormals. `vdpbf16ps` serves processors without
-//! AMX. On the Intel processor that was measured, `vdpbf16ps` reaches half the FLOP/s of f32 multiply-adds,
-//! and AMX reaches 15 times the FLOP/s of f32 multiply-adds. On processors of other vendors, `vdpbf16ps` is
-//! assumed to reach twice the FLOP/s of f32 multiply-adds. Calls use bf16 if [`Isa::bf16_is_faster`] holds.
+//! One instruction on tile registers ([`Bf16Code::Tiles`], `tile_registers.rs`) adds the products of 16 K
+//! groups to each of 16 x 16 sums, with the same rounding and the same treatment of denormals. `vdpbf16ps`
+//! serves processors without AMX. On the Intel processor that was measured, `vdpbf16ps` reaches half the
+//! FLOP/s of f32 multiply-adds, and AMX reaches 15 times the FLOP/s of f32 multiply-adds. On processors of
+//! other vendors, `vdpbf16ps` is assumed to reach twice the FLOP/s of f32 multiply-adds. Calls use bf16 if
+//! [`Isa::bf16_is_faster`] holds.
 //!
 //! Cost of `vdpbf16ps`. One K group of the 12 x 32 tile takes 24 instructions (64 FLOPs each) on 12 + 32
 //! lanes of 4 bytes: 1,536 FLOPs per 176 bytes read from cache, so the instruction's rate limits the product.
@@ -182,8 +184,9 @@ impl Bf16Code {
 }
 
 /// `C = act(alpha A B + beta C + bias)` with bf16 factors and f32 sums: A is m x k, B is k x n, f32 or bf16,
-/// with any strides. A bf16 result is rounded once, to nearest even, and the epilogue's `beta` is ignored.
-/// With [`Bf16Code::Wide`], f32 factors are not rounded. A chain of the epilogue is applied to the f32 sums.
+/// with any strides. A bf16 result is rounded once, to nearest even; for such a result, the epilogue's `beta`
+/// is ignored. With [`Bf16Code::Wide`], f32 factors are not rounded. A chain of the epilogue is applied to
+/// the f32 sums.
 ///
 /// # Safety
 /// The contract of [`gemm`]. If the epilogue has a chain, beta is 0, the chain's operands are bound, and C
@@ -217,7 +220,8 @@ pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     unsafe { on_threads(code.check(isa), team, team.threads(), isa, g) }
 }
 
-/// [`gemm_bf16_by`] on at most `threads` threads of the team.
+/// [`gemm_bf16_by`] on at most `threads` threads of the team. (A product that runs in f32 may use all
+/// threads.)
 ///
 /// # Safety
 /// The contract of [`gemm`]; the processor has the instructions of `code`. If the epilogue has a chain, beta
@@ -460,8 +464,8 @@ pub(crate) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     match C::known(c) {
         Known::Bf16(out) => {
             let kind = x86::Dots::<A, B>::new(epi, Some(out));
-            // With one K block, sums are rounded from registers. With more, partial sums are kept in f32
-            // scratch.
+            // With one K block, each tile of sums is rounded as soon as it is computed. With more blocks,
+            // partial sums are kept in f32 scratch memory.
             let blocks = super::product_f32::k_blocks(k.div_ceil(2));
             let scratch = team.scratch(if blocks > 1 { m * n } else { 0 });
             // SAFETY: `dots` requires readable A, B and biases, a writable C and AVX512_BF16. The scratch
@@ -745,7 +749,7 @@ pub(crate) mod x86 {
         unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<f32>) {
             let mut here = MaybeUninit::<[f32; MR * NR]>::uninit();
             let to = self.out.filter(|_| out.last);
-            // If there is only one K block, the sums are rounded at once, so a local tile suffices for them.
+            // If there is only one K block, the sums are rounded at once, so a tile on the stack holds them.
             let (c, rs, cs) = match to {
                 Some(_) if out.first => (here.as_mut_ptr() as *mut f32, NR as isize, 1),
                 _ => (out.c, out.rs, out.cs),

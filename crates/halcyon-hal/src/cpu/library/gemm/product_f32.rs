@@ -2,9 +2,9 @@
 //! operands.
 //!
 //! Products with many rows and columns run on packed panels (`panels.rs`); products with few rows or columns
-//! read their operands unpacked ([`super::gemv`]). f16 and bf16 are widened to f32 while packing. K is cut
-//! into blocks that depend on K alone and is never split among threads, so results do not depend on the
-//! number of threads.
+//! read their operands unpacked ([`super::gemv`]). f16 and bf16 are widened to f32 while they are packed or
+//! loaded. K is cut into blocks that depend on K alone and is never split among threads, so results do not
+//! depend on the number of threads.
 
 use super::gemv;
 use super::matrix::Product;
@@ -573,7 +573,7 @@ enum Side {
     Panels,
 }
 
-/// Rows or columns that one part of a packing job packs.
+/// Rows that one part of a packing job packs. For columns, the number is rounded up to whole panels.
 const AT_ONCE: usize = 48;
 
 impl PackShape {

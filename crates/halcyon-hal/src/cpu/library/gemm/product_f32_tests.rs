@@ -1,5 +1,5 @@
-//! Tests of matrix products against f64, for every instruction set of this processor, with operands between
-//! guard pages.
+//! Tests of f32 products: comparisons with f64, most with operands between guard pages, and tests that
+//! results do not depend on the number of threads.
 
 use super::product_f32::*;
 use crate::cpu::library::gemm::matrix::{Batch, Gemm};
@@ -267,7 +267,8 @@ fn batches_follow_single_products() {
 fn batches_do_not_depend_on_the_number_of_threads() {
     let mut rng = Rng::new();
     let teams: Vec<Team> = [1, 2, 5].map(Team::new).into();
-    // Four products: five threads share each product; fewer threads compute one product per thread.
+    // There are four products. Five threads share each product; with fewer threads, one thread computes each
+    // product.
     for (m, n, k) in [(1, 300, 70), (40, 2, 90), (33, 70, 600)] {
         let (a, b) = (rng.vec(4 * m * k), rng.vec(4 * k * n));
         let runs: Vec<Vec<f32>> = teams

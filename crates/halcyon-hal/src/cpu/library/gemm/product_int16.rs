@@ -4,11 +4,12 @@
 //!
 //! Two consecutive elements of K are a pair of 32 bits. A matrix of pairs lies in memory like a matrix of f32
 //! with half as many columns, so a product of pairs runs on the loops of f32 products ([`super::panels`])
-//! with another step. Bytes are widened to 16 bits first, which is exact. Odd K gets a zero at its end.
+//! with another multiply-add. Bytes are widened to 16 bits first, which is exact. Odd K gets a zero at its
+//! end.
 //!
 //! Cost. A step multiplies two elements of K; a step of an f32 product multiplies one element. Both steps
-//! read the same number of bytes, so the limit is twice the rate of f32. Rows of A are read in place if they
-//! are contiguous 16-bit integers, all pairs are aligned and K is even.
+//! read the same number of bytes, so a product of pairs can reach at most twice the rate of f32. Rows of A
+//! are read in place if they are contiguous 16-bit integers, all pairs are aligned and K is even.
 
 use super::matrix::{Gemm, Mat, MatMut};
 use super::panels::{Block, Left, Step, block_of, gemm_blocks};
@@ -292,7 +293,7 @@ impl<T: PairElem> Panels for Pairs<T> {
 /// Columns that are widened at a time: a multiple of every vector's lanes.
 const LINES: usize = 16;
 
-/// Widens elements to at least as many pairs. Pairs without elements are zero.
+/// Widens the elements of `from` into pairs. `to` has room for all of them; the rest of `to` becomes zero.
 #[inline(always)]
 fn widen_line<T: PairElem>(from: &[T], to: &mut [u32]) {
     let (pairs, rest) = from.as_chunks::<2>();

@@ -1,12 +1,12 @@
 //! Products with weights of 4 bits: the composite `quantized_matmul`.
 //!
-//! A row of the weights is a column of the result. Its blocks of 32 weights are widened in registers and
+//! Row j of the weights gives column j of the result. Blocks of 32 weights are widened in registers and
 //! multiplied with the operand. The low half of a byte holds the weight of an even place, and the high half
 //! holds the weight of the next, odd place. So the operand is copied first, and in each block of the copy the
 //! values at even places come before those at odd places. The sum of a block is `scale Σ code x`; the
 //! constant part of the weights (`-8 scale`, or the minimum) is multiplied by `Σ x`, which is computed once
-//! for each row and block. Products of few rows are bound by memory. They read about an eighth of the bytes
-//! that f32 weights would have.
+//! for each row and block. Products of few rows are bound by memory. With their scales and minima, the
+//! weights have less than a fifth of the bytes that f32 weights would have.
 //!
 //! With more than [`FEW`] rows, the weights are widened to f32 once, and the product is computed in f32.
 

@@ -1,26 +1,26 @@
 //! Exact matrix products of 8-bit integers: `C = A B` in wrapping i32.
 //!
 //! AMX (`tile_registers_int8.rs`) has an instruction for every combination of signed and unsigned bytes, so
-//! it multiplies operands without a shift.
+//! the bytes are packed as they are.
 //!
 //! With AVX512_VNNI, one `vpdpbusd` consumes a K group of four bytes per lane and multiplies unsigned by
 //! signed bytes. The left operand is therefore packed as unsigned (an i8 plus 128) and the right one as
 //! signed (a u8 minus 128). Sums start from the correction of this shift, which is computed per row of A and
 //! per column of B during packing: `sum a b = sum a' b' - 128 s_a sum b' + 128 u_b sum a`, where a' and b'
 //! are the packed bytes, s_a is 1 for signed A, and u_b is 1 for unsigned B. `vpdpbusd` sums do not saturate.
-//! AVX2 and other processors widen bytes to 16 bits and multiply pairs (`product_int16.rs`), which is
+//! Processors without AVX512_VNNI widen bytes to 16 bits and multiply pairs (`product_int16.rs`), which is
 //! exact as well. So the result is the same on every processor and for any number of threads. Zero points x
 //! and y are left to the caller: `sum (a - x)(b - y)` needs a correction of the same form.
 //!
-//! Cost. One K group of the 12 x 32 tile takes 24 instructions of 64 multiply-adds on 12 + 32 lanes of 4
-//! bytes: 3,072 operations per 176 bytes read from cache. So the limit is the rate of the instruction, which
-//! is four times the rate of f32. Relative to this rate, packing and writing C (4 bytes per element, written
-//! once per 2,048 elements of K) cost four times as much as for f32. `examples/narrow_gemm.rs` compares
-//! products with the instruction on registers. On two cores of an Intel Xeon shared with other work, the best
-//! of 5 runs reached 80 to 83 % of the best peak, 1,450 Gop/s, at n = 1024. At 2048 no undisturbed run with
-//! two threads was possible; one thread reached 61 to 77 %. Two changes were tried without gain: prefetching
-//! the lines of C before the sums (within noise), and keeping panels of B instead of panels of A in the
-//! first-level cache (8 % slower at 1024, 3 % at 2048).
+//! Cost of `vpdpbusd`. One K group of the 12 x 32 tile takes 24 instructions of 64 multiply-adds on 12 + 32
+//! lanes of 4 bytes: 3,072 operations per 176 bytes read from cache. So the limit is the rate of the
+//! instruction, which is four times the rate of f32. Relative to this rate, packing and writing C (4 bytes
+//! per element, written once per 2,048 elements of K) cost four times as much as for f32.
+//! `examples/narrow_gemm.rs` compares products with the instruction on registers. On two cores of an Intel
+//! Xeon shared with other work, the best of 5 runs reached 80 to 83 % of the best peak, 1,450 Gop/s, at n =
+//! 1024. At 2048 no undisturbed run with two threads was possible; one thread reached 61 to 77 %. Two changes
+//! were tried without gain: prefetching the lines of C before the sums (within noise), and keeping panels of
+//! B instead of panels of A in the first-level cache (8 % slower at 1024, 3 % at 2048).
 
 use super::k_groups::batch;
 #[cfg(target_arch = "x86_64")]

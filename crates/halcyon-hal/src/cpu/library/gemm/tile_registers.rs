@@ -34,7 +34,7 @@ pub(crate) const PANEL: usize = 2 * SIDE;
 const STEP: usize = 64;
 const LANES: usize = 16;
 pub(crate) const TILE: usize = 1024;
-/// Bytes of K in a K block.
+/// Largest number of bytes of K in a K block.
 const KC: usize = 8192;
 /// Steps that the micro-kernel takes before it goes to the next panel of B: 16 KiB of A then stay in the
 /// first-level cache.
@@ -46,9 +46,10 @@ const SHORT: usize = 12;
 const GROUP: usize = 2;
 const SHORT_GROUP: usize = 4;
 /// Bytes of A that a thread multiplies by one panel of B after another: a part of the second-level cache.
+/// ([`MB`] may require more or permit only less.)
 const A_BLOCK: usize = 512 << 10;
-/// The least and the largest number of row panels in a block of A. The least number limits how often B is
-/// read.
+/// The smallest and the largest limit for the number of row panels in a block of A. The limit is not smaller,
+/// because B is read once for each block.
 const MB: (usize, usize) = (4, 8);
 /// Smallest number of micro-kernel steps for which a separate part is worthwhile.
 const FEW_STEPS: usize = 48;
@@ -560,7 +561,8 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
             to.cast_const()
         }
     };
-    // Each load of a row that crosses a cache line takes two reads. Packing reads the row once.
+    // If the 64 bytes of a row cross a cache line, each load of them reads two lines. Packed rows do not
+    // cross cache lines.
     let askew = !(a.ptr as usize | (a.rs * size_of::<A>() as isize) as usize).is_multiple_of(STEP);
     let packs = !A::RAW || a.cs != 1 || (askew && shape.panels() >= 4);
     let cut = Cut::new(m, &shape, packs, threads);

@@ -8,7 +8,7 @@ use crate::cpu::team::{SharedConst, SharedMut};
 use crate::library_call::CallForm;
 use halcyon_ir::layout::View;
 
-/// The smallest number of elements for which another thread is used.
+/// Minimum number of elements that each part of a job copies.
 const GRAIN: usize = 16 << 10;
 
 /// A view without `axis`, and the size and stride of that axis.
@@ -112,8 +112,8 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel, De
     })
 }
 
-/// Class labels as indices below `classes`. The label `ignore` becomes 0. A label that is negative or not
-/// below `classes` also becomes 0, and sets the fault.
+/// Class labels as indices below `classes`. The label `ignore` becomes 0. Any other label that is negative or
+/// not below `classes` also becomes 0, and sets the fault.
 pub(crate) fn class_index(
     call: &CallForm<'_>,
     classes: Option<usize>,

@@ -1,9 +1,9 @@
 //! Softmax, log-softmax, layer normalisation and RMS normalisation over contiguous rows.
 //!
-//! Storage is f32, f16 or bf16. The arithmetic is f32 with the exponential of [`crate::cpu::vmath`] (below
-//! 1.5 ulp). Sums are kept in four vector registers that are added at the end, in an order that depends on
-//! the row's length alone. As their definitions require, softmax of f16 and bf16 rounds the result of every
-//! operation, and the normalisations compute in f32 and round once.
+//! Storage is f32, f16 or bf16. The arithmetic is f32, with an exponential whose error is below 1.5 ulp. Sums
+//! are kept in four vector registers that are added at the end, in an order that depends only on the row's
+//! length and the instruction set. As their definitions require, softmax and log-softmax of f16 and bf16
+//! round the result of every operation, and the normalisations compute in f32 and round once.
 
 use crate::cpu::library::gemm::product_f32::PackElem;
 use crate::cpu::library::simd::{Simd, dispatch_simd};

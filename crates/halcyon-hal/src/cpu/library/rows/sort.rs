@@ -9,11 +9,11 @@ use crate::library_call::CallForm;
 use halcyon_ir::layout::View;
 use std::cmp::Ordering;
 
-/// Calls with fewer elements than this run on one thread.
+/// Minimum number of elements that each part of a job reads. A part of a sort may have an eighth of them.
 const GRAIN: usize = 16 << 10;
 
-/// Index of the largest or smallest element of each line. NaN counts as both the largest and the smallest. Of
-/// equal elements the first is taken, or the last if `last` is set.
+/// Index of the largest or smallest element of each line. NaN is preferred to every number, for the largest
+/// and for the smallest element. Of equal elements the first is taken, or the last if `last` is set.
 pub(crate) fn arg_reduce(
     call: &CallForm<'_>,
     max: bool,
