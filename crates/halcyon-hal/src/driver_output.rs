@@ -7,9 +7,9 @@
 //!
 //! - File descriptor 1 is redirected to standard error, so that nothing a library prints reaches the
 //!   program's output.
-//! - While a library is loaded, lists devices, opens one or compiles ([`capture`]), both streams are
-//!   redirected to a pipe. The lines go to the log (level debug, target `halcyon_hal::driver_output`) and to
-//!   the program ([`set_listener`]), with the driver's name.
+//! - If the program chose [`DriverOutput::Captured`], both streams are redirected to a pipe while a library
+//!   is loaded, lists devices, opens one or compiles ([`capture`]). The lines go to the log (level debug,
+//!   target `halcyon_hal::driver_output`) and to the program ([`set_listener`]), with the driver's name.
 //!
 //! A program that does not call [`separate`] keeps its streams unchanged, and so does every program on
 //! systems other than Unix.

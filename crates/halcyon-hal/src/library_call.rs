@@ -128,8 +128,8 @@ pub(crate) struct Needs {
     in_place: usize,
 }
 
-/// A bound buffer: its address, its size in bytes, and the number of its first bytes (`span`) that the check
-/// for overlaps compares.
+/// A bound buffer: its address, its size in bytes, and `span`, the number of bytes from its start that the
+/// check for overlaps considers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bound {
     pub address: u64,

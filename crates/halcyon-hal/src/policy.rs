@@ -96,7 +96,8 @@ impl Policy {
         self.name != BY_PRIORITY && POLICIES.iter().all(|p| p.name != self.name)
     }
 
-    /// The backends in the order in which they are tried. Other backends are never chosen.
+    /// The backends in the order in which they are tried. Of the other backends, only the CPU can be chosen
+    /// ([`Fallback::Cpu`]).
     pub fn backends(&self) -> &[BackendType] {
         &self.backends
     }

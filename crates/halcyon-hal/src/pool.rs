@@ -29,8 +29,8 @@ pub trait Source: Send + Sync + 'static {
     /// Allocates exactly `bytes` bytes (never 0); the error is the driver's reason.
     fn allocate(&self, bytes: usize) -> std::result::Result<Self::Raw, String>;
 
-    /// The handle that commands use for an allocation or for a range (offset, bytes) of it. The handle keeps
-    /// everything that it uses alive.
+    /// The handle that commands use for an allocation or for a range (offset, bytes) of it. A handle to an
+    /// object of the driver keeps the object alive; an address does not keep the memory alive.
     fn place(
         &self,
         raw: &Self::Raw,

@@ -174,7 +174,8 @@ fn memory() -> Option<DiskCache> {
     cache::user_dir().map(|d| DiskCache::new(d.join("probe"), 1 << 20))
 }
 
-/// Deletes the results of earlier probes, on disk and in this process. The next probes run in children.
+/// Deletes the results of earlier probes, on disk and in this process. The next probes run in children if an
+/// executable was set.
 pub fn forget() {
     if let Some(dir) = cache::user_dir() {
         for file in

@@ -38,7 +38,7 @@ impl HostMemory {
         HostMemory::aligned(bytes, if bytes >= HUGE { HUGE } else { LINE })
     }
 
-    /// Memory of whole pages (or huge pages), for host buffers.
+    /// Memory that begins at a page (or at a huge page, if it is large), for host buffers.
     pub(crate) fn pages(bytes: usize) -> Option<HostMemory> {
         HostMemory::aligned(bytes, if bytes >= HUGE { HUGE } else { PAGE })
     }

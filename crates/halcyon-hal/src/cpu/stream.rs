@@ -559,7 +559,7 @@ mod tests {
                 }
             })
         };
-        // Both read `a`, so they overlap.
+        // Both kernels only read `a`, so they may run at the same time.
         s.submit(&[go(&meet(0), &[a.clone(), b.clone()])]).unwrap();
         t.submit(&[go(&meet(1), &[a.clone(), c.clone()])]).unwrap();
         assert_eq!((s.synchronize().unwrap(), t.synchronize().unwrap()), (None, None));

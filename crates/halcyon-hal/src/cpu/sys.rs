@@ -146,8 +146,8 @@ pub struct Caches {
     pub l2: usize,
     /// The last level, shared by several cores; 0 if there is none or the system does not report it.
     pub l3: usize,
-    /// Whether the system reported at least one of these sizes. Sizes that it did not report are typical
-    /// values.
+    /// Whether the system reported at least one of these sizes. `l1` and `l2` are typical values if the
+    /// system did not report them.
     pub known: bool,
 }
 

@@ -17,8 +17,8 @@ const SPIN: Duration = Duration::from_micros(50);
 /// Spins between two calls of `yield_now`, which keep an oversubscribed machine responsive.
 const SPINS_PER_YIELD: u32 = 256;
 
-/// `fn(worker, part)` without its lifetime. The pointer is valid while the gate that published it is open or
-/// has workers inside.
+/// `fn(worker, part)` without its lifetime. The pointer is valid while the gate of its job is open or has
+/// workers inside.
 type Job = *const (dyn Fn(usize, usize) + Sync);
 
 // Workers enter a job through a gate. The gate is one word: the number of workers inside (16 bits), whether

@@ -3,12 +3,12 @@
 //!
 //! Each function takes one value and is `#[inline(always)]`. `FMA` is set if fused multiply-add is one
 //! instruction in the calling code (true for AVX2 with FMA, AVX-512 and aarch64). The `*_ps` forms take
-//! `[f32; N]`. [`apply`] runs an op in place over a slice with run-time dispatch. The polynomials are those
-//! of [`halcyon_ir::polynomials`].
+//! `[f32; N]`. [`apply`] runs an op in place over a slice with run-time dispatch. The polynomials in f32 are
+//! those of [`halcyon_ir::polynomials`].
 //!
 //! NaN propagates, except that [`pow`] is 1 if the base is 1 or the exponent is 0, as in C99. Infinities and
-//! overflow give C99's results. The tests bound the errors against f64, in units of the last place (ulp).
-//! Denormal results are accurate to their last place unless the thread flushes to zero.
+//! overflow give C99's results. The tests bound the errors against f64, in units of the last place (ulp). The
+//! bounds hold for denormal results too, unless a function says otherwise or the thread flushes to zero.
 
 use super::sys::dispatch;
 use halcyon_ir::{ScalarOp, polynomials};
@@ -401,8 +401,8 @@ pub fn gelu<const FMA: bool>(x: f32) -> f32 {
     x * if x < 0.0 { c } else { 1.0 - c }
 }
 
-/// GELU's tanh form, as x * sigmoid(2 u). Error below 64 ulp, because the argument of the exponential is
-/// rounded.
+/// GELU's tanh form, as x * sigmoid(2 u). Error below 64 ulp for x >= -3. For smaller x, the error grows with
+/// |x|, because the argument of the exponential is rounded.
 #[inline(always)]
 pub fn gelu_tanh<const FMA: bool>(x: f32) -> f32 {
     let s = x * x;

@@ -222,7 +222,7 @@ fn beyond(x: __m512, tail: __m512) -> __m512 {
 }
 
 /// [`gelu`] to about 12 bits, for results that are rounded to bf16. The relative error is below 2e-4; results
-/// smaller than 1e-37 may become -0.
+/// nearer to zero than 1e-37 may become -0.
 ///
 /// # Safety
 /// The processor has AVX-512F; `a` and `d` are valid for `n` floats.

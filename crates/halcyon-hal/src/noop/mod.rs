@@ -1,6 +1,6 @@
 //! A device that computes nothing: it allocates memory, verifies kernels, and validates and counts every
-//! command. Outputs of launches are filled with [`POISON`], so that they cannot be mistaken for results. It
-//! is used only when named.
+//! command. Outputs of launches are filled with [`POISON`], so that they cannot be mistaken for results. The
+//! device is used only if the user names it.
 
 use crate::commands::{self, Actions, Compiled, DeviceInstance, HasOwner};
 use crate::pool::{Block, Pool, Source};

@@ -15,7 +15,8 @@ use std::ffi::{CString, c_char, c_void};
 pub struct ClProgram {
     pub signature: Signature,
     pub workgroup: [u32; 3],
-    /// The kernel object. Its arguments are set under the queue's lock.
+    /// The kernel object. Its arguments are set under the lock of the only queue or, with streams, of all
+    /// queues.
     pub kernel: Owned<Kernel>,
     pub source: String,
     /// Id of the device that it belongs to.

@@ -23,7 +23,7 @@ const MAX_PENDING_EVENTS: usize = 4096;
 struct State {
     done: Vec<Timing>,
     events: Vec<Option<Owned<Event>>>,
-    /// Whether a kernel that can fault ran since the fault word was last read.
+    /// Whether a kernel that can fault was enqueued since the fault word was last known to be 0.
     may_have_faulted: bool,
 }
 
@@ -424,8 +424,8 @@ impl Queue {
         unsafe { self.event("clEnqueueReadBuffer", event, code) }
     }
 
-    /// If a kernel that can fault ran since the fault word was last cleared, enqueues a copy of the word to
-    /// `to` and returns true.
+    /// If a kernel that can fault was enqueued since the fault word was last cleared, enqueues a copy of the
+    /// word to `to` and returns true.
     ///
     /// # Safety
     /// `to` must stay valid until the copy is done, and nothing else may write it until then.

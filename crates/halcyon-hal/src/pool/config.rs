@@ -58,7 +58,7 @@ pub struct MemoryPoolConfig {
     /// memory is the limit.
     pub max_size: Option<u64>,
     pub strategy: AllocationStrategy,
-    /// Moves buffers together when no free range fits a request.
+    /// Moves buffers together when no free range fits a request, but the free memory would suffice in total.
     pub defragment: bool,
 }
 

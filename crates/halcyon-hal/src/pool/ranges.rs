@@ -229,7 +229,7 @@ impl Compaction<'_> {
         Ranges::with(self.strategy, self.chunks[chunk], &taken)
     }
 
-    /// Moves every range towards the start of its chunk.
+    /// Moves every range that is not pinned towards the start of its chunk.
     fn slide(&mut self) {
         for chunk in 0..self.chunks.len() {
             let mut end = 0;

@@ -109,8 +109,8 @@ impl fmt::Debug for CpuKernel {
 
 impl CpuKernel {
     /// A kernel for `call`. Its `body` may rely on the following: inputs and outputs are as large as their
-    /// views reach; outputs are writable and overlap no other operand, except output 0 and input 0 if the
-    /// call is in place.
+    /// views reach; outputs are writable and overlap no other operand. Only the first `call.in_place` outputs
+    /// overlap an operand: each is in the buffer of the input with the same index.
     pub(crate) fn new(
         name: impl Into<String>,
         call: &CallForm<'_>,
@@ -230,8 +230,8 @@ impl LibraryKernel for CpuKernel {
     }
 }
 
-/// [`CompositeKind::ByteMatmul`] of integers as a matrix product: the right operand is stored transposed, so
-/// its last two axes are swapped.
+/// [`CompositeKind::ByteMatmul`] of integers as a matrix product. Its right operand is stored transposed, so
+/// this function swaps the last two axes of the operand.
 fn product_of_bytes(
     isa: Isa,
     threads: usize,
@@ -299,7 +299,7 @@ pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<C
 fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel, Declined> {
     // The code below assumes native types.
     call.native_types()?;
-    // After this check, no sum or product of sizes below overflows.
+    // After this check, no product of the sizes of one operand overflows.
     call.inputs.iter().chain(call.outputs).try_for_each(|o| reach::elements(o).map(drop))?;
     let op = match call.work {
         Work::Fused(f) => return chain::kernel(isa, f, call),

@@ -179,8 +179,8 @@ fn matmul_of_every_number_type() {
     }
 }
 
-/// If the right operand is broadcast over the batch, the whole batch is one product. If the left operand is
-/// broadcast, there is one product for each matrix of the batch.
+/// If only the right operand is broadcast over the batch, the whole batch is one product. If the left operand
+/// is broadcast, there is one product for each matrix of the batch.
 #[test]
 fn matmul_of_repeated_operands() {
     let dev = device();
@@ -220,7 +220,7 @@ fn matmul_of_repeated_operands() {
     }
 }
 
-/// Runs a product at the given precision. Returns the kernel's name and the result's bytes.
+/// Runs a product at the given precision. Returns the kernel's name and the result.
 fn product(
     dev: &CpuDevice,
     x: &ConstData,

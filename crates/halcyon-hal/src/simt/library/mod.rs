@@ -231,7 +231,7 @@ impl Libraries {
         let Work::Op(op) = call.work else {
             return Err(Declined::because("fused chains use generated kernels"));
         };
-        // After this check, no sum or product of sizes below overflows.
+        // After this check, no product of the sizes of one operand overflows.
         call.inputs.iter().chain(call.outputs).try_for_each(|o| reach::elements(o).map(drop))?;
         let bytes = product::of_bytes(call).is_some();
         let attention = match op {

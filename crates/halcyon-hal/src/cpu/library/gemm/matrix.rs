@@ -371,7 +371,7 @@ impl Epilogue {
     }
 }
 
-/// Kinds of epilogue. Full tiles apply `Plain` and `Add` directly from registers.
+/// Kinds of epilogue, apart from the chain. Full tiles apply `Plain` and `Add` directly from registers.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Store {
     Plain,

@@ -1,7 +1,7 @@
 //! Matrix products, and the functions that find the kernel of a product.
 
 pub mod gemv;
-// Only x86-64 has instructions that multiply K groups.
+// Only the kernels for x86-64 multiply K groups.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(super) mod k_groups;
 #[cfg(test)]
@@ -72,7 +72,7 @@ pub(crate) fn matmul_where(
     }
     if all != [a.dtype; 3] {
         return Err(Declined::because(
-            "operands and result of one type, or 8-bit operands with an i32 result, are needed",
+            "operands and result of one type, or 8-bit or i16 operands with an i32 result, are needed",
         ));
     }
     match a.dtype {

@@ -3,9 +3,10 @@
 //!
 //! The blocking is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008),
 //! with one difference: a register tile reads its rows of A in place, one value of each row per step, so A is
-//! packed only if its rows are not contiguous f32. A part of the work is a block of rows by a chunk of
-//! columns for all of K. Its part of C stays in the second-level cache from one K block to the next, and the
-//! chunk's panels stay there from one tile of rows to the next.
+//! packed only if its rows are not contiguous f32. (A step of a tile takes one element of K, or one pair of
+//! 16-bit integers.) A part of the work is a block of rows by a chunk of columns for all of K. Its part of C
+//! stays in the second-level cache from one K block to the next, and the chunk's panels stay there from one
+//! tile of rows to the next.
 //!
 //! Cost. A step of the widest tile (9 rows by 3 vectors of AVX-512) takes 27 multiply-adds and 12 loads; a
 //! step of a tile of 12 rows by 2 vectors takes 24 multiply-adds and 14 loads. On processors that lower their
@@ -504,8 +505,9 @@ register_tiles!(Portable);
 #[cfg(target_arch = "x86_64")]
 register_tiles!(Avx2, Avx512);
 
-/// How a product is divided. This depends on the shape, the number of threads and the cache sizes. Only the K
-/// blocks affect the numeric results.
+/// How a product is divided. This depends on the shape, the instruction set, the number of threads, the cache
+/// sizes and whether operands are packed. Only the division into K blocks affects the numeric results. It
+/// depends on K alone.
 struct Shape {
     isa: Isa,
     m: usize,

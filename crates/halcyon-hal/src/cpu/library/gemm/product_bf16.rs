@@ -184,8 +184,9 @@ impl Bf16Code {
 }
 
 /// `C = act(alpha A B + beta C + bias)` with bf16 factors and f32 sums: A is m x k, B is k x n, f32 or bf16,
-/// with any strides. A bf16 result is rounded once, to nearest even, and the epilogue's `beta` is ignored.
-/// With [`Bf16Code::Wide`], f32 factors are not rounded. A chain of the epilogue is applied to the f32 sums.
+/// with any strides. A bf16 result is rounded once, to nearest even; for such a result, the epilogue's `beta`
+/// is ignored. With [`Bf16Code::Wide`], f32 factors are not rounded. A chain of the epilogue is applied to
+/// the f32 sums.
 ///
 /// # Safety
 /// The contract of [`gemm`]. If the epilogue has a chain, beta is 0, the chain's operands are bound, and C
@@ -219,7 +220,8 @@ pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     unsafe { on_threads(code.check(isa), team, team.threads(), isa, g) }
 }
 
-/// [`gemm_bf16_by`] on at most `threads` threads of the team.
+/// [`gemm_bf16_by`] on at most `threads` threads of the team. (A product that runs in f32 may use all
+/// threads.)
 ///
 /// # Safety
 /// The contract of [`gemm`]; the processor has the instructions of `code`. If the epilogue has a chain, C has
@@ -747,7 +749,7 @@ pub(crate) mod x86 {
         unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<f32>) {
             let mut here = MaybeUninit::<[f32; MR * NR]>::uninit();
             let to = self.out.filter(|_| out.last);
-            // If there is only one K block, the sums are rounded at once, so a local tile suffices for them.
+            // If there is only one K block, the sums are rounded at once, so a tile on the stack holds them.
             let (c, rs, cs) = match to {
                 Some(_) if out.first => (here.as_mut_ptr() as *mut f32, NR as isize, 1),
                 _ => (out.c, out.rs, out.cs),

@@ -7,7 +7,8 @@ use super::tile_registers::Source;
 use crate::cpu::library::simd::mask16;
 use std::arch::x86_64::*;
 
-/// The vectors of a product: vectors of i32 sums, and vectors of factors. Each lane of a factor is a K group.
+/// The vectors of a product. A lane of a vector of sums is an i32; a lane of a vector of factors is a K
+/// group.
 ///
 /// The methods must be called from code compiled for the implementation's instruction set.
 trait Ints: Copy {

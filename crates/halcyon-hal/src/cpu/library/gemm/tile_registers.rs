@@ -34,7 +34,7 @@ pub(crate) const PANEL: usize = 2 * SIDE;
 const STEP: usize = 64;
 const LANES: usize = 16;
 pub(crate) const TILE: usize = 1024;
-/// Bytes of K in a K block.
+/// Largest number of bytes of K in a K block.
 const KC: usize = 8192;
 /// Steps that the micro-kernel takes before it goes to the next panel of B: 16 KiB of A then stay in the
 /// first-level cache.
@@ -48,8 +48,8 @@ const SHORT_GROUP: usize = 4;
 /// Bytes of A that a thread multiplies by one panel of B after another: a part of the second-level cache.
 /// The limits [`MB`] take precedence.
 const A_BLOCK: usize = 512 << 10;
-/// The least and the largest number of row panels in a block of A. The least number limits how often B is
-/// read.
+/// The smallest and the largest limit for the number of row panels in a block of A. The limit is not smaller,
+/// because B is read once for each block.
 const MB: (usize, usize) = (4, 8);
 /// Smallest number of micro-kernel steps for which a separate part is worthwhile.
 const FEW_STEPS: usize = 48;

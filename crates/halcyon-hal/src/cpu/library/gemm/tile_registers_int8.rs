@@ -6,7 +6,7 @@ use super::product_int8_vectors::Quad;
 use super::tile_registers::{self, Bytes as Tiled, Dest, PackedShape, StoreSums};
 use crate::cpu::team::{SharedConst, Team};
 
-/// The operand with the element type that tile registers are loaded with.
+/// The operand as plain bytes, the elements that tile registers are loaded with.
 pub(crate) fn quads_of<T: Byte>(m: Mat<T>) -> Mat<Quad<false>> {
     m.cast()
 }

@@ -112,8 +112,8 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize) -> Result<CpuKernel, De
     })
 }
 
-/// Class labels as indices below `classes`. The label `ignore` becomes 0. A label that is negative or not
-/// below `classes` also becomes 0, and sets the fault.
+/// Class labels as indices below `classes`. The label `ignore` becomes 0. Any other label that is negative or
+/// not below `classes` also becomes 0, and sets the fault.
 pub(crate) fn class_index(
     call: &CallForm<'_>,
     classes: Option<usize>,

@@ -10,7 +10,7 @@ use crate::library_call::CallForm;
 use halcyon_ir::layout::dense_strides;
 use halcyon_ir::ops::ScatterKind;
 
-/// Scatters with fewer updates than this run on one thread.
+/// Minimum number of updates that each part of a job applies.
 const GRAIN: usize = 8 << 10;
 
 /// Applies the update `u` to the element at `d`.

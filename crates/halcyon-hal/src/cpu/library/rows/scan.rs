@@ -9,7 +9,7 @@ use crate::library_call::CallForm;
 use halcyon_ir::layout::View;
 use halcyon_ir::ops::ReduceKind;
 
-/// Scans with fewer elements than this run on one thread.
+/// Minimum number of elements that each part of a job scans.
 const GRAIN: usize = 16 << 10;
 
 /// Running reduction along `axis`. One thread processes a line, in order. Floats are accumulated in f64 and

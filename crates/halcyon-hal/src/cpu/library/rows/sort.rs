@@ -9,7 +9,7 @@ use crate::library_call::CallForm;
 use halcyon_ir::layout::View;
 use std::cmp::Ordering;
 
-/// Calls with fewer elements than this run on one thread.
+/// Minimum number of elements that each part of a job reads. A part of a sort may have an eighth of them.
 const GRAIN: usize = 16 << 10;
 
 /// Index of the largest or smallest element of each line. If the line contains NaN, the result is the index
