@@ -143,7 +143,7 @@ impl Product {
         };
         let mut c = head(&View::dense(&[&a.view.shape[..rank - 2], &[m, n][..]].concat()));
         let total = c.shape.iter().product::<usize>();
-        if m * n * k * total == 0 {
+        if [m, n, k, total].contains(&0) {
             return Err(Declined::because("the product is empty"));
         }
         let (mut ba, mut bb) = (head(&a.view), head(&b_view));
