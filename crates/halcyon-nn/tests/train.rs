@@ -460,7 +460,6 @@ fn attention_with_dropout_takes_every_float_type_and_hides_later_keys() {
             ..MultiHeadAttentionOptions::default()
         };
         let layer = MultiHeadAttention::with(&b, 4, 2, o).unwrap();
-        let optimizer = Optimizer::new(&layer, Sgd::new().rate(0.0)).unwrap();
         // The results of two steps on a sequence whose last vector is filled with `last`.
         let run = |last: f32| {
             let optimizer = Optimizer::new(&layer, Sgd::new().rate(0.0)).unwrap();
