@@ -1,5 +1,5 @@
-//! Checks of names: only a built-in composite's row may contain its name as a string, and the files that
-//! documents name must exist.
+//! Checks of names: sources and examples must not name a built-in composite by a string, except in its row
+//! and in tests; and the files that documents name must exist.
 
 use crate::comments::File;
 

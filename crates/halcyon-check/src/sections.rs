@@ -21,7 +21,7 @@ pub(crate) struct Context {
     pub tiny: bool,
     pub torch: bool,
     pub exe: PathBuf,
-    /// Seed of the sample.
+    /// Seed of the operands of the op table, and of the choice of cases in a tiny run.
     pub seed: u64,
 }
 

@@ -30,8 +30,9 @@
 //! ```
 //!
 //! Files may be truncated, damaged or hostile. Every length is checked against the file before memory is
-//! allocated for it. A rejected file gives an [`halcyon_ir::Error::Format`] that names the file, and for a
-//! wrong value in a table also the line and the column.
+//! allocated for it. A damaged file gives an [`halcyon_ir::Error::Format`] that names the file, and for a
+//! wrong value in a table also the line and the column. A kind of file that is not read, such as a compressed
+//! table, gives an [`halcyon_ir::Error::Unsupported`].
 #![forbid(unsafe_code)]
 
 mod arrays;

@@ -130,7 +130,8 @@ pub(crate) unsafe fn run<D: DeviceInstance, A: Actions<D>>(
     Ok(())
 }
 
-/// A device whose buffers have addresses, by which [`crate::queues`] orders its queues.
+/// A device whose buffers have addresses. With them, [`crate::queues`] finds the commands of different queues
+/// that must wait for each other because they use the same memory.
 pub(crate) trait Addressed: DeviceInstance {
     /// The address and the size of a buffer.
     fn span(b: &Self::Buffer) -> (usize, usize);

@@ -30,9 +30,10 @@ pub use device::CpuDevice;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;
 
-/// Whether convolutions of bytes on the CPU device use an instruction that adds two products in 16 bits and
-/// saturates. This is so with AVX2, and with AVX-512 without AVX512_VNNI. With weights of 7 bits the sums
-/// cannot saturate. If they could, kernels widen the bytes to 16 bits, which is exact but slower.
+/// Whether the fastest instruction for convolutions of bytes on the CPU device adds two products in 16 bits
+/// and saturates. This is so with AVX2, and with AVX-512 without AVX512_VNNI. Kernels use the instruction
+/// only if no sum can saturate, as with weights of 7 bits. For other weights they widen the bytes to 16 bits,
+/// which is exact but slower.
 pub fn saturates_bytes() -> bool {
     let best = sys::Isa::best();
     best != sys::Isa::Portable && !best.has_vnni()

@@ -153,7 +153,8 @@ fn steps(plan: &Plan, kernel: &str) -> (usize, usize) {
 #[test]
 fn a_residual_block_makes_one_query_per_convolution() {
     let mut n = Net::new("a_residual_block_makes_one_query_per_convolution");
-    // The first convolution reads a plain image: no operand is copied.
+    // The first convolution reads its image in the layout [N, C, H, W], so no step copies the image into the
+    // blocked layout.
     let x = n.input(&[1, 3, 14, 14]);
     let y = n.residual(x);
     n.g.output("y", y);
@@ -186,8 +187,8 @@ fn products_of_one_chain_are_queried_once_each() {
     assert_eq!((count(&all, "matmul"), plan.packed.len()), (2, 2), "{all:?}\n{plan}");
     n.check();
 
-    // The later product is read transposed, which an epilogue of its kernel cannot do. So the earlier product
-    // has the epilogue.
+    // The sum reads the transpose of the later product. An epilogue of that product's kernel cannot store its
+    // result transposed, so the earlier product has the epilogue.
     let mut n = Net::new("products_of_one_chain_are_queried_once_each");
     let (x, z) = (n.input(&[48, 64]), n.input(&[96, 64]));
     let w = [n.weight(&[64, 96]), n.weight(&[64, 48])];
