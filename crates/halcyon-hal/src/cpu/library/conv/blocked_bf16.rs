@@ -11,13 +11,16 @@
 //! The pixels of a tile must be evenly spaced. With no padding and stride 1, the image is read in place as
 //! one long row; if the kernel is larger than one pixel, the windows that begin in one row of the image and
 //! end in the next belong to no output, and their sums are dropped. Otherwise each part of the work first
-//! copies the input that it reads, with zeros around it. With strides, each residue of rows and columns
+//! copies the input that it reads, with zeros around it. If an image has few output pixels and there are many
+//! images, as in the gradient of a convolution's weights, the rows of a tile are the same pixel of different
+//! images. With strides, each residue of rows and columns
 //! (modulo the stride) becomes a separate image, so that each tap reads consecutive pixels. An input whose
 //! channels do not fill a block (`[N, C, H, W]`, as in the first layer) is copied pixel by pixel; each step
 //! of a sum then covers a piece of a row of taps.
 //!
-//! `tdpbf16ps` treats denormals as zero and rounds to nearest even. For the tests of these layouts on every
-//! machine, the same sums also run on vectors.
+//! Processors without tile registers compute the same sums with `vdpbf16ps`. Both instructions treat denormals
+//! as zero and round to nearest even. For the tests of these layouts on every machine, the same sums also run
+//! on f32 vectors.
 
 use super::blocked::Buffers;
 use super::blocked_bf16_parts::{After, Job, Part, Rect};
@@ -26,7 +29,7 @@ use super::blocked_int8::Bytes;
 use super::blocked_tile::Activation;
 use super::plain::Conv;
 use super::window::Window;
-use crate::cpu::amx;
+use crate::cpu::library::gemm::product_bf16::Bf16Code;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -47,10 +50,10 @@ const B16: usize = 2;
 /// Bytes of a pixel's block.
 pub(super) const PIXEL: usize = BLOCK * B16;
 
-/// Whether this processor has the two features that the kernels need in addition to `isa`: tile registers for
-/// bf16, and instructions that round to bf16.
+/// Whether convolutions with these kernels are faster than f32 convolutions: they multiply bf16 on tile
+/// registers, or with `vdpbf16ps` where that instruction is faster than f32 multiply-adds.
 pub fn available(isa: Isa) -> bool {
-    isa.has_bf16() && amx::available().bf16
+    isa.bf16_is_faster()
 }
 
 /// The epilogue `act(sum * scale + bias + residual)`. Scale and bias have one value per output channel; the
@@ -87,6 +90,9 @@ enum Cut {
     Rows { rows: usize, cols: usize },
     /// Groups of `blocks` output channel blocks, with all pixels.
     Channels { blocks: usize },
+    /// Ranges of at most `pixels` output pixels of all images, with one output channel block. The rows of a
+    /// tile are the same pixel of different images.
+    Images { pixels: usize },
 }
 
 /// The layout of the input that tiles read, in place or copied. Sizes are those of the largest part.
@@ -112,9 +118,9 @@ pub struct Blocked16 {
     /// Channels of an input block: 32, or 1.
     pub(super) inner: usize,
     threads: usize,
-    /// Whether the sums are computed on tile registers; if not, on vectors.
-    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-    pub(super) tiles: bool,
+    /// The instructions that compute the sums of bf16. For bytes, [`Bf16Code::Tiles`] selects tile registers;
+    /// other values select vectors.
+    pub(super) code: Bf16Code,
     /// How bytes are multiplied; `None` if the values are bf16. For bytes, `conv` counts pairs of input
     /// channels.
     pub(super) bytes: Option<Bytes>,
@@ -130,10 +136,10 @@ pub struct Blocked16 {
 impl Blocked16 {
     /// `None` if the channels do not come in whole blocks, if the geometry is not supported (three spatial
     /// axes, dilated inputs), or if an operand is empty. An input not in blocks must have one group, at most
-    /// 16 channels and no dilation of columns. `threads` is the team's number of threads. `tiles` says
-    /// whether to use tile registers. Set `tiles` only if [`amx::available`] reports tile registers for bf16.
-    pub fn new(conv: Conv, inner: usize, threads: usize, tiles: bool) -> Option<Blocked16> {
-        Blocked16::with(conv, inner, threads, tiles, None)
+    /// 16 channels and no dilation of columns. `threads` is the team's number of threads. This process must
+    /// be able to run `code` ([`Bf16Code::runs`]).
+    pub fn new(conv: Conv, inner: usize, threads: usize, code: Bf16Code) -> Option<Blocked16> {
+        Blocked16::with(conv, inner, threads, code, None)
     }
 
     /// Like [`Blocked16::new`], also for bytes. With `bytes`, two bytes of consecutive channels take the
@@ -142,7 +148,7 @@ impl Blocked16 {
         conv: Conv,
         inner: usize,
         threads: usize,
-        tiles: bool,
+        code: Bf16Code,
         bytes: Option<Bytes>,
     ) -> Option<Blocked16> {
         let w = &conv.window;
@@ -179,7 +185,7 @@ impl Blocked16 {
             conv,
             inner,
             threads: threads.max(1),
-            tiles,
+            code,
             bytes,
             cut: Cut::Channels { blocks: 1 },
             stage: Stage::default(),
@@ -232,31 +238,44 @@ impl Blocked16 {
         let (taps, kw, channels) = (c.window.kernel_size(), c.window.kernel[2], c.c_in / c.groups);
         let even = c.c_in.next_multiple_of(2);
         let (w, to) = (SharedConst(w), SharedMut(to));
+        if self.inner == BLOCK {
+            let blocks = channels / BLOCK;
+            return team.run(self.out_blocks() * blocks, &|p| {
+                let (ob, cb) = (p / blocks, p % blocks);
+                let to = to.get().wrapping_add((ob * self.block_weights() + cb * taps * 2 * HALF) / B16);
+                for (half, pair) in (0..2).flat_map(|h| (0..BLOCK / 2).map(move |p| (h, p))) {
+                    let first = (ob * BLOCK + 16 * half) * channels + cb * BLOCK + 2 * pair;
+                    for tap in 0..taps {
+                        // SAFETY: two channels of sixteen outputs from `first` lie within the weights at `w`;
+                        // each tap has two halves of weights at `to`, and each half a vector per pair. Each
+                        // part writes one block of input channels of one output block.
+                        unsafe {
+                            let from = w.get().add(first * taps + tap);
+                            let to = to.add((2 * tap + half) * HALF / B16 + 32 * pair);
+                            for o in 0..16 {
+                                *to.add(2 * o) = *from.add(o * channels * taps);
+                                *to.add(2 * o + 1) = *from.add(o * channels * taps + taps);
+                            }
+                        }
+                    }
+                }
+            });
+        }
         team.run(self.out_blocks(), &|ob| {
             let to = to.get().wrapping_add(ob * self.block_weights() / B16);
-            for step in 0..self.depth() {
-                for k in 0..BLOCK {
-                    // The channel and tap of value `k` of this step; `None` for padding.
-                    let from = match self.inner {
-                        1 => {
-                            let (row, v) = (step / self.pieces, step % self.pieces * 2 * self.pairs + k);
-                            let (tap, channel) = (v / even, v % even);
-                            (k < 2 * self.pairs && channel < channels).then_some((channel, row * kw + tap))
-                        }
-                        _ => Some((step / taps * BLOCK + k, step % taps)),
-                    };
-                    for o in 0..BLOCK {
-                        let at = ((2 * step + o / 16) * HALF) / B16 + k / 2 * 32 + 2 * (o % 16) + k % 2;
-                        // SAFETY: channel, tap and output index lie within the weights at `w`; `at` lies
-                        // within the block's weights at `to`; each part writes one block.
-                        unsafe {
-                            *to.add(at) = match from {
-                                Some((channel, tap)) => {
-                                    *w.get().add(((ob * BLOCK + o) * channels + channel) * taps + tap)
-                                }
-                                None => 0,
-                            };
-                        }
+            for (step, k) in (0..self.depth()).flat_map(|s| (0..BLOCK).map(move |k| (s, k))) {
+                let (row, v) = (step / self.pieces, step % self.pieces * 2 * self.pairs + k);
+                let (tap, channel) = (row * kw + v / even, v % even);
+                let padding = k >= 2 * self.pairs || channel >= channels;
+                for o in 0..BLOCK {
+                    let at = ((2 * step + o / 16) * HALF) / B16 + k / 2 * 32 + 2 * (o % 16) + k % 2;
+                    // SAFETY: channel, tap and output index lie within the weights at `w`; `at` lies within
+                    // the block's weights at `to`; each part writes one block.
+                    unsafe {
+                        *to.add(at) = match padding {
+                            true => 0,
+                            false => *w.get().add(((ob * BLOCK + o) * channels + channel) * taps + tap),
+                        };
                     }
                 }
             }
@@ -282,6 +301,11 @@ impl Blocked16 {
             let parts = blocks.div_ceil(most).next_multiple_of(threads).min(blocks);
             return Cut::Channels { blocks: blocks.div_ceil(parts) };
         }
+        if self.across_images() {
+            // Two tiles are computed together.
+            let tiles = c.batch.div_ceil(PIXELS);
+            return Cut::Images { pixels: if tiles.is_multiple_of(2) { 1 } else { 2 } };
+        }
         let want = if threads == 1 { 1 } else { (PARTS * threads).div_ceil(c.batch).max(1) };
         let bytes = |rows: usize, cols: usize| self.span(1, rows) * self.span(2, cols) * B16 * c.c_in;
         let (mut rows, mut cols) = (out[1], out[2]);
@@ -297,6 +321,28 @@ impl Blocked16 {
             }
         }
         Cut::Rows { rows, cols }
+    }
+
+    /// Whether tiles have the same pixel of several images.
+    #[cfg(test)]
+    pub(super) fn is_across_images(&self) -> bool {
+        matches!(self.cut, Cut::Images { .. })
+    }
+
+    /// Whether tiles of the same pixel of many images are fuller than tiles of the pixels of one image, by a
+    /// half or more. Each sum must have many terms, because the results are stored pixel by pixel.
+    fn across_images(&self) -> bool {
+        const STEPS: usize = 32;
+        let (c, w) = (&self.conv, &self.conv.window);
+        if self.inner != BLOCK || self.bytes.is_some() || self.depth() < STEPS {
+            return false;
+        }
+        // Without padding and strides, the pixels between two rows of the output are computed in vain.
+        let line = if self.in_place() { w.input[2] } else { w.output[2] + self.span(2, 1) - 1 };
+        let computed = |n: usize| n.div_ceil(PIXELS) * PIXELS;
+        let one = c.batch * computed((w.output[1] - 1) * line + w.output[2]);
+        let many = w.out_size() * computed(c.batch);
+        2 * one >= 3 * many
     }
 
     /// Whether a part may be a range of columns of a row, which requires reading the input in place.
@@ -318,7 +364,7 @@ impl Blocked16 {
         let w = &c.window;
         let (rows, cols) = match self.cut {
             Cut::Rows { rows, cols } => (rows, cols),
-            Cut::Channels { .. } => (w.output[1], w.output[2]),
+            Cut::Channels { .. } | Cut::Images { .. } => (w.output[1], w.output[2]),
         };
         let pixel = self.pixel();
         if self.inner == 1 {
@@ -381,7 +427,7 @@ impl Blocked16 {
         match (self.stage.copied, self.cut) {
             (false, _) => 0,
             (true, Cut::Rows { .. }) => self.stage.image * self.threads,
-            (true, Cut::Channels { .. }) => self.stage.image * self.conv.batch,
+            (true, Cut::Channels { .. } | Cut::Images { .. }) => self.stage.image * self.conv.batch,
         }
     }
 
@@ -473,7 +519,7 @@ impl Blocked16 {
     fn part_rows(&self) -> usize {
         match self.cut {
             Cut::Rows { rows, .. } => rows,
-            Cut::Channels { .. } => self.conv.window.output[1],
+            Cut::Channels { .. } | Cut::Images { .. } => self.conv.window.output[1],
         }
     }
 
@@ -483,7 +529,7 @@ impl Blocked16 {
     /// In `buffers`, `x` is readable for the whole input, `w` for the weights that [`Blocked16::pack`] wrote,
     /// and `y` is writable for the output, which overlaps nothing else. `work` is writable for
     /// [`Blocked16::workspace`] bytes. The pointers of `after` are null or readable as [`Bf16Epilogue`]
-    /// describes. If the convolution was made with `tiles`, the process may use tile registers for bf16.
+    /// describes. `isa` and this processor run the `code` of the convolution.
     ///
     /// # Panics
     /// If the team's number of threads is not the number for which the convolution was made.
@@ -513,35 +559,57 @@ impl Blocked16 {
         let (xs, work) = (SharedConst(x as *const u8), SharedMut(work));
         let whole = Rect { rows: (0, c.window.output[1]), cols: (0, c.window.output[2]) };
         let planes = if self.inner == 1 { 1 } else { c.c_in / BLOCK };
+        let all = self.out_blocks();
+        // The address from which the first tap of the first pixel of the first image is read, if parts share
+        // all images.
+        let shared = || {
+            if !s.copied {
+                return SharedConst(self.first(whole, xs.get()));
+            }
+            team.ranges(c.batch * planes, (32768 / s.plane).max(1), &|a, b| {
+                for k in a..b {
+                    let (n, p) = (k / planes, k % planes);
+                    let from = xs.get().wrapping_add(n * image);
+                    // SAFETY: by contract `x` holds all images and `work` has room for their copies; each `k`
+                    // writes its own plane.
+                    unsafe { self.copy(whole, (p, p + 1), from, work.get().add(n * s.image)) };
+                }
+            });
+            SharedConst(work.get() as *const u8)
+        };
         match self.cut {
             Cut::Channels { blocks } => {
-                if s.copied {
-                    team.ranges(c.batch * planes, (32768 / s.plane).max(1), &|a, b| {
-                        for k in a..b {
-                            let (n, p) = (k / planes, k % planes);
-                            let from = xs.get().wrapping_add(n * image);
-                            // SAFETY: by contract `x` holds all images and `work` has room for their copies;
-                            // each `k` writes its own plane.
-                            unsafe { self.copy(whole, (p, p + 1), from, work.get().add(n * s.image)) };
-                        }
-                    });
-                }
-                let from = if s.copied { SharedConst(work.get() as *const u8) } else { xs };
-                let all = self.out_blocks();
+                let base = shared();
                 by_place(team, all.div_ceil(blocks), &|_, p| {
                     let end = ((p + 1) * blocks).min(all);
                     let next = (p + 1) * blocks;
                     let part = Part {
                         images: (0, c.batch),
+                        pixels: None,
                         rect: whole,
                         blocks: (p * blocks, end),
                         far: true,
                         next: Some(next).filter(|n| *n < all),
                     };
-                    let base = if s.copied { from.get() } else { self.first(whole, from.get()) };
                     // SAFETY: the operands are readable and writable as `run` requires; `base` is the image
                     // in `x` or its copy in `work`; parts write disjoint channels of the output.
-                    unsafe { job.part(base, s.image, part) };
+                    unsafe { job.part(base.get(), s.image, part) };
+                });
+            }
+            Cut::Images { pixels } => {
+                let (base, ranges) = (shared(), c.window.out_size().div_ceil(pixels));
+                by_place(team, all * ranges, &|_, p| {
+                    let (ob, first) = (p / ranges, p % ranges * pixels);
+                    let part = Part {
+                        images: (0, c.batch),
+                        pixels: Some((first, (first + pixels).min(c.window.out_size()))),
+                        rect: whole,
+                        blocks: (ob, ob + 1),
+                        far: false,
+                        next: None,
+                    };
+                    // SAFETY: as above; parts write disjoint pixels or channels of the output.
+                    unsafe { job.part(base.get(), s.image, part) };
                 });
             }
             Cut::Rows { rows, cols } => {
@@ -555,7 +623,8 @@ impl Blocked16 {
                     };
                     let from = xs.get().wrapping_add(n * image);
                     let blocks = (0, self.out_blocks());
-                    let part = Part { images: (n, n + 1), rect, blocks, far: false, next: None };
+                    let part =
+                        Part { images: (n, n + 1), pixels: None, rect, blocks, far: false, next: None };
                     // SAFETY: the operands are readable and writable as `run` requires; the workspace has
                     // `s.image` bytes per thread, enough for the largest rectangle; rectangles are
                     // disjoint parts of the output.

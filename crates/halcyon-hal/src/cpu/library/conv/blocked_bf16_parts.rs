@@ -4,13 +4,16 @@
 use super::blocked_bf16::{Bf16Epilogue, Blocked16, PIXEL};
 #[cfg(target_arch = "x86_64")]
 use super::blocked_bf16_tile::config;
-use super::blocked_bf16_tile::{BLOCK, Bf16TileEpilogue, PIXELS, Place, Steps, Sums, finish, on_vectors};
+use super::blocked_bf16_tile::{
+    BLOCK, Bf16TileEpilogue, PIXELS, Place, Steps, Sums, finish, on_pairs, on_vectors,
+};
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::blocked_bf16_tile::{on_signed_tiles, on_tiles, on_unsigned_tiles};
 use super::blocked_int8::ByteEpilogue;
 use super::blocked_int8_tile::{self as int8, ByteTile};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::amx;
+use crate::cpu::library::gemm::product_bf16::Bf16Code;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
 use std::mem::MaybeUninit;
@@ -26,6 +29,8 @@ pub(super) struct Rect {
 #[derive(Clone, Copy)]
 pub(super) struct Part {
     pub images: (usize, usize),
+    /// A range of pixels of the rectangle, if a tile has the same pixel of several images.
+    pub pixels: Option<(usize, usize)>,
     pub rect: Rect,
     pub blocks: (usize, usize),
     /// Whether only this part reads its weights. If so, the weights are not in a cache, and the part
@@ -53,7 +58,8 @@ pub(super) struct Job<'a> {
 }
 
 /// The tiles of a part. The part has `lines` lines of `pixels` pixels each (a single line if the rows are
-/// consecutive in memory). Each line is cut into tiles of the same size.
+/// consecutive in memory). Each line is cut into tiles of the same size. If a tile has the same pixel of
+/// several images, a line is a pixel, and its `pixels` are the images.
 #[derive(Clone, Copy)]
 struct Grid {
     lines: usize,
@@ -95,12 +101,13 @@ struct Line {
 }
 
 impl Job<'_> {
-    fn grid(&self, r: Rect) -> Grid {
-        let (b, s) = (self.b, &self.b.stage);
+    fn grid(&self, p: &Part) -> Grid {
+        let (b, s, r) = (self.b, &self.b.stage, &p.rect);
         let (rows, cols) = (r.rows.1 - r.rows.0, r.cols.1 - r.cols.0);
-        let (lines, pixels, line, pitch) = match b.inner {
-            1 => (rows, cols, b.conv.window.stride[1] * s.width * s.pixel, cols),
-            _ => (1, (rows - 1) * s.width + cols, 0, s.width),
+        let (lines, pixels, line, pitch) = match (p.pixels, b.inner) {
+            (Some((first, end)), _) => (end - first, p.images.1 - p.images.0, 0, 1),
+            (None, 1) => (rows, cols, b.conv.window.stride[1] * s.width * s.pixel, cols),
+            (None, _) => (1, (rows - 1) * s.width + cols, 0, s.width),
         };
         let tiles = pixels.div_ceil(PIXELS);
         Grid { lines, pixels, line, tiles, rows: pixels.div_ceil(tiles), pitch }
@@ -114,10 +121,11 @@ impl Job<'_> {
     /// operands are valid as [`Blocked16::run`] describes; no other thread writes this part of the output.
     pub(super) unsafe fn part(&self, x: *const u8, image: usize, p: Part) {
         let b = self.b;
-        let g = self.grid(p.rect);
+        let g = self.grid(&p);
         #[cfg(target_arch = "x86_64")]
-        let _tiles = b.tiles.then(|| amx::Tiles::new(&config(g.rows, b.pairs)));
-        let all = (p.images.1 - p.images.0) * g.lines * g.tiles;
+        let _tiles = (b.code == Bf16Code::Tiles).then(|| amx::Tiles::new(&config(g.rows, b.pairs)));
+        let images = if p.pixels.is_some() { 1 } else { p.images.1 - p.images.0 };
+        let all = images * g.lines * g.tiles;
         let passes = all.div_ceil(2);
         // The weights of the next block are prefetched while this one is computed.
         let lines = b.block_weights().div_ceil(64).div_ceil(passes * b.offsets.len());
@@ -163,6 +171,13 @@ impl Job<'_> {
         let (b, g) = (self.b, &line.g);
         let n = (all - t).min(2);
         let places = [g.place(t), g.place(t + n - 1)];
+        if let Some((from, _)) = line.p.pixels {
+            let at = places.map(|(_, l, first)| {
+                let (row, col) = ((from + l) / b.conv.window.output[2], (from + l) % b.conv.window.output[2]);
+                x.wrapping_add(first * image + (row * b.stage.width + col) * PIXEL)
+            });
+            return Pair { n, places, at, pixel: image };
+        }
         let pixel = if b.inner == 1 { b.conv.window.stride[2] * b.stage.pixel } else { PIXEL };
         let at = places.map(|(n, l, first)| x.wrapping_add(n * image + l * g.line + first * pixel));
         Pair { n, places, at, pixel }
@@ -195,7 +210,7 @@ impl Job<'_> {
         // of two tiles. `done` works on the other buffer and does not use tile registers.
         unsafe {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            if b.tiles {
+            if b.code == Bf16Code::Tiles {
                 let done = || self.done(line);
                 match b.bytes {
                     None => on_tiles(&steps, &at[..pair.n], to, done),
@@ -223,11 +238,13 @@ impl Job<'_> {
         at: &[*const u8],
         (ob, to): (usize, *mut f32),
     ) {
-        // SAFETY: `on_vectors` has the contract of `pair`. The weights of bytes end with the trailer that
-        // `Blocked8::pack` wrote.
+        // SAFETY: `on_vectors` has the contract of `pair`. `vdpbf16ps` is used only if the convolution was made
+        // for it, and then this processor has it. The weights of bytes end with the trailer that `Blocked8::pack`
+        // wrote.
         unsafe {
             self.done(line);
             match &self.b.bytes {
+                None if self.b.code == Bf16Code::Pairs => on_pairs(steps, at, to),
                 None => on_vectors(self.isa, steps, at, to),
                 Some(bytes) => {
                     let all = self.b.out_blocks();
@@ -279,6 +296,14 @@ impl Job<'_> {
             None => (b.out_blocks(), ob, 0),
             Some(_) => (b.out_blocks() / 2, ob / 2, ob % 2),
         };
+        if let Some((from, _)) = p.pixels {
+            for k in 0..g.rows {
+                let at = ((p.images.0 + first + k) * blocks + of) * w.out_size() + from + line;
+                // SAFETY: `k < g.rows`; pixel `from + line` of this image belongs to the part.
+                unsafe { self.finish(1, sums.add(k * BLOCK), ob, (at, part)) };
+            }
+            return;
+        }
         let plane = ((p.images.0 + n) * blocks + of) * w.out_size();
         let cols = p.rect.cols.1 - p.rect.cols.0;
         let mut done = 0;

@@ -1,4 +1,4 @@
-//! Tests of bf16 convolution and pooling in blocks of 32 channels, on tile registers and on vectors, with
+//! Tests of bf16 convolution and pooling in blocks of 32 channels, with all instructions of this processor, with
 //! operands between guard pages. Results are compared with results in f64 of the same rounded operands.
 
 use super::blocked::Buffers;
@@ -9,7 +9,7 @@ use super::plain::Conv;
 use super::plain_tests::reference;
 use super::pool::Pool;
 use super::window::Window;
-use crate::cpu::amx;
+use crate::cpu::library::gemm::product_bf16::Bf16Code;
 use crate::cpu::library::testing::*;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, Team};
@@ -37,9 +37,9 @@ fn place(i: usize, channels: usize, size: usize, b: usize) -> usize {
     ((n * (channels / b) + c / b) * size + s) * b + c % b
 }
 
-/// The values of `tiles` to test: false, and true if this processor has tile registers for bf16.
-fn engines() -> Vec<bool> {
-    if amx::available().bf16 && Isa::best().has_bf16() { vec![false, true] } else { vec![false] }
+/// The instructions that this processor has.
+fn codes() -> Vec<Bf16Code> {
+    [Bf16Code::Wide, Bf16Code::Pairs, Bf16Code::Tiles].into_iter().filter(|c| c.runs(Isa::best())).collect()
 }
 
 /// A random convolution over whole blocks, and the number of channels of an input block (32 or 1).
@@ -74,24 +74,54 @@ fn blocked_convolutions_of_bf16_follow_f64_between_guard_pages() {
     let mut rng = Rng::new();
     for threads in [1, 2, 3] {
         let team = Team::new(threads);
-        for tiles in engines() {
+        for code in codes() {
             let mut ran = 0;
             for _ in 0..40 {
                 let (c, inner) = random(&mut rng);
-                let Some(k) = Blocked16::new(c, inner, threads, tiles) else {
+                let Some(k) = Blocked16::new(c, inner, threads, code) else {
                     assert_eq!(c.output_len(), 0, "{c:?}");
                     continue;
                 };
                 ran += 1;
-                one(&mut rng, &team, tiles, &c, inner, &k);
+                one(&mut rng, &team, code, &c, inner, &k);
             }
             assert!(ran > 20, "{ran}");
         }
     }
 }
 
-fn one(rng: &mut Rng, team: &Team, tiles: bool, c: &Conv, inner: usize, k: &Blocked16) {
-    let isa = if tiles { Isa::best() } else { Isa::available()[rng.below(Isa::available().len())] };
+/// Convolutions whose results have few pixels per image, like the gradients of weights. Their tiles have pixels of
+/// several images.
+#[test]
+fn blocked_convolutions_with_few_pixels_follow_f64_between_guard_pages() {
+    let (mut rng, mut across) = (Rng::new(), 0);
+    for threads in [1, 3] {
+        let team = Team::new(threads);
+        for code in codes() {
+            for _ in 0..12 {
+                let input = [6 + rng.below(5), 6 + rng.below(5)];
+                let (out, pad) = ([1 + rng.below(4), 1 + rng.below(4)], [rng.below(3), rng.below(3)]);
+                let step = if rng.below(4) == 0 { 2 } else { 1 };
+                let kernel = [0, 1].map(|i| (input[i] + 2 * pad[i] - out[i]) / step + 1);
+                let pads = pad.map(|p| (p as isize, p as isize));
+                let window = Window::new(&input, &kernel, &[1, 1], &[step; 2], &pads, &[1, 1]).unwrap();
+                let groups = 1 + rng.below(2);
+                let (ci, co) = (BLOCK * groups, BLOCK * groups * (1 + rng.below(2)));
+                let c = Conv::new(4 + rng.below(20), ci, co, groups, window).unwrap();
+                let k = Blocked16::new(c, BLOCK, threads, code).unwrap();
+                across += usize::from(k.is_across_images());
+                one(&mut rng, &team, code, &c, BLOCK, &k);
+            }
+        }
+    }
+    assert!(across > 4, "{across}");
+}
+
+fn one(rng: &mut Rng, team: &Team, code: Bf16Code, c: &Conv, inner: usize, k: &Blocked16) {
+    let isa = match code {
+        Bf16Code::Wide => Isa::available()[rng.below(Isa::available().len())],
+        _ => Isa::best(),
+    };
     let side = [Side::Start, Side::End][rng.below(2)];
     let (size_in, size_out) = (c.window.in_size(), c.window.out_size());
     let x = bits(&rng.vec(c.input_len()));
@@ -154,7 +184,7 @@ fn one(rng: &mut Rng, team: &Team, tiles: bool, c: &Conv, inner: usize, k: &Bloc
         let bound = 4e-6 * (slack + 2.0) + if wide { 0.0 } else { v.abs() / 256.0 };
         assert!(
             (g - v).abs() <= bound,
-            "tiles {tiles}, {} threads {c:?} {i}: {g} for {v} within {bound}",
+            "{code:?}, {} threads {c:?} {i}: {g} for {v} within {bound}",
             team.threads()
         );
     }
@@ -175,10 +205,10 @@ fn blocked_convolutions_of_bf16_are_the_same_on_any_number_of_threads() {
         let window = Window::new(&[size, size], &k2, &s2, &[1, 1], &[p, p], &[1, 1]).unwrap();
         let c = Conv::new(n, ci * BLOCK, co * BLOCK, 1, window).unwrap();
         let (x, w) = (bits(&rng.vec(c.input_len())), bits(&rng.vec(c.weight_len())));
-        for tiles in engines() {
+        for code in codes() {
             let run = |threads: usize| {
                 let team = Team::new(threads);
-                let k = Blocked16::new(c, BLOCK, threads, tiles).unwrap();
+                let k = Blocked16::new(c, BLOCK, threads, code).unwrap();
                 let mut packed = vec![0x7fc0u16; k.weights() / 2];
                 let mut work = vec![0xffu8; k.workspace()];
                 let mut y = vec![0x7fc0u16; c.output_len()];
@@ -209,8 +239,8 @@ fn values_that_are_not_finite_stay_where_they_belong() {
         let pad = (1, 1);
         let window = Window::new(&[13, 11], &[3, 3], &[1, 1], &[1, 1], &[pad, pad], &[1, 1]).unwrap();
         let c = Conv::new(1, ci, BLOCK, 1, window).unwrap();
-        for tiles in engines() {
-            let k = Blocked16::new(c, inner, 2, tiles).unwrap();
+        for code in codes() {
+            let k = Blocked16::new(c, inner, 2, code).unwrap();
             let mut x = bits(&rng.vec(c.input_len()));
             let (row, col, channel) = (rng.below(13), rng.below(11), rng.below(ci));
             x[(channel * 13 + row) * 11 + col] = bf16::NAN.to_bits();
@@ -229,11 +259,7 @@ fn values_that_are_not_finite_stay_where_they_belong() {
             for (i, v) in y.iter().enumerate() {
                 let (r, q) = (i / BLOCK / 11, i / BLOCK % 11);
                 let reads = r.abs_diff(row) <= 1 && q.abs_diff(col) <= 1;
-                assert_eq!(
-                    bf16::from_bits(*v).is_nan(),
-                    reads,
-                    "tiles {tiles} {inner} {r} {q}, at {row} {col}"
-                );
+                assert_eq!(bf16::from_bits(*v).is_nan(), reads, "{code:?} {inner} {r} {q}, at {row} {col}");
             }
         }
     }

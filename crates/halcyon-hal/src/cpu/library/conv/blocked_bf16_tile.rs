@@ -19,6 +19,7 @@ pub(crate) const HALF: usize = 1024;
 pub(crate) struct Sums(pub [f32; 2 * PIXELS * BLOCK]);
 
 /// The operands of one sum over all steps (taps of input channel blocks).
+#[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
 pub(crate) struct Steps<'a> {
     /// For each step, the offset in bytes from a pixel to what the step reads.
@@ -170,9 +171,26 @@ pub(crate) const fn config(rows: usize, pairs: usize) -> crate::cpu::amx::TileCo
     crate::cpu::amx::TileConfig::new([c, c, c, c, a, a, b, b])
 }
 
+/// The sums of [`on_tiles`] with `vdpbf16ps`.
+///
+/// # Safety
+/// For every pixel of the tiles, `4 * s.pairs` bytes are readable at every step's offset; `s.w` holds the
+/// weights of all steps. `sums` is writable for `s.rows * BLOCK` floats per tile. The processor has AVX512_BF16.
+pub(crate) unsafe fn on_pairs(s: &Steps<'_>, x: &[*const u8], sums: *mut f32) {
+    #[cfg(target_arch = "x86_64")]
+    for (t, x) in x.iter().enumerate() {
+        // SAFETY: this function has the contract of `pairs` for each tile.
+        unsafe { x86::pairs(s, *x, sums.add(t * s.rows * BLOCK)) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    unreachable!(
+        "no convolution is made for instructions that this processor does not have: {s:?} {x:?} {sums:?}"
+    );
+}
+
 dispatch_simd! {
-    /// The sums of [`on_tiles`] with f32 vectors, for tests. (Calls on processors without tile registers for
-    /// bf16 are declined.) This function adds the products of one channel at a time.
+    /// The sums of [`on_tiles`] with f32 vectors, for tests. (Calls on processors on which bf16 products are
+    /// not faster than f32 products are declined.) This function adds the products of one channel at a time.
     ///
     /// # Safety
     /// For every pixel of the tiles, `4 * s.pairs` bytes are readable at every step's offset; `s.w` holds the
@@ -347,9 +365,84 @@ unsafe fn store<S: Simd>(v: S::V, y: Place) {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{Activation, BLOCK, Bf16TileEpilogue};
+    use super::{Activation, BLOCK, Bf16TileEpilogue, HALF, PIXELS, Steps};
     use std::arch::x86_64::*;
     use std::mem::transmute;
+
+    /// Pixels whose sums are in registers together: each has two registers of sums, and two hold weights.
+    const MOST: usize = 8;
+    /// Steps whose weights stay in the first-level cache (16 KiB) while all groups of pixels use them.
+    const NEAR: usize = 8;
+
+    /// The sums of one tile of pixels.
+    ///
+    /// # Safety
+    /// For every pixel of the tile, `4 * s.pairs` bytes are readable from `x` at every step's offset; `s.w`
+    /// holds the weights of all steps. `sums` is writable for `s.rows * BLOCK` floats. The processor has
+    /// AVX512_BF16.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    pub(crate) unsafe fn pairs(s: &Steps<'_>, x: *const u8, sums: *mut f32) {
+        debug_assert!(s.rows <= PIXELS);
+        // Groups of equal size keep enough sums in progress to hide the latency of the instruction.
+        let groups = s.rows.div_ceil(MOST);
+        for (k, offsets) in s.offsets.chunks(NEAR).enumerate() {
+            let s = Steps { offsets, w: s.w.wrapping_add(k * NEAR * 2 * HALF), ..*s };
+            for g in 0..groups {
+                let (first, end) = (s.rows * g / groups, s.rows * (g + 1) / groups);
+                let (x, sums) = (x.wrapping_add(first * s.pixel), sums.wrapping_add(first * BLOCK));
+                let f = match end - first {
+                    1 => group::<1>,
+                    2 => group::<2>,
+                    3 => group::<3>,
+                    4 => group::<4>,
+                    5 => group::<5>,
+                    6 => group::<6>,
+                    7 => group::<7>,
+                    _ => group::<MOST>,
+                };
+                // SAFETY: these pixels belong to the tile, and this function has the contract of `group`.
+                unsafe { f(&s, x, sums, k > 0) };
+            }
+        }
+    }
+
+    /// The sums of `R` pixels, which are added to those at `sums` if `more`.
+    ///
+    /// # Safety
+    /// The contract of [`pairs`] for `R` pixels from `x`. If `more`, `sums` is initialised.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn group<const R: usize>(s: &Steps<'_>, x: *const u8, sums: *mut f32, more: bool) {
+        // SAFETY: by contract each of the `R` pixels has `s.pairs` pairs at every offset, and `s.w` has two
+        // vectors of weights per pair and step; `sums` has two vectors per pixel.
+        unsafe {
+            let bits = |v: __m512i| transmute::<__m512i, __m512bh>(v);
+            let mut acc = [[_mm512_setzero_ps(); 2]; R];
+            if more {
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    *acc = [0, 16].map(|c| _mm512_loadu_ps(sums.add(r * BLOCK + c)));
+                }
+            }
+            let mut w = s.w;
+            for offset in s.offsets {
+                let x = x.wrapping_offset(*offset);
+                for i in 0..s.pairs {
+                    let w = [w.add(64 * i), w.add(HALF + 64 * i)]
+                        .map(|w| bits(_mm512_loadu_si512(w as *const __m512i)));
+                    for (r, acc) in acc.iter_mut().enumerate() {
+                        let pair = (x.add(r * s.pixel + 4 * i) as *const i32).read_unaligned();
+                        let pair = bits(_mm512_set1_epi32(pair));
+                        *acc = [0, 1].map(|h| _mm512_dpbf16_ps(acc[h], w[h], pair));
+                    }
+                }
+                w = w.add(2 * HALF);
+            }
+            for (r, acc) in acc.iter().enumerate() {
+                _mm512_storeu_ps(sums.add(r * BLOCK), acc[0]);
+                _mm512_storeu_ps(sums.add(r * BLOCK + 16), acc[1]);
+            }
+        }
+    }
 
     /// [`super::finish`] with AVX512_BF16. `RES`: the residual is absent (0), bf16 (1) or f32 (2). `WIDE`:
     /// the output is f32.

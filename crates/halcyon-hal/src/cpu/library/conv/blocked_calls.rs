@@ -10,6 +10,7 @@ use super::plain::Conv;
 use super::window::Window;
 use crate::cpu::library::calls::{dense, pool_kind, pool_window, reason};
 use crate::cpu::library::epilogue::{BoundChain, EpilogueChain};
+use crate::cpu::library::gemm::product_bf16::Bf16Code;
 use crate::cpu::library::simd::lanes;
 use crate::cpu::library::{CpuKernel, Run};
 use crate::cpu::sys::Isa;
@@ -142,7 +143,7 @@ pub(crate) fn conv(
 /// The kernel of a bf16 convolution in blocks of 32 channels.
 #[derive(Clone, Debug)]
 enum Kernel16 {
-    Tiles(Blocked16),
+    Products(Blocked16),
     Vectors(Depthwise16),
 }
 
@@ -150,7 +151,7 @@ impl Kernel16 {
     /// Size of the packed weights in bytes.
     fn weights(&self) -> usize {
         match self {
-            Kernel16::Tiles(k) => k.weights(),
+            Kernel16::Products(k) => k.weights(),
             Kernel16::Vectors(k) => k.weights() * size_of::<f32>(),
         }
     }
@@ -165,7 +166,7 @@ impl Kernel16 {
         // require.
         unsafe {
             match self {
-                Kernel16::Tiles(k) => k.pack(team, from, to as *mut u16),
+                Kernel16::Products(k) => k.pack(team, from, to as *mut u16),
                 Kernel16::Vectors(k) => k.pack(from, to as *mut f32),
             }
         }
@@ -184,12 +185,13 @@ fn conv16(
 ) -> Result<CpuKernel, Declined> {
     let no = |why: &str| Err(Declined::because(why.to_string()));
     if !super::blocked_bf16::available(isa) {
-        return no("this processor has no tile registers for bf16");
+        return no("this processor has no bf16 products that are faster than f32 products");
     }
+    let code = Bf16Code::best(isa);
     let (x, w, y) = (&call.inputs[0], &call.inputs[1], &call.outputs[0]);
     let k = match Depthwise16::new(conv).filter(|_| inner == BLOCK) {
         Some(k) => Some(Kernel16::Vectors(k)),
-        None => Blocked16::new(conv, inner, threads, true).map(Kernel16::Tiles),
+        None => Blocked16::new(conv, inner, threads, code).map(Kernel16::Products),
     };
     let Some(k) = k.filter(|_| out[4] == BLOCK) else {
         return no("the channels do not fill whole blocks of 32");
@@ -213,7 +215,7 @@ fn conv16(
     let packed = call.packed.is_some();
     let own = if packed { 0 } else { k.weights().next_multiple_of(64) };
     let (isa_name, room) = match &k {
-        Kernel16::Tiles(k) => ("amx-bf16", k.workspace()),
+        Kernel16::Products(k) => (code.name(), k.workspace()),
         Kernel16::Vectors(_) => (isa.name(), 0),
     };
     let name = format!("cpu.conv_blocked16.{isa_name}{}", if packed { ".packed" } else { "" });
@@ -225,7 +227,7 @@ fn conv16(
         // SAFETY: `CpuKernel::run` has checked that the dense operands, the output and the workspace lie in
         // their buffers, and that output and workspace share no buffer with another operand; sizes were
         // checked above. `w` holds weights that `pack` wrote, either just above or before the device bound
-        // them. `available` has checked for tile registers.
+        // them. `Bf16Code::best` has chosen instructions that this processor has.
         unsafe {
             let w = if packed {
                 r.bufs[1].ptr as *const u8
@@ -234,7 +236,7 @@ fn conv16(
                 work as *const u8
             };
             match &kernel {
-                Kernel16::Tiles(k) => {
+                Kernel16::Products(k) => {
                     let buffers = Buffers { x, w: w as *const u16, y, work: work.wrapping_add(own) };
                     k.run(r.team, isa, buffers, after);
                 }

@@ -23,6 +23,7 @@ use super::blocked_bf16_parts::After;
 use super::blocked_bf16_tile::{BLOCK as HALF_BLOCK, HALF};
 use super::blocked_tile::Activation;
 use super::plain::Conv;
+use crate::cpu::library::gemm::product_bf16::Bf16Code;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -127,7 +128,8 @@ impl Blocked8 {
         }
         let pairs = Conv { c_in: conv.c_in / 2, ..conv };
         let bytes = Bytes { engine, signed };
-        let parts = Blocked16::with(pairs, HALF_BLOCK, threads, engine == Engine::Tiles, Some(bytes))?;
+        let code = if engine == Engine::Tiles { Bf16Code::Tiles } else { Bf16Code::Wide };
+        let parts = Blocked16::with(pairs, HALF_BLOCK, threads, code, Some(bytes))?;
         Some(Blocked8 { conv, parts })
     }
 
