@@ -229,7 +229,10 @@ impl Rules for PoolGrad<'_> {
         Rounding::OfLargest { units: 8.0 }
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
-        MixedRole::Wide
+        // If windows do not overlap, each element gets the gradient of at most one window, so nothing is summed.
+        let separate = self.0.kernel.iter().zip(&self.0.stride).all(|(k, s)| s >= k)
+            && self.0.dilation.iter().all(|d| *d == 1);
+        if self.0.kind == PoolKind::Max && separate { MixedRole::Follows } else { MixedRole::Wide }
     }
     fn restride(&self, _: &[usize]) -> Option<Restride> {
         None

@@ -4,6 +4,8 @@
 //! A value read by such an op is rounded and stored once in the half type; its other readers widen it again,
 //! so memory holds only one form. (An output is stored in f32 as well.) Ops that only move elements (views,
 //! concatenation, gathers, maximum pools) pass the half type on, and so do average pools, which sum in f32.
+//! In bf16, a pool also takes the half type if it reads the result of a product, possibly after element-wise
+//! ops. So does the gradient of its maximum, if windows do not overlap.
 //! Element-wise arithmetic, sums, and composites that the target does not run in the half type compute in
 //! f32. Constants that are read in the half type are rounded here; biases, scales of norms and attention
 //! masks stay in f32. Values of other dtypes are not changed, and inputs, outputs and states keep their
@@ -264,6 +266,8 @@ enum Kind {
     Whole,
     /// Passes on the half type of its operands: it moves their elements, or averages them.
     Moves,
+    /// Takes the half type if its first operand is stored in that type only.
+    Follows,
     Other,
 }
 
@@ -338,6 +342,7 @@ impl<'a> Pass<'a> {
                 Kind::Other
             }
             MixedRole::Moves { .. } => Kind::Moves,
+            MixedRole::Follows if self.low_type == DType::BF16 => Kind::Follows,
             _ => Kind::Other,
         }
     }
@@ -428,11 +433,34 @@ impl<'a> Pass<'a> {
                     }
                     _ => continue,
                 },
-                Kind::Moves if self.asked[id.index()] => Self::moved_operands(n).into_vec(),
+                Kind::Moves if self.asked[id.index()] || self.pools_a_product(n) => {
+                    self.asked[id.index()] = true;
+                    Self::moved_operands(n).into_vec()
+                }
                 _ => continue,
             };
             reads.iter().for_each(|i| self.asked[i.index()] = true);
         }
+    }
+
+    /// Whether the op pools a product's result in bf16, possibly after element-wise ops. The image is then stored
+    /// in bf16, because it is larger than the pooled one and its product has been rounded anyway. In f16 it is
+    /// not, because its range has not been checked on a sample.
+    fn pools_a_product(&self, n: &Node) -> bool {
+        /// Element-wise ops between the product and the pool.
+        const BETWEEN: usize = 6;
+        if self.low_type != DType::BF16 || !matches!(n.op, Op::Pool(_)) {
+            return false;
+        }
+        let mut at = vec![n.inputs[0]];
+        for _ in 0..=BETWEEN {
+            if at.iter().any(|x| matches!(self.kind(*x), Kind::Product)) {
+                return true;
+            }
+            let ops = at.iter().map(|x| self.g.node(*x)).filter(|n| matches!(n.op, Op::Scalar(_)));
+            at = ops.flat_map(|n| n.inputs.iter().copied()).collect();
+        }
+        false
     }
 
     /// Whether a composite has a result of the half type: always, or if the result is read in that type and
@@ -499,6 +527,7 @@ impl<'a> Pass<'a> {
             Kind::Moves => {
                 asked || Self::moved_operands(n).iter().all(|i| self.is_low(*i) && self.r.get(*i).is_err())
             }
+            Kind::Follows => self.is_low(n.inputs[0]) && self.r.get(n.inputs[0]).is_err(),
             Kind::Other => false,
         };
         if carries {
@@ -542,7 +571,7 @@ impl<'a> Pass<'a> {
         for (k, i) in n.inputs.iter().enumerate() {
             inputs.push(if rounds(k) { self.half_form(*i)? } else { self.own_form(*i)? });
         }
-        self.ops += usize::from(!matches!(kind, Kind::Moves));
+        self.ops += usize::from(!matches!(kind, Kind::Moves | Kind::Follows));
         let op = match (&n.op, whole) {
             (_, Some(w)) => Op::Composite(w.composite),
             (op, _) => op.with_fill(|v| v.cast(self.low_type))?,

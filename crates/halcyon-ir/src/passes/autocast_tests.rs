@@ -438,3 +438,39 @@ fn the_operands_that_an_op_moves_need_not_be_the_first() {
     let y = g.concat(&[x, u], 0).unwrap();
     assert_eq!(moved(&g, y), [x, u]);
 }
+
+#[test]
+fn a_pool_of_a_products_result_takes_bf16() {
+    let of = |product: bool| {
+        let mut n = Net::new();
+        let x = n.input(&[2, 3, 6, 6]);
+        let x = if product { conv(&mut n, x, 4) } else { x };
+        let x = relu(&mut n, x);
+        let pool = Pool {
+            kind: PoolKind::Max,
+            kernel: [2, 2].into_iter().collect(),
+            stride: [2, 2].into_iter().collect(),
+            pad: [(0, 0), (0, 0)].into_iter().collect(),
+            dilation: [1, 1].into_iter().collect(),
+        };
+        let y = n.g.pool(x, pool).unwrap();
+        // The reader needs f32.
+        let y = n.g.scalar(ScalarOp::Exp, &[y]).unwrap();
+        // Another product, so that the pass rewrites the graph in both cases.
+        let z = n.input(&[4, 4]);
+        let w = n.weight(&[4, 4], 4);
+        let z = n.g.matmul(z, w).unwrap();
+        n.g.output("y", y);
+        n.g.output("z", z);
+        n
+    };
+    let low =
+        |n: &Net, dtype| run(&n.g, dtype, KeptInF32::default(), &MixedOps::default(), &|_| true).unwrap().0;
+    let n = of(true);
+    let h = low(&n, DType::BF16);
+    assert_eq!(types(&h, "max_pool"), [DType::BF16], "{h}");
+    assert!(n.error(&h) < 2e-2);
+    // The range of the image in f16 is unknown.
+    assert_eq!(types(&low(&n, DType::F16), "max_pool"), [DType::F32]);
+    assert_eq!(types(&low(&of(false), DType::BF16), "max_pool"), [DType::F32]);
+}

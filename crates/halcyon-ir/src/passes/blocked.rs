@@ -126,8 +126,11 @@ impl Pass<'_> {
             Op::Composite(c) if c.kind == CompositeKind::ByteConv => self.conv_of_bytes(id, n, c)?,
             Op::Scalar(_) | Op::Cast => self.element_wise(id, n)?,
             Op::Pool(_) => self.pool(n)?,
+            Op::PoolGrad(_) => self.pool_grad(n)?,
             Op::Concat { axis } => self.concat(id, n, *axis)?,
-            Op::Reduce { axes, keep, .. } if axes[..] == [2, 3] => self.reduce(id, n, *keep)?,
+            Op::Reduce { axes, keep, .. } if matches!(axes[..], [2, 3] | [0, 2, 3]) => {
+                self.reduce(id, n, *keep)?
+            }
             _ => None,
         };
         match made {
@@ -217,22 +220,22 @@ impl Pass<'_> {
         Ok(x)
     }
 
-    /// A composite of this kind over blocked images, if the target claims it. If `plain` is given, the first
-    /// operand is blocked, and `body` gets it in this plain shape.
+    /// A composite of this kind over blocked images, if the target claims it. The first operands are blocked,
+    /// and `body` gets them in these plain shapes.
     fn composite(
         &mut self,
         kind: CompositeKind,
         x: &[NodeId],
-        plain: Option<&Shape>,
+        plain: &[&Shape],
         block: usize,
         body: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>,
     ) -> Result<Option<NodeId>> {
         let before = self.r.new.nodes().len();
         let y = self.r.new.composite(kind, Attrs::new(), x, |g, x| {
             let mut x = x.to_vec();
-            if let Some(shape) = plain {
-                x[0] = g.permute(x[0], &[0, 1, 4, 2, 3])?;
-                x[0] = g.reshape(x[0], shape.clone())?;
+            for (x, shape) in x.iter_mut().zip(plain) {
+                *x = g.permute(*x, &[0, 1, 4, 2, 3])?;
+                *x = g.reshape(*x, (*shape).clone())?;
             }
             let y = body(g, &x)?;
             let d = g.shape(y).dims()?;
@@ -284,7 +287,7 @@ impl Pass<'_> {
         if let (Some(d), Some(_)) = (self.image(x, BYTE_BLOCK), self.image(id, BYTE_BLOCK)) {
             let (shape, image) = (self.g.shape(x).clone(), self.blocked_form(x, d, BYTE_BLOCK)?);
             let kind = CompositeKind::BlockedConv;
-            let made = self.composite(kind, &[image, weights], Some(&shape), BYTE_BLOCK, |g, x| {
+            let made = self.composite(kind, &[image, weights], &[&shape], BYTE_BLOCK, |g, x| {
                 byte_conv_body(g, x[0], x[1], attrs.clone())
             })?;
             if let Some(y) = made {
@@ -316,8 +319,8 @@ impl Pass<'_> {
         let weights = self.plain(w)?;
         let shape = self.g.shape(x).clone();
         let (operand, plain) = match self.image(x, block) {
-            Some(d) => (self.blocked_form(x, d, block)?, Some(&shape)),
-            None => (self.plain(x)?, None),
+            Some(d) => (self.blocked_form(x, d, block)?, &[&shape][..]),
+            None => (self.plain(x)?, &[][..]),
         };
         let mut operands = [operand, weights];
         if n.ty.dtype != dtype {
@@ -335,9 +338,24 @@ impl Pass<'_> {
             return Ok(None);
         };
         let shape = self.g.shape(n.inputs[0]).clone();
-        let y = self.composite(CompositeKind::BlockedPool, &[x], Some(&shape), block, |g, x| {
+        let y = self.composite(CompositeKind::BlockedPool, &[x], &[&shape], block, |g, x| {
             g.pool(x[0], attrs.clone())
         })?;
+        Ok(y.map(|y| (y, block)))
+    }
+
+    /// The gradient of a pool whose input is blocked.
+    fn pool_grad(&mut self, n: &Node) -> Result<Option<Made>> {
+        let Some((_, block)) = self.blocked.get(&n.inputs[0]).copied() else { return Ok(None) };
+        let Some(images) = n.inputs.iter().map(|i| self.image(*i, block)).collect::<Option<Vec<_>>>() else {
+            return Ok(None);
+        };
+        let all = n.inputs.iter().zip(images);
+        let x = all.map(|(i, d)| self.blocked_form(*i, d, block)).collect::<Result<Vec<_>>>()?;
+        let shapes: Vec<Shape> = n.inputs.iter().map(|i| self.g.shape(*i).clone()).collect();
+        let plain: Vec<&Shape> = shapes.iter().collect();
+        let y = self
+            .composite(CompositeKind::BlockedPool, &x, &plain, block, |g, x| g.push(n.op.clone(), x, None))?;
         Ok(y.map(|y| (y, block)))
     }
 
@@ -363,13 +381,14 @@ impl Pass<'_> {
         Ok(Some((self.r.new.concat(&x, axis)?, block)))
     }
 
-    /// A reduction over the whole image. It leaves one pixel (`keep`) or no spatial axes.
+    /// A reduction over the whole image, or over all images. It leaves one pixel (`keep`) or no spatial axes.
     fn reduce(&mut self, id: NodeId, n: &Node, keep: bool) -> Result<Option<Made>> {
-        let (Op::Reduce { kind, .. }, Some((x, block))) = (&n.op, self.blocked.get(&n.inputs[0]).copied())
+        let (Op::Reduce { kind, axes, .. }, Some((x, block))) =
+            (&n.op, self.blocked.get(&n.inputs[0]).copied())
         else {
             return Ok(None);
         };
-        let y = self.r.new.reduce(*kind, x, &[2, 3], keep)?;
+        let y = self.r.new.reduce(*kind, x, axes, keep)?;
         if keep {
             return Ok(Some((y, block)));
         }

@@ -5,7 +5,9 @@ use super::blocked_bf16::{Bf16Epilogue, Blocked16};
 use super::blocked_bf16_tile::BLOCK;
 use super::blocked_bf16_vector::{Depthwise16, pool as pool16};
 use super::blocked_int8_calls::conv8;
+use super::blocked_max_grad::MaxGrad;
 use super::blocked_tile::{Activation, pool as pool_tiles};
+use super::max_grad::is_separate;
 use super::plain::Conv;
 use super::window::Window;
 use crate::cpu::library::calls::{dense, pool_kind, pool_window, reason};
@@ -19,7 +21,7 @@ use crate::library_call::CallForm;
 use crate::{Declined, reach};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::fused::AffineActivation;
-use halcyon_ir::ops::Op;
+use halcyon_ir::ops::{Op, Pool, PoolKind};
 use halcyon_ir::target::Epilogue;
 use halcyon_ir::{DType, ScalarOp};
 
@@ -349,8 +351,11 @@ impl Simple {
     }
 }
 
-/// Pooling in the blocked layout.
+/// Pooling in the blocked layout, or its gradient.
 pub(crate) fn pool(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
+    if let Op::PoolGrad(p) = inner(c)? {
+        return pool_grad(isa, call, p);
+    }
     let ([x], [y]) = (call.inputs, call.outputs) else {
         return Err(Declined::because("one operand and one result are needed"));
     };
@@ -389,4 +394,43 @@ pub(crate) fn pool(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
         // of the size checked above, shares no buffer with it.
         unsafe { pool_tiles(r.team, isa, kind, planes, &window, x, y) }
     })
+}
+
+/// The gradient of max pooling in the blocked layout, for windows that do not overlap. The operands are x, y and
+/// dy; y is not read.
+fn pool_grad(isa: Isa, call: &CallForm<'_>, p: &Pool) -> Result<CpuKernel, Declined> {
+    let ([x, _, dy], [dx]) = (call.inputs, call.outputs) else {
+        return Err(Declined::because("three operands and one result are needed"));
+    };
+    dense(call, &[0, 2])?;
+    let no = |why: &str| Err(Declined::because(why.to_string()));
+    let [n, cb, h, v, b] = x.view.shape[..] else { return no("an image in blocks is needed") };
+    let window = pool_window(p, &[h, v])?;
+    if p.kind != PoolKind::Max || !is_separate(&window) {
+        return no("max pooling over windows that do not overlap is needed");
+    }
+    let planes = n * cb;
+    if x.view.numel() != dx.view.numel() || planes * window.out_size() * b != dy.view.numel() {
+        return no("the sizes of the operands and of the result do not match");
+    }
+    let Some(grad) = MaxGrad::new(planes, b, window) else {
+        return no("blocks of 4, 8, 16 or 32 channels are needed");
+    };
+    let (xv, gv) = (x.view.clone(), dy.view.clone());
+    let name = format!("cpu.max_pool_grad_blocked.{}", isa.name());
+    match [x.dtype, dy.dtype, dx.dtype] {
+        [DType::F32, DType::F32, DType::F32] => CpuKernel::new(name, call, move |r| {
+            let (x, g) = (r.ptr::<f32>(0, &xv), r.ptr::<f32>(2, &gv));
+            // SAFETY: `CpuKernel::run` has checked that the dense operands and the output lie in their buffers
+            // and do not overlap; the sizes were checked above.
+            unsafe { grad.run(r.team, isa, x, g, r.bufs[3].ptr as *mut f32) }
+        }),
+        [DType::BF16, DType::BF16, DType::BF16] => CpuKernel::new(name, call, move |r| {
+            let (x, g) = (r.ptr::<u16>(0, &xv), r.ptr::<u16>(2, &gv));
+            // SAFETY: `CpuKernel::run` has checked that the dense operands and the output lie in their buffers
+            // and do not overlap; the sizes were checked above.
+            unsafe { grad.run(r.team, isa, x, g, r.bufs[3].ptr as *mut u16) }
+        }),
+        _ => no("f32 or bf16 is needed"),
+    }
 }

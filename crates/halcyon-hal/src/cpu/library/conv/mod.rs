@@ -13,6 +13,7 @@ mod blocked_int8_calls;
 #[cfg(test)]
 mod blocked_int8_tests;
 mod blocked_int8_tile;
+mod blocked_max_grad;
 #[cfg(test)]
 mod blocked_tests;
 mod blocked_tile;
