@@ -348,3 +348,44 @@ fn a_residual_block_in_bf16_is_one_step_per_convolution() {
     assert_eq!(text.matches("conv_blocked16").count(), 5, "{plan}");
     assert_eq!(text.matches("pool_blocked16").count(), 1, "{plan}");
 }
+
+/// The gradient of max pooling, and the sum of gradients over all images (the gradient of a bias), stay in blocks.
+#[test]
+fn gradients_of_pools_and_biases_stay_in_blocks() {
+    let mut n = Net::new("gradients");
+    let x = n.input(&[6, 3, 14, 14]);
+    let wrt =
+        [n.input(&[32, 3, 3, 3]), n.input(&[1, 32, 1, 1]), n.input(&[64, 32, 3, 3]), n.input(&[1, 64, 1, 1])];
+    let [w1, b1, w2, b2] = wrt;
+    let mut y = x;
+    for (w, b) in [(w1, b1), (w2, b2)] {
+        y = n.g.conv(y, w, Conv::new(2)).unwrap();
+        y = n.g.add(y, b).unwrap();
+        y = n.g.relu(y).unwrap();
+    }
+    let two = |v: usize| [v; 2].into_iter().collect();
+    let pad = [(0, 0); 2].into_iter().collect();
+    let pool = Pool { kind: PoolKind::Max, kernel: two(2), stride: two(2), pad, dilation: two(1) };
+    let y = n.g.pool(y, pool).unwrap();
+    let seed = n.input(&[6, 64, 5, 5]);
+    let grads = halcyon::ir::grad::gradients(&mut n.g, y, &wrt, Some(seed)).unwrap();
+    for (k, d) in grads.into_iter().enumerate() {
+        n.g.output(&format!("d{k}"), d.unwrap());
+    }
+    let want = n.run(&cpu(Level::O0, &[]));
+    // Where two elements of a window are nearly equal, rounding may decide which of them gets the gradient. So
+    // the sums of the squared differences are compared.
+    let error = |got: &[ConstData], k: usize| {
+        let all = |d: &ConstData| d.to_vec::<f32>().into_iter().map(f64::from).collect::<Vec<f64>>();
+        let (a, b) = (all(&got[k]), all(&want[k]));
+        let squares = |v: &mut dyn Iterator<Item = f64>| v.map(|v| v * v).sum::<f64>();
+        (squares(&mut a.iter().zip(&b).map(|(a, b)| a - b)) / squares(&mut b.iter().copied())).sqrt()
+    };
+    for (b, bound) in [(cpu(Level::O2, &[]), 1e-3), (mixed(&[]), 0.1)] {
+        let (got, plan) = (n.run(&b), n.plan(&b).to_string());
+        for k in 0..4 {
+            assert!(error(&got, k) < bound, "output {k}: {}\n{plan}", error(&got, k));
+        }
+        assert_eq!(plan.matches("max_pool_grad_blocked").count(), 1, "{plan}");
+    }
+}
