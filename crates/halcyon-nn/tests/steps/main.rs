@@ -473,7 +473,7 @@ fn gpt_mini_with_and_without_checkpoints() {
         }
         times.sort_by(f64::total_cmp);
         println!(
-            "checkpointed {checkpointed}, budget {budget:?}: scratch {} MB, {:.2} s, {} parts",
+            "checkpointed {checkpointed}, budget {budget:?}: scratch {} MiB, {:.2} s, {} parts",
             (fit.activations + fit.workspace) >> 20,
             times[1],
             step.recomputed_parts()
