@@ -71,7 +71,7 @@ impl ConstData {
 
     /// Copies `values` into a tensor of the element type's dtype.
     pub fn from_slice<T: Element>(dims: &[usize], values: &[T]) -> Result<ConstData> {
-        ConstData::from_scalars(T::DTYPE, dims, values.iter().map(|v| v.to_scalar()))
+        ConstData::new(T::DTYPE, dims, Arc::new(T::write_all(values)))
     }
 
     /// Casts each value to `dtype` by the rules of [`Scalar::cast`]. Unused bits of the last byte are zero.
@@ -203,6 +203,8 @@ mod tests {
             let odd = Odd([&[7], c.bytes()].concat());
             let c = ConstData::new(T::DTYPE, &[2, 2], Arc::new(odd)).unwrap();
             let each: Vec<T> = c.scalars().map(T::from_scalar).collect();
+            let written = ConstData::from_slice(&[2, 2], &each).unwrap();
+            assert_eq!((written.bytes(), written.dtype), (c.bytes(), T::DTYPE));
             assert_eq!((c.to_vec::<T>(), each.len()), (each, 4), "{}", T::DTYPE);
         }
         check::<bool>([0.0, 1.0, 1.0, 0.0]);

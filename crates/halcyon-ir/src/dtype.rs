@@ -457,6 +457,8 @@ pub trait Element: Copy + Send + Sync + 'static {
     fn from_scalar(s: Scalar) -> Self;
     /// The elements in little-endian bytes, which may begin at any address.
     fn read_all(bytes: &[u8]) -> Vec<Self>;
+    /// The little-endian bytes of the elements. Floats keep their bits.
+    fn write_all(values: &[Self]) -> Vec<u8>;
 }
 
 /// Optimised builds copy the bytes as a block, except for bools.
@@ -464,30 +466,38 @@ fn elements<const N: usize, T>(bytes: &[u8], one: impl Fn([u8; N]) -> T) -> Vec<
     bytes.as_chunks::<N>().0.iter().map(|b| one(*b)).collect()
 }
 
+/// The bytes of the elements. Optimised builds copy them as a block.
+fn bytes<const N: usize, T: Copy>(values: &[T], one: impl Fn(T) -> [u8; N]) -> Vec<u8> {
+    let mut b = vec![0; N * values.len()];
+    b.as_chunks_mut::<N>().0.iter_mut().zip(values).for_each(|(b, v)| *b = one(*v));
+    b
+}
+
 macro_rules! element {
-    ($($t:ty => $d:ident, |$s:ident| $from:expr, |$x:ident| $to:expr, $read:expr;)*) => {$(
+    ($($t:ty => $d:ident, |$s:ident| $from:expr, |$x:ident| $to:expr, $read:expr, $write:expr;)*) => {$(
         impl Element for $t {
             const DTYPE: DType = DType::$d;
             fn to_scalar(self) -> Scalar { let $x = self; $to }
             fn from_scalar($s: Scalar) -> Self { $from }
             fn read_all(bytes: &[u8]) -> Vec<Self> { elements(bytes, $read) }
+            fn write_all(values: &[Self]) -> Vec<u8> { bytes(values, $write) }
         }
     )*};
 }
 element! {
-    bool => Bool, |s| s.as_bool(), |x| Scalar::Bool(x), |b: [u8; 1]| b != [0];
-    u8 => U8, |s| s.as_i64() as u8, |x| Scalar::U(x as u64), u8::from_le_bytes;
-    u16 => U16, |s| s.as_i64() as u16, |x| Scalar::U(x as u64), u16::from_le_bytes;
-    u32 => U32, |s| s.as_i64() as u32, |x| Scalar::U(x as u64), u32::from_le_bytes;
-    u64 => U64, |s| match s { Scalar::U(u) => u, s => s.as_i64() as u64 }, |x| Scalar::U(x), u64::from_le_bytes;
-    i8 => I8, |s| s.as_i64() as i8, |x| Scalar::I(x as i64), i8::from_le_bytes;
-    i16 => I16, |s| s.as_i64() as i16, |x| Scalar::I(x as i64), i16::from_le_bytes;
-    i32 => I32, |s| s.as_i64() as i32, |x| Scalar::I(x as i64), i32::from_le_bytes;
-    i64 => I64, |s| s.as_i64(), |x| Scalar::I(x), i64::from_le_bytes;
-    half::f16 => F16, |s| f16_of(s.as_f64()), |x| Scalar::F(x.to_f64()), half::f16::from_le_bytes;
-    half::bf16 => BF16, |s| bf16_of(s.as_f64()), |x| Scalar::F(x.to_f64()), half::bf16::from_le_bytes;
-    f32 => F32, |s| s.as_f64() as f32, |x| Scalar::F(x as f64), f32::from_le_bytes;
-    f64 => F64, |s| s.as_f64(), |x| Scalar::F(x), f64::from_le_bytes;
+    bool => Bool, |s| s.as_bool(), |x| Scalar::Bool(x), |b: [u8; 1]| b != [0], |b| [u8::from(b)];
+    u8 => U8, |s| s.as_i64() as u8, |x| Scalar::U(x as u64), u8::from_le_bytes, u8::to_le_bytes;
+    u16 => U16, |s| s.as_i64() as u16, |x| Scalar::U(x as u64), u16::from_le_bytes, u16::to_le_bytes;
+    u32 => U32, |s| s.as_i64() as u32, |x| Scalar::U(x as u64), u32::from_le_bytes, u32::to_le_bytes;
+    u64 => U64, |s| match s { Scalar::U(u) => u, s => s.as_i64() as u64 }, |x| Scalar::U(x), u64::from_le_bytes, u64::to_le_bytes;
+    i8 => I8, |s| s.as_i64() as i8, |x| Scalar::I(x as i64), i8::from_le_bytes, i8::to_le_bytes;
+    i16 => I16, |s| s.as_i64() as i16, |x| Scalar::I(x as i64), i16::from_le_bytes, i16::to_le_bytes;
+    i32 => I32, |s| s.as_i64() as i32, |x| Scalar::I(x as i64), i32::from_le_bytes, i32::to_le_bytes;
+    i64 => I64, |s| s.as_i64(), |x| Scalar::I(x), i64::from_le_bytes, i64::to_le_bytes;
+    half::f16 => F16, |s| f16_of(s.as_f64()), |x| Scalar::F(x.to_f64()), half::f16::from_le_bytes, half::f16::to_le_bytes;
+    half::bf16 => BF16, |s| bf16_of(s.as_f64()), |x| Scalar::F(x.to_f64()), half::bf16::from_le_bytes, half::bf16::to_le_bytes;
+    f32 => F32, |s| s.as_f64() as f32, |x| Scalar::F(x as f64), f32::from_le_bytes, f32::to_le_bytes;
+    f64 => F64, |s| s.as_f64(), |x| Scalar::F(x), f64::from_le_bytes, f64::to_le_bytes;
 }
 
 #[cfg(test)]
