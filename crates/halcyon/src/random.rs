@@ -44,13 +44,24 @@ fn scaled(g: &mut Graph, x: NodeId, by: f64) -> Result<NodeId> {
     g.mul(x, k)
 }
 
-/// Uniform in `[0, 1)`: f32 with 24 random bits.
-fn unit(g: &mut Graph, shape: &Shape, key: Key, word: u64) -> Result<NodeId> {
+/// Random bits of a uniform f32.
+const DIGITS: u32 = 24;
+
+/// Random bits of a uniform value of this type: those of its significand, at most 24. With more bits, values
+/// near 1 would round to 1.
+fn digits(dtype: DType) -> u32 {
+    let largest = |p: u32| 1.0 - 0.5f64.powi(p as i32);
+    let exact = |p: &u32| Scalar::F(largest(*p)).cast(dtype).as_f64() == largest(*p);
+    (1..=DIGITS).rev().find(exact).unwrap_or(DIGITS)
+}
+
+/// Uniform in `[0, 1)`: f32 with this many random bits.
+fn unit(g: &mut Graph, shape: &Shape, key: Key, word: u64, digits: u32) -> Result<NodeId> {
     let b = bits(g, shape, key, word)?;
-    let eight = g.lit(b, Scalar::U(8));
-    let b = g.scalar(ScalarOp::Shr, &[b, eight])?;
+    let by = g.lit(b, Scalar::U(u64::from(32 - digits)));
+    let b = g.scalar(ScalarOp::Shr, &[b, by])?;
     let b = g.cast(b, DType::F32)?;
-    scaled(g, b, (0.5f64).powi(24))
+    scaled(g, b, 0.5f64.powi(digits as i32))
 }
 
 /// Standard normal in f32, by the Box-Muller transform ("A note on the generation of random normal deviates",
@@ -65,7 +76,7 @@ fn normal(g: &mut Graph, shape: &Shape, key: Key) -> Result<NodeId> {
     let l = g.log(u)?;
     let l = scaled(g, l, -2.0)?;
     let r = g.sqrt(l)?;
-    let v = unit(g, shape, key, 1)?;
+    let v = unit(g, shape, key, 1, DIGITS)?;
     let a = scaled(g, v, std::f64::consts::TAU)?;
     let c = g.cos(a)?;
     g.mul(r, c)
@@ -90,13 +101,13 @@ impl Tensor {
         })
     }
 
-    /// Uniform in `[0, 1)`, drawn in f32 and cast to `dtype`. In a half type, the largest values round to 1.
-    /// The same seed gives the same numbers.
+    /// Uniform in `[0, 1)`: multiples of 2^-24 in f32 and f64, of 2^-11 in f16, and of 2^-8 in bf16. The same seed
+    /// gives the same numbers.
     #[track_caller]
     pub fn rand(backend: &Backend, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Tensor {
         Tensor::draw(backend, shape, dtype, |g, s| {
             let key = key_of(g, seed);
-            unit(g, s, key, 0)
+            unit(g, s, key, 0, digits(dtype))
         })
     }
 
@@ -116,7 +127,7 @@ impl Tensor {
     pub fn rand_by_key(key: [&Tensor; 2], shape: impl Into<Shape>) -> Tensor {
         let shape = shape.into();
         Tensor::build(&key, |g, x| match *x {
-            [low, high] => unit(g, &shape, [low, high], 0),
+            [low, high] => unit(g, &shape, [low, high], 0, DIGITS),
             _ => Err(Error::internal("a key has two halves")),
         })
     }
@@ -134,5 +145,23 @@ impl Backend {
     #[track_caller]
     pub fn randn(&self, shape: impl Into<Shape>, dtype: DType) -> Tensor {
         Tensor::randn(self, shape, dtype, self.next_seed())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uniform_numbers_are_below_one_in_every_type() {
+        assert_eq!([DType::F64, DType::F32, DType::F16, DType::BF16].map(digits), [24, 24, 11, 8]);
+        let b = Backend::cpu().unwrap();
+        for (dtype, largest) in [(DType::BF16, 1.0 - 1.0 / 256.0), (DType::F16, 1.0 - 1.0 / 2048.0)] {
+            let v = Tensor::rand(&b, [1 << 16], dtype, 7).cast(DType::F32).to_vec::<f32>().unwrap();
+            let (low, high) = v.iter().fold((1f32, 0f32), |(l, h), v| (l.min(*v), h.max(*v)));
+            assert_eq!((low, high), (0.0, largest), "{dtype}");
+            let mean = v.iter().sum::<f32>() / v.len() as f32;
+            assert!((mean - 0.5).abs() < 0.01, "{dtype}: {mean}");
+        }
     }
 }
