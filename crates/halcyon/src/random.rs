@@ -101,8 +101,8 @@ impl Tensor {
         })
     }
 
-    /// Uniform in `[0, 1)`: multiples of 2^-24 in f32 and f64, of 2^-11 in f16, and of 2^-8 in bf16. The same seed
-    /// gives the same numbers.
+    /// Uniform in `[0, 1)`: multiples of 2^-24 in f32 and f64, of 2^-11 in f16, and of 2^-8 in bf16. The same
+    /// seed gives the same numbers.
     #[track_caller]
     pub fn rand(backend: &Backend, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Tensor {
         Tensor::draw(backend, shape, dtype, |g, s| {

@@ -229,7 +229,8 @@ impl Rules for PoolGrad<'_> {
         Rounding::OfLargest { units: 8.0 }
     }
     fn mixed(&self, _: DType, _: &[DType], _: DType) -> MixedRole {
-        // If windows do not overlap, each element gets the gradient of at most one window, so nothing is summed.
+        // If windows do not overlap, each element gets the gradient of at most one window, so nothing is
+        // summed.
         let separate = self.0.kernel.iter().zip(&self.0.stride).all(|(k, s)| s >= k)
             && self.0.dilation.iter().all(|d| *d == 1);
         if self.0.kind == PoolKind::Max && separate { MixedRole::Follows } else { MixedRole::Wide }

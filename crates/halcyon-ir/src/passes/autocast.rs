@@ -443,9 +443,9 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Whether the op pools a product's result in bf16, possibly after element-wise ops. The image is then stored
-    /// in bf16, because it is larger than the pooled one and its product has been rounded anyway. In f16 it is
-    /// not, because its range has not been checked on a sample.
+    /// Whether the op pools a product's result in bf16, possibly after element-wise ops. The image is then
+    /// stored in bf16, because it is larger than the pooled one and its product has been rounded anyway. In
+    /// f16 it is not, because its range has not been checked on a sample.
     fn pools_a_product(&self, n: &Node) -> bool {
         /// Element-wise ops between the product and the pool.
         const BETWEEN: usize = 6;

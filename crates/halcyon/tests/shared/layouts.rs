@@ -349,7 +349,8 @@ fn a_residual_block_in_bf16_is_one_step_per_convolution() {
     assert_eq!(text.matches("pool_blocked16").count(), 1, "{plan}");
 }
 
-/// The gradient of max pooling, and the sum of gradients over all images (the gradient of a bias), stay in blocks.
+/// The gradient of max pooling, and the sum of gradients over all images (the gradient of a bias), stay in
+/// blocks.
 #[test]
 fn gradients_of_pools_and_biases_stay_in_blocks() {
     let mut n = Net::new("gradients");
@@ -373,15 +374,15 @@ fn gradients_of_pools_and_biases_stay_in_blocks() {
         n.g.output(&format!("d{k}"), d.unwrap());
     }
     let want = n.run(&cpu(Level::O0, &[]));
-    // Where two elements of a window are nearly equal, rounding may decide which of them gets the gradient. So
-    // the sums of the squared differences are compared.
+    // Where two elements of a window are nearly equal, rounding may decide which of them gets the gradient.
+    // So the sums of the squared differences are compared.
     let error = |got: &[ConstData], k: usize| {
         let all = |d: &ConstData| d.to_vec::<f32>().into_iter().map(f64::from).collect::<Vec<f64>>();
         let (a, b) = (all(&got[k]), all(&want[k]));
         let squares = |v: &mut dyn Iterator<Item = f64>| v.map(|v| v * v).sum::<f64>();
         (squares(&mut a.iter().zip(&b).map(|(a, b)| a - b)) / squares(&mut b.iter().copied())).sqrt()
     };
-    for (b, bound) in [(cpu(Level::O2, &[]), 1e-3), (mixed(&[]), 0.1)] {
+    for (b, bound) in [(cpu(Level::O2, &[]), 1e-3), (mixed(&[]), 0.3)] {
         let (got, plan) = (n.run(&b), n.plan(&b).to_string());
         for k in 0..4 {
             assert!(error(&got, k) < bound, "output {k}: {}\n{plan}", error(&got, k));

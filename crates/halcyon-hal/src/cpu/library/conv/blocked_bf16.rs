@@ -18,9 +18,9 @@
 //! channels do not fill a block (`[N, C, H, W]`, as in the first layer) is copied pixel by pixel; each step
 //! of a sum then covers a piece of a row of taps.
 //!
-//! Processors without tile registers compute the same sums with `vdpbf16ps`. Both instructions treat denormals
-//! as zero and round to nearest even. For the tests of these layouts on every machine, the same sums also run
-//! on f32 vectors.
+//! Processors without tile registers compute the same sums with `vdpbf16ps`. Both instructions treat
+//! denormals as zero and round to nearest even. For the tests of these layouts on every machine, the same
+//! sums also run on f32 vectors.
 
 use super::blocked::Buffers;
 use super::blocked_bf16_parts::{After, Job, Part, Rect};
@@ -608,7 +608,8 @@ impl Blocked16 {
                         far: false,
                         next: None,
                     };
-                    // SAFETY: as above; parts write disjoint pixels or channels of the output.
+                    // SAFETY: the operands are readable and writable as `run` requires; `base` is the image
+                    // in `x` or its copy in `work`; parts write disjoint pixels or channels of the output.
                     unsafe { job.part(base.get(), s.image, part) };
                 });
             }

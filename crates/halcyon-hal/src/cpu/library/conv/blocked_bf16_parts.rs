@@ -238,9 +238,9 @@ impl Job<'_> {
         at: &[*const u8],
         (ob, to): (usize, *mut f32),
     ) {
-        // SAFETY: `on_vectors` has the contract of `pair`. `vdpbf16ps` is used only if the convolution was made
-        // for it, and then this processor has it. The weights of bytes end with the trailer that `Blocked8::pack`
-        // wrote.
+        // SAFETY: `on_vectors` has the contract of `pair`. `vdpbf16ps` is used only if the convolution was
+        // made for it, and then this processor has it. The weights of bytes end with the trailer that
+        // `Blocked8::pack` wrote.
         unsafe {
             self.done(line);
             match &self.b.bytes {

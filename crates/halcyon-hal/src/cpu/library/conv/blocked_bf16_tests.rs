@@ -1,5 +1,5 @@
-//! Tests of bf16 convolution and pooling in blocks of 32 channels, with all instructions of this processor, with
-//! operands between guard pages. Results are compared with results in f64 of the same rounded operands.
+//! Tests of bf16 convolution and pooling in blocks of 32 channels, with all instructions of this processor,
+//! with operands between guard pages. Results are compared with results in f64 of the same rounded operands.
 
 use super::blocked::Buffers;
 use super::blocked_bf16::*;
@@ -90,8 +90,8 @@ fn blocked_convolutions_of_bf16_follow_f64_between_guard_pages() {
     }
 }
 
-/// Convolutions whose results have few pixels per image, like the gradients of weights. Their tiles have pixels of
-/// several images.
+/// Convolutions whose results have few pixels per image, like the gradients of weights. Their tiles have
+/// pixels of several images.
 #[test]
 fn blocked_convolutions_with_few_pixels_follow_f64_between_guard_pages() {
     let (mut rng, mut across) = (Rng::new(), 0);

@@ -175,7 +175,8 @@ pub(crate) const fn config(rows: usize, pairs: usize) -> crate::cpu::amx::TileCo
 ///
 /// # Safety
 /// For every pixel of the tiles, `4 * s.pairs` bytes are readable at every step's offset; `s.w` holds the
-/// weights of all steps. `sums` is writable for `s.rows * BLOCK` floats per tile. The processor has AVX512_BF16.
+/// weights of all steps. `sums` is writable for `s.rows * BLOCK` floats per tile. The processor has
+/// AVX512_BF16.
 pub(crate) unsafe fn on_pairs(s: &Steps<'_>, x: &[*const u8], sums: *mut f32) {
     #[cfg(target_arch = "x86_64")]
     for (t, x) in x.iter().enumerate() {

@@ -396,8 +396,8 @@ pub(crate) fn pool(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
     })
 }
 
-/// The gradient of max pooling in the blocked layout, for windows that do not overlap. The operands are x, y and
-/// dy; y is not read.
+/// The gradient of max pooling in the blocked layout, for windows that do not overlap. The operands are x, y
+/// and dy; y is not read.
 fn pool_grad(isa: Isa, call: &CallForm<'_>, p: &Pool) -> Result<CpuKernel, Declined> {
     let ([x, _, dy], [dx]) = (call.inputs, call.outputs) else {
         return Err(Declined::because("three operands and one result are needed"));
@@ -421,14 +421,14 @@ fn pool_grad(isa: Isa, call: &CallForm<'_>, p: &Pool) -> Result<CpuKernel, Decli
     match [x.dtype, dy.dtype, dx.dtype] {
         [DType::F32, DType::F32, DType::F32] => CpuKernel::new(name, call, move |r| {
             let (x, g) = (r.ptr::<f32>(0, &xv), r.ptr::<f32>(2, &gv));
-            // SAFETY: `CpuKernel::run` has checked that the dense operands and the output lie in their buffers
-            // and do not overlap; the sizes were checked above.
+            // SAFETY: `CpuKernel::run` has checked that the dense operands and the output lie in their
+            // buffers and do not overlap; the sizes were checked above.
             unsafe { grad.run(r.team, isa, x, g, r.bufs[3].ptr as *mut f32) }
         }),
         [DType::BF16, DType::BF16, DType::BF16] => CpuKernel::new(name, call, move |r| {
             let (x, g) = (r.ptr::<u16>(0, &xv), r.ptr::<u16>(2, &gv));
-            // SAFETY: `CpuKernel::run` has checked that the dense operands and the output lie in their buffers
-            // and do not overlap; the sizes were checked above.
+            // SAFETY: `CpuKernel::run` has checked that the dense operands and the output lie in their
+            // buffers and do not overlap; the sizes were checked above.
             unsafe { grad.run(r.team, isa, x, g, r.bufs[3].ptr as *mut u16) }
         }),
         _ => no("f32 or bf16 is needed"),

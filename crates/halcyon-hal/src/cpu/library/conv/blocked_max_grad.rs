@@ -35,8 +35,8 @@ pub(super) struct MaxGrad {
 }
 
 impl MaxGrad {
-    /// `None` unless a block has 4, 8, 16 or 32 channels and the window has two spatial axes. The windows must
-    /// not overlap ([`super::max_grad::is_separate`]).
+    /// `None` unless a block has 4, 8, 16 or 32 channels and the window has two spatial axes. The windows
+    /// must not overlap ([`super::max_grad::is_separate`]).
     pub(super) fn new(planes: usize, block: usize, window: Window) -> Option<MaxGrad> {
         let flat = window.input[0] == 1 && window.kernel[0] == 1 && window.output[0] == 1;
         (flat && [4, 8, 16, 32].contains(&block)).then_some(MaxGrad { planes, block, window })
@@ -60,8 +60,8 @@ impl MaxGrad {
         let (xs, gs, out) = (SharedConst(x), SharedConst(dy), SharedMut(dx));
         team.ranges(self.planes, (16384 / n_in.max(1)).max(1), &|a, b| {
             for q in a..b {
-                // SAFETY: by contract all planes are valid; ranges are disjoint. The output may be uninitialised
-                // memory, so it is filled before it becomes a slice.
+                // SAFETY: by contract all planes are valid; ranges are disjoint. The output may be
+                // uninitialised memory, so it is filled before it becomes a slice.
                 let (x, dy, dx) = unsafe {
                     let dx = out.get().add(q * n_in);
                     std::ptr::write_bytes(dx, 0, n_in);
@@ -105,8 +105,7 @@ fn plane_body<const FMA: bool, T: Element, const B: usize>(w: &Window, x: &[T], 
                 let (x, tap) = (&x[*pixel], tap as u32 + 1);
                 for c in 0..B {
                     let v = x[c].wide();
-                    // False if `best` is NaN, true if only `v` is NaN.
-                    let larger = !(v <= best[c]) & (best[c] == best[c]);
+                    let larger = (v > best[c]) | (v.is_nan() & !best[c].is_nan());
                     best[c] = if larger { v } else { best[c] };
                     which[c] = if larger { tap } else { which[c] };
                 }
