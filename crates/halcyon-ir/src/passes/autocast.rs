@@ -342,7 +342,7 @@ impl<'a> Pass<'a> {
                 Kind::Other
             }
             MixedRole::Moves { .. } => Kind::Moves,
-            MixedRole::Follows if self.low_type == DType::BF16 => Kind::Follows,
+            MixedRole::Follows if self.follows(id, n) => Kind::Follows,
             _ => Kind::Other,
         }
     }
@@ -433,7 +433,7 @@ impl<'a> Pass<'a> {
                     }
                     _ => continue,
                 },
-                Kind::Moves if self.asked[id.index()] || self.pools_a_product(n) => {
+                Kind::Moves if self.asked[id.index()] || self.pools_a_product(id, n) => {
                     self.asked[id.index()] = true;
                     Self::moved_operands(n).into_vec()
                 }
@@ -443,13 +443,25 @@ impl<'a> Pass<'a> {
         }
     }
 
+    /// Whether the gradient of a max pool may take bf16. Devices keep images of four axes and whole blocks of
+    /// channels in blocks; for other images, their kernels are faster in f32.
+    fn follows(&self, id: NodeId, n: &Node) -> bool {
+        let blocks = |d: &[usize]| d.len() == 4 && d[1].is_multiple_of(32);
+        let constant = |x: &NodeId| matches!(self.g.node(*x).op, Op::Const(_) | Op::Full(_));
+        self.low_type == DType::BF16
+            && self.g.shape(id).known().is_some_and(|d| blocks(&d[..]))
+            && !n.inputs.iter().any(constant)
+            && !self.mixed.keeps(id, n)
+    }
+
     /// Whether the op pools a product's result in bf16, possibly after element-wise ops. The image is then
     /// stored in bf16, because it is larger than the pooled one and its product has been rounded anyway. In
     /// f16 it is not, because its range has not been checked on a sample.
-    fn pools_a_product(&self, n: &Node) -> bool {
+    fn pools_a_product(&self, id: NodeId, n: &Node) -> bool {
         /// Element-wise ops between the product and the pool.
         const BETWEEN: usize = 6;
-        if self.low_type != DType::BF16 || !matches!(n.op, Op::Pool(_)) {
+        let output = self.outputs[id.index()] || n.inputs.iter().any(|x| self.outputs[x.index()]);
+        if self.low_type != DType::BF16 || !matches!(n.op, Op::Pool(_)) || output || self.mixed.keeps(id, n) {
             return false;
         }
         let mut at = vec![n.inputs[0]];
@@ -543,7 +555,14 @@ impl<'a> Pass<'a> {
             self.r.copy(id)?;
             return Ok(());
         }
-        let inputs: Operands = n.inputs.iter().map(|i| self.own_form(*i)).collect::<Result<_>>()?;
+        let mut inputs: Operands = n.inputs.iter().map(|i| self.own_form(*i)).collect::<Result<_>>()?;
+        // Kernels compare the image with the pooled image, so if one is rounded, both must be.
+        if let (Op::PoolGrad(_), [x, pooled, _]) = (&n.op, &n.inputs[..])
+            && self.is_low(*pooled)
+            && self.is_low(*x)
+        {
+            inputs[0] = self.r.new.cast(self.low[x.index()], DType::F32)?;
+        }
         let y = self.r.new.push_unchecked(Node { inputs, ..n.clone() });
         if asked && self.is_f32(id) {
             self.low[id.index()] = self.r.new.cast(y, self.low_type)?;

@@ -474,3 +474,30 @@ fn a_pool_of_a_products_result_takes_bf16() {
     assert_eq!(types(&low(&n, DType::F16), "max_pool"), [DType::F32]);
     assert_eq!(types(&low(&of(false), DType::BF16), "max_pool"), [DType::F32]);
 }
+
+/// The image is an output, so it is stored unrounded, but its gradient gets the image that was pooled.
+#[test]
+fn the_gradient_of_a_pool_gets_the_image_that_was_pooled() {
+    let mut n = Net::new();
+    let x = n.input(&[2, 3, 6, 6]);
+    let pool = Pool {
+        kind: PoolKind::Max,
+        kernel: [2, 2].into_iter().collect(),
+        stride: [2, 2].into_iter().collect(),
+        pad: [(0, 0), (0, 0)].into_iter().collect(),
+        dilation: [1, 1].into_iter().collect(),
+    };
+    let image = relu(&mut n, x);
+    let y = n.g.pool(image, pool).unwrap();
+    let z = conv(&mut n, y, 4);
+    let total = n.g.reduce(ReduceKind::Sum, z, &[0, 1, 2, 3], false).unwrap();
+    let dx = crate::grad::gradients(&mut n.g, total, &[x], None).unwrap()[0].unwrap();
+    n.g.output("image", image);
+    n.g.output("total", total);
+    n.g.output("dx", dx);
+    let (h, _, _) = n.low();
+    let grad = h.nodes().iter().find(|n| matches!(n.op, Op::PoolGrad(_))).unwrap();
+    let (from, pooled) = (h.node(grad.inputs[0]), h.node(grad.inputs[1]));
+    assert!(from.op == Op::Cast && h.dtype(from.inputs[0]) == DType::BF16, "{h}");
+    assert!(pooled.op == Op::Cast && h.dtype(pooled.inputs[0]) == DType::BF16, "{h}");
+}
