@@ -116,7 +116,7 @@ built_in! {
     /// Operands: a blocked image (or a plain one `[N, C, H, W]`), weights `[O, C / groups, KH, KW]`. Result:
     /// a blocked image (`crate::passes::blocked`).
     BlockedConv => blocked::BLOCKED_CONV,
-    /// Operand and result: blocked images.
+    /// A pool, or the gradient of a pool. Operands (one image, or x, y and dy) and result: blocked images.
     BlockedPool => blocked::BLOCKED_POOL,
     /// `a bᵀ` of 8-bit floats, or of integers of 8 or 16 bits (`crate::passes::bytes`).
     ByteMatmul => byte_matmul::BYTE_MATMUL,

@@ -248,7 +248,8 @@ pub enum MixedRole {
     /// Passes on the half type of the operands that it moves ([`Facts::moves`]), or of all operands if it
     /// moves none. With `tables`, a constant operand stays in f32, because only few of its rows are read.
     Moves { tables: bool },
-    /// Moves the elements of its operands, and takes bf16 if its first operand is stored in bf16 only.
+    /// The gradient of an op that selects elements: it moves elements of its last operand. It takes bf16 if
+    /// its first operand is stored in bf16 only; the last operand is then rounded.
     Follows,
     /// A composite that the target may run with operands of the half type.
     Whole(HalfForm),

@@ -5,12 +5,12 @@
 //! so memory holds only one form. (An output is stored in f32 as well.) Ops that only move elements (views,
 //! concatenation, gathers, maximum pools) pass the half type on, and so do average pools, which sum in f32.
 //! In bf16, a pool also takes the half type if it reads the result of a product, possibly after element-wise
-//! ops. So does the gradient of its maximum, if windows do not overlap.
-//! Element-wise arithmetic, sums, and composites that the target does not run in the half type compute in
-//! f32. Constants that are read in the half type are rounded here; biases, scales of norms and attention
-//! masks stay in f32. Values of other dtypes are not changed, and inputs, outputs and states keep their
-//! dtypes. Gradients are ordinary nodes, so the same rules hold for training: parameters are stored in f32
-//! and the graph rounds them where they are read.
+//! ops. The gradient of a max pool takes bf16 if its image is stored only in bf16, its windows do not
+//! overlap, and the channels of its image fill blocks. Element-wise arithmetic, sums, and composites that the
+//! target does not run in the half type compute in f32. Constants that are read in the half type are rounded
+//! here; biases, scales of norms and attention masks stay in f32. Values of other dtypes are not changed, and
+//! inputs, outputs and states keep their dtypes. Gradients are ordinary nodes, so the same rules hold for
+//! training: parameters are stored in f32 and the graph rounds them where they are read.
 //!
 //! Products stay in f32 if an op needs all digits of their result: the sine, cosine or tangent of a phase,
 //! rounding to an integer, a remainder, or a cast to an integer. Such products occur in rotary embeddings and

@@ -439,6 +439,17 @@ fn the_operands_that_an_op_moves_need_not_be_the_first() {
     assert_eq!(moved(&g, y), [x, u]);
 }
 
+/// A max pool whose windows do not overlap.
+fn separate() -> Pool {
+    Pool {
+        kind: PoolKind::Max,
+        kernel: [2, 2].into_iter().collect(),
+        stride: [2, 2].into_iter().collect(),
+        pad: [(0, 0), (0, 0)].into_iter().collect(),
+        dilation: [1, 1].into_iter().collect(),
+    }
+}
+
 #[test]
 fn a_pool_of_a_products_result_takes_bf16() {
     let of = |product: bool| {
@@ -446,14 +457,7 @@ fn a_pool_of_a_products_result_takes_bf16() {
         let x = n.input(&[2, 3, 6, 6]);
         let x = if product { conv(&mut n, x, 4) } else { x };
         let x = relu(&mut n, x);
-        let pool = Pool {
-            kind: PoolKind::Max,
-            kernel: [2, 2].into_iter().collect(),
-            stride: [2, 2].into_iter().collect(),
-            pad: [(0, 0), (0, 0)].into_iter().collect(),
-            dilation: [1, 1].into_iter().collect(),
-        };
-        let y = n.g.pool(x, pool).unwrap();
+        let y = n.g.pool(x, separate()).unwrap();
         // The reader needs f32.
         let y = n.g.scalar(ScalarOp::Exp, &[y]).unwrap();
         // Another product, so that the pass rewrites the graph in both cases.
@@ -480,15 +484,8 @@ fn a_pool_of_a_products_result_takes_bf16() {
 fn the_gradient_of_a_pool_gets_the_image_that_was_pooled() {
     let mut n = Net::new();
     let x = n.input(&[2, 3, 6, 6]);
-    let pool = Pool {
-        kind: PoolKind::Max,
-        kernel: [2, 2].into_iter().collect(),
-        stride: [2, 2].into_iter().collect(),
-        pad: [(0, 0), (0, 0)].into_iter().collect(),
-        dilation: [1, 1].into_iter().collect(),
-    };
     let image = relu(&mut n, x);
-    let y = n.g.pool(image, pool).unwrap();
+    let y = n.g.pool(image, separate()).unwrap();
     let z = conv(&mut n, y, 4);
     let total = n.g.reduce(ReduceKind::Sum, z, &[0, 1, 2, 3], false).unwrap();
     let dx = crate::grad::gradients(&mut n.g, total, &[x], None).unwrap()[0].unwrap();

@@ -3,9 +3,9 @@
 //!
 //! The graph keeps its meaning. A blocked image is a tensor of five axes. A convolution over blocked images
 //! is a composite whose body defines it by the plain convolution. Ops without a blocked form get the plain
-//! image `[N, C, H, W]` as views of the blocked one. Element-wise ops, pooling, reductions over the image and
-//! concatenation also work on blocked images, so a convolutional network usually changes layout only at its
-//! inputs and outputs.
+//! image `[N, C, H, W]` as views of the blocked one. Element-wise ops, pooling, the gradient of max pooling,
+//! reductions over the image or over all images, and concatenation also work on blocked images, so a
+//! convolutional network usually changes layout only at its inputs and outputs.
 //!
 //! The device chooses the number of channels per block for each dtype (images of bytes always have blocks of
 //! 64), so images with different block sizes can occur in one graph. An element-wise op or a concatenation

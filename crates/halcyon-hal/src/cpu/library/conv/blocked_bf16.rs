@@ -13,10 +13,9 @@
 //! end in the next belong to no output, and their sums are dropped. Otherwise each part of the work first
 //! copies the input that it reads, with zeros around it. If an image has few output pixels and there are many
 //! images, as in the gradient of a convolution's weights, the rows of a tile are the same pixel of different
-//! images. With strides, each residue of rows and columns
-//! (modulo the stride) becomes a separate image, so that each tap reads consecutive pixels. An input whose
-//! channels do not fill a block (`[N, C, H, W]`, as in the first layer) is copied pixel by pixel; each step
-//! of a sum then covers a piece of a row of taps.
+//! images. With strides, each residue of rows and columns (modulo the stride) becomes a separate image, so
+//! that each tap reads consecutive pixels. An input whose channels do not fill a block (`[N, C, H, W]`, as in
+//! the first layer) is copied pixel by pixel; each step of a sum then covers a piece of a row of taps.
 //!
 //! Processors without tile registers compute the same sums with `vdpbf16ps`. Both instructions treat
 //! denormals as zero and round to nearest even. For the tests of these layouts on every machine, the same
@@ -337,8 +336,11 @@ impl Blocked16 {
         if self.inner != BLOCK || self.bytes.is_some() || self.depth() < STEPS {
             return false;
         }
-        // Without padding and strides, the pixels between two rows of the output are computed in vain.
-        let line = if self.in_place() { w.input[2] } else { w.output[2] + self.span(2, 1) - 1 };
+        // The width of the image that tiles read. Pixels between two rows of the output are computed in vain.
+        let line = match self.in_place() {
+            true => w.input[2],
+            false => w.output[2] + self.beyond(2),
+        };
         let computed = |n: usize| n.div_ceil(PIXELS) * PIXELS;
         let one = c.batch * computed((w.output[1] - 1) * line + w.output[2]);
         let many = w.out_size() * computed(c.batch);
@@ -348,6 +350,12 @@ impl Blocked16 {
     /// Whether a part may be a range of columns of a row, which requires reading the input in place.
     fn row_is_cut(&self) -> bool {
         self.inner == BLOCK && self.in_place()
+    }
+
+    /// Rows or columns of the image of one residue that taps read beyond the number of the output's.
+    fn beyond(&self, axis: usize) -> usize {
+        let w = &self.conv.window;
+        (w.kernel[axis] - 1) * w.dilation[axis] / w.stride[axis]
     }
 
     fn in_place(&self) -> bool {
@@ -385,9 +393,8 @@ impl Blocked16 {
             v.dedup();
             v
         };
-        let last = |axis: usize| (w.kernel[axis] - 1) * w.dilation[axis] / w.stride[axis];
         let (down, across) = (residues(1), residues(2));
-        let (height, width) = (rows + last(1), cols + last(2));
+        let (height, width) = (rows + self.beyond(1), cols + self.beyond(2));
         let plane = down.len() * across.len() * height * width * PIXEL;
         Stage { copied: true, down, across, height, width, pixel, plane, image: plane * (c.c_in / BLOCK) }
     }
@@ -529,7 +536,7 @@ impl Blocked16 {
     /// In `buffers`, `x` is readable for the whole input, `w` for the weights that [`Blocked16::pack`] wrote,
     /// and `y` is writable for the output, which overlaps nothing else. `work` is writable for
     /// [`Blocked16::workspace`] bytes. The pointers of `after` are null or readable as [`Bf16Epilogue`]
-    /// describes. `isa` and this processor run the `code` of the convolution.
+    /// describes. This processor has the instructions of `code`, and `isa` permits them.
     ///
     /// # Panics
     /// If the team's number of threads is not the number for which the convolution was made.

@@ -104,7 +104,8 @@ fn blocked_convolutions_with_few_pixels_follow_f64_between_guard_pages() {
                 let step = if rng.below(4) == 0 { 2 } else { 1 };
                 let kernel = [0, 1].map(|i| (input[i] + 2 * pad[i] - out[i]) / step + 1);
                 let pads = pad.map(|p| (p as isize, p as isize));
-                let window = Window::new(&input, &kernel, &[1, 1], &[step; 2], &pads, &[1, 1]).unwrap();
+                let stride = if rng.below(4) == 0 { [2, 2] } else { [1, 1] };
+                let window = Window::new(&input, &kernel, &stride, &[step; 2], &pads, &[1, 1]).unwrap();
                 let groups = 1 + rng.below(2);
                 let (ci, co) = (BLOCK * groups, BLOCK * groups * (1 + rng.below(2)));
                 let c = Conv::new(4 + rng.below(20), ci, co, groups, window).unwrap();
