@@ -3,6 +3,7 @@
 //! Read in this order: [`dtype`], [`shape`], [`ops::element_wise`], [`ops`], [`graph`], [`composite`], then
 //! the passes and the kernel IR.
 #![forbid(unsafe_code)]
+pub mod blocks;
 pub mod composite;
 pub mod convert;
 pub mod cost;
