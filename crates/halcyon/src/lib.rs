@@ -203,14 +203,15 @@ pub use halcyon_hal::{
 };
 pub use halcyon_host as host;
 pub use halcyon_ir as ir;
+pub use halcyon_ir::blocks::BlockType;
 pub use halcyon_ir::error::{Error, Result};
-pub use halcyon_ir::ops::{Conv, Pool, PoolKind, ReduceKind, ScatterKind};
+pub use halcyon_ir::ops::{CachedAttention, Conv, Pool, PoolKind, ReduceKind, ScatterKind};
 pub use halcyon_ir::passes::{AmpPolicy, Level};
 pub use halcyon_ir::target::MatmulPrecision;
 pub use halcyon_ir::{ConstData, DType, Dim, Element, Scalar, Shape};
 #[cfg(feature = "onnx")]
 pub use onnx::OnnxSession;
-pub use ops::{Attention, CrossEntropy, Order, Scan, Variance};
+pub use ops::{Attention, Cache, CrossEntropy, Order, Scan, Variance};
 pub use session::Session;
 pub use split::Split;
 pub use state::State;

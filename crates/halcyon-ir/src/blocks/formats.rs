@@ -125,7 +125,8 @@ pub(super) static Q6_K: BlockRow = row("q6_k", 14, 256, 210, |b, v| {
 });
 
 /// The values of the codes of `iq4_nl` and `iq4_xs`.
-pub(super) const IQ4_VALUES: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+pub(crate) const IQ4_VALUES: [i8; 16] =
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
 pub(super) static IQ4_NL: BlockRow = row("iq4_nl", 20, 32, 18, |b, v| {
     let d = half(b);
@@ -151,7 +152,7 @@ pub(super) static IQ4_XS: BlockRow = row("iq4_xs", 23, 256, 136, |b, v| {
 });
 
 /// Twice the values of the codes of `mxfp4` (f4e2m1).
-pub(super) const MXFP4_VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+pub(crate) const MXFP4_VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// Half of `2^(e - 127)`.
 pub(super) fn e8m0_half(e: u8) -> f32 {

@@ -5,6 +5,8 @@
 
 mod formats;
 
+pub(crate) use formats::{IQ4_VALUES, MXFP4_VALUES};
+
 use serde::{Deserialize, Serialize};
 use std::fmt;
 

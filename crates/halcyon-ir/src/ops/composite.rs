@@ -2,7 +2,8 @@
 
 use super::{
     Cost, Facts, HalfForm, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types,
-    attention, blocked, byte_matmul, checked_count, checkpoint, norm, quantize, slice_at, softmax,
+    attention, blocked, byte_matmul, cached_attention, checked_count, checkpoint, linear, norm, quantize,
+    slice_at, softmax,
 };
 use crate::composite::Composite;
 use crate::dtype::DType;
@@ -130,6 +131,10 @@ built_in! {
     ByteConv => quantize::BYTE_CONV,
     /// Product with weights of 4 bits ([`crate::Graph::quantized_matmul`]).
     QuantizedMatmul => quantize::QUANTIZED_MATMUL,
+    /// A batch-invariant product with weights that are stored by rows ([`crate::Graph::linear`]).
+    Linear => linear::LINEAR,
+    /// Attention over a paged cache ([`crate::Graph::cached_attention`]).
+    CachedAttention => cached_attention::CACHED_ATTENTION,
 }
 
 /// `for_each_composite_method!(m)` calls the macro `m` with the composites whose tensor method is derived

@@ -10,6 +10,7 @@
 //! [`Op::Expand`] to broadcast. Norms, softmax, attention and similar functions are composites
 //! (`crate::composite`). Their rows are in the files of this folder too.
 
+use crate::blocks::BlockType;
 use crate::composite::Composite;
 use crate::custom::Custom;
 use crate::data::ConstData;
@@ -42,15 +43,18 @@ macro_rules! tuned_template {
 mod attention;
 mod blocked;
 mod byte_matmul;
+mod cached_attention;
 mod checkpoint;
 mod class_index;
 pub(crate) mod composite;
 mod concat;
 mod conv;
 mod custom;
+mod decode_blocks;
 pub mod element_wise;
 mod gather;
 mod leaf;
+mod linear;
 mod matmul;
 mod norm;
 mod pool;
@@ -63,6 +67,7 @@ mod softmax;
 mod sort;
 mod view;
 
+pub use cached_attention::{CacheOperands, CachedAttention};
 pub use conv::Conv;
 pub use pool::{Pool, PoolKind};
 pub use reduce::{ReduceKind, reduced};
@@ -153,6 +158,8 @@ pub enum Op {
         classes: Dim,
         ignore: Option<i64>,
     },
+    /// Bytes of block-quantised weights, as f32. The last axis holds whole blocks.
+    DecodeBlocks(BlockType),
     /// Indices (i64) that stably sort the elements along an axis. NaN sorts as the largest value.
     ArgSort {
         axis: usize,
@@ -525,6 +532,7 @@ kinds! {
     Op::UpdateSlice { axis } => "update_slice", &scatter::UpdateSlice { axis: *axis };
     Op::ClassIndex { classes, ignore } => "class_index",
         &class_index::ClassIndex { classes: *classes, ignore: *ignore };
+    Op::DecodeBlocks(t) => "decode_blocks", &decode_blocks::DecodeBlocks(*t);
     Op::ArgSort { axis, descending } => "argsort", &sort::ArgSort { axis: *axis, descending: *descending };
     Op::Scan { kind, axis, exclusive, reverse } => "scan",
         &scan::Scan { kind: *kind, axis: *axis, exclusive: *exclusive, reverse: *reverse };

@@ -3,10 +3,12 @@
 //! All axes are `i64`; negative values count from the end. Operands broadcast as in NumPy. A number takes the
 //! dtype of the tensor it is combined with.
 
+mod language;
 mod nn;
 mod reduce;
 mod shape;
 
+pub use language::Cache;
 pub use nn::{Attention, CrossEntropy};
 pub use reduce::{Axes, Order, Scan, Variance};
 pub use shape::{Extent, Extents};

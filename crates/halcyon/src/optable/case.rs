@@ -1,6 +1,7 @@
 //! Rows, cases, operands, and how operands are filled.
 
 use super::rng::Rng;
+use crate::ir::blocks::BlockType;
 use crate::ir::graph::{Graph, NodeId};
 use crate::ir::shape::TensorType;
 use crate::{ConstData, DType, Result, Scalar};
@@ -29,6 +30,8 @@ pub enum Fill {
     Values(Vec<f64>),
     /// Random bit patterns of the dtype, including NaN.
     Bits,
+    /// Bytes of block-quantised weights with scales of ordinary size. The last axis holds whole blocks.
+    Blocks(BlockType),
 }
 
 /// One operand.
@@ -100,12 +103,31 @@ fn any_int(d: DType, rng: &mut Rng) -> Scalar {
     Scalar::I(v).cast(d)
 }
 
+/// Byte `at` of a block. The high byte of a scale, or an exponent, gives a number from 2^-5 to 2^-3.
+fn block_byte(t: BlockType, at: usize, rng: &mut Rng) -> i64 {
+    let halves: &[usize] = match t {
+        BlockType::Q4_0 | BlockType::Q5_0 | BlockType::Q8_0 | BlockType::IQ4_NL | BlockType::IQ4_XS => &[0],
+        BlockType::Q4_1 | BlockType::Q5_1 | BlockType::Q4_K | BlockType::Q5_K => &[0, 2],
+        BlockType::Q2_K => &[80, 82],
+        BlockType::Q3_K => &[108],
+        BlockType::Q6_K => &[208],
+        BlockType::MXFP4 if at == 0 => return 122 + rng.below(3) as i64,
+        BlockType::MXFP4 => &[],
+    };
+    if halves.iter().any(|h| h + 1 == at) {
+        let sign = (rng.below(2) << 7) as i64;
+        return sign | (10 + rng.below(2) as i64) << 2 | rng.below(4) as i64;
+    }
+    rng.below(256) as i64
+}
+
 impl Fill {
     fn draw(&self, d: DType, i: usize, rng: &mut Rng) -> Scalar {
         let float = d.is_float();
         let v = match self {
             Fill::Values(v) => Scalar::F(v[i % v.len()]),
             Fill::Bits => Scalar::from_bytes(d, &rng.next().to_le_bytes()),
+            Fill::Blocks(t) => Scalar::I(block_byte(*t, i % t.row().bytes, rng)),
             Fill::Index(lo, hi) => Scalar::I(lo + rng.below((hi - lo) as usize) as i64),
             Fill::Ties => Scalar::I(rng.below(4) as i64),
             _ if d == DType::Bool => Scalar::Bool(rng.below(2) == 1),

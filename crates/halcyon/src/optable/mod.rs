@@ -21,6 +21,7 @@
 pub mod case;
 pub mod check;
 pub mod elementwise;
+pub mod language;
 pub mod quantized;
 mod rng;
 pub mod small;
@@ -41,5 +42,6 @@ pub fn rows() -> Vec<Row> {
     r.extend(structured::rows());
     r.extend(windows::rows());
     r.extend(quantized::rows());
+    r.extend(language::rows());
     r
 }

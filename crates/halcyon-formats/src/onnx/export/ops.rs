@@ -107,6 +107,10 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
                 }
             }
         }
+        Op::DecodeBlocks(t) => Err(Error::unsupported(
+            format!("weights in blocks of {t} in an ONNX model"),
+            "Decode them to f32 first",
+        )),
         Op::ArgSort { axis, descending } => argsort(e, &x[0], *axis, *descending),
         Op::Scan { kind, axis, exclusive, reverse } => scan(e, *kind, &x[0], *axis, *exclusive, *reverse),
         Op::Reshape => e.reshape(&x[0], &ty.shape),

@@ -4,6 +4,7 @@
 //! Several templates use `rows.rs` and `common.rs`.
 
 pub mod attention;
+pub(crate) mod blocks;
 mod common;
 pub mod conv;
 pub(crate) mod gather;
