@@ -3,7 +3,8 @@
 //!
 //! A file has a header (`GGUF`, the version, two counts), the metadata, a table of tensors and the tensors'
 //! bytes. Every tensor begins at a multiple of the alignment: 32, or what the key `general.alignment` says. A
-//! large model may be split into files called `NAME-00001-of-00003.gguf`; the first has the metadata.
+//! large model may have several files, its parts: `NAME-00001-of-00003.gguf` and so on. The first part has the
+//! metadata.
 //!
 //! The file is mapped, and a tensor is a slice of the map. Everything in the file is checked when it is
 //! opened, except that strings may be invalid UTF-8 ([`Value::Bytes`]), because some vocabularies have such
@@ -132,7 +133,7 @@ impl Tensor {
     }
 }
 
-/// An open file, or all the files of a split model. Its tensors are slices of the files.
+/// An open model: a file, or all its parts. Its tensors are slices of the files.
 ///
 /// ```no_run
 /// # fn main() -> halcyon_ir::Result<()> {
@@ -159,7 +160,7 @@ pub struct Gguf {
 }
 
 impl Gguf {
-    /// Opens a file. If it is a part of a split model, opens all parts, which must be in the same folder.
+    /// Opens a file. If it is one part of a model, opens all parts, which must be in the same folder.
     ///
     /// # Errors
     /// [`Error::Io`], also for a part that is missing; [`Error::Format`] for a malformed file, or parts that
@@ -169,7 +170,7 @@ impl Gguf {
         let name = path.display().to_string();
         let data = crate::mmap::open(path)?;
         let opened = Part::parse(&data, &name)?;
-        let Some((no, count)) = place_in_split(&opened.metadata, &name)? else {
+        let Some((no, count)) = place_among_parts(&opened.metadata, &name)? else {
             return Gguf::join(name, vec![(path.into(), data.len() as u64, opened)]);
         };
         let stem = stem(path, no, count).ok_or_else(|| {
@@ -195,7 +196,7 @@ impl Gguf {
             }
             let (data, own) = (crate::mmap::open(&p)?, p.display().to_string());
             let part = Part::parse(&data, &own)?;
-            if place_in_split(&part.metadata, &own)? != Some((k, count)) {
+            if place_among_parts(&part.metadata, &own)? != Some((k, count)) {
                 let what = format!("its metadata does not say that it is part {} of {count}", k + 1);
                 return Err(bad(&own, format!("{what}. It belongs to another model, or was renamed")));
             }
@@ -207,12 +208,12 @@ impl Gguf {
     /// Like [`Gguf::open`], for a file in memory. `file` names it in errors.
     ///
     /// # Errors
-    /// Those of [`Gguf::open`], and [`Error::Unsupported`] for a part of a split model.
+    /// Those of [`Gguf::open`], and [`Error::Unsupported`] for one part of a model.
     pub fn parse(data: Bytes, file: &str) -> Result<Gguf> {
         let part = Part::parse(&data, file)?;
-        if let Some((no, count)) = place_in_split(&part.metadata, file)? {
+        if let Some((no, count)) = place_among_parts(&part.metadata, file)? {
             return Err(Error::unsupported(
-                format!("{file}: part {} of {count} of a split model, without the others", no + 1),
+                format!("{file}: part {} of {count} of a model, without the others", no + 1),
                 "Open it by its path",
             ));
         }
@@ -248,12 +249,12 @@ impl Gguf {
         self.version
     }
 
-    /// The alignment of tensors in bytes. In a split model, that of the first file.
+    /// The alignment of tensors in bytes. In a model of several files, that of the first one.
     pub fn alignment(&self) -> u64 {
         self.alignment
     }
 
-    /// The metadata. In a split model, that of the first file.
+    /// The metadata. In a model of several files, that of the first one.
     pub fn metadata(&self) -> &Metadata {
         &self.metadata
     }
@@ -278,7 +279,7 @@ impl Gguf {
         self.find(name).ok_or_else(none)
     }
 
-    /// The files, in order. More than one for a split model.
+    /// The files, in order. More than one if the model has parts.
     pub fn paths(&self) -> &[PathBuf] {
         &self.paths
     }
@@ -289,8 +290,8 @@ impl Gguf {
     }
 }
 
-/// Index and number of the parts, from the metadata. `None` for a model that is not split.
-fn place_in_split(m: &Metadata, file: &str) -> Result<Option<(u64, u64)>> {
+/// Index and number of the parts, from the metadata. `None` for a model in one file.
+fn place_among_parts(m: &Metadata, file: &str) -> Result<Option<(u64, u64)>> {
     let count = m.maybe("split.count", Metadata::u64)?.unwrap_or(0);
     if count <= 1 {
         return Ok(None);

@@ -14,7 +14,7 @@ const SMALLEST_TENSOR: u64 = 24;
 /// Bytes of the smallest key with its value.
 const SMALLEST_ENTRY: u64 = 13;
 
-/// One file. A model may be split into several.
+/// One file. A model may have several.
 #[derive(Debug)]
 pub(super) struct Part {
     pub version: u32,
@@ -277,7 +277,7 @@ fn place(
         let end = from.and_then(|f| f.checked_add(size));
         let (Some(from), Some(end)) = (from, end.filter(|e| *e <= data.len() as u64)) else {
             return wrong(format!(
-                "its {size} bytes at {start} + {offset} reach beyond the end of the file, which has {} bytes. \
+                "its {size} bytes at {start} + {offset} reach beyond the end of the file, after {} bytes. \
                  The file is cut short or damaged: fetch it again",
                 data.len()
             ));

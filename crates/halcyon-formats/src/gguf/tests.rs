@@ -238,7 +238,7 @@ fn what_the_format_lacks_is_not_written() {
     }
 }
 
-// Split models.
+// Models in several files.
 
 /// Writes the parts of a model with a tensor in each, and returns their paths.
 fn split(dir: &Path, parts: &[(u16, u16)], count: usize) -> Vec<PathBuf> {
@@ -466,7 +466,11 @@ fn changed_files_never_panic() {
 
 proptest::proptest! {
     #[test]
-    fn random_bytes_never_panic(v in proptest::collection::vec(0u8.., 0..200), tensors in 0u8..3, keys in 0u8..3) {
+    fn random_bytes_never_panic(
+        v in proptest::collection::vec(0u8.., 0..200),
+        tensors in 0u8..3,
+        keys in 0u8..3,
+    ) {
         use_all(&v);
         let counts = [u64::from(tensors), keys.into()].map(u64::to_le_bytes).concat();
         use_all(&[&b"GGUF\x03\0\0\0"[..], &counts, &v].concat());
