@@ -2,6 +2,7 @@
 //! of the test suite. One of each kind is used.
 
 use halcyon::{Backend, Session};
+use halcyon_formats::gguf::{self, GgmlType, TensorInfo};
 use halcyon_formats::onnx::proto::*;
 use halcyon_formats::onnx::tensor::{self, External};
 use halcyon_formats::onnx::{Model, ops};
@@ -129,6 +130,26 @@ fn main() -> Result<(), Box<dyn Error>> {
     c.put("safetensors", "two", &st(header, &[0; 10]))?;
     c.put("safetensors", "none", &st("{}", &[]))?;
     c.put("safetensors", "empty", &st(r#"{"a":{"dtype":"I64","shape":[0,3],"data_offsets":[0,0]}}"#, &[]))?;
+
+    let arrays = || gguf::Array::Array(vec![gguf::Array::I16(vec![1, 2]), gguf::Array::Bool(vec![true])]);
+    let metadata: Vec<(String, gguf::Value)> = vec![
+        ("general.architecture".into(), "llama".into()),
+        ("general.alignment".into(), 8u32.into()),
+        ("a.count".into(), 7u64.into()),
+        ("a.flag".into(), true.into()),
+        ("a.epsilon".into(), 1e-5f32.into()),
+        ("a.tokens".into(), vec!["a".to_string(), "\u{e4}".into()].into()),
+        ("a.scores".into(), vec![0.5f32, -1.0].into()),
+        ("a.nested".into(), gguf::Value::Array(arrays())),
+    ];
+    c.put("gguf", "metadata", &gguf::encode(&metadata, &[])?)?;
+    let body = vec![1u8; 1024];
+    let all: Vec<(TensorInfo, &[u8])> = GgmlType::all()
+        .map(|t| (TensorInfo::new(t.name(), &[1, t.elements()], t), &body[..t.bytes()]))
+        .collect();
+    for (k, some) in all.chunks(6).enumerate() {
+        c.put("gguf", &format!("types-{k}"), &gguf::encode(&metadata[..k.min(metadata.len())], some)?)?;
+    }
 
     for e in std::fs::read_dir(root.join("crates/halcyon-formats/tests/data/torch"))?.flatten() {
         if e.path().extension().is_some_and(|x| x == "pt") {

@@ -20,6 +20,7 @@ const TARGETS: &[(&str, u32)] = &[
     ("npy", 4096),
     ("npz", 8192),
     ("safetensors", 4096),
+    ("gguf", 4096),
     ("torch", 8192),
     ("image", 8192),
     ("picture", 8192),

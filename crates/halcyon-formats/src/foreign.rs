@@ -44,7 +44,10 @@ impl Foreign {
             Foreign::Html => {
                 "A web page was saved instead of the model: use the download link (on Hugging Face its address has \"resolve\" in place of \"blob\"), or sign in if the model requires it"
             }
-            Foreign::SafeTensors | Foreign::Gguf => {
+            Foreign::Gguf => {
+                "`halcyon inspect` shows what it holds. A command that takes an ONNX model needs the model's ONNX export (Hugging Face models with `optimum-cli export onnx`)"
+            }
+            Foreign::SafeTensors => {
                 "It holds weights without a graph: export the model to ONNX (Hugging Face models with `optimum-cli export onnx`)"
             }
             Foreign::PyTorch | Foreign::Pickle => {

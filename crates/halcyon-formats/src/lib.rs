@@ -1,5 +1,5 @@
-//! Reads and writes model and tensor files: ONNX, safetensors and NumPy. Reads the weights of PyTorch's `.pt`
-//! files. Also decodes the images of ONNX's ImageDecoder.
+//! Reads and writes model and tensor files: ONNX, safetensors, GGUF and NumPy. Reads the weights of PyTorch's
+//! `.pt` files. Also decodes the images of ONNX's ImageDecoder.
 //!
 //! Contract of the crate:
 //! - Every parser distrusts its input. Lengths and offsets are checked against the file before anything is
@@ -12,6 +12,7 @@
 #![deny(unsafe_code)]
 pub mod data;
 pub mod foreign;
+pub mod gguf;
 pub mod jpeg;
 pub mod mmap;
 pub mod npy;

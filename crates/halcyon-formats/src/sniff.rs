@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Kinds of files that are recognised. Halcyon cannot read GGUF files.
+/// Kinds of files that are recognised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// An ONNX model (`ModelProto`).

@@ -68,7 +68,7 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = INSPECT)]
 pub(crate) struct InspectArgs {
-    /// ONNX model, or a file of tensors: safetensors, .npz, .npy or ONNX .pb
+    /// ONNX model, or a file of tensors: GGUF, safetensors, .npz, .npy or ONNX .pb
     pub file: PathBuf,
     /// Size of an input whose dimensions the model leaves open: [NAME=]1x3x224x224. If shapes depend on the
     /// input's value, give a source as in `halcyon run`. Open sizes that are not given are 1
@@ -101,7 +101,8 @@ a backend's plan fuses ops and moves fewer. The exit code is 0 also for a model 
 Examples:
   halcyon inspect models/digits.onnx
   halcyon inspect models/digits.onnx --input image=32x1x8x8 --backend cpu
-  halcyon inspect models/digits.npz --top 50 --json";
+  halcyon inspect models/digits.npz --top 50 --json
+  halcyon inspect model-q4_k.gguf";
 
 #[derive(Args, Debug)]
 #[command(after_help = FIT)]

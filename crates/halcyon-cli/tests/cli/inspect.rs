@@ -1,6 +1,7 @@
 //! Tests of `halcyon inspect` and `halcyon export`.
 
 use crate::common::*;
+use halcyon_formats::gguf::{self, GgmlType, TensorInfo};
 use halcyon_formats::npy;
 use halcyon_formats::onnx::proto::*;
 use halcyon_ir::DType;
@@ -139,6 +140,72 @@ fn files_of_tensors_and_files_that_are_none() {
     halcyon(&["inspect", "models/digit-7.png"]).fails(1, &["is not a model"]);
     std::fs::write(at("text.onnx"), "hello").expect("written");
     on_cpu(&[text(&at("text.onnx"))]).fails(1, &["not an ONNX model"]);
+}
+
+/// Writes part `k` of a model in two files, with one tensor.
+fn gguf_part(path: &std::path::Path, k: u16) {
+    let mut m = vec![("split.no".to_string(), k.into()), ("split.count".into(), 2u16.into())];
+    if k == 0 {
+        m.push(("general.architecture".into(), "llama".into()));
+        m.push(("llama.rope.freq_base".into(), 1e-5f32.into()));
+        m.push(("odd".into(), f32::NAN.into()));
+        m.push(("tokens".into(), (0..9).map(|i| format!("t\u{1b}{i}")).collect::<Vec<_>>().into()));
+    }
+    let q8 = GgmlType::from_name("q8_0").expect("a type");
+    let t = TensorInfo::new(format!("blk.{k}.weight"), &[3, 64], q8);
+    gguf::write(path, &m, &[(t, &[0; 3 * 68])]).expect("written");
+}
+
+#[test]
+fn a_gguf_file_in_parts() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let paths = [1, 2].map(|n| dir.path().join(format!("m-0000{n}-of-00002.gguf")));
+    paths.iter().zip(0..).for_each(|(p, k)| gguf_part(p, k));
+    for p in &paths {
+        let told = halcyon(&["inspect", text(p)]).ok().out;
+        for part in [
+            "GGUF version 3",
+            "in 2 files",
+            "architecture: llama",
+            "384 in 2 tensors",
+            "q8_0[3, 64]",
+            "blk.1.weight",
+            "string[9]",
+            "…]",
+            "1e-5",
+            "NaN",
+        ] {
+            assert!(told.contains(part), "{part}: {told}");
+        }
+        assert!(!told.contains('\u{1b}'), "{told}");
+    }
+    let v = halcyon(&["inspect", text(&paths[1]), "--json"]).ok().json();
+    assert_eq!((&v["kind"], &v["architecture"]), (&Value::from("GGUF"), &Value::from("llama")));
+    assert_eq!((&v["version"], v["files"].as_array().map(Vec::len)), (&Value::from(3), Some(2)));
+    assert_eq!((&v["parameters"]["elements"], &v["parameters"]["bytes"]), (&384.into(), &408.into()));
+    assert_eq!(v["parameters"]["by_dtype"][0]["dtype"], "q8_0");
+    assert_eq!(
+        (&v["metadata"]["llama.rope.freq_base"], &v["metadata"]["odd"]),
+        (&1e-5.into(), &"NaN".into())
+    );
+    let tokens = &v["metadata"]["tokens"];
+    assert_eq!((&tokens["count"], &tokens["first"][1]), (&9.into(), &"t\u{1b}1".into()));
+    assert_eq!((&v["tensors"][1]["shape"], &v["tensors"][1]["bytes"]), (&vec![3, 64].into(), &204.into()));
+    std::fs::remove_file(&paths[0]).expect("removed");
+    halcyon(&["inspect", text(&paths[1])]).fails(1, &[text(&paths[0]), "part 1 of 2", "into one folder"]);
+}
+
+#[test]
+fn gguf_files_that_are_damaged_or_big_endian() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("m.gguf");
+    let t = TensorInfo::new("t", &[64], GgmlType::F32);
+    let mut b = gguf::encode(&[], &[(t, &[0; 256])]).expect("a file");
+    std::fs::write(&path, &b[..b.len() - 1]).expect("written");
+    halcyon(&["inspect", text(&path)]).fails(1, &[text(&path), "tensor 't'", "cut short"]);
+    b[4..8].reverse();
+    std::fs::write(&path, &b).expect("written");
+    halcyon(&["inspect", text(&path)]).fails(3, &[text(&path), "big-endian", "gguf_convert_endian.py"]);
 }
 
 #[test]

@@ -18,7 +18,7 @@ fn files_that_are_no_models_are_named() {
         (lfs.as_bytes().to_vec(), ["Git LFS pointer", "git lfs pull"]),
         (b"<!DOCTYPE html><html><body>Sign in</body></html>".to_vec(), ["HTML page", "download"]),
         (b"\x02\0\0\0\0\0\0\0{}".to_vec(), ["safetensors", "export the model to ONNX"]),
-        (b"GGUF\x03\0\0\0\0\0\0\0".to_vec(), ["GGUF", "ONNX"]),
+        (b"GGUF\x03\0\0\0\0\0\0\0".to_vec(), ["GGUF", "halcyon inspect"]),
         (torch, ["PyTorch", "torch.onnx.export"]),
         (
             b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.".to_vec(),

@@ -69,6 +69,11 @@ fn flipped_bits_of_tensors() {
         npz::encode(&[("a", &t)]).expect("an archive"),
         tensor::encode(&t, "a").encode_to_vec(),
         st,
+        gguf::encode(
+            &[("general.alignment".into(), 8u32.into())],
+            &[(gguf::TensorInfo::new("a", &[2, 3, 4], gguf::GgmlType::F32), t.bytes())],
+        )
+        .expect("a file"),
     ];
     let mut r = mutate::Rng(8);
     for (kind, file) in files.iter().enumerate() {
@@ -81,6 +86,9 @@ fn flipped_bits_of_tensors() {
                 0 => npy::parse(f, "t").map(drop),
                 1 => npz::Npz::parse(f, "t").and_then(|z| z.get("a")).map(drop),
                 2 => tensor::parse_pb(f, &External::none(), "t").map(drop),
+                4 => gguf::Gguf::parse(f, "t")
+                    .and_then(|g| g.tensor("a").and_then(gguf::Tensor::to_const))
+                    .map(drop),
                 _ => safetensors::SafeTensors::parse(f, "t").and_then(|s| s.get("a")).map(drop),
             });
         }

@@ -18,7 +18,7 @@ use halcyon::{Backend, BackendType, ConstData, Error, Level, OnnxSession, Replay
 use halcyon_formats::onnx::proto::*;
 use halcyon_formats::onnx::tensor::{self, External};
 use halcyon_formats::onnx::{Datum, Model, PortType, RunOptions};
-use halcyon_formats::{npy, npz, safetensors};
+use halcyon_formats::{gguf, npy, npz, safetensors};
 use halcyon_ir::{Bindings, DType, Graph, TensorType};
 use halcyon_test::seed_models::{body, floats, graph, int, ints, list, model, node, port, scalar, with};
 use halcyon_test::{mutate, seed_models};

@@ -1,6 +1,7 @@
 //! `halcyon inspect`: shows a model's contents, its cost and the devices it would run on, without running it.
 //! For a file of tensors it lists the tensors.
 
+mod gguf;
 mod show;
 
 use super::dry_run;
@@ -50,7 +51,8 @@ pub(crate) fn main(a: &InspectArgs) -> Result<u8> {
             let weight = of_data(&n, &t);
             (Kind::OnnxTensor, vec![(n, Ok(weight))], BTreeMap::new())
         }
-        Some(k @ (Kind::Gguf | Kind::Png | Kind::Jpeg)) => {
+        Some(Kind::Gguf) => return gguf::main(a).map(|()| 0),
+        Some(k @ (Kind::Png | Kind::Jpeg)) => {
             return Err(Error::Format { file: name, what: format!("a file of kind \"{k}\" is not a model") });
         }
         // Protobuf has no magic bytes; the decoder rejects files that are not models.
