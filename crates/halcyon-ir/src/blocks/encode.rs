@@ -236,13 +236,7 @@ pub(super) fn q6_k(x: &[f32; 256], b: &mut [u8; 210]) {
     for p in 0..16 {
         b[192 + p] = scales[p] as i8 as u8;
         let scale = d * scales[p];
-        codes_above(
-            &x[p * 16..p * 16 + 16],
-            scale,
-            32.0 * scale,
-            63.0,
-            &mut codes[p * 16..p * 16 + 16],
-        );
+        codes_above(&x[p * 16..p * 16 + 16], scale, 32.0 * scale, 63.0, &mut codes[p * 16..p * 16 + 16]);
     }
     for part in 0..2 {
         let codes = &codes[part * 128..part * 128 + 128];
@@ -272,7 +266,10 @@ const IQ4_CODES: [u8; 481] = {
 
 /// The code of `iq4_nl` whose value is nearest to `v`. Of two equally near ones, the higher.
 fn iq4_code(v: f32) -> u8 {
-    IQ4_CODES[(v.clamp(-127.0, 113.0) * 2.0 + 254.0) as usize]
+    let code = IQ4_CODES[(v.clamp(-127.0, 113.0) * 2.0 + 254.0) as usize];
+    // The sum above can round up to a border.
+    let below = code > 0 && 2.0 * v < IQ4_VALUES[usize::from(code)] + IQ4_VALUES[usize::from(code) - 1];
+    code - u8::from(below)
 }
 
 /// The scale of 32 elements: 16 tries around the one that maps the extreme to the first value.

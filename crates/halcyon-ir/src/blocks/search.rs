@@ -2,8 +2,11 @@
 //!
 //! Each tries a fixed list of inverse scales. It rounds the elements with each one, and then takes the scale that
 //! is best for these codes by least squares. The lists and the weights are those of ggml's reference quantiser
-//! without an importance matrix, so that the errors are the same. The sums run in eight lanes, for the compiler
-//! to vectorise.
+//! without an importance matrix, so that the errors are the same.
+//!
+//! Where one element is much larger than the others, which of the tries is best can depend on rounding. Then
+//! only the order of the operations of ggml gives the same error for each row: sums run from the first element
+//! to the last.
 
 /// `x` rounded to a whole number, halves to even ones. Exact up to 2^22; larger numbers stay large.
 pub(super) fn nearest(x: f32) -> f32 {
@@ -23,18 +26,16 @@ pub(super) fn extreme(x: &[f32]) -> f32 {
     x.iter().fold(0.0f32, |m, &v| if v.abs() > m.abs() { v } else { m })
 }
 
-/// The sums of `K` terms over all elements.
+/// The sums of `K` terms over all elements, in their order.
 fn sums<const N: usize, const K: usize>(term: impl Fn(usize) -> [f32; K]) -> [f32; K] {
-    let mut lanes = [[0.0; 8]; K];
-    for c in 0..N / 8 {
-        for j in 0..8 {
-            let t = term(c * 8 + j);
-            for k in 0..K {
-                lanes[k][j] += t[k];
-            }
+    let mut sums = [0.0; K];
+    for i in 0..N {
+        let t = term(i);
+        for k in 0..K {
+            sums[k] += t[k];
         }
     }
-    lanes.map(|l| l.iter().sum())
+    sums
 }
 
 /// How well one list of codes fits: the sums of `w x q` and `w q q`.
@@ -49,9 +50,10 @@ impl Fit {
         if self.qq > 0.0 { self.xq / self.qq } else { 0.0 }
     }
 
-    /// By how much the scale lowers the squared error from that of zeros.
-    fn gain(&self) -> f32 {
-        self.scale() * self.xq
+    /// Whether the best scale for these codes lowers the squared error, from that of zeros, by more than the one
+    /// for the other codes. The product avoids a quotient, whose rounding would decide between similar fits.
+    fn is_better_than(&self, other: &Fit) -> bool {
+        self.xq * self.xq > other.scale() * other.xq * self.qq
     }
 }
 
@@ -70,7 +72,7 @@ pub(super) fn best_scale<const N: usize>(
             [w * x[i] * q, w * q * q]
         });
         let fit = Fit { xq, qq };
-        if best.as_ref().is_none_or(|b| fit.gain() > b.gain()) {
+        if best.as_ref().is_none_or(|b| fit.is_better_than(b)) {
             best = Some(fit);
         }
     }
@@ -111,7 +113,7 @@ pub(super) fn symmetric_by_codes<const N: usize>(x: &[f32; N], n: f32) -> f32 {
             }
             let code = round(x[i] * others.qq / others.xq);
             let new = Fit { xq: others.xq + w * x[i] * code, qq: others.qq + w * code * code };
-            if code != q[i] && new.gain() > fit.gain() {
+            if code != q[i] && new.is_better_than(&fit) {
                 (q[i], fit, moved) = (code, new, true);
             }
         }
