@@ -6,12 +6,13 @@ that of the package llama-cpp-py-sync.
 
 The file has little-endian numbers, in this order:
 
-- A u32 with the number of formats. For each: its number in ggml (u32), the number of blocks (u32), the blocks,
-  and their elements as the package gguf decodes them (f32).
+- A u32 with the number of formats. For each: its number in ggml (u32), the number of blocks (u32), the
+  blocks, their elements as the package gguf decodes them (f32), and a digest (u64) of the elements of 1000
+  other blocks.
 - A u32 with the number of rows and one with their length, and the rows (f32).
-- A u32 with the number of formats that have an encoder. For each: its number in ggml (u32), for each row the sum
-  of the squared errors of ggml's reference quantiser (f64), and a u32 with the size of the encoded rows that
-  follow. The size is 0 where our encoder need not choose the same bytes.
+- A u32 with the number of formats that have an encoder. For each: its number in ggml (u32), for each row the
+  sum of the squared errors of ggml's reference quantiser (f64), and a u32 with the size of the encoded rows
+  that follow. The size is 0 where our encoder need not choose the same bytes.
 """
 
 import ctypes
@@ -28,19 +29,21 @@ from gguf import GGMLQuantizationType as Type
 
 # The formats that are kept, and the offsets of the f16 numbers in a block.
 KEPT = {
-    Type.Q4_0: [0], Type.Q4_1: [0, 2], Type.Q5_0: [0], Type.Q5_1: [0, 2], Type.Q8_0: [0], Type.Q2_K: [80, 82],
-    Type.Q3_K: [108], Type.Q4_K: [0, 2], Type.Q5_K: [0, 2], Type.Q6_K: [208], Type.IQ4_NL: [0], Type.IQ4_XS: [0],
-    Type.MXFP4: [],
+    Type.Q4_0: [0], Type.Q4_1: [0, 2], Type.Q5_0: [0], Type.Q5_1: [0, 2], Type.Q8_0: [0],
+    Type.Q2_K: [80, 82], Type.Q3_K: [108], Type.Q4_K: [0, 2], Type.Q5_K: [0, 2], Type.Q6_K: [208],
+    Type.IQ4_NL: [0], Type.IQ4_XS: [0], Type.MXFP4: [],
 }
 # The formats that are decoded when they are loaded. The number of iq1_m is in four parts.
 LOAD_ONLY = {
-    Type.IQ2_XXS: [0], Type.IQ2_XS: [0], Type.IQ2_S: [0], Type.IQ3_XXS: [0], Type.IQ3_S: [0], Type.IQ1_S: [0],
-    Type.IQ1_M: [], Type.TQ1_0: [52], Type.TQ2_0: [64],
+    Type.IQ2_XXS: [0], Type.IQ2_XS: [0], Type.IQ2_S: [0], Type.IQ3_XXS: [0], Type.IQ3_S: [0],
+    Type.IQ1_S: [0], Type.IQ1_M: [], Type.TQ1_0: [52], Type.TQ2_0: [64],
 }
 SAME_BYTES = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4]
 # Both zeros, subnormal numbers, the largest number, both infinities, NaN.
 SPECIAL = [0x0000, 0x8000, 0x0001, 0x83ff, 0x7bff, 0x7c00, 0xfc00, 0x7e01]
 LENGTH = 1024
+# Blocks of which only a digest is stored. They reach every entry of the codebooks.
+MANY = 1000
 
 draw = np.random.default_rng(19)
 
@@ -59,8 +62,25 @@ def blocks(kind, halves):
         if kind == Type.IQ1_M and n < ordinary:
             row[55] = row[55] & 0x0f | 0x30  # the top bits of an ordinary scale
         if kind == Type.MXFP4:
-            row[0] = draw.integers(100, 150) if n < ordinary else [0, 1, 2, 3, 252, 253, 254, 255][n - ordinary]
+            extremes = [0, 1, 2, 3, 252, 253, 254, 255]
+            row[0] = draw.integers(100, 150) if n < ordinary else extremes[n - ordinary]
     return b
+
+
+def random_bytes(n):
+    """Bytes of the generator SplitMix64, which starts at 0. The test makes the same ones."""
+    z = np.arange(1, -(-n // 8) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return (z ^ z >> np.uint64(31)).astype("<u8").view(np.uint8)[:n]
+
+
+def digest(values):
+    """FNV-1a of the bits, with 32 bits at a time. All NaN are the same."""
+    h = 0xCBF29CE484222325
+    for bits in np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32).ravel().tolist():
+        h = (h ^ bits) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
+    return h
 
 
 def rows():
@@ -137,7 +157,10 @@ def main():
         b = blocks(kind, halves)
         with np.errstate(all="ignore"):
             decoded = quants.dequantize(b, kind)
-        out += [struct.pack("<II", kind, len(b)), b.tobytes(), decoded.astype("<f4").tobytes()]
+            size = GGML_QUANT_SIZES[kind][1]
+            many = digest(quants.dequantize(random_bytes(MANY * size).reshape(MANY, size), kind))
+        out += [struct.pack("<II", kind, len(b)), b.tobytes(), decoded.astype("<f4").tobytes(),
+                struct.pack("<Q", many)]
     weights = rows()
     out += [struct.pack("<II", *weights.shape), weights.astype("<f4").tobytes(), struct.pack("<I", len(KEPT))]
     for kind in KEPT:
@@ -148,8 +171,8 @@ def main():
                 assert np.array_equal(quants.quantize(row, kind), bytes), kind
         errors = [np.sum((quants.dequantize(e, kind) - row.astype(np.float64)) ** 2)
                   for row, e in zip(weights, encoded)]
-        kept = b"".join(e.tobytes() for e in encoded) if kind in SAME_BYTES else b""
-        out += [struct.pack("<I", kind), np.array(errors, "<f8").tobytes(), struct.pack("<I", len(kept)), kept]
+        same = b"".join(e.tobytes() for e in encoded) if kind in SAME_BYTES else b""
+        out += [struct.pack("<I", kind), np.array(errors, "<f8").tobytes(), struct.pack("<I", len(same)), same]
     Path(sys.argv[1]).write_bytes(b"".join(out))
 
 

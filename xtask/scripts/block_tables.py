@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 from gguf import quants
 
-HEADER = """//! The codebooks of the formats that are only read. Written by `xtask/scripts/block_tables.py`; do not edit.
+HEADER = """//! The codebooks of the formats that are decoded when they are loaded.
+//!
+//! Written by `xtask/scripts/block_tables.py`; do not edit.
 //!
 //! Source: the tables in `gguf/quants.py` of the Python package gguf, which belongs to llama.cpp and ggml
 //! (https://github.com/ggml-org/llama.cpp). Licence of the tables: MIT, copyright (c) 2023 Georgi Gerganov.
@@ -23,7 +25,7 @@ TABLES = [
     ("IQ2_S", quants.IQ2_S, "Eight codes of 2 bits, the first in the lowest bits."),
     ("IQ3_XXS", quants.IQ3_XXS, "Four codes of 3 bits in 4 bits each, the first in the lowest bits."),
     ("IQ3_S", quants.IQ3_S, "Four codes of 3 bits in 4 bits each, the first in the lowest bits."),
-    ("IQ1", quants.IQ1_S, "Eight codes of 2 bits, the first in the lowest bits. `iq1_s` and `iq1_m` have the same."),
+    ("IQ1", quants.IQ1_S, "Eight codes of 2 bits, the first in the lowest bits. Of both iq1 formats."),
 ]
 
 text = HEADER

@@ -1,4 +1,6 @@
-//! The codebooks of the formats that are only read. Written by `xtask/scripts/block_tables.py`; do not edit.
+//! The codebooks of the formats that are decoded when they are loaded.
+//!
+//! Written by `xtask/scripts/block_tables.py`; do not edit.
 //!
 //! Source: the tables in `gguf/quants.py` of the Python package gguf, which belongs to llama.cpp and ggml
 //! (https://github.com/ggml-org/llama.cpp). Licence of the tables: MIT, copyright (c) 2023 Georgi Gerganov.
@@ -222,7 +224,7 @@ pub(super) static IQ3_S: [u16; 512] = [
     0x7522, 0x7542, 0x7602, 0x7631, 0x7700,
 ];
 
-/// Eight codes of 2 bits, the first in the lowest bits. `iq1_s` and `iq1_m` have the same.
+/// Eight codes of 2 bits, the first in the lowest bits. Of both iq1 formats.
 pub(super) static IQ1: [u16; 2048] = [
     0x0000, 0x0002, 0x0005, 0x0008, 0x000a, 0x0011, 0x0015, 0x0020, 0x0022, 0x0028, 0x002a, 0x0045, 0x0051,
     0x0054, 0x0056, 0x0065, 0x0080, 0x0082, 0x0088, 0x008a, 0x0095, 0x00a0, 0x00a2, 0x00a8, 0x00aa, 0x0104,

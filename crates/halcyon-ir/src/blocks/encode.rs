@@ -278,8 +278,12 @@ fn iq4_scale(x: &[f32; 32]) -> f32 {
     if extreme.abs() < 1e-15 {
         return 0.0;
     }
-    let tries = std::iter::once(-IQ4_VALUES[0]).chain((-7..=7).map(|s| IQ4_VALUES[0] + s as f32));
-    best_scale(x, tries.map(|v| v / extreme), |v| IQ4_VALUES[usize::from(iq4_code(v))])
+    let first = 1.0 / (extreme / -IQ4_VALUES[0]);
+    let tries = std::iter::once(first).chain((-7..=7).map(|s| (IQ4_VALUES[0] + s as f32) / extreme));
+    best_scale(x, tries, |x, inverse| {
+        let (q, w) = (IQ4_VALUES[usize::from(iq4_code(inverse * x))], x * x);
+        [w * q * x, w * q * q]
+    })
 }
 
 fn put_iq4_codes(x: &[f32; 32], scale: f32, b: &mut [u8]) {

@@ -41,9 +41,8 @@ fn even_signs(bits: u32) -> u8 {
     seven | ((seven.count_ones() as u8 & 1) << 7)
 }
 
-/// `v` with the sign turned if bit `i` is set.
+/// `v` with the other sign if bit `i` is set.
 fn signed(v: f32, signs: u8, i: usize) -> f32 {
-    // The value times minus one, also for NaN, whose sign does not matter.
     if signs >> i & 1 == 0 { v } else { -v }
 }
 
@@ -149,7 +148,7 @@ fn tq1_0(b: &[u8; 54], v: &mut [f32; 256]) {
         for _ in 0..digits {
             for i in 0..bytes {
                 // A byte is a fraction of 256. A product with a power of three moves the next digit to the top.
-                let digit = u16::from(b[at + i].wrapping_mul(power)) * 3 >> 8;
+                let digit = (u16::from(b[at + i].wrapping_mul(power)) * 3) >> 8;
                 v[done + i] = d * (f32::from(digit) - 1.0);
             }
             done += bytes;

@@ -267,12 +267,14 @@ block_types! {
 impl BlockRow {
     /// Bytes of `elements` weights. `None` if they do not fill whole blocks, or on overflow.
     pub fn bytes_of(&self, elements: usize) -> Option<usize> {
-        (elements % self.elements == 0).then(|| (elements / self.elements).checked_mul(self.bytes)).flatten()
+        let blocks = elements.is_multiple_of(self.elements).then_some(elements / self.elements)?;
+        blocks.checked_mul(self.bytes)
     }
 
     /// Elements in `bytes` bytes. `None` if the bytes are not whole blocks, or on overflow.
     pub fn elements_of(&self, bytes: usize) -> Option<usize> {
-        (bytes % self.bytes == 0).then(|| (bytes / self.bytes).checked_mul(self.elements)).flatten()
+        let blocks = bytes.is_multiple_of(self.bytes).then_some(bytes / self.bytes)?;
+        blocks.checked_mul(self.elements)
     }
 }
 

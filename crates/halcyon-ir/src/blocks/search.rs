@@ -57,20 +57,16 @@ impl Fit {
     }
 }
 
-/// The scale of the best fit among the codes that `inverses` yields. `value` maps a scaled element to the value
-/// of its code. The weight of an element is its square.
+/// The scale of the best fit among the codes that `inverses` yields. `terms` gives `w x q` and `w q q` of an
+/// element and an inverse scale.
 pub(super) fn best_scale<const N: usize>(
     x: &[f32; N],
     inverses: impl Iterator<Item = f32>,
-    value: impl Fn(f32) -> f32,
+    terms: impl Fn(f32, f32) -> [f32; 2],
 ) -> f32 {
     let mut best: Option<Fit> = None;
     for inverse in inverses {
-        let [xq, qq] = sums::<N, 2>(|i| {
-            let q = value(inverse * x[i]);
-            let w = x[i] * x[i];
-            [w * x[i] * q, w * q * q]
-        });
+        let [xq, qq] = sums::<N, 2>(|i| terms(x[i], inverse));
         let fit = Fit { xq, qq };
         if best.as_ref().is_none_or(|b| fit.is_better_than(b)) {
             best = Some(fit);
@@ -86,7 +82,10 @@ pub(super) fn symmetric<const N: usize>(x: &[f32; N], n: f32) -> f32 {
         return 0.0;
     }
     let steps = std::iter::once(0).chain((-9..=9).filter(|&s| s != 0));
-    best_scale(x, steps.map(|s| -(n + 0.1 * s as f32) / extreme), |v| nearest(v).clamp(-n, n - 1.0))
+    best_scale(x, steps.map(|s| -(n + 0.1 * s as f32) / extreme), |x, inverse| {
+        let (q, w) = (nearest(inverse * x).clamp(-n, n - 1.0), x * x);
+        [w * x * q, w * q * q]
+    })
 }
 
 /// The scale for whole codes from `-n` to `n - 1`: one try, and then up to five rounds that move single codes to
