@@ -172,7 +172,8 @@ def main():
         errors = [np.sum((quants.dequantize(e, kind) - row.astype(np.float64)) ** 2)
                   for row, e in zip(weights, encoded)]
         same = b"".join(e.tobytes() for e in encoded) if kind in SAME_BYTES else b""
-        out += [struct.pack("<I", kind), np.array(errors, "<f8").tobytes(), struct.pack("<I", len(same)), same]
+        out += [struct.pack("<I", kind), np.array(errors, "<f8").tobytes()]
+        out += [struct.pack("<I", len(same)), same]
     Path(sys.argv[1]).write_bytes(b"".join(out))
 
 

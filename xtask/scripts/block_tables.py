@@ -15,7 +15,7 @@ HEADER = """//! The codebooks of the formats that are decoded when they are load
 //! Written by `xtask/scripts/block_tables.py`; do not edit.
 //!
 //! Source: the tables in `gguf/quants.py` of the Python package gguf, which belongs to llama.cpp and ggml
-//! (https://github.com/ggml-org/llama.cpp). Licence of the tables: MIT, copyright (c) 2023 Georgi Gerganov.
+//! (<https://github.com/ggml-org/llama.cpp>). Licence of the tables: MIT, copyright (c) 2023 Georgi Gerganov.
 """
 
 # The name in Rust, the class of the package that has the table, and what the bits of an entry mean.

@@ -3,7 +3,7 @@
 //! Written by `xtask/scripts/block_tables.py`; do not edit.
 //!
 //! Source: the tables in `gguf/quants.py` of the Python package gguf, which belongs to llama.cpp and ggml
-//! (https://github.com/ggml-org/llama.cpp). Licence of the tables: MIT, copyright (c) 2023 Georgi Gerganov.
+//! (<https://github.com/ggml-org/llama.cpp>). Licence of the tables: MIT, copyright (c) 2023 Georgi Gerganov.
 
 /// Eight codes of 2 bits, the first in the lowest bits.
 pub(super) static IQ2_XXS: [u16; 256] = [

@@ -1,11 +1,11 @@
 //! The encoders: one block each, with the reconstruction error of ggml's reference quantiser.
 //!
 //! The formats with whole codes and one scale (`q4_0` to `q8_0`) get the same bytes as from ggml. The others
-//! first find a scale, and for some formats a minimum, for each part of the block, round these to the few bits
-//! that they have, and then choose the codes anew.
+//! first find a scale, and for some formats a minimum, for each part of the block, round these to the few
+//! bits that they have, and then choose the codes anew.
 //!
-//! An element that is not finite gives its block undefined values, and never a panic. A scale beyond the range
-//! of `f16` becomes infinite, as in ggml.
+//! An element that is not finite gives its block undefined values, and never a panic. A scale beyond the
+//! range of `f16` becomes infinite, as in ggml.
 
 use super::formats::{IQ4_VALUES, e8m0_half};
 use super::search::{
@@ -20,9 +20,11 @@ fn put_half(b: &mut [u8], at: usize, d: f32) -> f32 {
     h.to_f32()
 }
 
-/// The smallest and the largest element.
+/// The smallest and the largest element. Of zeros, the first: `f32::min` may take either sign.
 fn bounds(x: &[f32]) -> (f32, f32) {
-    x.iter().fold((f32::MAX, f32::MIN), |(low, high), &v| (low.min(v), high.max(v)))
+    x.iter().fold((f32::MAX, f32::MIN), |(low, high), &v| {
+        (if v < low { v } else { low }, if v > high { v } else { high })
+    })
 }
 
 /// Writes codes of 4 bits: the first half of the codes in the low halves of the bytes.

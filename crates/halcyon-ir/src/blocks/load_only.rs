@@ -147,7 +147,8 @@ fn tq1_0(b: &[u8; 54], v: &mut [f32; 256]) {
         let mut power = 1u8;
         for _ in 0..digits {
             for i in 0..bytes {
-                // A byte is a fraction of 256. A product with a power of three moves the next digit to the top.
+                // A byte is a fraction of 256. A product with a power of three moves the next digit to the
+                // top.
                 let digit = (u16::from(b[at + i].wrapping_mul(power)) * 3) >> 8;
                 v[done + i] = d * (f32::from(digit) - 1.0);
             }

@@ -1,17 +1,17 @@
 //! Searches for scales and minima that reconstruct a few elements with a small weighted squared error.
 //!
-//! Each tries a fixed list of inverse scales. It rounds the elements with each one, and then takes the scale that
-//! is best for these codes by least squares. The lists and the weights are those of ggml's reference quantiser
-//! without an importance matrix, so that the errors are the same.
+//! Each tries a fixed list of inverse scales. It rounds the elements with each one, and then takes the scale
+//! that is best for these codes by least squares. The lists and the weights are those of ggml's reference
+//! quantiser without an importance matrix, so that the errors are the same.
 //!
 //! Where one element is much larger than the others, which of the tries is best can depend on rounding. Then
-//! only the order of the operations of ggml gives the same error for each row: sums run from the first element
-//! to the last.
+//! only the order of the operations of ggml gives the same error for each row: sums run from the first
+//! element to the last.
 
 /// `x` rounded to a whole number, halves to even ones. Exact up to 2^22; larger numbers stay large.
 pub(super) fn nearest(x: f32) -> f32 {
-    // From 1.5 * 2^23 on, floats are whole numbers, so the sum is rounded. A call of `round_ties_even` would be
-    // a call of a function on processors without SSE 4.1.
+    // From 1.5 * 2^23 on, floats are whole numbers, so the sum is rounded. A call of `round_ties_even` would
+    // be a call of a function on processors without SSE 4.1.
     const WHOLE: f32 = 12_582_912.0;
     (x + WHOLE) - WHOLE
 }
@@ -50,8 +50,9 @@ impl Fit {
         if self.qq > 0.0 { self.xq / self.qq } else { 0.0 }
     }
 
-    /// Whether the best scale for these codes lowers the squared error, from that of zeros, by more than the one
-    /// for the other codes. The product avoids a quotient, whose rounding would decide between similar fits.
+    /// Whether the best scale for these codes lowers the squared error, from that of zeros, by more than the
+    /// one for the other codes. The product avoids a quotient, whose rounding would decide between similar
+    /// fits.
     fn is_better_than(&self, other: &Fit) -> bool {
         self.xq * self.xq > other.scale() * other.xq * self.qq
     }
@@ -88,8 +89,8 @@ pub(super) fn symmetric<const N: usize>(x: &[f32; N], n: f32) -> f32 {
     })
 }
 
-/// The scale for whole codes from `-n` to `n - 1`: one try, and then up to five rounds that move single codes to
-/// where the other ones want them. For few codes this is better than other scales.
+/// The scale for whole codes from `-n` to `n - 1`: one try, and then up to five rounds that move single codes
+/// to where the other ones want them. For few codes this is better than other scales.
 pub(super) fn symmetric_by_codes<const N: usize>(x: &[f32; N], n: f32) -> f32 {
     let extreme = extreme(x);
     if extreme.abs() < 1e-15 {
