@@ -1,6 +1,6 @@
 //! The encoders: one block each, with the reconstruction error of ggml's reference quantiser.
 //!
-//! The formats with whole codes and one scale (`q4_0` to `q8_0`) get the same bytes as from ggml. The others
+//! `q4_0`, `q4_1`, `q5_0`, `q5_1`, `q8_0` and `mxfp4` get the same bytes as from ggml. The others
 //! first find a scale, and for some formats a minimum, for each part of the block, round these to the few
 //! bits that they have, and then choose the codes anew.
 //!

@@ -160,8 +160,10 @@ fn tq1_0(b: &[u8; 54], v: &mut [f32; 256]) {
 
 fn tq2_0(b: &[u8; 66], v: &mut [f32; 256]) {
     let d = half(b, 64);
-    for i in 0..256 {
-        let code = b[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
-        v[i] = d * (f32::from(code) - 1.0);
+    for (row, v) in v.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        for i in 0..32 {
+            let code = b[row / 4 * 32 + i] >> (row % 4 * 2) & 3;
+            v[i] = d * (f32::from(code) - 1.0);
+        }
     }
 }
