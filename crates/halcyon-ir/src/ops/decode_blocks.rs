@@ -48,7 +48,12 @@ impl Rules for DecodeBlocks {
             ))
         })?;
         let leading = shape.iter().take(shape.rank() - 1).copied();
-        Ok(TensorType { dtype: DType::F32, shape: leading.chain([n.into()]).collect() })
+        // f64 is requested where a graph is evaluated as a reference.
+        let dtype = t.want.map_or(DType::F32, |w| w.dtype);
+        if !matches!(dtype, DType::F32 | DType::F64) {
+            return Err(t.dtype(dtype, "blocks are decoded to f32"));
+        }
+        Ok(TensorType { dtype, shape: leading.chain([n.into()]).collect() })
     }
     fn rewrite(&self, _: &Rewrite<'_>) -> Result<Op> {
         Ok(Op::DecodeBlocks(self.0))

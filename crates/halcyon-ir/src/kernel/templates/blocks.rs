@@ -6,7 +6,7 @@
 
 use crate::blocks::BlockType;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::access::{Access, GROUP, Template};
 use crate::kernel::{Builder, E, Kernel, Launch, Ty};
 use crate::target::{Caps, Operand};
@@ -52,7 +52,7 @@ impl<'a> Block<'a, '_> {
 
     /// A byte, read as i8.
     fn signed(&self, v: E<'a>) -> E<'a> {
-        v.bitcast(Ty::I32).shl(24).shr(24)
+        v.and(255).xor(128).to(Ty::I32) - 128
     }
 
     /// The scale and the offset of group `g`, an index.
@@ -186,12 +186,16 @@ const fn words(v: [i8; 16]) -> [u32; 4] {
     w
 }
 
-const IQ4_WORDS: [u32; 4] = words(crate::blocks::IQ4_VALUES);
-const MXFP4_WORDS: [u32; 4] = words(crate::blocks::MXFP4_VALUES);
+/// The values of the codes of `iq4_nl` and `iq4_xs`.
+const IQ4_WORDS: [u32; 4] = words([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]);
+/// Twice the values of the codes of `mxfp4`.
+const MXFP4_WORDS: [u32; 4] = words([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]);
 
 /// Decodes `x`, bytes of blocks along the last axis, to f32. One work-item decodes one weight.
 pub(crate) fn decode(ty: BlockType, x: &Operand, out: &Operand, caps: &Caps) -> Result<(Kernel, Launch)> {
-    debug_assert_eq!((x.dtype, out.dtype), (DType::U8, DType::F32));
+    if out.dtype != DType::F32 {
+        return Err(Error::argument("decode_blocks", format!("kernels decode to f32, not to {}", out.dtype)));
+    }
     let t = Template::new("decode_blocks", GROUP, &[x, out]);
     let (ax, ao) = (t.input(x), t.output(out));
     let b = &t.b;

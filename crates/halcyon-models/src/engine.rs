@@ -1,0 +1,248 @@
+//! Runs a decoder: the paged cache of keys and values, and one compiled plan for each number of rows.
+
+use crate::decoder::{CacheLayout, Decoder, Rows};
+use halcyon::ir::error::{Error, Result};
+use halcyon::{Compiled, DType, State, Tensor};
+use std::fmt;
+use std::sync::Arc;
+
+/// Numbers of rows of a step. A step with fewer rows is filled up with unused rows.
+const ROWS: &[usize] = &[1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
+
+/// Options of [`Engine::new`].
+#[derive(Clone, Copy, Debug)]
+pub struct EngineOptions {
+    /// Sequences at a time.
+    pub sequences: usize,
+    /// Positions of all sequences together for which the cache has room.
+    pub positions: usize,
+    /// Positions per page of the cache.
+    pub page: usize,
+    /// f32, f16 or bf16.
+    pub cache: DType,
+    /// The most rows of a step: longer prompts are computed in chunks.
+    pub chunk: usize,
+}
+
+impl Default for EngineOptions {
+    fn default() -> EngineOptions {
+        EngineOptions { sequences: 1, positions: 4096, page: 32, cache: DType::F16, chunk: 512 }
+    }
+}
+
+/// Tokens to compute: `tokens[i]` follows the positions that the sequence already has.
+#[derive(Clone, Copy, Debug)]
+pub struct Feed<'a> {
+    pub sequence: usize,
+    pub tokens: &'a [u32],
+    /// Whether the logits of every token are wanted, or only those of the last one.
+    pub all: bool,
+}
+
+type StepFn = Box<dyn Fn(&[Tensor]) -> Vec<Tensor> + Send + Sync>;
+
+/// A decoder with a cache.
+pub struct Engine {
+    decoder: Arc<Decoder>,
+    options: EngineOptions,
+    states: Vec<State>,
+    step: Compiled<StepFn>,
+    /// The pages of each sequence. Page 0 belongs to none: unused rows write there.
+    pages: Vec<Vec<u32>>,
+    free: Vec<u32>,
+    /// Positions of each sequence.
+    lengths: Vec<usize>,
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Engine({}, {:?})", self.decoder.spec.family, self.options)
+    }
+}
+
+impl Engine {
+    /// Allocates the cache.
+    ///
+    /// # Errors
+    /// `Error::Argument` for sizes of 0; errors of the device, such as out of memory.
+    pub fn new(decoder: Arc<Decoder>, options: EngineOptions) -> Result<Engine> {
+        let o = options;
+        if o.sequences == 0 || o.positions == 0 || o.page == 0 || o.chunk == 0 {
+            return Err(Error::argument("engine", format!("{o:?}: every size must be at least 1")));
+        }
+        // Each sequence may leave its last page partly empty.
+        let pages = 1 + o.positions.div_ceil(o.page) + o.sequences - 1;
+        let layout = CacheLayout { pages, page: o.page, dtype: o.cache };
+        let backend = decoder.backend().clone();
+        let mut states = vec![];
+        for shape in decoder.cache_shapes(layout) {
+            let zeros = Tensor::zeros(&backend, shape, o.cache);
+            zeros.eval()?;
+            states.push(State::new(zeros));
+        }
+        let model = decoder.clone();
+        let f: StepFn = Box::new(move |x: &[Tensor]| {
+            let [tokens, position, sequence, slot, table, wanted, cache @ ..] = x else { return vec![] };
+            let rows = Rows { tokens, position, sequence, slot, table, wanted };
+            let (logits, states) = model.step(rows, cache, layout);
+            std::iter::once(logits).chain(states).collect()
+        });
+        Ok(Engine {
+            step: backend.compile(f),
+            states,
+            pages: vec![vec![]; o.sequences],
+            free: (1..pages as u32).rev().collect(),
+            lengths: vec![0; o.sequences],
+            decoder,
+            options,
+        })
+    }
+
+    /// The decoder.
+    pub fn decoder(&self) -> &Arc<Decoder> {
+        &self.decoder
+    }
+
+    /// Positions that a sequence has.
+    pub fn length(&self, sequence: usize) -> usize {
+        self.lengths[sequence]
+    }
+
+    /// The longest sequence.
+    pub fn context(&self) -> usize {
+        self.decoder.context().min(self.options.positions)
+    }
+
+    /// Forgets all positions of a sequence from `length` on.
+    pub fn truncate(&mut self, sequence: usize, length: usize) {
+        if length >= self.lengths[sequence] {
+            return;
+        }
+        self.lengths[sequence] = length;
+        let keep = length.div_ceil(self.options.page);
+        self.free.extend(self.pages[sequence].drain(keep..));
+    }
+
+    /// Computes tokens of one or several sequences. Returns the logits: for each feed those of its last token,
+    /// or of all its tokens, each of the vocabulary's size, one after the other.
+    ///
+    /// # Errors
+    /// `Error::Argument` for a token outside of the vocabulary, a sequence that does not exist, an empty feed,
+    /// or a sequence that would become longer than the context; [`Error::OutOfMemory`] is not returned: if the
+    /// cache has no free page, the error is `Error::Argument` too.
+    pub fn feed(&mut self, feeds: &[Feed<'_>]) -> Result<Vec<Vec<f32>>> {
+        self.check(feeds)?;
+        let mut out: Vec<Vec<f32>> = vec![vec![]; feeds.len()];
+        // Rows of all feeds, cut into chunks.
+        let rows: Vec<(usize, usize)> = feeds
+            .iter()
+            .enumerate()
+            .flat_map(|(f, feed)| (0..feed.tokens.len()).map(move |i| (f, i)))
+            .collect();
+        for chunk in rows.chunks(self.options.chunk) {
+            let logits = self.chunk(feeds, chunk)?;
+            let vocabulary = self.decoder.spec.vocabulary;
+            for ((f, _), z) in wanted(feeds, chunk).into_iter().zip(logits.chunks_exact(vocabulary)) {
+                out[f].extend_from_slice(z);
+            }
+        }
+        Ok(out)
+    }
+
+    fn check(&self, feeds: &[Feed<'_>]) -> Result<()> {
+        let bad = |what: String| Err(Error::argument("generate", what));
+        let mut need = 0;
+        for (i, f) in feeds.iter().enumerate() {
+            if f.sequence >= self.lengths.len() || feeds[..i].iter().any(|g| g.sequence == f.sequence) {
+                return bad(format!(
+                    "sequence {} is given twice, or is not below {}",
+                    f.sequence,
+                    self.lengths.len()
+                ));
+            }
+            if f.tokens.is_empty() {
+                return bad(format!("sequence {} gets no tokens", f.sequence));
+            }
+            if let Some(t) = f.tokens.iter().find(|t| **t as usize >= self.decoder.spec.vocabulary) {
+                return bad(format!(
+                    "token {t} is not in the vocabulary of {}",
+                    self.decoder.spec.vocabulary
+                ));
+            }
+            let length = self.lengths[f.sequence] + f.tokens.len();
+            if length > self.context() {
+                return bad(format!("{length} positions, but the context has {}", self.context()));
+            }
+            need += length.div_ceil(self.options.page) - self.pages[f.sequence].len();
+        }
+        match need <= self.free.len() {
+            true => Ok(()),
+            false => bad(format!("the cache needs {need} pages more, but {} are free", self.free.len())),
+        }
+    }
+
+    /// Computes the rows `(feed, token of the feed)` of one step. Returns the logits of the wanted rows.
+    fn chunk(&mut self, feeds: &[Feed<'_>], rows: &[(usize, usize)]) -> Result<Vec<f32>> {
+        let page = self.options.page;
+        let padded = ROWS.iter().copied().find(|n| *n >= rows.len()).unwrap_or(rows.len());
+        let mut token = vec![0i32; padded];
+        let mut position = vec![-1i32; padded];
+        let mut sequence = vec![0i32; padded];
+        let mut slot = vec![0i32; padded];
+        for (r, &(f, i)) in rows.iter().enumerate() {
+            let feed = &feeds[f];
+            let s = feed.sequence;
+            let at = self.lengths[s];
+            if at / page == self.pages[s].len() {
+                let next = self.free.pop().ok_or_else(|| Error::internal("the cache has no free page"))?;
+                self.pages[s].push(next);
+            }
+            token[r] = feed.tokens[i] as i32;
+            position[r] = at as i32;
+            sequence[r] = s as i32;
+            slot[r] = (self.pages[s][at / page] as usize * page + at % page) as i32;
+            self.lengths[s] = at + 1;
+        }
+        let columns = self.context().div_ceil(page);
+        let mut table = vec![0i32; self.pages.len() * columns];
+        for (s, pages) in self.pages.iter().enumerate() {
+            for (p, page) in pages.iter().enumerate() {
+                table[s * columns + p] = *page as i32;
+            }
+        }
+        let want: Vec<i32> = {
+            let w = wanted(feeds, rows);
+            w.iter().map(|(_, r)| *r as i32).collect()
+        };
+        if want.is_empty() {
+            // The plan computes at least one row of logits.
+            self.run(&[&token, &position, &sequence, &slot], (&table, columns), &[0])?;
+            return Ok(vec![]);
+        }
+        let z = self.run(&[&token, &position, &sequence, &slot], (&table, columns), &want)?;
+        z.to_vec::<f32>()
+    }
+
+    fn run(&self, rows: &[&Vec<i32>; 4], table: (&[i32], usize), wanted: &[i32]) -> Result<Tensor> {
+        let b = self.decoder.backend();
+        let vector = |v: &[i32]| Tensor::from_slice(b, [v.len()], v);
+        let [token, position, sequence, slot] = rows;
+        let (token, position) = (vector(token)?, vector(position)?);
+        let (sequence, slot) = (vector(sequence)?, vector(slot)?);
+        let table = Tensor::from_slice(b, [table.0.len() / table.1, table.1], table.0)?;
+        let wanted = vector(wanted)?;
+        let states: Vec<&State> = self.states.iter().collect();
+        let inputs = [&token, &position, &sequence, &slot, &table, &wanted];
+        let mut out = self.step.call_updating(&inputs, &states, &[])?;
+        out.pop().ok_or_else(|| Error::internal("a step has no result"))
+    }
+}
+
+/// The feeds and the rows of a chunk whose logits are wanted.
+fn wanted(feeds: &[Feed<'_>], rows: &[(usize, usize)]) -> Vec<(usize, usize)> {
+    let all = rows.iter().enumerate();
+    let of = |(r, &(f, i)): (usize, &(usize, usize))| {
+        (feeds[f].all || i + 1 == feeds[f].tokens.len()).then_some((f, r))
+    };
+    all.filter_map(of).collect()
+}

@@ -1,0 +1,137 @@
+//! The families of models: one file per family, which reads a family's configuration.
+//!
+//! A family has two readers: one for `config.json` of a Hugging Face folder, one for the metadata of a GGUF
+//! file. Each makes a [`Spec`]. A new family is a file and a row of [`FAMILIES`].
+
+mod config;
+mod falcon;
+mod gemma;
+mod glm4;
+mod gpt2;
+mod gpt_oss;
+mod llama;
+mod mixtral;
+mod olmo2;
+mod others;
+mod phi3;
+mod qwen;
+
+pub(crate) use config::{Base, Hf, Meta};
+
+use crate::source::Source;
+use crate::spec::Spec;
+use halcyon::ir::error::{Error, Result};
+
+/// A family of models.
+#[derive(Debug)]
+pub struct Family {
+    /// The family's name.
+    pub name: &'static str,
+    /// Its names in `model_type` of `config.json`, and how the file is read.
+    hf: &'static [&'static str],
+    from_hf: fn(&Hf<'_>) -> Result<Spec>,
+    /// Its names in `general.architecture` of GGUF files, and how the metadata is read.
+    gguf: &'static [&'static str],
+    from_gguf: fn(&Meta<'_>) -> Result<Spec>,
+}
+
+/// Every family.
+pub const FAMILIES: &[Family] = &[
+    llama::FAMILY,
+    qwen::QWEN2,
+    qwen::QWEN3,
+    qwen::QWEN3_MOE,
+    gemma::GEMMA2,
+    gemma::GEMMA3,
+    gpt_oss::FAMILY,
+    mixtral::FAMILY,
+    phi3::FAMILY,
+    glm4::FAMILY,
+    olmo2::FAMILY,
+    others::GRANITE,
+    others::SMOLLM3,
+    others::COHERE2,
+    others::STARCODER2,
+    gpt2::FAMILY,
+    falcon::FAMILY,
+];
+
+/// What a model computes, by the configuration of its source.
+///
+/// # Errors
+/// `Error::Unsupported` for a family that is not known, with the list of those that are; `Error::Format` or
+/// `Error::Argument` for a configuration that lacks something or has values that are not supported.
+pub fn spec(source: &Source) -> Result<Spec> {
+    let unknown = |name: &str, key: &str| {
+        let known: Vec<&str> = FAMILIES.iter().map(|f| f.name).collect();
+        Error::unsupported(
+            format!("models of the architecture '{name}' ({key})"),
+            format!("Known architectures: {}", known.join(", ")),
+        )
+    };
+    let spec = match source {
+        Source::Gguf(file) => {
+            let name = file.metadata().str("general.architecture")?;
+            let found = FAMILIES.iter().find(|f| f.gguf.contains(&name));
+            let family = found.ok_or_else(|| unknown(name, "general.architecture"))?;
+            (family.from_gguf)(&Meta::new(file, name)?)
+        }
+        Source::Folder(folder) => {
+            // Models with images keep the configuration of the language model apart.
+            let top = &folder.config;
+            let text = top.get("text_config").filter(|t| t.get("model_type").is_some()).unwrap_or(top);
+            let hf = Hf::new(text, folder.path());
+            let name = hf.str("model_type")?;
+            let found = FAMILIES.iter().find(|f| f.hf.contains(&name));
+            let family = found.ok_or_else(|| unknown(name, "model_type"))?;
+            (family.from_hf)(&hf)
+        }
+    }?;
+    check(&spec)?;
+    Ok(spec)
+}
+
+/// Limits that keep hostile configurations from using unbounded memory, and rules that the decoder relies on.
+fn check(s: &Spec) -> Result<()> {
+    use crate::spec::{Ffn, Mixer};
+    let bad = |what: String| Err(Error::argument("configuration", what));
+    const MAX: usize = 1 << 24;
+    if s.layers.is_empty() || s.layers.len() > 4096 {
+        return bad(format!("{} layers: expected 1 to 4096", s.layers.len()));
+    }
+    for (name, n) in [("vocabulary", s.vocabulary), ("hidden size", s.hidden), ("context", s.context)] {
+        if n == 0 || n > MAX << 4 {
+            return bad(format!("a {name} of {n}"));
+        }
+    }
+    for (i, l) in s.layers.iter().enumerate() {
+        let Mixer::Attention(a) = &l.mixer;
+        let sizes = [a.heads, a.shared, a.key, a.value, l.inner];
+        if sizes.iter().any(|n| *n == 0 || *n > MAX) || a.heads % a.shared != 0 {
+            return bad(format!("layer {i}: {} heads, {} key heads, sizes {sizes:?}", a.heads, a.shared));
+        }
+        if let Some(r) = &a.rope
+            && (r.size % 2 != 0 || r.size > a.key || !r.base.is_finite() || r.base <= 0.0)
+        {
+            return bad(format!(
+                "layer {i}: a rotation of {} of {} elements, base {}",
+                r.size, a.key, r.base
+            ));
+        }
+        if a.window == Some(0) || !a.scale.is_finite() {
+            return bad(format!("layer {i}: a window of 0 positions, or a scale of {}", a.scale));
+        }
+        if let Ffn::Experts(e) = &l.ffn
+            && (e.count == 0 || e.used == 0 || e.used > e.count || e.count > 65_536)
+        {
+            return bad(format!("layer {i}: {} of {} experts", e.used, e.count));
+        }
+        if let Ffn::Experts(e) = &l.ffn
+            && let Some((groups, kept)) = e.groups
+            && (groups == 0 || e.count % groups != 0 || kept == 0 || kept > groups)
+        {
+            return bad(format!("layer {i}: {kept} of {groups} groups of {} experts", e.count));
+        }
+    }
+    Ok(())
+}

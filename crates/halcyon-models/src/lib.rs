@@ -1,0 +1,17 @@
+//! Language models: reads GGUF files and folders in Hugging Face's layout, and computes with their weights as
+//! they are stored, on any backend.
+//!
+//! - [`source`]: opens a model and finds its tensors.
+//! - [`family`]: one file per family; reads its configuration into a [`spec::Spec`].
+//! - [`decoder`]: computes a step.
+pub mod decoder;
+pub mod engine;
+pub mod family;
+pub mod rope;
+pub mod source;
+pub mod spec;
+
+pub use decoder::{CacheLayout, Decoder, Rows};
+pub use engine::{Engine, EngineOptions, Feed};
+pub use source::Source;
+pub use spec::Spec;

@@ -1,0 +1,81 @@
+//! Where weights come from: a GGUF file, or a folder in Hugging Face's layout. Weights have GGUF's names in
+//! both: `blk.0.attn_q.weight`.
+
+mod folder;
+mod names;
+
+use crate::spec::Spec;
+pub use folder::Folder;
+use halcyon::ir::error::{Error, Result};
+use halcyon::{BlockType, ConstData, DType};
+use halcyon_formats::gguf::{GgmlType, Gguf};
+use std::path::Path;
+
+/// An open model.
+#[derive(Debug)]
+pub enum Source {
+    Gguf(Gguf),
+    Folder(Folder),
+}
+
+/// A tensor of weights.
+#[derive(Clone, Debug)]
+pub struct Weights {
+    /// The values, or the bytes of blocks: u8 with the bytes of a row as its last axis.
+    pub data: ConstData,
+    pub blocks: Option<BlockType>,
+}
+
+impl Weights {
+    /// Sizes in elements.
+    pub fn dims(&self) -> Vec<usize> {
+        let mut d: Vec<usize> = self.data.dims.to_vec();
+        if let (Some(last), Some(b)) = (d.last_mut(), self.blocks) {
+            *last = b.elements_of(*last).unwrap_or(0);
+        }
+        d
+    }
+}
+
+impl Source {
+    /// Opens a GGUF file, or a folder with `config.json` and safetensors files.
+    ///
+    /// # Errors
+    /// Errors of reading; `Error::Unsupported` for a folder without `config.json`, or a file of another kind.
+    pub fn open(path: &Path) -> Result<Source> {
+        if path.is_dir() {
+            return Ok(Source::Folder(Folder::open(path)?));
+        }
+        Ok(Source::Gguf(Gguf::open(path)?))
+    }
+
+    /// The tensor with a canonical name, if the model has it. `spec` gives the sizes by which tensors that
+    /// hold several matrices are divided.
+    ///
+    /// # Errors
+    /// Errors of reading; `Error::Unsupported` for an element type that is not supported.
+    pub fn find(&self, spec: &Spec, name: &str) -> Result<Option<Weights>> {
+        match self {
+            Source::Gguf(file) => {
+                let Some(t) = file.find(name) else { return Ok(None) };
+                let blocks = match t.ty() {
+                    GgmlType::Plain(_) => None,
+                    GgmlType::Block(b) => Some(b),
+                    other => {
+                        return Err(Error::unsupported(
+                            format!("'{name}' of type {other}"),
+                            "Convert the file to one of the types that `halcyon fit --help` lists",
+                        ));
+                    }
+                };
+                Ok(Some(Weights { data: t.to_const()?, blocks }))
+            }
+            Source::Folder(folder) => folder.find(spec, name),
+        }
+    }
+}
+
+/// The values of `data` as f32.
+pub(crate) fn floats(data: &ConstData) -> Result<Vec<f32>> {
+    Ok(halcyon_formats::data::cast(data, DType::F32)?.to_vec::<f32>())
+}

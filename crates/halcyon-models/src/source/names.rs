@@ -1,0 +1,165 @@
+//! How folders name and store the tensors: for each canonical name the places where families have it.
+
+use super::folder::Recipe;
+use crate::spec::{Activation, Ffn, Layer, Mixer, Order, Spec};
+
+/// The ways in which folders store a tensor, by its canonical name. Names lack the prefix.
+pub(super) fn recipes(spec: &Spec, name: &str) -> Vec<Recipe> {
+    let (stem, part) = name.rsplit_once('.').unwrap_or((name, "weight"));
+    let with = |names: &[&str]| names.iter().map(|n| Recipe::Plain(format!("{n}.{part}"))).collect();
+    match stem {
+        "token_embd" => return with(&["embed_tokens", "wte", "word_embeddings", "tok_embeddings"]),
+        "position_embd" => return with(&["wpe"]),
+        "output_norm" => return with(&["norm", "ln_f", "embedding_norm", "final_layernorm"]),
+        "output" => return with(&["lm_head", "embed_out"]),
+        _ => {}
+    }
+    let Some((i, stem)) = stem.strip_prefix("blk.").and_then(|s| s.split_once('.')) else { return vec![] };
+    let Some((i, layer)) = i.parse().ok().and_then(|i: usize| Some((i, spec.layers.get(i)?))) else {
+        return vec![];
+    };
+    let names = Names { spec, layer, i, part };
+    names.mixer(stem).or_else(|| names.ffn(stem)).unwrap_or_else(|| names.norm(stem))
+}
+
+/// The names in one layer.
+struct Names<'a> {
+    spec: &'a Spec,
+    layer: &'a Layer,
+    i: usize,
+    /// `weight` or `bias`.
+    part: &'a str,
+}
+
+impl Names<'_> {
+    /// The full names of `name` in the layer.
+    fn exact(&self, name: &str) -> [String; 2] {
+        let i = self.i;
+        [format!("layers.{i}.{name}"), format!("h.{i}.{name}")]
+    }
+
+    /// The full names of weight or bias of `name`.
+    fn of(&self, name: &str) -> [String; 2] {
+        self.exact(&format!("{name}.{}", self.part))
+    }
+
+    fn plain(&self, names: &[&str]) -> Vec<Recipe> {
+        names.iter().flat_map(|n| self.of(n)).map(Recipe::Plain).collect()
+    }
+
+    /// Outputs `first..first + count` of a layer that GPT-2 stores as `[inputs, outputs]`.
+    fn turned(&self, name: &str, first: usize, count: usize) -> Vec<Recipe> {
+        let turned = self.part == "weight" && self.spec.family == "gpt2";
+        let recipe = |n| match turned {
+            true => Recipe::TransposedRows(n, first, count),
+            false => Recipe::Rows(n, first, count),
+        };
+        self.of(name).map(recipe).to_vec()
+    }
+
+    fn norm(&self, stem: &str) -> Vec<Recipe> {
+        match stem {
+            "attn_norm" => self.plain(&["input_layernorm", "ln_1", "ln_attn", "operator_norm"]),
+            "attn_norm_2" => self.plain(&["ln_mlp"]),
+            "post_attention_norm" => self.plain(&["post_attention_layernorm", "post_self_attn_layernorm"]),
+            // With norms before and after, `post_attention_layernorm` is the norm after the mixer.
+            "ffn_norm" if self.layer.order == Order::Both => self.plain(&["pre_feedforward_layernorm"]),
+            "ffn_norm" => self.plain(&["post_attention_layernorm", "ln_2", "ffn_norm"]),
+            "post_ffw_norm" => self.plain(&["post_feedforward_layernorm", "post_mlp_layernorm"]),
+            _ => vec![],
+        }
+    }
+
+    fn mixer(&self, stem: &str) -> Option<Vec<Recipe>> {
+        let Mixer::Attention(a) = &self.layer.mixer;
+        let (q, k, v) = (a.heads * a.key, a.shared * a.key, a.shared * a.value);
+        let (first, count, own) = match stem {
+            "attn_q" => (0, q, "q_proj"),
+            "attn_k" => (q, k, "k_proj"),
+            "attn_v" => (q + k, v, "v_proj"),
+            "attn_output" => {
+                let mut out = self.plain(&["self_attn.o_proj", "self_attn.dense", "self_attention.dense"]);
+                out.extend(self.turned("attn.c_proj", 0, self.spec.hidden));
+                return Some(out);
+            }
+            "attn_q_norm" => return Some(self.plain(&["self_attn.q_norm", "self_attn.q_layernorm"])),
+            "attn_k_norm" => return Some(self.plain(&["self_attn.k_norm", "self_attn.k_layernorm"])),
+            "attn_sinks" => return Some(self.exact("self_attn.sinks").map(Recipe::Plain).to_vec()),
+            _ => return None,
+        };
+        let mut out = self.plain(&[&format!("self_attn.{own}")]);
+        out.extend(self.of("self_attn.qkv_proj").map(|n| Recipe::Rows(n, first, count)));
+        out.extend(self.turned("attn.c_attn", first, count));
+        // Falcon: for each key head its query heads, the key and the value.
+        let group = a.heads / a.shared.max(1) * a.key;
+        let (before, take, after) = match stem {
+            "attn_q" => (0, group, a.key + a.value),
+            "attn_k" => (group, a.key, a.value),
+            _ => (group + a.key, a.value, 0),
+        };
+        let grouped = |name| Recipe::Grouped { name, before, take, after };
+        out.extend(self.of("self_attention.query_key_value").map(grouped));
+        Some(out)
+    }
+
+    /// The feed-forward part and its experts.
+    fn ffn(&self, stem: &str) -> Option<Vec<Recipe>> {
+        let n = self.layer.inner;
+        let half = |which: usize| self.of("mlp.gate_up_proj").map(|name| Recipe::Rows(name, which * n, n));
+        let join = |a: Vec<Recipe>, b: Vec<Recipe>| -> Vec<Recipe> { a.into_iter().chain(b).collect() };
+        let shared = |name: &str| {
+            self.plain(&[&format!("mlp.shared_experts.{name}"), &format!("mlp.shared_expert.{name}")])
+        };
+        Some(match stem {
+            "ffn_gate" => join(self.plain(&["mlp.gate_proj", "feed_forward.w1"]), half(0).to_vec()),
+            "ffn_up" => {
+                let up = ["mlp.up_proj", "feed_forward.w3", "mlp.dense_h_to_4h", "mlp.fc1"];
+                join(join(self.plain(&up), half(1).to_vec()), self.turned("mlp.c_fc", 0, n))
+            }
+            "ffn_down" => {
+                let down = ["mlp.down_proj", "feed_forward.w2", "mlp.dense_4h_to_h", "mlp.fc2"];
+                join(self.plain(&down), self.turned("mlp.c_proj", 0, self.spec.hidden))
+            }
+            "ffn_gate_inp" => {
+                self.plain(&["mlp.gate", "mlp.router", "block_sparse_moe.gate", "feed_forward.gate"])
+            }
+            "ffn_gate_exps" => join(self.stacked("gate_proj", "w1"), self.fused(0)),
+            "ffn_up_exps" => join(self.stacked("up_proj", "w3"), self.fused(1)),
+            "ffn_down_exps" => join(self.stacked("down_proj", "w2"), self.fused(2)),
+            "exp_probs_b" => {
+                let bias = ["mlp.gate.e_score_correction_bias", "feed_forward.expert_bias"];
+                bias.iter().flat_map(|n| self.exact(n)).map(Recipe::Plain).collect()
+            }
+            "ffn_gate_shexp" => shared("gate_proj"),
+            "ffn_up_shexp" => shared("up_proj"),
+            "ffn_down_shexp" => shared("down_proj"),
+            "ffn_gate_inp_shexp" => self.plain(&["mlp.shared_expert_gate"]),
+            _ => return None,
+        })
+    }
+
+    /// Experts, each with a tensor of its own.
+    fn stacked(&self, own: &str, other: &str) -> Vec<Recipe> {
+        let Ffn::Experts(e) = &self.layer.ffn else { return vec![] };
+        let places = ["mlp.experts", "block_sparse_moe.experts", "feed_forward.experts"];
+        let names = places.iter().flat_map(|p| [own, other].map(|n| format!("{p}.{{}}.{n}")));
+        names.flat_map(|n| self.of(&n)).map(|n| Recipe::Stack(n, e.count)).collect()
+    }
+
+    /// Experts whose matrices are stored together: gate and up (0 and 1), and down (2).
+    fn fused(&self, which: usize) -> Vec<Recipe> {
+        let Ffn::Experts(e) = &self.layer.ffn else { return vec![] };
+        let (n, bias) = (self.layer.inner, self.part == "bias");
+        // gpt-oss stores `[inputs, outputs]`, with gate and up in alternating columns.
+        let turned = matches!(e.activation, Activation::ClampedSwiglu { .. });
+        let stem = if which < 2 { "mlp.experts.gate_up_proj" } else { "mlp.experts.down_proj" };
+        let recipe = |name: String| match (which, turned, bias) {
+            (2, true, false) => Recipe::Experts { name, first: 0, step: 1, count: self.spec.hidden },
+            (2, ..) => Recipe::Plain(name),
+            (w, true, true) => Recipe::ExpertVector { name, first: w, step: 2 },
+            (w, true, false) => Recipe::Experts { name, first: w, step: 2, count: n },
+            (w, false, _) => Recipe::ExpertRows { name, first: w * n, count: n },
+        };
+        self.exact(&if bias { format!("{stem}_bias") } else { stem.to_string() }).map(recipe).to_vec()
+    }
+}

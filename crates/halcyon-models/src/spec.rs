@@ -1,0 +1,166 @@
+//! What a language model computes: sizes, kinds of layers and their options. A family's file
+//! (`crate::family`) makes a [`Spec`] from a configuration, and `crate::decoder` computes it.
+
+use crate::rope::Rope;
+
+/// A decoder.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Spec {
+    /// The family's name: `llama`.
+    pub family: &'static str,
+    pub vocabulary: usize,
+    /// Size of the activations.
+    pub hidden: usize,
+    /// The longest sequence that the model was made for.
+    pub context: usize,
+    /// The embeddings are multiplied by this.
+    pub embedding_scale: Option<f64>,
+    /// Whether positions have learned embeddings (`position_embd`).
+    pub learned_positions: bool,
+    /// Whether embeddings are normalised (`token_embd_norm`).
+    pub embedding_norm: Option<Norm>,
+    pub layers: Vec<Layer>,
+    pub final_norm: Norm,
+    /// The logits are multiplied by this.
+    pub logit_scale: Option<f64>,
+    /// With `c`, a logit `z` becomes `c tanh(z / c)`.
+    pub logit_cap: Option<f64>,
+}
+
+/// A normalisation over the last axis.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Norm {
+    pub kind: NormKind,
+    pub eps: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormKind {
+    /// Root mean square.
+    Rms,
+    /// Root mean square with the factor `1 + weight`.
+    RmsPlusOne,
+    /// Mean and variance.
+    Layer,
+}
+
+/// Where the norms of a layer are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// Before the mixer and before the feed-forward part.
+    Before,
+    /// After them, before the addition to the residual.
+    After,
+    /// Before and after.
+    Both,
+    /// Mixer and feed-forward part read the same normed input and are added together.
+    Parallel,
+    /// As `Parallel`, but the two parts have norms of their own.
+    ParallelTwo,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Layer {
+    pub order: Order,
+    pub norm: Norm,
+    pub mixer: Mixer,
+    pub ffn: Ffn,
+    /// Size between the two products of the feed-forward part, or of each expert.
+    pub inner: usize,
+    /// The results of mixer and feed-forward part are multiplied by this.
+    pub residual_scale: Option<f64>,
+}
+
+/// The part of a layer that reads other positions.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Mixer {
+    Attention(Attention),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Attention {
+    pub heads: usize,
+    /// Heads of keys and values.
+    pub shared: usize,
+    /// Size of a head of queries and keys.
+    pub key: usize,
+    /// Size of a head of values.
+    pub value: usize,
+    pub scale: f64,
+    pub rope: Option<Rope>,
+    /// Positions that a row sees, its own included. `None`: all.
+    pub window: Option<usize>,
+    pub softcap: Option<f64>,
+    /// Whether each head has a sink (`attn_sinks`).
+    pub sinks: bool,
+    pub qk_norm: Option<QkNorm>,
+}
+
+/// Norms of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QkNorm {
+    pub norm: Norm,
+    /// Over each head, else over all heads together.
+    pub by_head: bool,
+    /// After the rotation of positions, else before it.
+    pub after_rope: bool,
+}
+
+/// The feed-forward part.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Ffn {
+    /// `down(act(gate(x)) * up(x))`.
+    Gated(Activation),
+    /// `down(act(up(x)))`.
+    Plain(Activation),
+    Experts(Experts),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Activation {
+    Silu,
+    /// GELU by its tanh approximation.
+    GeluTanh,
+    /// Exact GELU.
+    Gelu,
+    Relu,
+    /// The square of ReLU.
+    ReluSquared,
+    /// `(min(u, limit) + 1) * g σ(alpha g)` of a clamped gate `g` and linear part `u` (gpt-oss).
+    ClampedSwiglu {
+        alpha: f64,
+        limit: f64,
+    },
+}
+
+/// A mixture of experts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Experts {
+    pub count: usize,
+    /// Experts of each row.
+    pub used: usize,
+    pub activation: Activation,
+    pub score: Score,
+    /// Whether the weights of the chosen experts are divided by their sum.
+    pub normalise: bool,
+    /// The weights are multiplied by this.
+    pub scale: Option<f64>,
+    /// Groups of experts: how many there are, and of how many the experts are chosen.
+    pub groups: Option<(usize, usize)>,
+    /// Whether a bias is added to the scores for the choice only (`exp_probs_b`).
+    pub choice_bias: bool,
+    /// Inner size of the experts that every row uses, which are one feed-forward part (`ffn_*_shexp`).
+    pub common: Option<usize>,
+    /// Whether the common part has a gate of one output (`ffn_gate_inp_shexp`).
+    pub common_gate: bool,
+}
+
+/// How the router's outputs become weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Score {
+    /// Softmax over all experts.
+    Softmax,
+    Sigmoid,
+    /// Softmax over the chosen experts.
+    SoftmaxOfChosen,
+}
