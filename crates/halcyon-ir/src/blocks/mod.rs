@@ -119,8 +119,6 @@ mod formats;
 mod load_only;
 mod search;
 
-pub(crate) use formats::{IQ4_VALUES, MXFP4_VALUES};
-
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
