@@ -3,8 +3,8 @@ files.
 
 Runs in a virtual environment that `llama_install.py` made, with the prebuilt package or with the native
 build. `llama_oracle.py COMMAND --help` lists what a command takes. Defaults are the most exact that llama.cpp
-has: keys and values in f32, no flash attention. Products with quantised weights still round the activations to 8
-bits; expand a model to F32 (`expand`) for logits without that error.
+has: keys and values in f32, no flash attention. Products with quantised weights still round the activations
+to 8 bits; expand a model to F32 (`expand`) for logits without that error.
 """
 
 import argparse
