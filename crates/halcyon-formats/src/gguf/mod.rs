@@ -3,8 +3,8 @@
 //!
 //! A file has a header (`GGUF`, the version, two counts), the metadata, a table of tensors and the tensors'
 //! bytes. Every tensor begins at a multiple of the alignment: 32, or what the key `general.alignment` says. A
-//! large model may have several files, its parts: `NAME-00001-of-00003.gguf` and so on. The first part has the
-//! metadata.
+//! large model may have several files, its parts: `NAME-00001-of-00003.gguf` and so on. The first of them has
+//! the metadata.
 //!
 //! The file is mapped, and a tensor is a slice of the map. Everything in the file is checked when it is
 //! opened, except that strings may be invalid UTF-8 ([`Value::Bytes`]), because some vocabularies have such
@@ -72,7 +72,7 @@ impl TensorInfo {
         let (ty, shape) = (self.ty, &self.shape);
         let k = shape.last().copied().unwrap_or(1);
         let too_large = || format!("{ty}{:?} is too large to address", shape.as_slice());
-        if k % ty.elements() != 0 {
+        if !k.is_multiple_of(ty.elements()) {
             let per = ty.elements();
             return Err(format!(
                 "a row of {k} elements does not consist of whole blocks of {ty}, which have {per}"

@@ -265,7 +265,7 @@ fn place(
             Ok(n) => n as u64,
             Err(what) => return wrong(what),
         };
-        if offset % alignment != 0 {
+        if !offset.is_multiple_of(alignment) {
             return wrong(format!("its offset {offset} is not a multiple of the alignment {alignment}"));
         }
         // Padding at the end of a file may be absent, so a tensor without bytes may begin beyond the end.

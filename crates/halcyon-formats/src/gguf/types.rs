@@ -139,7 +139,7 @@ impl GgmlType {
     /// Bytes of a row of `elements` elements. `None` if they do not fill whole blocks, or on overflow.
     pub fn row_bytes(self, elements: usize) -> Option<usize> {
         let per = self.elements();
-        (elements % per == 0).then(|| (elements / per).checked_mul(self.bytes())).flatten()
+        elements.is_multiple_of(per).then(|| (elements / per).checked_mul(self.bytes())).flatten()
     }
 }
 
