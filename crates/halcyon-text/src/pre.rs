@@ -14,7 +14,7 @@ enum Cut {
     /// character to the next word, unless the character is a line end and `Space` excludes them.
     Pattern(Regex, Space),
     /// Digits in groups of three, counted from the right.
-    Thousands { any_digit: bool },
+    Thousands,
 }
 
 /// Whether a run of white space leaves its last character to the word that follows.
@@ -53,7 +53,7 @@ const CHINESE_JAPANESE: &str = "[一-龥\u{3040}-ゟ゠-ヿ]+";
 const CHINESE_KOREAN: &str = r"[[一-龥\u{800}-一가-\u{d7ff}]--\s]+";
 const DEEPSEEK_LETTERS: &str = concat!(
     r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ",
-    r"Ḁ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼ\u{1fbe}ῂ-ῄῆ-ῌῐ-\u{1fd3}ῖ-\u{1fdb}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u{2126}ℨ",
+    r"Ḁ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ\u{1f5f}-\u{1f7d}ᾀ-ᾴᾶ-ᾼ\u{1fbe}ῂ-ῄῆ-ῌῐ-\u{1fd3}ῖ-\u{1fdb}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u{2126}ℨ",
     r"\u{212a}-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ",
     r"𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
 );
@@ -210,7 +210,7 @@ fn cut<'a>(cuts: &[Cut], text: &'a str, word: &mut impl FnMut(&'a str)) {
     let mut parts = vec![];
     match first {
         Cut::Pattern(pattern, space) => by_pattern(pattern, *space, text, &mut parts),
-        Cut::Thousands { any_digit } => thousands(text, *any_digit, &mut parts),
+        Cut::Thousands => thousands(text, &mut parts),
     }
     match rest.is_empty() {
         true => parts.into_iter().for_each(word),
@@ -254,28 +254,19 @@ fn next_char(text: &str, at: usize) -> usize {
     at + text[at..].chars().next().map_or(1, char::len_utf8)
 }
 
-/// Cuts runs of digits so that all groups but the first have three. With `any_digit`, digits of all scripts
-/// count. Otherwise only ASCII digits do, and not where a letter follows.
-fn thousands<'a>(text: &'a str, any_digit: bool, parts: &mut Vec<&'a str>) {
-    let is_digit = |c: char| if any_digit { c.is_numeric() } else { c.is_ascii_digit() };
+/// Cuts runs of digits so that all groups but the first have three. As in llama.cpp, the text before a run stays
+/// with its first group.
+fn thousands<'a>(text: &'a str, parts: &mut Vec<&'a str>) {
     let mut done = 0;
     let mut chars = text.char_indices().peekable();
     while let Some((start, c)) = chars.next() {
-        if !is_digit(c) {
+        if !c.is_numeric() {
             continue;
         }
         let mut ends = vec![start + c.len_utf8()];
-        while let Some((i, c)) = chars.next_if(|&(_, c)| is_digit(c)) {
+        while let Some((i, c)) = chars.next_if(|&(_, c)| c.is_numeric()) {
             ends.push(i + c.len_utf8());
         }
-        let word_goes_on = chars.peek().is_some_and(|&(_, c)| c.is_ascii_alphanumeric() || c == '_');
-        if !any_digit && word_goes_on {
-            continue;
-        }
-        if start > done {
-            parts.push(&text[done..start]);
-        }
-        done = start;
         for (i, &end) in ends.iter().enumerate() {
             if (ends.len() - 1 - i).is_multiple_of(3) {
                 parts.push(&text[done..end]);
@@ -398,8 +389,7 @@ fn cuts(group: &str) -> Result<Vec<Cut>> {
     let compile = |p: &str| Regex::new(p).map_err(|e| Error::internal(format!("pattern of {group}: {e}")));
     let mut cuts = list.iter().map(|(p, s)| Ok(Cut::Pattern(compile(p)?, *s))).collect::<Result<Vec<_>>>()?;
     match group {
-        "tiny_aya" => cuts.insert(0, Cut::Thousands { any_digit: false }),
-        "afmoe" => cuts.insert(0, Cut::Thousands { any_digit: true }),
+        "tiny_aya" | "afmoe" => cuts.insert(0, Cut::Thousands),
         "youtu" => cuts.insert(0, Cut::Pattern(compile(YOUTU_SCRIPTS)?, Whole)),
         _ => {}
     }
@@ -447,7 +437,7 @@ mod tests {
         assert_eq!(words("qwen2", "12\t\tx"), ["1", "2", "\t", "\tx"]);
         assert_eq!(words("smollm", "x12  3"), ["x", "1", "2", "  ", "3"]);
         assert_eq!(words("gpt-4o", "HelloWORLD's iPhone"), ["Hello", "WORLD's", " i", "Phone"]);
-        assert_eq!(words("tiny_aya", "1234567 12345x"), ["1", "234", "567", " ", "123", "45", "x"]);
+        assert_eq!(words("tiny_aya", "1234567 12345x"), ["1", "234", "567", " ", "12", "345", "x"]);
         assert_eq!(words("gemma4", "a b\n\nc"), ["a b", "\n\n", "c"]);
     }
 

@@ -15,7 +15,7 @@ use std::borrow::Cow;
 use std::io::Write;
 
 /// Longest template in bytes. Real ones have at most 30 KB.
-const MAX_TEMPLATE: usize = 1 << 18;
+const MAX_TEMPLATE: usize = 1 << 17;
 /// Longest result in bytes beyond the length of what is passed in.
 const MAX_OUTPUT: usize = 1 << 24;
 /// Steps of the interpreter, one for each instruction and each 64 bytes, for the template itself, for each
@@ -229,7 +229,7 @@ impl ChatTemplate {
     /// Reads a template.
     ///
     /// # Errors
-    /// [`Error::Format`] with the line of a mistake, or for a template of more than 256 KiB.
+    /// [`Error::Format`] with the line of a mistake, or for a template of more than 128 KiB.
     pub fn new(source: &str) -> Result<ChatTemplate> {
         if source.len() > MAX_TEMPLATE {
             let what = format!("it has {} bytes, but at most {MAX_TEMPLATE} are allowed", source.len());
