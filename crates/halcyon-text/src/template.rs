@@ -5,6 +5,7 @@
 
 mod clock;
 mod filters;
+mod guard;
 
 use crate::value::Json;
 use halcyon_ir::{Error, Result};
@@ -236,7 +237,7 @@ impl ChatTemplate {
             return Err(Error::Format { file: NAME.into(), what });
         }
         let mut env = environment();
-        let text = without_generation_tags(source).into_owned();
+        let text = guard::prepare(&without_generation_tags(source))?;
         let env = on_large_stack(move || {
             let fail = |e: minijinja::Error| Error::Format { file: NAME.into(), what: describe(&e) };
             env.add_template_owned(NAME, text).map_err(fail)?;
@@ -329,7 +330,11 @@ fn environment() -> Environment<'static> {
     env.set_unknown_method_callback(filters::method);
     env.set_recursion_limit(MAX_RECURSION);
     env.set_debug(true);
+    env.set_formatter(filters::print);
     env.add_filter("tojson", filters::tojson);
+    env.add_filter("format", filters::format);
+    env.add_filter("indent", filters::indent);
+    env.add_filter("without_namespaces", filters::without_namespaces);
     env.add_function("raise_exception", filters::raise_exception);
     env
 }

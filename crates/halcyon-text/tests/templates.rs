@@ -79,7 +79,7 @@ fn templates_without_end_are_errors() {
         "{% for i in range(99999999999) %}{% endfor %}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | tojson }}",
-        "{% set ns = namespace(x=[]) %}{% for i in range(99999) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}",
         "{{ 'x' | indent(999999999999) }}",
         "{{ 'x' | center(999999999999) }}",
         "{{ [1] * 999999999999 }}",
@@ -91,6 +91,7 @@ fn templates_without_end_are_errors() {
         "{{ 1 // 0 }}",
         "{{ 'abc'.nothing() }}",
     ] {
+        eprintln!("{source}");
         let e = render(source).expect_err(source);
         assert!(!matches!(e, Error::Internal(_)), "{source}: {e}");
     }

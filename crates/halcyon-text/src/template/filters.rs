@@ -1,15 +1,127 @@
 //! Functions and filters that templates expect beyond Jinja's own.
 
 use super::invalid;
-use minijinja::value::{Kwargs, ValueKind};
-use minijinja::{Error, State, Value};
+use minijinja::formatting::FormatStyle;
+use minijinja::value::{Kwargs, Rest, ValueKind};
+use minijinja::{Error, Output, State, Value};
 
 /// Depth of nested values that are printed. An object can contain itself, so there must be a limit.
 const MAX_DEPTH: usize = 100;
 
+/// Most digits of a width in a format. Larger ones would fill the memory.
+const MAX_WIDTH_DIGITS: usize = 3;
+
 /// Methods of Python's texts, lists and dictionaries.
-pub(super) fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
-    minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args)
+pub(super) fn method(
+    state: &mut State<'_, '_>,
+    value: &Value,
+    name: &str,
+    args: &[Value],
+) -> Result<Value, Error> {
+    match (name, value.as_str()) {
+        ("title", Some(text)) => Ok(title(text).into()),
+        ("format", Some(text)) => {
+            check_widths(text)?;
+            minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args)
+        }
+        _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, name, args),
+    }
+}
+
+/// Python's `title`: letters after anything but a letter are capitals.
+fn title(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut after_letter = false;
+    for c in text.chars() {
+        match after_letter {
+            true => out.extend(c.to_lowercase()),
+            false => out.extend(c.to_uppercase()),
+        }
+        after_letter = c.is_alphabetic();
+    }
+    out
+}
+
+fn check_widths(text: &str) -> Result<(), Error> {
+    let digits = text.split(|c: char| !c.is_ascii_digit()).map(str::len).max().unwrap_or(0);
+    if digits > MAX_WIDTH_DIGITS || text.contains('*') {
+        return Err(invalid("a format may have no width above 999 and none that is an argument"));
+    }
+    Ok(())
+}
+
+/// The filter `format`.
+pub(super) fn format(text: &str, args: Rest<Value>) -> Result<String, Error> {
+    check_widths(text)?;
+    minijinja::formatting::format(FormatStyle::Printf, text, &args)
+}
+
+/// The filter `indent`.
+pub(super) fn indent(
+    text: &str,
+    width: Option<usize>,
+    first: Option<bool>,
+    blank: Option<bool>,
+    kwargs: Kwargs,
+) -> Result<String, Error> {
+    let width = width.or(kwargs.get("width")?).unwrap_or(4);
+    let first = first.or(kwargs.get("first")?).unwrap_or(false);
+    let blank = blank.or(kwargs.get("blank")?).unwrap_or(false);
+    kwargs.assert_all_used()?;
+    if width >= 1000 {
+        return Err(invalid("indent: the width must be below 1000"));
+    }
+    let pad = " ".repeat(width);
+    let mut out = String::new();
+    for (i, line) in text.split('\n').enumerate() {
+        if i > 0 {
+            out.push('\n');
+        }
+        if (i > 0 || first) && (blank || !line.is_empty()) {
+            out += &pad;
+        }
+        out += line;
+    }
+    Ok(out)
+}
+
+/// A value that is to be put into a namespace. It must not contain a namespace itself, so that there are no
+/// cycles, and must not be nested too deep to be destroyed.
+pub(super) fn without_namespaces(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
+    check(state, &value, 0)?;
+    Ok(value)
+}
+
+fn check(state: &State<'_, '_>, value: &Value, depth: usize) -> Result<(), Error> {
+    let Some(object) = value.as_object() else { return Ok(()) };
+    if object.type_name().contains("Namespace") {
+        return Err(invalid("a namespace cannot be stored in a namespace"));
+    }
+    if depth > MAX_DEPTH {
+        return Err(invalid(format!("a value is nested more than {MAX_DEPTH} deep")));
+    }
+    if matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable) {
+        for item in value.try_iter()? {
+            state.consume_fuel(1)?;
+            check(state, &item, depth + 1)?;
+            if value.kind() == ValueKind::Map {
+                check(state, &value.get_item(&item)?, depth + 1)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Prints a value as Python does. Only numbers differ from the interpreter's own way.
+pub(super) fn print(out: &mut Output<'_>, state: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
+    if value.kind() == ValueKind::Number
+        && !value.is_integer()
+        && let Ok(f) = f64::try_from(value.clone())
+        && f.is_finite()
+    {
+        return out.write_str(&float(f)).map_err(Error::from);
+    }
+    minijinja::escape_formatter(out, state, value)
 }
 
 /// The template's way to reject its messages.
