@@ -7,6 +7,7 @@ use crate::spm::escape_space;
 use crate::vocab::Vocab;
 use halcyon_ir::Result;
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
 /// The printable character that stands for a byte in byte-level vocabularies (GPT-2's table): the byte itself if
 /// it is printable in Latin-1, and a character from U+0100 on otherwise.
@@ -29,6 +30,31 @@ pub(crate) fn chars_to_bytes(text: &str) -> Option<Vec<u8>> {
     text.chars().map(|c| table.get(&c).copied()).collect()
 }
 
+/// Two symbols as the key of a table.
+fn pair(left: u32, right: u32) -> u64 {
+    u64::from(left) << 32 | u64::from(right)
+}
+
+/// Hashes pairs of symbols: looking them up is most of the work. A malicious vocabulary can only slow itself down.
+#[derive(Clone, Copy, Debug, Default)]
+struct PairHasher(u64);
+
+impl Hasher for PairHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&b| self.write_u64(b.into()));
+    }
+
+    fn write_u64(&mut self, n: u64) {
+        // The product of both halves mixes all bits into all others.
+        let product = u128::from(self.0 ^ n ^ 0x243f_6a88_85a3_08d3) * 0x9e37_79b9_7f4a_7c15;
+        self.0 = (product >> 64) as u64 ^ product as u64;
+    }
+}
+
 /// Texts and pairs of them. Symbols below the size of the vocabulary are tokens; the others are only steps on
 /// the way to one.
 #[derive(Debug)]
@@ -36,7 +62,7 @@ pub(crate) struct Bpe {
     pub(crate) pre: Pre,
     symbols: HashMap<Box<[u8]>, u32>,
     /// The rank of a pair, and what it becomes.
-    pairs: HashMap<(u32, u32), (u32, u32)>,
+    pairs: HashMap<u64, (u32, u32), BuildHasherDefault<PairHasher>>,
     /// The symbol of each single byte, of byte-level vocabularies.
     bytes: [u32; 256],
     tokens: u32,
@@ -69,7 +95,7 @@ impl Bpe {
                 count - 1
             }
         };
-        let mut pairs = HashMap::with_capacity(merges.len());
+        let mut pairs = HashMap::with_capacity_and_hasher(merges.len(), Default::default());
         for (rank, merge) in merges.iter().enumerate() {
             // The left side may begin with the space that separates the two.
             let space = merge.bytes().skip(1).position(|b| b == b' ').map(|i| i + 1);
@@ -80,7 +106,7 @@ impl Bpe {
             if left.is_empty() || right.is_empty() {
                 continue;
             }
-            let pair = (intern(&left), intern(&right));
+            let pair = pair(intern(&left), intern(&right));
             let merged = intern(&[left, right].concat());
             pairs.entry(pair).or_insert((rank as u32, merged));
         }
@@ -132,7 +158,7 @@ impl Bpe {
                 }
             }
         }
-        work.merge(|l, r| self.pairs.get(&(l.id, r.id)).copied());
+        work.merge(|l, r| self.pairs.get(&pair(l.id, r.id)).copied());
         for s in work.iter() {
             let bytes = &word[s.start as usize..(s.start + s.len) as usize];
             if s.id < self.tokens {

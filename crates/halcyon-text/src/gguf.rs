@@ -171,7 +171,10 @@ impl Tokenizer {
             Model::Spm => Engine::Spm(Spm::new(&vocab, &g.scores, ids.unk)?),
             Model::Bpe(pre) => {
                 if g.merges.is_empty() {
-                    return Err(bad("tokenizer.ggml.merges", "the file has no merges; convert the model again"));
+                    return Err(bad(
+                        "tokenizer.ggml.merges",
+                        "the file has no merges; convert the model again",
+                    ));
                 }
                 Engine::Bpe(Bpe::new(&vocab, pre, &g.merges)?)
             }

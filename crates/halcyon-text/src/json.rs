@@ -20,7 +20,9 @@ enum Style {
     /// Printable characters stand for bytes.
     ByteLevel,
     /// ▁ stands for a space, and tokens such as `<0x0A>` for bytes.
-    SentencePiece { strips_first_space: bool },
+    SentencePiece {
+        strips_first_space: bool,
+    },
     /// `##` continues a word, and all other tokens begin one.
     WordPiece,
     Plain,
@@ -63,7 +65,8 @@ struct Config {
 impl JsonModel {
     pub(crate) fn encode(&self, text: &str, add_special: bool, parse_special: bool) -> Result<Vec<u32>> {
         let t = if parse_special { &self.parsing } else { &self.plain };
-        let fail = |what: String| Error::argument("tokenizer.json", format!("a text cannot be encoded: {what}"));
+        let fail =
+            |what: String| Error::argument("tokenizer.json", format!("a text cannot be encoded: {what}"));
         match guarded(|| t.encode_fast(text, add_special)) {
             Some(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
             Some(Err(e)) => Err(fail(e.to_string())),

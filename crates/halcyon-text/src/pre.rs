@@ -177,7 +177,10 @@ impl Pre {
             let known: Vec<&str> = NAMES.iter().flat_map(|(_, names)| names.iter().copied()).collect();
             return Err(Error::unsupported(
                 format!("pre-tokenizer '{name}' (tokenizer.ggml.pre)"),
-                format!("Known are {}. Use a model with one of them, or its tokenizer.json", known.join(", ")),
+                format!(
+                    "Known are {}. Use a model with one of them, or its tokenizer.json",
+                    known.join(", ")
+                ),
             ));
         };
         let lines = *group == "lines";
@@ -330,11 +333,9 @@ fn cuts(group: &str) -> Result<Vec<Cut>> {
             (CHINESE_KOREAN.into(), Whole),
             (DIGIT.into(), Whole),
         ],
-        "deepseek-v3" => vec![
-            (r"\p{N}{1,3}".into(), Whole),
-            (CHINESE_JAPANESE.into(), Whole),
-            (deepseek3(), Lines),
-        ],
+        "deepseek-v3" => {
+            vec![(r"\p{N}{1,3}".into(), Whole), (CHINESE_JAPANESE.into(), Whole), (deepseek3(), Lines)]
+        }
         "falcon" => vec![
             (r"[\p{P}$+<=>\^~|`]+".into(), Whole),
             (GPT2.into(), KeepLast),
@@ -397,10 +398,8 @@ fn cuts(group: &str) -> Result<Vec<Cut>> {
 }
 
 const POLISHED: &str = r" ?[^(\s|.,!?…。，、।۔،)]+";
-const YOUTU_SCRIPTS: &str = concat!(
-    r"[가-힣ㄱ-ㆎ]+|[[！…“”‘’—：；，、-\u{303f}︰-﹏]--\s]+|[ㄅ-ㄯ]+",
-    r"|[一-龥\u{3040}-ゟ゠-ヿ]+"
-);
+const YOUTU_SCRIPTS: &str =
+    concat!(r"[가-힣ㄱ-ㆎ]+|[[！…“”‘’—：；，、-\u{303f}︰-﹏]--\s]+|[ㄅ-ㄯ]+", r"|[一-龥\u{3040}-ゟ゠-ヿ]+");
 
 #[cfg(test)]
 mod tests {
@@ -415,7 +414,8 @@ mod tests {
 
     #[test]
     fn every_name_has_patterns_that_lose_no_text() {
-        let text = "I'LL  say:\t'hello' 1234567 × ½\r\n\r\n  \u{3000}x ÀÉ中文ひらがな가나ñandú e\u{301} a~b ~~\n \n";
+        let text =
+            "I'LL  say:\t'hello' 1234567 × ½\r\n\r\n  \u{3000}x ÀÉ中文ひらがな가나ñandú e\u{301} a~b ~~\n \n";
         for (_, names) in NAMES {
             for name in *names {
                 words(name, text);
@@ -446,6 +446,9 @@ mod tests {
         let e = Pre::named("klingon-bpe").unwrap_err();
         assert!(matches!(e, Error::Unsupported { .. }));
         let text = e.to_string();
-        assert!(text.contains("'klingon-bpe'") && text.contains("llama-bpe") && text.contains("gemma4"), "{text}");
+        assert!(
+            text.contains("'klingon-bpe'") && text.contains("llama-bpe") && text.contains("gemma4"),
+            "{text}"
+        );
     }
 }

@@ -93,8 +93,7 @@ impl Specials {
         let group = if parse_special { &self.all } else { &self.plain };
         let bytes = text.as_bytes();
         let next = |i: usize| bytes.get(i + 1).copied().unwrap_or(0);
-        let starts: Vec<usize> =
-            (0..bytes.len()).filter(|&i| group.may_begin(bytes[i], next(i))).collect();
+        let starts: Vec<usize> = (0..bytes.len()).filter(|&i| group.may_begin(bytes[i], next(i))).collect();
         let mut found: Vec<(usize, u32)> = vec![];
         // Bytes that belong to a token, or that a token swallowed.
         let mut taken = if starts.is_empty() { vec![] } else { vec![false; bytes.len()] };
@@ -176,10 +175,8 @@ mod tests {
 
     #[test]
     fn tokens_swallow_white_space_beside_them() {
-        let strip = HashMap::from([
-            (0, Strip { left: false, right: true }),
-            (1, Strip { left: true, right: false }),
-        ]);
+        let strip =
+            HashMap::from([(0, Strip { left: false, right: true }), (1, Strip { left: true, right: false })]);
         let s = specials(&[("<a>", 3), ("<b>", 3)], strip);
         let got = s.split(" <a> \n x \t<b> y<a> ", true);
         let (a, b) = (Part::Token(0), Part::Token(1));

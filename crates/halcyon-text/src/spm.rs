@@ -68,9 +68,9 @@ impl Spm {
     /// The first place where the text can be cut: no token goes across it, so what is on one side of it does
     /// not change how the other side is merged.
     fn word_end(&self, text: &str) -> usize {
-        let cut = text.match_indices(SPACE).find(|(i, _)| {
-            text[..*i].chars().next_back().is_some_and(|c| !self.before_space.contains(&c))
-        });
+        let cut = text
+            .match_indices(SPACE)
+            .find(|(i, _)| text[..*i].chars().next_back().is_some_and(|c| !self.before_space.contains(&c)));
         cut.map_or(text.len(), |(i, _)| i)
     }
 

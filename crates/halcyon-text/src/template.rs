@@ -280,7 +280,8 @@ impl ChatTemplate {
         let context = options.to_template(messages);
         on_large_stack(move || {
             let mut out = Limited { bytes: vec![], max: MAX_OUTPUT + size, full: false };
-            let result = env.get_template(NAME).and_then(|t| t.render_captured_to(context, &mut out).map(drop));
+            let result =
+                env.get_template(NAME).and_then(|t| t.render_captured_to(context, &mut out).map(drop));
             match result {
                 Ok(()) => Ok(String::from_utf8_lossy(&out.bytes).into_owned()),
                 Err(_) if out.full => {
@@ -376,4 +377,3 @@ fn without_generation_tags(source: &str) -> Cow<'_, str> {
 fn invalid(what: impl Into<Cow<'static, str>>) -> minijinja::Error {
     minijinja::Error::new(ErrorKind::InvalidOperation, what)
 }
-

@@ -203,7 +203,10 @@ mod tests {
         let json = Json::parse(text).unwrap();
         assert_eq!(serde_json::to_string(&json).unwrap(), text);
         assert_eq!(json.get("z"), Some(&Json::Int(1)));
-        assert_eq!(json.get("a").unwrap(), &Json::from(serde_json::json!([null, true, -2, u64::MAX, 1.5, "x"])));
+        assert_eq!(
+            json.get("a").unwrap(),
+            &Json::from(serde_json::json!([null, true, -2, u64::MAX, 1.5, "x"]))
+        );
         assert!(Json::parse("{").unwrap_err().to_string().contains("line 1"));
         assert!(Json::parse(&"[".repeat(100_000)).is_err());
     }

@@ -158,7 +158,10 @@ impl Vocab {
                 text = format!("[EMPTY_{i}]");
             }
             if let Some(first) = v.ids.insert(text.clone(), i as u32) {
-                return Err(bad(place, format!("'{text}' is token {first} and token {i}; remove one of them")));
+                return Err(bad(
+                    place,
+                    format!("'{text}' is token {first} and token {i}; remove one of them"),
+                ));
             }
             v.text.push(text);
             v.kind.push(types.get(i).map_or(kind::NORMAL, |&t| kind::from_gguf(t)));

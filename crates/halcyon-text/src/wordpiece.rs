@@ -89,9 +89,8 @@ struct Class {
 impl Class {
     fn of(c: char) -> Class {
         static PATTERNS: OnceLock<[Option<Regex>; 3]> = OnceLock::new();
-        let [punctuation, mark, control] = PATTERNS.get_or_init(|| {
-            [r"^\p{P}$", r"^\p{M}$", r"^[\p{Cc}\p{Cf}\p{Co}]$"].map(|p| Regex::new(p).ok())
-        });
+        let [punctuation, mark, control] = PATTERNS
+            .get_or_init(|| [r"^\p{P}$", r"^\p{M}$", r"^[\p{Cc}\p{Cf}\p{Co}]$"].map(|p| Regex::new(p).ok()));
         let mut buffer = [0; 4];
         let text = c.encode_utf8(&mut buffer);
         let is = |p: &Option<Regex>| p.as_ref().is_some_and(|p| p.is_match(text));
@@ -115,7 +114,9 @@ fn words(text: &str, n: Normalizer) -> Vec<String> {
             continue;
         }
         let class = match c.is_ascii() {
-            true => Class { punctuation: c.is_ascii_punctuation(), mark: false, control: c.is_ascii_control() },
+            true => {
+                Class { punctuation: c.is_ascii_punctuation(), mark: false, control: c.is_ascii_control() }
+            }
             false => *classes.entry(c).or_insert_with(|| Class::of(c)),
         };
         if c == '\0' || c == '\u{fffd}' || class.control || (n.strip_accents && class.mark) {

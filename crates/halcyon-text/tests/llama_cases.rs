@@ -58,5 +58,10 @@ fn token_ids_are_those_of_llama_cpp() {
         }
     }
     eprintln!("{compared} texts compared");
-    assert!(wrong.is_empty(), "{} of {compared} texts differ:\n{}", wrong.len(), wrong[..wrong.len().min(20)].join("\n"));
+    assert!(
+        wrong.is_empty(),
+        "{} of {compared} texts differ:\n{}",
+        wrong.len(),
+        wrong[..wrong.len().min(20)].join("\n")
+    );
 }

@@ -70,7 +70,8 @@ fn render(source: &str) -> Result<String, Error> {
 fn templates_without_end_are_errors() {
     let forever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
     assert!(matches!(render(forever), Err(Error::Endless { .. })));
-    let grows = "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}";
+    let grows =
+        "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}";
     assert!(matches!(render(grows), Err(Error::Endless { .. })));
     for source in [
         "{{ 'a' * 9999999999 }}",
@@ -104,17 +105,23 @@ const LONGEST: usize = 1 << 17;
 
 #[test]
 fn deeply_nested_templates_end() {
-    for part in ["+1", "|e", ".a", "[0]", " if 1", "~1", "()", " is a", " and 1", " or 1", "**1", "==1", " in 1"] {
+    for part in
+        ["+1", "|e", ".a", "[0]", " if 1", "~1", "()", " is a", " and 1", " or 1", "**1", "==1", " in 1"]
+    {
         eprintln!("{part}");
         let chain = part.repeat((LONGEST - 16) / part.len());
         drop(render(&format!("{{{{ 1{chain} }}}}")));
     }
-    for (open, close) in [("(", ")"), ("[", "]"), ("-", ""), ("not ", ""), ("{1:", "}"), ("a(", ")"), ("1 if ", "")] {
+    for (open, close) in
+        [("(", ")"), ("[", "]"), ("-", ""), ("not ", ""), ("{1:", "}"), ("a(", ")"), ("1 if ", "")]
+    {
         eprintln!("{open}");
         let n = (LONGEST - 16) / (open.len() + close.len());
         drop(render(&format!("{{{{ {}1{} }}}}", open.repeat(n), close.repeat(n))));
     }
-    for (open, part) in [("{% if 1 %}", "{% if 1 %}"), ("{% if 1 %}", "{% elif 1 %}"), ("", "{% macro a() %}")] {
+    for (open, part) in
+        [("{% if 1 %}", "{% if 1 %}"), ("{% if 1 %}", "{% elif 1 %}"), ("", "{% macro a() %}")]
+    {
         drop(render(&format!("{open}{}", part.repeat((LONGEST - 16) / part.len()))));
     }
 }
@@ -124,7 +131,14 @@ fn deeply_nested_values_end() {
     let nest = "{% set ns = namespace(x=[]) %}{% for i in range(99999) %}{% set ns.x = [ns.x] %}{% endfor %}";
     let cycle = "{% set ns = namespace() %}{% set ns.x = ns %}";
     for start in [nest, cycle] {
-        for end in ["", "{{ ns.x }}", "{{ ns.x|string }}", "{{ ns.x ~ '' }}", "{{ ns.x == ns.x }}", "{{ ns.x|tojson }}"] {
+        for end in [
+            "",
+            "{{ ns.x }}",
+            "{{ ns.x|string }}",
+            "{{ ns.x ~ '' }}",
+            "{{ ns.x == ns.x }}",
+            "{{ ns.x|tojson }}",
+        ] {
             eprintln!("{} {end}", start.len());
             drop(render(&format!("{start}{end}")));
         }
@@ -159,10 +173,13 @@ fn arguments_of_calls_are_passed_as_objects() {
     assert_eq!(message.extra.len(), 1);
     let template = "{% for c in messages[0].tool_calls %}{{ c.function.arguments|tojson }};{% endfor %}\
                     {{ messages[0].custom|tojson }}{{ messages[0].content is none }}";
-    let got = ChatTemplate::new(template).unwrap().render(&[message.clone()], &RenderOptions::default()).unwrap();
+    let got =
+        ChatTemplate::new(template).unwrap().render(&[message.clone()], &RenderOptions::default()).unwrap();
     assert_eq!(got, r#"{"z": 1, "a": [true]};"no object";{"b": 1, "a": 2}True"#);
     let back: Message = serde_json::from_str(&serde_json::to_string(&message).unwrap()).unwrap();
     assert_eq!(back, message);
     assert!(serde_json::from_str::<Message>("[]").is_err());
-    assert!(serde_json::from_str::<Message>(r#"{"content":"x"}"#).unwrap_err().to_string().contains("'role'"));
+    assert!(
+        serde_json::from_str::<Message>(r#"{"content":"x"}"#).unwrap_err().to_string().contains("'role'")
+    );
 }

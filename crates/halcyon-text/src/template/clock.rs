@@ -104,7 +104,10 @@ mod tests {
     fn times_are_written_as_python_writes_them() {
         let f = |s, t| format(s, t).unwrap();
         assert_eq!(f(1_795_824_000, "%A %d %B %Y, %H:%M:%S %j"), "Saturday 28 November 2026, 00:00:00 332");
-        assert_eq!(f(951_782_400 + 13 * 3600 + 5, "%a %-d %b %y %I:%M:%S %p %j"), "Tue 29 Feb 00 01:00:05 PM 060");
+        assert_eq!(
+            f(951_782_400 + 13 * 3600 + 5, "%a %-d %b %y %I:%M:%S %p %j"),
+            "Tue 29 Feb 00 01:00:05 PM 060"
+        );
         assert_eq!(f(-1, "%F %T %%"), "1969-12-31 23:59:59 %");
         assert_eq!(f(i64::MAX, "%Y"), "9999");
         assert_eq!(f(i64::MIN, "%Y"), "1");

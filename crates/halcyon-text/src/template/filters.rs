@@ -130,7 +130,12 @@ pub(super) fn raise_exception(message: &str) -> Result<Value, Error> {
 }
 
 /// JSON as Python's `json.dumps` writes it, with characters outside ASCII as they are.
-pub(super) fn tojson(state: &State<'_, '_>, value: &Value, indent: Option<Value>, kwargs: Kwargs) -> Result<String, Error> {
+pub(super) fn tojson(
+    state: &State<'_, '_>,
+    value: &Value,
+    indent: Option<Value>,
+    kwargs: Kwargs,
+) -> Result<String, Error> {
     let indent = match indent {
         Some(v) => Some(v),
         None => kwargs.get::<Option<Value>>("indent")?,

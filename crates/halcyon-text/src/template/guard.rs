@@ -25,7 +25,8 @@ pub(super) fn prepare(source: &str) -> Result<String> {
         let (end, tokens) = scan(source.as_bytes(), body, if block { b"%}" } else { b"}}" });
         if tokens > MAX_TOKENS {
             let line = source[..open].matches('\n').count() + 1;
-            let what = format!("the tag in line {line} has {tokens} parts, but at most {MAX_TOKENS} are allowed");
+            let what =
+                format!("the tag in line {line} has {tokens} parts, but at most {MAX_TOKENS} are allowed");
             return Err(Error::Format { file: NAME.into(), what });
         }
         at = end;
@@ -49,7 +50,8 @@ pub(super) fn prepare(source: &str) -> Result<String> {
 
 fn next_tag(source: &str, at: usize) -> Option<usize> {
     let bytes = source.as_bytes();
-    (at..bytes.len().saturating_sub(1)).find(|&i| bytes[i] == b'{' && matches!(bytes[i + 1], b'{' | b'%' | b'#'))
+    (at..bytes.len().saturating_sub(1))
+        .find(|&i| bytes[i] == b'{' && matches!(bytes[i + 1], b'{' | b'%' | b'#'))
 }
 
 /// Where the tag ends, and of how many parts it consists.
@@ -111,7 +113,12 @@ mod tests {
     fn values_of_namespaces_are_checked_and_long_tags_refused() {
         let f = |s: &str| prepare(s).unwrap();
         assert_eq!(f("a{% set n.x = 1 -%}b"), "a{% set n.x =( 1 )|without_namespaces-%}b");
-        for same in ["{% set n = '%}.' %}{{ {'a': {}} }}", "{% raw %}{% set n.x = 1 %}{% endraw %}", "{# {% set a.b=1 #}", "{%"] {
+        for same in [
+            "{% set n = '%}.' %}{{ {'a': {}} }}",
+            "{% raw %}{% set n.x = 1 %}{% endraw %}",
+            "{# {% set a.b=1 #}",
+            "{%",
+        ] {
             assert_eq!(f(same), same);
         }
         assert!(prepare(&format!("{{{{ {{1:{{1:1}}}}{} }}}}", "~1".repeat(2000))).is_err());

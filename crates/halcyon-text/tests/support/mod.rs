@@ -6,7 +6,7 @@ use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 
 #[derive(Clone, Debug)]
-pub enum Field {
+pub(crate) enum Field {
     Number(f64),
     Bool(bool),
     Text(String),
@@ -14,7 +14,7 @@ pub enum Field {
 }
 
 /// The folder with the models that tests read: `HALCYON_TEXT_MODELS`, or `target/llm` of the workspace.
-pub fn model(name: &str) -> Option<PathBuf> {
+pub(crate) fn model(name: &str) -> Option<PathBuf> {
     let dir = match std::env::var_os("HALCYON_TEXT_MODELS") {
         Some(dir) => PathBuf::from(dir),
         None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/llm"),
@@ -69,7 +69,7 @@ impl Reader {
 }
 
 /// Reads the tokenizer of a file.
-pub fn tokenizer(path: &Path) -> GgufTokenizer {
+pub(crate) fn tokenizer(path: &Path) -> GgufTokenizer {
     let mut r = Reader(BufReader::new(std::fs::File::open(path).unwrap()));
     assert_eq!(&r.bytes::<4>(), b"GGUF");
     let _version = r.u32();
