@@ -92,7 +92,6 @@ fn templates_without_end_are_errors() {
         "{{ 1 // 0 }}",
         "{{ 'abc'.nothing() }}",
     ] {
-        eprintln!("{source}");
         let e = render(source).expect_err(source);
         assert!(!matches!(e, Error::Internal(_)), "{source}: {e}");
     }
@@ -108,14 +107,12 @@ fn deeply_nested_templates_end() {
     for part in
         ["+1", "|e", ".a", "[0]", " if 1", "~1", "()", " is a", " and 1", " or 1", "**1", "==1", " in 1"]
     {
-        eprintln!("{part}");
         let chain = part.repeat((LONGEST - 16) / part.len());
         drop(render(&format!("{{{{ 1{chain} }}}}")));
     }
     for (open, close) in
         [("(", ")"), ("[", "]"), ("-", ""), ("not ", ""), ("{1:", "}"), ("a(", ")"), ("1 if ", "")]
     {
-        eprintln!("{open}");
         let n = (LONGEST - 16) / (open.len() + close.len());
         drop(render(&format!("{{{{ {}1{} }}}}", open.repeat(n), close.repeat(n))));
     }
@@ -139,7 +136,6 @@ fn deeply_nested_values_end() {
             "{{ ns.x == ns.x }}",
             "{{ ns.x|tojson }}",
         ] {
-            eprintln!("{} {end}", start.len());
             drop(render(&format!("{start}{end}")));
         }
     }
