@@ -2,9 +2,11 @@
 
 Usage: python tokenizer_cases.py FOLDER OUT.json [--count N] [--seed N]
 
-FOLDER holds smollm2.gguf and gemma3.gguf (see llama_oracle.py, which must lie beside this script, for how to get
-them). Each model gets N texts with special tokens parsed and N without. For each pre-tokenizer that Halcyon knows,
-the vocabulary of SmolLM2 is written to a file that names it, so that llama.cpp cuts texts in that way.
+FOLDER holds smollm2.gguf and gemma3.gguf; llama_oracle.py, which must lie beside this script, says how to get
+them. Each model gets N / 2 texts with special tokens parsed and N / 2
+without. For each group of pre-tokenizers that
+Halcyon knows, the vocabulary of SmolLM2
+is written to a file that names it, so that llama.cpp cuts texts in that way.
 """
 
 import argparse
@@ -19,8 +21,10 @@ from pathlib import Path
 import gguf
 import llama_oracle
 
-RANGES = [(0x20, 0x7f), (0xa0, 0x24f), (0x370, 0x3ff), (0x400, 0x4ff), (0x590, 0x6ff), (0x900, 0x97f), (0xe00, 0xe7f),
-          (0x1100, 0x11ff), (0x2000, 0x206f), (0x20a0, 0x20bf), (0x2190, 0x21ff), (0x3000, 0x30ff), (0x4e00, 0x9fff),
+RANGES = [(0x20, 0x7f), (0xa0, 0x24f), (0x370, 0x3ff), (0x400, 0x4ff), (0x590, 0x6ff),
+          (0x900, 0x97f), (0xe00, 0xe7f),
+          (0x1100, 0x11ff), (0x2000, 0x206f), (0x20a0, 0x20bf), (0x2190, 0x21ff), (0x3000, 0x30ff),
+          (0x4e00, 0x9fff),
           (0xac00, 0xd7a3), (0xf900, 0xfaff), (0xff00, 0xffef), (0x1f300, 0x1f6ff), (0x20000, 0x2a6df)]
 
 
@@ -29,21 +33,24 @@ def texts(rng, count, special):
     out = []
     for i in range(count):
         kind = i % 8
+        words, n = llama_oracle.WORDS, rng.randint(1, 12)
         if kind == 0:
-            parts = [rng.choice(llama_oracle.WORDS) + rng.choice([" ", " ", " ", "\n", "", "  "]) for _ in range(rng.randint(1, 12))]
+            parts = [rng.choice(words) + rng.choice([" ", " ", " ", "\n", "", "  "]) for _ in range(n)]
         elif kind == 1:
             parts = [chr(rng.randint(*rng.choice(RANGES))) for _ in range(rng.randint(1, 16))]
         elif kind == 2:
             parts = [rng.choice(llama_oracle.PIECES) for _ in range(rng.randint(1, 8))]
         elif kind == 3:
-            parts = [rng.choice(special) if rng.random() < 0.4 else rng.choice(llama_oracle.WORDS + llama_oracle.PIECES)
-                     for _ in range(rng.randint(1, 8))]
+            pool = words + llama_oracle.PIECES
+            parts = [rng.choice(special) if rng.random() < 0.4 else rng.choice(pool) for _ in range(n)]
         elif kind == 4:
             parts = [rng.choice("0123456789.,-+ eExX_") for _ in range(rng.randint(1, 24))]
         elif kind == 5:
-            parts = [rng.choice([" ", "\t", "\n", "\r\n", "\u00a0", "x", "'", "A", "b"]) for _ in range(rng.randint(1, 20))]
+            parts = [rng.choice([" ", "\t", "\n", "\r\n", "\u00a0", "x", "'", "A", "b"])
+                     for _ in range(n + 6)]
         elif kind == 6:
-            parts = [rng.choice("abcdefgABCDEFG\u00e9\u00c9\u00df~'_") * rng.choice([1, 1, 1, 2, 9]) for _ in range(rng.randint(1, 12))]
+            parts = [rng.choice("abcdefgABCDEFG\u00e9\u00c9\u00df~'_") * rng.choice([1, 1, 1, 2, 9])
+                     for _ in range(n)]
         else:
             pool = llama_oracle.WORDS + llama_oracle.PIECES
             parts = [rng.choice(pool) for _ in range(rng.randint(1, 10))]
@@ -66,7 +73,8 @@ class Vocabulary:
         tokens = reader.fields["tokenizer.ggml.tokens"]
         kinds = reader.fields["tokenizer.ggml.token_type"]
         kinds = [int(kinds.parts[i][0]) for i in kinds.data]
-        self.special = [bytes(tokens.parts[tokens.data[i]]).decode() for i, k in enumerate(kinds) if k in (3, 4)]
+        special = [i for i, k in enumerate(kinds) if k in (3, 4)]
+        self.special = [bytes(tokens.parts[tokens.data[i]]).decode() for i in special]
         with open(path, "rb") as file:
             self.header = file.read(reader.tensors[0].field.offset)
 
@@ -115,7 +123,8 @@ def main():
         model = load(path)
         for parse in [True, False]:
             got = cases(model, texts(rng, args.count // 2, special), parse, parse)
-            sets.append({"model": name, "add_special": parse, "parse_special": parse, "ends": ends(model), "cases": got})
+            sets.append({"model": name, "add_special": parse, "parse_special": parse,
+                         "ends": ends(model), "cases": got})
     root = Path(__file__).resolve().parents[2]
     for group in names(root / "crates/halcyon-text/src/pre.rs"):
         for pre in group[:1]:
@@ -123,7 +132,6 @@ def main():
                 target = Path(folder) / "vocab.gguf"
                 smollm2.copy(target, pre)
                 model = load(target)
-                print(pre, flush=True)
                 got = cases(model, texts(rng, args.each, smollm2.special), True, True)
                 sets.append({"model": "smollm2.gguf", "pre": pre, "add_special": True, "parse_special": True,
                              "ends": ends(model), "cases": got})

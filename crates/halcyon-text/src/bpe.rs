@@ -9,8 +9,8 @@ use halcyon_ir::Result;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// The printable character that stands for a byte in byte-level vocabularies (GPT-2's table): the byte itself if
-/// it is printable in Latin-1, and a character from U+0100 on otherwise.
+/// The printable character that stands for a byte in byte-level vocabularies (GPT-2's table): the byte itself
+/// if it is printable in Latin-1, and a character from U+0100 on otherwise.
 pub(crate) fn byte_to_char(byte: u8) -> char {
     let printable = |b: u8| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     match printable(byte) {
@@ -35,7 +35,8 @@ fn pair(left: u32, right: u32) -> u64 {
     u64::from(left) << 32 | u64::from(right)
 }
 
-/// Hashes pairs of symbols: looking them up is most of the work. A malicious vocabulary can only slow itself down.
+/// Hashes pairs of symbols: looking them up is most of the work. A malicious vocabulary can only slow itself
+/// down.
 #[derive(Clone, Copy, Debug, Default)]
 struct PairHasher(u64);
 
@@ -164,7 +165,8 @@ impl Bpe {
             if s.id < self.tokens {
                 out.push(s.id);
             } else if self.pre.byte_level {
-                // Only a byte that is written as itself can be a token here. Others are dropped, as in llama.cpp.
+                // Only a byte that is written as itself can be a token here. Others are dropped, as in
+                // llama.cpp.
                 let single = |b: &u8| self.token(&[*b]).filter(|_| b.is_ascii_graphic());
                 out.extend(bytes.iter().filter_map(single));
             } else {

@@ -11,8 +11,8 @@ use crate::wordpiece::{Normalizer, WordPiece};
 use halcyon_ir::{Error, Result};
 use std::collections::HashMap;
 
-/// The metadata of a GGUF file that describe its tokenizer. Each field is a key below `tokenizer.ggml.`, unless
-/// it says otherwise. A key that the file lacks is empty or `None`.
+/// The metadata of a GGUF file that describe its tokenizer. Each field is a key below `tokenizer.ggml.`,
+/// unless it says otherwise. A key that the file lacks is empty or `None`.
 #[derive(Clone, Debug, Default)]
 pub struct GgufTokenizer {
     /// `model`: `llama`, `gpt2`, `gemma4` or `bert`.
@@ -130,8 +130,8 @@ impl Tokenizer {
     /// The tokenizer of a GGUF file. Its ids are those of llama.cpp.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a model or a pre-tokenizer that is not known, [`Error::Format`] for metadata
-    /// that contradict each other. The error names the key.
+    /// [`Error::Unsupported`] for a model or a pre-tokenizer that is not known, [`Error::Format`] for
+    /// metadata that contradict each other. The error names the key.
     pub fn from_gguf(g: GgufTokenizer) -> Result<Tokenizer> {
         let model = Model::of(&g)?;
         let defaults = model.defaults(&g);
@@ -176,7 +176,7 @@ impl Tokenizer {
                         "the file has no merges; convert the model again",
                     ));
                 }
-                Engine::Bpe(Bpe::new(&vocab, pre, &g.merges)?)
+                Engine::Bpe(Box::new(Bpe::new(&vocab, pre, &g.merges)?))
             }
             Model::WordPiece => {
                 let lowercase = g.lowercase.unwrap_or(true);

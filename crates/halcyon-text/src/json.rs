@@ -100,9 +100,9 @@ fn guarded<T>(f: impl FnOnce() -> T) -> Option<T> {
 }
 
 impl Tokenizer {
-    /// The tokenizer of a `tokenizer.json`, with the content of the `tokenizer_config.json` beside it. Without
-    /// the latter, it is not known which tokens begin and end a text; tokens that end a generation are still
-    /// known by their text.
+    /// The tokenizer of a `tokenizer.json`, with the content of the `tokenizer_config.json` beside it.
+    /// Without the latter, it is not known which tokens begin and end a text; tokens that end a generation
+    /// are still known by their text.
     ///
     /// # Errors
     /// [`Error::Format`] if one of the two is malformed.

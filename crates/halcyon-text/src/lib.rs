@@ -1,8 +1,8 @@
 //! Text for language models: tokenizers and chat templates.
 //!
-//! A [`Tokenizer`] is made from the metadata of a GGUF file ([`GgufTokenizer`]) or from a `tokenizer.json`. Its
-//! token ids for GGUF are those of llama.cpp. A [`ChatTemplate`] turns messages into the text that a model was
-//! trained on.
+//! A [`Tokenizer`] is made from the metadata of a GGUF file ([`GgufTokenizer`]) or from a `tokenizer.json`.
+//! Its token ids for GGUF are those of llama.cpp. A [`ChatTemplate`] turns messages into the text that a
+//! model was trained on.
 //!
 //! Vocabularies and templates come from files that nobody checked. Every failure is an [`Error`]; nothing
 //! panics, and neither a template nor a text can make the work grow faster than almost linearly.

@@ -47,8 +47,8 @@ impl Symbols {
         self.list.iter().filter(|s| s.len > 0)
     }
 
-    /// Merges pairs until `rule` accepts none. `rule` gives the priority of a pair and the id of the result. The
-    /// pair of lowest priority value is merged first; of equal ones, the leftmost.
+    /// Merges pairs until `rule` accepts none. `rule` gives the priority of a pair and the id of the result.
+    /// The pair of lowest priority value is merged first; of equal ones, the leftmost.
     pub(crate) fn merge(&mut self, rule: impl Fn(&Symbol, &Symbol) -> Option<(u32, u32)>) {
         for i in 1..self.list.len() {
             self.offer(i as u32 - 1, i as u32, &rule);

@@ -1,12 +1,13 @@
 //! Pre-tokenizers: how a text is cut into words before pairs are merged.
 //!
-//! GGUF names a pre-tokenizer by `tokenizer.ggml.pre`. The patterns and flags are those of llama.cpp, with its
-//! deviations from the original tokenizers, because its conversion chose the names.
+//! GGUF names a pre-tokenizer by `tokenizer.ggml.pre`. The patterns and flags are those of llama.cpp, with
+//! its deviations from the original tokenizers, because its conversion chose the names.
 
 use halcyon_ir::{Error, Result};
 use regex::Regex;
 
-/// A way to cut a text. A list of them is applied one after another, each to the parts that the one before left.
+/// A way to cut a text. A list of them is applied one after another, each to the parts that the one before
+/// left.
 #[derive(Debug)]
 enum Cut {
     /// The matches and the text between them. `keep_last` stands for the alternative `\s+(?!\S)`, which the
@@ -47,13 +48,16 @@ pub(crate) struct Pre {
 
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+";
 const CONTRACTION: &str = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])";
+/// The last alternatives of several patterns.
+const REST: &str = r"[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+";
 const DIGIT: &str = r"\p{N}";
 const CHINESE_JAPANESE: &str = "[一-龥\u{3040}-ゟ゠-ヿ]+";
 /// White space outside ASCII never matches a literal class in llama.cpp, so it is taken out of each class.
 const CHINESE_KOREAN: &str = r"[[一-龥\u{800}-一가-\u{d7ff}]--\s]+";
 const DEEPSEEK_LETTERS: &str = concat!(
     r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ",
-    r"Ḁ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ\u{1f5f}-\u{1f7d}ᾀ-ᾴᾶ-ᾼ\u{1fbe}ῂ-ῄῆ-ῌῐ-\u{1fd3}ῖ-\u{1fdb}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u{2126}ℨ",
+    r"Ḁ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ\u{1f5f}-\u{1f7d}ᾀ-ᾴᾶ-ᾼ\u{1fbe}ῂ-ῄῆ-ῌῐ-\u{1fd3}ῖ-\u{1fdb}ῠ-Ῥ",
+    r"ῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u{2126}ℨ",
     r"\u{212a}-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ",
     r"𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
 );
@@ -257,8 +261,8 @@ fn next_char(text: &str, at: usize) -> usize {
     at + text[at..].chars().next().map_or(1, char::len_utf8)
 }
 
-/// Cuts runs of digits so that all groups but the first have three. As in llama.cpp, the text before a run stays
-/// with its first group.
+/// Cuts runs of digits so that all groups but the first have three. As in llama.cpp, the text before a run
+/// stays with its first group.
 fn thousands<'a>(text: &'a str, parts: &mut Vec<&'a str>) {
     let mut done = 0;
     let mut chars = text.char_indices().peekable();
@@ -293,9 +297,7 @@ fn llama3(letters: &str, digits: &str, others: &str) -> String {
 fn cased(letter: &str, after: &str, digits: &str) -> String {
     let (big, small) = (format!("[{letter}--a-z]"), format!("[{letter}--A-Z]"));
     let first = r"[^\r\n\p{L}\p{N}]?";
-    format!(
-        r"{first}{big}*{small}+{after}|{first}{big}+{small}*{after}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+"
-    )
+    format!(r"{first}{big}*{small}+{after}|{first}{big}+{small}*{after}|{digits}| ?{REST}")
 }
 
 /// The pattern of DeepSeek V3. `~` is no symbol there in llama.cpp.
@@ -346,9 +348,7 @@ fn cuts(group: &str) -> Result<Vec<Cut>> {
         "granite-embed" => vec![(cased(r"[\p{L}\p{M}]", &contraction, r"\p{N}{1,3}"), Lines)],
         "tiny_aya" | "youtu" => {
             let digits = if group == "youtu" { DIGIT } else { r"\p{N}{1,3}" };
-            let words = format!(
-                r"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+{contraction}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+"
-            );
+            let words = format!(r"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+{contraction}|{digits}| ?{REST}");
             vec![(words, Lines)]
         }
         "poro" => vec![(POLISHED.into(), Whole)],

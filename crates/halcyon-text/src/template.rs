@@ -1,7 +1,7 @@
 //! Chat templates: they turn messages into the text that a model was trained on.
 //!
-//! A template is a Jinja program that comes with the model. It is rendered as Hugging Face's `transformers` does
-//! it, by an interpreter that can read no files and whose work and output are limited.
+//! A template is a Jinja program that comes with the model. It is rendered as Hugging Face's `transformers`
+//! does it, by an interpreter that can read no files and whose work and output are limited.
 
 mod clock;
 mod filters;
@@ -268,8 +268,8 @@ impl ChatTemplate {
     /// The text of the messages.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the template rejects the messages or fails on them, [`Error::Endless`] if it does
-    /// not come to an end, [`Error::Format`] for a result that is too long.
+    /// [`Error::Argument`] if the template rejects the messages or fails on them, [`Error::Endless`] if it
+    /// does not come to an end, [`Error::Format`] for a result that is too long.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String> {
         let size = messages.iter().map(Message::size).sum::<usize>() + options.size();
         let fuel = FUEL + messages.len() as u64 * FUEL_PER_MESSAGE + size as u64 / BYTES_PER_FUEL;

@@ -15,7 +15,7 @@ const MAX_TEXT: usize = 1 << 30;
 #[derive(Debug)]
 pub(crate) enum Engine {
     Spm(Spm),
-    Bpe(Bpe),
+    Bpe(Box<Bpe>),
     WordPiece(WordPiece),
     Json(Box<JsonModel>),
 }
@@ -49,8 +49,8 @@ impl Tokenizer {
     }
 
     /// The token ids of a text. `add_special` adds the tokens that the model expects around a text.
-    /// `parse_special` makes the ids of special tokens from their text, as for a rendered chat template; do not
-    /// set it for text from a user, who could then forge a turn of the chat.
+    /// `parse_special` makes the ids of special tokens from their text, as for a rendered chat template; do
+    /// not set it for text from a user, who could then forge a turn of the chat.
     ///
     /// # Errors
     /// [`Error::Argument`] for a text of more than 1 GiB, or if a `tokenizer.json` fails on the text.
@@ -122,8 +122,8 @@ impl Tokenizer {
         String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())
     }
 
-    /// The bytes that a token stands for. They need not be whole characters. A token that the vocabulary lacks,
-    /// or that is not used, stands for none.
+    /// The bytes that a token stands for. They need not be whole characters. A token that the vocabulary
+    /// lacks, or that is not used, stands for none.
     pub fn token_bytes(&self, id: u32) -> Vec<u8> {
         let Some(text) = self.vocab.text.get(id as usize) else { return vec![] };
         if self.vocab.is(id, kind::UNKNOWN | kind::CONTROL | kind::USER_DEFINED) {

@@ -1,5 +1,5 @@
-//! Values of JSON whose objects keep the order of their keys. Templates print objects, and models were trained
-//! on text in which the keys have their original order.
+//! Values of JSON whose objects keep the order of their keys. Templates print objects, and models were
+//! trained on text in which the keys have their original order.
 
 use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::ser::{SerializeMap, Serializer};

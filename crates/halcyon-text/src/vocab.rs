@@ -141,8 +141,8 @@ pub(crate) struct Vocab {
 
 impl Vocab {
     /// # Errors
-    /// [`halcyon_ir::Error::Format`] if there are no tokens or too many, if two have the same text, or if there
-    /// are fewer kinds than tokens.
+    /// [`halcyon_ir::Error::Format`] if there are no tokens or too many, if two have the same text, or if
+    /// there are fewer kinds than tokens.
     pub(crate) fn new(tokens: Vec<String>, types: &[i32]) -> Result<Vocab> {
         let place = "tokenizer.ggml.tokens";
         if tokens.is_empty() || tokens.len() > i32::MAX as usize {

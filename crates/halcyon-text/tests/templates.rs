@@ -80,7 +80,7 @@ fn templates_without_end_are_errors() {
         "{% for i in range(99999999999) %}{% endfor %}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | tojson }}",
-        "{% set ns = namespace(x=[]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+        "{% set n = namespace(x=[]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}",
         "{{ 'x' | indent(999999999999) }}",
         "{{ 'x' | center(999999999999) }}",
         "{{ [1] * 999999999999 }}",
@@ -92,7 +92,6 @@ fn templates_without_end_are_errors() {
         "{{ 1 // 0 }}",
         "{{ 'abc'.nothing() }}",
     ] {
-        eprintln!("{source}");
         let e = render(source).expect_err(source);
         assert!(!matches!(e, Error::Internal(_)), "{source}: {e}");
     }
@@ -108,14 +107,12 @@ fn deeply_nested_templates_end() {
     for part in
         ["+1", "|e", ".a", "[0]", " if 1", "~1", "()", " is a", " and 1", " or 1", "**1", "==1", " in 1"]
     {
-        eprintln!("{part}");
         let chain = part.repeat((LONGEST - 16) / part.len());
         drop(render(&format!("{{{{ 1{chain} }}}}")));
     }
     for (open, close) in
         [("(", ")"), ("[", "]"), ("-", ""), ("not ", ""), ("{1:", "}"), ("a(", ")"), ("1 if ", "")]
     {
-        eprintln!("{open}");
         let n = (LONGEST - 16) / (open.len() + close.len());
         drop(render(&format!("{{{{ {}1{} }}}}", open.repeat(n), close.repeat(n))));
     }
@@ -139,7 +136,6 @@ fn deeply_nested_values_end() {
             "{{ ns.x == ns.x }}",
             "{{ ns.x|tojson }}",
         ] {
-            eprintln!("{} {end}", start.len());
             drop(render(&format!("{start}{end}")));
         }
     }
@@ -167,14 +163,17 @@ fn a_model_without_a_template_says_what_to_do() {
 
 #[test]
 fn arguments_of_calls_are_passed_as_objects() {
-    let json = r#"{"role":"assistant","content":null,"tool_calls":[{"id":"1","function":{"name":"f","arguments":
-        "{\"z\": 1, \"a\": [true]}"}},{"function":{"name":"g","arguments":"no object"}}],"custom":{"b":1,"a":2}}"#;
+    let json = r#"{"role":"assistant","content":null,"tool_calls":[{"id":"1","function":{"name":"f",
+        "arguments": "{\"z\": 1, \"a\": [true]}"}},
+        {"function":{"name":"g","arguments":"no object"}}],"custom":{"b":1,"a":2}}"#;
     let message: Message = serde_json::from_str(json).unwrap();
     assert_eq!(message.extra.len(), 1);
     let template = "{% for c in messages[0].tool_calls %}{{ c.function.arguments|tojson }};{% endfor %}\
                     {{ messages[0].custom|tojson }}{{ messages[0].content is none }}";
-    let got =
-        ChatTemplate::new(template).unwrap().render(&[message.clone()], &RenderOptions::default()).unwrap();
+    let got = ChatTemplate::new(template)
+        .unwrap()
+        .render(std::slice::from_ref(&message), &RenderOptions::default())
+        .unwrap();
     assert_eq!(got, r#"{"z": 1, "a": [true]};"no object";{"b": 1, "a": 2}True"#);
     let back: Message = serde_json::from_str(&serde_json::to_string(&message).unwrap()).unwrap();
     assert_eq!(back, message);

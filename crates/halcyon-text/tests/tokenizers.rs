@@ -109,10 +109,14 @@ fn word_piece_takes_the_longest_tokens() {
 #[test]
 fn json_tokenizers_encode_and_decode() {
     let json = br#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[
-        {"id":3,"content":"</s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],
-        "normalizer":null,"pre_tokenizer":{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,"use_regex":true},
-        "post_processor":null,"decoder":{"type":"ByteLevel","add_prefix_space":true,"trim_offsets":true,"use_regex":true},
-        "model":{"type":"BPE","dropout":null,"unk_token":null,"continuing_subword_prefix":null,"end_of_word_suffix":null,
+        {"id":3,"content":"</s>",
+        "single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],
+        "normalizer":null,
+        "pre_tokenizer":{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,"use_regex":true},
+        "post_processor":null,
+        "decoder":{"type":"ByteLevel","add_prefix_space":true,"trim_offsets":true,"use_regex":true},
+        "model":{"type":"BPE","dropout":null,"unk_token":null,
+        "continuing_subword_prefix":null,"end_of_word_suffix":null,
         "fuse_unk":false,"byte_fallback":false,"ignore_merges":false,
         "vocab":{"a":0,"b":1,"ab":2,"</s>":3,"<":4,"/":5,"s":6,">":7},"merges":["a b"]}}"#;
     let config = br#"{"eos_token":{"content":"</s>"},"chat_template":[{"name":"rag","template":"x"},

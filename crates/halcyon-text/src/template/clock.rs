@@ -1,4 +1,5 @@
-//! The time as templates see it. All times are UTC, so that a result does not depend on the machine's settings.
+//! The time as templates see it. All times are UTC, so that a result does not depend on the machine's
+//! settings.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

@@ -1,10 +1,11 @@
-//! Checks of a template's source that the interpreter does not make: how long an expression may be, and that no
-//! namespace contains itself.
+//! Checks of a template's source that the interpreter does not make: how long an expression may be, and that
+//! no namespace contains itself.
 
 use super::NAME;
 use halcyon_ir::{Error, Result};
 
-/// Most words, numbers, texts and signs in one tag. The interpreter nests expressions as deep as they are long.
+/// Most words, numbers, texts and signs in one tag. The interpreter nests expressions as deep as they are
+/// long.
 const MAX_TOKENS: usize = 2000;
 
 /// The source in which values are checked before they are put into a namespace. If a namespace could contain
@@ -63,7 +64,7 @@ fn scan(bytes: &[u8], body: usize, close: &[u8]) -> (usize, usize) {
         }
         let b = bytes[at];
         let word = b.is_ascii_alphanumeric() || b == b'_' || !b.is_ascii();
-        if !b.is_ascii_whitespace() && !(word && in_word) {
+        if !(b.is_ascii_whitespace() || (word && in_word)) {
             tokens += 1;
         }
         in_word = word;
