@@ -5,6 +5,8 @@ mod bench;
 mod check;
 pub(crate) mod common;
 pub(crate) mod help;
+#[cfg(feature = "language")]
+mod language;
 mod model;
 mod prepare;
 mod quantize;
@@ -19,6 +21,8 @@ pub(crate) use check::*;
 use clap::Parser;
 pub(crate) use common::Verbosity;
 pub(crate) use help::{CompletionsArgs, HelpArgs, ManArgs, command};
+#[cfg(feature = "language")]
+pub(crate) use language::*;
 pub(crate) use model::*;
 pub(crate) use prepare::*;
 pub(crate) use quantize::*;

@@ -4,7 +4,7 @@
 //! rows are written to the cache first, then each row attends to the positions of its sequence up to its own.
 //! So one step can hold a chunk of one prompt, single tokens of many sequences, or both.
 
-use crate::rope::Layout;
+use crate::rope::{Layout, Rope};
 use crate::source::{Source, Weights, floats};
 use crate::spec::*;
 use halcyon::Order as Sort;
@@ -80,8 +80,8 @@ struct AttentionWeights {
     q_norm: Option<NormWeights>,
     k_norm: Option<NormWeights>,
     sinks: Option<Tensor>,
-    /// The number of the tables of cosines and sines.
-    table: Option<usize>,
+    /// The number of the rotation.
+    rotation: Option<usize>,
 }
 
 #[derive(Debug)]
@@ -121,7 +121,7 @@ struct LayerWeights {
 pub struct Decoder {
     pub spec: Spec,
     backend: Backend,
-    /// Positions for which the tables of rotations are made.
+    /// The longest sequence.
     context: usize,
     embedding: Matrix,
     positions: Option<Matrix>,
@@ -130,11 +130,11 @@ pub struct Decoder {
     final_norm: NormWeights,
     /// `None`: the embedding's matrix is used.
     head: Option<Matrix>,
-    /// Cosines and sines, each `[context, size / 2]`.
-    tables: Vec<(Tensor, Tensor)>,
+    /// The different rotations of the layers.
+    ropes: Vec<Rope>,
 }
 
-/// What one step computes. All are i32 tensors.
+/// What one step computes. All tensors are i32, unless their description has another type.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
     /// `[rows]`.
@@ -150,6 +150,8 @@ pub struct Rows<'a> {
     pub table: &'a Tensor,
     /// `[n]`: the rows whose logits are computed.
     pub wanted: &'a Tensor,
+    /// Cosines and sines of the rows for each of [`Decoder::ropes`], f32 `[rows, size / 2]` each.
+    pub rotations: &'a [Tensor],
 }
 
 /// The layout of the cache of keys and values.
@@ -243,20 +245,20 @@ impl Loader<'_> {
         })
     }
 
-    fn attention(&self, i: usize, a: &Attention, tables: &mut Tables) -> Result<AttentionWeights> {
+    fn attention(&self, i: usize, a: &Attention, ropes: &mut Rotations) -> Result<AttentionWeights> {
         let (h, p) = (self.spec.hidden, format!("blk.{i}"));
         let qk = |stem: &str, heads: usize| -> Result<Option<NormWeights>> {
             let Some(n) = a.qk_norm else { return Ok(None) };
             let size = if n.by_head { a.key } else { heads * a.key };
             self.norm(&format!("{p}.{stem}"), size, n.norm).map(Some)
         };
-        let table = match &a.rope {
+        let rotation = match &a.rope {
             Some(r) if r.size > 0 => {
                 let mut r = r.clone();
                 if let Some(w) = self.find("rope_freqs.weight")? {
                     r.factors = self.floats(&w)?.into_iter().map(f64::from).collect();
                 }
-                Some(tables.add(&r))
+                Some(ropes.add(&r))
             }
             _ => None,
         };
@@ -279,7 +281,7 @@ impl Loader<'_> {
             q_norm: qk("attn_q_norm", a.heads)?,
             k_norm: qk("attn_k_norm", a.shared)?,
             sinks,
-            table,
+            rotation,
         })
     }
 
@@ -338,32 +340,21 @@ fn expect(name: &str, found: &[usize], want: &[usize]) -> Result<()> {
     }
 }
 
-/// The tables of rotations, one for each different rotation.
-struct Tables {
-    context: usize,
+/// The different rotations of a model.
+#[derive(Default)]
+struct Rotations {
     known: HashMap<String, usize>,
-    ropes: Vec<crate::rope::Rope>,
+    ropes: Vec<Rope>,
 }
 
-impl Tables {
-    fn add(&mut self, r: &crate::rope::Rope) -> usize {
-        let key = format!("{r:?}");
+impl Rotations {
+    /// The number of a rotation.
+    fn add(&mut self, r: &Rope) -> usize {
         let n = self.ropes.len();
-        *self.known.entry(key).or_insert_with(|| {
+        *self.known.entry(format!("{r:?}")).or_insert_with(|| {
             self.ropes.push(r.clone());
             n
         })
-    }
-
-    fn tensors(&self, backend: &Backend) -> Result<Vec<(Tensor, Tensor)>> {
-        let table = |r: &crate::rope::Rope| {
-            let (cos, sin) = r.tables(self.context);
-            let dims = [self.context, r.size / 2];
-            let one =
-                |v: &[f32]| Ok::<_, Error>(Tensor::constant(backend, &ConstData::from_slice(&dims, v)?));
-            Ok((one(&cos)?, one(&sin)?))
-        };
-        self.ropes.iter().map(table).collect()
     }
 }
 
@@ -375,14 +366,14 @@ impl Decoder {
     /// the configuration; errors of reading.
     pub fn load(backend: &Backend, source: &Source, spec: Spec, context: usize) -> Result<Decoder> {
         let l = Loader { source, spec: &spec, backend };
-        let mut tables = Tables { context, known: HashMap::new(), ropes: vec![] };
+        let mut ropes = Rotations::default();
         let (v, h) = (spec.vocabulary, spec.hidden);
         let mut layers = Vec::with_capacity(spec.layers.len());
         for (i, layer) in spec.layers.iter().enumerate() {
             let Mixer::Attention(a) = &layer.mixer;
             layers.push(LayerWeights {
                 norms: l.norms(i, layer)?,
-                attention: l.attention(i, a, &mut tables)?,
+                attention: l.attention(i, a, &mut ropes)?,
                 ffn: l.ffn(i, layer)?,
             });
         }
@@ -397,7 +388,7 @@ impl Decoder {
             embedding_norm,
             final_norm: l.norm("output_norm", h, spec.final_norm)?,
             head: l.maybe("output", &[v, h])?,
-            tables: tables.tensors(backend)?,
+            ropes: ropes.ropes,
             layers,
             context,
             backend: backend.clone(),
@@ -413,6 +404,11 @@ impl Decoder {
     /// The longest sequence for which the decoder was loaded.
     pub fn context(&self) -> usize {
         self.context
+    }
+
+    /// The different rotations of the layers: a step gets cosines and sines for each.
+    pub fn ropes(&self) -> &[Rope] {
+        &self.ropes
     }
 
     /// Types of the states of the cache, in the order of [`Decoder::step`]: keys and values of each layer, each
@@ -449,7 +445,7 @@ impl Decoder {
         let mut states = Vec::with_capacity(cache.len());
         for ((w, l), state) in self.layers.iter().zip(&s.layers).zip(cache.chunks_exact(2)) {
             let Mixer::Attention(a) = &l.mixer;
-            let step = AttentionStep { decoder: self, a, w: &w.attention, rows, layout };
+            let step = AttentionStep { a, w: &w.attention, rows, layout };
             let scaled = |y: Tensor| match l.residual_scale {
                 Some(by) => y * by,
                 None => y,
@@ -490,7 +486,6 @@ impl Decoder {
 }
 
 struct AttentionStep<'a> {
-    decoder: &'a Decoder,
     a: &'a Attention,
     w: &'a AttentionWeights,
     rows: Rows<'a>,
@@ -539,19 +534,17 @@ impl AttentionStep<'_> {
     }
 
     fn rotate(&self, x: Tensor, heads: usize) -> Tensor {
-        let (Some(rope), Some(table)) = (&self.a.rope, self.w.table) else { return x };
+        let (Some(rope), Some(number)) = (&self.a.rope, self.w.rotation) else { return x };
         let (n, half) = (self.count(), rope.size / 2);
-        let zero = Tensor::scalar(x.backend(), 0, DType::I32);
-        let at = self.rows.position.maximum(&zero);
-        let (cos, sin) = &self.decoder.tables[table];
+        let [cos, sin] = &self.rows.rotations[2 * number..][..2] else { return x };
         let turned = match rope.layout {
             Layout::Half => {
-                let [cos, sin] = [cos, sin].map(|t| t.gather(&at, 0).reshape([n, 1, half]));
+                let [cos, sin] = [cos, sin].map(|t| t.reshape([n, 1, half]));
                 let (lo, hi) = (x.narrow(-1, 0, half), x.narrow(-1, half, half));
                 Tensor::cat(&[&(&lo * &cos - &hi * &sin), &(&hi * &cos + &lo * &sin)], 2)
             }
             Layout::Pairs => {
-                let [cos, sin] = [cos, sin].map(|t| t.gather(&at, 0).reshape([n, 1, half, 1]));
+                let [cos, sin] = [cos, sin].map(|t| t.reshape([n, 1, half, 1]));
                 let pairs = x.narrow(-1, 0, rope.size).reshape([n, heads, half, 2]);
                 let (a, b) = (pairs.narrow(-1, 0, 1), pairs.narrow(-1, 1, 1));
                 let both = Tensor::cat(&[&(&a * &cos - &b * &sin), &(&b * &cos + &a * &sin)], 3);

@@ -82,8 +82,9 @@ impl Engine {
         }
         let model = decoder.clone();
         let f: StepFn = Box::new(move |x: &[Tensor]| {
-            let [tokens, position, sequence, slot, table, wanted, cache @ ..] = x else { return vec![] };
-            let rows = Rows { tokens, position, sequence, slot, table, wanted };
+            let [tokens, position, sequence, slot, table, wanted, rest @ ..] = x else { return vec![] };
+            let (rotations, cache) = rest.split_at(2 * model.ropes().len());
+            let rows = Rows { tokens, position, sequence, slot, table, wanted, rotations };
             let (logits, states) = model.step(rows, cache, layout);
             std::iter::once(logits).chain(states).collect()
         });
@@ -133,6 +134,7 @@ impl Engine {
     pub fn feed(&mut self, feeds: &[Feed<'_>]) -> Result<Vec<Vec<f32>>> {
         self.check(feeds)?;
         let mut out: Vec<Vec<f32>> = vec![vec![]; feeds.len()];
+        let lengths: Vec<usize> = feeds.iter().map(|f| self.lengths[f.sequence] + f.tokens.len()).collect();
         // Rows of all feeds, cut into chunks.
         let rows: Vec<(usize, usize)> = feeds
             .iter()
@@ -140,7 +142,7 @@ impl Engine {
             .flat_map(|(f, feed)| (0..feed.tokens.len()).map(move |i| (f, i)))
             .collect();
         for chunk in rows.chunks(self.options.chunk) {
-            let logits = self.chunk(feeds, chunk)?;
+            let logits = self.chunk(feeds, &lengths, chunk)?;
             let vocabulary = self.decoder.spec.vocabulary;
             for ((f, _), z) in wanted(feeds, chunk).into_iter().zip(logits.chunks_exact(vocabulary)) {
                 out[f].extend_from_slice(z);
@@ -181,14 +183,16 @@ impl Engine {
         }
     }
 
-    /// Computes the rows `(feed, token of the feed)` of one step. Returns the logits of the wanted rows.
-    fn chunk(&mut self, feeds: &[Feed<'_>], rows: &[(usize, usize)]) -> Result<Vec<f32>> {
+    /// Computes the rows `(feed, token of the feed)` of one step. `lengths` are those of the sequences after all
+    /// chunks. Returns the logits of the wanted rows.
+    fn chunk(&mut self, feeds: &[Feed<'_>], lengths: &[usize], rows: &[(usize, usize)]) -> Result<Vec<f32>> {
         let page = self.options.page;
         let padded = ROWS.iter().copied().find(|n| *n >= rows.len()).unwrap_or(rows.len());
         let mut token = vec![0i32; padded];
         let mut position = vec![-1i32; padded];
         let mut sequence = vec![0i32; padded];
         let mut slot = vec![0i32; padded];
+        let mut length = vec![1usize; padded];
         for (r, &(f, i)) in rows.iter().enumerate() {
             let feed = &feeds[f];
             let s = feed.sequence;
@@ -200,6 +204,7 @@ impl Engine {
             token[r] = feed.tokens[i] as i32;
             position[r] = at as i32;
             sequence[r] = s as i32;
+            length[r] = lengths[f];
             slot[r] = (self.pages[s][at / page] as usize * page + at % page) as i32;
             self.lengths[s] = at + 1;
         }
@@ -214,27 +219,23 @@ impl Engine {
             let w = wanted(feeds, rows);
             w.iter().map(|(_, r)| *r as i32).collect()
         };
-        if want.is_empty() {
-            // The plan computes at least one row of logits.
-            self.run(&[&token, &position, &sequence, &slot], (&table, columns), &[0])?;
-            return Ok(vec![]);
+        let vector = |v: &[i32]| Tensor::from_slice(self.decoder.backend(), [v.len()], v);
+        let table = Tensor::from_slice(self.decoder.backend(), [self.pages.len(), columns], &table)?;
+        // The plan computes the logits of at least one row.
+        let rows = vector(if want.is_empty() { &[0] } else { &want })?;
+        let mut inputs =
+            vec![vector(&token)?, vector(&position)?, vector(&sequence)?, vector(&slot)?, table, rows];
+        for rope in self.decoder.ropes() {
+            let (cos, sin) = rope.rotations(&position, &length);
+            for v in [cos, sin] {
+                inputs.push(Tensor::from_slice(self.decoder.backend(), [padded, rope.size / 2], &v)?);
+            }
         }
-        let z = self.run(&[&token, &position, &sequence, &slot], (&table, columns), &want)?;
-        z.to_vec::<f32>()
-    }
-
-    fn run(&self, rows: &[&Vec<i32>; 4], table: (&[i32], usize), wanted: &[i32]) -> Result<Tensor> {
-        let b = self.decoder.backend();
-        let vector = |v: &[i32]| Tensor::from_slice(b, [v.len()], v);
-        let [token, position, sequence, slot] = rows;
-        let (token, position) = (vector(token)?, vector(position)?);
-        let (sequence, slot) = (vector(sequence)?, vector(slot)?);
-        let table = Tensor::from_slice(b, [table.0.len() / table.1, table.1], table.0)?;
-        let wanted = vector(wanted)?;
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
         let states: Vec<&State> = self.states.iter().collect();
-        let inputs = [&token, &position, &sequence, &slot, &table, &wanted];
         let mut out = self.step.call_updating(&inputs, &states, &[])?;
-        out.pop().ok_or_else(|| Error::internal("a step has no result"))
+        let z = out.pop().ok_or_else(|| Error::internal("a step has no result"))?;
+        if want.is_empty() { Ok(vec![]) } else { z.to_vec::<f32>() }
     }
 }
 

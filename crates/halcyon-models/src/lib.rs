@@ -7,11 +7,17 @@
 pub mod decoder;
 pub mod engine;
 pub mod family;
+pub mod generate;
+pub mod model;
 pub mod rope;
+pub mod sample;
 pub mod source;
 pub mod spec;
 
 pub use decoder::{CacheLayout, Decoder, Rows};
 pub use engine::{Engine, EngineOptions, Feed};
+pub use generate::{Finish, GenerateOptions, Generation, generate};
+pub use model::ModelFile;
+pub use sample::{Sampler, Sampling};
 pub use source::Source;
 pub use spec::Spec;

@@ -79,8 +79,8 @@ impl Rope {
         Rope { base, size, layout, scaling: Scaling::None, factors: vec![] }
     }
 
-    /// Angle per position of each pair of elements, and the factor of cosines and sines, for sequences of up
-    /// to `context` positions.
+    /// Angle per position of each pair of elements, and the factor of cosines and sines, for sequences of
+    /// `context` positions.
     pub fn frequencies(&self, context: usize) -> (Vec<f64>, f64) {
         let n = self.size / 2;
         let plain = |base: f64| -> Vec<f64> {
@@ -147,15 +147,22 @@ impl Rope {
         }
     }
 
-    /// Cosines and sines of positions `0..context`, each `[context, size / 2]` in row-major order.
-    pub fn tables(&self, context: usize) -> (Vec<f32>, Vec<f32>) {
-        let (f, attention) = self.frequencies(context);
-        let angles = (0..context).flat_map(|p| f.iter().map(move |f| p as f64 * f));
-        let (mut cos, mut sin) =
-            (Vec::with_capacity(context * f.len()), Vec::with_capacity(context * f.len()));
-        for a in angles {
-            cos.push((a.cos() * attention) as f32);
-            sin.push((a.sin() * attention) as f32);
+    /// Cosines and sines of rows at `positions` of sequences with `lengths` positions, each `[rows, size / 2]` in
+    /// row-major order. Negative positions count as 0.
+    pub fn rotations(&self, positions: &[i32], lengths: &[usize]) -> (Vec<f32>, Vec<f32>) {
+        let n = positions.len() * self.size / 2;
+        let (mut cos, mut sin) = (Vec::with_capacity(n), Vec::with_capacity(n));
+        let mut known: Option<(usize, (Vec<f64>, f64))> = None;
+        for (p, length) in positions.iter().zip(lengths) {
+            if known.as_ref().is_none_or(|(l, _)| l != length) {
+                known = Some((*length, self.frequencies(*length)));
+            }
+            let Some((_, (f, attention))) = &known else { continue };
+            for f in f {
+                let (s, c) = (f64::from((*p).max(0)) * f).sin_cos();
+                cos.push((c * attention) as f32);
+                sin.push((s * attention) as f32);
+            }
         }
         (cos, sin)
     }

@@ -11,6 +11,8 @@ pub(crate) mod fit;
 mod fit_train;
 pub(crate) mod help;
 pub(crate) mod inspect;
+#[cfg(feature = "language")]
+pub(crate) mod language;
 pub(crate) mod optimize;
 pub(crate) mod prepare;
 pub(crate) mod probe;
@@ -39,18 +41,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 macro_rules! commands {
-    ($($(#[$about:meta])* $name:ident($args:ty) => $main:path;)*) => {
+    ($(
+        $(#[doc = $about:expr])* $(#[cfg($($cfg:tt)*)])? $(#[command($($options:tt)*)])?
+        $name:ident($args:ty) => $main:path;
+    )*) => {
         // A command with its arguments. (No doc comment: clap would make it the description of the program.)
         #[derive(clap::Subcommand, Debug)]
         pub(crate) enum Command {
-            $($(#[$about])* $name($args),)*
+            $($(#[doc = $about])* $(#[cfg($($cfg)*)])? $(#[command($($options)*)])? $name($args),)*
         }
 
         impl Command {
             /// Runs the command. Returns its exit code unless an error occurs.
             pub(crate) fn run(self) -> Result<u8> {
                 match self {
-                    $(Command::$name(a) => $main(&a),)*
+                    $($(#[cfg($($cfg)*)])? Command::$name(a) => $main(&a),)*
                 }
             }
         }
@@ -74,6 +79,21 @@ commands! {
     Export(args::ExportArgs) => export::main;
     /// Quantises an ONNX model and writes it
     Optimize(args::OptimizeArgs) => optimize::main;
+    /// Continues a text with a language model
+    #[cfg(feature = "language")]
+    Generate(args::GenerateArgs) => language::generate::main;
+    /// Talks with a language model
+    #[cfg(feature = "language")]
+    Chat(args::ChatArgs) => language::chat::main;
+    /// Computes the logits of tokens
+    #[cfg(feature = "language")]
+    Logits(args::LogitsArgs) => language::logits::main;
+    /// Measures how well a language model predicts a text
+    #[cfg(feature = "language")]
+    Perplexity(args::PerplexityArgs) => language::perplexity::main;
+    /// Shows the tokens of a text
+    #[cfg(feature = "language")]
+    Tokenize(args::TokenizeArgs) => language::tokenize::main;
     /// Lists the devices of this machine
     Devices(args::DevicesArgs) => devices::main;
     /// Checks that each backend works, step by step

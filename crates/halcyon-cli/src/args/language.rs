@@ -1,0 +1,184 @@
+//! Arguments of the commands for language models.
+
+use super::BackendArgs;
+use clap::Args;
+use std::path::PathBuf;
+
+/// The model, and how it is run.
+#[derive(Args, Debug)]
+pub(crate) struct LanguageArgs {
+    /// GGUF file (of a split model: any part), or a folder with config.json and safetensors files
+    #[arg(value_name = "MODEL", required_unless_present = "model_file")]
+    pub model: Option<PathBuf>,
+    /// The same as MODEL
+    #[arg(short = 'm', long = "model", value_name = "MODEL", conflicts_with = "model")]
+    pub model_file: Option<PathBuf>,
+    /// Positions for which the cache has room; 0: as many as the model was made for. Default: 4096, or fewer
+    /// if the model was made for fewer
+    #[arg(short = 'c', long, visible_aliases = ["ctx-size", "num-ctx"], value_name = "N")]
+    pub context: Option<usize>,
+    /// Type of the cached keys and values: f32, f16 or bf16
+    #[arg(long, value_name = "TYPE", default_value = "f16")]
+    pub kv_dtype: String,
+    /// The most tokens of a prompt that are computed at once
+    #[arg(long, visible_aliases = ["batch-size"], value_name = "N", default_value_t = 512)]
+    pub chunk: usize,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+}
+
+impl LanguageArgs {
+    /// The model's path.
+    pub(crate) fn path(&self) -> PathBuf {
+        self.model.clone().or_else(|| self.model_file.clone()).unwrap_or_default()
+    }
+}
+
+/// How tokens are chosen.
+#[derive(Args, Debug)]
+pub(crate) struct SamplingArgs {
+    /// The most tokens to generate. Default: until the model ends the text or the context is full
+    #[arg(short = 'n', long, visible_aliases = ["n-predict", "num-predict"], value_name = "N")]
+    pub max_tokens: Option<usize>,
+    /// Divides the logits; 0 always takes the most probable token
+    #[arg(long, visible_alias = "temp", value_name = "T", default_value_t = 0.8)]
+    pub temperature: f32,
+    /// Draws only among the K most probable tokens; 0: all
+    #[arg(long, value_name = "K", default_value_t = 40)]
+    pub top_k: usize,
+    /// Draws only among the most probable tokens that together reach this probability
+    #[arg(long, value_name = "P", default_value_t = 0.95)]
+    pub top_p: f32,
+    /// Draws only among tokens that are at least P times as probable as the most probable one
+    #[arg(long, value_name = "P", default_value_t = 0.05)]
+    pub min_p: f32,
+    /// Makes tokens less probable that occurred in the last 64; 1: no change
+    #[arg(long, value_name = "X", default_value_t = 1.0)]
+    pub repeat_penalty: f32,
+    /// Subtracted from the logits of tokens that occurred in the last 64
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub presence_penalty: f32,
+    /// Subtracted from the logits of tokens for each time that they occurred in the last 64
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub frequency_penalty: f32,
+    /// Seed of the draws. The same seed gives the same text on the same device. Default: a new one, which -v
+    /// prints
+    #[arg(short = 's', long = "seed", id = "draw_seed", value_name = "N")]
+    pub draw_seed: Option<u64>,
+    /// Ends the text at this string, which is not printed; repeatable
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Treats tokens that end a text as ordinary tokens
+    #[arg(long)]
+    pub ignore_eos: bool,
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = GENERATE)]
+pub(crate) struct GenerateArgs {
+    #[command(flatten)]
+    pub language: LanguageArgs,
+    /// Text to continue; - reads it from standard input
+    #[arg(short = 'p', long, value_name = "TEXT", required_unless_present = "prompt_tokens")]
+    pub prompt: Option<String>,
+    /// Tokens to continue: an .npy file of integers
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    pub prompt_tokens: Option<PathBuf>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Prints one JSON object: tokens, text, finish_reason, times
+    #[arg(long)]
+    pub json: bool,
+}
+
+const GENERATE: &str = "\
+Standard output has the text only; the times go to standard error. The text ends with finish reason `stop` if the model ends it or a stop \
+string appears, and with `length` if --max-tokens is reached or the context is full.
+
+Examples:
+  halcyon generate tiny.gguf -p \"Once upon a time\" -n 16
+  halcyon generate tiny.gguf -p hello -n 8 --temperature 0 --ignore-eos --json";
+
+#[derive(Args, Debug)]
+#[command(after_help = CHAT)]
+pub(crate) struct ChatArgs {
+    #[command(flatten)]
+    pub language: LanguageArgs,
+    /// First message, which tells the model how to behave
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// File with a chat template (Jinja) in place of the model's
+    #[arg(long, value_name = "FILE")]
+    pub chat_template: Option<PathBuf>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+}
+
+const CHAT: &str = "\
+Type a message and press Enter. A line that ends with \\ continues on the next line. /help lists the commands of the chat. Ctrl-C stops an \
+answer, Ctrl-D or /quit ends the chat. If the context is full, the oldest messages are dropped, and a note says so.
+
+Examples:
+  echo hello | halcyon chat tiny.gguf -n 8
+  printf 'hi\\n/context\\n' | halcyon chat tiny.gguf --system 'Answer briefly.' -n 8 --temperature 0";
+
+#[derive(Args, Debug)]
+#[command(after_help = LOGITS)]
+pub(crate) struct LogitsArgs {
+    #[command(flatten)]
+    pub language: LanguageArgs,
+    /// Tokens: an .npy file of integers
+    #[arg(long, value_name = "FILE")]
+    pub tokens: PathBuf,
+    /// File for the logits: .npy, f32 [tokens, vocabulary]
+    #[arg(long, short = 'o', value_name = "FILE")]
+    pub output: PathBuf,
+}
+
+const LOGITS: &str = "\
+The logits after each token, given all tokens before it. The cache is f32 unless --kv-dtype is given.
+
+Examples:
+  halcyon logits tiny.gguf --tokens ids.npy --output logits.npy";
+
+#[derive(Args, Debug)]
+#[command(after_help = PERPLEXITY)]
+pub(crate) struct PerplexityArgs {
+    #[command(flatten)]
+    pub language: LanguageArgs,
+    /// Text file
+    #[arg(short = 'f', long = "file", value_name = "FILE")]
+    pub text: PathBuf,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const PERPLEXITY: &str = "\
+The text is cut into windows of the context's size (512 by default). In each window the second half is predicted, as llama.cpp's perplexity tool does.
+
+Examples:
+  halcyon perplexity tiny.gguf -f text.txt -c 64";
+
+#[derive(Args, Debug)]
+#[command(after_help = TOKENIZE)]
+pub(crate) struct TokenizeArgs {
+    /// GGUF file, or a folder with tokenizer.json
+    pub model: PathBuf,
+    /// Text; - reads it from standard input
+    pub text: String,
+    /// Adds the tokens that begin and end a text
+    #[arg(long)]
+    pub add_special: bool,
+    /// Reads special tokens that are written in the text
+    #[arg(long)]
+    pub parse_special: bool,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const TOKENIZE: &str = "\
+Examples:
+  halcyon tokenize tiny.gguf 'Once upon a time'
+  echo hello | halcyon tokenize tiny.gguf - --json";

@@ -1,0 +1,43 @@
+//! `halcyon generate`: continues a text.
+
+use super::{generation_json, options, start, text_or_stdin, times, tokens, write_piece};
+use crate::args::GenerateArgs;
+use crate::report;
+use halcyon::{Error, Result};
+use halcyon_models::generate;
+use std::ops::ControlFlow;
+
+pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
+    let options = options(&a.sampling)?;
+    let mut m = start(&a.language, None)?;
+    let tokenizer = match &a.prompt {
+        Some(_) => Some(m.tokenizer()?),
+        None => m.file.tokenizer()?,
+    };
+    let prompt = match (&a.prompt_tokens, &a.prompt, &tokenizer) {
+        (Some(file), ..) => tokens(file)?,
+        (None, Some(text), Some(t)) => t.encode(&text_or_stdin(text)?, true, true)?,
+        _ => return Err(Error::argument("generate", "give --prompt or --prompt-tokens")),
+    };
+    if prompt.is_empty() {
+        return Err(Error::argument("--prompt", "the prompt has no tokens"));
+    }
+    let print = !a.json;
+    let mut on_text = |piece: &str| match !print || write_piece(piece) {
+        true => ControlFlow::Continue(()),
+        false => ControlFlow::Break(()),
+    };
+    let g = generate(&mut m.engine, 0, tokenizer.as_ref(), &prompt, &options, &mut on_text)?;
+    let backend = m.engine.decoder().backend().id().to_string();
+    if a.json {
+        report::print_json(&generation_json(&g, &backend))?;
+        return Ok(0);
+    }
+    if tokenizer.is_none() {
+        let ids: Vec<String> = g.tokens.iter().map(u32::to_string).collect();
+        report::print(&ids.join(" "))?;
+    }
+    report::print("\n")?;
+    report::note(&format!("{} on {backend}", times(&g)));
+    Ok(0)
+}

@@ -1,0 +1,181 @@
+//! The commands for language models.
+
+pub(crate) mod chat;
+pub(crate) mod generate;
+pub(crate) mod logits;
+pub(crate) mod perplexity;
+pub(crate) mod tokenize;
+
+use crate::args::{LanguageArgs, SamplingArgs};
+use crate::report;
+use halcyon::{DType, Error, Result};
+use halcyon_formats::npy;
+use halcyon_models::{Engine, EngineOptions, GenerateOptions, Generation, ModelFile, Sampling};
+use halcyon_text::Tokenizer;
+use serde_json::{Value, json};
+use std::io::{Read, Write};
+use std::path::Path;
+use std::sync::Arc;
+
+/// The most positions of the cache unless the user asks for more.
+const CONTEXT: usize = 4096;
+/// The most bytes of a text that is read whole.
+const MAX_TEXT: u64 = 256 << 20;
+
+/// A model that is ready to run.
+pub(super) struct Running {
+    pub file: ModelFile,
+    pub engine: Engine,
+}
+
+/// The type of cached keys and values.
+fn kv_dtype(name: &str) -> Result<DType> {
+    match name {
+        "f32" => Ok(DType::F32),
+        "f16" => Ok(DType::F16),
+        "bf16" => Ok(DType::BF16),
+        other => Err(Error::argument("--kv-dtype", format!("'{other}': expected f32, f16 or bf16"))),
+    }
+}
+
+/// Opens and loads the model. `context`, if given, replaces the user's.
+pub(super) fn start(a: &LanguageArgs, context: Option<usize>) -> Result<Running> {
+    a.backend.check()?;
+    let dtype = kv_dtype(&a.kv_dtype)?;
+    if a.chunk == 0 {
+        return Err(Error::argument("--chunk", "must be at least 1"));
+    }
+    let file = ModelFile::open(&a.path())?;
+    let made = file.spec.context;
+    let context = match context.or(a.context) {
+        Some(0) => made,
+        Some(n) => n,
+        None => made.min(CONTEXT),
+    };
+    if file.spec.learned_positions && context > made {
+        let what = format!("{context} positions, but the model has learned embeddings for {made}");
+        return Err(Error::argument("--context", what));
+    }
+    if context > made {
+        report::warn(&format!("the model was made for {made} positions, and the context has {context}"));
+    }
+    let backend = a.backend.open(false)?;
+    let decoder = Arc::new(file.load(&backend, context)?);
+    let options =
+        EngineOptions { positions: context, cache: dtype, chunk: a.chunk, ..EngineOptions::default() };
+    Ok(Running { engine: Engine::new(decoder, options)?, file })
+}
+
+impl Running {
+    /// The model's tokenizer.
+    pub(super) fn tokenizer(&self) -> Result<Tokenizer> {
+        tokenizer(&self.file)
+    }
+}
+
+fn tokenizer(file: &ModelFile) -> Result<Tokenizer> {
+    file.tokenizer()?.ok_or_else(|| {
+        Error::unsupported(
+            format!("text with {}, which has no tokenizer", file.path.display()),
+            "Put tokenizer.json into the folder, or give tokens (--prompt-tokens, --tokens)",
+        )
+    })
+}
+
+/// The options of a generation. Draws a seed if none is given.
+pub(super) fn options(a: &SamplingArgs) -> Result<GenerateOptions> {
+    let seed = a.draw_seed.unwrap_or_else(|| {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        let seed = now.map_or(0, |t| t.as_nanos() as u64) ^ u64::from(std::process::id()) << 32;
+        if report::verbose() && a.temperature != 0.0 {
+            report::note(&format!("seed {seed}"));
+        }
+        seed
+    });
+    let sampling = Sampling {
+        temperature: a.temperature,
+        top_k: a.top_k,
+        top_p: a.top_p,
+        min_p: a.min_p,
+        repeat_penalty: a.repeat_penalty,
+        presence_penalty: a.presence_penalty,
+        frequency_penalty: a.frequency_penalty,
+        seed,
+        ..Sampling::default()
+    };
+    sampling.check()?;
+    if a.stop.iter().any(String::is_empty) {
+        return Err(Error::argument("--stop", "a stop string must not be empty"));
+    }
+    Ok(GenerateOptions { max_tokens: a.max_tokens, sampling, stop: a.stop.clone(), ignore_eos: a.ignore_eos })
+}
+
+/// A text, or standard input for `-`.
+pub(super) fn text_or_stdin(text: &str) -> Result<String> {
+    if text != "-" {
+        return Ok(text.into());
+    }
+    let mut out = vec![];
+    let io = |e: std::io::Error| Error::Io { path: "standard input".into(), what: e.to_string() };
+    std::io::stdin().lock().take(MAX_TEXT + 1).read_to_end(&mut out).map_err(io)?;
+    if out.len() as u64 > MAX_TEXT {
+        return Err(Error::argument("standard input", format!("more than {MAX_TEXT} bytes")));
+    }
+    String::from_utf8(out).map_err(|_| Error::argument("standard input", "the text is not UTF-8"))
+}
+
+/// Token ids from an .npy file.
+pub(super) fn tokens(path: &Path) -> Result<Vec<u32>> {
+    let data = npy::read(path)?;
+    let bad = |what: String| Error::Format { file: path.display().to_string(), what };
+    if !data.dtype.is_int() || data.dims.iter().filter(|d| **d != 1).count() > 1 {
+        let what = format!("{} {:?}: expected a list of integers", data.dtype, data.dims.as_slice());
+        return Err(bad(what));
+    }
+    let id = |v: i64| u32::try_from(v).map_err(|_| bad(format!("{v} is not a token")));
+    data.to_vec::<i64>().into_iter().map(id).collect()
+}
+
+/// Writes a piece of text at once. Returns whether anybody reads it.
+pub(super) fn write_piece(text: &str) -> bool {
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_ok()
+}
+
+/// Tokens per second, if there was time to measure.
+fn rate(tokens: usize, time: std::time::Duration) -> f64 {
+    tokens as f64 / time.as_secs_f64().max(1e-9)
+}
+
+/// The times of a generation as a line.
+pub(super) fn times(g: &Generation) -> String {
+    // The first token comes from the prompt's logits.
+    let decoded = g.tokens.len().saturating_sub(1);
+    format!(
+        "prompt: {} tokens, {:.1} tokens/s; answer: {} tokens, {:.1} tokens/s ({})",
+        g.prompt_tokens,
+        rate(g.prompt_tokens, g.prompt_time),
+        g.tokens.len(),
+        rate(decoded, g.time),
+        g.finish
+    )
+}
+
+/// A generation as JSON.
+pub(super) fn generation_json(g: &Generation, backend: &str) -> Value {
+    let decoded = g.tokens.len().saturating_sub(1);
+    json!({
+        "tokens": g.tokens,
+        "text": g.text,
+        "finish_reason": g.finish.to_string(),
+        "prompt_tokens": g.prompt_tokens,
+        "backend": backend,
+        "timings": {
+            "prompt_ms": g.prompt_time.as_secs_f64() * 1e3,
+            "prompt_per_second": rate(g.prompt_tokens, g.prompt_time),
+            "predicted_n": g.tokens.len(),
+            "predicted_ms": g.time.as_secs_f64() * 1e3,
+            "predicted_per_second": rate(decoded, g.time),
+        },
+    })
+}

@@ -1,0 +1,146 @@
+//! A language model with its text parts: decoder, tokenizer and chat template.
+
+use crate::decoder::Decoder;
+use crate::source::{Folder, Source};
+use crate::spec::Spec;
+use halcyon::Backend;
+use halcyon::ir::error::{Error, Result};
+use halcyon_formats::gguf::{Gguf, Metadata, Value};
+use halcyon_text::{ChatTemplate, GgufTokenizer, Tokenizer};
+use std::path::{Path, PathBuf};
+
+/// The most bytes of a tokenizer file.
+const MAX_TOKENIZER: u64 = 256 << 20;
+
+/// An open model whose weights have not been read.
+#[derive(Debug)]
+pub struct ModelFile {
+    pub path: PathBuf,
+    pub source: Source,
+    pub spec: Spec,
+}
+
+impl ModelFile {
+    /// Opens a GGUF file or a folder and reads its configuration.
+    ///
+    /// # Errors
+    /// Errors of reading; `Error::Unsupported` for an architecture that is not known.
+    pub fn open(path: &Path) -> Result<ModelFile> {
+        let source = Source::open(path)?;
+        let spec = crate::family::spec(&source)?;
+        Ok(ModelFile { path: path.into(), source, spec })
+    }
+
+    /// The model's tokenizer; `None` if it has none.
+    ///
+    /// # Errors
+    /// Errors of a tokenizer that is malformed or not supported.
+    pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
+        match &self.source {
+            Source::Gguf(file) => from_gguf(file),
+            Source::Folder(folder) => from_folder(folder),
+        }
+    }
+
+    /// The model's chat template.
+    ///
+    /// # Errors
+    /// `Error::Unsupported` if it has none; `Error::Format` for a malformed one.
+    pub fn template(&self, tokenizer: &Tokenizer) -> Result<ChatTemplate> {
+        if let Source::Folder(folder) = &self.source {
+            let path = folder.path().join("chat_template.jinja");
+            if path.is_file() {
+                let text = read(&path)?;
+                return ChatTemplate::new(&String::from_utf8_lossy(&text));
+            }
+        }
+        ChatTemplate::of(tokenizer)
+    }
+
+    /// Loads the weights on a backend, for sequences of up to `context` positions.
+    ///
+    /// # Errors
+    /// The errors of [`Decoder::load`].
+    pub fn load(&self, backend: &Backend, context: usize) -> Result<Decoder> {
+        Decoder::load(backend, &self.source, self.spec.clone(), context)
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    let io = |e: std::io::Error| Error::Io { path: path.display().to_string(), what: e.to_string() };
+    let size = std::fs::metadata(path).map_err(io)?.len();
+    if size > MAX_TOKENIZER {
+        let what = format!("it has {size} bytes; at most {MAX_TOKENIZER} are read");
+        return Err(Error::Format { file: path.display().to_string(), what });
+    }
+    std::fs::read(path).map_err(io)
+}
+
+fn from_folder(folder: &Folder) -> Result<Option<Tokenizer>> {
+    let path = folder.path().join("tokenizer.json");
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let config = folder.path().join("tokenizer_config.json");
+    let config = config.is_file().then(|| read(&config)).transpose()?;
+    Tokenizer::from_json(&read(&path)?, config.as_deref()).map(Some)
+}
+
+fn from_gguf(file: &Gguf) -> Result<Option<Tokenizer>> {
+    let m = file.metadata();
+    let key = |k: &str| format!("tokenizer.ggml.{k}");
+    let Some(model) = m.maybe(&key("model"), |m, k| m.str(k))? else { return Ok(None) };
+    let text = |k: &str| Ok::<_, Error>(m.maybe(k, |m, k| m.str(k))?.map(str::to_string));
+    let id = |k: &str| -> Result<Option<u32>> {
+        let v = m.maybe(&key(k), Metadata::i64)?;
+        // Some files store -1 for tokens that do not exist.
+        Ok(v.and_then(|v| u32::try_from(v).ok()))
+    };
+    let flag = |k: &str| m.maybe(&key(k), Metadata::bool);
+    let g = GgufTokenizer {
+        model: model.into(),
+        pre: text(&key("pre"))?,
+        tokens: strings(m, &key("tokens"))?,
+        scores: m.maybe(&key("scores"), Metadata::floats)?.unwrap_or_default(),
+        types: m
+            .maybe(&key("token_type"), Metadata::ints)?
+            .unwrap_or_default()
+            .into_iter()
+            .map(|t| t as i32)
+            .collect(),
+        merges: strings(m, &key("merges"))?,
+        bos: id("bos_token_id")?,
+        eos: id("eos_token_id")?,
+        eot: id("eot_token_id")?,
+        eom: id("eom_token_id")?,
+        unk: id("unknown_token_id")?,
+        sep: id("seperator_token_id")?,
+        pad: id("padding_token_id")?,
+        mask: id("mask_token_id")?,
+        fim_pad: id("fim_pad_token_id")?,
+        fim_rep: id("fim_rep_token_id")?,
+        fim_sep: id("fim_sep_token_id")?,
+        add_bos: flag("add_bos_token")?,
+        add_eos: flag("add_eos_token")?,
+        add_space_prefix: flag("add_space_prefix")?,
+        remove_extra_whitespaces: flag("remove_extra_whitespaces")?,
+        lowercase: m.maybe("tokenizer.ggml.normalizer.lowercase", Metadata::bool)?,
+        strip_accents: m.maybe("tokenizer.ggml.normalizer.strip_accents", Metadata::bool)?,
+        chat_template: text("tokenizer.chat_template")?,
+        name: text("general.name")?,
+        architecture: text("general.architecture")?,
+    };
+    Tokenizer::from_gguf(g).map(Some)
+}
+
+/// An array of strings; empty if the key is absent. Bytes that are not UTF-8 become U+FFFD.
+fn strings(m: &Metadata, key: &str) -> Result<Vec<String>> {
+    use halcyon_formats::gguf::Array;
+    match m.get(key) {
+        None => Ok(vec![]),
+        Some(Value::Array(Array::Bytes(v))) => {
+            Ok(v.iter().map(|b| String::from_utf8_lossy(b).into_owned()).collect())
+        }
+        Some(_) => Ok(m.strings(key)?.to_vec()),
+    }
+}
