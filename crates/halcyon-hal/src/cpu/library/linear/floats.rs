@@ -4,7 +4,9 @@
 //! one sum over all of `k`, in order, so its bits do not depend on the tile that it belongs to.
 
 use super::layout::PANEL;
-use crate::cpu::library::simd::{Avx2, Avx512, Portable, Simd, Storage};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::library::simd::{Avx2, Avx512};
+use crate::cpu::library::simd::{Portable, Simd, Storage};
 use crate::cpu::sys::Isa;
 
 /// Bytes of a panel.
@@ -115,12 +117,14 @@ unsafe fn tile<S: Simd, T: Storage, const R: usize, const P: usize, const V: usi
         let panels: [*const T; P] = std::array::from_fn(|p| t.panel.add(p * t.panel_bytes).cast());
         for i in 0..t.k {
             let x = t.x.add(i * R);
-            for p in 0..P {
-                let w: [S::V; V] = std::array::from_fn(|v| T::load::<S>(panels[p].add(i * PANEL + v * S::W)));
-                for r in 0..R {
-                    let x = S::splat(*x.add(r));
+            let w: [[S::V; V]; P] = std::array::from_fn(|p| {
+                std::array::from_fn(|v| T::load::<S>(panels[p].add(i * PANEL + v * S::W)))
+            });
+            for r in 0..R {
+                let x = S::splat(*x.add(r));
+                for p in 0..P {
                     for v in 0..V {
-                        out[r][p][v] = S::fma(w[v], x, out[r][p][v]);
+                        out[r][p][v] = S::fma(w[p][v], x, out[r][p][v]);
                     }
                 }
             }

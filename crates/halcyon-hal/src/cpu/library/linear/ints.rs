@@ -8,6 +8,8 @@
 use super::ints_x86::{Maddubs, Vnni};
 use super::layout::{CHUNK, LINE, Layout, PANEL, SCALES};
 use super::quantise::{RECORD, SCALE, SUMS};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::library::simd::{Avx2, Avx512};
 use crate::cpu::library::simd::{Portable, Simd};
 use crate::cpu::sys::Isa;
 
@@ -104,10 +106,25 @@ kinds! {
     Six: 4 2 false false true;
 }
 
+/// With few rows, panels come from memory, and the lines this many bytes ahead are fetched.
+const AHEAD: usize = 2048;
+const AHEAD_ROWS: usize = 4;
+
+/// [`Layout::decode`] for an instruction set.
+///
+/// # Safety
+/// The contract of [`Layout::decode`]; the instruction set is available.
+pub(super) type Decode = unsafe fn(&Layout, *const u8, usize, &mut [f32; SCALES], &mut [f32; SCALES]);
+
 /// One panel times the rows of one tile.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Task<'a> {
     pub layout: &'a Layout,
+    /// Bytes of the scales of a full chunk, and of the chunk.
+    pub scales: usize,
+    pub chunk: usize,
+    /// Decodes scales: [`Path::decode`].
+    pub decode: Decode,
     pub groups: usize,
     pub panel: *const u8,
     /// The records of the tile.
@@ -170,6 +187,17 @@ impl Path {
         }
     }
 
+    /// The function that decodes scales.
+    pub(super) fn decode(self) -> Decode {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Path::Vnni => decode_avx512,
+            #[cfg(target_arch = "x86_64")]
+            Path::Maddubs => decode_avx2,
+            _ => Layout::decode::<Portable>,
+        }
+    }
+
     /// The functions for the sizes of tiles.
     fn tiles<K: Kind>(self) -> &'static [TileFn] {
         match self {
@@ -186,6 +214,36 @@ impl Path {
     pub(super) fn tiles_for(self, l: &Layout) -> Option<&'static [TileFn]> {
         tiles_of(self, l)
     }
+}
+
+/// # Safety
+/// The contract of [`Layout::decode`]; the processor has AVX-512.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn decode_avx512(
+    l: &Layout,
+    at: *const u8,
+    some: usize,
+    scales: &mut [f32; SCALES],
+    offsets: &mut [f32; SCALES],
+) {
+    // SAFETY: this function has the contract of `decode` and is compiled for AVX-512.
+    unsafe { l.decode::<Avx512>(at, some, scales, offsets) }
+}
+
+/// # Safety
+/// The contract of [`Layout::decode`]; the processor has AVX2, FMA and F16C.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn decode_avx2(
+    l: &Layout,
+    at: *const u8,
+    some: usize,
+    scales: &mut [f32; SCALES],
+    offsets: &mut [f32; SCALES],
+) {
+    // SAFETY: this function has the contract of `decode` and is compiled for AVX2.
+    unsafe { l.decode::<Avx2>(at, some, scales, offsets) }
 }
 
 /// # Safety
@@ -242,13 +300,19 @@ unsafe fn lanes<X: Ints, K: Kind, const R: usize, const H: usize>(t: &Task<'_>, 
             Some(table) => X::table(table.as_ptr()),
             None => X::table([0; 16].as_ptr()),
         };
-        let from = t.panel.add(t.layout.codes(t.groups));
         let (mut scales, mut offsets) = ([0f32; SCALES], [0f32; SCALES]);
         for g0 in (0..t.groups).step_by(CHUNK) {
             let some = (t.groups - g0).min(CHUNK);
-            t.layout.decode::<X::S>(from, g0, some, &mut scales, &mut offsets);
+            let chunk = t.panel.add(g0 / CHUNK * t.chunk);
+            (t.decode)(t.layout, chunk, some, &mut scales, &mut offsets);
+            let chunk = chunk.add(if some == CHUNK { t.scales } else { t.layout.scales(some) });
             for g in 0..some {
-                let codes = t.panel.add((g0 + g) * K::LINES * LINE + 4 * lane);
+                let codes = chunk.add(g * K::LINES * LINE + 4 * lane);
+                if R <= AHEAD_ROWS {
+                    for line in 0..K::LINES {
+                        X::S::prefetch(codes.wrapping_add(AHEAD + line * LINE).cast());
+                    }
+                }
                 let x = t.x.add((g0 + g) * R * RECORD);
                 if K::HALVES {
                     for half in 0..2 {

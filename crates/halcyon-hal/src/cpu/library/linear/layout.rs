@@ -1,9 +1,10 @@
 //! How weights in blocks are packed for the kernels.
 //!
-//! A panel has the weights of [`PANEL`] outputs. It has two regions. The first has the codes of the weights,
-//! the second their scales. Codes are unsigned; a weight is `scale * (code - zero) + offset`.
+//! A panel has the weights of [`PANEL`] outputs. It has a chunk for each 8 groups of 32 elements of `k`; the
+//! last chunk may have fewer groups. A chunk has the scales of its weights, then their codes, so that memory
+//! is read in order. Codes are unsigned; a weight is `scale * (code - zero) + offset`.
 //!
-//! The codes of 32 elements of `k` (a group) take some lines of 64 bytes. The instructions multiply four
+//! The codes of a group take some lines of 64 bytes. The instructions multiply four
 //! neighbouring elements of each of 16 outputs, a step. So byte `4 l + i` of a line belongs to output `l` and
 //! to element `4 s + i` of the group, where `s` is the step. A line has several steps, so that a weight takes
 //! no more bits than in its block:
@@ -126,15 +127,20 @@ impl Layout {
         (self.low + self.high) as usize * GROUP * PANEL / 8 / LINE
     }
 
-    /// Bytes of the codes of a panel, which the scales follow.
-    pub(super) fn codes(&self, groups: usize) -> usize {
-        groups * self.lines() * LINE
+    /// Bytes of the scales of a chunk of `some` groups, a multiple of 64.
+    pub(super) fn scales(&self, some: usize) -> usize {
+        let (each, bytes) = self.scales.entry();
+        (some.div_ceil(each) * bytes).next_multiple_of(LINE)
+    }
+
+    /// Bytes of a chunk of `some` groups.
+    pub(super) fn chunk(&self, some: usize) -> usize {
+        self.scales(some) + some * self.lines() * LINE
     }
 
     /// Bytes of a panel, a multiple of 64.
     pub(super) fn bytes(&self, groups: usize) -> usize {
-        let (each, bytes) = self.scales.entry();
-        (self.codes(groups) + groups.div_ceil(each) * bytes).next_multiple_of(LINE)
+        groups / CHUNK * self.chunk(CHUNK) + self.chunk(groups % CHUNK)
     }
 
     /// Packs a panel. `from` has `rows` rows of `groups` groups, which follow each other.
@@ -143,33 +149,27 @@ impl Layout {
     /// The rows are readable. `to` is writable for [`Layout::bytes`] bytes and overlaps nothing else.
     pub(super) unsafe fn pack(&self, from: *const u8, rows: usize, groups: usize, to: *mut u8) {
         let b = self.ty.row();
-        let blocks = groups * GROUP / b.elements;
+        let (blocks, each) = (groups * GROUP / b.elements, b.elements / GROUP);
         // SAFETY: by contract `to` has `bytes` bytes, and a row has `blocks` blocks of `b.bytes` bytes. An
         // entry of the scales belongs to one block, because both have 1 or 8 groups.
         unsafe {
-            if rows < PANEL {
-                to.write_bytes(0, self.bytes(groups));
-            }
-            let scales = to.add(self.codes(groups));
-            let used = self.codes(groups) + blocks * self.entry_bytes();
-            to.add(used).write_bytes(0, self.bytes(groups) - used);
+            to.write_bytes(0, self.bytes(groups));
             let mut parts = Parts::default();
             for l in 0..rows.min(PANEL) {
                 for i in 0..blocks {
                     let block = std::slice::from_raw_parts(from.add((l * blocks + i) * b.bytes), b.bytes);
                     parts.read(self.ty, block);
-                    for g in 0..b.elements / GROUP {
-                        let line = to.add((i * b.elements / GROUP + g) * self.lines() * LINE);
+                    let g0 = i * each / CHUNK * CHUNK;
+                    let chunk = to.add(g0 / CHUNK * self.chunk(CHUNK));
+                    self.put_scales(&parts, chunk.add((i * each - g0) / each * self.scales.entry().1), l);
+                    let codes = chunk.add(self.scales((groups - g0).min(CHUNK)));
+                    for g in 0..each {
+                        let line = codes.add((i * each - g0 + g) * self.lines() * LINE);
                         self.put(&parts.codes[g * GROUP..][..GROUP], line.add(4 * l));
                     }
-                    self.put_scales(&parts, scales.add(i * self.entry_bytes()), l);
                 }
             }
         }
-    }
-
-    fn entry_bytes(&self) -> usize {
-        self.scales.entry().1
     }
 
     /// Stores the codes of one output's group in its lines.
@@ -250,75 +250,59 @@ impl Layout {
         }
     }
 
-    /// Decodes the scales of groups `g0 .. g0 + some`, `some <= CHUNK`, where `g0` is a multiple of `CHUNK`.
-    /// A group has 16 scales and 16 offsets, or twice as many if its halves have their own. `from` are the
-    /// scales of the panel.
+    /// Decodes the scales of the first `some` groups of the chunk at `at`. A group has 16 scales and 16
+    /// offsets, or twice as many if its halves have their own.
     ///
     /// # Safety
-    /// The panel has these groups. The calling function is compiled for the instruction set of `S`.
+    /// The chunk has these groups. The calling function is compiled for the instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn decode<S: Simd>(
         &self,
-        from: *const u8,
-        g0: usize,
+        at: *const u8,
         some: usize,
         scales: &mut [f32; SCALES],
         offsets: &mut [f32; SCALES],
     ) {
-        let (each, bytes) = self.scales.entry();
+        let some = some.min(CHUNK);
+        let bytes = self.scales.entry().1;
         // SAFETY: by contract the entries of these groups are readable; each is read only inside its bytes.
         unsafe {
-            let at = from.add(g0 / each * bytes);
+            let line = |i: usize| at.add(i * PANEL).cast::<[u8; PANEL]>().read_unaligned();
             match self.scales {
                 Scales::Half => {
                     for g in 0..some {
-                        halves::<S>(at.add(g * bytes), &mut scales[g * PANEL..]);
+                        put(scales, g, halves::<S>(at.add(g * bytes)));
                     }
                 }
                 Scales::HalfOffset => {
                     for g in 0..some {
-                        halves::<S>(at.add(g * bytes), &mut scales[g * PANEL..]);
-                        halves::<S>(at.add(g * bytes + 2 * PANEL), &mut offsets[g * PANEL..]);
+                        put(scales, g, halves::<S>(at.add(g * bytes)));
+                        put(offsets, g, halves::<S>(at.add(g * bytes + 2 * PANEL)));
                     }
                 }
                 Scales::Exponent => {
-                    for (i, v) in scales[..some * PANEL].iter_mut().enumerate() {
-                        *v = exponent(*at.add(i));
+                    for g in 0..some {
+                        put(scales, g, line(g).map(exponent));
                     }
                 }
                 Scales::Signed | Scales::SignedHalves => {
-                    let mut d = [0f32; PANEL];
-                    halves::<S>(at, &mut d);
-                    let n = if self.halves() { 2 * some } else { some };
-                    for (i, to) in scales[..n * PANEL].chunks_exact_mut(PANEL).enumerate() {
-                        let from = at.add((2 + i) * PANEL);
-                        for l in 0..PANEL {
-                            to[l] = d[l] * f32::from(*from.add(l) as i8);
-                        }
+                    let d = halves::<S>(at);
+                    for i in 0..if self.halves() { 2 * some } else { some } {
+                        put(scales, i, times(&d, line(2 + i).map(|b| f32::from(b as i8))));
                     }
                 }
                 Scales::Offsets => {
-                    let (mut d, mut m) = ([0f32; PANEL], [0f32; PANEL]);
-                    halves::<S>(at, &mut d);
-                    halves::<S>(at.add(2 * PANEL), &mut m);
+                    let (d, m) = (halves::<S>(at), halves::<S>(at.add(2 * PANEL)).map(|m| -m));
                     for g in 0..some {
-                        let (from, mins) = (at.add((4 + g) * PANEL), at.add((4 + CHUNK + g) * PANEL));
-                        for l in 0..PANEL {
-                            scales[g * PANEL + l] = d[l] * f32::from(*from.add(l));
-                            offsets[g * PANEL + l] = -(m[l] * f32::from(*mins.add(l)));
-                        }
+                        put(scales, g, times(&d, line(4 + g).map(f32::from)));
+                        put(offsets, g, times(&m, line(4 + CHUNK + g).map(f32::from)));
                     }
                 }
                 Scales::OffsetHalves => {
-                    let (mut d, mut m) = ([0f32; PANEL], [0f32; PANEL]);
-                    halves::<S>(at, &mut d);
-                    halves::<S>(at.add(2 * PANEL), &mut m);
+                    let (d, m) = (halves::<S>(at), halves::<S>(at.add(2 * PANEL)).map(|m| -m));
                     for i in 0..2 * some {
-                        let from = at.add((4 + i) * PANEL);
-                        for l in 0..PANEL {
-                            scales[i * PANEL + l] = d[l] * f32::from(*from.add(l) & 15);
-                            offsets[i * PANEL + l] = -(m[l] * f32::from(*from.add(l) >> 4));
-                        }
+                        put(scales, i, times(&d, line(4 + i).map(|b| f32::from(b & 15))));
+                        put(offsets, i, times(&m, line(4 + i).map(|b| f32::from(b >> 4))));
                     }
                 }
             }
@@ -326,18 +310,28 @@ impl Layout {
     }
 }
 
+#[inline(always)]
+fn put(to: &mut [f32; SCALES], i: usize, v: [f32; PANEL]) {
+    to[i * PANEL..][..PANEL].copy_from_slice(&v);
+}
+
+#[inline(always)]
+fn times(a: &[f32; PANEL], b: [f32; PANEL]) -> [f32; PANEL] {
+    std::array::from_fn(|l| a[l] * b[l])
+}
+
 /// Widens 16 f16 values.
 ///
 /// # Safety
-/// `from` is readable for 32 bytes, `to` has 16 floats. The calling function is compiled for the instruction
-/// set of `S`.
+/// `from` is readable for 32 bytes. The calling function is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn halves<S: Simd>(from: *const u8, to: &mut [f32]) {
-    let to = &mut to[..PANEL];
+unsafe fn halves<S: Simd>(from: *const u8) -> [f32; PANEL] {
+    let mut to = [0f32; PANEL];
     for i in 0..PANEL / S::W {
         // SAFETY: by contract there are 16 values in `from`, and `to` has 16 floats.
         unsafe { S::store(to.as_mut_ptr().add(i * S::W), S::load_f16(from.cast::<f16>().add(i * S::W))) };
     }
+    to
 }
 
 /// Half of `2^(e - 127)`.

@@ -2,7 +2,7 @@
 
 use super::floats;
 use super::ints::{self, Path};
-use super::layout::{GROUP, Layout, PANEL};
+use super::layout::{CHUNK, GROUP, Layout, PANEL};
 use super::quantise::{RECORD, Sums, quantise};
 use super::rows::{Room, Rows, Tile, Used};
 use crate::cpu::library::simd::{Simd, Storage, dispatch_simd};
@@ -330,6 +330,9 @@ impl Product {
                 unsafe {
                     tiles[size](&ints::Task {
                         layout: l,
+                        scales: l.scales(CHUNK),
+                        chunk: l.chunk(CHUNK),
+                        decode: self.path.decode(),
                         groups: self.groups(),
                         panel: w.0.add(p * self.panel_bytes()),
                         x: job.x.add(first * self.arranged()),

@@ -271,7 +271,7 @@ fn packed_weights_are_small() {
         let (stored, k) = (b.row(), 2048);
         let packed = Layout::of(*b).bytes(k / GROUP) as f64 / 16.0 / k as f64;
         let bytes = stored.bytes as f64 / stored.elements as f64;
-        assert!(packed <= bytes * 1.04, "{b}: {packed} bytes per weight, {bytes} in blocks");
+        assert!(packed <= bytes * 1.06, "{b}: {packed} bytes per weight, {bytes} in blocks");
     }
 }
 
