@@ -1,0 +1,140 @@
+//! Vectors of bytes of x86-64.
+
+use super::ints::Ints;
+use crate::cpu::library::simd::{Avx2, Avx512};
+use std::arch::x86_64::*;
+
+/// Calls `$left::<N>` or `$right::<N>` on 16-bit lanes of `$v`. The number of places is a constant after
+/// inlining.
+macro_rules! shifted {
+    ($v:expr, $by:expr, $left:ident, $right:ident) => {
+        match $by {
+            1 => $left::<1>($v),
+            2 => $left::<2>($v),
+            3 => $left::<3>($v),
+            4 => $left::<4>($v),
+            5 => $left::<5>($v),
+            6 => $left::<6>($v),
+            7 => $left::<7>($v),
+            -1 => $right::<1>($v),
+            -2 => $right::<2>($v),
+            -3 => $right::<3>($v),
+            -4 => $right::<4>($v),
+            -5 => $right::<5>($v),
+            -6 => $right::<6>($v),
+            -7 => $right::<7>($v),
+            _ => $v,
+        }
+    };
+}
+
+/// 512 bits, with the products of AVX512_VNNI.
+#[derive(Clone, Copy)]
+pub(super) struct Vnni;
+
+// SAFETY (of every block below): the trait requires that the caller is compiled for AVX-512 F, BW, DQ, VL and
+// VNNI, and that the bytes that a method reads are readable.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Ints for Vnni {
+    type S = Avx512;
+    type B = __m512i;
+    type I = __m512i;
+    const SUBTRACTS: bool = false;
+
+    #[inline(always)]
+    unsafe fn load(p: *const u8) -> __m512i {
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn table(p: *const u8) -> __m512i {
+        unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn moved(v: __m512i, by: i32, mask: u8) -> __m512i {
+        unsafe {
+            let v = shifted!(v, by, _mm512_slli_epi16, _mm512_srli_epi16);
+            _mm512_and_si512(v, _mm512_set1_epi8(mask as i8))
+        }
+    }
+    #[inline(always)]
+    unsafe fn or(a: __m512i, b: __m512i) -> __m512i {
+        unsafe { _mm512_or_si512(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn look_up(table: __m512i, v: __m512i) -> __m512i {
+        unsafe { _mm512_shuffle_epi8(table, v) }
+    }
+    #[inline(always)]
+    unsafe fn splat(v: i32) -> __m512i {
+        unsafe { _mm512_set1_epi32(v) }
+    }
+    #[inline(always)]
+    unsafe fn dot(sum: __m512i, w: __m512i, x: *const u8, _wide: bool) -> __m512i {
+        unsafe { _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
+    }
+    #[inline(always)]
+    unsafe fn float(v: __m512i) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(v) }
+    }
+}
+
+/// 256 bits, with `vpmaddubsw`, whose sums of two products saturate at 16 bits. Two products of bytes that are
+/// at most 127 do not. If weights are larger, 128 is subtracted and their sign is moved to the activations.
+#[derive(Clone, Copy)]
+pub(super) struct Maddubs;
+
+// SAFETY (of every block below): the trait requires that the caller is compiled for AVX2 and FMA, and that the
+// bytes that a method reads are readable.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Ints for Maddubs {
+    type S = Avx2;
+    type B = __m256i;
+    type I = __m256i;
+    const SUBTRACTS: bool = true;
+
+    #[inline(always)]
+    unsafe fn load(p: *const u8) -> __m256i {
+        unsafe { _mm256_loadu_si256(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn table(p: *const u8) -> __m256i {
+        unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn moved(v: __m256i, by: i32, mask: u8) -> __m256i {
+        unsafe {
+            let v = shifted!(v, by, _mm256_slli_epi16, _mm256_srli_epi16);
+            _mm256_and_si256(v, _mm256_set1_epi8(mask as i8))
+        }
+    }
+    #[inline(always)]
+    unsafe fn or(a: __m256i, b: __m256i) -> __m256i {
+        unsafe { _mm256_or_si256(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn look_up(table: __m256i, v: __m256i) -> __m256i {
+        unsafe { _mm256_shuffle_epi8(table, v) }
+    }
+    #[inline(always)]
+    unsafe fn splat(v: i32) -> __m256i {
+        unsafe { _mm256_set1_epi32(v) }
+    }
+    #[inline(always)]
+    unsafe fn dot(sum: __m256i, w: __m256i, x: *const u8, wide: bool) -> __m256i {
+        unsafe {
+            let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
+            let pairs = if wide {
+                // The magnitude of -128 is 128 as an unsigned byte, and 2 * 128 * 127 fits 16 bits.
+                let w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+                _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
+            } else {
+                _mm256_maddubs_epi16(w, x)
+            };
+            _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn float(v: __m256i) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(v) }
+    }
+}
