@@ -27,7 +27,7 @@ fn wrapped<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>) -> (E<'a>, E<'a>) {
     (wide.min(n64 - 1).max(0).to(n.ty()), ok)
 }
 
-fn checked<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>, fault: Fault<'a>) -> E<'a> {
+pub(super) fn checked<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>, fault: Fault<'a>) -> E<'a> {
     let (i, ok) = wrapped(b, raw, n);
     b.if_(!ok, || fault.set());
     i

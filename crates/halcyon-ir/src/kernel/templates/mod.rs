@@ -5,9 +5,11 @@
 
 pub mod attention;
 pub(crate) mod blocks;
+pub(crate) mod cached;
 mod common;
 pub mod conv;
 pub(crate) mod gather;
+pub(crate) mod linear;
 pub mod matmul;
 pub mod norm;
 pub mod pool;
