@@ -289,6 +289,12 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
             d,
             s,
         );
+        add(
+            Op::ScatterRows { axis: 0, kind: ScatterKind::Set },
+            &[(d, s), (DType::I32, &[3]), (d, &[3, 4])],
+            d,
+            s,
+        );
         add(Op::Scan { kind: ReduceKind::Sum, axis: 0, exclusive: true, reverse: true }, &[(d, s)], d, s);
         add(Op::Matmul, &[(d, s), (d, s)], d, s);
         add(Op::Matmul, &[(d, &[64, 64]), (d, &[64, 64])], d, &[64, 64]);

@@ -245,13 +245,14 @@ impl<'a> Io<'a> {
         (self.keys.at(b, page, head, slot), self.values.at(b, page, head, slot))
     }
 
-    /// A score, from the four partial sums of the product of query and key.
+    /// A score, from the four partial sums of the product of query and key. The product with the last factor
+    /// is a multiply-add: a compiler may contract a plain product with a later subtraction, in one kernel and
+    /// not in another.
     fn score(&self, dot: E<'a>) -> E<'a> {
         let dot = (dot.lane(0) + dot.lane(1)) + (dot.lane(2) + dot.lane(3));
-        let s = dot * self.scale;
         self.b.let_(match self.softcap {
-            Some(c) => self.b.op(ScalarOp::Tanh, &[s / c]) * c,
-            None => s,
+            Some(c) => self.b.op(ScalarOp::Tanh, &[dot * self.scale / c]).fma(c, 0.0),
+            None => dot.fma(self.scale, 0.0),
         })
     }
 }
