@@ -282,7 +282,13 @@ pub fn promote(graph: &Graph) -> Result<Graph> {
             o => o.clone(),
         };
         let ins: Vec<NodeId> = n.inputs.iter().map(|i| map[i.index()]).collect();
-        map.push(g.push(op, &ins, Some(want))?);
+        let dtype = want.dtype;
+        let mut id = g.push(op, &ins, Some(want))?;
+        // Blocks are decoded to f32 whatever is wanted; the values are exact in f64.
+        if g.dtype(id) != dtype && g.dtype(id).is_float() {
+            id = g.cast(id, dtype)?;
+        }
+        map.push(id);
     }
     for o in graph.outputs() {
         g.output(&o.name, map[o.node.index()]);

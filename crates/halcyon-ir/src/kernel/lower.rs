@@ -3,6 +3,7 @@
 pub(crate) use super::chain::lower_any_length;
 pub use super::chain::{fused_choices, fused_param, lower_fused, lower_fused_as};
 pub use super::parts::reduction_in_parts;
+use super::templates::gather;
 use super::tune::{Choices, Variant};
 use super::{Kernel, Launch, verify_for};
 use crate::error::Result;
@@ -29,7 +30,7 @@ pub struct KernelCall<'a> {
     pub inputs: &'a [Operand],
     /// The result, which is dense.
     pub out: &'a Operand,
-    /// Whether the result is written to the buffer of input 0 ([`Op::UpdateSlice`]).
+    /// Whether the result is written to the buffer of input 0 ([`crate::ops::Facts::in_place`]).
     pub in_place: bool,
     pub caps: &'a Caps,
 }
@@ -51,6 +52,22 @@ impl KernelCall<'_> {
         Ok(Lowered { steps: vec![(k, l, binding)], temps: vec![] })
     }
 
+    /// A copy of input 0 to the output, unless the call is in place, and then this kernel, which writes over
+    /// part of the output.
+    pub(crate) fn over_base(
+        &self,
+        k: Result<(Kernel, Launch)>,
+        binding: Vec<usize>,
+    ) -> Result<Lowered, Declined> {
+        let mut low = Lowered::default();
+        if !self.in_place {
+            let copy = gather::copy(usize::MAX, 0, &self.inputs[0], self.out, self.caps);
+            low = self.kernel_with_binding(copy, vec![0, self.inputs.len()])?;
+        }
+        low.steps.extend(self.kernel_with_binding(k, binding)?.steps);
+        Ok(low)
+    }
+
     pub(crate) fn no_template(&self) -> Declined {
         Declined::because(format!("no template for {}", self.op.name()))
     }
@@ -58,7 +75,7 @@ impl KernelCall<'_> {
 
 /// Kernels for a structured op or a composite. `inputs` may be strided. A template that needs dense operands
 /// declines others with [`Declined::needs_dense`]. The output is dense. `in_place` says that the output is
-/// written to the buffer of input 0 ([`Op::UpdateSlice`]).
+/// written to the buffer of input 0 ([`crate::ops::Facts::in_place`]).
 ///
 /// # Errors
 /// [`Declined`] with the reason if there is no template for the op or its types, if an operand is masked, or

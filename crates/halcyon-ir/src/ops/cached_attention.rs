@@ -6,6 +6,7 @@ use crate::composite::{Attr, Composite, attrs, float};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, NodeId};
+use crate::kernel::templates::cached::TEMPLATE;
 use crate::shape::Dim;
 use crate::target::Operand;
 
@@ -18,7 +19,7 @@ pub(super) static CACHED_ATTENTION: CompositeRow = CompositeRow {
     packs: false,
     summed: None,
     half: None,
-    template: None,
+    template: Some(&TEMPLATE),
     flops,
     gradient: CompositeGradient::Body,
 };

@@ -88,6 +88,10 @@ impl Rules for DecodeBlocks {
         None
     }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
+        let v = &c.inputs[0].view;
+        if v.shape.last().is_some_and(|n| *n > 1) && v.strides.last() != Some(&1) {
+            return Err(Declined::needs_dense([0]));
+        }
         c.single_kernel(blocks::decode(self.0, &c.inputs[0], c.out, c.caps))
     }
 }

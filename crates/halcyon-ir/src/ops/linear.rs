@@ -8,6 +8,7 @@ use crate::composite::{Attr, Composite, attrs};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, NodeId};
+use crate::kernel::templates::linear::TEMPLATE;
 use crate::shape::Shape;
 use crate::target::Operand;
 
@@ -22,7 +23,7 @@ pub(super) static LINEAR: CompositeRow = CompositeRow {
     packs: true,
     summed: Some((0, 0)),
     half: None,
-    template: None,
+    template: Some(&TEMPLATE),
     flops: product_flops,
     gradient: CompositeGradient::Body,
 };

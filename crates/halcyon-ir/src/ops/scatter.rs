@@ -50,6 +50,11 @@ pub(super) struct Scatter {
 }
 
 impl Scatter {
+    /// Whether the kernel writes the updates over a copy of the base, or over the base itself.
+    fn sets_rows(&self) -> bool {
+        self.rows && self.kind == ScatterKind::Set
+    }
+
     fn op(&self, kind: ScatterKind) -> Op {
         match self.rows {
             true => Op::ScatterRows { axis: self.axis, kind },
@@ -112,7 +117,7 @@ impl Rules for Scatter {
             moves,
             identity: None,
             packs: false,
-            in_place: false,
+            in_place: self.sets_rows(),
             summed: None,
             template: None,
         }
@@ -205,6 +210,13 @@ impl Rules for Scatter {
         Ok(Gradient::Of(out))
     }
     fn cost(&self, inputs: &[Operand], output: &Operand) -> Cost {
+        if self.sets_rows() {
+            // Counts only what is read and written in place.
+            return Cost {
+                flops: 0,
+                bytes: inputs.get(1).map_or(0, size) + 2 * inputs.get(2).map_or(0, size),
+            };
+        }
         Cost::reading_all(0, inputs, output)
     }
     fn terms(&self, _: &[&[usize]]) -> Option<usize> {
@@ -232,6 +244,10 @@ impl Rules for Scatter {
     }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
         let operands = [&c.inputs[0], &c.inputs[1], &c.inputs[2]];
+        if self.sets_rows() {
+            let set = gather::set_rows(self.axis, operands[1], operands[2], c.out, c.caps);
+            return c.over_base(set, vec![1, 2, c.inputs.len()]);
+        }
         c.single_kernel(gather::scatter(self.axis, self.kind, self.rows, operands, c.out, c.caps))
     }
 }
@@ -318,14 +334,7 @@ impl Rules for UpdateSlice {
         None
     }
     fn kernels(&self, c: &KernelCall<'_>) -> Result<Lowered, Declined> {
-        let n = c.inputs.len();
-        let mut low = Lowered::default();
-        if !c.in_place {
-            low =
-                c.kernel_with_binding(gather::copy(usize::MAX, 0, &c.inputs[0], c.out, c.caps), vec![0, n])?;
-        }
         let update = gather::update_slice(self.axis, &c.inputs[1], &c.inputs[2], c.out, c.caps);
-        low.steps.extend(c.kernel_with_binding(update, vec![1, 2, n])?.steps);
-        Ok(low)
+        c.over_base(update, vec![1, 2, c.inputs.len()])
     }
 }

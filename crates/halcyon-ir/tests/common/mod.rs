@@ -2,12 +2,15 @@
 #![allow(unreachable_pub, reason = "public for the test files that include this one")]
 #![allow(dead_code)]
 
+use halcyon_ir::blocks::BlockType;
 use halcyon_ir::graph::Graph;
 use halcyon_ir::kernel::lower::{choices, lower_op, lower_op_as};
 use halcyon_ir::kernel::*;
 use halcyon_ir::layout::View;
 use halcyon_ir::ops::element_wise::{ROWS, Rule};
-use halcyon_ir::ops::{Conv, KINDS, Op, Pool, PoolKind, ReduceKind, ScatterKind};
+use halcyon_ir::ops::{
+    CacheOperands, CachedAttention, Conv, KINDS, Op, Pool, PoolKind, ReduceKind, ScatterKind,
+};
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, NodeId, ScalarOp, TensorType};
 use std::collections::BTreeSet;
@@ -286,6 +289,12 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
             d,
             s,
         );
+        add(
+            Op::ScatterRows { axis: 0, kind: ScatterKind::Set },
+            &[(d, s), (DType::I32, &[3]), (d, &[3, 4])],
+            d,
+            s,
+        );
         add(Op::Scan { kind: ReduceKind::Sum, axis: 0, exclusive: true, reverse: true }, &[(d, s)], d, s);
         add(Op::Matmul, &[(d, s), (d, s)], d, s);
         add(Op::Matmul, &[(d, &[64, 64]), (d, &[64, 64])], d, &[64, 64]);
@@ -321,8 +330,84 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
         let att = composite(d, 3, &|g, x| g.attention(x[0], x[1], x[2], None, true, 0.5).unwrap());
         add(att, &[(d, q), (d, q), (d, q)], d, q);
     }
+    let blocks = |ty: BlockType, n: usize| ty.bytes_of(n).unwrap();
+    for ty in BlockType::ALL.iter().copied() {
+        add(Op::DecodeBlocks(ty), &[(DType::U8, &[2, blocks(ty, 256)])], DType::F32, &[2, 256]);
+    }
     for kind in KINDS.iter().filter(|k| !WITHOUT_TEMPLATE.contains(k)) {
         assert!(seen.contains(kind), "the template of {kind} is not in this list");
+    }
+    out
+}
+
+/// The kernels of language models, for a GPU and for a CPU: products with every type of weights, for one row
+/// and for a tile of rows, and attention over a cache, with the parts divided among workgroups or not.
+pub fn language_models() -> Vec<Kernel> {
+    let mut out = vec![];
+    let gpu = Caps::generous();
+    let whole = Caps { compute_units: Some(0), ..gpu.clone() };
+    let cpu = Caps { is_cpu: true, ..gpu.clone() };
+    let mut add = |caps: &Caps, x: &[(DType, &[usize])], f: &dyn Fn(&mut Graph, &[NodeId]) -> NodeId| {
+        let mut g = Graph::new();
+        let ids: Vec<NodeId> = x.iter().map(|(d, s)| g.input("x", TensorType::new(*d, *s))).collect();
+        let y = f(&mut g, &ids);
+        let dense = |d: DType, s: &[usize]| Operand { dtype: d, view: View::dense(s) };
+        let inputs: Vec<Operand> = x.iter().map(|(d, s)| dense(*d, s)).collect();
+        let output = [dense(DType::F32, &g.shape(y).known().unwrap())];
+        let low = lower_op(&g.node(y).op, &inputs, &output, false, caps).unwrap();
+        out.extend(low.steps.into_iter().map(|s| s.0));
+    };
+    for (m, caps) in [(1, &gpu), (8, &gpu), (3, &cpu)] {
+        for ty in BlockType::ALL.iter().copied() {
+            let w: &[usize] = &[6, ty.bytes_of(512).unwrap()];
+            add(caps, &[(DType::F32, &[m, 512]), (DType::U8, w)], &|g, x| {
+                g.linear(x[0], x[1], Some(ty), None).unwrap()
+            });
+        }
+        for d in [DType::F32, DType::F16, DType::BF16] {
+            for k in [64, 77] {
+                add(caps, &[(DType::F32, &[m, k]), (d, &[6, k])], &|g, x| {
+                    g.linear(x[0], x[1], None, None).unwrap()
+                });
+            }
+        }
+        let bytes = BlockType::Q4_K.bytes_of(256).unwrap();
+        let x: &[(DType, &[usize])] =
+            &[(DType::F32, &[m, 256]), (DType::U8, &[4, 6, bytes]), (DType::I64, &[m])];
+        add(caps, x, &|g, x| g.linear(x[0], x[1], Some(BlockType::Q4_K), Some(x[2])).unwrap());
+    }
+    for caps in [&gpu, &whole, &cpu] {
+        for (d, size) in [(DType::F32, 64), (DType::F16, 128), (DType::BF16, 50)] {
+            let cache: &[usize] = &[40, 2, 16, size];
+            let ints: &[usize] = &[3];
+            let x: &[(DType, &[usize])] = &[
+                (DType::F32, &[3, 8, size]),
+                (d, cache),
+                (d, cache),
+                (DType::I32, &[2, 30]),
+                (DType::I32, ints),
+                (DType::I32, ints),
+                (DType::F32, &[8]),
+            ];
+            let plain = size == 64;
+            let options = CachedAttention {
+                scale: 0.125,
+                softcap: (!plain).then_some(30.0),
+                window: (!plain).then_some(300),
+            };
+            let operands = if plain { &x[..6] } else { x };
+            add(caps, operands, &|g, x| {
+                let cache = CacheOperands {
+                    keys: x[1],
+                    values: x[2],
+                    table: x[3],
+                    sequence: x[4],
+                    position: x[5],
+                    sinks: x.get(6).copied(),
+                };
+                g.cached_attention(x[0], cache, options).unwrap()
+            });
+        }
     }
     out
 }
@@ -436,6 +521,7 @@ pub fn everything_for(f64: bool) -> Vec<Kernel> {
     }
     k.extend(templates(f64));
     k.extend(few_queries(f64));
+    k.extend(language_models());
     k.extend(all_scalars(f64));
     k.extend(all_casts(f64));
     k

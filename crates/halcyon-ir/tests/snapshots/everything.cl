@@ -3,7 +3,11 @@ static inline int h_urem_i32(int x, int y) {
     return (int)((uint)x % (uint)y);
 }
 static inline float4 h_fma_f32x4(float4 x, float4 y, float4 z) {
+#ifdef FP_FAST_FMAF
+    return fma(x, y, z);
+#else
     return x * y + z;
+#endif
 }
 static inline int h_dot4(uint a, uint b, int c) {
     for (int i = 0; i < 32; i += 8) c += (int)(char)(a >> i) * (int)(char)(b >> i);

@@ -3,7 +3,7 @@ static __device__ __forceinline__ int h_urem_i32(int x, int y) {
     return (int)((unsigned int)x % (unsigned int)y);
 }
 static __device__ __forceinline__ float4 h_fma_f32x4(float4 x, float4 y, float4 z) {
-    return x * y + z;
+    return make_float4(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y), fmaf(x.z, y.z, z.z), fmaf(x.w, y.w, z.w));
 }
 static __device__ __forceinline__ int h_dot4(unsigned int a, unsigned int b, int c) {
     for (int i = 0; i < 32; i += 8) c += (int)(signed char)(a >> i) * (int)(signed char)(b >> i);

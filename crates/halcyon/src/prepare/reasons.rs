@@ -61,9 +61,7 @@ impl Facts<'_> {
                 "the graph has no composites"
             }
             passes::COMPOSITES => "the device has no kernel for a composite of the graph",
-            passes::IN_PLACE if !self.has(|op| matches!(op, Op::UpdateSlice { .. })) => {
-                "the graph updates no slices"
-            }
+            passes::IN_PLACE if !self.has(|op| op.facts().in_place) => "the graph updates no slices or rows",
             passes::IN_PLACE => "every updated tensor is an input or is read again",
             passes::JOINED => "no element-wise kernel stores a result that the next one reads",
             passes::LAUNCHES if !self.merges => "the device does not run several kernels in one launch",

@@ -596,13 +596,8 @@ impl Collector {
             }
         }
 
-        let updated: HashSet<NodeId> = self
-            .graph
-            .nodes()
-            .iter()
-            .filter(|n| matches!(n.op, Op::UpdateSlice { .. }))
-            .map(|n| n.inputs[0])
-            .collect();
+        let updated: HashSet<NodeId> =
+            self.graph.nodes().iter().filter(|n| n.op.facts().in_place).map(|n| n.inputs[0]).collect();
         let mut donated = vec![false; self.leaves.len()];
         let mut stale = vec![false; self.graph.nodes().len()];
         for (k, leaf) in self.leaves.iter().enumerate() {

@@ -487,6 +487,37 @@ fn slices_are_updated_in_place() {
     }
 }
 
+/// In place, only the rows of the updates are written. The last update of a row counts.
+#[test]
+fn rows_are_set_in_place() {
+    let dev = device();
+    let op = Op::ScatterRows { axis: 0, kind: ScatterKind::Set };
+    let view = |dims: &[usize], d| Operand { dtype: d, view: View::dense(dims) };
+    let ins = [view(&[5, 2], DType::F32), view(&[3], DType::I32), view(&[3, 2], DType::F32)];
+    let outs = [view(&[5, 2], DType::F32)];
+    let call = LibraryCall { in_place: 1, ..LibraryCall::new(Work::Op(&op), &ins, &outs) };
+    let k = dev.library(&call).unwrap();
+    let floats = |v: &[f32]| v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+    for (index, fault) in [([3, 1, 3], None), ([3, 1, 7], Some(42))] {
+        let bufs: Vec<BufferRef> = [40, 12, 24].iter().map(|n| dev.alloc(*n, Tag::Io).unwrap()).collect();
+        let mut want: Vec<f32> = (0..10).map(|i| i as f32).collect();
+        dev.write(&bufs[0], 0, &floats(&want)).unwrap();
+        let bytes: Vec<u8> = index.iter().flat_map(|i: &i32| i.to_le_bytes()).collect();
+        dev.write(&bufs[1], 0, &bytes).unwrap();
+        dev.write(&bufs[2], 0, &floats(&[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])).unwrap();
+        let all = [bufs[0].clone(), bufs[1].clone(), bufs[2].clone(), bufs[0].clone()];
+        dev.submit(&[Command::Library { kernel: &k, buffers: &all, args: &[], fault: 42 }]).unwrap();
+        let mut got = vec![0; 40];
+        dev.read(&bufs[0], 0, &mut got).unwrap();
+        for (row, v) in index.iter().zip([[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]]) {
+            let row = (*row as usize).min(4);
+            want[2 * row..2 * row + 2].copy_from_slice(&v);
+        }
+        assert_eq!(got, floats(&want), "{index:?}");
+        assert_eq!(dev.take_fault().unwrap(), fault, "{index:?}");
+    }
+}
+
 #[test]
 fn bad_indices_are_clamped_and_reported() {
     let dev = device();

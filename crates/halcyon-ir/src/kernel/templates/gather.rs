@@ -1,11 +1,11 @@
 //! Gathers, scatters, slice updates, class indices and the copies of a concatenation. In gathers and
 //! scatters, a negative index counts from the end. The position of a slice update must not be negative. An
 //! index or position out of range is clamped and sets the fault word. Scatters are deterministic: one
-//! work-item computes each result and applies the updates in order.
+//! work-item computes each result and applies the updates in order, or looks for the last update.
 
 use crate::error::{Error, Result};
 use crate::kernel::access::{Access, GROUP, Template, typed};
-use crate::kernel::{Builder, E, Fault, Kernel, Launch, Ty};
+use crate::kernel::{Builder, E, Fault, Kernel, Launch, Reduce, Ty};
 use crate::ops::ScatterKind;
 use crate::ops::element_wise::ScalarOp;
 use crate::target::{Caps, Operand};
@@ -27,7 +27,7 @@ fn wrapped<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>) -> (E<'a>, E<'a>) {
     (wide.min(n64 - 1).max(0).to(n.ty()), ok)
 }
 
-fn checked<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>, fault: Fault<'a>) -> E<'a> {
+pub(super) fn checked<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>, fault: Fault<'a>) -> E<'a> {
     let (i, ok) = wrapped(b, raw, n);
     b.if_(!ok, || fault.set());
     i
@@ -193,6 +193,63 @@ pub(crate) fn update_slice(
         ao.store(b, &at, au.load(b, idx));
     });
     t.finish(groups, caps.max_groups)
+}
+
+/// Writes rows of updates `[a…, i…, b…]` at `index` `[i…]` along `axis` of a tensor `[a…, n, b…]` that is
+/// already in the output's buffer. If several updates go to the same place, the last one counts: each update
+/// looks for a later one, and is skipped if there is one.
+///
+/// A workgroup searches and copies one row `[b…]` of an update. On CPUs, and on devices with too small
+/// workgroups, a work-item does.
+pub(crate) fn set_rows(
+    axis: usize,
+    index: &Operand,
+    updates: &Operand,
+    out: &Operand,
+    caps: &Caps,
+) -> Result<(Kernel, Launch)> {
+    let together = !caps.is_cpu && caps.max_workgroup >= GROUP && caps.workgroup_memory >= 4 * GROUP;
+    let name = if together { "set_rows" } else { "set_rows_item" };
+    let t = Template::new(name, GROUP, &[index, updates, out]);
+    let (ai, au, ao) = (t.input(index), t.input(updates), t.output(out));
+    let b = &t.b;
+    let fault = b.fault();
+    let n = t.size("len", out.view.shape[axis]);
+    let count = index.view.numel();
+    let outer = &out.view.shape[..axis];
+    let inner = &out.view.shape[axis + 1..];
+    let (steps, idims) = (t.size("steps", count), t.sizes("i", &index.view.shape));
+    let (odims, ndims) = (t.sizes("a", outer), t.sizes("b", inner));
+    let row = t.size("row", inner.iter().product::<usize>());
+    let rows = outer.iter().product::<usize>() * count;
+    let all = t.size("rows", rows);
+    let (lid, lanes) = if together { (b.local_id(0), i64::from(GROUP)) } else { (b.index(0), 1) };
+    let me = if together { b.linear_group() } else { b.linear_id() };
+    let exists = b.let_(me.lt(all));
+    let me = b.let_(exists.select(me, 0));
+    let (a, s) = (b.let_(me.idiv(steps)), b.let_(me.imod(steps)));
+    let (at, ii) = (t.split(a, &odims), t.split(s, &idims));
+    let (place, ok) = wrapped(b, ai.load(b, &ii), n);
+    let place = b.let_(place);
+    b.if_(!ok, || fault.set());
+    let found = b.var_of(Ty::I32, 0);
+    b.for_(s + 1 + lid, steps, lanes, |j| {
+        let (other, _) = wrapped(b, ai.load(b, &t.split(j, &idims)), n);
+        b.if_(other.equals(place), || found.set(1));
+    });
+    let later = match together {
+        true => b.group_reduce(Reduce::Max, found.get(), b.local(Ty::I32, GROUP)),
+        false => found.get(),
+    };
+    let skipped = later.gt(0).or(!exists);
+    b.for_(lid, skipped.select(b.index(0), row), lanes, |e| {
+        let tail = t.split(e, &ndims);
+        let from = [&at[..], &ii, &tail].concat();
+        let to = [&at[..], &[place], &tail].concat();
+        ao.store(b, &to, au.load(b, &from));
+    });
+    let groups = if together { rows } else { rows.div_ceil(GROUP as usize) };
+    t.finish(groups as u64, caps.max_groups)
 }
 
 /// Class labels as indices below `classes`. A label that is out of range or equals `ignore` becomes 0. A

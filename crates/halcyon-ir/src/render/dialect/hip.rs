@@ -38,8 +38,14 @@ pub static DIALECT: Dialect = Dialect {
         ),
         ("h_round_f16_f32", "float @(float x) {\n    return (float)(_Float16)x;\n}\n"),
         ("h_round_f16_f64", "float @(double x) {\n    return (float)(_Float16)x;\n}\n"),
-        ("h_fma_f32x2", "float2 @(float2 x, float2 y, float2 z) {\n    return x * y + z;\n}\n"),
-        ("h_fma_f32x4", "float4 @(float4 x, float4 y, float4 z) {\n    return x * y + z;\n}\n"),
+        (
+            "h_fma_f32x2",
+            "float2 @(float2 x, float2 y, float2 z) {\n    return make_float2(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y));\n}\n",
+        ),
+        (
+            "h_fma_f32x4",
+            "float4 @(float4 x, float4 y, float4 z) {\n    return make_float4(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y), fmaf(x.z, y.z, z.z), fmaf(x.w, y.w, z.w));\n}\n",
+        ),
     ],
     ..cuda::DIALECT_BASE
 };

@@ -64,8 +64,14 @@ pub static DIALECT: Dialect = Dialect {
             "h_fma_f32",
             "float @(float x, float y, float z) {\n#ifdef FP_FAST_FMAF\n    return fma(x, y, z);\n#else\n    return x * y + z;\n#endif\n}\n",
         ),
-        ("h_fma_f32x2", "float2 @(float2 x, float2 y, float2 z) {\n    return x * y + z;\n}\n"),
-        ("h_fma_f32x4", "float4 @(float4 x, float4 y, float4 z) {\n    return x * y + z;\n}\n"),
+        (
+            "h_fma_f32x2",
+            "float2 @(float2 x, float2 y, float2 z) {\n#ifdef FP_FAST_FMAF\n    return fma(x, y, z);\n#else\n    return x * y + z;\n#endif\n}\n",
+        ),
+        (
+            "h_fma_f32x4",
+            "float4 @(float4 x, float4 y, float4 z) {\n#ifdef FP_FAST_FMAF\n    return fma(x, y, z);\n#else\n    return x * y + z;\n#endif\n}\n",
+        ),
     ],
 };
 

@@ -163,21 +163,47 @@ fn reference(
     (g.node(y).op.clone(), g.ty(y).clone(), want)
 }
 
-fn run(low: &Lowered, inputs: &[Input], out: &Operand, subgroup: u32, seed: u64) -> Vec<u8> {
+/// Runs kernels, which must not set the fault word, and returns the result.
+pub fn run(low: &Lowered, inputs: &[Input], out: &Operand, subgroup: u32, seed: u64) -> Vec<u8> {
+    let (got, fault) = run_with_fault(low, inputs, out, subgroup, seed);
+    assert!(!fault, "{} set the fault word", low.steps[0].0.name);
+    got
+}
+
+/// Runs kernels and returns the result, and whether the fault word was set.
+pub fn run_with_fault(
+    low: &Lowered,
+    inputs: &[Input],
+    out: &Operand,
+    subgroup: u32,
+    seed: u64,
+) -> (Vec<u8>, bool) {
     let mut memory: Vec<Vec<u8>> = inputs.iter().map(|i| i.data.clone()).collect();
     memory.push(vec![0xA5; out.dtype.bytes(out.view.numel())]);
     memory.extend(low.temps.iter().map(|&n| vec![0xA5; n]));
+    let mut fault = vec![0; 4];
     for (k, launch, places) in &low.steps {
         let mut bufs: Vec<Vec<u8>> = places.iter().map(|&p| memory[p].clone()).collect();
         let poisoned = (0..places.len()).filter(|&i| k.buffers[i].write).map(|i| BufId(i as u32)).collect();
         let o = Options { subgroup, seed: Some(seed), sanitize: true, poisoned, ..Options::default() };
-        let r = interp::run(k, launch, &mut bufs, &o).unwrap();
+        let faults = bufs.len() < k.buffers.len();
+        if faults {
+            bufs.push(fault.clone());
+        }
+        let mut launch = launch.clone();
+        for (p, v) in k.params.iter().zip(&mut launch.params).filter(|(p, _)| p.name == "fault") {
+            *v = Scalar::U(7).cast(p.ty.dtype());
+        }
+        let r = interp::run(k, &launch, &mut bufs, &o).unwrap();
         assert_eq!(r.faults, 0, "{}: {}", k.name, r.reports[0]);
+        if faults {
+            fault = bufs.pop().unwrap();
+        }
         for (b, &p) in bufs.into_iter().zip(places) {
             memory[p] = b;
         }
     }
-    memory.swap_remove(inputs.len())
+    (memory.swap_remove(inputs.len()), fault[0] == 7)
 }
 
 fn compare(d: DType, got: &[u8], want: &ConstData, tol: f64, what: &str) {

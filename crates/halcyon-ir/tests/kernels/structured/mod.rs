@@ -3,8 +3,10 @@
 //! workgroups.
 
 mod attention;
+mod cached_attention;
 mod conv;
 mod harness;
+mod linear;
 mod matmul;
 mod norm;
 mod pool;

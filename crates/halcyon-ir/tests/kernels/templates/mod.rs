@@ -542,7 +542,32 @@ fn scatters_and_updates() {
                 let op = Op::ScatterRows { axis, kind };
                 let (got, _) = execute(&op, &[&x, &i, &u], d, &shape, false, &caps());
                 close("scatter_rows", &got, &want, d, 2.0);
+                if kind == ScatterKind::Set {
+                    let cpu = Caps { is_cpu: true, ..caps() };
+                    for (caps, in_place) in [(caps(), true), (cpu.clone(), true), (cpu, false)] {
+                        let (got, fault) = execute(&op, &[&x.dense(), &i, &u], d, &shape, in_place, &caps);
+                        close("scatter_rows in place", &got, &want, d, 0.0);
+                        assert!(!fault);
+                    }
+                }
             }
+        }
+        for caps in [caps(), Caps { is_cpu: true, ..caps() }] {
+            // Many updates of a few rows: the last one of a row counts. Indices out of range are clamped.
+            let shape = [2, 9, 70];
+            let x = Tensor::random(d, &shape, 0, &mut g);
+            let i = Tensor::new(DType::I64, &[130], 0, |_| g.below(22) as f64 - 11.0);
+            let u = Tensor::random(d, &[2, 130, 70], n, &mut g);
+            let mut want = x.values.clone();
+            for o in indices(u.shape()) {
+                let at = i.get(&o[1..2]);
+                let at = (if at < 0.0 { at + 9.0 } else { at }).clamp(0.0, 8.0);
+                want[linear(&shape, &[o[0], at as usize, o[2]])] = u.get(&o);
+            }
+            let op = Op::ScatterRows { axis: 1, kind: ScatterKind::Set };
+            let (got, fault) = execute(&op, &[&x, &i, &u], d, &shape, true, &caps);
+            close("scatter_rows in place", &got, &want, d, 0.0);
+            assert!(fault);
         }
         for (at, clamped, in_place) in [(1.0, 1, false), (2.0, 2, true), (9.0, 3, true), (-1.0, 0, false)] {
             let base = Tensor::random(d, &[2, 5, 3], 0, &mut g);

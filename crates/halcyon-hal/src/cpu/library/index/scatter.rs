@@ -105,11 +105,12 @@ pub(crate) fn elements(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> R
 
 /// Returns a kernel that copies the base to the output and then combines `updates[a.., i.., b..]` with
 /// `out[a.., index[i..], b..]`, for all positions `a` before the axis, `i` in the index and `b` after the
-/// axis.
+/// axis. In place, nothing is copied.
 pub(crate) fn rows(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> Result<CpuKernel, Declined> {
     let [base, index, updates] = call.inputs else {
         return Err(Declined::because("three operands are needed"));
     };
+    in_place_ok(call)?;
     let from = Walk::new(&base.view);
     let idx = Indices::new(index.dtype, &index.view);
     let ups = Walk::new(&updates.view);
@@ -123,8 +124,8 @@ pub(crate) fn rows(call: &CallForm<'_>, axis: usize, kind: ScatterKind) -> Resul
     let d = base.dtype;
     CpuKernel::new("cpu.scatter_rows", call, move |r| {
         with_type!(d, T => {
-            // SAFETY: `CpuKernel::run` checked the base's view and the dense output, which overlaps no other
-            // operand.
+            // SAFETY: `CpuKernel::run` checked the base's view and the dense output, which in place is the
+            // base's buffer and else overlaps no other operand.
             unsafe { start::<T>(r, &from) };
             let (u, o) = (SharedConst(r.bufs[2].ptr as *const T), SharedMut(r.bufs[3].ptr as *mut T));
             let ip = SharedConst(r.bufs[1].ptr as *const u8);
