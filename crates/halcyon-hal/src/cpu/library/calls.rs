@@ -279,7 +279,7 @@ macro_rules! row_call {
 }
 
 /// Declines a call whose result has another shape or type. The body of a composite may have such a result.
-fn like(call: &CallForm<'_>, shape: &[usize], dtype: DType) -> Result<(), Declined> {
+pub(super) fn like(call: &CallForm<'_>, shape: &[usize], dtype: DType) -> Result<(), Declined> {
     match call.outputs {
         [y] if y.view.shape[..] == *shape && y.dtype == dtype => Ok(()),
         _ => Err(Declined::because("the result has another shape or type")),

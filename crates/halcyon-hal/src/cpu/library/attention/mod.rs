@@ -5,8 +5,9 @@
 //! The rows of all query heads that share a key head form one product, so keys and values are read once for
 //! all these heads. `flash.rs` computes many rows, in blocks. This file computes few rows, as in decoding. It
 //! reads keys and values once, without packing them. Keys are never split among threads, so results do not
-//! depend on the number of threads.
+//! depend on the number of threads. `cached.rs` reads keys and values from a paged cache.
 
+pub(super) mod cached;
 mod flash;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod flash_bf16;

@@ -101,4 +101,29 @@ impl Simd for Avx2 {
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(h))
         }
     }
+    #[inline(always)]
+    unsafe fn turn(r: &mut [__m256; 16]) {
+        // Interleaves single elements, then pairs of elements, then exchanges the halves of the vectors.
+        unsafe {
+            let (p, f) = (|v: __m256| _mm256_castps_pd(v), |v: __m256d| _mm256_castpd_ps(v));
+            let mut a = [_mm256_setzero_ps(); 8];
+            for i in 0..4 {
+                a[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+                a[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+            }
+            // Column c of rows 4 g .. 4 g + 4 is the low half of b[4 g + c], and column 4 + c the high half.
+            let mut b = [_mm256_setzero_ps(); 8];
+            for g in 0..2 {
+                for h in 0..2 {
+                    let (x, y) = (p(a[4 * g + h]), p(a[4 * g + 2 + h]));
+                    b[4 * g + 2 * h] = f(_mm256_unpacklo_pd(x, y));
+                    b[4 * g + 2 * h + 1] = f(_mm256_unpackhi_pd(x, y));
+                }
+            }
+            for c in 0..4 {
+                r[c] = _mm256_permute2f128_ps::<0x20>(b[c], b[4 + c]);
+                r[4 + c] = _mm256_permute2f128_ps::<0x31>(b[c], b[4 + c]);
+            }
+        }
+    }
 }

@@ -99,6 +99,10 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn turn(r: &mut [__m512; 16]) {
+        *r = unsafe { transpose16(*r) };
+    }
+    #[inline(always)]
     unsafe fn exp_minus(n: usize, x: *const f32, m: f32, y: *mut f32) {
         unsafe { vmath512::exp_minus(n, x, m, y) }
     }

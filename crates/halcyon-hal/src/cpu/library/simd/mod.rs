@@ -136,6 +136,27 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
+    /// Transposes the block of W rows by W lanes in the first W vectors of `r`.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set.
+    #[inline(always)]
+    unsafe fn turn(r: &mut [Self::V; 16]) {
+        let mut t = [0f32; 256];
+        // SAFETY: `t` has 256 floats, at least W rows of W. By the contract of `turn`, the caller is compiled
+        // for the instruction set.
+        unsafe {
+            for i in 0..Self::W {
+                Self::store(t.as_mut_ptr().add(i * Self::W), r[i]);
+            }
+            for i in 0..Self::W {
+                let column: [f32; 16] =
+                    std::array::from_fn(|j| if j < Self::W { t[j * Self::W + i] } else { 0.0 });
+                r[i] = Self::load(column.as_ptr());
+            }
+        }
+    }
+
     /// Prefetches the cache line at `p`, which need not be readable, into the second-level cache. The default
     /// does nothing.
     ///
