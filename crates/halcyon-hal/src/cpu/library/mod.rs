@@ -333,6 +333,7 @@ fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel,
         Op::ScatterRows { axis, kind } => index::scatter::rows(call, *axis, *kind),
         Op::UpdateSlice { axis } => index::scatter::update_slice(call, *axis),
         Op::ClassIndex { classes, ignore } => index::gather::class_index(call, classes.known(), *ignore),
+        Op::DecodeBlocks(format) => index::blocks::decode(call, *format),
         Op::ArgReduce { max, axis, last, .. } => rows::sort::arg_reduce(call, *max, *axis, *last),
         Op::ArgSort { axis, descending } => rows::sort::arg_sort(call, *axis, *descending),
         Op::Scan { kind, axis, exclusive, reverse } => {
