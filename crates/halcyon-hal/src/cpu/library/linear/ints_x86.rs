@@ -101,13 +101,13 @@ impl Ints for Vnni {
     }
 }
 
-/// 256 bits, with `vpmaddubsw`, whose sums of two products saturate at 16 bits. Two products of bytes that are
-/// at most 127 do not. If weights are larger, 128 is subtracted and their sign is moved to the activations.
+/// 256 bits, with `vpmaddubsw`, whose sums of two products saturate at 16 bits. Two products of bytes that
+/// are at most 127 do not. If weights are larger, 128 is subtracted and their sign is moved to the activations.
 #[derive(Clone, Copy)]
 pub(super) struct Maddubs;
 
-// SAFETY (of every block below): the trait requires that the caller is compiled for AVX2 and FMA, and that the
-// bytes that a method reads are readable.
+// SAFETY (of every block below): the trait requires that the caller is compiled for AVX2 and FMA, and that
+// the bytes that a method reads are readable.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Ints for Maddubs {
     type S = Avx2;

@@ -4,14 +4,14 @@
 //! last chunk may have fewer groups. A chunk has the scales of its weights, then their codes, so that memory
 //! is read in order. Codes are unsigned; a weight is `scale * (code - zero) + offset`.
 //!
-//! The codes of a group take some lines of 64 bytes. The instructions multiply four
-//! neighbouring elements of each of 16 outputs, a step. So byte `4 l + i` of a line belongs to output `l` and
-//! to element `4 s + i` of the group, where `s` is the step. A line has several steps, so that a weight takes
-//! no more bits than in its block:
+//! The codes of a group take some lines of 64 bytes. The instructions multiply four neighbouring elements of
+//! each of 16 outputs, a step. So byte `4 l + i` of a line belongs to output `l` and to element `4 s + i` of
+//! the group, where `s` is the step. A line has several steps, so that a weight takes no more bits than in its
+//! block:
 //!
-//! - The lowest bits come first. With 8 bits, line `s` has step `s`. With 4 bits, line `q` has step `q` in the
-//!   low halves of its bytes and step `q + 4` in the high halves. With 2 bits, line `h` has steps `4 h` to
-//!   `4 h + 3`, from the lowest bits to the highest.
+//! - The lowest bits come first. With 8 bits, line `s` has step `s`. With 4 bits, line `q` has step `q` in
+//!   the low halves of its bytes and step `q + 4` in the high halves. With 2 bits, line `h` has steps `4 h`
+//!   to `4 h + 3`, from the lowest bits to the highest.
 //! - The highest bits follow. With 1 bit, one line has the eight steps from the lowest bit to the highest.
 //!   With 2 bits, there are two lines, as above.
 //!
