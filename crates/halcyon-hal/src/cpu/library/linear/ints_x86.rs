@@ -102,7 +102,8 @@ impl Ints for Vnni {
 }
 
 /// 256 bits, with `vpmaddubsw`, whose sums of two products saturate at 16 bits. Two products of bytes that
-/// are at most 127 do not. If weights are larger, 128 is subtracted and their sign is moved to the activations.
+/// are at most 127 do not. If weights are larger, 128 is subtracted and their sign is moved to the
+/// activations.
 #[derive(Clone, Copy)]
 pub(super) struct Maddubs;
 

@@ -6,8 +6,8 @@
 //!
 //! The codes of a group take some lines of 64 bytes. The instructions multiply four neighbouring elements of
 //! each of 16 outputs, a step. So byte `4 l + i` of a line belongs to output `l` and to element `4 s + i` of
-//! the group, where `s` is the step. A line has several steps, so that a weight takes no more bits than in its
-//! block:
+//! the group, where `s` is the step. A line has several steps, so that a weight takes no more bits than in
+//! its block:
 //!
 //! - The lowest bits come first. With 8 bits, line `s` has step `s`. With 4 bits, line `q` has step `q` in
 //!   the low halves of its bytes and step `q + 4` in the high halves. With 2 bits, line `h` has steps `4 h`
