@@ -516,10 +516,17 @@ impl Ints for Plain {
     #[inline(always)]
     unsafe fn dot(sum: Self::I, w: Self::B, x: *const u8, _wide: bool) -> Self::I {
         // SAFETY: by contract 4 bytes at `x` are readable.
-        let x = unsafe { x.cast::<[i8; 4]>().read_unaligned() }.map(i16::from);
-        // An i16 holds a byte, and an i32 the sum of the products of two pairs.
-        let product = |i: usize, j: usize| i32::from(i16::from(w[4 * i + j])) * i32::from(x[j]);
-        std::array::from_fn(|i| sum[i] + (product(i, 0) + product(i, 1)) + (product(i, 2) + product(i, 3)))
+        let x = unsafe { x.cast::<[i8; 4]>().read_unaligned() };
+        // The compiler makes vectors of bytes of 32-bit lanes, but not of sums of neighbouring products.
+        let lane = |i: usize| u32::from_le_bytes([w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]]);
+        let lanes: [u32; Portable::W] = std::array::from_fn(lane);
+        let mut sum = sum;
+        for j in 0..4 {
+            for i in 0..Portable::W {
+                sum[i] += (lanes[i] >> (8 * j) & 255) as i32 * i32::from(x[j]);
+            }
+        }
+        sum
     }
     #[inline(always)]
     unsafe fn widen(p: *const u8, part: Part) -> [f32; Portable::W] {
