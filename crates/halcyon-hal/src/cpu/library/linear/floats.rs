@@ -1,7 +1,7 @@
 //! Products of weights in f32, f16 or bf16 and activations in f32.
 //!
-//! A panel has the weights of 16 outputs: the 16 weights of each element of `k` follow each other. A result is
-//! one sum over all of `k`, in order, so its bits do not depend on the tile that it belongs to.
+//! A panel has the weights of 16 outputs: the 16 weights of each element of `k` follow each other. A result
+//! is one sum over all of `k`, in order, so its bits do not depend on the tile that it belongs to.
 
 use super::layout::PANEL;
 #[cfg(target_arch = "x86_64")]

@@ -6,10 +6,8 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::ints_x86::{Maddubs, Vnni};
-use super::layout::{CHUNK, LINE, Layout, PANEL, SCALES};
+use super::layout::{CHUNK, LINE, Layout, PANEL, Part, SCALES};
 use super::quantise::{RECORD, SCALE, SUMS};
-#[cfg(target_arch = "x86_64")]
-use crate::cpu::library::simd::{Avx2, Avx512};
 use crate::cpu::library::simd::{Portable, Simd};
 use crate::cpu::sys::Isa;
 
@@ -56,6 +54,11 @@ pub(super) trait Ints: Copy {
     /// # Safety
     /// The caller is compiled for the instruction set; 4 bytes at `x` are readable.
     unsafe fn dot(sum: Self::I, w: Self::B, x: *const u8, wide: bool) -> Self::I;
+    /// Widens a part of each byte at `p`, a vector of them. `part` is a constant.
+    ///
+    /// # Safety
+    /// The caller is compiled for the instruction set; as many bytes as lanes are readable at `p`.
+    unsafe fn widen(p: *const u8, part: Part) -> <Self::S as Simd>::V;
     /// # Safety
     /// The caller is compiled for the instruction set.
     unsafe fn float(v: Self::I) -> <Self::S as Simd>::V;
@@ -194,7 +197,7 @@ impl Path {
             Path::Vnni => decode_avx512,
             #[cfg(target_arch = "x86_64")]
             Path::Maddubs => decode_avx2,
-            _ => Layout::decode::<Portable>,
+            _ => Layout::decode::<Plain>,
         }
     }
 
@@ -217,9 +220,9 @@ impl Path {
 }
 
 /// # Safety
-/// The contract of [`Layout::decode`]; the processor has AVX-512.
+/// The contract of [`Layout::decode`]; the processor has AVX-512 with AVX512_VNNI.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn decode_avx512(
     l: &Layout,
     at: *const u8,
@@ -227,8 +230,8 @@ unsafe fn decode_avx512(
     scales: &mut [f32; SCALES],
     offsets: &mut [f32; SCALES],
 ) {
-    // SAFETY: this function has the contract of `decode` and is compiled for AVX-512.
-    unsafe { l.decode::<Avx512>(at, some, scales, offsets) }
+    // SAFETY: this function has the contract of `decode` and is compiled for AVX512_VNNI.
+    unsafe { l.decode::<Vnni>(at, some, scales, offsets) }
 }
 
 /// # Safety
@@ -243,7 +246,7 @@ unsafe fn decode_avx2(
     offsets: &mut [f32; SCALES],
 ) {
     // SAFETY: this function has the contract of `decode` and is compiled for AVX2.
-    unsafe { l.decode::<Avx2>(at, some, scales, offsets) }
+    unsafe { l.decode::<Maddubs>(at, some, scales, offsets) }
 }
 
 /// # Safety
@@ -513,10 +516,30 @@ impl Ints for Plain {
     #[inline(always)]
     unsafe fn dot(sum: Self::I, w: Self::B, x: *const u8, _wide: bool) -> Self::I {
         // SAFETY: by contract 4 bytes at `x` are readable.
-        let x = unsafe { x.cast::<[i8; 4]>().read_unaligned() }.map(i16::from);
-        // An i16 holds a byte, and an i32 the sum of the products of two pairs.
-        let product = |i: usize, j: usize| i32::from(i16::from(w[4 * i + j])) * i32::from(x[j]);
-        std::array::from_fn(|i| sum[i] + (product(i, 0) + product(i, 1)) + (product(i, 2) + product(i, 3)))
+        let x = unsafe { x.cast::<[i8; 4]>().read_unaligned() };
+        // The compiler makes vectors of bytes of 32-bit lanes, but not of sums of neighbouring products.
+        let lane = |i: usize| u32::from_le_bytes([w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]]);
+        let lanes: [u32; Portable::W] = std::array::from_fn(lane);
+        let mut sum = sum;
+        for j in 0..4 {
+            for i in 0..Portable::W {
+                sum[i] += (lanes[i] >> (8 * j) & 255) as i32 * i32::from(x[j]);
+            }
+        }
+        sum
+    }
+    #[inline(always)]
+    unsafe fn widen(p: *const u8, part: Part) -> [f32; Portable::W] {
+        // SAFETY: by contract as many bytes are readable.
+        unsafe { p.cast::<[u8; Portable::W]>().read_unaligned() }.map(|b| match part {
+            Part::All => f32::from(b),
+            Part::Signed => f32::from(b as i8),
+            Part::Low => f32::from(b & 15),
+            Part::High => f32::from(b >> 4),
+            // The two smallest are denormal.
+            Part::Exponent if b < 2 => f32::from_bits(0x0020_0000 << b),
+            Part::Exponent => f32::from_bits(u32::from(b - 1) << 23),
+        })
     }
     #[inline(always)]
     unsafe fn float(v: Self::I) -> [f32; Portable::W] {

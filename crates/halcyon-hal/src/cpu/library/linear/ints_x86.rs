@@ -1,6 +1,7 @@
 //! Vectors of bytes of x86-64.
 
 use super::ints::Ints;
+use super::layout::Part;
 use crate::cpu::library::simd::{Avx2, Avx512};
 use std::arch::x86_64::*;
 
@@ -73,18 +74,41 @@ impl Ints for Vnni {
         unsafe { _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
     }
     #[inline(always)]
+    unsafe fn widen(p: *const u8, part: Part) -> __m512 {
+        unsafe {
+            let bytes = _mm_loadu_si128(p.cast());
+            let v = _mm512_cvtepu8_epi32(bytes);
+            let v = match part {
+                Part::All => v,
+                Part::Signed => _mm512_cvtepi8_epi32(bytes),
+                Part::Low => _mm512_and_si512(v, _mm512_set1_epi32(15)),
+                Part::High => _mm512_srli_epi32::<4>(v),
+                Part::Exponent => {
+                    let one = _mm512_set1_epi32(1);
+                    // The two smallest are denormal.
+                    let small = _mm512_sllv_epi32(_mm512_set1_epi32(0x0020_0000), v);
+                    let bits = _mm512_slli_epi32::<23>(_mm512_sub_epi32(v, one));
+                    let bits = _mm512_mask_mov_epi32(small, _mm512_cmpgt_epi32_mask(v, one), bits);
+                    return _mm512_castsi512_ps(bits);
+                }
+            };
+            _mm512_cvtepi32_ps(v)
+        }
+    }
+    #[inline(always)]
     unsafe fn float(v: __m512i) -> __m512 {
         unsafe { _mm512_cvtepi32_ps(v) }
     }
 }
 
-/// 256 bits, with `vpmaddubsw`, whose sums of two products saturate at 16 bits. Two products of bytes that are
-/// at most 127 do not. If weights are larger, 128 is subtracted and their sign is moved to the activations.
+/// 256 bits, with `vpmaddubsw`, whose sums of two products saturate at 16 bits. Two products of bytes that
+/// are at most 127 do not. If weights are larger, 128 is subtracted and their sign is moved to the
+/// activations.
 #[derive(Clone, Copy)]
 pub(super) struct Maddubs;
 
-// SAFETY (of every block below): the trait requires that the caller is compiled for AVX2 and FMA, and that the
-// bytes that a method reads are readable.
+// SAFETY (of every block below): the trait requires that the caller is compiled for AVX2 and FMA, and that
+// the bytes that a method reads are readable.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Ints for Maddubs {
     type S = Avx2;
@@ -131,6 +155,28 @@ impl Ints for Maddubs {
                 _mm256_maddubs_epi16(w, x)
             };
             _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn widen(p: *const u8, part: Part) -> __m256 {
+        unsafe {
+            let bytes = _mm_loadl_epi64(p.cast());
+            let v = _mm256_cvtepu8_epi32(bytes);
+            let v = match part {
+                Part::All => v,
+                Part::Signed => _mm256_cvtepi8_epi32(bytes),
+                Part::Low => _mm256_and_si256(v, _mm256_set1_epi32(15)),
+                Part::High => _mm256_srli_epi32::<4>(v),
+                Part::Exponent => {
+                    let one = _mm256_set1_epi32(1);
+                    // The two smallest are denormal.
+                    let small = _mm256_sllv_epi32(_mm256_set1_epi32(0x0020_0000), v);
+                    let bits = _mm256_slli_epi32::<23>(_mm256_sub_epi32(v, one));
+                    let bits = _mm256_blendv_epi8(small, bits, _mm256_cmpgt_epi32(v, one));
+                    return _mm256_castsi256_ps(bits);
+                }
+            };
+            _mm256_cvtepi32_ps(v)
         }
     }
     #[inline(always)]

@@ -4,19 +4,20 @@
 //! last chunk may have fewer groups. A chunk has the scales of its weights, then their codes, so that memory
 //! is read in order. Codes are unsigned; a weight is `scale * (code - zero) + offset`.
 //!
-//! The codes of a group take some lines of 64 bytes. The instructions multiply four
-//! neighbouring elements of each of 16 outputs, a step. So byte `4 l + i` of a line belongs to output `l` and
-//! to element `4 s + i` of the group, where `s` is the step. A line has several steps, so that a weight takes
-//! no more bits than in its block:
+//! The codes of a group take some lines of 64 bytes. The instructions multiply four neighbouring elements of
+//! each of 16 outputs, a step. So byte `4 l + i` of a line belongs to output `l` and to element `4 s + i` of
+//! the group, where `s` is the step. A line has several steps, so that a weight takes no more bits than in
+//! its block:
 //!
-//! - The lowest bits come first. With 8 bits, line `s` has step `s`. With 4 bits, line `q` has step `q` in the
-//!   low halves of its bytes and step `q + 4` in the high halves. With 2 bits, line `h` has steps `4 h` to
-//!   `4 h + 3`, from the lowest bits to the highest.
+//! - The lowest bits come first. With 8 bits, line `s` has step `s`. With 4 bits, line `q` has step `q` in
+//!   the low halves of its bytes and step `q + 4` in the high halves. With 2 bits, line `h` has steps `4 h`
+//!   to `4 h + 3`, from the lowest bits to the highest.
 //! - The highest bits follow. With 1 bit, one line has the eight steps from the lowest bit to the highest.
 //!   With 2 bits, there are two lines, as above.
 //!
 //! Panels are the same for all instruction sets.
 
+use super::ints::Ints;
 use crate::cpu::library::simd::Simd;
 use halcyon_ir::blocks::BlockType;
 use half::f16;
@@ -254,9 +255,9 @@ impl Layout {
     /// offsets, or twice as many if its halves have their own.
     ///
     /// # Safety
-    /// The chunk has these groups. The calling function is compiled for the instruction set of `S`.
+    /// The chunk has these groups. The calling function is compiled for the instruction set of `X`.
     #[inline(always)]
-    pub(super) unsafe fn decode<S: Simd>(
+    pub(super) unsafe fn decode<X: Ints>(
         &self,
         at: *const u8,
         some: usize,
@@ -264,45 +265,43 @@ impl Layout {
         offsets: &mut [f32; SCALES],
     ) {
         let some = some.min(CHUNK);
-        let bytes = self.scales.entry().1;
-        // SAFETY: by contract the entries of these groups are readable; each is read only inside its bytes.
-        unsafe {
-            let line = |i: usize| at.add(i * PANEL).cast::<[u8; PANEL]>().read_unaligned();
-            match self.scales {
-                Scales::Half => {
-                    for g in 0..some {
-                        put(scales, g, halves::<S>(at.add(g * bytes)));
+        let (scales, offsets) = (scales.as_mut_ptr(), offsets.as_mut_ptr());
+        let n = if self.halves() { 2 * some } else { some };
+        for lane in (0..PANEL).step_by(X::S::W) {
+            // SAFETY: by contract the entries of these groups are readable. Entries have the parts that
+            // `Scales` names, each of 16 values. The arrays have 16 floats for each of the `n` scales.
+            unsafe {
+                let half = |i: usize| X::S::load_f16(at.add(2 * i * PANEL + 2 * lane).cast::<f16>());
+                let byte = |i: usize, part: Part| X::widen(at.add(i * PANEL + lane), part);
+                let to = |i: usize| scales.add(i * PANEL + lane);
+                let to_offset = |i: usize| offsets.add(i * PANEL + lane);
+                match self.scales {
+                    Scales::Half => (0..n).for_each(|g| X::S::store(to(g), half(g))),
+                    Scales::HalfOffset => {
+                        for g in 0..n {
+                            X::S::store(to(g), half(2 * g));
+                            X::S::store(to_offset(g), half(2 * g + 1));
+                        }
                     }
-                }
-                Scales::HalfOffset => {
-                    for g in 0..some {
-                        put(scales, g, halves::<S>(at.add(g * bytes)));
-                        put(offsets, g, halves::<S>(at.add(g * bytes + 2 * PANEL)));
+                    Scales::Exponent => {
+                        (0..n).for_each(|g| X::S::store(to(g), byte(g, Part::Exponent)));
                     }
-                }
-                Scales::Exponent => {
-                    for g in 0..some {
-                        put(scales, g, line(g).map(exponent));
+                    Scales::Signed | Scales::SignedHalves => {
+                        let d = half(0);
+                        for i in 0..n {
+                            X::S::store(to(i), X::S::mul(d, byte(2 + i, Part::Signed)));
+                        }
                     }
-                }
-                Scales::Signed | Scales::SignedHalves => {
-                    let d = halves::<S>(at);
-                    for i in 0..if self.halves() { 2 * some } else { some } {
-                        put(scales, i, times(&d, line(2 + i).map(|b| f32::from(b as i8))));
-                    }
-                }
-                Scales::Offsets => {
-                    let (d, m) = (halves::<S>(at), halves::<S>(at.add(2 * PANEL)).map(|m| -m));
-                    for g in 0..some {
-                        put(scales, g, times(&d, line(4 + g).map(f32::from)));
-                        put(offsets, g, times(&m, line(4 + CHUNK + g).map(f32::from)));
-                    }
-                }
-                Scales::OffsetHalves => {
-                    let (d, m) = (halves::<S>(at), halves::<S>(at.add(2 * PANEL)).map(|m| -m));
-                    for i in 0..2 * some {
-                        put(scales, i, times(&d, line(4 + i).map(|b| f32::from(b & 15))));
-                        put(offsets, i, times(&m, line(4 + i).map(|b| f32::from(b >> 4))));
+                    Scales::Offsets | Scales::OffsetHalves => {
+                        let (d, m) = (half(0), X::S::sub(X::S::zero(), half(1)));
+                        for i in 0..n {
+                            let (scale, offset) = match self.scales {
+                                Scales::Offsets => (byte(4 + i, Part::All), byte(4 + CHUNK + i, Part::All)),
+                                _ => (byte(4 + i, Part::Low), byte(4 + i, Part::High)),
+                            };
+                            X::S::store(to(i), X::S::mul(d, scale));
+                            X::S::store(to_offset(i), X::S::mul(m, offset));
+                        }
                     }
                 }
             }
@@ -310,36 +309,17 @@ impl Layout {
     }
 }
 
-#[inline(always)]
-fn put(to: &mut [f32; SCALES], i: usize, v: [f32; PANEL]) {
-    to[i * PANEL..][..PANEL].copy_from_slice(&v);
-}
-
-#[inline(always)]
-fn times(a: &[f32; PANEL], b: [f32; PANEL]) -> [f32; PANEL] {
-    std::array::from_fn(|l| a[l] * b[l])
-}
-
-/// Widens 16 f16 values.
-///
-/// # Safety
-/// `from` is readable for 32 bytes. The calling function is compiled for the instruction set of `S`.
-#[inline(always)]
-unsafe fn halves<S: Simd>(from: *const u8) -> [f32; PANEL] {
-    let mut to = [0f32; PANEL];
-    for i in 0..PANEL / S::W {
-        // SAFETY: by contract there are 16 values in `from`, and `to` has 16 floats.
-        unsafe { S::store(to.as_mut_ptr().add(i * S::W), S::load_f16(from.cast::<f16>().add(i * S::W))) };
-    }
-    to
-}
-
-/// Half of `2^(e - 127)`.
-#[inline(always)]
-fn exponent(e: u8) -> f32 {
-    let e = u32::from(e);
-    // The two smallest are denormal.
-    f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (e - 1) << 23 })
+/// How a byte is widened to a float.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Part {
+    All,
+    Signed,
+    /// The low half.
+    Low,
+    /// The high half.
+    High,
+    /// The byte `e` gives half of `2^(e - 127)`.
+    Exponent,
 }
 
 /// A block, taken apart.

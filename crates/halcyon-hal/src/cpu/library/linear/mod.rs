@@ -7,6 +7,8 @@
 //! The bits of a row of the result depend on that row, its matrix and the instruction set, and on nothing
 //! else: not on the number of rows, the threads, or the time of packing.
 
+#[cfg(test)]
+mod call_tests;
 mod floats;
 mod ints;
 #[cfg(target_arch = "x86_64")]
