@@ -85,13 +85,13 @@ impl BlockType {
     /// Bytes of `elements` weights. `None` if they do not fill whole blocks, or on overflow.
     pub fn bytes_of(self, elements: usize) -> Option<usize> {
         let r = self.row();
-        (elements % r.elements == 0).then(|| (elements / r.elements).checked_mul(r.bytes)).flatten()
+        elements.is_multiple_of(r.elements).then(|| (elements / r.elements).checked_mul(r.bytes)).flatten()
     }
 
     /// Elements in `bytes` bytes. `None` if the bytes are not whole blocks, or on overflow.
     pub fn elements_of(self, bytes: usize) -> Option<usize> {
         let r = self.row();
-        (bytes % r.bytes == 0).then(|| (bytes / r.bytes).checked_mul(r.elements)).flatten()
+        bytes.is_multiple_of(r.bytes).then(|| (bytes / r.bytes).checked_mul(r.elements)).flatten()
     }
 
     /// Decodes whole blocks. `from` and `to` have the same number of blocks; further blocks of the longer one
