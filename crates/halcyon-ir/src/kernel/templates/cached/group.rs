@@ -191,7 +191,7 @@ fn write(t: &Kernel, p: &Problem<'_>, l: Layout) {
     let Some(y) = y else { return };
     let running: Vec<Running<'_>> = (0..l.heads).map(|_| Running::new(b)).collect();
     let result = b.local(Ty::F32x4, (l.heads * l.value).max(1));
-    let each = |f: &dyn Fn(E<'_>)| b.for_(cx.lid, i64::from(l.value), l.items, |i| f(i));
+    let each = |f: &dyn Fn(E<'_>)| b.for_(cx.lid, i64::from(l.value), l.items, f);
     for h in 0..l.heads {
         each(&|i| result.store(i + i64::from(h * l.value), b.constant(Ty::F32x4, 0.0)));
     }
