@@ -266,7 +266,6 @@ block_types! {
 
 impl BlockRow {
     /// Bytes of `elements` weights. `None` if they do not fill whole blocks, or on overflow.
-<<<<<<< HEAD
     pub fn bytes_of(&self, elements: usize) -> Option<usize> {
         let blocks = elements.is_multiple_of(self.elements).then_some(elements / self.elements)?;
         blocks.checked_mul(self.bytes)
@@ -276,26 +275,6 @@ impl BlockRow {
     pub fn elements_of(&self, bytes: usize) -> Option<usize> {
         let blocks = bytes.is_multiple_of(self.bytes).then_some(bytes / self.bytes)?;
         blocks.checked_mul(self.elements)
-=======
-    pub fn bytes_of(self, elements: usize) -> Option<usize> {
-        let r = self.row();
-        elements.is_multiple_of(r.elements).then(|| (elements / r.elements).checked_mul(r.bytes)).flatten()
-    }
-
-    /// Elements in `bytes` bytes. `None` if the bytes are not whole blocks, or on overflow.
-    pub fn elements_of(self, bytes: usize) -> Option<usize> {
-        let r = self.row();
-        bytes.is_multiple_of(r.bytes).then(|| (bytes / r.bytes).checked_mul(r.elements)).flatten()
-    }
-
-    /// Decodes whole blocks. `from` and `to` have the same number of blocks; further blocks of the longer one
-    /// are ignored.
-    pub fn decode(self, from: &[u8], to: &mut [f32]) {
-        let r = self.row();
-        for (b, v) in from.chunks_exact(r.bytes).zip(to.chunks_exact_mut(r.elements)) {
-            (r.decode)(b, v);
-        }
->>>>>>> templates
     }
 }
 
