@@ -191,25 +191,6 @@ impl<'a> Meta<'a> {
         Ok(self.data.maybe(&self.key(key), Metadata::bool)?.unwrap_or(false))
     }
 
-    /// A value for each layer: an array, or one number for all.
-    pub(crate) fn per_layer(&self, key: &str, layers: usize) -> Result<Option<Vec<usize>>> {
-        match self.data.get(&self.key(key)) {
-            None => Ok(None),
-            Some(Value::Array(_)) => {
-                let v = self.data.ints(&self.key(key))?;
-                let v: Vec<usize> = v.into_iter().map(|n| n.max(0) as usize).collect();
-                match v.len() >= layers {
-                    true => Ok(Some(v)),
-                    false => Err(Error::argument(
-                        "configuration",
-                        format!("{key} has {} of {layers} layers", v.len()),
-                    )),
-                }
-            }
-            Some(_) => Ok(Some(vec![self.usize(key)?; layers])),
-        }
-    }
-
     /// Bools per layer, if the key holds an array.
     pub(crate) fn pattern(&self, key: &str) -> Option<Vec<bool>> {
         match self.data.get(&self.key(key)) {

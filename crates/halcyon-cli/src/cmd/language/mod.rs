@@ -8,6 +8,7 @@ pub(crate) mod tokenize;
 
 use crate::args::{LanguageArgs, SamplingArgs};
 use crate::report;
+use halcyon::hal::driver_output;
 use halcyon::{DType, Error, Result};
 use halcyon_formats::npy;
 use halcyon_models::{Engine, EngineOptions, GenerateOptions, Generation, ModelFile, Sampling};
@@ -138,7 +139,7 @@ pub(super) fn tokens(path: &Path) -> Result<Vec<u32>> {
 
 /// Writes a piece of text at once. Returns whether anybody reads it.
 pub(super) fn write_piece(text: &str) -> bool {
-    let mut out = std::io::stdout().lock();
+    let mut out = driver_output::out();
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_ok()
 }
 
