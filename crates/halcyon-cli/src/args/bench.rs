@@ -18,6 +18,9 @@ pub(crate) enum Bench {
     Ops(BenchOpsArgs),
     /// A model end to end, and where its time goes
     Model(BenchModelArgs),
+    /// Tokens per second of a language model
+    #[cfg(feature = "language")]
+    Llm(super::BenchLlmArgs),
     /// What each transformation of a model's plan gains
     Receipts(BenchReceiptsArgs),
 }

@@ -182,3 +182,38 @@ const TOKENIZE: &str = "\
 Examples:
   halcyon tokenize tiny.gguf 'Once upon a time'
   echo hello | halcyon tokenize tiny.gguf - --json";
+
+#[derive(Args, Debug)]
+#[command(after_help = BENCH_LLM)]
+pub(crate) struct BenchLlmArgs {
+    #[command(flatten)]
+    pub language: LanguageArgs,
+    /// Tokens of a prompt; 0: prompts are not measured
+    #[arg(short = 'p', long, visible_alias = "n-prompt", value_name = "N", default_value_t = 512)]
+    pub prompt: usize,
+    /// Tokens to generate; 0: generation is not measured
+    #[arg(short = 'n', long, visible_alias = "n-gen", value_name = "N", default_value_t = 128)]
+    pub generate: usize,
+    /// Positions before those that are measured, with commas between
+    #[arg(
+        short = 'd',
+        long,
+        visible_alias = "n-depth",
+        value_name = "N,…",
+        value_delimiter = ',',
+        default_value = "0"
+    )]
+    pub depth: Vec<usize>,
+    /// Number of measured runs of each test
+    #[arg(short = 'r', long, visible_alias = "repetitions", value_name = "N", default_value_t = 5)]
+    pub repeat: u32,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const BENCH_LLM: &str = "\
+llama-bench's protocol and names: pp512 is a prompt of 512 random tokens, tg128 are 128 tokens one after the other, @ d4096 is after 4096 positions. The first run of each test is not counted.
+
+Examples:
+  halcyon bench llm tiny.gguf -p 16 -n 4 -d 0,32 -r 1";

@@ -22,6 +22,8 @@ pub(crate) fn main(a: &BenchArgs) -> Result<u8> {
     match &a.what {
         Bench::Peak(a) => peak::main(a),
         Bench::Ops(a) => ops::main(a),
+        #[cfg(feature = "language")]
+        Bench::Llm(a) => super::language::bench::main(a),
         Bench::Model(a) => model::main(a),
         Bench::Receipts(a) => receipts::main(a),
     }

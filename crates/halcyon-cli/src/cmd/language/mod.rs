@@ -1,5 +1,6 @@
 //! The commands for language models.
 
+pub(crate) mod bench;
 pub(crate) mod chat;
 pub(crate) mod generate;
 pub(crate) mod logits;

@@ -1,0 +1,70 @@
+//! `halcyon bench llm`: tokens per second, by llama-bench's protocol: a prompt of random tokens, then single
+//! tokens, each after a given number of positions.
+
+use super::start;
+use crate::args::BenchLlmArgs;
+use crate::report;
+use halcyon::{Error, Result};
+use halcyon_models::{Engine, Feed};
+use serde_json::{Value, json};
+use std::time::Instant;
+
+pub(crate) fn main(a: &BenchLlmArgs) -> Result<u8> {
+    if a.repeat == 0 || a.prompt == 0 && a.generate == 0 {
+        return Err(Error::argument("bench llm", "there is nothing to measure"));
+    }
+    let deepest = a.depth.iter().copied().max().unwrap_or(0);
+    let mut m = start(&a.language, Some(deepest + a.prompt.max(a.generate).max(1)))?;
+    let (mut rows, mut lines) = (vec![], vec![]);
+    let backend = m.engine.decoder().backend().id().to_string();
+    for depth in &a.depth {
+        let tests = [("pp", a.prompt, a.language.chunk), ("tg", a.generate, 1)];
+        for (name, n, step) in tests.into_iter().filter(|(_, n, _)| *n > 0) {
+            let label = if *depth == 0 { format!("{name}{n}") } else { format!("{name}{n} @ d{depth}") };
+            let mut rates = vec![];
+            // The first run builds the plans.
+            for run in 0..=a.repeat {
+                let rate = measure(&mut m.engine, *depth, n, step, u64::from(run))?;
+                if run > 0 {
+                    rates.push(rate);
+                }
+            }
+            let mean = rates.iter().sum::<f64>() / rates.len() as f64;
+            let spread = rates.iter().map(|r| (r - mean).powi(2)).sum::<f64>() / rates.len() as f64;
+            rows.push(json!({
+                "test": label, "n": n, "depth": depth, "avg_ts": mean, "stddev_ts": spread.sqrt(), "samples_ts": rates,
+            }));
+            lines.push(vec![label, format!("{mean:.2} ± {:.2}", spread.sqrt())]);
+        }
+    }
+    if a.json {
+        let spec = &m.file.spec;
+        report::print_json(&json!({
+            "model": report::path(&a.language.path()), "architecture": spec.family, "backend": backend,
+            "results": Value::Array(rows),
+        }))?;
+    } else {
+        lines.insert(0, vec!["test".into(), "tokens/s".into()]);
+        report::print(&report::table(&lines))?;
+        report::note(&format!("on {backend}"));
+    }
+    Ok(0)
+}
+
+/// Tokens per second of `n` tokens after `depth` positions, in steps of `step` tokens.
+fn measure(engine: &mut Engine, depth: usize, n: usize, step: usize, seed: u64) -> Result<f64> {
+    let vocabulary = engine.decoder().spec.vocabulary as u64;
+    // Any tokens do: the time does not depend on them.
+    let token =
+        |i: usize| ((i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15 ^ seed << 7) >> 20) % vocabulary;
+    let tokens: Vec<u32> = (0..depth + n).map(|i| token(i) as u32).collect();
+    engine.truncate(0, 0);
+    if depth > 0 {
+        engine.feed(&[Feed { sequence: 0, tokens: &tokens[..depth], all: false }])?;
+    }
+    let start = Instant::now();
+    for part in tokens[depth..].chunks(step) {
+        engine.feed(&[Feed { sequence: 0, tokens: part, all: false }])?;
+    }
+    Ok(n as f64 / start.elapsed().as_secs_f64())
+}
