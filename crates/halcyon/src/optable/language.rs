@@ -48,7 +48,7 @@ fn linear() -> Row {
     for m in [1, 3, 33] {
         for d in [DType::F32, DType::F16, DType::BF16] {
             let w = x([21, 70]).of(d);
-            cases.push(case(&format!("{m} rows, {d}"), [x([m, 70]), w], product(None)));
+            cases.push(case(format!("{m} rows, {d}"), [x([m, 70]), w], product(None)));
         }
     }
     let which = |m: usize| x([m]).of(DType::I32).fill(Fill::Index(0, 5));
@@ -57,10 +57,10 @@ fn linear() -> Row {
         let k = 2 * t.row().elements;
         for m in [1, 5, 40] {
             let w = blocks(t, [35, k]);
-            cases.push(case(&format!("{m} rows, {t}"), [x([m, k]), w], product(Some(t))).tol(BYTES));
+            cases.push(case(format!("{m} rows, {t}"), [x([m, k]), w], product(Some(t))).tol(BYTES));
         }
         let (w, rows) = (blocks(t, [5, 19, k]), x([6, k]));
-        cases.push(case(&format!("experts, {t}"), [rows, w, which(6)], product(Some(t))).tol(BYTES));
+        cases.push(case(format!("experts, {t}"), [rows, w, which(6)], product(Some(t))).tol(BYTES));
     }
     let t = BlockType::Q4_K;
     row(CompositeKind::Linear, f32s(), Tol::Norm(64.0), cases).bench(case(
