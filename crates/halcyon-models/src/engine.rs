@@ -1,4 +1,5 @@
-//! Runs a decoder: the paged cache of keys and values, and one compiled plan for each number of rows.
+//! Runs a decoder: the paged cache of keys and values, and one compiled plan for each number of rows and of
+//! rows whose logits are wanted.
 
 use crate::decoder::{CacheLayout, Decoder, Rows};
 use halcyon::ir::error::{Error, Result};

@@ -96,8 +96,9 @@ fn overlap(text: &str, stop: &str) -> usize {
     ends.filter(|i| text.ends_with(&stop[..*i])).max().unwrap_or(0)
 }
 
-/// Feeds `prompt` to a sequence and generates. `past` holds the tokens that the sequence has already, for
-/// penalties. `on_text` gets each piece of text as soon as it is final, and may end the generation.
+/// Feeds `prompt` to a sequence and generates. Penalties count the tokens of `prompt` and the generated ones,
+/// not those that the sequence had before. `on_text` gets each piece of text as soon as it is final, and may
+/// end the generation.
 ///
 /// The last sampled token is not fed: the sequence holds the prompt and all tokens before it.
 ///

@@ -41,7 +41,8 @@ impl Source {
     /// Opens a GGUF file, or a folder with `config.json` and safetensors files.
     ///
     /// # Errors
-    /// Errors of reading; `Error::Unsupported` for a folder without `config.json`, or a file of another kind.
+    /// Errors of reading: `Error::Io` for a folder without `config.json`, `Error::Format` for a file of
+    /// another kind.
     pub fn open(path: &Path) -> Result<Source> {
         if path.is_dir() {
             return Ok(Source::Folder(Folder::open(path)?));

@@ -126,7 +126,8 @@ pub enum Activation {
     Relu,
     /// The square of ReLU.
     ReluSquared,
-    /// `(min(u, limit) + 1) * g σ(alpha g)` of a clamped gate `g` and linear part `u` (gpt-oss).
+    /// `(u + 1) * g σ(alpha g)` with the gate `g` clamped to at most `limit`, and the linear part `u` to
+    /// `-limit..=limit` (gpt-oss).
     ClampedSwiglu {
         alpha: f64,
         limit: f64,
