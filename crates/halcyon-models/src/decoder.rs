@@ -4,7 +4,7 @@
 //! rows are written to the cache first, then each row attends to the positions of its sequence up to its own.
 //! So one step can hold a chunk of one prompt, single tokens of many sequences, or both.
 
-use crate::rope::{Layout, Rope};
+use crate::rope::{Layout, Rope, Scaling};
 use crate::source::{Source, Weights, floats};
 use crate::spec::*;
 use halcyon::Order as Sort;
@@ -202,7 +202,10 @@ impl Loader<'_> {
     /// The matrix `stem.weight` of `dims`, and `stem.bias` if there is one.
     fn matrix(&self, stem: &str, dims: &[usize]) -> Result<Matrix> {
         let name = format!("{stem}.weight");
-        let w = self.need(&name)?;
+        let mut w = self.need(&name)?;
+        if stem.ends_with(".ffn_up") {
+            w = crate::source::gguf::up_of_joined(w, dims[0])?;
+        }
         expect(&name, &w.dims(), dims)?;
         let mut data = w.data;
         if w.blocks.is_none() && !matches!(data.dtype, DType::F32 | DType::F16 | DType::BF16) {
@@ -241,7 +244,8 @@ impl Loader<'_> {
                 [one("attn_norm")?, one("post_attention_norm")?, one("ffn_norm")?, one("post_ffw_norm")?]
             }
             Order::Parallel => [one("attn_norm")?, None, None, None],
-            Order::ParallelTwo => [one("attn_norm")?, None, one("attn_norm_2")?, None],
+            // GGUF calls the norm before the feed-forward part `attn_norm`.
+            Order::ParallelTwo => [one("attn_norm_2")?, None, one("attn_norm")?, None],
         })
     }
 
@@ -255,8 +259,21 @@ impl Loader<'_> {
         let rotation = match &a.rope {
             Some(r) if r.size > 0 => {
                 let mut r = r.clone();
-                if let Some(w) = self.find("rope_freqs.weight")? {
-                    r.factors = self.floats(&w)?.into_iter().map(f64::from).collect();
+                let factors = |name: &str| -> Result<Option<Vec<f64>>> {
+                    let Some(w) = self.find(name)? else { return Ok(None) };
+                    Ok(Some(self.floats(&w)?.into_iter().map(f64::from).collect()))
+                };
+                r.factors = factors("rope_freqs.weight")?.unwrap_or_default();
+                if let Scaling::Long { short, long, .. } = &mut r.scaling
+                    && short.is_empty()
+                {
+                    let need = |v: Option<Vec<f64>>| {
+                        v.ok_or_else(|| {
+                            Error::argument("load", "the model has no rope_factors_short and _long")
+                        })
+                    };
+                    *short = need(factors("rope_factors_short.weight")?)?;
+                    *long = need(factors("rope_factors_long.weight")?)?;
                 }
                 Some(ropes.add(&r))
             }

@@ -18,6 +18,8 @@ pub struct GenerateOptions {
     pub stop: Vec<String>,
     /// Whether tokens that end a text are treated as ordinary tokens.
     pub ignore_eos: bool,
+    /// Tokens that the sequence holds already, to which penalties apply too.
+    pub past: Vec<u32>,
 }
 
 /// Why a generation ended.
@@ -120,7 +122,7 @@ pub fn generate(
     let start = Instant::now();
     let mut logits = engine.feed(&[Feed { sequence, tokens: prompt, all: false }])?.pop().unwrap_or_default();
     let prompt_time = start.elapsed();
-    let mut past: Vec<u32> = prompt.to_vec();
+    let mut past = [&options.past[..], prompt].concat();
     let mut held = Held { stop: &options.stop, text: String::new(), passed: 0 };
     let mut stream = tokenizer.map(|t| t.stream(true));
     let mut tokens = vec![];

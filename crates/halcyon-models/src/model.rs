@@ -31,6 +31,14 @@ impl ModelFile {
         Ok(ModelFile { path: path.into(), source, spec })
     }
 
+    /// What the user should know before the model is loaded.
+    pub fn warnings(&self) -> Vec<String> {
+        match &self.source {
+            Source::Gguf(file) => crate::source::gguf::warnings(file),
+            Source::Folder(_) => vec![],
+        }
+    }
+
     /// The model's tokenizer; `None` if it has none.
     ///
     /// # Errors

@@ -63,6 +63,9 @@ impl Sampling {
         ];
         match ranges.iter().find(|(_, v, low, high)| !(low..=high).contains(&v)) {
             None => Ok(()),
+            Some((name @ "repeat penalty", v, ..)) => {
+                Err(Error::argument("sampling", format!("{name} {v}: expected a number above 0")))
+            }
             Some((name, v, low, high)) => {
                 let what = match *high == f32::MAX {
                     true if *low < 0.0 => "a number",

@@ -2,13 +2,14 @@
 //! both: `blk.0.attn_q.weight`.
 
 mod folder;
+pub(crate) mod gguf;
 mod names;
 
 use crate::spec::Spec;
 pub use folder::Folder;
-use halcyon::ir::error::{Error, Result};
+use halcyon::ir::error::Result;
 use halcyon::{BlockType, ConstData, DType};
-use halcyon_formats::gguf::{GgmlType, Gguf};
+use halcyon_formats::gguf::Gguf;
 use std::path::Path;
 
 /// An open model.
@@ -57,20 +58,7 @@ impl Source {
     /// Errors of reading; `Error::Unsupported` for an element type that is not supported.
     pub fn find(&self, spec: &Spec, name: &str) -> Result<Option<Weights>> {
         match self {
-            Source::Gguf(file) => {
-                let Some(t) = file.find(name) else { return Ok(None) };
-                let blocks = match t.ty() {
-                    GgmlType::Plain(_) => None,
-                    GgmlType::Block(b) => Some(b),
-                    other => {
-                        return Err(Error::unsupported(
-                            format!("'{name}' of type {other}"),
-                            "Convert the file to one of the types that `halcyon fit --help` lists",
-                        ));
-                    }
-                };
-                Ok(Some(Weights { data: t.to_const()?, blocks }))
-            }
+            Source::Gguf(file) => gguf::find(file, spec, name),
             Source::Folder(folder) => folder.find(spec, name),
         }
     }

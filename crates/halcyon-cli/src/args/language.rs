@@ -14,12 +14,12 @@ pub(crate) struct LanguageArgs {
     #[arg(short = 'm', long = "model", value_name = "MODEL", conflicts_with = "model")]
     pub model_file: Option<PathBuf>,
     /// Positions for which the cache has room; 0: as many as the model was made for. Default: 4096, or fewer
-    /// if the model was made for fewer
+    /// if the model was made for fewer; `perplexity` 512; `logits` and `bench llm` as many as they need
     #[arg(short = 'c', long, visible_aliases = ["ctx-size", "num-ctx"], value_name = "N")]
     pub context: Option<usize>,
-    /// Type of the cached keys and values: f32, f16 or bf16
-    #[arg(long, value_name = "TYPE", default_value = "f16")]
-    pub kv_dtype: String,
+    /// Type of the cached keys and values: f32, f16 or bf16. Default: f16, for `logits` f32
+    #[arg(long, value_name = "TYPE")]
+    pub kv_dtype: Option<String>,
     /// The most tokens of a prompt that are computed at once
     #[arg(long, visible_aliases = ["batch-size"], value_name = "N", default_value_t = 512)]
     pub chunk: usize,
@@ -136,7 +136,7 @@ pub(crate) struct LogitsArgs {
 }
 
 const LOGITS: &str = "\
-The logits after each token, given all tokens before it. The cache is f32 unless --kv-dtype is given.
+The logits after each token, given all tokens before it.
 
 Examples:
   halcyon logits tiny.gguf --tokens ids.npy --output logits.npy";

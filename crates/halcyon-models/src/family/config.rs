@@ -206,16 +206,30 @@ impl<'a> Meta<'a> {
         let context = self.usize("context_length")?;
         let original = self.maybe_usize("rope.scaling.original_context_length")?.unwrap_or(context);
         let factor = self.maybe_f64("rope.scaling.factor")?.filter(|f| *f != 0.0);
+        let own = match self.maybe_f64("rope.scaling.yarn_attn_factor")? {
+            Some(a) => Some(a),
+            None => self.maybe_f64("rope.scaling.attn_factor")?,
+        };
         let kind = self.data.maybe(&self.key("rope.scaling.type"), |m, k| m.str(k))?;
         let scaling = match (kind.unwrap_or("none"), factor) {
-            ("none" | "longrope", _) | (_, None) => Scaling::None,
+            ("none", _) => Scaling::None,
+            // The factors are tensors of the file.
+            ("longrope", factor) => Scaling::Long {
+                short: vec![],
+                long: vec![],
+                original,
+                factor: factor.unwrap_or(context as f64 / original as f64),
+                attention: self.maybe_f64("rope.scaling.attn_factor")?,
+            },
+            (_, None) => Scaling::None,
             ("linear", Some(factor)) => Scaling::Linear { factor },
             ("yarn", Some(factor)) => Scaling::Yarn(Yarn {
                 factor,
                 original,
                 beta_fast: self.maybe_f64("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                 beta_slow: self.maybe_f64("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
-                attention: self.maybe_f64("rope.scaling.attn_factor")?,
+                // The file's factor is on top of the paper's.
+                attention: own.map(|a| a * crate::rope::yarn_attention(factor, 1.0)),
                 mscale: None,
                 truncate: true,
             }),

@@ -56,9 +56,5 @@ fn gguf(m: &Meta<'_>) -> Result<Spec> {
     for l in s.layers.iter_mut().skip(dense) {
         (l.ffn, l.inner) = (Ffn::Experts(experts.clone()), inner);
     }
-    for l in &mut s.layers {
-        // In GGUF files the norm before the feed-forward part has the name of the norm after attention.
-        let _ = &l;
-    }
     Ok(s)
 }

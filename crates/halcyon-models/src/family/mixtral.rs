@@ -9,7 +9,7 @@ pub(super) const FAMILY: Family = Family {
     name: "mixtral",
     hf: &["mixtral"],
     from_hf: hf,
-    // Mixtral's GGUF files name Llama's architecture.
+    // Most of Mixtral's GGUF files name Llama's architecture, which knows experts too.
     gguf: &["mixtral"],
     from_gguf: gguf,
 };

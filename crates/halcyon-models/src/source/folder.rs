@@ -48,7 +48,13 @@ impl Folder {
     /// # Errors
     /// `Error::Io` if a file is missing; `Error::Format` if one is malformed.
     pub fn open(path: &Path) -> Result<Folder> {
-        let config = json(&path.join("config.json"))?;
+        let config = path.join("config.json");
+        if !config.is_file() {
+            let what =
+                "the folder has no config.json; a model's folder has config.json and safetensors files";
+            return Err(io(path, what));
+        }
+        let config = json(&config)?;
         let index = path.join("model.safetensors.index.json");
         let names: Vec<String> = if index.is_file() {
             let map: BTreeMap<String, String> = serde_json::from_value(json(&index)?["weight_map"].clone())

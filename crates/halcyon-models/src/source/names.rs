@@ -59,8 +59,8 @@ impl Names<'_> {
 
     fn norm(&self, stem: &str) -> Vec<Recipe> {
         match stem {
-            "attn_norm" => self.plain(&["input_layernorm", "ln_1", "ln_attn", "operator_norm"]),
-            "attn_norm_2" => self.plain(&["ln_mlp"]),
+            "attn_norm" => self.plain(&["input_layernorm", "ln_1", "ln_mlp", "operator_norm"]),
+            "attn_norm_2" => self.plain(&["ln_attn"]),
             "post_attention_norm" => self.plain(&["post_attention_layernorm", "post_self_attn_layernorm"]),
             // With norms before and after, `post_attention_layernorm` is the norm after the mixer.
             "ffn_norm" if self.layer.order == Order::Both => self.plain(&["pre_feedforward_layernorm"]),

@@ -14,7 +14,7 @@ pub(crate) fn main(a: &BenchLlmArgs) -> Result<u8> {
         return Err(Error::argument("bench llm", "there is nothing to measure"));
     }
     let deepest = a.depth.iter().copied().max().unwrap_or(0);
-    let mut m = start(&a.language, Some(deepest + a.prompt.max(a.generate).max(1)))?;
+    let mut m = start(&a.language, Some(deepest + a.prompt.max(a.generate).max(1)), "f16")?;
     let (mut rows, mut lines) = (vec![], vec![]);
     let backend = m.engine.decoder().backend().id().to_string();
     for depth in &a.depth {

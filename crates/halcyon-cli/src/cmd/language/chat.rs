@@ -39,7 +39,7 @@ struct Chat {
 
 pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
     let options = options(&a.sampling)?;
-    let model = start(&a.language, None)?;
+    let model = start(&a.language, None, "f16")?;
     let tokenizer = model.tokenizer()?;
     let template = match &a.chat_template {
         Some(file) => ChatTemplate::new(&input::text(file)?)?,
@@ -190,6 +190,7 @@ impl Chat {
         let common = common.min(prompt.len() - 1);
         self.model.engine.truncate(0, common);
         self.fed.truncate(common);
+        self.options.past = prompt[..common].to_vec();
         let mut on_text = |piece: &str| match write_piece(piece) && !STOPPED.load(Ordering::SeqCst) {
             true => ControlFlow::Continue(()),
             false => ControlFlow::Break(()),

@@ -9,7 +9,7 @@ use std::ops::ControlFlow;
 
 pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
     let options = options(&a.sampling)?;
-    let mut m = start(&a.language, None)?;
+    let mut m = start(&a.language, None, "f16")?;
     let tokenizer = match &a.prompt {
         Some(_) => Some(m.tokenizer()?),
         None => m.file.tokenizer()?,

@@ -40,10 +40,11 @@ fn kv_dtype(name: &str) -> Result<DType> {
     }
 }
 
-/// Opens and loads the model. `context`, if given, replaces the user's.
-pub(super) fn start(a: &LanguageArgs, context: Option<usize>) -> Result<Running> {
+/// Opens and loads the model. `context`, if given, replaces the user's. `kept` is the type of cached keys and
+/// values unless the user chooses one.
+pub(super) fn start(a: &LanguageArgs, context: Option<usize>, kept: &str) -> Result<Running> {
     a.backend.check()?;
-    let dtype = kv_dtype(&a.kv_dtype)?;
+    let dtype = kv_dtype(a.kv_dtype.as_deref().unwrap_or(kept))?;
     if a.chunk == 0 {
         return Err(Error::argument("--chunk", "must be at least 1"));
     }
@@ -60,6 +61,9 @@ pub(super) fn start(a: &LanguageArgs, context: Option<usize>) -> Result<Running>
     }
     if context > made {
         report::warn(&format!("the model was made for {made} positions, and the context has {context}"));
+    }
+    for w in file.warnings() {
+        report::warn(&w);
     }
     let backend = a.backend.open(false)?;
     let decoder = Arc::new(file.load(&backend, context)?);
@@ -109,7 +113,13 @@ pub(super) fn options(a: &SamplingArgs) -> Result<GenerateOptions> {
     if a.stop.iter().any(String::is_empty) {
         return Err(Error::argument("--stop", "a stop string must not be empty"));
     }
-    Ok(GenerateOptions { max_tokens: a.max_tokens, sampling, stop: a.stop.clone(), ignore_eos: a.ignore_eos })
+    Ok(GenerateOptions {
+        max_tokens: a.max_tokens,
+        sampling,
+        stop: a.stop.clone(),
+        ignore_eos: a.ignore_eos,
+        past: vec![],
+    })
 }
 
 /// A text, or standard input for `-`.

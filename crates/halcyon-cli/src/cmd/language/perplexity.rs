@@ -17,7 +17,7 @@ pub(crate) fn main(a: &PerplexityArgs) -> Result<u8> {
     if window < 2 {
         return Err(Error::argument("--context", "a window has at least 2 positions"));
     }
-    let mut m = start(&a.language, Some(window))?;
+    let mut m = start(&a.language, Some(window), "f16")?;
     let tokenizer = m.tokenizer()?;
     let ids = tokenizer.encode(&text, true, false)?;
     if ids.len() < window {

@@ -218,7 +218,9 @@ pub(crate) fn set_rows(
     let count = index.view.numel();
     let outer = &out.view.shape[..axis];
     let inner = &out.view.shape[axis + 1..];
-    let (steps, idims) = (t.size("steps", count), t.sizes("i", &index.view.shape));
+    // Without updates nothing is stored, but the kernel still divides by these sizes.
+    let sizes: Vec<usize> = index.view.shape.iter().map(|n| (*n).max(1)).collect();
+    let (steps, idims) = (t.size("steps", count.max(1)), t.sizes("i", &sizes));
     let (odims, ndims) = (t.sizes("a", outer), t.sizes("b", inner));
     let row = t.size("row", inner.iter().product::<usize>());
     let rows = outer.iter().product::<usize>() * count;
@@ -229,9 +231,9 @@ pub(crate) fn set_rows(
     let me = b.let_(exists.select(me, 0));
     let (a, s) = (b.let_(me.idiv(steps)), b.let_(me.imod(steps)));
     let (at, ii) = (t.split(a, &odims), t.split(s, &idims));
-    let (place, ok) = wrapped(b, ai.load(b, &ii), n);
+    let (place, ok) = wrapped(b, b.load_if(ai.buf, ai.at(b, &ii), exists), n);
     let place = b.let_(place);
-    b.if_(!ok, || fault.set());
+    b.if_(exists.and(!ok), || fault.set());
     let found = b.var_of(Ty::I32, 0);
     b.for_(s + 1 + lid, steps, lanes, |j| {
         let (other, _) = wrapped(b, ai.load(b, &t.split(j, &idims)), n);

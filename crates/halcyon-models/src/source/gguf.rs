@@ -1,0 +1,108 @@
+//! Tensors of GGUF files, also of those that store several matrices in one tensor.
+
+use super::Weights;
+use crate::spec::{Mixer, Order, Spec};
+use bytes::Bytes;
+use halcyon::ir::blocks::LoadOnly;
+use halcyon::ir::error::{Error, Result};
+use halcyon::{BlockType, ConstData, DType};
+use halcyon_formats::gguf::{GgmlType, Gguf, Tensor};
+
+/// The tensor with a canonical name.
+pub(super) fn find(file: &Gguf, spec: &Spec, name: &str) -> Result<Option<Weights>> {
+    if let Some(t) = file.find(name) {
+        return whole(t).map(Some);
+    }
+    let Some((tensor, first, count)) = part(file, spec, name) else { return Ok(None) };
+    let Some(t) = file.find(&tensor) else { return Ok(None) };
+    rows(whole(t)?, first, count).map(Some)
+}
+
+/// Where a tensor is that the file has as a part of another one: the other one's name, and its rows.
+fn part(file: &Gguf, spec: &Spec, name: &str) -> Option<(String, usize, usize)> {
+    let (stem, kind) = name.rsplit_once('.')?;
+    let (i, own) = stem.strip_prefix("blk.")?.split_once('.')?;
+    let layer = spec.layers.get(i.parse::<usize>().ok()?)?;
+    let Mixer::Attention(a) = &layer.mixer;
+    let (q, k, v) = (a.heads * a.key, a.shared * a.key, a.shared * a.value);
+    let other = |name: &str| format!("blk.{i}.{name}.{kind}");
+    let rows = |name: &str| file.find(&other(name)).and_then(|t| t.shape().first().copied());
+    Some(match own {
+        "attn_q" => (other("attn_qkv"), 0, q),
+        "attn_k" => (other("attn_qkv"), q, k),
+        "attn_v" => (other("attn_qkv"), q + k, v),
+        // Phi-3: the gate is the first half.
+        "ffn_gate" if rows("ffn_up")? == 2 * layer.inner => (other("ffn_up"), 0, layer.inner),
+        "ffn_norm" if layer.order == Order::Before => {
+            (other("post_attention_norm"), 0, rows("post_attention_norm")?)
+        }
+        _ => return None,
+    })
+}
+
+/// The second half of a joined gate and up projection, or the whole tensor.
+pub(crate) fn up_of_joined(w: Weights, inner: usize) -> Result<Weights> {
+    match w.dims().first() {
+        Some(n) if *n == 2 * inner => rows(w, inner, inner),
+        _ => Ok(w),
+    }
+}
+
+fn rows(w: Weights, first: usize, count: usize) -> Result<Weights> {
+    let mut dims = w.data.dims.to_vec();
+    let all = dims.first().copied().unwrap_or(0);
+    if first + count > all {
+        let what = format!("rows {first} to {} of a tensor with {all} rows", first + count);
+        return Err(Error::shape("load", what));
+    }
+    let width = w.data.bytes().len() / all.max(1);
+    dims[0] = count;
+    let bytes = Bytes::copy_from_slice(&w.data.bytes()[first * width..(first + count) * width]);
+    Ok(Weights { data: halcyon_formats::data::from_bytes(w.data.dtype, &dims, bytes)?, blocks: w.blocks })
+}
+
+fn whole(t: &Tensor) -> Result<Weights> {
+    match t.ty() {
+        GgmlType::Plain(_) => Ok(Weights { data: t.to_const()?, blocks: None }),
+        GgmlType::Block(b) => Ok(Weights { data: t.to_const()?, blocks: Some(b) }),
+        GgmlType::Wide(row) => match LoadOnly::from_ggml(row.ggml) {
+            Some(format) => {
+                let mut v = vec![0f32; t.shape().iter().product()];
+                format.decode(&t.data, &mut v);
+                Ok(Weights { data: ConstData::from_slice(t.shape(), &v)?, blocks: None })
+            }
+            None => {
+                let kept: Vec<&str> = BlockType::ALL.iter().map(|b| b.name()).collect();
+                let read: Vec<&str> = LoadOnly::ALL.iter().map(|b| b.name()).collect();
+                Err(Error::unsupported(
+                    format!("'{}' of type {}", t.name(), t.ty()),
+                    format!("Supported types: f32, f16, bf16, {}, {}", kept.join(", "), read.join(", ")),
+                ))
+            }
+        },
+    }
+}
+
+/// Warnings about tensors that are decoded when the model is loaded.
+pub(crate) fn warnings(file: &Gguf) -> Vec<String> {
+    let of = |format: &LoadOnly| {
+        let ggml = format.row().ggml;
+        let all = file.tensors().iter().filter(|t| matches!(t.ty(), GgmlType::Wide(r) if r.ggml == ggml));
+        let (mut count, mut stored, mut loaded) = (0usize, 0usize, 0usize);
+        for t in all {
+            count += 1;
+            stored += t.data.len();
+            loaded += t.shape().iter().product::<usize>() * DType::F32.size();
+        }
+        let mib = |n: usize| n as f64 / f64::from(1 << 20);
+        (count > 0).then(|| {
+            format!(
+                "{count} tensors of type {} are decoded to f32 when they are loaded: {:.1} MiB become {:.1} MiB",
+                format.name(),
+                mib(stored),
+                mib(loaded)
+            )
+        })
+    };
+    LoadOnly::ALL.iter().filter_map(of).collect()
+}
