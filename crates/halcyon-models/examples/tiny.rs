@@ -1,7 +1,7 @@
 //! Compares the logits of small models with those that another program stored.
 //!
-//! `cargo run -p halcyon-models --example tiny -- [--backend B] DIR…`, where each DIR is a model's folder with
-//! `expected.npz` (`ids`, `logits`, `greedy`).
+//! `cargo run -p halcyon-models --example tiny -- [--backend B] DIR…`, where each DIR is a model's folder
+//! with `expected.npz` (`ids`, `logits`, `greedy`).
 
 use halcyon::prelude::*;
 use halcyon_formats::npz::Npz;

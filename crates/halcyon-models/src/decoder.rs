@@ -1,8 +1,8 @@
 //! A decoder: the weights of a [`Spec`] and the computation of one step over rows of tokens.
 //!
-//! A step gets rows of tokens. Each row belongs to a sequence and has a position in it. Keys and values of all
-//! rows are written to the cache first, then each row attends to the positions of its sequence up to its own.
-//! So one step can hold a chunk of one prompt, single tokens of many sequences, or both.
+//! A step gets rows of tokens. Each row belongs to a sequence and has a position in it. Keys and values of
+//! all rows are written to the cache first, then each row attends to the positions of its sequence up to its
+//! own. So one step can hold a chunk of one prompt, single tokens of many sequences, or both.
 
 use crate::rope::{Layout, Rope, Scaling};
 use crate::source::{Source, Weights, floats};
@@ -23,7 +23,7 @@ struct Matrix {
 
 impl Matrix {
     fn apply(&self, x: &Tensor) -> Tensor {
-        let y = x.linear(&self.data, self.blocks, None);
+        let y = x.row_matmul(&self.data, self.blocks, None);
         match &self.bias {
             Some(b) => y + b,
             None => y,
@@ -32,7 +32,7 @@ impl Matrix {
 
     /// Multiplies each row by its own matrix.
     fn apply_which(&self, x: &Tensor, which: &Tensor) -> Tensor {
-        let y = x.linear(&self.data, self.blocks, Some(which));
+        let y = x.row_matmul(&self.data, self.blocks, Some(which));
         match &self.bias {
             Some(b) => y + b.gather(which, 0),
             None => y,
@@ -379,8 +379,8 @@ impl Decoder {
     /// Loads the weights of a model for sequences of up to `context` positions.
     ///
     /// # Errors
-    /// `Error::Argument` for a tensor that is missing; `Error::Shape` for one whose shape does not follow from
-    /// the configuration; errors of reading.
+    /// `Error::Argument` for a tensor that is missing; `Error::Shape` for one whose shape does not follow
+    /// from the configuration; errors of reading.
     pub fn load(backend: &Backend, source: &Source, spec: Spec, context: usize) -> Result<Decoder> {
         let l = Loader { source, spec: &spec, backend };
         let mut ropes = Rotations::default();
@@ -428,8 +428,8 @@ impl Decoder {
         &self.ropes
     }
 
-    /// Types of the states of the cache, in the order of [`Decoder::step`]: keys and values of each layer, each
-    /// `[pages * heads * page, size]`.
+    /// Types of the states of the cache, in the order of [`Decoder::step`]: keys and values of each layer,
+    /// each `[pages * heads * page, size]`.
     pub fn cache_shapes(&self, c: CacheLayout) -> Vec<[usize; 2]> {
         let layers = self.spec.layers.iter();
         let of = |l: &Layer| {

@@ -125,13 +125,13 @@ impl Engine {
         self.free.extend(self.pages[sequence].drain(keep..));
     }
 
-    /// Computes tokens of one or several sequences. Returns the logits: for each feed those of its last token,
-    /// or of all its tokens, each of the vocabulary's size, one after the other.
+    /// Computes tokens of one or several sequences. Returns the logits: for each feed those of its last
+    /// token, or of all its tokens, each of the vocabulary's size, one after the other.
     ///
     /// # Errors
-    /// `Error::Argument` for a token outside of the vocabulary, a sequence that does not exist, an empty feed,
-    /// or a sequence that would become longer than the context; [`Error::OutOfMemory`] is not returned: if the
-    /// cache has no free page, the error is `Error::Argument` too.
+    /// `Error::Argument` for a token outside of the vocabulary, a sequence that does not exist, an empty
+    /// feed, or a sequence that would become longer than the context; [`Error::OutOfMemory`] is not returned:
+    /// if the cache has no free page, the error is `Error::Argument` too.
     pub fn feed(&mut self, feeds: &[Feed<'_>]) -> Result<Vec<Vec<f32>>> {
         self.check(feeds)?;
         let mut out: Vec<Vec<f32>> = vec![vec![]; feeds.len()];
@@ -184,8 +184,8 @@ impl Engine {
         }
     }
 
-    /// Computes the rows `(feed, token of the feed)` of one step. `lengths` are those of the sequences after all
-    /// chunks. Returns the logits of the wanted rows.
+    /// Computes the rows `(feed, token of the feed)` of one step. `lengths` are those of the sequences after
+    /// all chunks. Returns the logits of the wanted rows.
     fn chunk(&mut self, feeds: &[Feed<'_>], lengths: &[usize], rows: &[(usize, usize)]) -> Result<Vec<f32>> {
         let page = self.options.page;
         let padded = ROWS.iter().copied().find(|n| *n >= rows.len()).unwrap_or(rows.len());

@@ -105,8 +105,8 @@ fn overlap(text: &str, stop: &str) -> usize {
 /// The last sampled token is not fed: the sequence holds the prompt and all tokens before it.
 ///
 /// # Errors
-/// `Error::Argument` for an empty prompt, for one that does not fit the context, or for bad options; errors of
-/// the device.
+/// `Error::Argument` for an empty prompt, for one that does not fit the context, or for bad options; errors
+/// of the device.
 pub fn generate(
     engine: &mut Engine,
     sequence: usize,

@@ -147,8 +147,8 @@ impl Rope {
         }
     }
 
-    /// Cosines and sines of rows at `positions` of sequences with `lengths` positions, each `[rows, size / 2]` in
-    /// row-major order. Negative positions count as 0.
+    /// Cosines and sines of rows at `positions` of sequences with `lengths` positions, each `[rows, size /
+    /// 2]` in row-major order. Negative positions count as 0.
     pub fn rotations(&self, positions: &[i32], lengths: &[usize]) -> (Vec<f32>, Vec<f32>) {
         let n = positions.len() * self.size / 2;
         let (mut cos, mut sin) = (Vec::with_capacity(n), Vec::with_capacity(n));

@@ -111,10 +111,10 @@ pub fn write(path: &Path, metadata: &[(String, Value)], tensors: &[(TensorInfo, 
     w.finish()
 }
 
-/// Like [`write`], into memory.
+/// Like [`write()`], into memory.
 ///
 /// # Errors
-/// Those of [`write`] without [`Error::Io`].
+/// Those of [`write()`] without [`Error::Io`].
 pub fn encode(metadata: &[(String, Value)], tensors: &[(TensorInfo, &[u8])]) -> Result<Vec<u8>> {
     let infos: Vec<TensorInfo> = tensors.iter().map(|(t, _)| t.clone()).collect();
     let layout = Layout::new("a GGUF file", metadata, &infos)?;

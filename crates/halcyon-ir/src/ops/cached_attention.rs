@@ -72,8 +72,8 @@ impl Composite {
 
 impl Graph {
     /// Attention of `q`, f32 `[rows, heads, size]`, over the cached positions of each row's sequence:
-    /// `softmax(scores) values`, f32 `[rows, heads, value size]`. Row `i` sees the positions up to its own, at
-    /// most [`CachedAttention::window`] of them. Consecutive query heads share a key head.
+    /// `softmax(scores) values`, f32 `[rows, heads, value size]`. Row `i` sees the positions up to its own,
+    /// at most [`CachedAttention::window`] of them. Consecutive query heads share a key head.
     ///
     /// Kernels of this composite are batch-invariant: the bits of a row depend only on its query and on the
     /// cached positions that it sees.

@@ -131,8 +131,8 @@ built_in! {
     ByteConv => quantize::BYTE_CONV,
     /// Product with weights of 4 bits ([`crate::Graph::quantized_matmul`]).
     QuantizedMatmul => quantize::QUANTIZED_MATMUL,
-    /// A batch-invariant product with weights that are stored by rows ([`crate::Graph::linear`]).
-    Linear => linear::LINEAR,
+    /// A batch-invariant product with weights that are stored by rows ([`crate::Graph::row_matmul`]).
+    RowMatmul => linear::ROW_MATMUL,
     /// Attention over a paged cache ([`crate::Graph::cached_attention`]).
     CachedAttention => cached_attention::CACHED_ATTENTION,
 }

@@ -12,11 +12,11 @@ use crate::kernel::templates::linear::TEMPLATE;
 use crate::shape::Shape;
 use crate::target::Operand;
 
-const NAME: &str = "linear";
+const NAME: &str = "row_matmul";
 /// The attribute with the number of the format of the weights in GGUF files. Weights without it are floats.
 const BLOCKS: &str = "blocks";
 
-pub(super) static LINEAR: CompositeRow = CompositeRow {
+pub(super) static ROW_MATMUL: CompositeRow = CompositeRow {
     name: NAME,
     has_builder: true,
     has_kernels: true,
@@ -35,7 +35,7 @@ fn product_flops(_: &Composite, inputs: &[Operand], output: &Operand) -> u64 {
 }
 
 impl Composite {
-    /// The format of the weights of a composite `linear`; `None` if they are floats.
+    /// The format of the weights of a composite `row_matmul`; `None` if they are floats.
     pub fn weight_blocks(&self) -> Option<BlockType> {
         self.int(BLOCKS).and_then(|n| u32::try_from(n).ok()).and_then(BlockType::from_ggml)
     }
@@ -55,7 +55,7 @@ impl Graph {
     /// # Errors
     /// [`Error::DType`] unless `x` is f32 and the weights are floats or bytes; [`Error::Shape`] if the shapes
     /// do not match.
-    pub fn linear(
+    pub fn row_matmul(
         &mut self,
         x: NodeId,
         w: NodeId,
@@ -100,7 +100,7 @@ impl Graph {
             own.insert(BLOCKS.into(), Attr::Int(i64::from(b.row().ggml)));
         }
         let operands: Vec<NodeId> = [x, w].into_iter().chain(which).collect();
-        self.composite(CompositeKind::Linear, own, &operands, |g, x| {
+        self.composite(CompositeKind::RowMatmul, own, &operands, |g, x| {
             let Some(which) = x.get(2) else {
                 let w = widened(g, x[1], blocks)?;
                 let w = g.transpose(w, 0, 1)?;

@@ -361,20 +361,20 @@ pub fn language_models() -> Vec<Kernel> {
         for ty in BlockType::ALL.iter().copied() {
             let w: &[usize] = &[6, ty.bytes_of(512).unwrap()];
             add(caps, &[(DType::F32, &[m, 512]), (DType::U8, w)], &|g, x| {
-                g.linear(x[0], x[1], Some(ty), None).unwrap()
+                g.row_matmul(x[0], x[1], Some(ty), None).unwrap()
             });
         }
         for d in [DType::F32, DType::F16, DType::BF16] {
             for k in [64, 77] {
                 add(caps, &[(DType::F32, &[m, k]), (d, &[6, k])], &|g, x| {
-                    g.linear(x[0], x[1], None, None).unwrap()
+                    g.row_matmul(x[0], x[1], None, None).unwrap()
                 });
             }
         }
         let bytes = BlockType::Q4_K.bytes_of(256).unwrap();
         let x: &[(DType, &[usize])] =
             &[(DType::F32, &[m, 256]), (DType::U8, &[4, 6, bytes]), (DType::I64, &[m])];
-        add(caps, x, &|g, x| g.linear(x[0], x[1], Some(BlockType::Q4_K), Some(x[2])).unwrap());
+        add(caps, x, &|g, x| g.row_matmul(x[0], x[1], Some(BlockType::Q4_K), Some(x[2])).unwrap());
     }
     for caps in [&gpu, &whole, &cpu] {
         for (d, size) in [(DType::F32, 64), (DType::F16, 128), (DType::BF16, 50)] {

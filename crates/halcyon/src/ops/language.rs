@@ -33,12 +33,12 @@ impl Tensor {
     /// These activations, f32 `[m, k]`, times weights that are stored by rows, `[n, k]` or bytes of blocks:
     /// f32 `[m, n]`. The bits of a row of the result do not depend on the other rows. With `which`, integers
     /// `[m]`, each row has its own matrix of the weights `[matrices, n, k]`. See
-    /// [`halcyon_ir::Graph::linear`].
+    /// [`halcyon_ir::Graph::row_matmul`].
     #[track_caller]
-    pub fn linear(&self, weights: &Tensor, blocks: Option<BlockType>, which: Option<&Tensor>) -> Tensor {
+    pub fn row_matmul(&self, weights: &Tensor, blocks: Option<BlockType>, which: Option<&Tensor>) -> Tensor {
         let mut ins = vec![self, weights];
         ins.extend(which);
-        Tensor::build(&ins, |g, x| g.linear(x[0], x[1], blocks, x.get(2).copied()))
+        Tensor::build(&ins, |g, x| g.row_matmul(x[0], x[1], blocks, x.get(2).copied()))
     }
 
     /// Attention of these queries, f32 `[rows, heads, size]`, over the cached positions of each row's

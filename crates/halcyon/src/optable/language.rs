@@ -42,8 +42,9 @@ fn decode_blocks() -> Row {
 const BYTES: Tol = Tol::Norm(84_000.0);
 
 fn linear() -> Row {
-    let product =
-        |t: Option<BlockType>| move |g: &mut Graph, x: &[NodeId]| g.linear(x[0], x[1], t, x.get(2).copied());
+    let product = |t: Option<BlockType>| {
+        move |g: &mut Graph, x: &[NodeId]| g.row_matmul(x[0], x[1], t, x.get(2).copied())
+    };
     let mut cases = vec![];
     for m in [1, 3, 33] {
         for d in [DType::F32, DType::F16, DType::BF16] {
@@ -63,7 +64,7 @@ fn linear() -> Row {
         cases.push(case(format!("experts, {t}"), [rows, w, which(6)], product(Some(t))).tol(BYTES));
     }
     let t = BlockType::Q4_K;
-    row(CompositeKind::Linear, f32s(), Tol::Norm(64.0), cases).bench(case(
+    row(CompositeKind::RowMatmul, f32s(), Tol::Norm(64.0), cases).bench(case(
         "1x2048x2048, q4_k",
         [x([1, 2048]), blocks(t, [2048, 2048])],
         product(Some(t)),

@@ -72,9 +72,9 @@ impl Tensor {
         Ok(Tensor::from_buffer(backend, TensorType::new(data.dtype, &data.dims), b))
     }
 
-    /// A constant of the computations that read it. Plans treat it as a weight of a model: it is uploaded once,
-    /// and kernels may keep it in a layout of their own. Unlike [`Tensor::from_weights`], whose values are an
-    /// input of every plan, other data means another plan.
+    /// A constant of the computations that read it. Plans treat it as a weight of a model: it is uploaded
+    /// once, and kernels may keep it in a layout of their own. Unlike [`Tensor::from_weights`], whose values
+    /// are an input of every plan, other data means another plan.
     #[track_caller]
     pub fn constant(backend: &Backend, data: &ConstData) -> Tensor {
         Tensor::build_on(backend, &[], Location::caller(), |g, _| Ok(g.constant(data.clone())))

@@ -343,7 +343,7 @@ fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel,
             conv::blocked_calls::conv(isa, threads, call, c)
         }
         Op::Composite(c) if c.kind == CompositeKind::QuantizedMatmul => gemm::product_int4::call(isa, call),
-        Op::Composite(c) if c.kind == CompositeKind::Linear => linear::call(isa, call, c),
+        Op::Composite(c) if c.kind == CompositeKind::RowMatmul => linear::call(isa, call, c),
         Op::Composite(c) if c.kind == CompositeKind::CachedAttention => attention::cached::call(isa, call, c),
         Op::Composite(c) if c.kind == CompositeKind::BlockedPool => conv::blocked_calls::pool(isa, call, c),
         Op::Composite(c) => calls::composite(isa, call, c),

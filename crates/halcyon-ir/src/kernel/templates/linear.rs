@@ -24,7 +24,7 @@ use crate::kernel::{Buf, Builder, E, Var, verify_for};
 use crate::ops::Op;
 use crate::target::{Caps, Declined, Operand};
 
-/// Kernels for the composite `linear`.
+/// Kernels for the composite `row_matmul`.
 pub(crate) static TEMPLATE: Template = Template { lower, tuning: None };
 
 /// Lanes that share an output.
@@ -79,17 +79,17 @@ struct Problem<'o> {
     out: &'o Operand,
 }
 
-/// Lowers the composite `linear`: activations f32 `[m, k]`; weights `[n, k]`, or bytes of blocks; optionally
-/// the number of a matrix for each row, and weights with an axis of matrices in front.
+/// Lowers the composite `row_matmul`: activations f32 `[m, k]`; weights `[n, k]`, or bytes of blocks;
+/// optionally the number of a matrix for each row, and weights with an axis of matrices in front.
 ///
 /// # Errors
 /// Declines with `needs_dense` if the rows of the activations or of the weights are not contiguous.
 fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     let c = match op {
-        Op::Composite(c) if c.kind == CompositeKind::Linear => c,
-        _ => return Err(Declined::because(format!("linear: got {}", op.name()))),
+        Op::Composite(c) if c.kind == CompositeKind::RowMatmul => c,
+        _ => return Err(Declined::because(format!("another op: {}", op.name()))),
     };
-    arity("linear", inputs, outputs, 2..=3)?;
+    arity(&op.name(), inputs, outputs, 2..=3)?;
     unmasked(inputs)?;
     let contiguous = |o: &Operand| {
         let last = o.view.rank() - 1;
@@ -103,7 +103,7 @@ fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Resul
     let (m, k) = (x.view.shape[0], x.view.shape[1]);
     let which = inputs.get(2);
     if which.is_some() && w.view.shape[0] == 0 {
-        return Err(Declined::because("linear: there are no matrices"));
+        return Err(Declined::because("there are no matrices"));
     }
     let p = Problem { m, n: out.view.shape[1], k, blocks: c.weight_blocks(), x, w, which, out };
     // Rows with matrices of their own share no weights.
@@ -115,7 +115,7 @@ impl Problem<'_> {
     fn build(&self, l: Layout, caps: &Caps) -> Result<Lowered, Declined> {
         let operands: Vec<&Operand> =
             [self.x, self.w].into_iter().chain(self.which).chain([self.out]).collect();
-        let name = if self.which.is_some() { "linear_of" } else { "linear" };
+        let name = if self.which.is_some() { "row_matmul_of" } else { "row_product" };
         let t = Kernel::new(name, l.items, &operands);
         self.write(&t, l);
         let tiles = self.m.div_ceil(l.rows) * self.n.div_ceil(l.teams() * l.columns);

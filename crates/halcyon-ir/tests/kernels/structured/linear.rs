@@ -90,7 +90,9 @@ fn products_with_blocks() {
             for (offset, gap) in [(0, 0), (3, 5)] {
                 let x = pitched(&mut rng, DType::F32, m, k, k + gap, offset);
                 let w = blocks(&mut rng, ty, &[columns], k, offset, gap);
-                check_on(&all_devices(), lower, &[x, w], 20.0, |g, x| g.linear(x[0], x[1], Some(ty), None));
+                check_on(&all_devices(), lower, &[x, w], 20.0, |g, x| {
+                    g.row_matmul(x[0], x[1], Some(ty), None)
+                });
             }
         }
     }
@@ -104,9 +106,10 @@ fn products_with_floats() {
             for (pitch, offset) in [(k, 0), (k + 3, 1)] {
                 let x = pitched(&mut rng, DType::F32, m, k, pitch, offset);
                 let w = pitched(&mut rng, d, n, k, pitch, offset);
-                let names =
-                    check_on(&all_devices(), lower, &[x, w], 40.0, |g, x| g.linear(x[0], x[1], None, None));
-                assert!(names.iter().all(|n| n == "linear"));
+                let names = check_on(&all_devices(), lower, &[x, w], 40.0, |g, x| {
+                    g.row_matmul(x[0], x[1], None, None)
+                });
+                assert!(names.iter().all(|n| n == "row_product"));
             }
         }
     }
@@ -124,7 +127,7 @@ fn rows_choose_their_matrix() {
         let bad = which.iter().any(|v| !(-3.0..3.0).contains(v));
         if !bad {
             check_on(&all_devices(), lower, &[x, w, i], 20.0, |g, x| {
-                g.linear(x[0], x[1], Some(ty), Some(x[2]))
+                g.row_matmul(x[0], x[1], Some(ty), Some(x[2]))
             });
             continue;
         }
@@ -145,7 +148,7 @@ fn call(inputs: &[Input], ty: Option<BlockType>) -> (Op, Operand) {
         .iter()
         .map(|i| g.input("x", TensorType::new(i.operand.dtype, &i.operand.view.shape)))
         .collect();
-    let y = g.linear(x[0], x[1], ty, x.get(2).copied()).unwrap();
+    let y = g.row_matmul(x[0], x[1], ty, x.get(2).copied()).unwrap();
     let shape = g.shape(y).known().unwrap();
     (g.node(y).op.clone(), Operand { dtype: DType::F32, view: View::dense(&shape) })
 }

@@ -20,7 +20,7 @@ fn operand(dtype: DType, dims: &[usize]) -> Operand {
 fn op(blocks: Option<BlockType>, ins: &[Operand]) -> Op {
     let mut g = Graph::new();
     let x: Vec<_> = ins.iter().map(|o| g.input("x", TensorType::new(o.dtype, &o.view.shape))).collect();
-    let y = g.linear(x[0], x[1], blocks, x.get(2).copied()).unwrap();
+    let y = g.row_matmul(x[0], x[1], blocks, x.get(2).copied()).unwrap();
     g.node(y).op.clone()
 }
 

@@ -1,4 +1,4 @@
-//! The composite `linear`: activations times weights that are stored by rows, as floats or in blocks.
+//! The composite `row_matmul`: activations times weights that are stored by rows, as floats or in blocks.
 //!
 //! Weights are packed in panels of 16 outputs: ahead of time if they are a constant, otherwise while they are
 //! multiplied. With weights in blocks, the activations are rounded to bytes first, and the products are
@@ -31,7 +31,7 @@ use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::View;
 use product::{Operands, Product, Size, Weights};
 
-/// The kernel of a call of the composite `linear`.
+/// The kernel of a call of the composite `row_matmul`.
 pub(crate) fn call(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
     let no = |why: &str| Err(Declined::because(why.to_string()));
     let ([x, w, which @ ..], [y]) = (call.inputs, call.outputs) else {

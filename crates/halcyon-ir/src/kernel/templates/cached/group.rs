@@ -104,7 +104,7 @@ impl Layout {
 
 pub(super) fn lower(p: &Problem<'_>, l: Layout, caps: &Caps) -> Result<Lowered, Declined> {
     let operands = p.operands();
-    let name = if l.split { "cached_attention_part" } else { "cached_attention" };
+    let name = if l.split { "cached_attention_part" } else { "cached_attention_row" };
     let t = Kernel::new(name, l.items, &operands);
     write(&t, p, l);
     let parts = if l.split { l.parts(p) } else { 1 };

@@ -39,7 +39,7 @@ fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Resul
     let Some(options) = options else {
         return Err(Declined::because(format!("cached_attention: got {}", op.name())));
     };
-    arity("cached_attention", inputs, outputs, 6..=7)?;
+    arity(&op.name(), inputs, outputs, 6..=7)?;
     unmasked(inputs)?;
     let contiguous = |i: &usize| inputs[*i].view.shape[3] <= 1 || inputs[*i].view.strides[3] == 1;
     let bad: Vec<usize> = (1..3).filter(|i| !contiguous(i)).collect();
