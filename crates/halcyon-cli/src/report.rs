@@ -85,7 +85,16 @@ pub(crate) fn print(text: &str) -> Result<()> {
 /// Writes a command's result as JSON, indented.
 pub(crate) fn print_json(v: &Value) -> Result<()> {
     let text = serde_json::to_string_pretty(v).map_err(|e| Error::internal(e.to_string()))?;
-    print(&(text + "\n"))
+    let mut safe = String::with_capacity(text.len() + 1);
+    let mut one = [0; 4];
+    for c in text.chars() {
+        // `print` would write these characters as escapes that JSON does not have.
+        match plain(c.encode_utf8(&mut one)) {
+            Cow::Borrowed(_) => safe.push(c),
+            Cow::Owned(_) => safe.push_str(&format!("\\u{:04x}", u32::from(c))),
+        }
+    }
+    print(&(safe + "\n"))
 }
 
 /// Writes a line to stderr that is not part of the result: a note or a warning. `-q` suppresses it.

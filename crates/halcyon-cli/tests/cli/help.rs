@@ -62,6 +62,11 @@ fn workplace() -> tempfile::TempDir {
     for e in fs::read_dir(root().join("examples/train")).expect("the configurations").flatten() {
         fs::copy(e.path(), configurations.join(e.file_name())).expect("copied");
     }
+    #[cfg(feature = "language")]
+    {
+        language::files(dir.path());
+        fs::copy(dir.path().join("tiny.gguf"), dir.path().join("model-q4_k.gguf")).expect("copied");
+    }
     // A case of the ONNX backend tests, and a replay file.
     let case = dir.path().join("target/testdata/conformance/add");
     fs::create_dir_all(case.join("test_data_set_0")).expect("a folder");

@@ -13,6 +13,8 @@ mod drivers;
 mod fit;
 mod help;
 mod inspect;
+#[cfg(feature = "language")]
+mod language;
 mod loops;
 mod mistakes;
 mod names;

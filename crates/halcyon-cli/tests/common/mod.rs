@@ -2,6 +2,9 @@
 #![allow(dead_code, unused_imports)]
 #![allow(unreachable_pub, reason = "public for the test files that include this one")]
 
+#[cfg(feature = "language")]
+pub mod language;
+
 use halcyon_formats::onnx::proto::*;
 use halcyon_hal::backend::{BUILT_IN, TestDevice};
 use halcyon_ir::DType;

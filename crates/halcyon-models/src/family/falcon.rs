@@ -46,7 +46,7 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
         heads,
         shared,
         head: hidden / heads,
-        inner: c.maybe_usize("ffn_hidden_size")?.unwrap_or(4 * hidden),
+        inner: c.maybe_usize("ffn_hidden_size")?.unwrap_or(hidden.saturating_mul(4)),
         eps: c.f64("layer_norm_epsilon")?,
         rope: Some(c.rope(hidden / heads, None)?),
     };

@@ -15,7 +15,7 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
         s.norm_heads(base.rms());
     }
     let inner = c.usize("moe_intermediate_size")?;
-    let common = c.maybe_usize("n_shared_experts")?.unwrap_or(0) * inner;
+    let common = c.maybe_usize("n_shared_experts")?.unwrap_or(0).saturating_mul(inner);
     let groups = c.maybe_usize("n_group")?.zip(c.maybe_usize("topk_group")?);
     let experts = Experts {
         score: Score::Sigmoid,
@@ -42,7 +42,7 @@ fn gguf(m: &Meta<'_>) -> Result<Spec> {
         s.norm_heads(base.rms());
     }
     let inner = m.usize("expert_feed_forward_length")?;
-    let common = m.maybe_usize("expert_shared_count")?.unwrap_or(0) * inner;
+    let common = m.maybe_usize("expert_shared_count")?.unwrap_or(0).saturating_mul(inner);
     let experts = Experts {
         score: Score::Sigmoid,
         normalise: m.flag("expert_weights_norm")?,

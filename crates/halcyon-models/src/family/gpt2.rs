@@ -33,7 +33,7 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
         heads,
         shared: heads,
         head: hidden / heads,
-        inner: c.maybe_usize("n_inner")?.unwrap_or(4 * hidden),
+        inner: c.maybe_usize("n_inner")?.unwrap_or(hidden.saturating_mul(4)),
         eps: c.f64("layer_norm_epsilon")?,
         rope: None,
     };

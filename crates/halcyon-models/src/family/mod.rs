@@ -127,6 +127,11 @@ fn check(s: &Spec) -> Result<()> {
             return bad(format!("layer {i}: {} of {} experts", e.used, e.count));
         }
         if let Ffn::Experts(e) = &l.ffn
+            && let Some(n) = e.common.filter(|n| *n == 0 || *n > MAX)
+        {
+            return bad(format!("layer {i}: an expert of all rows of size {n}"));
+        }
+        if let Ffn::Experts(e) = &l.ffn
             && let Some((groups, kept)) = e.groups
             && (groups == 0 || e.count % groups != 0 || kept == 0 || kept > groups)
         {

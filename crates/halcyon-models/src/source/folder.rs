@@ -252,7 +252,7 @@ impl Recipe {
             }
             Recipe::Grouped { before, take, after, .. } => {
                 let (rows, all) = (dims.first().copied().unwrap_or(0), before + take + after);
-                if all == 0 || rows % all != 0 {
+                if all == 0 || dims.is_empty() || rows % all != 0 {
                     return Err(Error::shape("weights", format!("{rows} rows are not groups of {all}")));
                 }
                 let width: usize = dims[1..].iter().product();

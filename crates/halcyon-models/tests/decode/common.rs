@@ -1,0 +1,133 @@
+//! Engines, greedy choices, and files with random weights.
+#![allow(dead_code, reason = "`launches` uses a part")]
+
+use halcyon::BlockType;
+use halcyon::prelude::*;
+use halcyon_formats::gguf::{self, GgmlType, Gguf, TensorInfo, Value};
+use halcyon_models::{Decoder, Engine, EngineOptions, Feed, Source, family};
+use halcyon_test::Rng;
+use std::sync::Arc;
+
+/// The decoder of a source.
+pub(crate) fn decoder(b: &Backend, source: &Source, context: usize) -> Arc<Decoder> {
+    let spec = family::spec(source).expect("the configuration is valid");
+    Arc::new(Decoder::load(b, source, spec, context).expect("the weights are loaded"))
+}
+
+/// An engine with a cache in f32 and pages of 4 positions, so that short texts have several.
+pub(crate) fn engine(decoder: &Arc<Decoder>, sequences: usize, chunk: usize) -> Engine {
+    let options = EngineOptions {
+        sequences,
+        positions: decoder.context() * sequences,
+        page: 4,
+        cache: DType::F32,
+        chunk,
+    };
+    Engine::new(decoder.clone(), options).expect("an engine")
+}
+
+/// Feeds one sequence.
+pub(crate) fn feed(e: &mut Engine, tokens: &[u32], all: bool) -> Vec<f32> {
+    e.feed(&[Feed { sequence: 0, tokens, all }]).expect("the tokens are computed").remove(0)
+}
+
+/// The token with the largest logit.
+pub(crate) fn best(logits: &[f32]) -> u32 {
+    (0..logits.len()).max_by(|a, b| logits[*a].total_cmp(&logits[*b])).expect("a logit") as u32
+}
+
+/// The next `n` tokens, if `logits` are those of the last one.
+pub(crate) fn greedy(e: &mut Engine, mut logits: Vec<f32>, n: usize) -> Vec<u32> {
+    let mut out = vec![];
+    for i in 0..n {
+        out.push(best(&logits));
+        if i + 1 < n {
+            logits = feed(e, &[out[i]], false);
+        }
+    }
+    out
+}
+
+/// Sizes of the random model.
+pub(crate) const VOCABULARY: usize = 300;
+const HIDDEN: usize = 256;
+const HEADS: usize = 4;
+const SHARED: usize = 2;
+const INNER: usize = 512;
+const LAYERS: usize = 2;
+
+/// Metadata of the random model.
+pub(crate) fn metadata(arch: &str) -> Vec<(String, Value)> {
+    let n = |key: &str, v: usize| (format!("{arch}.{key}"), Value::from(v as u32));
+    vec![
+        ("general.architecture".into(), arch.into()),
+        n("context_length", 128),
+        n("embedding_length", HIDDEN),
+        n("block_count", LAYERS),
+        n("feed_forward_length", INNER),
+        n("attention.head_count", HEADS),
+        n("attention.head_count_kv", SHARED),
+        (format!("{arch}.attention.layer_norm_rms_epsilon"), 1e-5f32.into()),
+        n("rope.dimension_count", HIDDEN / HEADS),
+    ]
+}
+
+/// The tensors of a Llama model whose matrices are random blocks, or f32.
+pub(crate) fn tensors(blocks: Option<BlockType>) -> Vec<(TensorInfo, Vec<u8>)> {
+    let kv = HIDDEN / HEADS * SHARED;
+    let mut shapes = vec![
+        ("token_embd".to_string(), vec![VOCABULARY, HIDDEN]),
+        ("output_norm".into(), vec![HIDDEN]),
+        ("output".into(), vec![VOCABULARY, HIDDEN]),
+    ];
+    for i in 0..LAYERS {
+        let layer: [(&str, &[usize]); 9] = [
+            ("attn_norm", &[HIDDEN]),
+            ("attn_q", &[HIDDEN, HIDDEN]),
+            ("attn_k", &[kv, HIDDEN]),
+            ("attn_v", &[kv, HIDDEN]),
+            ("attn_output", &[HIDDEN, HIDDEN]),
+            ("ffn_norm", &[HIDDEN]),
+            ("ffn_gate", &[INNER, HIDDEN]),
+            ("ffn_up", &[INNER, HIDDEN]),
+            ("ffn_down", &[HIDDEN, INNER]),
+        ];
+        shapes.extend(layer.map(|(name, shape)| (format!("blk.{i}.{name}"), shape.to_vec())));
+    }
+    let mut rng = Rng::new(5);
+    let mut make = |(name, shape): &(String, Vec<usize>)| {
+        let values: Vec<f32> = rng.f32s(shape.iter().product()).iter().map(|v| v * 0.1).collect();
+        let name = format!("{name}.weight");
+        match blocks.filter(|_| shape.len() > 1) {
+            Some(b) => {
+                let mut bytes = vec![0; b.bytes_of(values.len()).expect("whole blocks")];
+                b.encode(&values, &mut bytes);
+                (TensorInfo::new(name, shape, GgmlType::Block(b)), bytes)
+            }
+            None => {
+                let one = if shape.len() == 1 { 1.0 } else { 0.0 };
+                let bytes = values.iter().flat_map(|v| (one + v).to_le_bytes()).collect();
+                (TensorInfo::new(name, shape, GgmlType::Plain(DType::F32)), bytes)
+            }
+        }
+    };
+    shapes.iter().map(&mut make).collect()
+}
+
+/// A file of metadata and tensors.
+pub(crate) fn file(metadata: &[(String, Value)], tensors: &[(TensorInfo, Vec<u8>)]) -> Source {
+    let tensors: Vec<(TensorInfo, &[u8])> = tensors.iter().map(|(t, b)| (t.clone(), &b[..])).collect();
+    let bytes = gguf::encode(metadata, &tensors).expect("a file");
+    Source::Gguf(Gguf::parse(bytes.into(), "random.gguf").expect("a valid file"))
+}
+
+/// Whether this is the CPU backend. The other test devices are emulated, and slow.
+pub(crate) fn is_cpu(b: &Backend) -> bool {
+    b.id() == "cpu:0"
+}
+
+/// The bits of values, for comparisons that NaN must not pass as equal by accident.
+pub(crate) fn bits(v: &[f32]) -> Vec<u32> {
+    assert!(v.iter().all(|v| v.is_finite()), "a logit is not finite");
+    v.iter().map(|v| v.to_bits()).collect()
+}

@@ -1,0 +1,7 @@
+//! Tests of language models on the devices of this machine.
+
+mod batch;
+mod common;
+mod hostile;
+mod stored;
+mod stories;

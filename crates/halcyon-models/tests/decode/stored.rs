@@ -1,0 +1,86 @@
+//! Small models of every family against the logits that transformers computes in float64.
+
+use crate::common::*;
+use halcyon::prelude::*;
+use halcyon_formats::npz::Npz;
+use halcyon_models::Source;
+use halcyon_models::rope::Scaling;
+use halcyon_models::spec::Mixer;
+use halcyon_test::{Rng, devices, one_in};
+use std::path::PathBuf;
+
+/// The folders of `tests/data`.
+pub(crate) fn folders() -> Vec<PathBuf> {
+    let data = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+    let all = std::fs::read_dir(data).expect("the stored models").flatten().map(|e| e.path());
+    let mut all: Vec<PathBuf> = all.filter(|p| p.is_dir()).collect();
+    all.sort();
+    assert_eq!(all.len(), 20, "{all:?}");
+    all
+}
+
+/// How the prompt is fed.
+#[derive(Clone, Copy, Debug)]
+enum How {
+    Whole,
+    Chunks,
+    Tokens,
+}
+
+/// Compares the logits and the continuation.
+fn case(b: &Backend, dir: &PathBuf, ways: &[How]) {
+    let stored = Npz::open(&dir.join("expected.npz")).expect("the expected values");
+    let get = |name: &str| stored.get(name).expect("an array");
+    let ids = |name: &str| -> Vec<u32> { get(name).to_vec::<i64>().iter().map(|v| *v as u32).collect() };
+    let (prompt, generated, want) = (ids("ids"), ids("generated"), get("logits").to_vec::<f64>());
+    let source = Source::open(dir).expect("the model opens");
+    let decoder = decoder(b, &source, (prompt.len() + generated.len()).next_multiple_of(4));
+    let mean = want.iter().sum::<f64>() / want.len() as f64;
+    let std = (want.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / want.len() as f64).sqrt();
+    // These rotations depend on the length that a sequence has when a token is fed.
+    let by_length = decoder.spec.layers.iter().any(|l| {
+        let Mixer::Attention(a) = &l.mixer;
+        a.rope.as_ref().is_some_and(|r| matches!(r.scaling, Scaling::Dynamic { .. } | Scaling::Long { .. }))
+    });
+    for way in ways {
+        let who = format!("{} on {} ({way:?})", dir.display(), b.id());
+        let mut e = engine(&decoder, 1, if matches!(way, How::Chunks) { 5 } else { 512 });
+        let got = match way {
+            How::Tokens if by_length => continue,
+            How::Tokens => prompt.iter().flat_map(|t| feed(&mut e, &[*t], false)).collect(),
+            _ => feed(&mut e, &prompt, true),
+        };
+        assert_eq!(got.len(), want.len(), "{who}");
+        // Not `<`, so that NaN fails.
+        let far = |(g, w): (&f32, &f64)| !((f64::from(*g) - w).abs() <= 1e-3 * std);
+        if let Some(at) = got.iter().zip(&want).position(far) {
+            panic!("{who}: logit {at} is {}, expected {}, deviation {std}", got[at], want[at]);
+        }
+        let last = got[got.len() - decoder.spec.vocabulary..].to_vec();
+        assert_eq!(greedy(&mut e, last, generated.len()), generated, "{who}");
+    }
+}
+
+#[test]
+fn every_family_computes_the_stored_logits_on_the_cpu() {
+    let cpu = Backend::new(BackendType::Cpu).expect("the CPU");
+    for dir in folders() {
+        case(&cpu, &dir, &[How::Whole, How::Chunks, How::Tokens]);
+    }
+}
+
+/// Other devices compute the same graphs by kernels that have tests of their own, so a few families are
+/// enough.
+#[test]
+fn some_families_compute_the_stored_logits_on_every_device() {
+    let name = "some_families_compute_the_stored_logits_on_every_device";
+    let mut rng = Rng::fresh(name);
+    for b in devices::devices(name, Level::O2).into_iter().filter(|b| !is_cpu(b)) {
+        let step = one_in(7);
+        let first = rng.below(step);
+        for dir in folders().iter().skip(first).step_by(step) {
+            println!("{} on {}", dir.display(), b.id());
+            case(&b, dir, &[How::Chunks]);
+        }
+    }
+}
