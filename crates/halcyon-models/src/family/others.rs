@@ -72,7 +72,7 @@ pub(super) const COHERE2: Family = Family {
     from_hf: |c| {
         let base = Base::hf("cohere2", c)?;
         let window = c.maybe_usize("sliding_window")?;
-        let slides = |i: usize| c.slides(i).unwrap_or((i + 1) % 4 != 0);
+        let slides = |i: usize| c.slides(i).unwrap_or(!(i + 1).is_multiple_of(4));
         Ok(cohere(base, window, &slides, c.maybe_f64("logit_scale")?))
     },
     gguf: &["cohere2"],
