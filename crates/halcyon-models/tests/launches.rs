@@ -1,5 +1,5 @@
-//! A warm step makes nothing new. The test runs alone in its process, because a device counts the kernels that
-//! all backends of the process compile.
+//! A warm step makes nothing new. The test runs alone in its process, because a device counts the kernels
+//! that all backends of the process compile.
 
 #[path = "decode/common.rs"]
 mod common;

@@ -1,5 +1,5 @@
-//! Configurations with missing keys, wrong types and absurd numbers give errors: nothing panics, and no memory
-//! is taken for them.
+//! Configurations with missing keys, wrong types and absurd numbers give errors: nothing panics, and no
+//! memory is taken for them.
 
 use crate::common::*;
 use crate::stored::folders;

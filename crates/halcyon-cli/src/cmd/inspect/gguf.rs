@@ -76,11 +76,10 @@ fn one(v: &Value) -> String {
         Value::Array(a) => a.type_name(),
         Value::String(s) => format!("{:?}", short(s, LONGEST)),
         Value::Bytes(b) => format!("{} bytes that are not UTF-8", b.len()),
-        v => match value_json(v) {
-            // Infinities and NaN.
-            Json::String(s) => s,
-            v => v.to_string(),
-        },
+        // The shortest form: 1e-5 and not 0.00001.
+        Value::F32(v) => format!("{v:?}"),
+        Value::F64(v) => format!("{v:?}"),
+        v => value_json(v).to_string(),
     }
 }
 
