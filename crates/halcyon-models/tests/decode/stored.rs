@@ -2,6 +2,7 @@
 
 use crate::common::*;
 use halcyon::prelude::*;
+use halcyon_formats::gguf::TensorInfo;
 use halcyon_formats::npz::Npz;
 use halcyon_models::Source;
 use halcyon_models::rope::Scaling;
@@ -82,4 +83,20 @@ fn some_families_compute_the_stored_logits_on_every_device() {
             case(&b, dir, &[How::Chunks]);
         }
     }
+}
+
+/// GGUF files of gpt-oss and GLM-4 name the norm before the feed-forward part so.
+#[test]
+fn the_second_norm_of_a_file_may_be_called_post_attention_norm() {
+    let cpu = Backend::new(BackendType::Cpu).expect("the CPU");
+    let logits = |tensors: &[(TensorInfo, Vec<u8>)]| {
+        let decoder = decoder(&cpu, &file(&metadata("llama"), tensors), 8);
+        bits(&feed(&mut engine(&decoder, 1, 512), &[1, 2, 3], true))
+    };
+    let mut all = tensors(None);
+    let want = logits(&all);
+    for (t, _) in &mut all {
+        t.name = t.name.replace("ffn_norm", "post_attention_norm");
+    }
+    assert_eq!(logits(&all), want);
 }
