@@ -234,23 +234,10 @@ impl Loader<'_> {
         Ok(NormWeights { weight: Some(weight), bias: self.vector(&format!("{stem}.bias"), &[size])?, spec })
     }
 
-    /// Whether a GGUF file stores the norm before the feed-forward part as `post_attention_norm`, as those of
-    /// gpt-oss and GLM-4 do.
-    fn only_post_norm(&self, i: usize) -> bool {
-        let has = |name: &str| match self.source {
-            Source::Gguf(file) => file.find(&format!("blk.{i}.{name}.weight")).is_some(),
-            Source::Folder(_) => false,
-        };
-        has("post_attention_norm") && !has("ffn_norm")
-    }
-
     fn norms(&self, i: usize, l: &Layer) -> Result<[Option<NormWeights>; 4]> {
         let h = self.spec.hidden;
         let one = |name: &str| self.norm(&format!("blk.{i}.{name}"), h, l.norm).map(Some);
         Ok(match l.order {
-            Order::Before if self.only_post_norm(i) => {
-                [one("attn_norm")?, None, one("post_attention_norm")?, None]
-            }
             Order::Before => [one("attn_norm")?, None, one("ffn_norm")?, None],
             Order::After => [None, one("post_attention_norm")?, None, one("post_ffw_norm")?],
             Order::Both => {

@@ -33,6 +33,7 @@ fn part(file: &Gguf, spec: &Spec, name: &str) -> Option<(String, usize, usize)> 
         "attn_v" => (other("attn_qkv"), q + k, v),
         // Phi-3: the gate is the first half.
         "ffn_gate" if rows("ffn_up")? == 2 * layer.inner => (other("ffn_up"), 0, layer.inner),
+        // gpt-oss and GLM-4 name the norm before the feed-forward part like this.
         "ffn_norm" if layer.order == Order::Before => {
             (other("post_attention_norm"), 0, rows("post_attention_norm")?)
         }

@@ -119,6 +119,7 @@ impl Layout {
     }
 
     /// Whether codes, or their values in the table, take all 8 bits.
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn wide(&self) -> bool {
         self.zero == 128
     }
