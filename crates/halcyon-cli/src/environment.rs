@@ -189,7 +189,7 @@ mod tests {
     use std::path::{Path, PathBuf};
 
     /// Not for users: set by a test or by one of Halcyon's processes for its own child process.
-    const INTERNAL: [&str; 11] = [
+    const INTERNAL: [&str; 12] = [
         "HALCYON_CONTRACT_ALONE",
         "HALCYON_PROBE_CHILD",
         "HALCYON_PROXY_CORRUPT",
@@ -198,6 +198,7 @@ mod tests {
         "HALCYON_S3_11",
         "HALCYON_S3_11_FILE",
         "HALCYON_TEST_DIR",
+        "HALCYON_TEXT_MODELS",
         "HALCYON_LINKED_CHILD",
         "HALCYON_TUNE_FILE",
         "HALCYON_TUNE_JOB",

@@ -120,7 +120,7 @@ answer, Ctrl-D or /quit ends the chat. If the context is full, the oldest messag
 
 Examples:
   echo hello | halcyon chat tiny.gguf -n 8
-  printf 'hi\\n/context\\n' | halcyon chat tiny.gguf --system 'Answer briefly.' -n 8 --temperature 0";
+  printf 'hi\\n/context\\n' | halcyon chat tiny.gguf --system 'Be brief.' -n 8";
 
 #[derive(Args, Debug)]
 #[command(after_help = LOGITS)]

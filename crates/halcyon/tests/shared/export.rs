@@ -118,7 +118,8 @@ fn out_of_reach(g: &Graph, opset: i64) -> bool {
     use halcyon::ir::Op;
     g.nodes().iter().any(|n| match &n.op {
         _ if n.ty.dtype.row().onnx == 0 || opset < n.ty.dtype.row().onnx_since => true,
-        Op::Custom(_) => true,
+        Op::Custom(_) | Op::DecodeBlocks(_) => true,
+        Op::Composite(c) => c.weight_blocks().is_some(),
         Op::Bitcast => opset < 26 && !(n.ty.dtype.is_int() && g.dtype(n.inputs[0]).is_int()),
         _ => false,
     })

@@ -7,7 +7,7 @@
 
 use crate::blocks::BlockType;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::access::{GROUP, Template};
 use crate::kernel::{Buf, Builder, E, ExprId, Kernel, Launch, Ty};
 use crate::target::{Caps, Operand};
@@ -385,7 +385,10 @@ const MXFP4_WORDS: [u32; 4] = words([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4,
 /// Decodes `x`, bytes of blocks along the last axis, to f32. The last axis must have stride 1. One work-item
 /// decodes one unit.
 pub(crate) fn decode(ty: BlockType, x: &Operand, out: &Operand, caps: &Caps) -> Result<(Kernel, Launch)> {
-    debug_assert_eq!((x.dtype, out.dtype), (DType::U8, DType::F32));
+    if !matches!((x.dtype, out.dtype), (DType::U8, DType::F32 | DType::F64)) {
+        let what = format!("from {} to {}: expected u8 to f32 or f64", x.dtype, out.dtype);
+        return Err(Error::argument("decode_blocks", what));
+    }
     let t = Template::new("decode_blocks", GROUP, &[x, out]);
     let rows = Rows::declare(&t, ty, x);
     let ao = t.output(out);
@@ -404,7 +407,8 @@ pub(crate) fn decode(ty: BlockType, x: &Operand, out: &Operand, caps: &Caps) -> 
                     let w = s.scale * codes.lane(e);
                     let mut at = idx.to_vec();
                     at[last] = first + (4 * i as i64 + i64::from(e));
-                    ao.store(b, &at, s.offset.map_or(w, |o| w + o));
+                    // Weights are f32; f64 is the type of references.
+                    ao.store(b, &at, s.offset.map_or(w, |o| w + o).to(Ty::of(out.dtype)));
                 }
             }
         }

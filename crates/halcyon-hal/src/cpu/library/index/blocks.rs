@@ -16,7 +16,8 @@ pub(crate) fn decode(call: &CallForm<'_>, format: BlockType) -> Result<CpuKernel
     let ([x], [y]) = (call.inputs, call.outputs) else {
         return Err(Declined::because("one operand and one output are needed"));
     };
-    if (x.dtype, y.dtype) != (DType::U8, DType::F32) {
+    let wide = y.dtype == DType::F64;
+    if x.dtype != DType::U8 || !wide && y.dtype != DType::F32 {
         return Err(Declined::because(format!("blocks of {} to {} are not supported", x.dtype, y.dtype)));
     }
     dense(call, &[0])?;
@@ -24,20 +25,28 @@ pub(crate) fn decode(call: &CallForm<'_>, format: BlockType) -> Result<CpuKernel
     // The type rule has checked that a row has whole blocks.
     let blocks = view.numel() / row.bytes;
     CpuKernel::new("cpu.decode_blocks", call, move |r| {
-        let (from, to) = (SharedConst(r.ptr::<u8>(0, &view)), SharedMut(r.bufs[1].ptr as *mut f32));
+        let (from, to) = (SharedConst(r.ptr::<u8>(0, &view)), SharedMut(r.bufs[1].ptr));
         r.team.ranges(blocks, GRAIN / row.elements, &|a, b| {
-            // SAFETY: `CpuKernel::run` has checked that the operand, which is dense, and the output lie in
-            // their buffers and do not overlap. Both have `blocks` blocks, and each part has its own.
-            let (from, to) = unsafe {
-                let from = from.get().add(a * row.bytes);
-                let to = to.get().add(a * row.elements);
-                let n = b - a;
-                (
-                    std::slice::from_raw_parts(from, n * row.bytes),
-                    std::slice::from_raw_parts_mut(to, n * row.elements),
-                )
-            };
-            format.decode(from, to);
+            // SAFETY: `CpuKernel::run` has checked that the operand, which is dense, lies in its buffer; it has
+            // `blocks` blocks.
+            let from =
+                unsafe { std::slice::from_raw_parts(from.get().add(a * row.bytes), (b - a) * row.bytes) };
+            let (first, n) = (a * row.elements, (b - a) * row.elements);
+            if wide {
+                // f64 is the type of references.
+                let mut v = vec![0f32; n];
+                format.decode(from, &mut v);
+                // SAFETY: the output lies in its buffer, overlaps no operand and has as many blocks; each part
+                // has its own.
+                let to = unsafe { std::slice::from_raw_parts_mut(to.get().cast::<f64>().add(first), n) };
+                to.iter_mut().zip(v).for_each(|(to, v)| *to = f64::from(v));
+                return;
+            }
+            // SAFETY: the output lies in its buffer, overlaps no operand and has as many blocks; each part has
+            // its own.
+            format.decode(from, unsafe {
+                std::slice::from_raw_parts_mut(to.get().cast::<f32>().add(first), n)
+            });
         });
     })
 }
