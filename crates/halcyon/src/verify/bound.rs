@@ -21,6 +21,8 @@ use crate::{ConstData, DType, Error, Result, Session};
 /// tolerance in the op table. Gradients of composites have twice this tolerance there, and [`expected`]
 /// allows twice the error.
 const COMPOSITE: f64 = 32.0;
+/// The same if activations are rounded to 8 bits: 1 % of the largest result.
+const ACTIVATIONS_IN_BYTES: f64 = 84_000.0;
 /// Allowed error in the same units, per op of the part, if the error of an op cannot be propagated (a custom
 /// op, the bits of a float).
 const UNKNOWN: f64 = 32.0;
@@ -370,9 +372,10 @@ impl Analysis {
         if !d.is_float() || exact(&c.body) {
             return Ok(y);
         }
-        // A kernel for the whole composite may round differently from its body.
-        let own =
-            self.of_largest(y.v, COMPOSITE * eps(d.compute()) + 2.0 * once_rounded(d), extremes(d).1)?;
+        // A kernel for the whole composite may round differently from its body. If the weights have blocks, it
+        // may round activations to 8 bits.
+        let units = if c.weight_blocks().is_some() { ACTIVATIONS_IN_BYTES } else { COMPOSITE };
+        let own = self.of_largest(y.v, units * eps(d.compute()) + 2.0 * once_rounded(d), extremes(d).1)?;
         let e = self.sum(Some(own), y.e)?;
         Ok(Value { v: y.v, e })
     }
