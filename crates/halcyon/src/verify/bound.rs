@@ -372,8 +372,8 @@ impl Analysis {
         if !d.is_float() || exact(&c.body) {
             return Ok(y);
         }
-        // A kernel for the whole composite may round differently from its body. If the weights have blocks, it
-        // may round activations to 8 bits.
+        // A kernel for the whole composite may round differently from its body. If the weights have blocks,
+        // it may round activations to 8 bits.
         let units = if c.weight_blocks().is_some() { ACTIVATIONS_IN_BYTES } else { COMPOSITE };
         let own = self.of_largest(y.v, units * eps(d.compute()) + 2.0 * once_rounded(d), extremes(d).1)?;
         let e = self.sum(Some(own), y.e)?;

@@ -27,8 +27,8 @@ pub(crate) fn decode(call: &CallForm<'_>, format: BlockType) -> Result<CpuKernel
     CpuKernel::new("cpu.decode_blocks", call, move |r| {
         let (from, to) = (SharedConst(r.ptr::<u8>(0, &view)), SharedMut(r.bufs[1].ptr));
         r.team.ranges(blocks, GRAIN / row.elements, &|a, b| {
-            // SAFETY: `CpuKernel::run` has checked that the operand, which is dense, lies in its buffer; it has
-            // `blocks` blocks.
+            // SAFETY: `CpuKernel::run` has checked that the operand, which is dense, lies in its buffer; it
+            // has `blocks` blocks.
             let from =
                 unsafe { std::slice::from_raw_parts(from.get().add(a * row.bytes), (b - a) * row.bytes) };
             let (first, n) = (a * row.elements, (b - a) * row.elements);
@@ -36,14 +36,14 @@ pub(crate) fn decode(call: &CallForm<'_>, format: BlockType) -> Result<CpuKernel
                 // f64 is the type of references.
                 let mut v = vec![0f32; n];
                 format.decode(from, &mut v);
-                // SAFETY: the output lies in its buffer, overlaps no operand and has as many blocks; each part
-                // has its own.
+                // SAFETY: the output lies in its buffer, overlaps no operand and has as many blocks; each
+                // part has its own.
                 let to = unsafe { std::slice::from_raw_parts_mut(to.get().cast::<f64>().add(first), n) };
                 to.iter_mut().zip(v).for_each(|(to, v)| *to = f64::from(v));
                 return;
             }
-            // SAFETY: the output lies in its buffer, overlaps no operand and has as many blocks; each part has
-            // its own.
+            // SAFETY: the output lies in its buffer, overlaps no operand and has as many blocks; each part
+            // has its own.
             format.decode(from, unsafe {
                 std::slice::from_raw_parts_mut(to.get().cast::<f32>().add(first), n)
             });
