@@ -104,8 +104,8 @@ struct ExpertWeights {
 
 #[derive(Debug)]
 enum FfnWeights {
-    Dense(Dense),
-    Experts(Box<ExpertWeights>),
+    Dense(Dense, Activation),
+    Experts(Box<ExpertWeights>, Experts),
 }
 
 #[derive(Debug)]
@@ -315,8 +315,8 @@ impl Loader<'_> {
     fn ffn(&self, i: usize, l: &Layer) -> Result<FfnWeights> {
         let (h, p, n) = (self.spec.hidden, format!("blk.{i}"), l.inner);
         let e = match &l.ffn {
-            Ffn::Gated(_) => return Ok(FfnWeights::Dense(self.dense(&p, "", n, true)?)),
-            Ffn::Plain(_) => return Ok(FfnWeights::Dense(self.dense(&p, "", n, false)?)),
+            Ffn::Gated(a) => return Ok(FfnWeights::Dense(self.dense(&p, "", n, true)?, *a)),
+            Ffn::Plain(a) => return Ok(FfnWeights::Dense(self.dense(&p, "", n, false)?, *a)),
             Ffn::Experts(e) => e,
         };
         let shared = match e.common {
@@ -324,7 +324,7 @@ impl Loader<'_> {
             None => None,
         };
         let choice = format!("{p}.exp_probs_b.bias");
-        Ok(FfnWeights::Experts(Box::new(ExpertWeights {
+        let weights = Box::new(ExpertWeights {
             router: self.matrix(&format!("{p}.ffn_gate_inp"), &[e.count, h])?,
             choice_bias: if e.choice_bias { self.vector(&choice, &[e.count])? } else { None },
             gate: Some(self.matrix(&format!("{p}.ffn_gate_exps"), &[e.count, n, h])?),
@@ -335,7 +335,8 @@ impl Loader<'_> {
                 true => Some(self.row_gate(&format!("{p}.ffn_gate_inp_shexp"))?),
                 false => None,
             },
-        })))
+        });
+        Ok(FfnWeights::Experts(weights, e.clone()))
     }
 
     /// A gate with one output. Files store it as a vector or as a matrix of one row.
@@ -477,11 +478,11 @@ impl Decoder {
                     Some(n) => n.apply(&x),
                     None => input,
                 };
-                x = x + scaled(y) + scaled(feed_forward(&w.ffn, &l.ffn, &z));
+                x = x + scaled(y) + scaled(feed_forward(&w.ffn, &z));
                 continue;
             }
             x = x + scaled(normed(&w.norms[1], &y));
-            let y = feed_forward(&w.ffn, &l.ffn, &normed(&w.norms[2], &x));
+            let y = feed_forward(&w.ffn, &normed(&w.norms[2], &x));
             x = x + scaled(normed(&w.norms[3], &y));
         }
         (self.final_norm.apply(&x), states)
@@ -622,12 +623,10 @@ fn dense(w: &Dense, a: Activation, x: &Tensor) -> Tensor {
     w.down.apply(&inner)
 }
 
-fn feed_forward(w: &FfnWeights, spec: &Ffn, x: &Tensor) -> Tensor {
-    match (w, spec) {
-        (FfnWeights::Dense(d), Ffn::Gated(a) | Ffn::Plain(a)) => dense(d, *a, x),
-        (FfnWeights::Experts(w), Ffn::Experts(e)) => experts(w, e, x),
-        // Weights are loaded by the spec, so the kinds agree. The input is a visible wrong result.
-        _ => x.clone(),
+fn feed_forward(w: &FfnWeights, x: &Tensor) -> Tensor {
+    match w {
+        FfnWeights::Dense(d, a) => dense(d, *a, x),
+        FfnWeights::Experts(w, e) => experts(w, e, x),
     }
 }
 

@@ -105,9 +105,9 @@ impl Engine {
         &self.decoder
     }
 
-    /// Positions that a sequence has.
+    /// Positions that a sequence has; 0 for one that does not exist.
     pub fn length(&self, sequence: usize) -> usize {
-        self.lengths[sequence]
+        self.lengths.get(sequence).copied().unwrap_or(0)
     }
 
     /// The longest sequence.
@@ -117,7 +117,7 @@ impl Engine {
 
     /// Forgets all positions of a sequence from `length` on.
     pub fn truncate(&mut self, sequence: usize, length: usize) {
-        if length >= self.lengths[sequence] {
+        if length >= self.length(sequence) {
             return;
         }
         self.lengths[sequence] = length;
@@ -130,10 +130,22 @@ impl Engine {
     ///
     /// # Errors
     /// `Error::Argument` for a token outside of the vocabulary, a sequence that does not exist, an empty
-    /// feed, or a sequence that would become longer than the context; [`Error::OutOfMemory`] is not returned:
-    /// if the cache has no free page, the error is `Error::Argument` too.
+    /// feed, a sequence that would become longer than the context, or a cache without enough free pages;
+    /// errors of the device. After an error the sequences have the lengths that they had before the call; if
+    /// the device failed during a step, the cached values are lost, and further calls fail.
     pub fn feed(&mut self, feeds: &[Feed<'_>]) -> Result<Vec<Vec<f32>>> {
         self.check(feeds)?;
+        let before: Vec<(usize, usize)> =
+            feeds.iter().map(|f| (f.sequence, self.lengths[f.sequence])).collect();
+        let made = self.feed_checked(feeds);
+        if made.is_err() {
+            before.into_iter().for_each(|(sequence, length)| self.truncate(sequence, length));
+        }
+        made
+    }
+
+    /// [`Engine::feed`] without its checks. After an error the lengths are too large.
+    fn feed_checked(&mut self, feeds: &[Feed<'_>]) -> Result<Vec<Vec<f32>>> {
         let mut out: Vec<Vec<f32>> = vec![vec![]; feeds.len()];
         let lengths: Vec<usize> = feeds.iter().map(|f| self.lengths[f.sequence] + f.tokens.len()).collect();
         // Rows of all feeds, cut into chunks.
