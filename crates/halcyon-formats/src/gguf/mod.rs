@@ -15,7 +15,7 @@ mod types;
 mod value;
 mod write;
 
-pub use types::{GgmlType, WIDE, WideRow};
+pub use types::{GgmlType, LISTED, ListedRow};
 pub use value::{Array, Metadata, Value};
 pub use write::{GgufWriter, encode, write};
 

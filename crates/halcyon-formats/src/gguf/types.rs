@@ -1,15 +1,14 @@
 //! The element types of GGUF tensors.
 
 use halcyon_ir::DType;
-use halcyon_ir::blocks::BlockType;
+use halcyon_ir::blocks::{BlockType, LoadOnly};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
-/// The facts about a block format of which a runtime keeps no tensors: its weights are decoded when they are
-/// loaded.
+/// The facts about a block format that is only listed: no model is computed with it.
 #[derive(Debug)]
-pub struct WideRow {
-    /// The name in messages, in lower case: `iq2_xs`.
+pub struct ListedRow {
+    /// The name in messages, in lower case: `q8_k`.
     pub name: &'static str,
     /// The number of the type in GGUF files.
     pub ggml: u32,
@@ -20,38 +19,29 @@ pub struct WideRow {
 }
 
 /// Rows are equal if they are of the same type.
-impl PartialEq for WideRow {
-    fn eq(&self, other: &WideRow) -> bool {
+impl PartialEq for ListedRow {
+    fn eq(&self, other: &ListedRow) -> bool {
         self.ggml == other.ggml
     }
 }
-impl Eq for WideRow {}
-impl Hash for WideRow {
+impl Eq for ListedRow {}
+impl Hash for ListedRow {
     fn hash<H: Hasher>(&self, h: &mut H) {
         self.ggml.hash(h)
     }
 }
 
-const fn wide(name: &'static str, ggml: u32, elements: usize, bytes: usize) -> WideRow {
-    WideRow { name, ggml, elements, bytes }
+const fn listed(name: &'static str, ggml: u32, elements: usize, bytes: usize) -> ListedRow {
+    ListedRow { name, ggml, elements, bytes }
 }
 
-/// The formats of [`GgmlType::Wide`].
-pub static WIDE: [WideRow; 13] = [
+/// The formats of [`GgmlType::Listed`].
+pub static LISTED: [ListedRow; 4] = [
     // Two halves and 32 codes. Files of 2023 had floats instead of halves, but nobody stores this type.
-    wide("q8_1", 9, 32, 36),
-    wide("q8_k", 15, 256, 292),
-    wide("iq2_xxs", 16, 256, 66),
-    wide("iq2_xs", 17, 256, 74),
-    wide("iq3_xxs", 18, 256, 98),
-    wide("iq1_s", 19, 256, 50),
-    wide("iq3_s", 21, 256, 110),
-    wide("iq2_s", 22, 256, 82),
-    wide("iq1_m", 29, 256, 56),
-    wide("tq1_0", 34, 256, 54),
-    wide("tq2_0", 35, 256, 66),
-    wide("nvfp4", 40, 64, 36),
-    wide("q1_0", 41, 128, 18),
+    listed("q8_1", 9, 32, 36),
+    listed("q8_k", 15, 256, 292),
+    listed("nvfp4", 40, 64, 36),
+    listed("q1_0", 41, 128, 18),
 ];
 
 /// The types whose elements are stored one by one, with their numbers in GGUF files.
@@ -74,8 +64,10 @@ pub enum GgmlType {
     Plain(DType),
     /// A block format whose weights stay as they are in memory.
     Block(BlockType),
-    /// A block format that is only decoded.
-    Wide(&'static WideRow),
+    /// A block format that is decoded when a model is loaded.
+    LoadOnly(LoadOnly),
+    /// A block format that is only listed.
+    Listed(&'static ListedRow),
 }
 
 impl GgmlType {
@@ -87,7 +79,8 @@ impl GgmlType {
     pub fn all() -> impl Iterator<Item = GgmlType> {
         let plain = PLAIN.iter().map(|(_, d)| GgmlType::Plain(*d));
         let blocks = BlockType::ALL.iter().map(|b| GgmlType::Block(*b));
-        plain.chain(blocks).chain(WIDE.iter().map(GgmlType::Wide))
+        let load_only = LoadOnly::ALL.iter().map(|b| GgmlType::LoadOnly(*b));
+        plain.chain(blocks).chain(load_only).chain(LISTED.iter().map(GgmlType::Listed))
     }
 
     /// The type with this number in GGUF files.
@@ -105,7 +98,8 @@ impl GgmlType {
         match self {
             GgmlType::Plain(d) => PLAIN.iter().find(|(_, p)| *p == d).map(|(n, _)| *n),
             GgmlType::Block(b) => Some(b.row().ggml),
-            GgmlType::Wide(w) => Some(w.ggml),
+            GgmlType::LoadOnly(b) => Some(b.row().ggml),
+            GgmlType::Listed(r) => Some(r.ggml),
         }
     }
 
@@ -114,7 +108,8 @@ impl GgmlType {
         match self {
             GgmlType::Plain(d) => d.name(),
             GgmlType::Block(b) => b.name(),
-            GgmlType::Wide(w) => w.name,
+            GgmlType::LoadOnly(b) => b.name(),
+            GgmlType::Listed(r) => r.name,
         }
     }
 
@@ -123,7 +118,8 @@ impl GgmlType {
         match self {
             GgmlType::Plain(_) => 1,
             GgmlType::Block(b) => b.row().elements,
-            GgmlType::Wide(w) => w.elements,
+            GgmlType::LoadOnly(b) => b.row().elements,
+            GgmlType::Listed(r) => r.elements,
         }
     }
 
@@ -132,7 +128,8 @@ impl GgmlType {
         match self {
             GgmlType::Plain(d) => d.size(),
             GgmlType::Block(b) => b.row().bytes,
-            GgmlType::Wide(w) => w.bytes,
+            GgmlType::LoadOnly(b) => b.row().bytes,
+            GgmlType::Listed(r) => r.bytes,
         }
     }
 

@@ -66,29 +66,30 @@ fn whole(t: &Tensor) -> Result<Weights> {
     match t.ty() {
         GgmlType::Plain(_) => Ok(Weights { data: t.to_const()?, blocks: None }),
         GgmlType::Block(b) => Ok(Weights { data: t.to_const()?, blocks: Some(b) }),
-        GgmlType::Wide(row) => match LoadOnly::from_ggml(row.ggml) {
-            Some(format) => {
-                let mut v = vec![0f32; t.shape().iter().product()];
-                format.decode(&t.data, &mut v);
-                Ok(Weights { data: ConstData::from_slice(t.shape(), &v)?, blocks: None })
-            }
-            None => {
-                let kept: Vec<&str> = BlockType::ALL.iter().map(|b| b.name()).collect();
-                let read: Vec<&str> = LoadOnly::ALL.iter().map(|b| b.name()).collect();
-                Err(Error::unsupported(
-                    format!("'{}' of type {}", t.name(), t.ty()),
-                    format!("Supported types: f32, f16, bf16, {}, {}", kept.join(", "), read.join(", ")),
-                ))
-            }
-        },
+        GgmlType::LoadOnly(format) => {
+            let mut v = vec![0f32; t.shape().iter().product()];
+            format.decode(&t.data, &mut v);
+            Ok(Weights { data: ConstData::from_slice(t.shape(), &v)?, blocks: None })
+        }
+        GgmlType::Listed(_) => {
+            let kept: Vec<&str> = BlockType::ALL.iter().map(|b| b.name()).collect();
+            let read: Vec<&str> = LoadOnly::ALL.iter().map(|b| b.name()).collect();
+            Err(Error::unsupported(
+                format!("'{}' of type {}", t.name(), t.ty()),
+                format!(
+                    "Use a file whose tensors have these types: f32, f16, bf16, {}, {}",
+                    kept.join(", "),
+                    read.join(", ")
+                ),
+            ))
+        }
     }
 }
 
 /// Warnings about tensors that are decoded when the model is loaded.
 pub(crate) fn warnings(file: &Gguf) -> Vec<String> {
     let of = |format: &LoadOnly| {
-        let ggml = format.row().ggml;
-        let all = file.tensors().iter().filter(|t| matches!(t.ty(), GgmlType::Wide(r) if r.ggml == ggml));
+        let all = file.tensors().iter().filter(|t| t.ty() == GgmlType::LoadOnly(*format));
         let (mut count, mut stored, mut loaded) = (0usize, 0usize, 0usize);
         for t in all {
             count += 1;
