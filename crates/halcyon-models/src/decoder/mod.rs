@@ -1,0 +1,202 @@
+//! A decoder: the weights of a [`Spec`] and the computation of one step over rows of tokens.
+//!
+//! A step gets rows of tokens. Each row belongs to a sequence and has a position in it. Keys and values of
+//! all rows are written to the cache first, then each row attends to the positions of its sequence up to its
+//! own. So one step can hold a chunk of one prompt, single tokens of many sequences, or both.
+
+mod attention;
+mod ffn;
+mod load;
+mod weights;
+
+use crate::rope::Rope;
+use crate::source::Source;
+use crate::spec::*;
+use attention::{AttentionStep, AttentionWeights};
+use ffn::{FfnWeights, feed_forward};
+use halcyon::ir::error::Result;
+use halcyon::{Backend, DType, Tensor};
+use load::{Loader, Rotations};
+use weights::{Matrix, NormWeights};
+
+#[derive(Debug)]
+struct LayerWeights {
+    /// Before the mixer, after it, before the feed-forward part, after it.
+    norms: [Option<NormWeights>; 4],
+    attention: AttentionWeights,
+    ffn: FfnWeights,
+}
+
+/// A decoder on a backend.
+#[derive(Debug)]
+pub struct Decoder {
+    pub spec: Spec,
+    backend: Backend,
+    /// The longest sequence.
+    context: usize,
+    embedding: Matrix,
+    positions: Option<Matrix>,
+    embedding_norm: Option<NormWeights>,
+    layers: Vec<LayerWeights>,
+    final_norm: NormWeights,
+    /// `None`: the embedding's matrix is used.
+    head: Option<Matrix>,
+    /// The different rotations of the layers.
+    ropes: Vec<Rope>,
+}
+
+/// What one step computes. All tensors are i32, unless their description has another type.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    /// `[rows]`.
+    pub tokens: &'a Tensor,
+    /// `[rows]`; negative for unused rows.
+    pub position: &'a Tensor,
+    /// `[rows]`: the row of `table` that holds the pages of the row's sequence.
+    pub sequence: &'a Tensor,
+    /// `[rows]`: where the row's keys and values are written, `page * page size + offset`. Unused rows write
+    /// to page 0, which no sequence uses.
+    pub slot: &'a Tensor,
+    /// `[sequences, pages]`.
+    pub table: &'a Tensor,
+    /// `[n]`: the rows whose logits are computed.
+    pub wanted: &'a Tensor,
+    /// Cosines and sines of the rows for each of [`Decoder::ropes`], f32 `[rows, size / 2]` each.
+    pub rotations: &'a [Tensor],
+}
+
+/// The layout of the cache of keys and values.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CacheLayout {
+    pub pages: usize,
+    /// Positions per page.
+    pub page: usize,
+    pub dtype: DType,
+}
+
+impl Decoder {
+    /// Loads the weights of a model for sequences of up to `context` positions.
+    ///
+    /// # Errors
+    /// `Error::Argument` for a tensor that is missing; `Error::Shape` for one whose shape does not follow
+    /// from the configuration; errors of reading.
+    pub fn load(backend: &Backend, source: &Source, spec: Spec, context: usize) -> Result<Decoder> {
+        let l = Loader { source, spec: &spec, backend };
+        let mut ropes = Rotations::default();
+        let (v, h) = (spec.vocabulary, spec.hidden);
+        let mut layers = Vec::with_capacity(spec.layers.len());
+        for (i, layer) in spec.layers.iter().enumerate() {
+            let Mixer::Attention(a) = &layer.mixer;
+            layers.push(LayerWeights {
+                norms: l.norms(i, layer)?,
+                attention: l.attention(i, a, &mut ropes)?,
+                ffn: l.ffn(i, layer)?,
+            });
+        }
+        let positions = match spec.learned_positions {
+            true => Some(l.matrix("position_embd", &[spec.context, h])?),
+            false => None,
+        };
+        let embedding_norm = spec.embedding_norm.map(|n| l.norm("token_embd_norm", h, n)).transpose()?;
+        Ok(Decoder {
+            embedding: l.matrix("token_embd", &[v, h])?,
+            positions,
+            embedding_norm,
+            final_norm: l.norm("output_norm", h, spec.final_norm)?,
+            head: l.maybe("output", &[v, h])?,
+            ropes: ropes.ropes,
+            layers,
+            context,
+            backend: backend.clone(),
+            spec,
+        })
+    }
+
+    /// The backend of the weights.
+    pub fn backend(&self) -> &Backend {
+        &self.backend
+    }
+
+    /// The longest sequence for which the decoder was loaded.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// The different rotations of the layers: a step gets cosines and sines for each.
+    pub fn ropes(&self) -> &[Rope] {
+        &self.ropes
+    }
+
+    /// Types of the states of the cache, in the order of [`Decoder::step`]: keys and values of each layer,
+    /// each `[pages * heads * page, size]`.
+    pub fn cache_shapes(&self, c: CacheLayout) -> Vec<[usize; 2]> {
+        let layers = self.spec.layers.iter();
+        let of = |l: &Layer| {
+            let Mixer::Attention(a) = &l.mixer;
+            let rows = c.pages * a.shared * c.page;
+            [[rows, a.key], [rows, a.value]]
+        };
+        layers.flat_map(of).collect()
+    }
+
+    /// The activations of the rows after the last norm, `[rows, hidden]`, and the new states of the cache.
+    pub fn activations(
+        &self,
+        rows: Rows<'_>,
+        cache: &[Tensor],
+        layout: CacheLayout,
+    ) -> (Tensor, Vec<Tensor>) {
+        let s = &self.spec;
+        let mut x = self.embedding.rows(rows.tokens);
+        if let Some(scale) = s.embedding_scale {
+            x = x * scale;
+        }
+        if let Some(p) = &self.positions {
+            let zero = Tensor::scalar(&self.backend, 0, DType::I32);
+            x = x + p.rows(&rows.position.maximum(&zero));
+        }
+        if let Some(n) = &self.embedding_norm {
+            x = n.apply(&x);
+        }
+        let mut states = Vec::with_capacity(cache.len());
+        for ((w, l), state) in self.layers.iter().zip(&s.layers).zip(cache.chunks_exact(2)) {
+            let Mixer::Attention(a) = &l.mixer;
+            let step = AttentionStep { a, w: &w.attention, rows, layout };
+            let scaled = |y: Tensor| match l.residual_scale {
+                Some(by) => y * by,
+                None => y,
+            };
+            let normed =
+                |n: &Option<NormWeights>, x: &Tensor| n.as_ref().map_or_else(|| x.clone(), |n| n.apply(x));
+            let input = normed(&w.norms[0], &x);
+            let (y, keys, values) = step.run(&input, &state[0], &state[1]);
+            states.extend([keys, values]);
+            if matches!(l.order, Order::Parallel | Order::ParallelTwo) {
+                let z = match &w.norms[2] {
+                    Some(n) => n.apply(&x),
+                    None => input,
+                };
+                x = x + scaled(y) + scaled(feed_forward(&w.ffn, &z));
+                continue;
+            }
+            x = x + scaled(normed(&w.norms[1], &y));
+            let y = feed_forward(&w.ffn, &normed(&w.norms[2], &x));
+            x = x + scaled(normed(&w.norms[3], &y));
+        }
+        (self.final_norm.apply(&x), states)
+    }
+
+    /// The logits of the wanted rows, f32 `[n, vocabulary]`, and the new states of the cache.
+    pub fn step(&self, rows: Rows<'_>, cache: &[Tensor], layout: CacheLayout) -> (Tensor, Vec<Tensor>) {
+        let (x, states) = self.activations(rows, cache, layout);
+        let x = x.gather(rows.wanted, 0);
+        let mut z = self.head.as_ref().unwrap_or(&self.embedding).apply(&x);
+        if let Some(scale) = self.spec.logit_scale {
+            z = z * scale;
+        }
+        if let Some(cap) = self.spec.logit_cap {
+            z = (z / cap).tanh() * cap;
+        }
+        (z, states)
+    }
+}
