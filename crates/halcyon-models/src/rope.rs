@@ -10,8 +10,9 @@ pub struct Rope {
     pub size: usize,
     pub layout: Layout,
     pub scaling: Scaling,
-    /// The frequencies are divided by these, if there are any: `rope_freqs` of a file.
-    pub factors: Vec<f64>,
+    /// The frequencies are divided by these; pairs without one are not. An infinite factor keeps a pair as it
+    /// is. `None`: by `rope_freqs` of the file, if it has them.
+    pub factors: Option<Vec<f64>>,
 }
 
 /// Which two elements are rotated together.
@@ -76,7 +77,7 @@ pub fn yarn_attention(factor: f64, m: f64) -> f64 {
 impl Rope {
     /// A plain rotation.
     pub fn plain(base: f64, size: usize, layout: Layout) -> Rope {
-        Rope { base, size, layout, scaling: Scaling::None, factors: vec![] }
+        Rope { base, size, layout, scaling: Scaling::None, factors: None }
     }
 
     /// Angle per position of each pair of elements, and the factor of cosines and sines, for sequences of
@@ -118,7 +119,7 @@ impl Rope {
                 });
             }
         }
-        f.iter_mut().zip(&self.factors).for_each(|(f, by)| *f /= by);
+        f.iter_mut().zip(self.factors.iter().flatten()).for_each(|(f, by)| *f /= by);
         (f, attention)
     }
 

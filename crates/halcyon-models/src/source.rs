@@ -6,8 +6,9 @@ pub(crate) mod gguf;
 mod names;
 
 use crate::spec::Spec;
+use bytes::Bytes;
 pub use folder::Folder;
-use halcyon::ir::error::Result;
+use halcyon::ir::error::{Error, Result};
 use halcyon::{BlockType, ConstData, DType};
 use halcyon_formats::gguf::Gguf;
 use std::path::Path;
@@ -36,6 +37,27 @@ impl Weights {
         }
         d
     }
+
+    /// Weights without blocks of the elements `pick(0), pick(1), …`.
+    ///
+    /// # Errors
+    /// `Error::Shape` if one of the elements does not exist.
+    pub(crate) fn picked(&self, dims: &[usize], pick: &dyn Fn(usize) -> usize) -> Result<Weights> {
+        Ok(Weights { data: picked(&self.data, dims, pick)?, blocks: None })
+    }
+}
+
+/// A tensor of the elements `pick(0), pick(1), …` of `t`.
+pub(crate) fn picked(t: &ConstData, dims: &[usize], pick: &dyn Fn(usize) -> usize) -> Result<ConstData> {
+    let size = t.dtype.size();
+    let (from, n) = (t.bytes(), dims.iter().product::<usize>());
+    let mut to = Vec::with_capacity(n * size);
+    for i in 0..n {
+        let at = pick(i).saturating_mul(size);
+        let one = from.get(at..at.saturating_add(size));
+        to.extend_from_slice(one.ok_or_else(|| Error::shape("weights", "an element does not exist"))?);
+    }
+    halcyon_formats::data::from_bytes(t.dtype, dims, Bytes::from(to))
 }
 
 impl Source {

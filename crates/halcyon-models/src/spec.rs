@@ -94,6 +94,31 @@ pub struct Attention {
     /// Whether each head has a sink (`attn_sinks`).
     pub sinks: bool,
     pub qk_norm: Option<QkNorm>,
+    /// A norm of each head's values, without weights.
+    pub value_norm: Option<Norm>,
+    /// Whether values are the products that keys are made of: there is no `attn_v`.
+    pub values_of_keys: bool,
+    /// The layer before this one whose keys and values are read. `None`: the layer has its own.
+    pub keys_of: Option<usize>,
+    /// Whether keys and values are stored as one vector per position, from which every head's are computed.
+    pub latent: Option<Latent>,
+}
+
+/// Multi-head latent attention (DeepSeek-V2). A position is stored as a vector of `rank` elements and a rotated
+/// part, which all heads share: [`Attention::shared`] is 1, [`Attention::key`] is the size of both parts and
+/// [`Attention::value`] is `rank`. The matrices that would expand the vector are applied to queries and results
+/// instead.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Latent {
+    /// Size between the two products that make the queries. `None`: there is one product.
+    pub queries: Option<usize>,
+    pub rank: usize,
+    /// Elements of a head of queries that are not rotated.
+    pub plain: usize,
+    /// Size of a head of values after the expansion.
+    pub value: usize,
+    /// The norm of the vector, and of the queries between their products.
+    pub norm: Norm,
 }
 
 /// Norms of queries and keys.

@@ -1,5 +1,6 @@
 //! Attention over the paged cache.
 
+use super::latent::LatentWeights;
 use super::load::{Loader, Rotations};
 use super::weights::{Matrix, NormWeights};
 use super::{CacheLayout, Rows};
@@ -9,16 +10,41 @@ use halcyon::ir::error::{Error, Result};
 use halcyon::{Cache, CachedAttention, DType, ScatterKind, Tensor};
 
 #[derive(Debug)]
-pub(super) struct AttentionWeights {
-    pub(super) q: Matrix,
-    pub(super) k: Matrix,
-    pub(super) v: Matrix,
-    pub(super) o: Matrix,
-    pub(super) q_norm: Option<NormWeights>,
-    pub(super) k_norm: Option<NormWeights>,
-    pub(super) sinks: Option<Tensor>,
+pub(super) enum AttentionWeights {
+    Heads(Box<HeadWeights>),
+    Latent(Box<LatentWeights>),
+}
+
+#[derive(Debug)]
+pub(super) struct HeadWeights {
+    q: Matrix,
+    /// `None`: those of another layer.
+    kv: Option<KeyValues>,
+    o: Matrix,
+    q_norm: Option<NormWeights>,
+    sinks: Option<Tensor>,
     /// The number of the rotation.
-    pub(super) rotation: Option<usize>,
+    rotation: Option<usize>,
+}
+
+#[derive(Debug)]
+struct KeyValues {
+    k: Matrix,
+    /// `None`: the products of `k` are values too.
+    v: Option<Matrix>,
+    k_norm: Option<NormWeights>,
+    v_norm: Option<NormWeights>,
+}
+
+/// Types of the states of a layer: keys and values, each `[pages * heads * page, size]`.
+pub(super) fn cache_shapes(a: &Attention, c: CacheLayout) -> Vec<[usize; 2]> {
+    let rows = c.pages * a.shared * c.page;
+    match (a.keys_of, &a.latent) {
+        (Some(_), _) => vec![],
+        // The vector is the first part of the key, so keys and values are one state.
+        (None, Some(_)) => vec![[rows, a.key]],
+        (None, None) => vec![[rows, a.key], [rows, a.value]],
+    }
 }
 
 impl Loader<'_> {
@@ -28,34 +54,14 @@ impl Loader<'_> {
         a: &Attention,
         ropes: &mut Rotations,
     ) -> Result<AttentionWeights> {
+        if let Some(l) = &a.latent {
+            return Ok(AttentionWeights::Latent(Box::new(self.latent(i, a, l, ropes)?)));
+        }
         let (h, p) = (self.spec.hidden, format!("blk.{i}"));
         let qk = |stem: &str, heads: usize| -> Result<Option<NormWeights>> {
             let Some(n) = a.qk_norm else { return Ok(None) };
             let size = if n.by_head { a.key } else { heads * a.key };
             self.norm(&format!("{p}.{stem}"), size, n.norm).map(Some)
-        };
-        let rotation = match &a.rope {
-            Some(r) if r.size > 0 => {
-                let mut r = r.clone();
-                let factors = |name: &str| -> Result<Option<Vec<f64>>> {
-                    let Some(w) = self.find(name)? else { return Ok(None) };
-                    Ok(Some(self.floats(&w)?.into_iter().map(f64::from).collect()))
-                };
-                r.factors = factors("rope_freqs.weight")?.unwrap_or_default();
-                if let Scaling::Long { short, long, .. } = &mut r.scaling
-                    && short.is_empty()
-                {
-                    let need = |v: Option<Vec<f64>>| {
-                        v.ok_or_else(|| {
-                            Error::argument("load", "the model has no rope_factors_short and _long")
-                        })
-                    };
-                    *short = need(factors("rope_factors_short.weight")?)?;
-                    *long = need(factors("rope_factors_long.weight")?)?;
-                }
-                Some(ropes.add(&r))
-            }
-            _ => None,
         };
         let sinks =
             match a.sinks {
@@ -68,16 +74,46 @@ impl Loader<'_> {
                 }
                 false => None,
             };
-        Ok(AttentionWeights {
+        let kv = || -> Result<KeyValues> {
+            let v = || self.matrix(&format!("{p}.attn_v"), &[a.shared * a.value, h]);
+            Ok(KeyValues {
+                k: self.matrix(&format!("{p}.attn_k"), &[a.shared * a.key, h])?,
+                v: (!a.values_of_keys).then(v).transpose()?,
+                k_norm: qk("attn_k_norm", a.shared)?,
+                v_norm: a.value_norm.map(|spec| NormWeights { weight: None, bias: None, spec }),
+            })
+        };
+        Ok(AttentionWeights::Heads(Box::new(HeadWeights {
             q: self.matrix(&format!("{p}.attn_q"), &[a.heads * a.key, h])?,
-            k: self.matrix(&format!("{p}.attn_k"), &[a.shared * a.key, h])?,
-            v: self.matrix(&format!("{p}.attn_v"), &[a.shared * a.value, h])?,
+            kv: a.keys_of.is_none().then(kv).transpose()?,
             o: self.matrix(&format!("{p}.attn_output"), &[h, a.heads * a.value])?,
             q_norm: qk("attn_q_norm", a.heads)?,
-            k_norm: qk("attn_k_norm", a.shared)?,
             sinks,
-            rotation,
-        })
+            rotation: self.rotation(a, ropes)?,
+        })))
+    }
+
+    /// The number of the rotation. Factors of a file become a part of it.
+    pub(super) fn rotation(&self, a: &Attention, ropes: &mut Rotations) -> Result<Option<usize>> {
+        let Some(r) = a.rope.as_ref().filter(|r| r.size > 0) else { return Ok(None) };
+        let mut r = r.clone();
+        let factors = |name: &str| -> Result<Option<Vec<f64>>> {
+            let Some(w) = self.find(name)? else { return Ok(None) };
+            Ok(Some(self.floats(&w)?.into_iter().map(f64::from).collect()))
+        };
+        if r.factors.is_none() {
+            r.factors = factors("rope_freqs.weight")?;
+        }
+        if let Scaling::Long { short, long, .. } = &mut r.scaling
+            && short.is_empty()
+        {
+            let need = |v: Option<Vec<f64>>| {
+                v.ok_or_else(|| Error::argument("load", "the model has no rope_factors_short and _long"))
+            };
+            *short = need(factors("rope_factors_short.weight")?)?;
+            *long = need(factors("rope_factors_long.weight")?)?;
+        }
+        Ok(Some(ropes.add(&r)))
     }
 }
 
@@ -89,33 +125,63 @@ pub(super) struct AttentionStep<'a> {
 }
 
 impl AttentionStep<'_> {
-    pub(super) fn run(&self, x: &Tensor, keys: &Tensor, values: &Tensor) -> (Tensor, Tensor, Tensor) {
-        let (a, w) = (self.a, self.w);
-        let q = self.heads(w.q.apply(x), a.heads, &w.q_norm);
-        let k = self.heads(w.k.apply(x), a.shared, &w.k_norm);
-        let n = self.count();
-        let v = w.v.apply(x).reshape([n, a.shared, a.value]);
-        let (keys, values) = (self.write(keys, &k, a.key), self.write(values, &v, a.value));
-        let CacheLayout { pages, page, .. } = self.layout;
+    /// The result for the normed activations `x`, and the new states of the layer. `states` are those of
+    /// [`cache_shapes`]; if the layer reads the keys and values of another layer, they are the new states of
+    /// that one.
+    pub(super) fn run(&self, x: &Tensor, states: &[Tensor]) -> (Tensor, Vec<Tensor>) {
+        match self.w {
+            AttentionWeights::Heads(w) => self.by_head(w, x, states),
+            AttentionWeights::Latent(w) => self.latent(w, x, states),
+        }
+    }
+
+    fn by_head(&self, w: &HeadWeights, x: &Tensor, states: &[Tensor]) -> (Tensor, Vec<Tensor>) {
+        let (a, n) = (self.a, self.count());
+        let q = self.heads(w.q.apply(x), a.heads, &w.q_norm, w.rotation);
+        let new = match (&w.kv, states) {
+            (Some(kv), [keys, values, ..]) => {
+                let k = kv.k.apply(x);
+                let v = kv.v.as_ref().map_or_else(|| k.clone(), |v| v.apply(x));
+                let v = v.reshape([n, a.shared, a.value]);
+                let v = kv.v_norm.as_ref().map_or_else(|| v.clone(), |norm| norm.apply(&v));
+                let k = self.heads(k, a.shared, &kv.k_norm, w.rotation);
+                vec![self.write(keys, &k, a.key), self.write(values, &v, a.value)]
+            }
+            _ => vec![],
+        };
+        let [keys, values] = (if new.is_empty() { states } else { &new[..] }) else { return (q, new) };
+        let y = self.attend(&q, keys, values, w.sinks.as_ref());
+        (w.o.apply(&y.reshape([n, a.heads * a.value])), new)
+    }
+
+    /// Attention of the queries `[rows, heads, size]` over the cache.
+    pub(super) fn attend(
+        &self,
+        q: &Tensor,
+        keys: &Tensor,
+        values: &Tensor,
+        sinks: Option<&Tensor>,
+    ) -> Tensor {
+        let (a, CacheLayout { pages, page, .. }) = (self.a, self.layout);
+        let size = values.dims().map_or(a.value, |d| d[1]);
         let cache = Cache {
             keys: &keys.reshape([pages, a.shared, page, a.key]),
-            values: &values.reshape([pages, a.shared, page, a.value]),
+            values: &values.reshape([pages, a.shared, page, size]),
             table: self.rows.table,
             sequence: self.rows.sequence,
             position: self.rows.position,
-            sinks: w.sinks.as_ref(),
+            sinks,
         };
         let options = CachedAttention { scale: a.scale, softcap: a.softcap, window: a.window };
-        let y = q.cached_attention(cache, options).reshape([n, a.heads * a.value]);
-        (w.o.apply(&y), keys, values)
+        q.cached_attention(cache, options)
     }
 
-    fn count(&self) -> usize {
+    pub(super) fn count(&self) -> usize {
         self.rows.tokens.dims().map_or(0, |d| d[0])
     }
 
     /// Queries or keys `[rows, heads, size]`, normed and rotated.
-    fn heads(&self, x: Tensor, heads: usize, norm: &Option<NormWeights>) -> Tensor {
+    fn heads(&self, x: Tensor, heads: usize, norm: &Option<NormWeights>, rotation: Option<usize>) -> Tensor {
         let (n, size) = (self.count(), self.a.key);
         let qk = self.a.qk_norm;
         let norms = |x: Tensor, after: bool| match (qk, norm) {
@@ -126,11 +192,12 @@ impl AttentionStep<'_> {
             _ => x,
         };
         let x = norms(x.reshape([n, heads, size]), false);
-        norms(self.rotate(x, heads), true)
+        norms(self.rotate(x, heads, size, rotation), true)
     }
 
-    fn rotate(&self, x: Tensor, heads: usize) -> Tensor {
-        let (Some(rope), Some(number)) = (&self.a.rope, self.w.rotation) else { return x };
+    /// Rotates `[rows, heads, size]`.
+    pub(super) fn rotate(&self, x: Tensor, heads: usize, size: usize, rotation: Option<usize>) -> Tensor {
+        let (Some(rope), Some(number)) = (&self.a.rope, rotation) else { return x };
         let (n, half) = (self.count(), rope.size / 2);
         let [cos, sin] = &self.rows.rotations[2 * number..][..2] else { return x };
         let turned = match rope.layout {
@@ -147,14 +214,14 @@ impl AttentionStep<'_> {
                 both.reshape([n, heads, rope.size])
             }
         };
-        match rope.size == self.a.key {
+        match rope.size == size {
             true => turned,
-            false => Tensor::cat(&[&turned, &x.narrow(-1, rope.size, self.a.key - rope.size)], 2),
+            false => Tensor::cat(&[&turned, &x.narrow(-1, rope.size, size - rope.size)], 2),
         }
     }
 
     /// The cache `[pages * heads * page, size]` with `new` `[rows, heads, size]` in its slots.
-    fn write(&self, cache: &Tensor, new: &Tensor, size: usize) -> Tensor {
+    pub(super) fn write(&self, cache: &Tensor, new: &Tensor, size: usize) -> Tensor {
         let (n, heads, page) = (self.count(), self.a.shared, self.layout.page);
         let b = cache.backend();
         let int = |v: usize| Tensor::scalar(b, v as i64, DType::I32);

@@ -6,17 +6,19 @@
 
 mod attention;
 mod ffn;
+mod latent;
 mod load;
 mod weights;
 
 use crate::rope::Rope;
 use crate::source::Source;
 use crate::spec::*;
-use attention::{AttentionStep, AttentionWeights};
+use attention::{AttentionStep, AttentionWeights, cache_shapes};
 use ffn::{FfnWeights, feed_forward};
 use halcyon::ir::error::Result;
 use halcyon::{Backend, DType, Tensor};
 use load::{Loader, Rotations};
+use std::ops::Range;
 use weights::{Matrix, NormWeights};
 
 #[derive(Debug)]
@@ -127,14 +129,13 @@ impl Decoder {
         &self.ropes
     }
 
-    /// Types of the states of the cache, in the order of [`Decoder::step`]: keys and values of each layer,
-    /// each `[pages * heads * page, size]`.
+    /// Shapes of the states of the cache, in the order of [`Decoder::step`]. A layer has keys and values, each
+    /// `[pages * heads * page, size]`, or one state for both, or none if it reads those of another layer.
     pub fn cache_shapes(&self, c: CacheLayout) -> Vec<[usize; 2]> {
         let layers = self.spec.layers.iter();
         let of = |l: &Layer| {
             let Mixer::Attention(a) = &l.mixer;
-            let rows = c.pages * a.shared * c.page;
-            [[rows, a.key], [rows, a.value]]
+            cache_shapes(a, c)
         };
         layers.flat_map(of).collect()
     }
@@ -159,7 +160,9 @@ impl Decoder {
             x = n.apply(&x);
         }
         let mut states = Vec::with_capacity(cache.len());
-        for ((w, l), state) in self.layers.iter().zip(&s.layers).zip(cache.chunks_exact(2)) {
+        // The states of each layer among all of them.
+        let mut own: Vec<Range<usize>> = Vec::with_capacity(s.layers.len());
+        for (w, l) in self.layers.iter().zip(&s.layers) {
             let Mixer::Attention(a) = &l.mixer;
             let step = AttentionStep { a, w: &w.attention, rows, layout };
             let scaled = |y: Tensor| match l.residual_scale {
@@ -169,8 +172,13 @@ impl Decoder {
             let normed =
                 |n: &Option<NormWeights>, x: &Tensor| n.as_ref().map_or_else(|| x.clone(), |n| n.apply(x));
             let input = normed(&w.norms[0], &x);
-            let (y, keys, values) = step.run(&input, &state[0], &state[1]);
-            states.extend([keys, values]);
+            let first = states.len();
+            own.push(first..first + cache_shapes(a, layout).len());
+            let (y, new) = match a.keys_of {
+                Some(other) => step.run(&input, &states[own[other].clone()]),
+                None => step.run(&input, &cache[own[own.len() - 1].clone()]),
+            };
+            states.extend(new);
             if matches!(l.order, Order::Parallel | Order::ParallelTwo) {
                 let z = match &w.norms[2] {
                     Some(n) => n.apply(&x),

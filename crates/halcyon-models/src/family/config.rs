@@ -141,7 +141,7 @@ impl<'a> Hf<'a> {
             },
             other => return Err(self.bad(format!("the rope type '{other}' is not supported"))),
         };
-        Ok(Rope { base, size, layout: Layout::Half, scaling, factors: vec![] })
+        Ok(Rope { base, size, layout: Layout::Half, scaling, factors: None })
     }
 }
 
@@ -238,7 +238,7 @@ impl<'a> Meta<'a> {
                 return Err(Error::argument("configuration", what));
             }
         };
-        Ok(Rope { base, size, layout, scaling, factors: vec![] })
+        Ok(Rope { base, size, layout, scaling, factors: None })
     }
 }
 
@@ -334,6 +334,10 @@ impl Base {
             softcap: None,
             sinks: false,
             qk_norm: None,
+            value_norm: None,
+            values_of_keys: false,
+            keys_of: None,
+            latent: None,
         };
         let layer = Layer {
             order: Order::Before,

@@ -4,6 +4,7 @@
 //! file. Each makes a [`Spec`]. A new family is a file and a row of [`FAMILIES`].
 
 mod config;
+mod deepseek;
 mod falcon;
 mod gemma;
 mod glm4;
@@ -47,6 +48,7 @@ pub const FAMILIES: &[Family] = &[
     mixtral::FAMILY,
     phi3::FAMILY,
     glm4::FAMILY,
+    deepseek::FAMILY,
     olmo2::FAMILY,
     others::GRANITE,
     others::SMOLLM3,
@@ -118,6 +120,24 @@ fn check(s: &Spec) -> Result<()> {
                 r.size, a.key, r.base
             ));
         }
+        if let Some(l) = &a.latent {
+            let sizes = [l.queries.unwrap_or(1), l.rank, l.plain, l.value];
+            let turned = a.rope.as_ref().map_or(0, |r| r.size);
+            if sizes.iter().any(|n| *n == 0 || *n > MAX) || turned == 0 || l.rank + turned != a.key {
+                return bad(format!(
+                    "layer {i}: latent attention with sizes {l:?}, {turned} elements rotated"
+                ));
+            }
+        }
+        if let Some(other) = a.keys_of {
+            let source = s.layers.get(other).filter(|_| other < i).map(|l| &l.mixer);
+            let fits = source.is_some_and(|Mixer::Attention(b)| {
+                b.keys_of.is_none() && (b.shared, b.key, b.value) == (a.shared, a.key, a.value)
+            });
+            if !fits || a.latent.is_some() {
+                return bad(format!("layer {i}: the keys and values of layer {other} do not fit"));
+            }
+        }
         if a.window == Some(0) || !a.scale.is_finite() {
             return bad(format!("layer {i}: a window of 0 positions, or a scale of {}", a.scale));
         }
@@ -133,9 +153,14 @@ fn check(s: &Spec) -> Result<()> {
         }
         if let Ffn::Experts(e) = &l.ffn
             && let Some((groups, kept)) = e.groups
-            && (groups == 0 || e.count % groups != 0 || kept == 0 || kept > groups)
+            && (groups == 0
+                || e.count % groups != 0
+                || kept == 0
+                || kept > groups
+                || e.used > e.count / groups * kept)
         {
-            return bad(format!("layer {i}: {kept} of {groups} groups of {} experts", e.count));
+            let what = format!("{} experts of {kept} of {groups} groups of {} experts", e.used, e.count);
+            return bad(format!("layer {i}: {what}"));
         }
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! Folders in Hugging Face's layout: `config.json`, and safetensors files, perhaps with an index.
 
-use super::Weights;
 use super::names::recipes;
+use super::{Weights, picked};
 use crate::spec::Spec;
 use bytes::Bytes;
 use halcyon::ConstData;
@@ -265,18 +265,6 @@ impl Recipe {
             }
         }
     }
-}
-
-/// A tensor of the elements `pick(0), pick(1), …`, which must exist.
-fn picked(t: &ConstData, dims: &[usize], pick: &dyn Fn(usize) -> usize) -> Result<ConstData> {
-    let size = t.dtype.size();
-    let (from, n) = (t.bytes(), dims.iter().product::<usize>());
-    let mut to = Vec::with_capacity(n * size);
-    for i in 0..n {
-        let at = pick(i) * size;
-        to.extend_from_slice(&from[at..at + size]);
-    }
-    halcyon_formats::data::from_bytes(t.dtype, dims, Bytes::from(to))
 }
 
 /// `dims` elements from `first` on.

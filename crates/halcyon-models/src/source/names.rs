@@ -82,6 +82,12 @@ impl Names<'_> {
                 out.extend(self.turned("attn.c_proj", 0, self.spec.hidden));
                 return Some(out);
             }
+            "attn_q_a" => return Some(self.plain(&["self_attn.q_a_proj"])),
+            "attn_q_a_norm" => return Some(self.plain(&["self_attn.q_a_layernorm"])),
+            "attn_q_b" => return Some(self.plain(&["self_attn.q_b_proj"])),
+            "attn_kv_a_mqa" => return Some(self.plain(&["self_attn.kv_a_proj_with_mqa"])),
+            "attn_kv_a_norm" => return Some(self.plain(&["self_attn.kv_a_layernorm"])),
+            "attn_kv_b" => return Some(self.plain(&["self_attn.kv_b_proj"])),
             "attn_q_norm" => return Some(self.plain(&["self_attn.q_norm", "self_attn.q_layernorm"])),
             "attn_k_norm" => return Some(self.plain(&["self_attn.k_norm", "self_attn.k_layernorm"])),
             "attn_sinks" => return Some(self.exact("self_attn.sinks").map(Recipe::Plain).to_vec()),
