@@ -1,14 +1,15 @@
 //! Generates text: feeds the prompt, samples, decodes, and finds stop strings.
 
+use crate::chain::TokenMask;
 use crate::engine::{Engine, Feed};
 use crate::sample::{Sampler, Sampling};
 use halcyon::ir::error::{Error, Result};
-use halcyon_text::Tokenizer;
+use halcyon_text::{Stream, Tokenizer};
 use std::fmt;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Deref};
 use std::time::{Duration, Instant};
 
-/// Options of [`generate`].
+/// Options of a generation.
 #[derive(Clone, Debug, Default)]
 pub struct GenerateOptions {
     /// The most tokens to generate. `None`: until the context is full.
@@ -20,6 +21,8 @@ pub struct GenerateOptions {
     pub ignore_eos: bool,
     /// Tokens that the sequence holds already, to which penalties apply too.
     pub past: Vec<u32>,
+    /// Which tokens may come next, for example by a grammar.
+    pub mask: Option<Box<dyn TokenMask>>,
 }
 
 /// Why a generation ended.
@@ -58,14 +61,15 @@ pub struct Generation {
 }
 
 /// The text of a generation that is known not to be part of a stop string.
-struct Held<'a> {
-    stop: &'a [String],
+#[derive(Debug)]
+struct Held {
+    stop: Vec<String>,
     text: String,
     /// Bytes of `text` that were passed on.
     passed: usize,
 }
 
-impl Held<'_> {
+impl Held {
     /// Adds text. Returns what may be passed on, and whether a stop string ended the text.
     fn push(&mut self, more: &str) -> (String, bool) {
         // A stop string may begin in earlier text that was held back.
@@ -98,6 +102,146 @@ fn overlap(text: &str, stop: &str) -> usize {
     ends.filter(|i| text.ends_with(&stop[..*i])).max().unwrap_or(0)
 }
 
+/// What one token adds.
+#[derive(Clone, Debug, Default)]
+pub struct Piece {
+    /// The chosen token; `None` if the text ended without one.
+    pub token: Option<u32>,
+    /// Text that is final now; often empty. Empty without a tokenizer.
+    pub text: String,
+    /// Set in the last piece.
+    pub finish: Option<Finish>,
+}
+
+/// A generation apart from the model: chooses tokens from logits, makes text of them, and finds the end. `T` is
+/// a reference to a tokenizer, or an `Arc` of it.
+#[derive(Debug)]
+pub struct Session<T> {
+    sampler: Sampler,
+    tokenizer: Option<T>,
+    stream: Option<Stream<T>>,
+    held: Held,
+    max_tokens: Option<usize>,
+    ignore_eos: bool,
+    /// Tokens that penalties count.
+    past: Vec<u32>,
+    tokens: Vec<u32>,
+    finish: Option<Finish>,
+}
+
+impl<T: Deref<Target = Tokenizer> + Clone> Session<T> {
+    /// # Errors
+    /// `Error::Argument` for an empty prompt or bad options.
+    pub fn new(tokenizer: Option<T>, prompt: &[u32], options: &GenerateOptions) -> Result<Session<T>> {
+        if prompt.is_empty() {
+            return Err(Error::argument("generate", "the prompt has no tokens"));
+        }
+        let mut sampler = Sampler::new(&options.sampling)?;
+        if let Some(mask) = &options.mask {
+            sampler.put_first(Box::new(mask.clone()));
+        }
+        Ok(Session {
+            sampler,
+            stream: tokenizer.clone().map(|t| Stream::new(t, true)),
+            tokenizer,
+            held: Held { stop: options.stop.clone(), text: String::new(), passed: 0 },
+            max_tokens: options.max_tokens,
+            ignore_eos: options.ignore_eos,
+            past: [&options.past[..], prompt].concat(),
+            tokens: vec![],
+            finish: None,
+        })
+    }
+
+    /// Whether no token is wanted, so that the prompt's logits are not needed.
+    fn satisfied(&self) -> bool {
+        self.max_tokens.is_some_and(|n| self.tokens.len() >= n)
+    }
+
+    /// The sampler.
+    pub fn sampler(&mut self) -> &mut Sampler {
+        &mut self.sampler
+    }
+
+    /// The tokens that penalties count: the prompt and the chosen ones.
+    pub fn past(&self) -> &[u32] {
+        &self.past
+    }
+
+    /// The chosen tokens, without one that ended the text.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// The text before a stop string.
+    pub fn text(&self) -> &str {
+        &self.held.text
+    }
+
+    /// Why the text ended, if it did.
+    pub fn finish(&self) -> Option<Finish> {
+        self.finish
+    }
+
+    /// Chooses the next token. `full`: the sequence has no room for it, so it is the last one.
+    ///
+    /// # Errors
+    /// Errors of the sampler's steps.
+    pub fn next(&mut self, logits: &[f32], full: bool) -> Result<Piece> {
+        if self.satisfied() {
+            return Ok(self.end(Finish::Length, Piece::default()));
+        }
+        let token = self.sampler.next(logits, &self.past)?;
+        self.push(token, full)
+    }
+
+    /// Adds a token that the caller chose.
+    ///
+    /// # Errors
+    /// Errors of the sampler's steps, such as a grammar that does not allow the token.
+    pub fn push(&mut self, token: u32, full: bool) -> Result<Piece> {
+        if self.satisfied() {
+            return Ok(self.end(Finish::Length, Piece::default()));
+        }
+        if !self.ignore_eos && self.tokenizer.as_ref().is_some_and(|t| t.is_end(token)) {
+            return Ok(self.end(Finish::Stop, Piece::default()));
+        }
+        self.sampler.accept(token)?;
+        self.tokens.push(token);
+        self.past.push(token);
+        let mut piece = Piece { token: Some(token), ..Piece::default() };
+        if let Some(s) = &mut self.stream {
+            let (text, stopped) = self.held.push(&s.push(token));
+            piece.text = text;
+            if stopped {
+                // What follows a stop string is not part of the text.
+                self.stream = None;
+                return Ok(self.end(Finish::Stop, piece));
+            }
+        }
+        match full || self.satisfied() {
+            true => Ok(self.end(Finish::Length, piece)),
+            false => Ok(piece),
+        }
+    }
+
+    /// Ends the text, and adds what was held back to the piece.
+    fn end(&mut self, finish: Finish, mut piece: Piece) -> Piece {
+        if let Some(s) = self.stream.take() {
+            piece.text += &self.held.push(&s.finish()).0;
+            piece.text += &self.held.take(self.held.text.len());
+        }
+        self.finish = Some(finish);
+        Piece { finish: Some(finish), ..piece }
+    }
+
+    /// Ends the session. A text that had not ended counts as cancelled.
+    pub fn into_generation(self, prompt_tokens: usize, prompt_time: Duration, time: Duration) -> Generation {
+        let finish = self.finish.unwrap_or(Finish::Cancelled);
+        Generation { tokens: self.tokens, text: self.held.text, finish, prompt_tokens, prompt_time, time }
+    }
+}
+
 /// Feeds `prompt` to a sequence and generates. Penalties count the tokens of `prompt` and the generated ones,
 /// not those that the sequence had before. `on_text` gets each piece of text as soon as it is final, and may
 /// end the generation.
@@ -106,7 +250,7 @@ fn overlap(text: &str, stop: &str) -> usize {
 ///
 /// # Errors
 /// `Error::Argument` for an empty prompt, for one that does not fit the context, or for bad options; errors
-/// of the device.
+/// of the device and of the mask.
 pub fn generate(
     engine: &mut Engine,
     sequence: usize,
@@ -115,58 +259,18 @@ pub fn generate(
     options: &GenerateOptions,
     on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
 ) -> Result<Generation> {
-    let mut sampler = Sampler::new(options.sampling)?;
-    if prompt.is_empty() {
-        return Err(Error::argument("generate", "the prompt has no tokens"));
-    }
+    let mut session = Session::new(tokenizer, prompt, options)?;
     let start = Instant::now();
     let mut logits = engine.feed(&[Feed { sequence, tokens: prompt, all: false }])?.pop().unwrap_or_default();
     let prompt_time = start.elapsed();
-    let mut past = [&options.past[..], prompt].concat();
-    let mut held = Held { stop: &options.stop, text: String::new(), passed: 0 };
-    let mut stream = tokenizer.map(|t| t.stream(true));
-    let mut tokens = vec![];
     let start = Instant::now();
-    // A stop string was found: what follows it is not part of the text.
-    let mut cut = false;
-    let finish = loop {
-        if options.max_tokens.is_some_and(|n| tokens.len() >= n) {
-            break Finish::Length;
-        }
-        let token = sampler.next(&logits, &past);
-        if !options.ignore_eos && tokenizer.is_some_and(|t| t.is_end(token)) {
-            break Finish::Stop;
-        }
-        tokens.push(token);
-        past.push(token);
-        if let Some(s) = &mut stream {
-            let (piece, stopped) = held.push(&s.push(token));
-            if !piece.is_empty() && on_text(&piece).is_break() {
-                break Finish::Cancelled;
-            }
-            if stopped {
-                cut = true;
-                break Finish::Stop;
-            }
-        }
-        if options.max_tokens.is_some_and(|n| tokens.len() >= n)
-            || engine.length(sequence) >= engine.context()
-        {
-            break Finish::Length;
-        }
+    loop {
+        let piece = session.next(&logits, engine.length(sequence) >= engine.context())?;
+        let stopped = !piece.text.is_empty() && on_text(&piece.text).is_break();
+        let Some(token) = piece.token.filter(|_| piece.finish.is_none() && !stopped) else { break };
         logits = engine.feed(&[Feed { sequence, tokens: &[token], all: false }])?.pop().unwrap_or_default();
-    };
-    let time = start.elapsed();
-    if let Some(s) = stream.filter(|_| !cut && finish != Finish::Cancelled) {
-        let (piece, _) = held.push(&s.finish());
-        let end = held.text.len();
-        for piece in [piece, held.take(end)] {
-            if !piece.is_empty() && on_text(&piece).is_break() {
-                break;
-            }
-        }
     }
-    Ok(Generation { tokens, text: held.text, finish, prompt_tokens: prompt.len(), prompt_time, time })
+    Ok(session.into_generation(prompt.len(), prompt_time, start.elapsed()))
 }
 
 #[cfg(test)]
@@ -175,7 +279,7 @@ mod tests {
 
     fn run(stop: &[&str], pieces: &[&str]) -> (Vec<String>, bool, String) {
         let stop: Vec<String> = stop.iter().map(|s| s.to_string()).collect();
-        let mut h = Held { stop: &stop, text: String::new(), passed: 0 };
+        let mut h = Held { stop, text: String::new(), passed: 0 };
         let mut out = vec![];
         for p in pieces {
             let (text, stopped) = h.push(p);

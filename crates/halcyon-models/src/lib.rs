@@ -4,6 +4,8 @@
 //! - [`source`]: opens a model and finds its tensors.
 //! - [`family`]: one file per family; reads its configuration into a [`spec::Spec`].
 //! - [`decoder`]: computes a step.
+//! - [`sample`] and [`chain`]: choose tokens.
+pub mod chain;
 pub mod decoder;
 pub mod engine;
 pub mod family;
@@ -14,9 +16,10 @@ pub mod sample;
 pub mod source;
 pub mod spec;
 
+pub use chain::{Candidates, SampleStep, StepName, TokenMask};
 pub use decoder::{CacheLayout, Decoder, Rows};
 pub use engine::{Engine, EngineOptions, Feed};
-pub use generate::{Finish, GenerateOptions, Generation, generate};
+pub use generate::{Finish, GenerateOptions, Generation, Piece, Session, generate};
 pub use model::ModelFile;
 pub use sample::{Sampler, Sampling};
 pub use source::Source;

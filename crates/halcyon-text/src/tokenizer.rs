@@ -7,6 +7,7 @@ use crate::spm::{SPACE, Spm, escape_space};
 use crate::vocab::{SpecialIds, Vocab, kind};
 use crate::wordpiece::WordPiece;
 use halcyon_ir::{Error, Result};
+use std::ops::Deref;
 
 /// Longest text in bytes. Positions in it are counted in 32 bits, and ▁ takes three times the space it stands
 /// for.
@@ -147,8 +148,8 @@ impl Tokenizer {
     }
 
     /// Starts decoding token by token, as for text that is being generated.
-    pub fn stream(&self, skip_special: bool) -> Stream<'_> {
-        Stream { tokenizer: self, skip_special, pending: vec![] }
+    pub fn stream(&self, skip_special: bool) -> Stream<&Tokenizer> {
+        Stream::new(self, skip_special)
     }
 
     /// The text of a token as the vocabulary writes it.
@@ -199,15 +200,21 @@ pub(crate) fn byte_of(text: &str) -> Option<u8> {
     (hex.len() == 2).then(|| u8::from_str_radix(hex, 16).ok())?
 }
 
-/// Decodes token by token. It holds bytes back until they are a whole character.
+/// Decodes token by token. It holds bytes back until they are a whole character. `T` is a reference to the
+/// tokenizer, or an `Arc` of it.
 #[derive(Debug)]
-pub struct Stream<'a> {
-    tokenizer: &'a Tokenizer,
+pub struct Stream<T> {
+    tokenizer: T,
     skip_special: bool,
     pending: Vec<u8>,
 }
 
-impl Stream<'_> {
+impl<T: Deref<Target = Tokenizer>> Stream<T> {
+    /// Starts decoding. `skip_special`: control tokens have no text.
+    pub fn new(tokenizer: T, skip_special: bool) -> Stream<T> {
+        Stream { tokenizer, skip_special, pending: vec![] }
+    }
+
     /// The whole characters that are known after this token. Bytes that can never become a character give
     /// U+FFFD.
     pub fn push(&mut self, id: u32) -> String {

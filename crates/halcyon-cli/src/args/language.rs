@@ -46,6 +46,10 @@ pub(crate) struct SamplingArgs {
     /// Draws only among the K most probable tokens; 0: all
     #[arg(long, value_name = "K", default_value_t = 40)]
     pub top_k: usize,
+    /// Draws only among the tokens nearest to the expected information that together reach this probability;
+    /// 1: all
+    #[arg(long, visible_alias = "typical-p", value_name = "P", default_value_t = 1.0)]
+    pub typical: f32,
     /// Draws only among the most probable tokens that together reach this probability
     #[arg(long, value_name = "P", default_value_t = 0.95)]
     pub top_p: f32,
@@ -61,6 +65,10 @@ pub(crate) struct SamplingArgs {
     /// Subtracted from the logits of tokens for each time that they occurred in the last 64
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
     pub frequency_penalty: f32,
+    /// The steps in their order, separated by ; or ,. Default:
+    /// penalties;top_k;typ_p;top_p;min_p;temperature. A step that is not named is left out
+    #[arg(long, value_name = "LIST")]
+    pub samplers: Option<String>,
     /// Seed of the draws. The same seed gives the same text on the same device. Default: a new one, which -v
     /// prints
     #[arg(short = 's', long = "seed", id = "draw_seed", value_name = "N")]

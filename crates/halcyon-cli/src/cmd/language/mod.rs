@@ -12,7 +12,7 @@ use crate::report;
 use halcyon::hal::driver_output;
 use halcyon::{DType, Error, Result};
 use halcyon_formats::npy;
-use halcyon_models::{Engine, EngineOptions, GenerateOptions, Generation, ModelFile, Sampling};
+use halcyon_models::{Engine, EngineOptions, GenerateOptions, Generation, ModelFile, Sampling, StepName};
 use halcyon_text::Tokenizer;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
@@ -101,12 +101,14 @@ pub(super) fn options(a: &SamplingArgs) -> Result<GenerateOptions> {
     let sampling = Sampling {
         temperature: a.temperature,
         top_k: a.top_k,
+        typical_p: a.typical,
         top_p: a.top_p,
         min_p: a.min_p,
         repeat_penalty: a.repeat_penalty,
         presence_penalty: a.presence_penalty,
         frequency_penalty: a.frequency_penalty,
         seed,
+        steps: steps(a)?,
         ..Sampling::default()
     };
     sampling.check()?;
@@ -118,8 +120,14 @@ pub(super) fn options(a: &SamplingArgs) -> Result<GenerateOptions> {
         sampling,
         stop: a.stop.clone(),
         ignore_eos: a.ignore_eos,
-        past: vec![],
+        ..GenerateOptions::default()
     })
+}
+
+/// The steps of `--samplers`.
+fn steps(a: &SamplingArgs) -> Result<Vec<StepName>> {
+    let Some(text) = &a.samplers else { return Ok(StepName::ALL.to_vec()) };
+    text.split([';', ',']).filter(|t| !t.trim().is_empty()).map(str::parse).collect()
 }
 
 /// A text, or standard input for `-`.
