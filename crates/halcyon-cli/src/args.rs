@@ -4,6 +4,8 @@ mod backend;
 mod bench;
 mod check;
 pub(crate) mod common;
+#[cfg(feature = "language")]
+mod files;
 pub(crate) mod help;
 #[cfg(feature = "language")]
 mod language;
@@ -20,6 +22,8 @@ pub(crate) use bench::*;
 pub(crate) use check::*;
 use clap::Parser;
 pub(crate) use common::Verbosity;
+#[cfg(feature = "language")]
+pub(crate) use files::*;
 pub(crate) use help::{CompletionsArgs, HelpArgs, ManArgs, command};
 #[cfg(feature = "language")]
 pub(crate) use language::*;

@@ -5,9 +5,11 @@
 //! - [`family`]: one file per family; reads its configuration into a [`spec::Spec`].
 //! - [`decoder`]: computes a step.
 //! - [`sample`] and [`chain`]: choose tokens.
+//! - [`export`]: writes GGUF files and folders.
 pub mod chain;
 pub mod decoder;
 pub mod engine;
+pub mod export;
 pub mod family;
 pub mod generate;
 pub mod model;

@@ -94,6 +94,9 @@ commands! {
     /// Shows the tokens of a text
     #[cfg(feature = "language")]
     Tokenize(args::TokenizeArgs) => language::tokenize::main;
+    /// Quantises a language model and writes it as a GGUF file
+    #[cfg(feature = "language")]
+    Quantize(args::QuantizeModelArgs) => language::quantize::main;
     /// Lists the devices of this machine
     Devices(args::DevicesArgs) => devices::main;
     /// Checks that each backend works, step by step

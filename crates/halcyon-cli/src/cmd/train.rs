@@ -41,7 +41,7 @@ pub(crate) fn main(a: &TrainArgs) -> Result<u8> {
 }
 
 /// The flag that Ctrl-C sets. A second Ctrl-C ends the process at once.
-fn watched() -> Result<Arc<AtomicBool>> {
+pub(crate) fn watched() -> Result<Arc<AtomicBool>> {
     let flag = Arc::new(AtomicBool::new(false));
     let of_handler = flag.clone();
     let handler = move || {

@@ -21,6 +21,8 @@ mod names;
 #[cfg(unix)]
 mod outputs;
 mod prepare;
+#[cfg(feature = "language")]
+mod quantize;
 mod run;
 mod select;
 mod start;

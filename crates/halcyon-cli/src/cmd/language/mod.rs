@@ -5,6 +5,7 @@ pub(crate) mod chat;
 pub(crate) mod generate;
 pub(crate) mod logits;
 pub(crate) mod perplexity;
+pub(crate) mod quantize;
 pub(crate) mod tokenize;
 
 use crate::args::{LanguageArgs, SamplingArgs};
