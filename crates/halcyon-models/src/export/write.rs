@@ -6,7 +6,9 @@ use halcyon::ir::error::{Error, Result};
 use halcyon_formats::gguf::{GgmlType, GgufWriter, TensorInfo};
 use half::{bf16, f16};
 use std::num::NonZero;
+use std::panic::resume_unwind;
 use std::path::Path;
+use std::thread::ScopedJoinHandle;
 
 /// Elements that are converted before their bytes are written. All types have blocks of a divisor of this.
 const SLAB: usize = 1 << 22;
@@ -157,8 +159,9 @@ fn convert(from: (GgmlType, &[u8]), to: (GgmlType, &mut [u8]), threads: usize) -
     std::thread::scope(|s| {
         let work = |(source, target)| move || convert_part(from, source, to, target);
         let running: Vec<_> = sources.zip(targets).map(|part| s.spawn(work(part))).collect();
-        let ended = running.into_iter().map(|t| t.join().unwrap_or_else(|p| std::panic::resume_unwind(p)));
-        ended.fold(Ok(()), |all, one| all.and(one))
+        // The scope waits for those after a failure.
+        let join = |t: ScopedJoinHandle<'_, _>| t.join().unwrap_or_else(|p| resume_unwind(p));
+        running.into_iter().try_for_each(join)
     })
 }
 
