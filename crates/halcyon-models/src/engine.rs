@@ -105,6 +105,11 @@ impl Engine {
         &self.decoder
     }
 
+    /// The options.
+    pub fn options(&self) -> &EngineOptions {
+        &self.options
+    }
+
     /// Positions that a sequence has; 0 for one that does not exist.
     pub fn length(&self, sequence: usize) -> usize {
         self.lengths.get(sequence).copied().unwrap_or(0)
@@ -134,10 +139,20 @@ impl Engine {
     /// errors of the device. After an error the sequences have the lengths that they had before the call; if
     /// the device failed during a step, the cached values are lost, and further calls fail.
     pub fn feed(&mut self, feeds: &[Feed<'_>]) -> Result<Vec<Vec<f32>>> {
+        self.feed_parts(feeds, &[])
+    }
+
+    /// [`Engine::feed`] of prompts whose other parts follow in further calls. `ends` are the lengths of the
+    /// sequences after the last part, on which some rotations depend; none: this is the last part of all. A
+    /// feed that does not reach its end has no logits.
+    ///
+    /// # Errors
+    /// Those of [`Engine::feed`].
+    pub fn feed_parts(&mut self, feeds: &[Feed<'_>], ends: &[usize]) -> Result<Vec<Vec<f32>>> {
         self.check(feeds)?;
         let before: Vec<(usize, usize)> =
             feeds.iter().map(|f| (f.sequence, self.lengths[f.sequence])).collect();
-        let made = self.feed_checked(feeds);
+        let made = self.feed_checked(feeds, ends);
         if made.is_err() {
             before.into_iter().for_each(|(sequence, length)| self.truncate(sequence, length));
         }
@@ -145,9 +160,16 @@ impl Engine {
     }
 
     /// [`Engine::feed`] without its checks. After an error the lengths are too large.
-    fn feed_checked(&mut self, feeds: &[Feed<'_>]) -> Result<Vec<Vec<f32>>> {
+    fn feed_checked(&mut self, feeds: &[Feed<'_>], ends: &[usize]) -> Result<Vec<Vec<f32>>> {
         let mut out: Vec<Vec<f32>> = vec![vec![]; feeds.len()];
-        let lengths: Vec<usize> = feeds.iter().map(|f| self.lengths[f.sequence] + f.tokens.len()).collect();
+        let length = |(i, f): (usize, &Feed<'_>)| {
+            let after = self.lengths[f.sequence] + f.tokens.len();
+            (after, ends.get(i).map_or(after, |e| after.max(*e)))
+        };
+        let (after, lengths): (Vec<usize>, Vec<usize>) = feeds.iter().enumerate().map(length).unzip();
+        // A feed's rows whose logits are wanted: all, the last one, or none.
+        let want =
+            |f: usize, i: usize| feeds[f].all || after[f] == lengths[f] && i + 1 == feeds[f].tokens.len();
         // Rows of all feeds, cut into chunks.
         let rows: Vec<(usize, usize)> = feeds
             .iter()
@@ -155,13 +177,40 @@ impl Engine {
             .flat_map(|(f, feed)| (0..feed.tokens.len()).map(move |i| (f, i)))
             .collect();
         for chunk in rows.chunks(self.options.chunk) {
-            let logits = self.chunk(feeds, &lengths, chunk)?;
+            let wanted: Vec<usize> = (0..chunk.len()).filter(|r| want(chunk[*r].0, chunk[*r].1)).collect();
+            let logits = self.chunk(feeds, &lengths, chunk, &wanted)?;
             let vocabulary = self.decoder.spec.vocabulary;
-            for ((f, _), z) in wanted(feeds, chunk).into_iter().zip(logits.chunks_exact(vocabulary)) {
-                out[f].extend_from_slice(z);
+            for (r, z) in wanted.into_iter().zip(logits.chunks_exact(vocabulary)) {
+                out[chunk[r].0].extend_from_slice(z);
             }
         }
         Ok(out)
+    }
+
+    /// Whether an empty sequence can take these tokens.
+    ///
+    /// # Errors
+    /// `Error::Argument` if there are none, one is outside of the vocabulary, or the context has no room.
+    pub fn check_prompt(&self, tokens: &[u32]) -> Result<()> {
+        let bad = |what: String| Err(Error::argument("generate", what));
+        if tokens.is_empty() {
+            return bad("the prompt has no tokens".into());
+        }
+        self.check_vocabulary(tokens)?;
+        match tokens.len() <= self.context() {
+            true => Ok(()),
+            false => bad(format!("{} positions, but the context has {}", tokens.len(), self.context())),
+        }
+    }
+
+    fn check_vocabulary(&self, tokens: &[u32]) -> Result<()> {
+        let size = self.decoder.spec.vocabulary;
+        match tokens.iter().find(|t| **t as usize >= size) {
+            None => Ok(()),
+            Some(t) => {
+                Err(Error::argument("generate", format!("token {t} is not in the vocabulary of {size}")))
+            }
+        }
     }
 
     fn check(&self, feeds: &[Feed<'_>]) -> Result<()> {
@@ -178,12 +227,7 @@ impl Engine {
             if f.tokens.is_empty() {
                 return bad(format!("sequence {} gets no tokens", f.sequence));
             }
-            if let Some(t) = f.tokens.iter().find(|t| **t as usize >= self.decoder.spec.vocabulary) {
-                return bad(format!(
-                    "token {t} is not in the vocabulary of {}",
-                    self.decoder.spec.vocabulary
-                ));
-            }
+            self.check_vocabulary(f.tokens)?;
             let length = self.lengths[f.sequence] + f.tokens.len();
             if length > self.context() {
                 return bad(format!("{length} positions, but the context has {}", self.context()));
@@ -197,10 +241,16 @@ impl Engine {
     }
 
     /// Computes the rows `(feed, token of the feed)` of one step. `lengths` are those of the sequences after
-    /// all chunks. Returns the logits of the wanted rows.
-    fn chunk(&mut self, feeds: &[Feed<'_>], lengths: &[usize], rows: &[(usize, usize)]) -> Result<Vec<f32>> {
+    /// all chunks. Returns the logits of the rows `wanted`, and perhaps further ones.
+    fn chunk(
+        &mut self,
+        feeds: &[Feed<'_>],
+        lengths: &[usize],
+        rows: &[(usize, usize)],
+        wanted: &[usize],
+    ) -> Result<Vec<f32>> {
         let page = self.options.page;
-        let padded = ROWS.iter().copied().find(|n| *n >= rows.len()).unwrap_or(rows.len());
+        let padded = padded(rows.len());
         let mut token = vec![0i32; padded];
         let mut position = vec![-1i32; padded];
         let mut sequence = vec![0i32; padded];
@@ -228,14 +278,12 @@ impl Engine {
                 table[s * columns + p] = *page as i32;
             }
         }
-        let want: Vec<i32> = {
-            let w = wanted(feeds, rows);
-            w.iter().map(|(_, r)| *r as i32).collect()
-        };
+        // The plan computes the logits of at least one row. Few numbers of rows mean few plans.
+        let mut want: Vec<i32> = wanted.iter().map(|r| *r as i32).collect();
+        want.resize(self::padded(wanted.len().max(1)).min(padded), 0);
         let vector = |v: &[i32]| Tensor::from_slice(self.decoder.backend(), [v.len()], v);
         let table = Tensor::from_slice(self.decoder.backend(), [self.pages.len(), columns], &table)?;
-        // The plan computes the logits of at least one row.
-        let rows = vector(if want.is_empty() { &[0] } else { &want })?;
+        let rows = vector(&want)?;
         let mut inputs =
             vec![vector(&token)?, vector(&position)?, vector(&sequence)?, vector(&slot)?, table, rows];
         for rope in self.decoder.ropes() {
@@ -248,15 +296,11 @@ impl Engine {
         let states: Vec<&State> = self.states.iter().collect();
         let mut out = self.step.call_updating(&inputs, &states, &[])?;
         let z = out.pop().ok_or_else(|| Error::internal("a step has no result"))?;
-        if want.is_empty() { Ok(vec![]) } else { z.to_vec::<f32>() }
+        if wanted.is_empty() { Ok(vec![]) } else { z.to_vec::<f32>() }
     }
 }
 
-/// The feeds and the rows of a chunk whose logits are wanted.
-fn wanted(feeds: &[Feed<'_>], rows: &[(usize, usize)]) -> Vec<(usize, usize)> {
-    let all = rows.iter().enumerate();
-    let of = |(r, &(f, i)): (usize, &(usize, usize))| {
-        (feeds[f].all || i + 1 == feeds[f].tokens.len()).then_some((f, r))
-    };
-    all.filter_map(of).collect()
+/// The number of rows that a plan computes for `n` of them.
+fn padded(n: usize) -> usize {
+    ROWS.iter().copied().find(|r| *r >= n).unwrap_or(n)
 }

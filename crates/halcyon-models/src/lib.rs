@@ -4,25 +4,32 @@
 //! - [`source`]: opens a model and finds its tensors.
 //! - [`family`]: one file per family; reads its configuration into a [`spec::Spec`].
 //! - [`decoder`]: computes a step.
+//! - [`generator`]: prompts in, text out; alone, in batches ([`batch`]) or on a thread ([`worker`]).
 //! - [`sample`] and [`chain`]: choose tokens.
 //! - [`export`]: writes GGUF files and folders.
+pub mod batch;
 pub mod chain;
 pub mod decoder;
 pub mod engine;
 pub mod export;
 pub mod family;
 pub mod generate;
+pub mod generator;
 pub mod model;
 pub mod rope;
 pub mod sample;
 pub mod source;
 pub mod spec;
+pub mod worker;
 
+pub use batch::{Batch, Event, Request};
 pub use chain::{Candidates, SampleStep, StepName, TokenMask};
 pub use decoder::{CacheLayout, Decoder, Rows};
 pub use engine::{Engine, EngineOptions, Feed};
 pub use generate::{Finish, GenerateOptions, Generation, Piece, Session, generate};
+pub use generator::{Generator, Pieces, Prompt, chat_tokens};
 pub use model::ModelFile;
 pub use sample::{Sampler, Sampling};
 pub use source::Source;
 pub use spec::Spec;
+pub use worker::{AsyncPieces, Worker};

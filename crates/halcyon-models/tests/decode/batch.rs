@@ -3,6 +3,7 @@
 use crate::common::*;
 use halcyon::BlockType;
 use halcyon::prelude::*;
+use halcyon_formats::gguf::TensorInfo;
 use halcyon_models::{Decoder, Engine, Feed};
 use halcyon_test::{Rng, devices};
 use std::sync::Arc;
@@ -31,9 +32,14 @@ fn together(decoder: &Arc<Decoder>, prompts: &[Vec<u32>], chunk: usize) -> Vec<L
     a.into_iter().zip(b).map(|(a, b)| [a, b]).collect()
 }
 
+/// The types of the weights: f32, one block type, and the mixture that is called Q4_K_M.
+fn weights() -> [(&'static str, Vec<(TensorInfo, Vec<u8>)>); 3] {
+    [("f32", tensors(None)), ("q4_0", tensors(Some(BlockType::Q4_0))), ("q4_k_m", tensors_q4_k_m())]
+}
+
 /// Compares batches of these sizes with runs of one prompt.
-fn invariant(b: &Backend, sizes: &[usize], blocks: Option<BlockType>) {
-    let source = file(&metadata("llama"), &tensors(blocks));
+fn invariant(b: &Backend, sizes: &[usize], (types, tensors): &(&str, Vec<(TensorInfo, Vec<u8>)>)) {
+    let source = file(&metadata("llama"), tensors);
     let decoder = decoder(b, &source, 64);
     let most = sizes.iter().copied().max().expect("a size");
     let all = prompts(most);
@@ -45,7 +51,7 @@ fn invariant(b: &Backend, sizes: &[usize], blocks: Option<BlockType>) {
             for (i, (got, want)) in got.iter().zip(&alone).enumerate() {
                 for (which, (g, w)) in got.iter().zip(want).enumerate() {
                     let differ = g.iter().zip(w).filter(|(a, b)| a != b).count();
-                    let who = format!("{} {blocks:?}, {n} prompts, chunks of {chunk}", b.id());
+                    let who = format!("{} {types}, {n} prompts, chunks of {chunk}", b.id());
                     let at = format!("prompt {i} of {} tokens, logits {which}", all[i].len());
                     assert_eq!(differ, 0, "{who}, {at}: {differ} of {} logits differ", w.len());
                 }
@@ -59,8 +65,8 @@ fn batches_do_not_change_logits_on_the_cpu() {
     for threads in [1, 3] {
         let b = Backend::builder().backend_type(BackendType::Cpu).num_threads(threads).build();
         let b = b.expect("the CPU");
-        for blocks in [None, Some(BlockType::Q4_K)] {
-            invariant(&b, &[1, 2, 7, 32], blocks);
+        for w in weights() {
+            invariant(&b, &[1, 2, 7, 32], &w);
         }
     }
 }
@@ -72,7 +78,7 @@ fn batches_do_not_change_logits_on_opencl() {
         return;
     }
     let Some(b) = devices::open(name, BackendType::OpenCl, Level::O2) else { return };
-    for blocks in [None, Some(BlockType::Q4_K)] {
-        invariant(&b, &[1, 3], blocks);
+    for w in weights() {
+        invariant(&b, &[1, 2, 7, 32], &w);
     }
 }

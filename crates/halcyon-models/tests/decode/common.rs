@@ -74,6 +74,17 @@ pub(crate) fn metadata(arch: &str) -> Vec<(String, Value)> {
 
 /// The tensors of a Llama model whose matrices are random blocks, or f32.
 pub(crate) fn tensors(blocks: Option<BlockType>) -> Vec<(TensorInfo, Vec<u8>)> {
+    tensors_of(|_| blocks)
+}
+
+/// The tensors of a Llama model in the mixture that is called Q4_K_M.
+pub(crate) fn tensors_q4_k_m() -> Vec<(TensorInfo, Vec<u8>)> {
+    let finer = |name: &str| ["attn_v", "ffn_down", "output"].iter().any(|n| name.ends_with(n));
+    tensors_of(|name| Some(if finer(name) { BlockType::Q6_K } else { BlockType::Q4_K }))
+}
+
+/// The tensors of a Llama model whose matrices have the types that `blocks` chooses by name.
+fn tensors_of(blocks: impl Fn(&str) -> Option<BlockType>) -> Vec<(TensorInfo, Vec<u8>)> {
     let kv = HIDDEN / HEADS * SHARED;
     let mut shapes = vec![
         ("token_embd".to_string(), vec![VOCABULARY, HIDDEN]),
@@ -97,6 +108,7 @@ pub(crate) fn tensors(blocks: Option<BlockType>) -> Vec<(TensorInfo, Vec<u8>)> {
     let mut rng = Rng::new(5);
     let mut make = |(name, shape): &(String, Vec<usize>)| {
         let values: Vec<f32> = rng.f32s(shape.iter().product()).iter().map(|v| v * 0.1).collect();
+        let blocks = blocks(name);
         let name = format!("{name}.weight");
         match blocks.filter(|_| shape.len() > 1) {
             Some(b) => {
@@ -112,6 +124,35 @@ pub(crate) fn tensors(blocks: Option<BlockType>) -> Vec<(TensorInfo, Vec<u8>)> {
         }
     };
     shapes.iter().map(&mut make).collect()
+}
+
+/// Metadata of a tokenizer whose tokens are bytes and some pairs of letters.
+pub(crate) fn tokenizer() -> Vec<(String, Value)> {
+    let bytes = (0..=255).map(|b| format!("<0x{b:02X}>"));
+    let pairs =
+        (0..VOCABULARY - 259).map(|i| format!("{}a", char::from_u32(97 + i as u32).expect("a letter")));
+    let named = ["<unk>", "<s>", "</s>"].map(String::from);
+    let tokens: Vec<String> = named.into_iter().chain(bytes).chain(pairs).collect();
+    let types: Vec<i32> = (0..VOCABULARY)
+        .map(|i| match i {
+            0 => 2,
+            1 | 2 => 3,
+            3..259 => 6,
+            _ => 1,
+        })
+        .collect();
+    vec![
+        ("tokenizer.ggml.model".into(), "llama".into()),
+        ("tokenizer.ggml.tokens".into(), tokens.into()),
+        ("tokenizer.ggml.scores".into(), vec![0f32; VOCABULARY].into()),
+        ("tokenizer.ggml.token_type".into(), types.into()),
+        ("tokenizer.ggml.bos_token_id".into(), 1u32.into()),
+        ("tokenizer.ggml.eos_token_id".into(), 2u32.into()),
+        (
+            "tokenizer.chat_template".into(),
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}".into(),
+        ),
+    ]
 }
 
 /// A file of metadata and tensors.

@@ -5,8 +5,8 @@ use crate::args::ChatArgs;
 use crate::report;
 use halcyon::{Error, Result};
 use halcyon_formats::{input, output};
-use halcyon_models::{Finish, GenerateOptions, generate};
-use halcyon_text::{ChatTemplate, Message, RenderOptions, Tokenizer};
+use halcyon_models::{Finish, GenerateOptions, chat_tokens, generate};
+use halcyon_text::{ChatTemplate, Message, Tokenizer};
 use std::io::{BufRead, IsTerminal};
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -161,24 +161,7 @@ impl Chat {
 
     /// The tokens of all messages, with the beginning of an answer.
     fn prompt(&self) -> Result<Vec<u32>> {
-        let ids = self.tokenizer.special_ids();
-        let token = |id: Option<u32>| id.and_then(|i| self.tokenizer.token_text(i)).map(str::to_string);
-        let options = RenderOptions {
-            add_generation_prompt: true,
-            bos_token: token(ids.bos),
-            eos_token: token(ids.eos),
-            enable_thinking: self.thinking,
-            ..RenderOptions::default()
-        };
-        let text = self.template.render(&self.messages, &options)?;
-        let mut tokens = self.tokenizer.encode(&text, true, true)?;
-        // Templates write the first token themselves, and the tokenizer adds it again.
-        if let Some(bos) = ids.bos
-            && tokens.starts_with(&[bos, bos])
-        {
-            tokens.remove(0);
-        }
-        Ok(tokens)
+        chat_tokens(&self.tokenizer, &self.template, &self.messages, self.thinking)
     }
 
     /// Answers the last message and prints the answer.

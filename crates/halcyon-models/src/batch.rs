@@ -1,0 +1,188 @@
+//! Many prompts at once. A finished sequence's place is taken by the next prompt; pieces of prompts and single
+//! tokens of other sequences share the steps.
+
+use crate::engine::{Engine, Feed};
+use crate::generate::{GenerateOptions, Generation, Piece, Session};
+use halcyon::ir::error::{Error, Result};
+use halcyon_text::Tokenizer;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A prompt with its own options, seed included: its tokens do not depend on the other requests.
+#[derive(Clone, Debug)]
+pub struct Request {
+    pub prompt: Vec<u32>,
+    pub options: GenerateOptions,
+}
+
+/// What a step brought for one request.
+#[derive(Debug)]
+pub enum Event {
+    Piece(Piece),
+    /// The request ended; the last piece came before.
+    Done(Box<Generation>),
+    /// The request ended with an error of its own, for example of its mask.
+    Failed(Error),
+}
+
+/// The state of the requests; the engine computes their tokens.
+#[derive(Debug, Default)]
+pub struct Batch {
+    tokenizer: Option<Arc<Tokenizer>>,
+    waiting: VecDeque<(usize, Request)>,
+    /// One per sequence of the engine.
+    slots: Vec<Option<Running>>,
+    next: usize,
+}
+
+#[derive(Debug)]
+struct Running {
+    id: usize,
+    session: Session<Arc<Tokenizer>>,
+    /// Tokens to feed: what is left of the prompt, or the last token.
+    rest: Vec<u32>,
+    prompt: usize,
+    /// Positions that the request may take.
+    reserved: usize,
+    start: Instant,
+    prompt_time: Option<Duration>,
+}
+
+/// Positions that a request may take: the last token is not fed.
+fn reserved(engine: &Engine, r: &Request) -> usize {
+    let answer = r.options.max_tokens.unwrap_or(usize::MAX).saturating_sub(1);
+    r.prompt.len().saturating_add(answer).min(engine.context())
+}
+
+impl Batch {
+    /// A batch without requests.
+    pub fn new(tokenizer: Option<Arc<Tokenizer>>) -> Batch {
+        Batch { tokenizer, ..Batch::default() }
+    }
+
+    /// Adds a request. Returns its number; the first one is 0.
+    ///
+    /// # Errors
+    /// `Error::Argument` for a prompt that is empty, does not fit the context, or has tokens outside of the
+    /// vocabulary, or for bad options.
+    pub fn push(&mut self, engine: &Engine, request: Request) -> Result<usize> {
+        engine.check_prompt(&request.prompt)?;
+        request.options.sampling.check()?;
+        self.waiting.push_back((self.next, request));
+        self.next += 1;
+        Ok(self.next - 1)
+    }
+
+    /// Whether no request is waiting or running.
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.slots.iter().all(Option::is_none)
+    }
+
+    /// Ends a request without a further event. Does nothing if it has ended.
+    pub fn cancel(&mut self, engine: &mut Engine, id: usize) {
+        self.waiting.retain(|(i, _)| *i != id);
+        for (sequence, slot) in self.slots.iter_mut().enumerate() {
+            if slot.take_if(|r| r.id == id).is_some() {
+                engine.truncate(sequence, 0);
+            }
+        }
+    }
+
+    /// Computes one step. Returns what it brought, each with the request's number.
+    ///
+    /// # Errors
+    /// Errors of the engine. All running requests are lost then.
+    pub fn step(&mut self, engine: &mut Engine) -> Result<Vec<(usize, Event)>> {
+        let mut out = vec![];
+        self.admit(engine, &mut out);
+        let mut room = engine.options().chunk;
+        // Single tokens go first, so that long prompts do not hold up other requests; then the requests that
+        // came first.
+        let mut order: Vec<usize> = (0..self.slots.len()).filter(|s| self.slots[*s].is_some()).collect();
+        order.sort_by_key(|s| self.slots[*s].as_ref().map(|r| (r.prompt_time.is_none(), r.id)));
+        let (mut feeds, mut ends) = (vec![], vec![]);
+        for &sequence in &order {
+            let Some(r) = &self.slots[sequence] else { continue };
+            let n = r.rest.len().min(room);
+            if n == 0 {
+                break;
+            }
+            room -= n;
+            feeds.push(Feed { sequence, tokens: &r.rest[..n], all: false });
+            ends.push(engine.length(sequence) + r.rest.len());
+        }
+        let fed: Vec<(usize, usize)> = feeds.iter().map(|f| (f.sequence, f.tokens.len())).collect();
+        let made = if feeds.is_empty() { Ok(vec![]) } else { engine.feed_parts(&feeds, &ends) };
+        let made = made.inspect_err(|_| {
+            (0..self.slots.len()).for_each(|s| engine.truncate(s, 0));
+            self.slots.clear();
+        })?;
+        for ((sequence, n), logits) in fed.into_iter().zip(made) {
+            self.advance(engine, sequence, n, &logits, &mut out);
+        }
+        Ok(out)
+    }
+
+    /// Gives free sequences to waiting requests, in their order.
+    fn admit(&mut self, engine: &mut Engine, out: &mut Vec<(usize, Event)>) {
+        self.slots.resize_with(engine.options().sequences, || None);
+        while let Some((_, request)) = self.waiting.front() {
+            let Some(sequence) = self.slots.iter().position(Option::is_none) else { return };
+            let need = reserved(engine, request);
+            let used: usize = self.slots.iter().flatten().map(|r| r.reserved).sum();
+            if used + need > engine.options().positions {
+                return;
+            }
+            let Some((id, request)) = self.waiting.pop_front() else { return };
+            match Session::new(self.tokenizer.clone(), &request.prompt, &request.options) {
+                Err(e) => out.push((id, Event::Failed(e))),
+                Ok(session) => {
+                    engine.truncate(sequence, 0);
+                    let prompt = request.prompt.len();
+                    let (start, rest) = (Instant::now(), request.prompt);
+                    let r = Running { id, session, rest, prompt, reserved: need, start, prompt_time: None };
+                    self.slots[sequence] = Some(r);
+                }
+            }
+        }
+    }
+
+    /// Takes over what the engine computed for a sequence.
+    fn advance(
+        &mut self,
+        engine: &mut Engine,
+        sequence: usize,
+        fed: usize,
+        logits: &[f32],
+        out: &mut Vec<(usize, Event)>,
+    ) {
+        let Some(r) = &mut self.slots[sequence] else { return };
+        r.rest.drain(..fed);
+        if !r.rest.is_empty() {
+            return;
+        }
+        r.prompt_time.get_or_insert_with(|| r.start.elapsed());
+        let piece = r.session.next(logits, engine.length(sequence) >= engine.context());
+        let done = match piece {
+            Ok(piece) => {
+                r.rest.extend(piece.token);
+                let done = piece.finish.is_some();
+                out.push((r.id, Event::Piece(piece)));
+                done
+            }
+            Err(e) => {
+                out.push((r.id, Event::Failed(e)));
+                engine.truncate(sequence, 0);
+                self.slots[sequence] = None;
+                return;
+            }
+        };
+        if done && let Some(r) = self.slots[sequence].take() {
+            engine.truncate(sequence, 0);
+            let prompt_time = r.prompt_time.unwrap_or_default();
+            let time = r.start.elapsed().saturating_sub(prompt_time);
+            out.push((r.id, Event::Done(Box::new(r.session.into_generation(r.prompt, prompt_time, time)))));
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! A model, its tokenizer and its cache in one value.
+
+use crate::batch::{Batch, Event, Request};
+use crate::engine::{Engine, EngineOptions, Feed};
+use crate::generate::{Finish, GenerateOptions, Generation, Piece, Session, generate};
+use crate::model::ModelFile;
+use halcyon::Backend;
+use halcyon::ir::error::{Error, Result};
+use halcyon_text::{ChatTemplate, Message, RenderOptions, Tokenizer};
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+
+/// What a generation begins with.
+#[derive(Clone, Debug)]
+pub enum Prompt {
+    Text(String),
+    Tokens(Vec<u32>),
+}
+
+impl From<&str> for Prompt {
+    fn from(text: &str) -> Prompt {
+        Prompt::Text(text.into())
+    }
+}
+
+impl From<String> for Prompt {
+    fn from(text: String) -> Prompt {
+        Prompt::Text(text)
+    }
+}
+
+impl From<Vec<u32>> for Prompt {
+    fn from(tokens: Vec<u32>) -> Prompt {
+        Prompt::Tokens(tokens)
+    }
+}
+
+impl From<&[u32]> for Prompt {
+    fn from(tokens: &[u32]) -> Prompt {
+        Prompt::Tokens(tokens.into())
+    }
+}
+
+/// Generates text with a model. It owns the model's weights, its cache, its tokenizer and its chat template.
+#[derive(Debug)]
+pub struct Generator {
+    engine: Engine,
+    tokenizer: Option<Arc<Tokenizer>>,
+    template: Option<ChatTemplate>,
+}
+
+impl Generator {
+    /// Loads a GGUF file or a folder. The longest sequence has as many positions as the cache, but at most as
+    /// many as the model was made for.
+    ///
+    /// # Errors
+    /// Errors of reading, of the tokenizer or template, and of the device.
+    pub fn open(path: &Path, backend: &Backend, options: EngineOptions) -> Result<Generator> {
+        let file = ModelFile::open(path)?;
+        let context = options.positions.min(file.spec.context);
+        let engine = Engine::new(Arc::new(file.load(backend, context)?), options)?;
+        let tokenizer = file.tokenizer()?;
+        let template = match &tokenizer {
+            Some(t) => match file.template(t) {
+                // Base models have none.
+                Err(Error::Unsupported { .. }) => None,
+                other => Some(other?),
+            },
+            None => None,
+        };
+        Ok(Generator::new(engine, tokenizer, template))
+    }
+
+    /// A generator of parts. Without a tokenizer, prompts and answers are token ids only.
+    pub fn new(engine: Engine, tokenizer: Option<Tokenizer>, template: Option<ChatTemplate>) -> Generator {
+        Generator { engine, tokenizer: tokenizer.map(Arc::new), template }
+    }
+
+    /// The engine, whose sequences generations use from 0 on.
+    pub fn engine(&mut self) -> &mut Engine {
+        &mut self.engine
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> Option<&Tokenizer> {
+        self.tokenizer.as_deref()
+    }
+
+    fn need_tokenizer(&self) -> Result<&Tokenizer> {
+        self.tokenizer().ok_or_else(|| {
+            Error::unsupported("text with a model that has no tokenizer", "Give the prompt as token ids")
+        })
+    }
+
+    /// The tokens of a prompt. The beginning of a text gets the model's special tokens.
+    ///
+    /// # Errors
+    /// `Error::Unsupported` for text if the model has no tokenizer.
+    pub fn tokens(&self, prompt: impl Into<Prompt>) -> Result<Vec<u32>> {
+        match prompt.into() {
+            Prompt::Tokens(t) => Ok(t),
+            Prompt::Text(t) => self.need_tokenizer()?.encode(&t, true, true),
+        }
+    }
+
+    /// The tokens of a chat, with the beginning of an answer.
+    ///
+    /// # Errors
+    /// `Error::Unsupported` if the model has no chat template; errors of the template.
+    pub fn chat_tokens(&self, messages: &[Message], thinking: Option<bool>) -> Result<Vec<u32>> {
+        let template = self.template.as_ref().ok_or_else(|| {
+            Error::unsupported(
+                "chats with a model that has no chat template",
+                "Continue a text with `generate`",
+            )
+        })?;
+        chat_tokens(self.need_tokenizer()?, template, messages, thinking)
+    }
+
+    /// Continues a prompt.
+    ///
+    /// # Errors
+    /// Those of [`generate()`] and [`Generator::tokens`].
+    pub fn generate(&mut self, prompt: impl Into<Prompt>, options: &GenerateOptions) -> Result<Generation> {
+        let tokens = self.tokens(prompt)?;
+        self.engine.truncate(0, 0);
+        let t = self.tokenizer.as_deref();
+        generate(&mut self.engine, 0, t, &tokens, options, &mut |_| ControlFlow::Continue(()))
+    }
+
+    /// Answers the last message of a chat.
+    ///
+    /// # Errors
+    /// Those of [`generate()`] and [`Generator::chat_tokens`].
+    pub fn chat(&mut self, messages: &[Message], options: &GenerateOptions) -> Result<Generation> {
+        let tokens = self.chat_tokens(messages, None)?;
+        self.generate(tokens, options)
+    }
+
+    /// Continues a prompt piece by piece: each item has a token and the text that is final with it. Dropping
+    /// the iterator ends the generation.
+    ///
+    /// # Errors
+    /// Those of [`generate()`] and [`Generator::tokens`]; errors of a step come as an item.
+    pub fn stream(&mut self, prompt: impl Into<Prompt>, options: &GenerateOptions) -> Result<Pieces<'_>> {
+        let tokens = self.tokens(prompt)?;
+        self.engine.truncate(0, 0);
+        let session = Session::new(self.tokenizer.clone(), &tokens, options)?;
+        self.engine.check_prompt(&tokens)?;
+        Ok(Pieces { engine: &mut self.engine, session, next: tokens, ended: false })
+    }
+
+    /// Continues many prompts with the same options. The engine's sequences compute at the same time; a
+    /// finished sequence takes the next prompt. Each result is the same as that of [`Generator::generate`]:
+    /// every prompt's draws begin with the options' seed.
+    ///
+    /// # Errors
+    /// Those of [`generate()`] and [`Generator::tokens`].
+    pub fn batch<P: Into<Prompt>>(
+        &mut self,
+        prompts: impl IntoIterator<Item = P>,
+        options: &GenerateOptions,
+    ) -> Result<Vec<Generation>> {
+        let request = |p: P| Ok(Request { prompt: self.tokens(p)?, options: options.clone() });
+        let requests = prompts.into_iter().map(request).collect::<Result<Vec<_>>>()?;
+        let mut out: Vec<Option<Generation>> = vec![None; requests.len()];
+        self.batch_with(requests, &mut |id, event| match event {
+            Event::Done(g) => {
+                out[id] = Some(*g);
+                Ok(())
+            }
+            Event::Failed(e) => Err(e),
+            Event::Piece(_) => Ok(()),
+        })?;
+        out.into_iter().map(|g| g.ok_or_else(|| Error::internal("a request of a batch has no end"))).collect()
+    }
+
+    /// Continues many prompts, each with its own options. `on_event` gets the number of the request and what a
+    /// step brought; an error of it ends the batch.
+    ///
+    /// # Errors
+    /// Errors of a request's prompt or options, of the engine, and of `on_event`.
+    pub fn batch_with(
+        &mut self,
+        requests: Vec<Request>,
+        on_event: &mut dyn FnMut(usize, Event) -> Result<()>,
+    ) -> Result<()> {
+        let mut batch = self.new_batch();
+        let engine = &mut self.engine;
+        requests.into_iter().try_for_each(|r| batch.push(engine, r).map(drop))?;
+        while !batch.is_idle() {
+            for (id, event) in batch.step(engine)? {
+                on_event(id, event)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A batch without requests, for a caller that steps it with [`Generator::engine`].
+    pub fn new_batch(&self) -> Batch {
+        Batch::new(self.tokenizer.clone())
+    }
+}
+
+/// The tokens of a chat, with the beginning of an answer.
+///
+/// # Errors
+/// Errors of the template and the tokenizer.
+pub fn chat_tokens(
+    tokenizer: &Tokenizer,
+    template: &ChatTemplate,
+    messages: &[Message],
+    thinking: Option<bool>,
+) -> Result<Vec<u32>> {
+    let ids = tokenizer.special_ids();
+    let token = |id: Option<u32>| id.and_then(|i| tokenizer.token_text(i)).map(str::to_string);
+    let options = RenderOptions {
+        add_generation_prompt: true,
+        bos_token: token(ids.bos),
+        eos_token: token(ids.eos),
+        enable_thinking: thinking,
+        ..RenderOptions::default()
+    };
+    let mut tokens = tokenizer.encode(&template.render(messages, &options)?, true, true)?;
+    // Templates write the first token themselves, and the tokenizer adds it again.
+    if let Some(bos) = ids.bos
+        && tokens.starts_with(&[bos, bos])
+    {
+        tokens.remove(0);
+    }
+    Ok(tokens)
+}
+
+/// The pieces of a generation, computed as they are asked for.
+#[derive(Debug)]
+pub struct Pieces<'a> {
+    engine: &'a mut Engine,
+    session: Session<Arc<Tokenizer>>,
+    /// Tokens to feed before the next one is chosen.
+    next: Vec<u32>,
+    ended: bool,
+}
+
+impl Pieces<'_> {
+    /// The text so far, without what may become a stop string.
+    pub fn text(&self) -> &str {
+        self.session.text()
+    }
+
+    /// Why the text ended, if it did.
+    pub fn finish(&self) -> Option<Finish> {
+        self.session.finish()
+    }
+
+    fn step(&mut self) -> Result<Piece> {
+        let tokens = std::mem::take(&mut self.next);
+        let logits = self.engine.feed(&[Feed { sequence: 0, tokens: &tokens, all: false }])?;
+        let full = self.engine.length(0) >= self.engine.context();
+        let piece = self.session.next(logits.first().map_or(&[], Vec::as_slice), full)?;
+        self.next.extend(piece.token);
+        Ok(piece)
+    }
+}
+
+impl Iterator for Pieces<'_> {
+    type Item = Result<Piece>;
+
+    fn next(&mut self) -> Option<Result<Piece>> {
+        if self.ended {
+            return None;
+        }
+        let piece = self.step();
+        self.ended = !matches!(&piece, Ok(p) if p.finish.is_none());
+        Some(piece)
+    }
+}
