@@ -10,8 +10,7 @@ pub struct Rope {
     pub size: usize,
     pub layout: Layout,
     pub scaling: Scaling,
-    /// The frequencies are divided by these; pairs without one are not. An infinite factor keeps a pair as it
-    /// is. `None`: by `rope_freqs` of the file, if it has them.
+    /// The frequencies are divided by these; pairs without one are not. `None`: by `rope_freqs` of the file, if it has them.
     pub factors: Option<Vec<f64>>,
 }
 
@@ -35,6 +34,11 @@ pub enum Scaling {
     Dynamic {
         factor: f64,
         original: usize,
+    },
+    /// Gemma 4: only this part of the pairs turns, with the frequencies of a whole head divided by the factor.
+    Proportional {
+        part: f64,
+        factor: f64,
     },
     /// Peng et al. 2023.
     Yarn(Yarn),
@@ -97,6 +101,12 @@ impl Rope {
                 f = plain(self.base * grown.powf(d / (d - 2.0)));
             }
             Scaling::Dynamic { .. } => {}
+            Scaling::Proportional { part, factor } => {
+                let turned = (part * n as f64) as usize;
+                for (i, f) in f.iter_mut().enumerate() {
+                    *f = if i < turned { *f / factor } else { 0.0 };
+                }
+            }
             Scaling::Yarn(y) => attention = self.yarn(&mut f, y),
             Scaling::Llama3 { factor, low, high, original } => {
                 let (long, short) = (*original as f64 / low, *original as f64 / high);

@@ -19,12 +19,24 @@ pub struct Spec {
     pub learned_positions: bool,
     /// Whether embeddings are normalised (`token_embd_norm`).
     pub embedding_norm: Option<Norm>,
+    /// Further inputs of the layers.
+    pub per_layer: Option<PerLayer>,
     pub layers: Vec<Layer>,
     pub final_norm: Norm,
     /// The logits are multiplied by this.
     pub logit_scale: Option<f64>,
     /// With `c`, a logit `z` becomes `c tanh(z / c)`.
     pub logit_cap: Option<f64>,
+}
+
+/// Inputs that each layer gets beside the activations: an embedding of the token and a product of its usual
+/// embedding, which are added (Gemma 4).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PerLayer {
+    /// Size of the input of one layer.
+    pub size: usize,
+    pub activation: Activation,
+    pub norm: Norm,
 }
 
 /// A normalisation over the last axis.
@@ -65,7 +77,7 @@ pub struct Layer {
     pub norm: Norm,
     pub mixer: Mixer,
     pub ffn: Ffn,
-    /// Size between the two products of the feed-forward part, or of each expert.
+    /// Size between the two products of the feed-forward part, or of each expert if there is nothing else.
     pub inner: usize,
     /// The results of mixer and feed-forward part are multiplied by this.
     pub residual_scale: Option<f64>,
@@ -139,6 +151,28 @@ pub enum Ffn {
     /// `down(act(up(x)))`.
     Plain(Activation),
     Experts(Experts),
+    /// A gated part and experts read the same activations. Each has norms of its own before and after, and the
+    /// results are added (Gemma 4).
+    Beside(Activation, Beside),
+}
+
+/// Experts beside a gated part.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Beside {
+    pub experts: Experts,
+    /// Size between the products of each expert.
+    pub inner: usize,
+}
+
+impl Layer {
+    /// The experts, and the size between the products of each.
+    pub fn experts(&self) -> Option<(&Experts, usize)> {
+        match &self.ffn {
+            Ffn::Experts(e) => Some((e, self.inner)),
+            Ffn::Beside(_, b) => Some((&b.experts, b.inner)),
+            Ffn::Gated(_) | Ffn::Plain(_) => None,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,7 +1,7 @@
 //! The feed-forward part of a layer, and its experts.
 
 use super::load::{Loader, expect};
-use super::weights::Matrix;
+use super::weights::{Matrix, NormWeights};
 use crate::spec::*;
 use halcyon::Order as Sort;
 use halcyon::ir::error::Result;
@@ -23,12 +23,29 @@ pub(super) struct ExpertWeights {
     down: Matrix,
     common: Option<Dense>,
     common_gate: Option<Matrix>,
+    /// What the router reads is normed by this first.
+    router_norm: Option<NormWeights>,
+    /// f32 `[experts]`: the weights of the chosen experts are multiplied by these.
+    scales: Option<Tensor>,
+}
+
+/// A gated part and experts.
+#[derive(Debug)]
+pub(super) struct BesideWeights {
+    dense: Dense,
+    activation: Activation,
+    dense_after: NormWeights,
+    experts: ExpertWeights,
+    spec: Experts,
+    experts_before: NormWeights,
+    experts_after: NormWeights,
 }
 
 #[derive(Debug)]
 pub(super) enum FfnWeights {
     Dense(Dense, Activation),
     Experts(Box<ExpertWeights>, Experts),
+    Beside(Box<BesideWeights>),
 }
 
 impl Loader<'_> {
@@ -44,17 +61,46 @@ impl Loader<'_> {
 
     pub(super) fn ffn(&self, i: usize, l: &Layer) -> Result<FfnWeights> {
         let (h, p, n) = (self.spec.hidden, format!("blk.{i}"), l.inner);
-        let e = match &l.ffn {
-            Ffn::Gated(a) => return Ok(FfnWeights::Dense(self.dense(&p, "", n, true)?, *a)),
-            Ffn::Plain(a) => return Ok(FfnWeights::Dense(self.dense(&p, "", n, false)?, *a)),
-            Ffn::Experts(e) => e,
-        };
+        Ok(match &l.ffn {
+            Ffn::Gated(a) => FfnWeights::Dense(self.dense(&p, "", n, true)?, *a),
+            Ffn::Plain(a) => FfnWeights::Dense(self.dense(&p, "", n, false)?, *a),
+            Ffn::Experts(e) => FfnWeights::Experts(Box::new(self.experts(&p, e, n)?), e.clone()),
+            Ffn::Beside(a, b) => {
+                let norm = |name: &str| self.norm(&format!("{p}.{name}"), h, l.norm);
+                let mut experts = self.experts(&p, &b.experts, b.inner)?;
+                experts.router_norm = Some(self.router_norm(&format!("{p}.ffn_gate_inp.scale"), l.norm)?);
+                experts.scales = self.vector(&format!("{p}.ffn_down_exps.scale"), &[b.experts.count])?;
+                FfnWeights::Beside(Box::new(BesideWeights {
+                    dense: self.dense(&p, "", n, true)?,
+                    activation: *a,
+                    dense_after: norm("post_ffw_norm_1")?,
+                    experts,
+                    spec: b.experts.clone(),
+                    experts_before: norm("pre_ffw_norm_2")?,
+                    experts_after: norm("post_ffw_norm_2")?,
+                }))
+            }
+        })
+    }
+
+    /// The norm of what a router reads. Its factors are divided by the root of their number.
+    fn router_norm(&self, name: &str, spec: Norm) -> Result<NormWeights> {
+        let (h, w) = (self.spec.hidden, self.need(name)?);
+        expect(name, &w.dims(), &[h])?;
+        let root = (h as f32).sqrt();
+        let values: Vec<f32> = self.floats(&w)?.iter().map(|v| v / root).collect();
+        let weight = Tensor::constant(self.backend, &ConstData::from_slice(&[h], &values)?);
+        Ok(NormWeights { weight: Some(weight), bias: None, spec })
+    }
+
+    fn experts(&self, p: &str, e: &Experts, n: usize) -> Result<ExpertWeights> {
+        let h = self.spec.hidden;
         let shared = match e.common {
-            Some(inner) => Some(self.dense(&p, "_shexp", inner, true)?),
+            Some(inner) => Some(self.dense(p, "_shexp", inner, true)?),
             None => None,
         };
         let choice = format!("{p}.exp_probs_b.bias");
-        let weights = Box::new(ExpertWeights {
+        Ok(ExpertWeights {
             router: self.matrix(&format!("{p}.ffn_gate_inp"), &[e.count, h])?,
             choice_bias: if e.choice_bias { self.vector(&choice, &[e.count])? } else { None },
             gate: Some(self.matrix(&format!("{p}.ffn_gate_exps"), &[e.count, n, h])?),
@@ -65,8 +111,9 @@ impl Loader<'_> {
                 true => Some(self.row_gate(&format!("{p}.ffn_gate_inp_shexp"))?),
                 false => None,
             },
-        });
-        Ok(FfnWeights::Experts(weights, e.clone()))
+            router_norm: None,
+            scales: None,
+        })
     }
 
     /// A gate with one output. Files store it as a vector or as a matrix of one row.
@@ -79,7 +126,7 @@ impl Loader<'_> {
     }
 }
 
-fn activate(a: Activation, gate: &Tensor) -> Tensor {
+pub(super) fn activate(a: Activation, gate: &Tensor) -> Tensor {
     match a {
         Activation::Silu => gate.silu(),
         Activation::GeluTanh => gate.gelu_tanh(),
@@ -112,16 +159,25 @@ fn dense(w: &Dense, a: Activation, x: &Tensor) -> Tensor {
     w.down.apply(&inner)
 }
 
-pub(super) fn feed_forward(w: &FfnWeights, x: &Tensor) -> Tensor {
+/// The feed-forward part of `x`, the normed activations `raw`.
+pub(super) fn feed_forward(w: &FfnWeights, x: &Tensor, raw: &Tensor) -> Tensor {
     match w {
         FfnWeights::Dense(d, a) => dense(d, *a, x),
-        FfnWeights::Experts(w, e) => experts(w, e, x),
+        FfnWeights::Experts(w, e) => experts(w, e, x, x),
+        FfnWeights::Beside(w) => {
+            let y = w.dense_after.apply(&dense(&w.dense, w.activation, x));
+            let z = experts(&w.experts, &w.spec, &w.experts_before.apply(raw), raw);
+            y + w.experts_after.apply(&z)
+        }
     }
 }
 
 /// The numbers of the chosen experts, i64 `[rows, used]`, and their weights, f32 `[rows, used]`.
 fn choose(w: &ExpertWeights, e: &Experts, x: &Tensor) -> (Tensor, Tensor) {
-    let logits = w.router.apply(x);
+    let logits = match &w.router_norm {
+        Some(n) => w.router.apply(&n.apply(x)),
+        None => w.router.apply(x),
+    };
     let scores = match e.score {
         Score::Softmax => logits.softmax(-1),
         Score::Sigmoid => logits.sigmoid(),
@@ -147,6 +203,9 @@ fn choose(w: &ExpertWeights, e: &Experts, x: &Tensor) -> (Tensor, Tensor) {
     if let Some(by) = e.scale {
         weights = weights * by;
     }
+    if let Some(s) = &w.scales {
+        weights = weights * s.gather(&order, 0);
+    }
     (order, weights)
 }
 
@@ -168,8 +227,9 @@ fn in_groups(scores: Tensor, e: &Experts, groups: usize, kept: usize) -> Tensor 
     mask.gt(0.5).select(&by_group, &none).reshape([n, e.count])
 }
 
-fn experts(w: &ExpertWeights, e: &Experts, x: &Tensor) -> Tensor {
-    let (order, weights) = choose(w, e, x);
+/// The experts' part of `x`. The router reads `routed`.
+fn experts(w: &ExpertWeights, e: &Experts, x: &Tensor, routed: &Tensor) -> Tensor {
+    let (order, weights) = choose(w, e, routed);
     let dims = x.dims().unwrap_or_default();
     let (n, h) = (dims.first().copied().unwrap_or(0), dims.last().copied().unwrap_or(0));
     let which = order.cast(DType::I32).reshape([n * e.used]);

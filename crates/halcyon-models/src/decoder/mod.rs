@@ -8,6 +8,7 @@ mod attention;
 mod ffn;
 mod latent;
 mod load;
+mod per_layer;
 mod weights;
 
 use crate::rope::Rope;
@@ -18,6 +19,7 @@ use ffn::{FfnWeights, feed_forward};
 use halcyon::ir::error::Result;
 use halcyon::{Backend, DType, Tensor};
 use load::{Loader, Rotations};
+use per_layer::{InputWeights, OwnInput};
 use std::ops::Range;
 use weights::{Matrix, NormWeights};
 
@@ -27,6 +29,10 @@ struct LayerWeights {
     norms: [Option<NormWeights>; 4],
     attention: AttentionWeights,
     ffn: FfnWeights,
+    /// For a further input of the layer.
+    input: Option<OwnInput>,
+    /// The layer's result is multiplied by this.
+    output_scale: Option<Tensor>,
 }
 
 /// A decoder on a backend.
@@ -39,6 +45,7 @@ pub struct Decoder {
     embedding: Matrix,
     positions: Option<Matrix>,
     embedding_norm: Option<NormWeights>,
+    inputs: Option<InputWeights>,
     layers: Vec<LayerWeights>,
     final_norm: NormWeights,
     /// `None`: the embedding's matrix is used.
@@ -93,6 +100,8 @@ impl Decoder {
                 norms: l.norms(i, layer)?,
                 attention: l.attention(i, a, &mut ropes)?,
                 ffn: l.ffn(i, layer)?,
+                input: spec.per_layer.map(|p| l.own_input(i, layer, p)).transpose()?,
+                output_scale: l.vector(&format!("blk.{i}.layer_output_scale.weight"), &[1])?,
             });
         }
         let positions = match spec.learned_positions {
@@ -104,6 +113,7 @@ impl Decoder {
             embedding: l.matrix("token_embd", &[v, h])?,
             positions,
             embedding_norm,
+            inputs: spec.per_layer.map(|p| l.inputs(p)).transpose()?,
             final_norm: l.norm("output_norm", h, spec.final_norm)?,
             head: l.maybe("output", &[v, h])?,
             ropes: ropes.ropes,
@@ -159,10 +169,11 @@ impl Decoder {
         if let Some(n) = &self.embedding_norm {
             x = n.apply(&x);
         }
+        let inputs = self.inputs.as_ref().map(|w| w.inputs(rows.tokens, &x));
         let mut states = Vec::with_capacity(cache.len());
         // The states of each layer among all of them.
         let mut own: Vec<Range<usize>> = Vec::with_capacity(s.layers.len());
-        for (w, l) in self.layers.iter().zip(&s.layers) {
+        for (i, (w, l)) in self.layers.iter().zip(&s.layers).enumerate() {
             let Mixer::Attention(a) = &l.mixer;
             let step = AttentionStep { a, w: &w.attention, rows, layout };
             let scaled = |y: Tensor| match l.residual_scale {
@@ -184,12 +195,19 @@ impl Decoder {
                     Some(n) => n.apply(&x),
                     None => input,
                 };
-                x = x + scaled(y) + scaled(feed_forward(&w.ffn, &z));
+                let z = scaled(feed_forward(&w.ffn, &z, &x));
+                x = x + scaled(y) + z;
                 continue;
             }
             x = x + scaled(normed(&w.norms[1], &y));
-            let y = feed_forward(&w.ffn, &normed(&w.norms[2], &x));
+            let y = feed_forward(&w.ffn, &normed(&w.norms[2], &x), &x);
             x = x + scaled(normed(&w.norms[3], &y));
+            if let (Some(own), Some(inputs)) = (&w.input, &inputs) {
+                x = own.apply(x, inputs, i);
+            }
+            if let Some(scale) = &w.output_scale {
+                x = x * scale;
+            }
         }
         (self.final_norm.apply(&x), states)
     }

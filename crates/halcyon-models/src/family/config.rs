@@ -105,16 +105,22 @@ impl<'a> Hf<'a> {
         let number = |v: &Json, key: &str| v.get(key).and_then(Json::as_f64);
         let base = number(p, "rope_theta").or(self.maybe_f64("rope_theta")?).unwrap_or(10_000.0);
         let part = number(p, "partial_rotary_factor").or(self.maybe_f64("partial_rotary_factor")?);
-        let size = part.map_or(size, |part| (size as f64 * part) as usize);
+        let kind = scaling.get("rope_type").or(scaling.get("type")).and_then(Json::as_str);
+        // Proportional: the frequencies are those of a whole head, but only a part of them is used.
+        let proportional = kind == Some("proportional");
+        let size = part.filter(|_| !proportional).map_or(size, |part| (size as f64 * part) as usize);
         let context = self.maybe_usize("max_position_embeddings")?.unwrap_or(2048);
         let original = number(scaling, "original_max_position_embeddings")
             .or(self.maybe_f64("original_max_position_embeddings")?)
             .map_or(context, |n| n as usize);
         let factor =
             || number(scaling, "factor").ok_or_else(|| self.bad("the rope parameters have no 'factor'"));
-        let kind = scaling.get("rope_type").or(scaling.get("type")).and_then(Json::as_str);
         let scaling = match kind.unwrap_or("default") {
             "default" => Scaling::None,
+            "proportional" => Scaling::Proportional {
+                part: part.unwrap_or(1.0),
+                factor: number(scaling, "factor").unwrap_or(1.0),
+            },
             "linear" => Scaling::Linear { factor: factor()? },
             "dynamic" => Scaling::Dynamic { factor: factor()?, original },
             "yarn" => Scaling::Yarn(Yarn {
@@ -189,6 +195,15 @@ impl<'a> Meta<'a> {
 
     pub(crate) fn flag(&self, key: &str) -> Result<bool> {
         Ok(self.data.maybe(&self.key(key), Metadata::bool)?.unwrap_or(false))
+    }
+
+    /// The value of layer `i` of a key that holds one number for all layers, or an array.
+    pub(crate) fn of_layer(&self, key: &str, i: usize) -> Result<Option<usize>> {
+        let Some(Value::Array(_)) = self.data.get(&self.key(key)) else { return self.maybe_usize(key) };
+        let all = self.data.ints(&self.key(key))?;
+        let own = all.get(i).and_then(|n| usize::try_from(*n).ok());
+        let bad = || Error::argument("configuration", format!("{key} has no number for layer {i}"));
+        own.ok_or_else(bad).map(Some)
     }
 
     /// Bools per layer, if the key holds an array.
@@ -302,9 +317,9 @@ impl Base {
             context: m.usize("context_length")?,
             layers: m.usize("block_count")?,
             heads,
-            shared: m.maybe_usize("attention.head_count_kv")?.unwrap_or(heads),
+            shared: m.of_layer("attention.head_count_kv", 0)?.unwrap_or(heads),
             head,
-            inner: match m.maybe_usize("feed_forward_length")? {
+            inner: match m.of_layer("feed_forward_length", 0)? {
                 Some(n) => n,
                 None => m.usize("expert_feed_forward_length")?,
             },
@@ -355,6 +370,7 @@ impl Base {
             embedding_scale: None,
             learned_positions: false,
             embedding_norm: None,
+            per_layer: None,
             // A hostile count is refused before memory is taken for it.
             layers: vec![layer; self.layers.min(4097)],
             final_norm: self.rms(),

@@ -7,6 +7,7 @@ mod config;
 mod deepseek;
 mod falcon;
 mod gemma;
+mod gemma4;
 mod glm4;
 mod gpt2;
 mod gpt_oss;
@@ -44,6 +45,7 @@ pub const FAMILIES: &[Family] = &[
     qwen::QWEN3_MOE,
     gemma::GEMMA2,
     gemma::GEMMA3,
+    gemma4::FAMILY,
     gpt_oss::FAMILY,
     mixtral::FAMILY,
     phi3::FAMILY,
@@ -95,7 +97,7 @@ pub fn spec(source: &Source) -> Result<Spec> {
 
 /// Limits that keep hostile configurations from using unbounded memory, and rules that the decoder relies on.
 fn check(s: &Spec) -> Result<()> {
-    use crate::spec::{Ffn, Mixer};
+    use crate::spec::Mixer;
     let bad = |what: String| Err(Error::argument("configuration", what));
     const MAX: usize = 1 << 24;
     if s.layers.is_empty() || s.layers.len() > 4096 {
@@ -105,6 +107,9 @@ fn check(s: &Spec) -> Result<()> {
         if n == 0 || n > MAX << 4 {
             return bad(format!("a {name} of {n}"));
         }
+    }
+    if let Some(p) = s.per_layer.filter(|p| p.size == 0 || p.size > MAX) {
+        return bad(format!("inputs of layers of size {}", p.size));
     }
     for (i, l) in s.layers.iter().enumerate() {
         let Mixer::Attention(a) = &l.mixer;
@@ -141,17 +146,22 @@ fn check(s: &Spec) -> Result<()> {
         if a.window == Some(0) || !a.scale.is_finite() {
             return bad(format!("layer {i}: a window of 0 positions, or a scale of {}", a.scale));
         }
-        if let Ffn::Experts(e) = &l.ffn
-            && (e.count == 0 || e.used == 0 || e.used > e.count || e.count > 65_536)
+        if let Some((e, inner)) = l.experts()
+            && (inner == 0
+                || inner > MAX
+                || e.count == 0
+                || e.used == 0
+                || e.used > e.count
+                || e.count > 65_536)
         {
             return bad(format!("layer {i}: {} of {} experts", e.used, e.count));
         }
-        if let Ffn::Experts(e) = &l.ffn
+        if let Some((e, _)) = l.experts()
             && let Some(n) = e.common.filter(|n| *n == 0 || *n > MAX)
         {
             return bad(format!("layer {i}: an expert of all rows of size {n}"));
         }
-        if let Ffn::Experts(e) = &l.ffn
+        if let Some((e, _)) = l.experts()
             && let Some((groups, kept)) = e.groups
             && (groups == 0
                 || e.count % groups != 0
@@ -164,4 +174,28 @@ fn check(s: &Spec) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_of_the_documentation_has_every_name() {
+        let page = include_str!("../../../../docs/language-models.md");
+        let rows: Vec<Vec<&str>> = page
+            .lines()
+            .filter(|l| l.starts_with("| "))
+            .map(|l| l.trim_matches('|').split(" | ").map(str::trim).collect())
+            .filter(|r: &Vec<&str>| r.len() == 4)
+            .collect();
+        for f in FAMILIES {
+            let row = rows.iter().find(|r| r[0] == f.name).unwrap_or_else(|| panic!("no row '{}'", f.name));
+            for (names, cell) in [(f.hf, row[1]), (f.gguf, row[2])] {
+                let missing = names.iter().find(|n| !cell.contains(&format!("`{n}`")));
+                assert_eq!(missing, None, "{row:?}");
+                assert_eq!(cell.matches('`').count(), 2 * names.len(), "{row:?}: it has further names");
+            }
+        }
+    }
 }

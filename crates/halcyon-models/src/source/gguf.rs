@@ -13,6 +13,9 @@ pub(super) fn find(file: &Gguf, spec: &Spec, name: &str) -> Result<Option<Weight
     if let Some(t) = file.find(name) {
         return whole(t).map(Some);
     }
+    if let Some(found) = of_experts(file, name)? {
+        return Ok(Some(found));
+    }
     let Some((tensor, first, count)) = part(file, spec, name) else { return Ok(None) };
     let Some(t) = file.find(&tensor) else { return Ok(None) };
     rows(whole(t)?, first, count).map(Some)
@@ -39,6 +42,29 @@ fn part(file: &Gguf, spec: &Spec, name: &str) -> Option<(String, usize, usize)> 
         }
         _ => return None,
     })
+}
+
+/// The gates or the up projections of experts whose file has both in one tensor `[experts, 2 inner, inputs]`.
+fn of_experts(file: &Gguf, name: &str) -> Result<Option<Weights>> {
+    let (stem, which) =
+        match (name.strip_suffix(".ffn_gate_exps.weight"), name.strip_suffix(".ffn_up_exps.weight")) {
+            (Some(stem), _) => (stem, 0),
+            (_, Some(stem)) => (stem, 1),
+            _ => return Ok(None),
+        };
+    let Some(t) = file.find(&format!("{stem}.ffn_gate_up_exps.weight")) else { return Ok(None) };
+    let w = whole(t)?;
+    let mut dims = w.data.dims.to_vec();
+    let &[experts, both, _] = &dims[..] else {
+        return Err(Error::shape("load", format!("'{}' has {} axes: expected 3", t.name(), dims.len())));
+    };
+    let (all, inner) = (w.data.bytes(), both / 2);
+    let one = all.len() / (experts * both).max(1);
+    let start = |e: usize| (e * both + which * inner) * one;
+    let parts: Vec<&[u8]> = (0..experts).map(|e| &all[start(e)..start(e) + inner * one]).collect();
+    dims[1] = inner;
+    let data = halcyon_formats::data::from_bytes(w.data.dtype, &dims, Bytes::from(parts.concat()))?;
+    Ok(Some(Weights { data, blocks: w.blocks }))
 }
 
 /// The second half of a joined gate and up projection, or the whole tensor.

@@ -1,7 +1,7 @@
 //! How folders name and store the tensors: for each canonical name the places where families have it.
 
 use super::folder::Recipe;
-use crate::spec::{Activation, Ffn, Layer, Mixer, Order, Spec};
+use crate::spec::{Activation, Layer, Mixer, Order, Spec};
 
 /// The ways in which folders store a tensor, by its canonical name. Names lack the prefix.
 pub(super) fn recipes(spec: &Spec, name: &str) -> Vec<Recipe> {
@@ -10,6 +10,9 @@ pub(super) fn recipes(spec: &Spec, name: &str) -> Vec<Recipe> {
     match stem {
         "token_embd" => return with(&["embed_tokens", "wte", "word_embeddings", "tok_embeddings"]),
         "position_embd" => return with(&["wpe"]),
+        "per_layer_token_embd" => return with(&["embed_tokens_per_layer"]),
+        "per_layer_model_proj" => return with(&["per_layer_model_projection"]),
+        "per_layer_proj_norm" => return with(&["per_layer_projection_norm"]),
         "output_norm" => return with(&["norm", "ln_f", "embedding_norm", "final_layernorm"]),
         "output" => return with(&["lm_head", "embed_out"]),
         _ => {}
@@ -65,6 +68,13 @@ impl Names<'_> {
             // With norms before and after, `post_attention_layernorm` is the norm after the mixer.
             "ffn_norm" if self.layer.order == Order::Both => self.plain(&["pre_feedforward_layernorm"]),
             "ffn_norm" => self.plain(&["post_attention_layernorm", "ln_2", "ffn_norm"]),
+            "post_ffw_norm_1" => self.plain(&["post_feedforward_layernorm_1"]),
+            "pre_ffw_norm_2" => self.plain(&["pre_feedforward_layernorm_2"]),
+            "post_ffw_norm_2" => self.plain(&["post_feedforward_layernorm_2"]),
+            "inp_gate" => self.plain(&["per_layer_input_gate"]),
+            "proj" => self.plain(&["per_layer_projection"]),
+            "post_norm" => self.plain(&["post_per_layer_input_norm"]),
+            "layer_output_scale" => self.exact("layer_scalar").map(Recipe::Plain).to_vec(),
             "post_ffw_norm" => self.plain(&["post_feedforward_layernorm", "post_mlp_layernorm"]),
             _ => vec![],
         }
@@ -117,6 +127,10 @@ impl Names<'_> {
             self.plain(&[&format!("mlp.shared_experts.{name}"), &format!("mlp.shared_expert.{name}")])
         };
         Some(match stem {
+            "ffn_gate_inp" if self.part == "scale" => self.plain(&["router"]),
+            "ffn_down_exps" if self.part == "scale" => {
+                self.exact("router.per_expert_scale").map(Recipe::Plain).to_vec()
+            }
             "ffn_gate" => join(self.plain(&["mlp.gate_proj", "feed_forward.w1"]), half(0).to_vec()),
             "ffn_up" => {
                 let up = ["mlp.up_proj", "feed_forward.w3", "mlp.dense_h_to_4h", "mlp.fc1"];
@@ -127,7 +141,8 @@ impl Names<'_> {
                 join(self.plain(&down), self.turned("mlp.c_proj", 0, self.spec.hidden))
             }
             "ffn_gate_inp" => {
-                self.plain(&["mlp.gate", "mlp.router", "block_sparse_moe.gate", "feed_forward.gate"])
+                let router = ["mlp.gate", "mlp.router", "block_sparse_moe.gate", "feed_forward.gate"];
+                self.plain(&[&router[..], &["router.proj"]].concat())
             }
             "ffn_gate_exps" => join(self.stacked("gate_proj", "w1"), self.fused(0)),
             "ffn_up_exps" => join(self.stacked("up_proj", "w3"), self.fused(1)),
@@ -146,7 +161,7 @@ impl Names<'_> {
 
     /// Experts, each with a tensor of its own.
     fn stacked(&self, own: &str, other: &str) -> Vec<Recipe> {
-        let Ffn::Experts(e) = &self.layer.ffn else { return vec![] };
+        let Some((e, _)) = self.layer.experts() else { return vec![] };
         let places = ["mlp.experts", "block_sparse_moe.experts", "feed_forward.experts"];
         let names = places.iter().flat_map(|p| [own, other].map(|n| format!("{p}.{{}}.{n}")));
         names.flat_map(|n| self.of(&n)).map(|n| Recipe::Stack(n, e.count)).collect()
@@ -154,11 +169,11 @@ impl Names<'_> {
 
     /// Experts whose matrices are stored together: gate and up (0 and 1), and down (2).
     fn fused(&self, which: usize) -> Vec<Recipe> {
-        let Ffn::Experts(e) = &self.layer.ffn else { return vec![] };
-        let (n, bias) = (self.layer.inner, self.part == "bias");
+        let Some((e, n)) = self.layer.experts() else { return vec![] };
+        let bias = self.part == "bias";
         // gpt-oss stores `[inputs, outputs]`, with gate and up in alternating columns.
         let turned = matches!(e.activation, Activation::ClampedSwiglu { .. });
-        let stem = if which < 2 { "mlp.experts.gate_up_proj" } else { "mlp.experts.down_proj" };
+        let stem = if which < 2 { "experts.gate_up_proj" } else { "experts.down_proj" };
         let recipe = |name: String| match (which, turned, bias) {
             (2, true, false) => Recipe::Experts { name, first: 0, step: 1, count: self.spec.hidden },
             (2, ..) => Recipe::Plain(name),
@@ -166,6 +181,8 @@ impl Names<'_> {
             (w, true, false) => Recipe::Experts { name, first: w, step: 2, count: n },
             (w, false, _) => Recipe::ExpertRows { name, first: w * n, count: n },
         };
-        self.exact(&if bias { format!("{stem}_bias") } else { stem.to_string() }).map(recipe).to_vec()
+        let name = if bias { format!("{stem}_bias") } else { stem.to_string() };
+        let names = ["mlp.", ""].into_iter().flat_map(|at| self.exact(&format!("{at}{name}")));
+        names.map(recipe).collect()
     }
 }

@@ -7,6 +7,7 @@ use halcyon::Error;
 use halcyon::prelude::*;
 use halcyon_formats::gguf::Value;
 use halcyon_models::{Decoder, Engine, EngineOptions, Feed, Source, Spec, family};
+use halcyon_test::{Rng, one_in};
 use serde_json::{Value as Json, json};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -79,8 +80,13 @@ fn changed(at: &mut Json, key: &str, to: &Option<Json>) {
 #[test]
 fn every_key_of_a_folders_configuration_may_be_wrong() {
     let cpu = Backend::new(BackendType::Cpu).expect("the CPU");
-    let mut refused = 0;
-    for dir in folders() {
+    // Every folder is loaded hundreds of times, so one run takes some of them.
+    let mut rng = Rng::fresh("every_key_of_a_folders_configuration_may_be_wrong");
+    let step = one_in(6);
+    let first = rng.below(step);
+    let (mut refused, mut tried) = (0, 0);
+    for dir in folders().into_iter().skip(first).step_by(step) {
+        tried += 1;
         let mut source = Source::open(&dir).expect("the model opens");
         let original = family::spec(&source).expect("the configuration is valid");
         let Source::Folder(folder) = &source else { panic!("not a folder") };
@@ -109,7 +115,7 @@ fn every_key_of_a_folders_configuration_may_be_wrong() {
             }
         }
     }
-    assert!(refused > 1000, "{refused}");
+    assert!(refused > 60 * tried, "{refused} of {tried} models");
 }
 
 #[test]

@@ -16,7 +16,7 @@ pub(crate) fn folders() -> Vec<PathBuf> {
     let all = std::fs::read_dir(data).expect("the stored models").flatten().map(|e| e.path());
     let mut all: Vec<PathBuf> = all.filter(|p| p.is_dir()).collect();
     all.sort();
-    assert_eq!(all.len(), 23, "{all:?}");
+    assert_eq!(all.len(), 26, "{all:?}");
     all
 }
 
