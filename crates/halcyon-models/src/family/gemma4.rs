@@ -57,7 +57,7 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
     let size = c.maybe_usize("hidden_size_per_layer_input")?.unwrap_or(256);
     s.per_layer = (size > 0).then(|| PerLayer { size, activation, norm: base.rms() });
     // The last layer always sees all positions.
-    let slides = |i: usize| i + 1 != base.layers && c.slides(i).unwrap_or((i + 1) % 6 != 0);
+    let slides = |i: usize| i + 1 != base.layers && c.slides(i).unwrap_or(!(i + 1).is_multiple_of(6));
     let joined = c.flag("attention_k_eq_v");
     let own = c.get("per_layer_config");
     let of_full = |i: usize, key: &str, global: &str| -> Result<Option<usize>> {
