@@ -115,7 +115,9 @@ impl Batch {
         let fed: Vec<(usize, usize)> = feeds.iter().map(|f| (f.sequence, f.tokens.len())).collect();
         let made = if feeds.is_empty() { Ok(vec![]) } else { engine.feed_parts(&feeds, &ends) };
         let made = made.inspect_err(|_| {
-            (0..self.slots.len()).for_each(|s| engine.truncate(s, 0));
+            for s in 0..self.slots.len() {
+                engine.truncate(s, 0);
+            }
             self.slots.clear();
         })?;
         for ((sequence, n), logits) in fed.into_iter().zip(made) {

@@ -2,6 +2,7 @@
 //! rows whose logits are wanted.
 
 use crate::decoder::{CacheLayout, Decoder, Rows};
+use crate::grid::{self, Grid};
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Compiled, DType, State, Tensor};
 use std::fmt;
@@ -53,6 +54,8 @@ pub struct Engine {
     free: Vec<u32>,
     /// Positions of each sequence.
     lengths: Vec<usize>,
+    /// The shortest length, apart from 0, to which each sequence can be cut.
+    floors: Vec<usize>,
 }
 
 impl fmt::Debug for Engine {
@@ -73,19 +76,21 @@ impl Engine {
         }
         // Each sequence may leave its last page partly empty.
         let pages = 1 + o.positions.div_ceil(o.page) + o.sequences - 1;
-        let layout = CacheLayout { pages, page: o.page, dtype: o.cache };
+        let layout = CacheLayout { pages, page: o.page, dtype: o.cache, sequences: o.sequences };
         let backend = decoder.backend().clone();
         let mut states = vec![];
         for shape in decoder.cache_shapes(layout) {
-            let zeros = Tensor::zeros(&backend, shape, o.cache);
+            let zeros = Tensor::zeros(&backend, shape.dims, shape.dtype);
             zeros.eval()?;
             states.push(State::new(zeros));
         }
         let model = decoder.clone();
         let f: StepFn = Box::new(move |x: &[Tensor]| {
             let [tokens, position, sequence, slot, table, wanted, rest @ ..] = x else { return vec![] };
-            let (rotations, cache) = rest.split_at(2 * model.ropes().len());
-            let rows = Rows { tokens, position, sequence, slot, table, wanted, rotations };
+            let (rotations, rest) = rest.split_at(2 * model.ropes().len());
+            let (grid, cache) = rest.split_at(if model.kernel().is_some() { Grid::COUNT } else { 0 });
+            let grid = Grid::of(grid);
+            let rows = Rows { tokens, position, sequence, slot, table, wanted, rotations, grid };
             let (logits, states) = model.step(rows, cache, layout);
             std::iter::once(logits).chain(states).collect()
         });
@@ -95,6 +100,7 @@ impl Engine {
             pages: vec![vec![]; o.sequences],
             free: (1..pages as u32).rev().collect(),
             lengths: vec![0; o.sequences],
+            floors: vec![0; o.sequences],
             decoder,
             options,
         })
@@ -120,14 +126,28 @@ impl Engine {
         self.decoder.context().min(self.options.positions)
     }
 
-    /// Forgets all positions of a sequence from `length` on.
-    pub fn truncate(&mut self, sequence: usize, length: usize) {
+    /// Whether [`Engine::truncate`] keeps exactly `length` positions of a sequence, or all if it has fewer.
+    pub fn can_truncate(&self, sequence: usize, length: usize) -> bool {
+        length == 0 || self.floors.get(sequence).is_none_or(|f| length >= *f)
+    }
+
+    /// Forgets all positions of a sequence from `length` on. Returns the length that the sequence has then.
+    ///
+    /// A model with recurrent layers can go back by at least 16 positions from the longest length that the
+    /// sequence has had since it was empty. Where it cannot ([`Engine::can_truncate`]), the sequence becomes
+    /// empty, and the caller feeds all its tokens again.
+    pub fn truncate(&mut self, sequence: usize, length: usize) -> usize {
         if length >= self.length(sequence) {
-            return;
+            return self.length(sequence);
+        }
+        let length = if self.can_truncate(sequence, length) { length } else { 0 };
+        if length == 0 {
+            self.floors[sequence] = 0;
         }
         self.lengths[sequence] = length;
         let keep = length.div_ceil(self.options.page);
         self.free.extend(self.pages[sequence].drain(keep..));
+        length
     }
 
     /// Computes tokens of one or several sequences. Returns the logits: for each feed those of its last
@@ -136,8 +156,9 @@ impl Engine {
     /// # Errors
     /// `Error::Argument` for a token outside of the vocabulary, a sequence that does not exist, an empty
     /// feed, a sequence that would become longer than the context, or a cache without enough free pages;
-    /// errors of the device. After an error the sequences have the lengths that they had before the call; if
-    /// the device failed during a step, the cached values are lost, and further calls fail.
+    /// errors of the device. After an error the sequences have the lengths that they had before the call (or
+    /// are empty, see [`Engine::truncate`]); if the device failed during a step, the cached values are lost,
+    /// and further calls fail.
     pub fn feed(&mut self, feeds: &[Feed<'_>]) -> Result<Vec<Vec<f32>>> {
         self.feed_parts(feeds, &[])
     }
@@ -154,7 +175,9 @@ impl Engine {
             feeds.iter().map(|f| (f.sequence, self.lengths[f.sequence])).collect();
         let made = self.feed_checked(feeds, ends);
         if made.is_err() {
-            before.into_iter().for_each(|(sequence, length)| self.truncate(sequence, length));
+            before.into_iter().for_each(|(sequence, length)| {
+                self.truncate(sequence, length);
+            });
         }
         made
     }
@@ -170,21 +193,26 @@ impl Engine {
         // A feed's rows whose logits are wanted: all, the last one, or none.
         let want =
             |f: usize, i: usize| feeds[f].all || after[f] == lengths[f] && i + 1 == feeds[f].tokens.len();
-        // Rows of all feeds, cut into chunks.
-        let rows: Vec<(usize, usize)> = feeds
-            .iter()
-            .enumerate()
-            .flat_map(|(f, feed)| (0..feed.tokens.len()).map(move |i| (f, i)))
-            .collect();
-        for chunk in rows.chunks(self.options.chunk) {
+        for chunk in self.steps(feeds) {
             let wanted: Vec<usize> = (0..chunk.len()).filter(|r| want(chunk[*r].0, chunk[*r].1)).collect();
-            let logits = self.chunk(feeds, &lengths, chunk, &wanted)?;
+            let logits = self.chunk(feeds, &lengths, &chunk, &wanted)?;
             let vocabulary = self.decoder.spec.vocabulary;
             for (r, z) in wanted.into_iter().zip(logits.chunks_exact(vocabulary)) {
                 out[chunk[r].0].extend_from_slice(z);
             }
         }
         Ok(out)
+    }
+
+    /// The rows `(feed, token of the feed)` of each step.
+    fn steps(&self, feeds: &[Feed<'_>]) -> Vec<Vec<(usize, usize)>> {
+        if self.decoder.kernel().is_some() {
+            let lengths: Vec<usize> = feeds.iter().map(|f| self.lengths[f.sequence]).collect();
+            return grid::steps(feeds, &lengths, self.options.chunk);
+        }
+        let of = |(f, feed): (usize, &Feed<'_>)| (0..feed.tokens.len()).map(move |i| (f, i));
+        let rows: Vec<(usize, usize)> = feeds.iter().enumerate().flat_map(of).collect();
+        rows.chunks(self.options.chunk).map(<[_]>::to_vec).collect()
     }
 
     /// Whether an empty sequence can take these tokens.
@@ -270,6 +298,9 @@ impl Engine {
             length[r] = lengths[f];
             slot[r] = (self.pages[s][at / page] as usize * page + at % page) as i32;
             self.lengths[s] = at + 1;
+            if self.decoder.kernel().is_some() {
+                self.floors[s] = self.floors[s].max(grid::floor(at + 1));
+            }
         }
         let columns = self.context().div_ceil(page);
         let mut table = vec![0i32; self.pages.len() * columns];
@@ -283,14 +314,23 @@ impl Engine {
         want.resize(self::padded(wanted.len().max(1)).min(padded), 0);
         let vector = |v: &[i32]| Tensor::from_slice(self.decoder.backend(), [v.len()], v);
         let table = Tensor::from_slice(self.decoder.backend(), [self.pages.len(), columns], &table)?;
-        let rows = vector(&want)?;
+        let which = vector(&want)?;
         let mut inputs =
-            vec![vector(&token)?, vector(&position)?, vector(&sequence)?, vector(&slot)?, table, rows];
+            vec![vector(&token)?, vector(&position)?, vector(&sequence)?, vector(&slot)?, table, which];
         for rope in self.decoder.ropes() {
             let (cos, sin) = rope.rotations(&position, &length);
             for v in [cos, sin] {
                 inputs.push(Tensor::from_slice(self.decoder.backend(), [padded, rope.size / 2], &v)?);
             }
+        }
+        if let Some(kernel) = self.decoder.kernel() {
+            let at: Vec<(usize, usize)> = rows
+                .iter()
+                .enumerate()
+                .map(|(r, &(f, _))| (feeds[f].sequence, position[r] as usize))
+                .collect();
+            let (backend, slots) = (self.decoder.backend(), self.options.sequences);
+            inputs.extend(grid::inputs(backend, &at, padded, slots, kernel)?);
         }
         let inputs: Vec<&Tensor> = inputs.iter().collect();
         let states: Vec<&State> = self.states.iter().collect();

@@ -86,7 +86,52 @@ pub struct Layer {
 /// The part of a layer that reads other positions.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Mixer {
-    Attention(Attention),
+    Attention(Box<Attention>),
+    Recurrent(Recurrent),
+}
+
+/// A mixer whose memory of earlier positions has a fixed size: a causal convolution over each channel, and
+/// perhaps a scan with a matrix per head.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Recurrent {
+    /// Positions that the convolution sees, the row's own included.
+    pub kernel: usize,
+    /// `None`: the convolution is between two gates (`shortconv`), and that is all.
+    pub scan: Option<Scan>,
+}
+
+/// A scan over positions. Each head has a matrix `S` of `[key, value]`, which is multiplied by a factor of at
+/// most 1 and gets a new part at each position; a row reads it with its query.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scan {
+    pub kind: ScanKind,
+    /// Heads of queries and keys.
+    pub shared: usize,
+    /// Heads of values.
+    pub heads: usize,
+    /// Size of a query or key.
+    pub key: usize,
+    /// Size of a value.
+    pub value: usize,
+    /// Whether value head `h` has the key head `h % shared`, else `h / (heads / shared)`.
+    pub tiled: bool,
+    /// Of the norm of the result.
+    pub eps: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ScanKind {
+    /// Gated DeltaNet: what `S` returns for the key is replaced by the value.
+    Delta,
+    /// Mamba 2: key and value are added. The size of a step is limited to this range.
+    Mamba { limit: (f64, f64) },
+}
+
+impl Scan {
+    /// Channels of the convolution: queries, keys and values.
+    pub fn channels(&self) -> usize {
+        2 * self.shared * self.key + self.heads * self.value
+    }
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -105,6 +150,9 @@ pub struct Attention {
     pub softcap: Option<f64>,
     /// Whether each head has a sink (`attn_sinks`).
     pub sinks: bool,
+    /// Whether the results are multiplied by the sigmoid of a gate, which the projection of queries has after
+    /// the query of each head.
+    pub gate: bool,
     pub qk_norm: Option<QkNorm>,
     /// A norm of each head's values, without weights.
     pub value_norm: Option<Norm>,

@@ -84,7 +84,7 @@ impl Loader<'_> {
             })
         };
         Ok(AttentionWeights::Heads(Box::new(HeadWeights {
-            q: self.matrix(&format!("{p}.attn_q"), &[a.heads * a.key, h])?,
+            q: self.matrix(&format!("{p}.attn_q"), &[a.heads * a.key * if a.gate { 2 } else { 1 }, h])?,
             kv: a.keys_of.is_none().then(kv).transpose()?,
             o: self.matrix(&format!("{p}.attn_output"), &[h, a.heads * a.value])?,
             q_norm: qk("attn_q_norm", a.heads)?,
@@ -137,7 +137,14 @@ impl AttentionStep<'_> {
 
     fn by_head(&self, w: &HeadWeights, x: &Tensor, states: &[Tensor]) -> (Tensor, Vec<Tensor>) {
         let (a, n) = (self.a, self.count());
-        let q = self.heads(w.q.apply(x), a.heads, &w.q_norm, w.rotation);
+        let mut q = w.q.apply(x);
+        let mut gate = None;
+        if a.gate {
+            let both = q.reshape([n, a.heads, 2 * a.key]);
+            gate = Some(both.narrow(2, a.key, a.key).reshape([n, a.heads * a.key]));
+            q = both.narrow(2, 0, a.key);
+        }
+        let q = self.heads(q, a.heads, &w.q_norm, w.rotation);
         let new = match (&w.kv, states) {
             (Some(kv), [keys, values, ..]) => {
                 let k = kv.k.apply(x);
@@ -150,8 +157,9 @@ impl AttentionStep<'_> {
             _ => vec![],
         };
         let [keys, values] = (if new.is_empty() { states } else { &new[..] }) else { return (q, new) };
-        let y = self.attend(&q, keys, values, w.sinks.as_ref());
-        (w.o.apply(&y.reshape([n, a.heads * a.value])), new)
+        let y = self.attend(&q, keys, values, w.sinks.as_ref()).reshape([n, a.heads * a.value]);
+        let y = gate.map_or_else(|| y.clone(), |g| &y * &g.sigmoid());
+        (w.o.apply(&y), new)
     }
 
     /// Attention of the queries `[rows, heads, size]` over the cache.

@@ -233,7 +233,9 @@ fn experts(w: &ExpertWeights, e: &Experts, x: &Tensor, routed: &Tensor) -> Tenso
     let dims = x.dims().unwrap_or_default();
     let (n, h) = (dims.first().copied().unwrap_or(0), dims.last().copied().unwrap_or(0));
     let which = order.cast(DType::I32).reshape([n * e.used]);
-    let rows = x.reshape([n, 1, h]).expand([n, e.used, h]).reshape([n * e.used, h]);
+    // Not by `expand`: of one row that is a view, which has other kernels and so other bits.
+    let used = Tensor::scalar(x.backend(), e.used as i64, DType::I32);
+    let rows = x.gather(&(Tensor::arange(x.backend(), n * e.used, DType::I32) / used), 0);
     let up = w.up.apply_which(&rows, &which);
     let inner = match &w.gate {
         Some(g) => gated(e.activation, g.apply_which(&rows, &which), up),

@@ -9,17 +9,20 @@ mod ffn;
 mod latent;
 mod load;
 mod per_layer;
+mod recurrent;
 mod weights;
 
+use crate::grid::Grid;
 use crate::rope::Rope;
 use crate::source::Source;
 use crate::spec::*;
 use attention::{AttentionStep, AttentionWeights, cache_shapes};
 use ffn::{FfnWeights, feed_forward};
-use halcyon::ir::error::Result;
+use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, DType, Tensor};
 use load::{Loader, Rotations};
 use per_layer::{InputWeights, OwnInput};
+use recurrent::{RecurrentStep, RecurrentWeights};
 use std::ops::Range;
 use weights::{Matrix, NormWeights};
 
@@ -27,12 +30,18 @@ use weights::{Matrix, NormWeights};
 struct LayerWeights {
     /// Before the mixer, after it, before the feed-forward part, after it.
     norms: [Option<NormWeights>; 4],
-    attention: AttentionWeights,
+    mixer: MixerWeights,
     ffn: FfnWeights,
     /// For a further input of the layer.
     input: Option<OwnInput>,
     /// The layer's result is multiplied by this.
     output_scale: Option<Tensor>,
+}
+
+#[derive(Debug)]
+enum MixerWeights {
+    Attention(AttentionWeights, Box<Attention>),
+    Recurrent(Box<RecurrentWeights>, Recurrent),
 }
 
 /// A decoder on a backend.
@@ -72,6 +81,8 @@ pub struct Rows<'a> {
     pub wanted: &'a Tensor,
     /// Cosines and sines of the rows for each of [`Decoder::ropes`], f32 `[rows, size / 2]` each.
     pub rotations: &'a [Tensor],
+    /// For models with recurrent layers.
+    pub grid: Option<Grid<'a>>,
 }
 
 /// The layout of the cache of keys and values.
@@ -80,6 +91,15 @@ pub struct CacheLayout {
     pub pages: usize,
     /// Positions per page.
     pub page: usize,
+    pub dtype: DType,
+    /// Sequences at a time.
+    pub sequences: usize,
+}
+
+/// The type of a state of the cache.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CacheShape {
+    pub dims: [usize; 2],
     pub dtype: DType,
 }
 
@@ -95,10 +115,13 @@ impl Decoder {
         let (v, h) = (spec.vocabulary, spec.hidden);
         let mut layers = Vec::with_capacity(spec.layers.len());
         for (i, layer) in spec.layers.iter().enumerate() {
-            let Mixer::Attention(a) = &layer.mixer;
+            let mixer = match &layer.mixer {
+                Mixer::Attention(a) => MixerWeights::Attention(l.attention(i, a, &mut ropes)?, a.clone()),
+                Mixer::Recurrent(r) => MixerWeights::Recurrent(Box::new(l.recurrent(i, r)?), *r),
+            };
             layers.push(LayerWeights {
                 norms: l.norms(i, layer)?,
-                attention: l.attention(i, a, &mut ropes)?,
+                mixer,
                 ffn: l.ffn(i, layer)?,
                 input: spec.per_layer.map(|p| l.own_input(i, layer, p)).transpose()?,
                 output_scale: l.vector(&format!("blk.{i}.layer_output_scale.weight"), &[1])?,
@@ -139,15 +162,30 @@ impl Decoder {
         &self.ropes
     }
 
-    /// Shapes of the states of the cache, in the order of [`Decoder::step`]. A layer has keys and values, each
-    /// `[pages * heads * page, size]`, or one state for both, or none if it reads those of another layer.
-    pub fn cache_shapes(&self, c: CacheLayout) -> Vec<[usize; 2]> {
-        let layers = self.spec.layers.iter();
-        let of = |l: &Layer| {
-            let Mixer::Attention(a) = &l.mixer;
-            cache_shapes(a, c)
-        };
-        layers.flat_map(of).collect()
+    /// The states of the cache, in the order of [`Decoder::step`]. An attention layer has keys and values, each
+    /// `[pages * heads * page, size]`, or one state for both, or none if it reads those of another layer. A
+    /// recurrent layer has a ring of inputs, `[rows, size]`, and if it scans, matrices,
+    /// `[2 * (sequences + 1), heads * key * value]`, both in f32.
+    pub fn cache_shapes(&self, c: CacheLayout) -> Vec<CacheShape> {
+        self.spec.layers.iter().flat_map(|l| self.layer_shapes(l, c)).collect()
+    }
+
+    fn layer_shapes(&self, l: &Layer, c: CacheLayout) -> Vec<CacheShape> {
+        match &l.mixer {
+            Mixer::Attention(a) => {
+                let of = |dims| CacheShape { dims, dtype: c.dtype };
+                cache_shapes(a, c).into_iter().map(of).collect()
+            }
+            Mixer::Recurrent(r) => recurrent::cache_shapes(r, self.spec.hidden, c.sequences),
+        }
+    }
+
+    /// Positions that the convolutions of recurrent layers see; `None` if the model has no such layers.
+    pub(crate) fn kernel(&self) -> Option<usize> {
+        self.spec.layers.iter().find_map(|l| match &l.mixer {
+            Mixer::Recurrent(r) => Some(r.kernel),
+            Mixer::Attention(_) => None,
+        })
     }
 
     /// The activations of the rows after the last norm, `[rows, hidden]`, and the new states of the cache.
@@ -174,8 +212,6 @@ impl Decoder {
         // The states of each layer among all of them.
         let mut own: Vec<Range<usize>> = Vec::with_capacity(s.layers.len());
         for (i, (w, l)) in self.layers.iter().zip(&s.layers).enumerate() {
-            let Mixer::Attention(a) = &l.mixer;
-            let step = AttentionStep { a, w: &w.attention, rows, layout };
             let scaled = |y: Tensor| match l.residual_scale {
                 Some(by) => y * by,
                 None => y,
@@ -184,11 +220,16 @@ impl Decoder {
                 |n: &Option<NormWeights>, x: &Tensor| n.as_ref().map_or_else(|| x.clone(), |n| n.apply(x));
             let input = normed(&w.norms[0], &x);
             let first = states.len();
-            own.push(first..first + cache_shapes(a, layout).len());
-            let (y, new) = match a.keys_of {
-                Some(other) => step.run(&input, &states[own[other].clone()]),
-                None => step.run(&input, &cache[own[own.len() - 1].clone()]),
+            own.push(first..first + self.layer_shapes(l, layout).len());
+            let other = match &l.mixer {
+                Mixer::Attention(a) => a.keys_of,
+                Mixer::Recurrent(_) => None,
             };
+            let before = match other {
+                Some(other) => &states[own[other].clone()],
+                None => &cache[own[own.len() - 1].clone()],
+            };
+            let (y, new) = mix(&w.mixer, &input, rows, before, layout);
             states.extend(new);
             if matches!(l.order, Order::Parallel | Order::ParallelTwo) {
                 let z = match &w.norms[2] {
@@ -224,5 +265,25 @@ impl Decoder {
             z = (z / cap).tanh() * cap;
         }
         (z, states)
+    }
+}
+
+/// The result of a mixer, and the new versions of its states.
+fn mix(
+    mixer: &MixerWeights,
+    x: &Tensor,
+    rows: Rows<'_>,
+    states: &[Tensor],
+    layout: CacheLayout,
+) -> (Tensor, Vec<Tensor>) {
+    match (mixer, rows.grid) {
+        (MixerWeights::Attention(w, a), _) => AttentionStep { a, w, rows, layout }.run(x, states),
+        (MixerWeights::Recurrent(w, r), Some(grid)) => {
+            RecurrentStep { r, w, grid, slots: layout.sequences }.run(x, states)
+        }
+        (MixerWeights::Recurrent(..), None) => {
+            let missing = || Error::argument("step", "a model with recurrent layers needs `Rows::grid`");
+            (x.narrow(0, 0, usize::MAX).map_error(|_| missing()), states.to_vec())
+        }
     }
 }

@@ -81,6 +81,12 @@ impl<'a> Hf<'a> {
         Some(types.get(i)?.as_str()? == "sliding_attention")
     }
 
+    /// Whether layer `i` is one of `kind`, by `layer_types`.
+    pub(crate) fn layer_is(&self, i: usize, kinds: &[&str]) -> Option<bool> {
+        let types = self.get("layer_types").or(self.get("layers_block_type"))?.as_array()?;
+        Some(kinds.contains(&types.get(i)?.as_str()?))
+    }
+
     /// The activation of the feed-forward part.
     pub(crate) fn activation(&self, key: &str) -> Result<Activation> {
         Ok(match self.str(key)? {
@@ -194,7 +200,22 @@ impl<'a> Meta<'a> {
     }
 
     pub(crate) fn flag(&self, key: &str) -> Result<bool> {
-        Ok(self.data.maybe(&self.key(key), Metadata::bool)?.unwrap_or(false))
+        Ok(self.maybe_flag(key)?.unwrap_or(false))
+    }
+
+    pub(crate) fn maybe_flag(&self, key: &str) -> Result<Option<bool>> {
+        self.data.maybe(&self.key(key), Metadata::bool)
+    }
+
+    /// Numbers per layer, if the key holds an array.
+    pub(crate) fn list(&self, key: &str) -> Result<Option<Vec<usize>>> {
+        let key = self.key(key);
+        match self.data.get(&key) {
+            Some(Value::Array(_)) => {
+                Ok(Some(self.data.ints(&key)?.into_iter().map(|n| usize::try_from(n).unwrap_or(0)).collect()))
+            }
+            _ => Ok(None),
+        }
     }
 
     /// The value of layer `i` of a key that holds one number for all layers, or an array.
@@ -317,7 +338,11 @@ impl Base {
             context: m.usize("context_length")?,
             layers: m.usize("block_count")?,
             heads,
-            shared: m.of_layer("attention.head_count_kv", 0)?.unwrap_or(heads),
+            // Layers without attention have no key heads.
+            shared: match m.list("attention.head_count_kv")? {
+                Some(all) => all.into_iter().max().filter(|n| *n > 0).unwrap_or(heads),
+                None => m.maybe_usize("attention.head_count_kv")?.unwrap_or(heads),
+            },
             head,
             inner: match m.of_layer("feed_forward_length", 0)? {
                 Some(n) => n,
@@ -348,6 +373,7 @@ impl Base {
             window: None,
             softcap: None,
             sinks: false,
+            gate: false,
             qk_norm: None,
             value_norm: None,
             values_of_keys: false,
@@ -357,7 +383,7 @@ impl Base {
         let layer = Layer {
             order: Order::Before,
             norm: self.rms(),
-            mixer: Mixer::Attention(attention),
+            mixer: Mixer::Attention(Box::new(attention)),
             ffn: Ffn::Gated(Activation::Silu),
             inner: self.inner,
             residual_scale: None,
@@ -381,11 +407,12 @@ impl Base {
 }
 
 impl Spec {
-    /// Changes the attention of every layer. The function gets the number of the layer.
+    /// Changes the attention of every layer that has one. The function gets the number of the layer.
     pub(crate) fn each_attention(&mut self, f: impl Fn(usize, &mut Attention)) {
         for (i, l) in self.layers.iter_mut().enumerate() {
-            let Mixer::Attention(a) = &mut l.mixer;
-            f(i, a);
+            if let Mixer::Attention(a) = &mut l.mixer {
+                f(i, a);
+            }
         }
     }
 

@@ -69,7 +69,7 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
     };
     let window = c.maybe_usize("sliding_window")?;
     for (i, l) in s.layers.iter_mut().enumerate() {
-        let Mixer::Attention(a) = &mut l.mixer;
+        let Mixer::Attention(a) = &mut l.mixer else { continue };
         let (key, shared) = ("head_dim", "num_key_value_heads");
         let fallback = if own.is_some() || slides(i) { base.head } else { 512 };
         a.key = of_full(i, key, "global_head_dim")?.unwrap_or(fallback);
@@ -99,7 +99,7 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
         false => None,
     };
     for l in &mut s.layers {
-        let Mixer::Attention(a) = &l.mixer;
+        let Mixer::Attention(a) = &l.mixer else { continue };
         if wide && a.keys_of.is_some() {
             l.inner = l.inner.saturating_mul(2);
         }
@@ -132,7 +132,7 @@ fn gguf(m: &Meta<'_>) -> Result<Spec> {
     for (i, l) in s.layers.iter_mut().enumerate() {
         let name = |n: &str| format!("blk.{i}.{n}.weight");
         l.inner = m.of_layer("feed_forward_length", i)?.unwrap_or(base.inner);
-        let Mixer::Attention(a) = &mut l.mixer;
+        let Mixer::Attention(a) = &mut l.mixer else { continue };
         a.shared = m.of_layer("attention.head_count_kv", i)?.unwrap_or(base.shared);
         a.values_of_keys = i < first && !m.has(&name("attn_v")) && !m.has(&name("attn_qkv"));
         if slides(i) {

@@ -5,12 +5,15 @@
 
 mod config;
 mod deepseek;
+mod deltanet;
 mod falcon;
 mod gemma;
 mod gemma4;
 mod glm4;
 mod gpt2;
 mod gpt_oss;
+mod granite_hybrid;
+mod lfm2;
 mod llama;
 mod mixtral;
 mod olmo2;
@@ -21,7 +24,7 @@ mod qwen;
 pub(crate) use config::{Base, Hf, Meta};
 
 use crate::source::Source;
-use crate::spec::Spec;
+use crate::spec::{Attention, Mixer, Recurrent, Spec};
 use halcyon::ir::error::{Error, Result};
 
 /// A family of models.
@@ -43,6 +46,9 @@ pub const FAMILIES: &[Family] = &[
     qwen::QWEN2,
     qwen::QWEN3,
     qwen::QWEN3_MOE,
+    deltanet::QWEN3_NEXT,
+    deltanet::QWEN3_5,
+    deltanet::QWEN3_5_MOE,
     gemma::GEMMA2,
     gemma::GEMMA3,
     gemma4::FAMILY,
@@ -53,6 +59,8 @@ pub const FAMILIES: &[Family] = &[
     deepseek::FAMILY,
     olmo2::FAMILY,
     others::GRANITE,
+    granite_hybrid::FAMILY,
+    lfm2::FAMILY,
     others::SMOLLM3,
     others::COHERE2,
     others::STARCODER2,
@@ -95,11 +103,68 @@ pub fn spec(source: &Source) -> Result<Spec> {
     Ok(spec)
 }
 
+/// No size of a layer is larger.
+const MAX: usize = 1 << 24;
+
+fn bad(what: String) -> Result<()> {
+    Err(Error::argument("configuration", what))
+}
+
+fn check_attention(s: &Spec, i: usize, a: &Attention) -> Result<()> {
+    let sizes = [a.heads, a.shared, a.key, a.value];
+    if sizes.iter().any(|n| *n == 0 || *n > MAX) || !a.heads.is_multiple_of(a.shared) {
+        return bad(format!("layer {i}: {} heads, {} key heads, sizes {sizes:?}", a.heads, a.shared));
+    }
+    if let Some(r) = &a.rope
+        && (r.size % 2 != 0 || r.size > a.key || !r.base.is_finite() || r.base <= 0.0)
+    {
+        return bad(format!("layer {i}: a rotation of {} of {} elements, base {}", r.size, a.key, r.base));
+    }
+    if let Some(l) = &a.latent {
+        let sizes = [l.queries.unwrap_or(1), l.rank, l.plain, l.value];
+        let turned = a.rope.as_ref().map_or(0, |r| r.size);
+        if sizes.iter().any(|n| *n == 0 || *n > MAX) || turned == 0 || l.rank + turned != a.key {
+            return bad(format!("layer {i}: latent attention with sizes {l:?}, {turned} elements rotated"));
+        }
+    }
+    if let Some(other) = a.keys_of {
+        let fits = s.layers.get(other).filter(|_| other < i).is_some_and(|l| match &l.mixer {
+            Mixer::Attention(b) => {
+                b.keys_of.is_none() && (b.shared, b.key, b.value) == (a.shared, a.key, a.value)
+            }
+            Mixer::Recurrent(_) => false,
+        });
+        if !fits || a.latent.is_some() {
+            return bad(format!("layer {i}: the keys and values of layer {other} do not fit"));
+        }
+    }
+    if a.gate && a.key != a.value {
+        return bad(format!("layer {i}: a gate for heads of {} elements, not {}", a.value, a.key));
+    }
+    if a.window == Some(0) || !a.scale.is_finite() {
+        return bad(format!("layer {i}: a window of 0 positions, or a scale of {}", a.scale));
+    }
+    Ok(())
+}
+
+fn check_recurrent(i: usize, r: &Recurrent) -> Result<()> {
+    if r.kernel == 0 || r.kernel > 1024 {
+        return bad(format!("layer {i}: a convolution over {} positions; expected 1 to 1024", r.kernel));
+    }
+    let Some(s) = r.scan else { return Ok(()) };
+    let sizes = [s.shared, s.heads, s.key, s.value];
+    let product = sizes.iter().try_fold(1usize, |a, n| a.checked_mul(*n));
+    if sizes.contains(&0) || !s.heads.is_multiple_of(s.shared) || product.is_none_or(|p| p > 1 << 40) {
+        return bad(format!("layer {i}: {} heads, {} key heads, sizes {sizes:?}", s.heads, s.shared));
+    }
+    if s.heads * s.value > MAX || s.shared * s.key > MAX || s.heads * s.value * s.key > MAX << 4 {
+        return bad(format!("layer {i}: a state of {} heads of {} x {}", s.heads, s.key, s.value));
+    }
+    Ok(())
+}
+
 /// Limits that keep hostile configurations from using unbounded memory, and rules that the decoder relies on.
 fn check(s: &Spec) -> Result<()> {
-    use crate::spec::Mixer;
-    let bad = |what: String| Err(Error::argument("configuration", what));
-    const MAX: usize = 1 << 24;
     if s.layers.is_empty() || s.layers.len() > 4096 {
         return bad(format!("{} layers: expected 1 to 4096", s.layers.len()));
     }
@@ -111,40 +176,23 @@ fn check(s: &Spec) -> Result<()> {
     if let Some(p) = s.per_layer.filter(|p| p.size == 0 || p.size > MAX) {
         return bad(format!("inputs of layers of size {}", p.size));
     }
+    let mut kernel = None;
     for (i, l) in s.layers.iter().enumerate() {
-        let Mixer::Attention(a) = &l.mixer;
-        let sizes = [a.heads, a.shared, a.key, a.value, l.inner];
-        if sizes.iter().any(|n| *n == 0 || *n > MAX) || a.heads % a.shared != 0 {
-            return bad(format!("layer {i}: {} heads, {} key heads, sizes {sizes:?}", a.heads, a.shared));
+        if l.inner == 0 || l.inner > MAX {
+            return bad(format!("layer {i}: a feed-forward part of size {}", l.inner));
         }
-        if let Some(r) = &a.rope
-            && (r.size % 2 != 0 || r.size > a.key || !r.base.is_finite() || r.base <= 0.0)
-        {
-            return bad(format!(
-                "layer {i}: a rotation of {} of {} elements, base {}",
-                r.size, a.key, r.base
-            ));
-        }
-        if let Some(l) = &a.latent {
-            let sizes = [l.queries.unwrap_or(1), l.rank, l.plain, l.value];
-            let turned = a.rope.as_ref().map_or(0, |r| r.size);
-            if sizes.iter().any(|n| *n == 0 || *n > MAX) || turned == 0 || l.rank + turned != a.key {
-                return bad(format!(
-                    "layer {i}: latent attention with sizes {l:?}, {turned} elements rotated"
-                ));
+        match &l.mixer {
+            Mixer::Attention(a) => check_attention(s, i, a)?,
+            Mixer::Recurrent(r) => {
+                check_recurrent(i, r)?;
+                // The rows of a step are arranged once for all layers.
+                if *kernel.get_or_insert(r.kernel) != r.kernel {
+                    return bad(format!(
+                        "layer {i}: a convolution over {} positions, not {kernel:?}",
+                        r.kernel
+                    ));
+                }
             }
-        }
-        if let Some(other) = a.keys_of {
-            let source = s.layers.get(other).filter(|_| other < i).map(|l| &l.mixer);
-            let fits = source.is_some_and(|Mixer::Attention(b)| {
-                b.keys_of.is_none() && (b.shared, b.key, b.value) == (a.shared, a.key, a.value)
-            });
-            if !fits || a.latent.is_some() {
-                return bad(format!("layer {i}: the keys and values of layer {other} do not fit"));
-            }
-        }
-        if a.window == Some(0) || !a.scale.is_finite() {
-            return bad(format!("layer {i}: a window of 0 positions, or a scale of {}", a.scale));
         }
         if let Some((e, inner)) = l.experts()
             && (inner == 0

@@ -11,29 +11,41 @@ pub(super) const GRANITE: Family = Family {
     from_hf: |c| {
         let s = Base::hf("granite", c)?.spec();
         let f = |key| c.maybe_f64(key);
-        let (residual, attention) = (f("residual_multiplier")?, f("attention_multiplier")?);
-        Ok(granite(s, f("embedding_multiplier")?, residual, attention, f("logits_scaling")?))
+        let factors = Factors {
+            embedding: f("embedding_multiplier")?,
+            residual: f("residual_multiplier")?,
+            attention: f("attention_multiplier")?,
+            logits: f("logits_scaling")?,
+        };
+        Ok(granite(s, factors))
     },
     gguf: &["granite"],
     from_gguf: |m| {
         let s = Base::gguf("granite", m, Layout::Pairs)?.spec();
         let f = |key| m.maybe_f64(key);
-        let (residual, attention) = (f("residual_scale")?, f("attention.scale")?);
-        Ok(granite(s, f("embedding_scale")?, residual, attention, f("logit_scale")?))
+        let factors = Factors {
+            embedding: f("embedding_scale")?,
+            residual: f("residual_scale")?,
+            attention: f("attention.scale")?,
+            logits: f("logit_scale")?,
+        };
+        Ok(granite(s, factors))
     },
 };
 
-fn granite(
-    mut s: Spec,
-    embedding: Option<f64>,
-    residual: Option<f64>,
-    attention: Option<f64>,
-    logits: Option<f64>,
-) -> Spec {
-    s.embedding_scale = embedding;
-    s.logit_scale = logits.filter(|l| *l != 0.0).map(|l| 1.0 / l);
-    s.layers.iter_mut().for_each(|l| l.residual_scale = residual);
-    s.each_attention(|_, a| a.scale = attention.filter(|s| *s != 0.0).unwrap_or(a.scale));
+/// What Granite multiplies by. `logits` divides.
+pub(super) struct Factors {
+    pub(super) embedding: Option<f64>,
+    pub(super) residual: Option<f64>,
+    pub(super) attention: Option<f64>,
+    pub(super) logits: Option<f64>,
+}
+
+pub(super) fn granite(mut s: Spec, f: Factors) -> Spec {
+    s.embedding_scale = f.embedding;
+    s.logit_scale = f.logits.filter(|l| *l != 0.0).map(|l| 1.0 / l);
+    s.layers.iter_mut().for_each(|l| l.residual_scale = f.residual);
+    s.each_attention(|_, a| a.scale = f.attention.filter(|s| *s != 0.0).unwrap_or(a.scale));
     s
 }
 

@@ -152,6 +152,10 @@ pub(super) enum Recipe {
         first: usize,
         step: usize,
     },
+    /// A vector `v`, as `-exp(v)` in f32.
+    MinusExp(String),
+    /// Rows of several recipes, one after the other.
+    Joined(Vec<Recipe>),
     /// Rows in groups per key head: `before` rows are skipped, `take` are kept, `after` are skipped.
     Grouped {
         name: String,
@@ -164,7 +168,10 @@ pub(super) enum Recipe {
 impl Recipe {
     fn name(&self) -> String {
         match self {
-            Recipe::Plain(n) | Recipe::Rows(n, ..) | Recipe::TransposedRows(n, ..) => n.clone(),
+            Recipe::Plain(n) | Recipe::Rows(n, ..) | Recipe::TransposedRows(n, ..) | Recipe::MinusExp(n) => {
+                n.clone()
+            }
+            Recipe::Joined(parts) => parts.first().map(Recipe::name).unwrap_or_default(),
             Recipe::Stack(n, _) => n.replace("{}", "0"),
             Recipe::Experts { name, .. }
             | Recipe::ExpertRows { name, .. }
@@ -189,6 +196,19 @@ impl Recipe {
         };
         match self {
             Recipe::Plain(_) => Ok(t),
+            Recipe::MinusExp(_) => {
+                let values: Vec<f32> = super::floats(&t)?.iter().map(|v| -v.exp()).collect();
+                ConstData::from_slice(&dims, &values)
+            }
+            Recipe::Joined(parts) => {
+                let parts = parts.iter().map(|p| p.make(f, prefix)).collect::<Result<Vec<_>>>()?;
+                let mut out = parts.first().map(|p| p.dims.to_vec()).unwrap_or_default();
+                if let Some(rows) = out.first_mut() {
+                    *rows = parts.iter().filter_map(|p| p.dims.first()).sum();
+                }
+                let bytes: Vec<u8> = parts.iter().flat_map(|p| p.bytes().iter().copied()).collect();
+                halcyon_formats::data::from_bytes(t.dtype, &out, Bytes::from(bytes))
+            }
             Recipe::Rows(_, first, count) => {
                 let rows = dims.first().copied().unwrap_or(0);
                 if first + count > rows {

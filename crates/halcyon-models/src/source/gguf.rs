@@ -1,12 +1,13 @@
 //! Tensors of GGUF files, also of those that store several matrices in one tensor.
 
 use super::Weights;
-use crate::spec::{Mixer, Order, Spec};
+use crate::spec::{Mixer, Order, ScanKind, Spec};
 use bytes::Bytes;
 use halcyon::ir::blocks::LoadOnly;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{BlockType, ConstData, DType};
 use halcyon_formats::gguf::{GgmlType, Gguf, Tensor};
+use std::ops::Range;
 
 /// The tensor with a canonical name.
 pub(super) fn find(file: &Gguf, spec: &Spec, name: &str) -> Result<Option<Weights>> {
@@ -15,6 +16,9 @@ pub(super) fn find(file: &Gguf, spec: &Spec, name: &str) -> Result<Option<Weight
     }
     if let Some(found) = of_experts(file, name)? {
         return Ok(Some(found));
+    }
+    if let Some((tensor, sizes, parts)) = grouped(spec, name) {
+        return file.find(&tensor).map(|t| groups(whole(t)?, &sizes, parts)).transpose();
     }
     let Some((tensor, first, count)) = part(file, spec, name) else { return Ok(None) };
     let Some(t) = file.find(&tensor) else { return Ok(None) };
@@ -26,8 +30,12 @@ fn part(file: &Gguf, spec: &Spec, name: &str) -> Option<(String, usize, usize)> 
     let (stem, kind) = name.rsplit_once('.')?;
     let (i, own) = stem.strip_prefix("blk.")?.split_once('.')?;
     let layer = spec.layers.get(i.parse::<usize>().ok()?)?;
-    let Mixer::Attention(a) = &layer.mixer;
-    let (q, k, v) = (a.heads * a.key, a.shared * a.key, a.shared * a.value);
+    let (q, k, v) = match &layer.mixer {
+        Mixer::Attention(a) => {
+            (a.heads * a.key * if a.gate { 2 } else { 1 }, a.shared * a.key, a.shared * a.value)
+        }
+        Mixer::Recurrent(_) => (0, 0, 0),
+    };
     let other = |name: &str| format!("blk.{i}.{name}.{kind}");
     let rows = |name: &str| file.find(&other(name)).and_then(|t| t.shape().first().copied());
     Some(match own {
@@ -65,6 +73,48 @@ fn of_experts(file: &Gguf, name: &str) -> Result<Option<Weights>> {
     dims[1] = inner;
     let data = halcyon_formats::data::from_bytes(w.data.dtype, &dims, Bytes::from(parts.concat()))?;
     Ok(Some(Weights { data, blocks: w.blocks }))
+}
+
+/// Where a projection of DeltaNet is that the file has joined with others: the tensor's name, the rows of each
+/// projection for one key head, and the projections that are meant.
+fn grouped(spec: &Spec, name: &str) -> Option<(String, Vec<usize>, Range<usize>)> {
+    let (i, own) = name.strip_suffix(".weight")?.strip_prefix("blk.")?.split_once('.')?;
+    let Mixer::Recurrent(r) = &spec.layers.get(i.parse::<usize>().ok()?)?.mixer else { return None };
+    let s = r.scan.filter(|s| s.kind == ScanKind::Delta)?;
+    let each = s.heads / s.shared;
+    let (joined, sizes) = match own {
+        "attn_qkv" | "attn_gate" => ("ssm_in", vec![s.key, s.key, each * s.value, each * s.value]),
+        "ssm_beta" | "ssm_alpha" => ("ssm_ba", vec![each, each]),
+        _ => return None,
+    };
+    let parts = match own {
+        "attn_qkv" => 0..3,
+        "attn_gate" => 3..4,
+        "ssm_beta" => 0..1,
+        _ => 1..2,
+    };
+    Some((format!("blk.{i}.{joined}.weight"), sizes, parts))
+}
+
+/// The rows of some parts of each group, part by part.
+fn groups(w: Weights, sizes: &[usize], parts: Range<usize>) -> Result<Weights> {
+    let mut dims = w.data.dims.to_vec();
+    let (all, group) = (dims.first().copied().unwrap_or(0), sizes.iter().sum::<usize>());
+    if group == 0 || all % group != 0 {
+        return Err(Error::shape("load", format!("{all} rows are not groups of {group}")));
+    }
+    let width = w.data.bytes().len() / all.max(1);
+    dims[0] = sizes[parts.clone()].iter().sum::<usize>() * (all / group);
+    let mut bytes = Vec::with_capacity(dims[0] * width);
+    for part in parts {
+        let first: usize = sizes[..part].iter().sum();
+        for g in 0..all / group {
+            let row = g * group + first;
+            bytes.extend_from_slice(&w.data.bytes()[row * width..(row + sizes[part]) * width]);
+        }
+    }
+    let data = halcyon_formats::data::from_bytes(w.data.dtype, &dims, Bytes::from(bytes))?;
+    Ok(Weights { data, blocks: w.blocks })
 }
 
 /// The second half of a joined gate and up projection, or the whole tensor.

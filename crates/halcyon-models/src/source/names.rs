@@ -1,11 +1,15 @@
 //! How folders name and store the tensors: for each canonical name the places where families have it.
 
 use super::folder::Recipe;
-use crate::spec::{Activation, Layer, Mixer, Order, Spec};
+use crate::spec::{Activation, Layer, Mixer, Order, Recurrent, Scan, ScanKind, Spec};
 
 /// The ways in which folders store a tensor, by its canonical name. Names lack the prefix.
 pub(super) fn recipes(spec: &Spec, name: &str) -> Vec<Recipe> {
-    let (stem, part) = name.rsplit_once('.').unwrap_or((name, "weight"));
+    // Some vectors have a name without `weight`.
+    let (stem, part) = match name.ends_with(".ssm_a") || name.ends_with(".ssm_d") {
+        true => (name, ""),
+        false => name.rsplit_once('.').unwrap_or((name, "weight")),
+    };
     let with = |names: &[&str]| names.iter().map(|n| Recipe::Plain(format!("{n}.{part}"))).collect();
     match stem {
         "token_embd" => return with(&["embed_tokens", "wte", "word_embeddings", "tok_embeddings"]),
@@ -81,14 +85,24 @@ impl Names<'_> {
     }
 
     fn mixer(&self, stem: &str) -> Option<Vec<Recipe>> {
-        let Mixer::Attention(a) = &self.layer.mixer;
-        let (q, k, v) = (a.heads * a.key, a.shared * a.key, a.shared * a.value);
+        let a = match &self.layer.mixer {
+            Mixer::Attention(a) => a,
+            Mixer::Recurrent(r) => return self.recurrent(r, stem),
+        };
+        // A gate of the results is stored with the queries.
+        let q = a.heads * a.key * if a.gate { 2 } else { 1 };
+        let (k, v) = (a.shared * a.key, a.shared * a.value);
         let (first, count, own) = match stem {
             "attn_q" => (0, q, "q_proj"),
             "attn_k" => (q, k, "k_proj"),
             "attn_v" => (q + k, v, "v_proj"),
             "attn_output" => {
-                let mut out = self.plain(&["self_attn.o_proj", "self_attn.dense", "self_attention.dense"]);
+                let mut out = self.plain(&[
+                    "self_attn.o_proj",
+                    "self_attn.out_proj",
+                    "self_attn.dense",
+                    "self_attention.dense",
+                ]);
                 out.extend(self.turned("attn.c_proj", 0, self.spec.hidden));
                 return Some(out);
             }
@@ -118,11 +132,81 @@ impl Names<'_> {
         Some(out)
     }
 
+    /// A recurrent layer: `linear_attn` (DeltaNet), `mamba` or `conv`.
+    fn recurrent(&self, r: &Recurrent, stem: &str) -> Option<Vec<Recipe>> {
+        let vector = |name: &str| self.exact(name).map(Recipe::Plain).to_vec();
+        let mamba = |name: &str| self.plain(&[&format!("mamba.{name}")]);
+        let Some(s) = &r.scan else {
+            return Some(match stem {
+                "shortconv.conv" => self.plain(&["conv.conv"]),
+                "shortconv.in_proj" => self.plain(&["conv.in_proj"]),
+                "shortconv.out_proj" => self.plain(&["conv.out_proj"]),
+                _ => return None,
+            });
+        };
+        let rate = |name: &str| self.exact(name).map(Recipe::MinusExp).to_vec();
+        Some(match (stem, s.kind) {
+            ("ssm_in", _) => mamba("in_proj"),
+            ("ssm_d", _) => vector("mamba.D"),
+            ("ssm_conv1d", ScanKind::Mamba { .. }) => mamba("conv1d"),
+            ("ssm_dt", ScanKind::Mamba { .. }) => vector("mamba.dt_bias"),
+            ("ssm_a", ScanKind::Mamba { .. }) => rate("mamba.A_log"),
+            ("ssm_norm", ScanKind::Mamba { .. }) => mamba("norm"),
+            ("ssm_out", ScanKind::Mamba { .. }) => mamba("out_proj"),
+            ("ssm_conv1d", ScanKind::Delta) => self.plain(&["linear_attn.conv1d"]),
+            ("ssm_dt", ScanKind::Delta) => vector("linear_attn.dt_bias"),
+            ("ssm_a", ScanKind::Delta) => rate("linear_attn.A_log"),
+            ("ssm_norm", ScanKind::Delta) => self.plain(&["linear_attn.norm"]),
+            ("ssm_out", ScanKind::Delta) => self.plain(&["linear_attn.out_proj"]),
+            ("attn_qkv" | "attn_gate" | "ssm_beta" | "ssm_alpha", ScanKind::Delta) => self.delta(s, stem),
+            _ => return None,
+        })
+    }
+
+    /// The projections of DeltaNet: each a matrix (Qwen 3.5), or joined for each key head (Qwen3-Next).
+    fn delta(&self, s: &Scan, stem: &str) -> Vec<Recipe> {
+        let each = s.heads / s.shared;
+        let (key, value) = (s.key, each * s.value);
+        let own = match stem {
+            "attn_qkv" => "linear_attn.in_proj_qkv",
+            "attn_gate" => "linear_attn.in_proj_z",
+            "ssm_beta" => "linear_attn.in_proj_b",
+            _ => "linear_attn.in_proj_a",
+        };
+        let (joined, sizes) = match stem {
+            "attn_qkv" | "attn_gate" => ("linear_attn.in_proj_qkvz", vec![key, key, value, value]),
+            _ => ("linear_attn.in_proj_ba", vec![each, each]),
+        };
+        let parts = match stem {
+            "attn_qkv" => 0..3,
+            "attn_gate" => 3..4,
+            "ssm_beta" => 0..1,
+            _ => 1..2,
+        };
+        let of = |name: String| {
+            let part = |i: usize| Recipe::Grouped {
+                name: name.clone(),
+                before: sizes[..i].iter().sum(),
+                take: sizes[i],
+                after: sizes[i + 1..].iter().sum(),
+            };
+            Recipe::Joined(parts.clone().map(part).collect())
+        };
+        let mut all = self.plain(&[own]);
+        all.extend(self.of(joined).map(of));
+        all
+    }
+
     /// The feed-forward part and its experts.
     fn ffn(&self, stem: &str) -> Option<Vec<Recipe>> {
         let n = self.layer.inner;
-        let half = |which: usize| self.of("mlp.gate_up_proj").map(|name| Recipe::Rows(name, which * n, n));
         let join = |a: Vec<Recipe>, b: Vec<Recipe>| -> Vec<Recipe> { a.into_iter().chain(b).collect() };
+        let halves = |name: &str, which: usize, n: usize| {
+            self.of(name).map(|name| Recipe::Rows(name, which * n, n)).to_vec()
+        };
+        let half = |which: usize| {
+            join(halves("mlp.gate_up_proj", which, n), halves("shared_mlp.input_linear", which, n))
+        };
         let shared = |name: &str| {
             self.plain(&[&format!("mlp.shared_experts.{name}"), &format!("mlp.shared_expert.{name}")])
         };
@@ -131,19 +215,30 @@ impl Names<'_> {
             "ffn_down_exps" if self.part == "scale" => {
                 self.exact("router.per_expert_scale").map(Recipe::Plain).to_vec()
             }
-            "ffn_gate" => join(self.plain(&["mlp.gate_proj", "feed_forward.w1"]), half(0).to_vec()),
+            "ffn_gate" => join(self.plain(&["mlp.gate_proj", "feed_forward.w1"]), half(0)),
             "ffn_up" => {
                 let up = ["mlp.up_proj", "feed_forward.w3", "mlp.dense_h_to_4h", "mlp.fc1"];
-                join(join(self.plain(&up), half(1).to_vec()), self.turned("mlp.c_fc", 0, n))
+                join(join(self.plain(&up), half(1)), self.turned("mlp.c_fc", 0, n))
             }
             "ffn_down" => {
-                let down = ["mlp.down_proj", "feed_forward.w2", "mlp.dense_4h_to_h", "mlp.fc2"];
+                let down = [
+                    "mlp.down_proj",
+                    "feed_forward.w2",
+                    "mlp.dense_4h_to_h",
+                    "mlp.fc2",
+                    "shared_mlp.output_linear",
+                ];
                 join(self.plain(&down), self.turned("mlp.c_proj", 0, self.spec.hidden))
             }
-            "ffn_gate_inp" => {
-                let router = ["mlp.gate", "mlp.router", "block_sparse_moe.gate", "feed_forward.gate"];
-                self.plain(&[&router[..], &["router.proj"]].concat())
-            }
+            "ffn_gate_inp" => self.plain(&[
+                "mlp.gate",
+                "mlp.router",
+                "block_sparse_moe.gate",
+                "block_sparse_moe.router.layer",
+                "block_sparse_moe.router",
+                "feed_forward.gate",
+                "router.proj",
+            ]),
             "ffn_gate_exps" => join(self.stacked("gate_proj", "w1"), self.fused(0)),
             "ffn_up_exps" => join(self.stacked("up_proj", "w3"), self.fused(1)),
             "ffn_down_exps" => join(self.stacked("down_proj", "w2"), self.fused(2)),
@@ -151,12 +246,19 @@ impl Names<'_> {
                 let bias = ["mlp.gate.e_score_correction_bias", "feed_forward.expert_bias"];
                 bias.iter().flat_map(|n| self.exact(n)).map(Recipe::Plain).collect()
             }
-            "ffn_gate_shexp" => shared("gate_proj"),
-            "ffn_up_shexp" => shared("up_proj"),
-            "ffn_down_shexp" => shared("down_proj"),
+            "ffn_gate_shexp" => {
+                join(shared("gate_proj"), halves("shared_mlp.input_linear", 0, self.common()))
+            }
+            "ffn_up_shexp" => join(shared("up_proj"), halves("shared_mlp.input_linear", 1, self.common())),
+            "ffn_down_shexp" => join(shared("down_proj"), self.plain(&["shared_mlp.output_linear"])),
             "ffn_gate_inp_shexp" => self.plain(&["mlp.shared_expert_gate"]),
             _ => return None,
         })
+    }
+
+    /// The inner size of the experts of all rows.
+    fn common(&self) -> usize {
+        self.layer.experts().and_then(|(e, _)| e.common).unwrap_or(0)
     }
 
     /// Experts, each with a tensor of its own.
@@ -173,7 +275,12 @@ impl Names<'_> {
         let bias = self.part == "bias";
         // gpt-oss stores `[inputs, outputs]`, with gate and up in alternating columns.
         let turned = matches!(e.activation, Activation::ClampedSwiglu { .. });
-        let stem = if which < 2 { "experts.gate_up_proj" } else { "experts.down_proj" };
+        let stems = match which {
+            0 | 1 => {
+                ["mlp.experts.gate_up_proj", "experts.gate_up_proj", "block_sparse_moe.input_linear.weight"]
+            }
+            _ => ["mlp.experts.down_proj", "experts.down_proj", "block_sparse_moe.output_linear.weight"],
+        };
         let recipe = |name: String| match (which, turned, bias) {
             (2, true, false) => Recipe::Experts { name, first: 0, step: 1, count: self.spec.hidden },
             (2, ..) => Recipe::Plain(name),
@@ -181,8 +288,7 @@ impl Names<'_> {
             (w, true, false) => Recipe::Experts { name, first: w, step: 2, count: n },
             (w, false, _) => Recipe::ExpertRows { name, first: w * n, count: n },
         };
-        let name = if bias { format!("{stem}_bias") } else { stem.to_string() };
-        let names = ["mlp.", ""].into_iter().flat_map(|at| self.exact(&format!("{at}{name}")));
-        names.map(recipe).collect()
+        let name = |stem: &str| if bias { format!("{stem}_bias") } else { stem.to_string() };
+        stems.iter().flat_map(|s| self.exact(&name(s))).map(recipe).collect()
     }
 }

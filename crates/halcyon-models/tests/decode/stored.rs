@@ -16,8 +16,13 @@ pub(crate) fn folders() -> Vec<PathBuf> {
     let all = std::fs::read_dir(data).expect("the stored models").flatten().map(|e| e.path());
     let mut all: Vec<PathBuf> = all.filter(|p| p.is_dir()).collect();
     all.sort();
-    assert_eq!(all.len(), 26, "{all:?}");
+    assert_eq!(all.len(), 31, "{all:?}");
     all
+}
+
+/// The folder of a family.
+pub(crate) fn folder(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
 }
 
 /// How the prompt is fed.
@@ -40,9 +45,10 @@ fn case(b: &Backend, dir: &Path, ways: &[How]) {
     let std = (want.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / want.len() as f64).sqrt();
     // These rotations depend on the length that a sequence has when a token is fed.
     let by_length = decoder.spec.layers.iter().any(|l| {
-        let Mixer::Attention(a) = &l.mixer;
+        let Mixer::Attention(a) = &l.mixer else { return false };
         a.rope.as_ref().is_some_and(|r| matches!(r.scaling, Scaling::Dynamic { .. } | Scaling::Long { .. }))
     });
+    let mut first: Option<Vec<u32>> = None;
     for way in ways {
         let who = format!("{} on {} ({way:?})", dir.display(), b.id());
         let mut e = engine(&decoder, 1, if matches!(way, How::Chunks) { 5 } else { 512 });
@@ -56,6 +62,12 @@ fn case(b: &Backend, dir: &Path, ways: &[How]) {
         if let Some(at) = got.iter().zip(&want).position(far) {
             panic!("{who}: logit {at} is {}, expected {}, deviation {std}", got[at], want[at]);
         }
+        let got_bits = bits(&got);
+        assert!(
+            *first.get_or_insert_with(|| got_bits.clone()) == got_bits,
+            "{who}: other bits than {:?}",
+            ways[0]
+        );
         let last = got[got.len() - decoder.spec.vocabulary..].to_vec();
         assert_eq!(greedy(&mut e, last, generated.len()), generated, "{who}");
     }

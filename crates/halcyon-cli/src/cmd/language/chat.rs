@@ -171,7 +171,8 @@ impl Chat {
         // must be fed.
         let common = self.fed.iter().zip(&prompt).take_while(|(a, b)| a == b).count();
         let common = common.min(prompt.len() - 1);
-        self.model.engine.truncate(0, common);
+        // A model with recurrent layers cannot always go back, and then begins again.
+        let common = self.model.engine.truncate(0, common);
         self.fed.truncate(common);
         self.options.past = prompt[..common].to_vec();
         let mut on_text = |piece: &str| match write_piece(piece) && !STOPPED.load(Ordering::SeqCst) {
