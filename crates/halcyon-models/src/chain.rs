@@ -84,6 +84,11 @@ pub trait SampleStep: fmt::Debug + Send {
         Ok(())
     }
 
+    /// Whether the text is complete and no token can follow.
+    fn is_complete(&self) -> bool {
+        false
+    }
+
     /// The step in its present state, for another sequence.
     fn fork(&self) -> Box<dyn SampleStep>;
 }
@@ -107,6 +112,11 @@ pub trait TokenMask: fmt::Debug + Send {
     /// # Errors
     /// If the token is not allowed.
     fn accept(&mut self, token: u32) -> Result<()>;
+
+    /// Whether the text is complete and nothing can follow.
+    fn is_complete(&self) -> bool {
+        false
+    }
 
     /// The mask in its present state, for another sequence.
     fn fork(&self) -> Box<dyn TokenMask>;
@@ -134,6 +144,10 @@ impl SampleStep for Box<dyn TokenMask> {
 
     fn accept(&mut self, token: u32) -> Result<()> {
         (**self).accept(token)
+    }
+
+    fn is_complete(&self) -> bool {
+        (**self).is_complete()
     }
 
     fn fork(&self) -> Box<dyn SampleStep> {

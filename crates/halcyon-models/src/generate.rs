@@ -219,6 +219,9 @@ impl<T: Deref<Target = Tokenizer> + Clone> Session<T> {
                 return Ok(self.end(Finish::Stop, piece));
             }
         }
+        if self.sampler.is_complete() {
+            return Ok(self.end(Finish::Stop, piece));
+        }
         match full || self.satisfied() {
             true => Ok(self.end(Finish::Length, piece)),
             false => Ok(piece),

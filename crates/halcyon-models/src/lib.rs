@@ -6,9 +6,11 @@
 //! - [`decoder`]: computes a step.
 //! - [`generator`]: prompts in, text out; alone, in batches ([`batch`]) or on a thread ([`worker`]).
 //! - [`sample`] and [`chain`]: choose tokens.
+//! - [`constrain`]: texts that match a grammar or a JSON schema.
 //! - [`export`]: writes GGUF files and folders.
 pub mod batch;
 pub mod chain;
+pub mod constrain;
 pub mod decoder;
 pub mod engine;
 pub mod export;
@@ -26,6 +28,8 @@ pub mod worker;
 pub use batch::{Batch, Event, Request};
 pub use chain::{Candidates, SampleStep, StepName, TokenMask};
 pub use decoder::{CacheLayout, CacheShape, Decoder, Rows};
+pub use constrain::{Constraint, Mark};
+pub use decoder::{CacheLayout, Decoder, Rows};
 pub use engine::{Engine, EngineOptions, Feed};
 pub use generate::{Finish, GenerateOptions, Generation, Piece, Session, generate};
 pub use generator::{Generator, Pieces, Prompt, chat_tokens};

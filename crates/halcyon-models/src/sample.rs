@@ -202,6 +202,11 @@ impl Sampler {
     pub fn accept(&mut self, token: u32) -> Result<()> {
         self.steps.iter_mut().try_for_each(|s| s.accept(token))
     }
+
+    /// Whether a step, such as a grammar, lets no token follow because the text is complete.
+    pub fn is_complete(&self) -> bool {
+        self.steps.iter().any(|s| s.is_complete())
+    }
 }
 
 #[cfg(test)]

@@ -79,6 +79,12 @@ pub(crate) struct SamplingArgs {
     /// Treats tokens that end a text as ordinary tokens
     #[arg(long)]
     pub ignore_eos: bool,
+    /// Only texts that match this grammar, in GBNF or Lark: a file, or the grammar itself
+    #[arg(long, value_name = "FILE|TEXT", conflicts_with = "json_schema")]
+    pub grammar: Option<String>,
+    /// Only JSON that satisfies this schema: a file, or the schema itself
+    #[arg(long, value_name = "FILE|TEXT")]
+    pub json_schema: Option<String>,
 }
 
 #[derive(Args, Debug)]
@@ -105,7 +111,8 @@ string appears, and with `length` if --max-tokens is reached or the context is f
 
 Examples:
   halcyon generate tiny.gguf -p \"Once upon a time\" -n 16
-  halcyon generate tiny.gguf -p hello -n 8 --temperature 0 --ignore-eos --json";
+  halcyon generate tiny.gguf -p hello -n 8 --temperature 0 --ignore-eos --json
+  halcyon generate tiny.gguf -p 'Yes or no?' --grammar 'root ::= \"Yes\" | \"No\"'";
 
 #[derive(Args, Debug)]
 #[command(after_help = CHAT)]

@@ -2,6 +2,7 @@
 
 mod batch;
 mod common;
+mod constrained;
 mod generator;
 mod hostile;
 mod stored;

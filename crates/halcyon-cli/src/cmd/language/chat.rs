@@ -1,5 +1,6 @@
 //! `halcyon chat`: a conversation.
 
+use super::constrain::demand;
 use super::{Running, options, start, times, write_piece};
 use crate::args::ChatArgs;
 use crate::report;
@@ -38,9 +39,11 @@ struct Chat {
 }
 
 pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
-    let options = options(&a.sampling)?;
+    let mut options = options(&a.sampling)?;
+    let demand = demand(&a.sampling)?;
     let model = start(&a.language, None, "f16")?;
     let tokenizer = model.tokenizer()?;
+    options.mask = demand.map(|d| d.mask(Some(&tokenizer))).transpose()?;
     let template = match &a.chat_template {
         Some(file) => ChatTemplate::new(&input::text(file)?)?,
         None => model.file.template(&tokenizer)?,

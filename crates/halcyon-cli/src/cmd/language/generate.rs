@@ -1,5 +1,6 @@
 //! `halcyon generate`: continues a text.
 
+use super::constrain::demand;
 use super::{generation_json, options, start, text_or_stdin, times, tokens, write_piece};
 use crate::args::GenerateArgs;
 use crate::report;
@@ -8,7 +9,8 @@ use halcyon_models::generate;
 use std::ops::ControlFlow;
 
 pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
-    let options = options(&a.sampling)?;
+    let mut options = options(&a.sampling)?;
+    let demand = demand(&a.sampling)?;
     let mut m = start(&a.language, None, "f16")?;
     let tokenizer = match &a.prompt {
         Some(_) => Some(m.tokenizer()?),
@@ -22,6 +24,7 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
     if prompt.is_empty() {
         return Err(Error::argument("--prompt", "the prompt has no tokens"));
     }
+    options.mask = demand.map(|d| d.mask(tokenizer.as_ref())).transpose()?;
     let print = !a.json;
     let mut on_text = |piece: &str| match !print || write_piece(piece) {
         true => ControlFlow::Continue(()),

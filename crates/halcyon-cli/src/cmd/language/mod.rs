@@ -2,6 +2,7 @@
 
 pub(crate) mod bench;
 pub(crate) mod chat;
+mod constrain;
 pub(crate) mod generate;
 pub(crate) mod logits;
 pub(crate) mod perplexity;
