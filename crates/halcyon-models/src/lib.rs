@@ -27,9 +27,8 @@ pub mod worker;
 
 pub use batch::{Batch, Event, Request};
 pub use chain::{Candidates, SampleStep, StepName, TokenMask};
-pub use decoder::{CacheLayout, CacheShape, Decoder, Rows};
 pub use constrain::{Constraint, Mark};
-pub use decoder::{CacheLayout, Decoder, Rows};
+pub use decoder::{CacheLayout, CacheShape, Decoder, Rows};
 pub use engine::{Engine, EngineOptions, Feed};
 pub use generate::{Finish, GenerateOptions, Generation, Piece, Session, generate};
 pub use generator::{Generator, Pieces, Prompt, chat_tokens};
