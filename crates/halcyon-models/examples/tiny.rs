@@ -1,7 +1,7 @@
 //! Compares the logits of small models with those that another program stored.
 //!
 //! `cargo run -p halcyon-models --example tiny -- [--backend B] DIR…`, where each DIR is a model's folder
-//! with `expected.npz` (`ids`, `logits`, `greedy`).
+//! with `expected.npz` (`ids`, `logits`, `greedy`), or has `model.gguf` in place of the folder's files.
 
 use halcyon::prelude::*;
 use halcyon_formats::npz::Npz;
@@ -10,7 +10,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 fn one(backend: &Backend, dir: &Path) -> Result<(f64, f64, usize, usize)> {
-    let source = Source::open(dir)?;
+    let file = dir.join("model.gguf");
+    let source = Source::open(if file.is_file() { &file } else { dir })?;
     let spec = family::spec(&source)?;
     let stored = Npz::open(&dir.join("expected.npz"))?;
     let get = |name: &str| stored.get(name).ok();

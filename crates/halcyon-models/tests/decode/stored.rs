@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 pub(crate) fn folders() -> Vec<PathBuf> {
     let data = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data");
     let all = std::fs::read_dir(data).expect("the stored models").flatten().map(|e| e.path());
-    let mut all: Vec<PathBuf> = all.filter(|p| p.is_dir()).collect();
+    let mut all: Vec<PathBuf> = all.filter(|p| p.join("config.json").is_file()).collect();
     all.sort();
     assert_eq!(all.len(), 31, "{all:?}");
     all
@@ -33,12 +33,18 @@ enum How {
     Tokens,
 }
 
-/// Compares the logits and the continuation.
+/// Compares the logits and the continuation of a folder's model.
 fn case(b: &Backend, dir: &Path, ways: &[How]) {
-    let stored = Npz::open(&dir.join("expected.npz")).expect("the expected values");
+    compare(b, dir, &dir.join("expected.npz"), ways);
+}
+
+/// Compares the logits of a model with those in a file, and the continuation if the file has one.
+fn compare(b: &Backend, dir: &Path, expected: &Path, ways: &[How]) {
+    let stored = Npz::open(expected).expect("the expected values");
     let get = |name: &str| stored.get(name).expect("an array");
     let ids = |name: &str| -> Vec<u32> { get(name).to_vec::<i64>().iter().map(|v| *v as u32).collect() };
-    let (prompt, generated, want) = (ids("ids"), ids("generated"), get("logits").to_vec::<f64>());
+    let (prompt, want) = (ids("ids"), get("logits").to_vec::<f64>());
+    let generated = if stored.get("generated").is_ok() { ids("generated") } else { vec![] };
     let source = Source::open(dir).expect("the model opens");
     let decoder = decoder(b, &source, (prompt.len() + generated.len()).next_multiple_of(4));
     let mean = want.iter().sum::<f64>() / want.len() as f64;
@@ -70,6 +76,21 @@ fn case(b: &Backend, dir: &Path, ways: &[How]) {
         );
         let last = got[got.len() - decoder.spec.vocabulary..].to_vec();
         assert_eq!(greedy(&mut e, last, generated.len()), generated, "{who}");
+    }
+}
+
+/// Files of llama.cpp's converter.
+#[test]
+fn gguf_files_compute_the_stored_logits_on_the_cpu() {
+    let cpu = Backend::new(BackendType::Cpu).expect("the CPU");
+    let data = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+    let all = std::fs::read_dir(data.join("gguf")).expect("the stored files").flatten().map(|e| e.path());
+    let files: Vec<PathBuf> = all.filter(|p| p.extension().is_some_and(|e| e == "gguf")).collect();
+    assert_eq!(files.len(), 9, "{files:?}");
+    for file in files {
+        let own = file.with_extension("npz");
+        let folder = data.join(file.file_stem().expect("a name")).join("expected.npz");
+        compare(&cpu, &file, if own.is_file() { &own } else { &folder }, &[How::Whole, How::Chunks]);
     }
 }
 
