@@ -249,6 +249,12 @@ pub(crate) fn peak_memory() -> Option<u64> {
     proc_field("/proc/self/status", "VmHWM")
 }
 
+/// Resident memory of this process in bytes, with pages of mapped files, if the system reports it (Linux).
+#[cfg(feature = "language")]
+pub(crate) fn resident_memory() -> Option<u64> {
+    proc_field("/proc/self/status", "VmRSS")
+}
+
 /// Available and total memory in bytes, if the system reports them (Linux).
 pub(crate) fn host_memory() -> Option<(u64, u64)> {
     Some((proc_field("/proc/meminfo", "MemAvailable")?, proc_field("/proc/meminfo", "MemTotal")?))

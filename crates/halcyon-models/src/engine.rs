@@ -32,6 +32,15 @@ impl Default for EngineOptions {
     }
 }
 
+impl EngineOptions {
+    /// The layout of the cache.
+    pub fn layout(&self) -> CacheLayout {
+        // Page 0 belongs to no sequence, and each sequence may leave its last page partly empty.
+        let pages = self.positions.div_ceil(self.page.max(1)).saturating_add(self.sequences);
+        CacheLayout { pages, page: self.page, dtype: self.cache, sequences: self.sequences }
+    }
+}
+
 /// Tokens to compute: `tokens[i]` follows the positions that the sequence already has.
 #[derive(Clone, Copy, Debug)]
 pub struct Feed<'a> {
@@ -39,6 +48,18 @@ pub struct Feed<'a> {
     pub tokens: &'a [u32],
     /// Whether the logits of every token are wanted, or only those of the last one.
     pub all: bool,
+}
+
+/// The results of a step: logits and new states. `x` are the step's inputs, in the order in which
+/// [`Engine`] gives them, and the states.
+pub(crate) fn step(model: &Decoder, layout: CacheLayout, x: &[Tensor]) -> Vec<Tensor> {
+    let [tokens, position, sequence, slot, table, wanted, rest @ ..] = x else { return vec![] };
+    let (rotations, rest) = rest.split_at(2 * model.ropes().len());
+    let (grid, cache) = rest.split_at(if model.kernel().is_some() { Grid::COUNT } else { 0 });
+    let grid = Grid::of(grid);
+    let rows = Rows { tokens, position, sequence, slot, table, wanted, rotations, grid };
+    let (logits, states) = model.step(rows, cache, layout);
+    std::iter::once(logits).chain(states).collect()
 }
 
 type StepFn = Box<dyn Fn(&[Tensor]) -> Vec<Tensor> + Send + Sync>;
@@ -74,9 +95,8 @@ impl Engine {
         if o.sequences == 0 || o.positions == 0 || o.page == 0 || o.chunk == 0 {
             return Err(Error::argument("engine", format!("{o:?}: every size must be at least 1")));
         }
-        // Each sequence may leave its last page partly empty.
-        let pages = 1 + o.positions.div_ceil(o.page) + o.sequences - 1;
-        let layout = CacheLayout { pages, page: o.page, dtype: o.cache, sequences: o.sequences };
+        let layout = o.layout();
+        let pages = layout.pages;
         let backend = decoder.backend().clone();
         let mut states = vec![];
         for shape in decoder.cache_shapes(layout) {
@@ -85,15 +105,7 @@ impl Engine {
             states.push(State::new(zeros));
         }
         let model = decoder.clone();
-        let f: StepFn = Box::new(move |x: &[Tensor]| {
-            let [tokens, position, sequence, slot, table, wanted, rest @ ..] = x else { return vec![] };
-            let (rotations, rest) = rest.split_at(2 * model.ropes().len());
-            let (grid, cache) = rest.split_at(if model.kernel().is_some() { Grid::COUNT } else { 0 });
-            let grid = Grid::of(grid);
-            let rows = Rows { tokens, position, sequence, slot, table, wanted, rotations, grid };
-            let (logits, states) = model.step(rows, cache, layout);
-            std::iter::once(logits).chain(states).collect()
-        });
+        let f: StepFn = Box::new(move |x: &[Tensor]| step(&model, layout, x));
         Ok(Engine {
             step: backend.compile(f),
             states,
@@ -341,6 +353,6 @@ impl Engine {
 }
 
 /// The number of rows that a plan computes for `n` of them.
-fn padded(n: usize) -> usize {
+pub(crate) fn padded(n: usize) -> usize {
     ROWS.iter().copied().find(|r| *r >= n).unwrap_or(n)
 }

@@ -18,6 +18,8 @@ pub(crate) const CHUNK: usize = 16;
 
 /// The most chunks of one sequence in a step. A step's graph has the scan of each.
 const MOST: usize = 16;
+/// The most rows of one sequence in a step.
+pub(crate) const MOST_ROWS: usize = MOST * CHUNK;
 
 /// Rows of inputs that a sequence keeps: two chunks, and what the convolution of the first one sees.
 pub(crate) fn ring(kernel: usize) -> usize {

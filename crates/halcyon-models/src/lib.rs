@@ -4,6 +4,7 @@
 //! - [`source`]: opens a model and finds its tensors.
 //! - [`family`]: one file per family; reads its configuration into a [`spec::Spec`].
 //! - [`decoder`]: computes a step.
+//! - [`fit`]: computes the memory that an engine needs.
 //! - [`generator`]: prompts in, text out; alone, in batches ([`batch`]) or on a thread ([`worker`]).
 //! - [`sample`] and [`chain`]: choose tokens.
 //! - [`constrain`]: texts that match a grammar or a JSON schema.
@@ -15,6 +16,7 @@ pub mod decoder;
 pub mod engine;
 pub mod export;
 pub mod family;
+pub mod fit;
 pub mod generate;
 pub mod generator;
 pub mod grid;
@@ -30,6 +32,7 @@ pub use chain::{Candidates, SampleStep, StepName, TokenMask};
 pub use constrain::{Constraint, Mark};
 pub use decoder::{CacheLayout, CacheShape, Decoder, Rows};
 pub use engine::{Engine, EngineOptions, Feed};
+pub use fit::MemoryNeed;
 pub use generate::{Finish, GenerateOptions, Generation, Piece, Session, generate};
 pub use generator::{Generator, Pieces, Prompt, chat_tokens};
 pub use grid::Grid;

@@ -2,6 +2,7 @@
 
 use super::BackendArgs;
 use clap::Args;
+use halcyon::{Error, Result};
 use std::path::PathBuf;
 
 /// The model, and how it is run.
@@ -31,6 +32,37 @@ impl LanguageArgs {
     /// The model's path.
     pub(crate) fn path(&self) -> PathBuf {
         self.model.clone().or_else(|| self.model_file.clone()).unwrap_or_default()
+    }
+}
+
+/// What `fit` computes for a language model.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Language models")]
+pub(crate) struct LanguageFitArgs {
+    /// Positions of each sequence; 0: as many as the model was made for. Default: 4096, or fewer if the model
+    /// was made for fewer
+    #[arg(short = 'c', long, visible_aliases = ["ctx-size", "num-ctx"], value_name = "N")]
+    pub context: Option<usize>,
+    /// Type of the cached keys and values: f32, f16 or bf16. Default: f16
+    #[arg(long, value_name = "TYPE")]
+    pub kv_dtype: Option<String>,
+    /// The most tokens of a prompt that are computed at once. Default: 512
+    #[arg(long, visible_aliases = ["batch-size"], value_name = "N")]
+    pub chunk: Option<usize>,
+}
+
+impl LanguageFitArgs {
+    /// Refuses these options for a model of another kind.
+    pub(crate) fn refuse(&self) -> Result<()> {
+        let given = [
+            ("--context", self.context.is_some()),
+            ("--kv-dtype", self.kv_dtype.is_some()),
+            ("--chunk", self.chunk.is_some()),
+        ];
+        match given.iter().find(|(_, given)| *given) {
+            Some((name, _)) => Err(Error::argument(*name, "only language models have this option")),
+            None => Ok(()),
+        }
     }
 }
 

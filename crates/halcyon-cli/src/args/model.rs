@@ -1,5 +1,7 @@
 //! Arguments of the commands that inspect a model without running it.
 
+#[cfg(feature = "language")]
+use super::LanguageFitArgs;
 use super::{BackendArgs, InputArgs};
 use clap::Args;
 use halcyon_formats::onnx::export::ExportOptions;
@@ -107,14 +109,17 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = FIT)]
 pub(crate) struct FitArgs {
-    /// ONNX model. Its external data is read from the same folder
+    /// ONNX model (its external data is read from the same folder), GGUF file, or folder of a language model
     pub model: PathBuf,
     #[command(flatten)]
     pub input: InputArgs,
     /// Size of the batch. The batch is the first dimension of an input, if the model leaves it open, and
-    /// every other dimension of the same name
+    /// every other dimension of the same name; of a language model, the number of sequences
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 31))]
     pub batch: Option<u64>,
+    #[cfg(feature = "language")]
+    #[command(flatten)]
+    pub language: LanguageFitArgs,
     /// Computes the memory of training instead of running: parameters, gradients, the state of Adam, and
     /// activations (all kept, or computed again in part)
     #[arg(long)]
@@ -133,6 +138,9 @@ does not fit, else 0 (also for a model that runs in stages, for which this is no
 figures under \"memory\". The figures of `fit` are exact for the \
 device; for anonymous memory they leave out scratch that kernels of the CPU keep for themselves (some MiB).
 
+For a language model the figures are those of a prompt of at least one chunk and of single tokens after it; shorter prompts take \
+less. `halcyon generate --json` reports the measured figures.
+
 With --train every float initialiser with more than one element is a parameter, and the loss is the sum of the means of the float \
 outputs. Activations can be computed again for the gradients, part by part of the forward, which takes up to a third more time. The \
 report has the number of parts that needs the least memory.
@@ -141,7 +149,8 @@ Examples:
   halcyon fit models/digits.onnx --batch 1000
   halcyon fit models/digits.onnx --input image=64x1x8x8 --backend cpu --json
   halcyon fit models/digits.onnx --train --batch 64
-  halcyon fit models/digits.onnx --memory-limit 2G";
+  halcyon fit models/digits.onnx --memory-limit 2G
+  halcyon fit tiny.gguf --context 256 --kv-dtype f32";
 
 #[derive(Args, Debug)]
 #[command(after_help = EXPORT)]

@@ -23,9 +23,15 @@ const MAX_SHAPE_INPUT: usize = 1 << 16;
 const MAX_BATCH: usize = 1 << 24;
 
 pub(crate) fn main(a: &FitArgs) -> Result<u8> {
+    #[cfg(feature = "language")]
+    if super::language::fit::is_model(&a.model) {
+        return super::language::fit::main(a);
+    }
     a.backend.check()?;
     let watch = MemorySampler::start(Duration::from_millis(2));
     let model = super::open(&a.model)?;
+    #[cfg(feature = "language")]
+    a.language.refuse()?;
     let backend = a.backend.open(false)?;
     model.check(backend.info().backend.id())?;
     let ports = model.inputs()?;

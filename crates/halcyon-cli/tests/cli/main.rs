@@ -15,6 +15,8 @@ mod help;
 mod inspect;
 #[cfg(feature = "language")]
 mod language;
+#[cfg(feature = "language")]
+mod language_fit;
 mod loops;
 mod mistakes;
 mod names;

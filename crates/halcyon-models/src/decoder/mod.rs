@@ -103,6 +103,13 @@ pub struct CacheShape {
     pub dtype: DType,
 }
 
+impl CacheShape {
+    /// Bytes of a state.
+    pub fn bytes(&self) -> usize {
+        self.dtype.bytes(self.dims[0].saturating_mul(self.dims[1]))
+    }
+}
+
 impl Decoder {
     /// Loads the weights of a model for sequences of up to `context` positions.
     ///

@@ -95,6 +95,12 @@ impl Folder {
         path.is_file().then(|| json(&path)).transpose()
     }
 
+    /// Bytes and sizes of all tensors whose type is known.
+    pub fn sizes(&self) -> impl Iterator<Item = (usize, Vec<usize>)> + '_ {
+        let all = self.files.iter().flat_map(|f| f.names().filter_map(|n| f.get(n).ok()));
+        all.map(|t| (t.bytes().len(), t.dims.to_vec()))
+    }
+
     fn has(&self, name: &str) -> bool {
         self.at.contains_key(name)
     }

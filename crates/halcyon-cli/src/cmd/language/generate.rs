@@ -3,14 +3,19 @@
 use super::constrain::demand;
 use super::{generation_json, options, start, text_or_stdin, times, tokens, write_piece};
 use crate::args::GenerateArgs;
+use crate::cmd::run::report::memory_json;
 use crate::report;
+use halcyon::host::MemorySampler;
 use halcyon::{Error, Result};
 use halcyon_models::generate;
+use serde_json::json;
 use std::ops::ControlFlow;
+use std::time::Duration;
 
 pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
     let mut options = options(&a.sampling)?;
     let demand = demand(&a.sampling)?;
+    let watch = a.json.then(|| MemorySampler::start(Duration::from_millis(2))).flatten();
     let mut m = start(&a.language, None, "f16")?;
     let tokenizer = match &a.prompt {
         Some(_) => Some(m.tokenizer()?),
@@ -33,7 +38,13 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
     let g = generate(&mut m.engine, 0, tokenizer.as_ref(), &prompt, &options, &mut on_text)?;
     let backend = m.engine.decoder().backend().id().to_string();
     if a.json {
-        report::print_json(&generation_json(&g, &backend))?;
+        let mut v = generation_json(&g, &backend);
+        v["memory"] = json!({
+            "process_peak_bytes": report::peak_memory(),
+            "peak_anonymous": watch.map(|w| w.peak().bytes),
+            "device": memory_json(&m.engine.decoder().backend().memory()),
+        });
+        report::print_json(&v)?;
         return Ok(0);
     }
     if tokenizer.is_none() {

@@ -3,6 +3,7 @@
 pub(crate) mod bench;
 pub(crate) mod chat;
 mod constrain;
+pub(crate) mod fit;
 pub(crate) mod generate;
 pub(crate) mod logits;
 pub(crate) mod perplexity;
@@ -45,14 +46,32 @@ fn kv_dtype(name: &str) -> Result<DType> {
 /// Opens and loads the model. `context`, if given, replaces the user's. `kept` is the type of cached keys and
 /// values unless the user chooses one.
 pub(super) fn start(a: &LanguageArgs, context: Option<usize>, kept: &str) -> Result<Running> {
+    start_for(a, context, kept, false)
+}
+
+/// `start`. `all` says whether logits of all tokens of a step will be computed.
+pub(super) fn start_for(a: &LanguageArgs, context: Option<usize>, kept: &str, all: bool) -> Result<Running> {
     a.backend.check()?;
     let dtype = kv_dtype(a.kv_dtype.as_deref().unwrap_or(kept))?;
     if a.chunk == 0 {
         return Err(Error::argument("--chunk", "must be at least 1"));
     }
     let file = ModelFile::open(&a.path())?;
+    let context = context_of(&file, context.or(a.context))?;
+    for w in file.warnings() {
+        report::warn(&w);
+    }
+    let backend = a.backend.open(false)?;
+    let options =
+        EngineOptions { positions: context, cache: dtype, chunk: a.chunk, ..EngineOptions::default() };
+    let decoder = Arc::new(fit::check(&file, &backend, options, all)?);
+    Ok(Running { engine: Engine::new(decoder, options)?, file })
+}
+
+/// The positions of a sequence: what the user chose, or the default.
+fn context_of(file: &ModelFile, chosen: Option<usize>) -> Result<usize> {
     let made = file.spec.context;
-    let context = match context.or(a.context) {
+    let context = match chosen {
         Some(0) => made,
         Some(n) => n,
         None => made.min(CONTEXT),
@@ -64,14 +83,7 @@ pub(super) fn start(a: &LanguageArgs, context: Option<usize>, kept: &str) -> Res
     if context > made {
         report::warn(&format!("the model was made for {made} positions, and the context has {context}"));
     }
-    for w in file.warnings() {
-        report::warn(&w);
-    }
-    let backend = a.backend.open(false)?;
-    let decoder = Arc::new(file.load(&backend, context)?);
-    let options =
-        EngineOptions { positions: context, cache: dtype, chunk: a.chunk, ..EngineOptions::default() };
-    Ok(Running { engine: Engine::new(decoder, options)?, file })
+    Ok(context)
 }
 
 impl Running {

@@ -4,7 +4,7 @@ pub(crate) mod answer;
 pub(crate) mod leaf;
 mod many;
 mod output;
-mod report;
+pub(crate) mod report;
 
 pub(crate) use report::receipts_text;
 

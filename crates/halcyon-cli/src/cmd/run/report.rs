@@ -244,7 +244,7 @@ impl Serialize for RunReport<'_> {
     }
 }
 
-pub(super) fn memory_json(m: &MemoryStats) -> Value {
+pub(crate) fn memory_json(m: &MemoryStats) -> Value {
     json!({
         "allocated": m.allocated, "peak": m.peak, "cached": m.cached, "limit": m.limit,
         "reserved": m.reserved, "peak_reserved": m.peak_reserved, "largest_free": m.largest_free,

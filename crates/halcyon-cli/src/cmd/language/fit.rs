@@ -1,0 +1,441 @@
+//! `halcyon fit` for language models, and the check of the memory before a model is loaded.
+
+use super::{context_of, kv_dtype, tokenizer};
+use crate::args::FitArgs;
+use crate::cmd::{backend_json, backend_text};
+use crate::report::{self, size, table};
+use halcyon::host::{self, MemorySampler};
+use halcyon::{Backend, DType, Error, Result};
+use halcyon_formats::sniff::{self, Kind};
+use halcyon_models::fit::{MemoryNeed, StepSize, StoredWeights, generation};
+use halcyon_models::{Decoder, EngineOptions, ModelFile};
+use serde_json::{Value, json};
+use std::fmt::Write;
+use std::io::Read;
+use std::path::Path;
+use std::time::Duration;
+
+/// Types of weights that are suggested, and their bits per weight. Those of mixtures are what llama.cpp's
+/// choice of types gives for models of common sizes.
+const TYPES: [(&str, f64); 5] =
+    [("q8_0", 8.5), ("q6_k", 6.57), ("q5_k_m", 5.7), ("q4_k_m", 4.85), ("q4_0", 4.55)];
+/// Types of the cache that are suggested.
+const CACHES: [DType; 2] = [DType::F32, DType::F16];
+
+/// Whether a path is a language model's: a GGUF file, or a folder.
+pub(crate) fn is_model(path: &Path) -> bool {
+    let mut head = [0; 4];
+    path.is_dir()
+        || std::fs::File::open(path).and_then(|mut f| f.read_exact(&mut head)).is_ok()
+            && sniff::kind(&head) == Some(Kind::Gguf)
+}
+
+/// The free memory of a device and of the host.
+struct Room {
+    free: Option<u64>,
+    total: Option<u64>,
+    host: Option<(u64, u64)>,
+    /// Whether the device's buffers are in host memory.
+    shared: bool,
+}
+
+impl Room {
+    fn of(b: &Backend) -> Room {
+        let d = b.device();
+        Room {
+            free: d.available(),
+            total: d.memory().limit.or(d.info().total_memory),
+            host: host::memory(),
+            shared: d.info().unified_memory,
+        }
+    }
+}
+
+/// Refuses a model that does not fit, before its weights are read or anything is allocated.
+///
+/// # Errors
+/// `Error::OutOfMemory` with what to change.
+pub(super) fn check(
+    file: &ModelFile,
+    backend: &Backend,
+    options: EngineOptions,
+    all: bool,
+) -> Result<Decoder> {
+    let (room, stored) = (Room::of(backend), file.stored());
+    // Tensors whose type is not computed with are decoded when the model is loaded.
+    if let Some((free, total)) = room.host
+        && stored.decoded > free
+    {
+        return Err(Error::OutOfMemory {
+            device: "the host".into(),
+            what: "weights that are decoded to f32 when they are loaded".into(),
+            requested: stored.decoded,
+            free,
+            total,
+            next: "Use a file whose weights have types that stay in their blocks, such as q4_k".into(),
+        });
+    }
+    let decoder = file.load(backend, options.positions)?;
+    let Some(free) = room.free else { return Ok(decoder) };
+    if rough(&decoder, &stored, options, all) <= free {
+        return Ok(decoder);
+    }
+    let need = MemoryNeed::of(&decoder, options, &steps(&decoder, options, all))?;
+    match refusal(&need, &decoder, &stored, &room, options) {
+        Some(e) => Err(e),
+        None => Ok(decoder),
+    }
+}
+
+fn steps(decoder: &Decoder, options: EngineOptions, all: bool) -> Vec<StepSize> {
+    let mut steps = generation(decoder, options);
+    if all {
+        steps.iter_mut().for_each(|s| s.logits = s.rows);
+    }
+    steps
+}
+
+/// More than the model needs, computed from its sizes alone: planning takes a while, and most models are far
+/// smaller than the memory.
+fn rough(d: &Decoder, stored: &StoredWeights, o: EngineOptions, all: bool) -> u64 {
+    let layout = o.layout();
+    let cache = d.cache_shapes(layout).iter().fold(0u64, |sum, s| sum.saturating_add(s.bytes() as u64));
+    let widest = d.spec.layers.iter().map(|l| l.inner).max().unwrap_or(0).max(d.spec.hidden);
+    let rows = o.chunk.max(o.sequences) as u64;
+    let logits = if all { rows } else { o.sequences as u64 } * d.spec.vocabulary as u64 * 4;
+    let plans = rows.saturating_mul(widest as u64).saturating_mul(64 * 4);
+    let weights = stored.bytes.saturating_add(stored.decoded).saturating_mul(2);
+    [weights, cache, cache / 4, plans, logits, logits, logits]
+        .into_iter()
+        .fold(256 << 20, u64::saturating_add)
+}
+
+/// The reason why a model does not fit, or `None` if it fits.
+fn refusal(
+    need: &MemoryNeed,
+    decoder: &Decoder,
+    stored: &StoredWeights,
+    room: &Room,
+    options: EngineOptions,
+) -> Option<Error> {
+    let (free, asked, backend) = (room.free?, need.device(), decoder.backend());
+    if asked <= free {
+        return None;
+    }
+    Some(Error::OutOfMemory {
+        device: backend.id().to_string(),
+        what: format!(
+            "the model: weights {}, cache for {} positions {}, plans {}{}",
+            need.copied.saturating_add(need.packed),
+            options.positions,
+            need.cache,
+            need.plans.saturating_add(need.io),
+            backend.device().unknown_free()
+        ),
+        requested: asked,
+        free,
+        total: room.total.unwrap_or(free),
+        next: advice(need, decoder, stored, free, options),
+    })
+}
+
+/// What to change so that a model fits into `free` bytes.
+fn advice(
+    need: &MemoryNeed,
+    decoder: &Decoder,
+    stored: &StoredWeights,
+    free: u64,
+    options: EngineOptions,
+) -> String {
+    let mut ways = vec![];
+    let each = need.largest_context(decoder, options, free);
+    if each > 0 {
+        ways.push(format!("give --context {each} (the largest that fits)"));
+    }
+    if options.cache == DType::F32 {
+        let f16 = EngineOptions { cache: DType::F16, ..options };
+        let most = need.largest_context(decoder, f16, free);
+        match most.saturating_mul(options.sequences) >= options.positions {
+            true => ways.push("give --kv-dtype f16".into()),
+            false if most > each => ways.push(format!("give --kv-dtype f16 --context {most}")),
+            false => {}
+        }
+    }
+    let smaller = quantised(need, stored);
+    let how = |q: &Quantised| format!("halcyon quantize IN OUT --type {}", q.name);
+    if let Some(q) = smaller.iter().find(|q| q.device <= free) {
+        let then = size(q.device);
+        ways.push(format!("use weights in {}, with which it takes about {then} ({})", q.name, how(q)));
+    } else if let Some(q) = smaller.last().filter(|_| each == 0) {
+        let saved = need.device().saturating_sub(q.device);
+        let less = MemoryNeed { packed: need.packed.saturating_sub(saved), ..need.clone() };
+        let most = less.largest_context(decoder, options, free);
+        if most > 0 {
+            ways.push(format!("use weights in {} with --context {most} ({})", q.name, how(q)));
+        }
+    }
+    // The buffers of the plan of a chunk grow with it.
+    if options.chunk > 64 && need.device().saturating_sub(need.plans / 2) <= free {
+        ways.push("give --chunk 64".into());
+    }
+    if ways.is_empty() {
+        return "Use a smaller model, or a device with more memory".into();
+    }
+    let text = ways.join(", or ");
+    text[..1].to_uppercase() + &text[1..]
+}
+
+/// The need with weights of another type.
+struct Quantised {
+    name: &'static str,
+    weights: u64,
+    device: u64,
+}
+
+/// The needs with smaller types of weights, largest first. They are estimates from the bits per weight.
+fn quantised(need: &MemoryNeed, stored: &StoredWeights) -> Vec<Quantised> {
+    if stored.elements == 0 {
+        return vec![];
+    }
+    let now = stored.matrices as f64 * 8.0 / stored.elements as f64;
+    let on_device = need.copied.saturating_add(need.packed);
+    let smaller = TYPES.iter().filter(|(_, bits)| *bits < 0.95 * now);
+    let of = |(name, bits): &(&'static str, f64)| {
+        let weights = (stored.elements as f64 * bits / 8.0) as u64;
+        // Weights that a device reads in place may be packed when they are quantised.
+        let then = if need.in_place > on_device { weights } else { (on_device as f64 * bits / now) as u64 };
+        Quantised { name, weights, device: need.device().saturating_sub(on_device).saturating_add(then) }
+    };
+    smaller.map(of).collect()
+}
+
+/// What `fit` found.
+struct Report<'a> {
+    a: &'a FitArgs,
+    file: &'a ModelFile,
+    backend: &'a Backend,
+    decoder: &'a Decoder,
+    options: EngineOptions,
+    stored: StoredWeights,
+    need: MemoryNeed,
+    room: Room,
+    /// Anonymous memory of the process, and pages of the program's files.
+    process: (u64, u64),
+    /// The peak of anonymous memory while the plans are made.
+    planning: u64,
+    refused: Option<Error>,
+}
+
+pub(crate) fn main(a: &FitArgs) -> Result<u8> {
+    a.backend.check()?;
+    if a.train || !a.input.inputs.is_empty() {
+        let what = if a.train { "--train" } else { "--input" };
+        return Err(Error::argument(what, "a language model has no such option; see --context and --batch"));
+    }
+    let l = &a.language;
+    let chunk = l.chunk.unwrap_or(512);
+    if chunk == 0 {
+        return Err(Error::argument("--chunk", "must be at least 1"));
+    }
+    let backend = a.backend.open(false)?;
+    // Pages of the program, before those of the model are read.
+    let pages = |anonymous: u64| Some(report::resident_memory()?.saturating_sub(anonymous));
+    let code = host::anonymous().and_then(pages).unwrap_or(0);
+    let file = ModelFile::open(&a.model)?;
+    let batch = a.batch.unwrap_or(1) as usize;
+    let each = context_of(&file, l.context)?;
+    let options = EngineOptions {
+        sequences: batch,
+        positions: each.saturating_mul(batch),
+        cache: kv_dtype(l.kv_dtype.as_deref().unwrap_or("f16"))?,
+        chunk,
+        ..EngineOptions::default()
+    };
+    let room = Room::of(&backend);
+    // A generation has the tokenizer in memory too.
+    let tokens = match file.tokenizer()? {
+        Some(_) => Some(tokenizer(&file)?),
+        None => None,
+    };
+    // What building the tokenizer takes for a while is free before the first plan is made.
+    halcyon::hal::heap::trim();
+    let watch = MemorySampler::start(Duration::from_millis(1));
+    let decoder = file.load(&backend, each)?;
+    let need = MemoryNeed::of_generation(&decoder, options)?;
+    halcyon::hal::heap::trim();
+    let anonymous = host::anonymous().unwrap_or(0);
+    let process = (anonymous, code);
+    drop(tokens);
+    let planning = watch.map_or(0, |w| {
+        w.stop();
+        w.peak().bytes
+    });
+    let stored = file.stored();
+    let refused = refusal(&need, &decoder, &stored, &room, options);
+    let r = Report {
+        a,
+        file: &file,
+        backend: &backend,
+        decoder: &decoder,
+        options,
+        stored,
+        need,
+        room,
+        process,
+        planning,
+        refused,
+    };
+    if a.json {
+        report::print_json(&r.json())?;
+        return Ok(r.refused.map_or(0, |e| e.exit_code().clamp(1, 255) as u8));
+    }
+    report::print(&r.text())?;
+    r.refused.map_or(Ok(0), Err)
+}
+
+impl Report<'_> {
+    /// Bytes that the engine needs on the host.
+    fn on_host(&self) -> u64 {
+        let n = &self.need;
+        let shared = |v: u64| if self.room.shared { v } else { 0 };
+        let runs = shared(n.written()).saturating_add(n.host);
+        let packs = [shared(n.copied), shared(n.packed), shared(n.cache_written), n.packing];
+        runs.max(packs.into_iter().fold(0, u64::saturating_add))
+    }
+
+    /// The last plan is made when everything else is there, so the peak has what planning takes for a while.
+    fn anonymous(&self) -> u64 {
+        self.on_host().saturating_add(self.process.0.max(self.planning))
+    }
+
+    /// With the pages of the program's and the weights' files.
+    fn resident(&self) -> u64 {
+        self.anonymous().saturating_add(self.process.1).saturating_add(self.stored.bytes)
+    }
+
+    /// The largest context of each sequence that fits, by type of the cache.
+    fn largest(&self, cache: DType) -> Option<usize> {
+        let options = EngineOptions { cache, ..self.options };
+        Some(self.need.largest_context(self.decoder, options, self.room.free?))
+    }
+
+    fn text(&self) -> String {
+        let (n, o, id) = (&self.need, self.options, self.backend.id());
+        let parameters = self.stored.elements as f64 / 1e6;
+        let mut out = format!(
+            "model    {}: {}, {parameters:.1} million weights\n",
+            report::path_text(&self.a.model),
+            self.file.spec.family
+        );
+        out += &backend_text(self.backend);
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            out,
+            "sizes    {} of {} positions, cache in {}, steps of up to {} tokens",
+            if o.sequences == 1 { "one sequence".into() } else { format!("{} sequences", o.sequences) },
+            o.positions / o.sequences,
+            o.cache,
+            o.chunk
+        );
+        let row = |what: &str, bytes: u64, note: String| vec![what.to_string(), size(bytes), note];
+        let mut rows = vec![row("weights", self.stored.bytes, "in the files, which are mapped".into())];
+        if n.in_place > 0 {
+            rows.push(row("", n.in_place, format!("of them read in place by {id}")));
+        }
+        if n.copied > 0 {
+            rows.push(row("", n.copied, format!("copied to {id}")));
+        }
+        if n.packed > 0 {
+            rows.push(row("", n.packed, format!("packed for the kernels of {id}")));
+        }
+        if n.packing > 0 {
+            rows.push(row("", n.packing, "copies on the host while weights are packed".into()));
+        }
+        rows.push(row("cache", n.cache, format!("{} for each position", size(n.position))));
+        let steps: Vec<String> = generation(self.decoder, o).iter().map(|s| s.rows.to_string()).collect();
+        rows.push(row(
+            "plans",
+            n.plans,
+            format!("buffers of the steps of {} tokens", steps.join(" and of ")),
+        ));
+        rows.push(row("io", n.io, "inputs and results of a step".into()));
+        rows.push(row("host", n.host, "copies of logits".into()));
+        rows.push(row("process", self.process.0, "program, tokenizer, descriptions and plans".into()));
+        rows.push(row("peak", n.device(), format!("on {id}")));
+        rows.push(row("", self.anonymous(), "anonymous memory of the process".into()));
+        rows.push(row("", self.resident(), "with the pages of mapped files".into()));
+        out += &table(&rows);
+        let of = |free: Option<u64>, total: Option<u64>| match (free, total) {
+            (Some(f), Some(t)) => format!("{} free of {}", size(f), size(t)),
+            (Some(f), None) => format!("{} free", size(f)),
+            _ => "not known".into(),
+        };
+        let _ = writeln!(
+            out,
+            "memory   {}{}",
+            of(self.room.free, self.room.total),
+            self.backend.device().unknown_free()
+        );
+        let _ = writeln!(out, "fits     {}", if self.refused.is_none() { "yes" } else { "no" });
+        let largest: Vec<String> = CACHES
+            .iter()
+            .filter_map(|c| Some(format!("{} with a cache in {c}", self.largest(*c)?)))
+            .collect();
+        if !largest.is_empty() {
+            let made = self.file.spec.context;
+            let _ = writeln!(out, "largest context {}; the model was made for {made}", largest.join(", "));
+        }
+        for q in quantised(n, &self.stored) {
+            let _ = writeln!(
+                out,
+                "with weights in {}: about {} of weights, {} on {id}",
+                q.name,
+                size(q.weights),
+                size(q.device)
+            );
+        }
+        out
+    }
+
+    fn json(&self) -> Value {
+        let (n, r, o) = (&self.need, &self.room, self.options);
+        let largest: serde_json::Map<String, Value> =
+            CACHES.iter().map(|c| (c.to_string(), json!(self.largest(*c)))).collect();
+        let smaller: Vec<Value> = quantised(n, &self.stored)
+            .iter()
+            .map(|q| {
+                let fits = r.free.is_none_or(|f| q.device <= f);
+                json!({ "type": q.name, "weights": q.weights, "device": q.device, "fits": fits })
+            })
+            .collect();
+        json!({
+            "model": report::path(&self.a.model),
+            "architecture": self.file.spec.family,
+            "backend": backend_json(self.backend),
+            "context": o.positions / o.sequences,
+            "batch": o.sequences,
+            "kv_dtype": o.cache.to_string(),
+            "chunk": o.chunk,
+            "weights": {
+                "stored": self.stored.bytes, "in_place": n.in_place, "device": n.copied, "packed": n.packed,
+                "packing": n.packing,
+            },
+            "cache": { "bytes": n.cache, "position": n.position },
+            "plans": n.plans,
+            "io": n.io,
+            "host": n.host,
+            "peak": {
+                "device": n.device(), "process": self.process.0, "planning": self.planning,
+                "anonymous": self.anonymous(), "with_file_pages": self.resident(),
+            },
+            "memory": {
+                "device_free": r.free, "device_total": r.total, "host_free": r.host.map(|h| h.0),
+                "host_total": r.host.map(|h| h.1), "device_is_host": r.shared,
+            },
+            "fits": self.refused.is_none(),
+            "error": self.refused.as_ref().map(report::error_json),
+            "largest_context": largest,
+            "quantised": smaller,
+        })
+    }
+}

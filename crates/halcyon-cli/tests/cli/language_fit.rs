@@ -1,0 +1,188 @@
+//! The memory of language models: what `fit` predicts, and what a generation takes.
+
+use crate::common::language::{Tiny, tiny};
+use crate::common::{self, Done, finish, skip, text};
+use halcyon_formats::gguf::{self, GgmlType, TensorInfo, Value as Entry};
+use halcyon_formats::npy;
+use halcyon_ir::blocks::BlockType;
+use halcyon_ir::{ConstData, DType};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+const MIB: u64 = 1 << 20;
+const HIDDEN: usize = 256;
+const INNER: usize = 1024;
+const LAYERS: usize = 8;
+const VOCABULARY: usize = 2000;
+
+/// A Llama model of 11 million weights in one type, in a file of its own. It has no tokenizer.
+fn model(dir: &Path, ty: GgmlType) -> PathBuf {
+    let n = |v: usize| Entry::from(v as u32);
+    let entries: [(&str, Entry); 9] = [
+        ("general.architecture", "llama".into()),
+        ("llama.context_length", n(8192)),
+        ("llama.embedding_length", n(HIDDEN)),
+        ("llama.block_count", n(LAYERS)),
+        ("llama.feed_forward_length", n(INNER)),
+        ("llama.attention.head_count", n(4)),
+        ("llama.attention.head_count_kv", n(4)),
+        ("llama.attention.layer_norm_rms_epsilon", 1e-5f32.into()),
+        ("llama.vocab_size", n(VOCABULARY)),
+    ];
+    let metadata: Vec<(String, Entry)> = entries.into_iter().map(|(k, v)| (k.to_string(), v)).collect();
+    let mut shapes = vec![
+        ("token_embd".to_string(), vec![VOCABULARY, HIDDEN]),
+        ("output_norm".into(), vec![HIDDEN]),
+        ("output".into(), vec![VOCABULARY, HIDDEN]),
+    ];
+    for i in 0..LAYERS {
+        let square = ["attn_q", "attn_k", "attn_v", "attn_output"].map(|n| (n, vec![HIDDEN, HIDDEN]));
+        let norms = ["attn_norm", "ffn_norm"].map(|n| (n, vec![HIDDEN]));
+        let wide = ["ffn_gate", "ffn_up"].map(|n| (n, vec![INNER, HIDDEN]));
+        let down = [("ffn_down", vec![HIDDEN, INNER])];
+        let all = square.into_iter().chain(norms).chain(wide).chain(down);
+        shapes.extend(all.map(|(name, shape)| (format!("blk.{i}.{name}"), shape)));
+    }
+    // No two tensors are equal, because equal constants are stored once.
+    let mut seed = 7u64;
+    let mut noise = || {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (seed >> 40) as f32 / (1u64 << 26) as f32 - 0.125
+    };
+    let mut make = |(name, shape): &(String, Vec<usize>)| {
+        let ty = if shape.len() == 1 { GgmlType::Plain(DType::F32) } else { ty };
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| noise()).collect();
+        let bytes = match ty {
+            GgmlType::Block(b) => {
+                let mut to = vec![0; ty.row_bytes(values.len()).expect("whole blocks")];
+                b.encode(&values, &mut to);
+                to
+            }
+            GgmlType::Plain(DType::F32) => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            // The upper half of an f32.
+            _ => values.iter().flat_map(|v| (v.to_bits() >> 16).to_le_bytes()[..2].to_vec()).collect(),
+        };
+        (TensorInfo::new(format!("{name}.weight"), shape, ty), bytes)
+    };
+    let all: Vec<(TensorInfo, Vec<u8>)> = shapes.iter().map(&mut make).collect();
+    let tensors: Vec<(TensorInfo, &[u8])> = all.iter().map(|(t, b)| (t.clone(), &b[..])).collect();
+    let path = dir.join(format!("{}.gguf", ty.name()));
+    std::fs::write(&path, gguf::encode(&metadata, &tensors).expect("a file")).expect("written");
+    path
+}
+
+fn prompt(dir: &Path, tokens: usize) -> PathBuf {
+    let ids: Vec<i64> = (0..tokens as i64).map(|i| i * 37 % 1000 + 3).collect();
+    let path = dir.join("prompt.npy");
+    npy::write(&path, &ConstData::from_slice(&[tokens], &ids).expect("fits")).expect("written");
+    path
+}
+
+fn command(args: &[&str]) -> Done {
+    let mut c = common::command(&[args, &["--backend", "cpu", "--threads", "2", "--json"]].concat());
+    finish(c.env("HALCYON_CACHE", "off").env("HALCYON_CONFIG", "off"))
+}
+
+fn figure(v: &Value, path: &str) -> u64 {
+    v.pointer(path).and_then(Value::as_u64).unwrap_or_else(|| panic!("no figure {path} in {v}"))
+}
+
+#[test]
+fn generations_take_what_is_predicted() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let ids = prompt(dir.path(), 64);
+    let block = |b| GgmlType::Block(b);
+    let cases = [
+        (GgmlType::Plain(DType::F32), "512"),
+        (GgmlType::Plain(DType::BF16), "512"),
+        (block(BlockType::Q8_0), "8192"),
+        (block(BlockType::Q4_0), "8192"),
+    ];
+    for (ty, context) in cases {
+        let path = model(dir.path(), ty);
+        let sizes = ["-c", context, "--chunk", "64"];
+        let fit = command(&[&["fit", text(&path)], &sizes[..]].concat()).ok().json();
+        let ran = ["generate", text(&path), "--prompt-tokens", text(&ids), "-n", "4", "--ignore-eos"];
+        let run = command(&[&ran[..], &sizes].concat()).ok().json();
+        let near = |path: &str, measured: &str, percent: u64| {
+            let (p, m) = (figure(&fit, path), figure(&run, measured));
+            println!("{} {context}: {path} {:.2} MiB, measured {:.2} MiB", ty.name(), mib(p), mib(m));
+            assert!(p.abs_diff(m) <= m * percent / 100, "{path}: {p}, measured {m}: {fit} {run}");
+        };
+        near("/peak/device", "/memory/device/peak", 1);
+        if run["memory"]["peak_anonymous"].is_null() {
+            skip("generations_take_what_is_predicted", "the system does not report anonymous memory");
+        } else {
+            near("/peak/anonymous", "/memory/peak_anonymous", 5);
+        }
+        assert_eq!(figure(&fit, "/cache/position"), (2 * LAYERS * HIDDEN * 2) as u64);
+        assert!(figure(&fit, "/plans") > 0 && fit["fits"] == true, "{fit}");
+    }
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / MIB as f64
+}
+
+#[test]
+fn a_model_that_does_not_fit_is_refused_with_a_context_that_fits() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = model(dir.path(), GgmlType::Plain(DType::F32));
+    let ids = prompt(dir.path(), 40);
+    let limit = ["--memory-limit", "80M", "--kv-dtype", "f32", "--chunk", "64"];
+    let fit = |more: &[&str]| command(&[&["fit", text(&path)], &limit[..], more].concat());
+    let refused = fit(&["-c", "8192"]);
+    let v = refused.json();
+    assert_eq!((refused.code, &v["fits"]), (5, &Value::from(false)), "{v}");
+    assert_eq!(v["error"]["kind"], "OutOfMemory");
+    let most = figure(&v, "/largest_context/f32");
+    assert!(most % 32 == 0 && (256..8192).contains(&most), "{v}");
+    assert!(figure(&v, "/largest_context/f16") >= 2 * most, "{v}");
+    let types: Vec<&str> =
+        v["quantised"].as_array().expect("a list").iter().filter_map(|q| q["type"].as_str()).collect();
+    assert_eq!(types, ["q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0"]);
+    // The advice holds: that context fits, and two pages more do not.
+    let with = |n: u64| ["-c".to_string(), n.to_string()];
+    let run = |n: u64| {
+        let ran = ["generate", text(&path), "--prompt-tokens", text(&ids), "-n", "2", "--ignore-eos"];
+        command(&[&ran[..], &limit, &with(n).each_ref().map(String::as_str)].concat())
+    };
+    let done = run(most).ok().json();
+    assert!(figure(&done, "/memory/device/peak") <= 80 * MIB, "{done}");
+    let d = run(most + 64);
+    let said = d.json();
+    assert_eq!((d.code, &said["error"]["kind"]), (5, &Value::from("OutOfMemory")), "{d:?}");
+    let next = said["error"]["message"].as_str().expect("a text").to_string();
+    assert!(next.contains(&format!("--context {most}")) && next.contains("--kv-dtype f16"), "{next}");
+    // Every command that loads a model refuses it.
+    for (command_line, advice) in [
+        (vec!["chat", text(&path)], "Use weights in q4_0 with --context "),
+        (vec!["logits", text(&path), "--tokens", text(&ids), "-o", "/dev/null"], "Use weights in q8_0, "),
+        (vec!["bench", "llm", text(&path), "-p", "8", "-n", "1", "-r", "1"], "Use weights in q8_0, "),
+    ] {
+        let mut c = common::command(&command_line);
+        c.args(["--memory-limit", "20M", "--backend", "cpu"]).env("HALCYON_CONFIG", "off");
+        finish(&mut c).fails(5, &["out of memory", advice]);
+    }
+}
+
+#[test]
+fn wrong_options_of_fit_are_said() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("tiny.gguf");
+    std::fs::write(&path, tiny(Tiny::default())).expect("written");
+    let fit = |model: &str, more: &[&str]| {
+        let mut c = common::command(&[&["fit", model, "--backend", "cpu"], more].concat());
+        finish(c.env("HALCYON_CONFIG", "off"))
+    };
+    fit(text(&path), &["--train"]).fails(2, &["--train", "--context"]);
+    fit(text(&path), &["--input", "x=3"]).fails(2, &["--input"]);
+    fit(text(&path), &["--kv-dtype", "i8"]).fails(2, &["i8", "f16"]);
+    fit(text(&path), &["--chunk", "0"]).fails(2, &["--chunk"]);
+    fit("models/digits.onnx", &["-c", "8"]).fails(2, &["--context", "language models"]);
+    fit(text(dir.path()), &[]).fails(1, &["config.json"]);
+    let said = fit(text(&path), &["--batch", "3", "-c", "64"]).ok().out;
+    for part in ["3 sequences of 64 positions", "plans", "fits     yes", "largest context "] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+}

@@ -1,0 +1,227 @@
+//! The memory that a model needs, computed from its plans before anything is allocated.
+
+use crate::decoder::{CacheLayout, CacheShape, Decoder};
+use crate::engine::{EngineOptions, padded, step};
+use crate::grid;
+use crate::model::ModelFile;
+use crate::source::Source;
+use halcyon::hal::{Device, Tag};
+use halcyon::ir::error::Result;
+use halcyon::{DType, Fit, Tensor};
+use halcyon_formats::gguf::GgmlType;
+
+/// The memory, in bytes, of an [`Engine`](crate::Engine) that computes some kinds of steps. Device memory is
+/// counted as the device counts it, with each allocation rounded up.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MemoryNeed {
+    /// Weights that the device reads in place from the model's files; not part of [`MemoryNeed::device`].
+    pub in_place: u64,
+    /// Weights and other constants that are copied to the device as they are stored.
+    pub copied: u64,
+    /// Weights that are packed for the device's kernels.
+    pub packed: u64,
+    /// Host memory that packing needs for a while.
+    pub packing: u64,
+    /// The cache of keys and values.
+    pub cache: u64,
+    /// The bytes of `cache` without what the device adds when it rounds sizes up.
+    pub cache_written: u64,
+    /// The part of `cache_written` that one position takes.
+    pub position: u64,
+    /// Buffers of all plans for values between their kernels.
+    pub plans: u64,
+    /// Inputs and results of the largest step.
+    pub io: u64,
+    /// Copies of the logits of one step on the host.
+    pub host: u64,
+}
+
+/// A kind of step: rows, and rows whose logits are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepSize {
+    pub rows: usize,
+    pub logits: usize,
+    /// Sequences of the rows.
+    pub sequences: usize,
+}
+
+impl MemoryNeed {
+    /// The need of an engine with these options. `steps` are the kinds of steps that it will compute, each
+    /// with a plan of its own. Nothing is allocated.
+    ///
+    /// # Errors
+    /// Errors of planning.
+    pub fn of(decoder: &Decoder, options: EngineOptions, steps: &[StepSize]) -> Result<MemoryNeed> {
+        let device = &**decoder.backend().device();
+        let mut need = cache(decoder, device, options);
+        for s in steps {
+            let (fit, inputs) = plan(decoder, options, *s)?;
+            // Constants are on the device once, however many plans read them. Inputs and results are freed
+            // after a step, the other buffers of a plan are not.
+            need.in_place = need.in_place.max(fit.weights_in_place);
+            need.copied = need.copied.max(fit.weights);
+            need.packed = need.packed.max(fit.packed);
+            need.packing = need.packing.max(fit.packing);
+            need.plans = need.plans.saturating_add(fit.activations).saturating_add(fit.workspace);
+            need.io = need.io.max(fit.outputs.saturating_add(inputs));
+            let logits = s.logits.saturating_mul(decoder.spec.vocabulary).saturating_mul(4) as u64;
+            need.host = need.host.max(logits.saturating_mul(2));
+        }
+        Ok(need)
+    }
+
+    /// The need of the steps of a generation: chunks of a prompt, and single tokens of all sequences.
+    ///
+    /// # Errors
+    /// Errors of planning.
+    pub fn of_generation(decoder: &Decoder, options: EngineOptions) -> Result<MemoryNeed> {
+        MemoryNeed::of(decoder, options, &generation(decoder, options))
+    }
+
+    /// Device memory in use at the peak.
+    pub fn device(&self) -> u64 {
+        [self.copied, self.packed, self.cache, self.plans, self.io].into_iter().fold(0, u64::saturating_add)
+    }
+
+    /// [`MemoryNeed::device`] without the cache: what does not depend on the context.
+    pub fn fixed(&self) -> u64 {
+        self.device().saturating_sub(self.cache)
+    }
+
+    /// [`MemoryNeed::device`] without what a device adds to the cache when it rounds sizes up, which is never
+    /// written.
+    pub fn written(&self) -> u64 {
+        self.fixed().saturating_add(self.cache_written)
+    }
+
+    /// The need with a cache of other sizes.
+    pub fn with_cache(&self, decoder: &Decoder, options: EngineOptions) -> MemoryNeed {
+        let c = cache(decoder, &**decoder.backend().device(), options);
+        MemoryNeed { cache: c.cache, cache_written: c.cache_written, position: c.position, ..self.clone() }
+    }
+
+    /// The most positions of each sequence, in whole pages, whose cache fits into `free` bytes next to the
+    /// rest; 0 if not even one page fits. Other sizes are those of `options`.
+    pub fn largest_context(&self, decoder: &Decoder, options: EngineOptions, free: u64) -> usize {
+        let (page, sequences) = (options.page.max(1), options.sequences.max(1));
+        let fits = |pages: usize| {
+            let positions = pages.saturating_mul(page).saturating_mul(sequences);
+            self.with_cache(decoder, EngineOptions { positions, ..options }).device() <= free
+        };
+        // Twice as many as there would be if sizes were not rounded.
+        let room = free.saturating_sub(self.fixed()) / self.position.max(1);
+        let most = usize::try_from(room).unwrap_or(usize::MAX) / page / sequences;
+        let (mut low, mut high) = (0, most.saturating_mul(2).saturating_add(1));
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            if fits(middle) { low = middle } else { high = middle }
+        }
+        low.saturating_mul(page)
+    }
+}
+
+/// The kinds of steps of a generation.
+pub fn generation(decoder: &Decoder, options: EngineOptions) -> Vec<StepSize> {
+    let most = decoder.kernel().map_or(usize::MAX, |_| grid::MOST_ROWS);
+    let chunk = padded(options.chunk.min(options.positions).min(most));
+    let (sequences, rows) = (options.sequences, padded(options.sequences));
+    let mut steps = vec![StepSize { rows: chunk, logits: 1, sequences: 1 }];
+    if rows != chunk || sequences != 1 {
+        steps.push(StepSize { rows, logits: rows, sequences });
+    }
+    steps
+}
+
+fn cache(decoder: &Decoder, device: &dyn Device, options: EngineOptions) -> MemoryNeed {
+    let layout = options.layout();
+    let shapes = decoder.cache_shapes(layout);
+    let sum = |n: &dyn Fn(&CacheShape) -> u64| shapes.iter().fold(0u64, |a, s| a.saturating_add(n(s)));
+    // States of recurrent layers do not grow with the positions.
+    let longer = decoder.cache_shapes(CacheLayout { pages: layout.pages.saturating_add(1), ..layout });
+    let longer = longer.iter().fold(0u64, |a, s| a.saturating_add(s.bytes() as u64));
+    let written = sum(&|s| s.bytes() as u64);
+    MemoryNeed {
+        cache: sum(&|s| device.footprint(s.bytes(), Tag::Io) as u64),
+        cache_written: written,
+        position: longer.saturating_sub(written) / layout.page.max(1) as u64,
+        ..MemoryNeed::default()
+    }
+}
+
+/// The plan of a step, and the bytes of its inputs on the device.
+fn plan(decoder: &Decoder, options: EngineOptions, size: StepSize) -> Result<(Fit, u64)> {
+    let (b, layout) = (decoder.backend(), options.layout());
+    let context = decoder.context().min(options.positions);
+    let int = |dims: &[usize]| Tensor::placeholder(b, DType::I32, dims);
+    let row = || int(&[size.rows]);
+    let mut inputs = vec![row(), row(), row(), row()];
+    inputs.push(int(&[options.sequences, context.div_ceil(options.page)]));
+    inputs.push(int(&[size.logits.max(1)]));
+    for rope in decoder.ropes() {
+        let angles = || Tensor::placeholder(b, DType::F32, [size.rows, rope.size / 2]);
+        inputs.extend([angles(), angles()]);
+    }
+    if let Some(kernel) = decoder.kernel() {
+        let at = |r: usize| if size.sequences > 1 { (r, 0) } else { (0, r) };
+        let tokens = if size.sequences > 1 { size.sequences } else { size.rows };
+        let rows: Vec<(usize, usize)> = (0..tokens).map(at).collect();
+        for t in grid::inputs(b, &rows, size.rows, options.sequences, kernel)? {
+            inputs.push(Tensor::placeholder(b, t.dtype()?, t.dims()?.as_slice()));
+        }
+    }
+    let takes = |t: &Tensor| -> Result<u64> {
+        let bytes = t.dtype()?.bytes(t.dims()?.iter().product());
+        Ok(b.device().footprint(bytes, Tag::Io) as u64)
+    };
+    let mut bytes = 0u64;
+    for t in &inputs {
+        bytes = bytes.saturating_add(takes(t)?);
+    }
+    let mut donated = vec![false; inputs.len()];
+    for shape in decoder.cache_shapes(layout) {
+        inputs.push(Tensor::placeholder(b, shape.dtype, shape.dims));
+        donated.push(true);
+    }
+    let results = step(decoder, layout, &inputs);
+    Ok((b.fit_of(&inputs, &donated, &results, None)?, bytes))
+}
+
+/// The sizes of a model's weights in its files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoredWeights {
+    /// Bytes in the files.
+    pub bytes: u64,
+    /// Elements of matrices, which may be quantised.
+    pub elements: u64,
+    /// Bytes of the matrices in the files.
+    pub matrices: u64,
+    /// Bytes of tensors that are decoded to f32 when the model is loaded, after decoding.
+    pub decoded: u64,
+}
+
+impl ModelFile {
+    /// The sizes of the weights, from the headers of the files.
+    pub fn stored(&self) -> StoredWeights {
+        let mut s = StoredWeights::default();
+        let mut add = |bytes: usize, elements: usize, rank: usize| {
+            s.bytes += bytes as u64;
+            if rank > 1 {
+                s.elements += elements as u64;
+                s.matrices += bytes as u64;
+            }
+        };
+        match &self.source {
+            Source::Gguf(file) => {
+                for t in file.tensors() {
+                    add(t.data.len(), t.shape().iter().product(), t.shape().len());
+                }
+                let load_only = file.tensors().iter().filter(|t| matches!(t.ty(), GgmlType::LoadOnly(_)));
+                s.decoded = load_only.map(|t| 4 * t.shape().iter().product::<usize>() as u64).sum();
+            }
+            Source::Folder(folder) => {
+                folder.sizes().for_each(|(bytes, dims)| add(bytes, dims.iter().product(), dims.len()))
+            }
+        }
+        s
+    }
+}
