@@ -136,7 +136,7 @@ fn a_model_that_does_not_fit_is_refused_with_a_context_that_fits() {
     assert_eq!((refused.code, &v["fits"]), (5, &Value::from(false)), "{v}");
     assert_eq!(v["error"]["kind"], "OutOfMemory");
     let most = figure(&v, "/largest_context/f32");
-    assert!(most % 32 == 0 && (256..8192).contains(&most), "{v}");
+    assert!(most.is_multiple_of(32) && (256..8192).contains(&most), "{v}");
     assert!(figure(&v, "/largest_context/f16") >= 2 * most, "{v}");
     let types: Vec<&str> =
         v["quantised"].as_array().expect("a list").iter().filter_map(|q| q["type"].as_str()).collect();
