@@ -6,8 +6,9 @@
 
 use crate::{ConstData, bad};
 use bytes::Bytes;
+use halcyon_host::output::Output;
 use halcyon_ir::dtype::ROWS;
-use halcyon_ir::{Error, Result};
+use halcyon_ir::{DType, Error, Result};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use std::collections::{BTreeMap, HashSet};
@@ -125,7 +126,8 @@ pub fn write(
     tensors: &[(&str, &ConstData)],
     metadata: &BTreeMap<String, String>,
 ) -> Result<u64> {
-    let header = header(tensors, metadata)?;
+    let of = |t: &ConstData| Layout { dtype: t.dtype, dims: t.dims.to_vec(), bytes: t.bytes().len() };
+    let header = header(tensors.iter().map(|(n, t)| (*n, of(t))), metadata)?;
     halcyon_host::output::write_with(path, |o| {
         o.write_all(&(header.len() as u64).to_le_bytes())?;
         o.write_all(&header)?;
@@ -133,8 +135,78 @@ pub fn write(
     })
 }
 
+/// Writes a file piece by piece, so that it may be larger than the memory.
+///
+/// The tensors' names, types and shapes are given first, then their bytes in the same order. An existing file
+/// is replaced only by [`SafeTensorsWriter::finish`].
+#[derive(Debug)]
+pub struct SafeTensorsWriter {
+    out: Output,
+    /// Bytes of the data that are missing.
+    left: usize,
+}
+
+impl SafeTensorsWriter {
+    /// Begins a file.
+    ///
+    /// # Errors
+    /// Those of [`write()`]; [`Error::Argument`] for a tensor that is too large to address.
+    pub fn create(
+        path: &Path,
+        tensors: &[(&str, DType, &[usize])],
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<SafeTensorsWriter> {
+        let (mut all, mut left) = (vec![], 0usize);
+        for (name, dtype, dims) in tensors {
+            let large = || Error::argument("safetensors", format!("'{name}' is too large to address"));
+            let bytes = crate::data::byte_len(*dtype, dims).ok_or_else(large)?;
+            left = left.checked_add(bytes).ok_or_else(large)?;
+            all.push((*name, Layout { dtype: *dtype, dims: dims.to_vec(), bytes }));
+        }
+        let header = header(all.into_iter(), metadata)?;
+        let mut out = Output::create(path)?;
+        let length = (header.len() as u64).to_le_bytes();
+        out.write_all(&length).and_then(|()| out.write_all(&header)).map_err(|e| out.failed(&e))?;
+        Ok(SafeTensorsWriter { out, left })
+    }
+
+    /// Appends bytes to the data of all tensors.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for more bytes than the tensors have; [`Error::Io`].
+    pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        let Some(left) = self.left.checked_sub(bytes.len()) else {
+            let what = format!("{} bytes, but {} are missing", bytes.len(), self.left);
+            return Err(Error::argument("safetensors", what));
+        };
+        self.left = left;
+        self.out.write_all(bytes).map_err(|e| self.out.failed(&e))
+    }
+
+    /// Completes the file. Returns its size in bytes.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if bytes are missing; [`Error::Io`]. An old file is then unchanged.
+    pub fn finish(self) -> Result<u64> {
+        if self.left > 0 {
+            return Err(Error::argument("safetensors", format!("{} bytes are missing", self.left)));
+        }
+        self.out.finish()
+    }
+}
+
+/// What the header says of a tensor.
+struct Layout {
+    dtype: DType,
+    dims: Vec<usize>,
+    bytes: usize,
+}
+
 /// The JSON header, padded with spaces so that the data begins at a multiple of 8 bytes.
-fn header(tensors: &[(&str, &ConstData)], metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
+fn header<'n>(
+    tensors: impl Iterator<Item = (&'n str, Layout)>,
+    metadata: &BTreeMap<String, String>,
+) -> Result<Vec<u8>> {
     let (mut map, mut at) = (serde_json::Map::new(), 0);
     if !metadata.is_empty() {
         map.insert(METADATA.into(), serde_json::json!(metadata));
@@ -145,9 +217,9 @@ fn header(tensors: &[(&str, &ConstData)], metadata: &BTreeMap<String, String>) -
             let what = format!("{} tensors in safetensors files (tensor '{name}')", t.dtype);
             Error::unsupported(what, "Cast it to a type of the format")
         })?;
-        let end = at + t.bytes().len();
-        let info = serde_json::json!({ "dtype": dtype, "shape": &t.dims[..], "data_offsets": [at, end] });
-        if *name == METADATA || map.insert((*name).into(), info).is_some() {
+        let end = at + t.bytes;
+        let info = serde_json::json!({ "dtype": dtype, "shape": t.dims, "data_offsets": [at, end] });
+        if name == METADATA || map.insert(name.into(), info).is_some() {
             let what = format!("the name '{name}' is reserved or appears twice");
             return Err(Error::argument("safetensors", what));
         }
@@ -198,7 +270,6 @@ impl<'de> Deserialize<'de> for Header {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use halcyon_ir::DType;
 
     fn file(header: &str, body: &[u8]) -> Bytes {
         let mut v = (header.len() as u64).to_le_bytes().to_vec();
@@ -223,6 +294,27 @@ mod tests {
         assert_eq!((a.dtype, a.dims.as_slice()), (DType::BF16, &[1, 1][..]));
         assert!(s.get("e").unwrap().bytes().is_empty());
         assert!(matches!(s.get("zz"), Err(Error::Argument { .. })));
+    }
+
+    #[test]
+    fn pieces_give_the_same_file_as_the_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+        let x = ConstData::from_slice(&[2, 2], &[1f32, 2., 3., 4.]).unwrap();
+        let y = ConstData::from_slice(&[3], &[5i64, 6, 7]).unwrap();
+        let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+        write(&a, &[("x", &x), ("y", &y)], &metadata).unwrap();
+        let infos = [("x", DType::F32, &[2usize, 2][..]), ("y", DType::I64, &[3])];
+        let mut w = SafeTensorsWriter::create(&b, &infos, &metadata).unwrap();
+        w.append(&x.bytes()[..5]).unwrap();
+        w.append(&x.bytes()[5..]).unwrap();
+        assert!(matches!(w.append(&[0; 25]), Err(Error::Argument { .. })));
+        w.append(y.bytes()).unwrap();
+        w.finish().unwrap();
+        assert_eq!(std::fs::read(&a).unwrap(), std::fs::read(&b).unwrap());
+        let w = SafeTensorsWriter::create(&a, &infos, &metadata).unwrap();
+        assert!(matches!(w.finish(), Err(Error::Argument { .. })));
+        assert_eq!(std::fs::read(&a).unwrap(), std::fs::read(&b).unwrap(), "the old file is unchanged");
     }
 
     #[test]

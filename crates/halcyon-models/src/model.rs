@@ -74,7 +74,7 @@ impl ModelFile {
     }
 }
 
-fn read(path: &Path) -> Result<Vec<u8>> {
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
     let io = |e: std::io::Error| Error::Io { path: path.display().to_string(), what: e.to_string() };
     let size = std::fs::metadata(path).map_err(io)?.len();
     if size > MAX_TOKENIZER {
@@ -84,7 +84,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).map_err(io)
 }
 
-fn from_folder(folder: &Folder) -> Result<Option<Tokenizer>> {
+pub(crate) fn from_folder(folder: &Folder) -> Result<Option<Tokenizer>> {
     let path = folder.path().join("tokenizer.json");
     if !path.is_file() {
         return Ok(None);
@@ -98,6 +98,10 @@ fn from_gguf(file: &Gguf) -> Result<Option<Tokenizer>> {
     let m = file.metadata();
     let key = |k: &str| format!("tokenizer.ggml.{k}");
     let Some(model) = m.maybe(&key("model"), |m, k| m.str(k))? else { return Ok(None) };
+    // llama.cpp's names for a file without a vocabulary.
+    if ["none", "no_vocab"].contains(&model) {
+        return Ok(None);
+    }
     let text = |k: &str| Ok::<_, Error>(m.maybe(k, |m, k| m.str(k))?.map(str::to_string));
     let id = |k: &str| -> Result<Option<u32>> {
         let v = m.maybe(&key(k), Metadata::i64)?;

@@ -11,6 +11,7 @@ pub use folder::Folder;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{BlockType, ConstData, DType};
 use halcyon_formats::gguf::Gguf;
+pub(crate) use names::published;
 use std::path::Path;
 
 /// An open model.

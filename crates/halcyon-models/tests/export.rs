@@ -1,4 +1,8 @@
-//! Writing models: types of tensors, errors of quantisation, round trips.
+//! Writing models: types of tensors, and conversions between folders and files.
 
+#[path = "decode/common.rs"]
+mod common;
+#[path = "export/convert.rs"]
+mod convert;
 #[path = "export/types.rs"]
 mod types;

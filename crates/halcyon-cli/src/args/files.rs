@@ -52,3 +52,32 @@ Examples:
   halcyon quantize tiny.gguf tiny-q8_0.gguf --type q8_0
   halcyon quantize tiny.gguf --type q4_k_m --dry-run
   halcyon quantize tiny.gguf t.gguf --type q4_0 --tensor-type attn_v=q8_0";
+
+#[derive(Args, Debug)]
+#[command(after_help = CONVERT)]
+pub(crate) struct ConvertArgs {
+    /// Folder with config.json and safetensors files, or a GGUF file (of a split model: any part)
+    #[arg(value_name = "IN")]
+    pub model: PathBuf,
+    /// GGUF file to write (its name ends in .gguf), or a new folder
+    #[arg(value_name = "OUT")]
+    pub output: PathBuf,
+    /// Type of the weights: f32, f16 or bf16. Default: that of a folder's weights; f32 for a new folder
+    #[arg(long, value_name = "TYPE")]
+    pub dtype: Option<String>,
+    /// Threads. Default: one per processor
+    #[arg(long, value_name = "N")]
+    pub threads: Option<NonZero<usize>>,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const CONVERT: &str = "\
+A folder becomes a GGUF file that llama.cpp loads too. A GGUF file becomes a folder, or a GGUF file with weights in floats. If the new file \
+would mean another computation than the old one, nothing is written.
+
+Examples:
+  halcyon convert tiny.gguf tiny-f32.gguf --dtype f32
+  halcyon convert tiny.gguf tiny-folder
+  halcyon convert tiny-folder again.gguf --dtype f16";

@@ -97,6 +97,9 @@ commands! {
     /// Quantises a language model and writes it as a GGUF file
     #[cfg(feature = "language")]
     Quantize(args::QuantizeModelArgs) => language::quantize::main;
+    /// Converts a language model between a folder and a GGUF file
+    #[cfg(feature = "language")]
+    Convert(args::ConvertArgs) => language::convert::main;
     /// Lists the devices of this machine
     Devices(args::DevicesArgs) => devices::main;
     /// Checks that each backend works, step by step

@@ -6,6 +6,8 @@ mod common;
 
 mod answers;
 mod bench;
+#[cfg(feature = "language")]
+mod convert;
 mod corruption;
 mod doctor;
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm", feature = "tpu"))]

@@ -17,6 +17,8 @@ pub struct Content<'a> {
     pub metadata: Vec<(String, Value)>,
     /// In llama.cpp's order: tensors of no layer, then layer by layer, each sorted by name.
     pub tensors: Vec<Entry<'a>>,
+    /// What the user should know: parts of the model that the file lacks.
+    pub warnings: Vec<String>,
 }
 
 /// A tensor: its name, shape and stored type, and where its bytes come from.
@@ -25,7 +27,6 @@ pub struct Entry<'a> {
     data: Data<'a>,
 }
 
-#[allow(dead_code)]
 enum Data<'a> {
     Stored(Bytes),
     Made(Box<dyn Fn() -> Result<Bytes> + 'a>),
@@ -40,7 +41,6 @@ impl fmt::Debug for Entry<'_> {
 impl<'a> Entry<'a> {
     /// A tensor whose bytes `make` computes each time that they are read. They must have the length that
     /// `info` means.
-    #[allow(dead_code)]
     pub(super) fn made(info: TensorInfo, make: impl Fn() -> Result<Bytes> + 'a) -> Entry<'a> {
         Entry { info, data: Data::Made(Box::new(make)) }
     }
@@ -79,14 +79,14 @@ impl<'a> Content<'a> {
     pub fn of(source: &'a Source) -> Result<Content<'a>> {
         match source {
             Source::Gguf(file) => Ok(Content::of_gguf(file)),
-            Source::Folder(_) => Err(Error::unsupported("a folder as input", "Give a GGUF file")),
+            Source::Folder(folder) => super::folder::content(source, folder),
         }
     }
 
     pub(super) fn new(metadata: Vec<(String, Value)>, mut tensors: Vec<Entry<'a>>) -> Content<'a> {
         let place = |e: &Entry<'_>| mixture::layer(&e.info.name);
         tensors.sort_by(|a, b| place(a).cmp(&place(b)).then_with(|| a.info.name.cmp(&b.info.name)));
-        Content { metadata, tensors }
+        Content { metadata, tensors, warnings: vec![] }
     }
 
     /// The types of the tensors in a file of this mixture. Sets the keys that name it.

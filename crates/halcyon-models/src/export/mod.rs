@@ -4,9 +4,14 @@
 //! writes it with a type for each tensor; [`choose`] finds the types of a mixture.
 
 mod content;
+mod folder;
+mod keys;
 mod mixture;
+mod to_folder;
+mod vocabulary;
 mod write;
 
 pub use content::{Content, Entry};
 pub use mixture::{FILE_TYPES, FileType, MixtureOptions, TypeRule, choose, is_quantised};
+pub use to_folder::{FolderWritten, write_folder};
 pub use write::{WriteOptions, Written, write};

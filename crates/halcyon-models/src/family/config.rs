@@ -173,6 +173,16 @@ impl<'a> Meta<'a> {
         Ok(Meta { data: file.metadata(), arch, vocabulary, has })
     }
 
+    /// The metadata of a file that has not been written, with the tensors that `has` names.
+    pub(crate) fn of(
+        data: &'a Metadata,
+        arch: &'a str,
+        vocabulary: usize,
+        has: &'a dyn Fn(&str) -> bool,
+    ) -> Meta<'a> {
+        Meta { data, arch, vocabulary, has: Box::new(has) }
+    }
+
     /// Whether the file has a tensor.
     pub(crate) fn has(&self, tensor: &str) -> bool {
         (self.has)(tensor)

@@ -26,6 +26,7 @@ pub(crate) use config::{Base, Hf, Meta};
 use crate::source::Source;
 use crate::spec::{Attention, Mixer, Recurrent, Spec};
 use halcyon::ir::error::{Error, Result};
+use std::path::Path;
 
 /// A family of models.
 #[derive(Debug)]
@@ -74,31 +75,24 @@ pub const FAMILIES: &[Family] = &[
 /// `Error::Unsupported` for a family that is not known, with the list of those that are; `Error::Format` or
 /// `Error::Argument` for a configuration that lacks something or has values that are not supported.
 pub fn spec(source: &Source) -> Result<Spec> {
-    let unknown = |name: &str, key: &str| {
-        let known: Vec<&str> = FAMILIES.iter().map(|f| f.name).collect();
-        Error::unsupported(
-            format!("models of the architecture '{name}' ({key})"),
-            format!("Known architectures: {}", known.join(", ")),
-        )
-    };
-    let spec = match source {
+    match source {
         Source::Gguf(file) => {
             let name = file.metadata().str("general.architecture")?;
-            let found = FAMILIES.iter().find(|f| f.gguf.contains(&name));
-            let family = found.ok_or_else(|| unknown(name, "general.architecture"))?;
-            (family.from_gguf)(&Meta::new(file, name)?)
+            from_metadata(&Meta::new(file, name)?)
         }
-        Source::Folder(folder) => {
-            // Models with images keep the configuration of the language model apart.
-            let top = &folder.config;
-            let text = top.get("text_config").filter(|t| t.get("model_type").is_some()).unwrap_or(top);
-            let hf = Hf::new(text, folder.path());
-            let name = hf.str("model_type")?;
-            let found = FAMILIES.iter().find(|f| f.hf.contains(&name));
-            let family = found.ok_or_else(|| unknown(name, "model_type"))?;
-            (family.from_hf)(&hf)
-        }
-    }?;
+        Source::Folder(folder) => from_config(&folder.config, folder.path()),
+    }
+}
+
+/// What a folder's model computes, by its `config.json`.
+pub(crate) fn from_config(config: &serde_json::Value, folder: &Path) -> Result<Spec> {
+    // Models with images keep the configuration of the language model apart.
+    let text = config.get("text_config").filter(|t| t.get("model_type").is_some()).unwrap_or(config);
+    let hf = Hf::new(text, folder);
+    let name = hf.str("model_type")?;
+    let found = FAMILIES.iter().find(|f| f.hf.contains(&name));
+    let family = found.ok_or_else(|| unknown(name, "model_type"))?;
+    let spec = (family.from_hf)(&hf)?;
     check(&spec)?;
     Ok(spec)
 }
@@ -161,6 +155,23 @@ fn check_recurrent(i: usize, r: &Recurrent) -> Result<()> {
         return bad(format!("layer {i}: a state of {} heads of {} x {}", s.heads, s.key, s.value));
     }
     Ok(())
+}
+
+/// What a GGUF file's model computes.
+pub(crate) fn from_metadata(meta: &Meta<'_>) -> Result<Spec> {
+    let found = FAMILIES.iter().find(|f| f.gguf.contains(&meta.arch));
+    let family = found.ok_or_else(|| unknown(meta.arch, "general.architecture"))?;
+    let spec = (family.from_gguf)(meta)?;
+    check(&spec)?;
+    Ok(spec)
+}
+
+fn unknown(name: &str, key: &str) -> Error {
+    let known: Vec<&str> = FAMILIES.iter().map(|f| f.name).collect();
+    Error::unsupported(
+        format!("models of the architecture '{name}' ({key})"),
+        format!("Known architectures: {}", known.join(", ")),
+    )
 }
 
 /// Limits that keep hostile configurations from using unbounded memory, and rules that the decoder relies on.

@@ -18,6 +18,7 @@ pub(crate) fn main(a: &QuantizeModelArgs) -> Result<u8> {
     let options = options(a)?;
     let source = Source::open(&a.model)?;
     let mut content = Content::of(&source)?;
+    content.warnings.iter().for_each(|w| report::warn(w));
     let types = content.quantise(&options)?;
     let plan = Plan { content: &content, types: &types, file: options.file.name };
     let Some(path) = a.output.as_ref().filter(|_| !a.dry_run) else {

@@ -1,0 +1,256 @@
+//! The tokenizer of a folder as metadata of a GGUF file.
+//!
+//! GGUF names an algorithm and, for byte-pair encoding, a way to cut texts into words; `tokenizer.json`
+//! describes both. So each name is tried: the one with which a list of texts gets the same tokens is written.
+
+use crate::model;
+use crate::source::Folder;
+use crate::spec::Spec;
+use halcyon::ir::error::{Error, Result};
+use halcyon_formats::gguf::Value;
+use halcyon_text::{GgufTokenizer, Tokenizer};
+use serde_json::Value as Json;
+use std::collections::HashMap;
+
+/// Names of pre-tokenizers, those of common models first. One name for each behaviour.
+const PRE: &[&str] = &[
+    "llama-bpe",
+    "qwen2",
+    "gpt-2",
+    "smollm",
+    "gpt-4o",
+    "tekken",
+    "dbrx",
+    "qwen35",
+    "default",
+    "deepseek-llm",
+    "deepseek-coder",
+    "deepseek-v3",
+    "falcon",
+    "poro-chat",
+    "viking",
+    "chameleon",
+    "bailingmoe",
+    "seed-coder",
+    "exaone-moe",
+];
+
+/// Texts whose tokens differ between ways to cut them.
+const TEXTS: &[&str] = &[
+    "Hello, world! It's 12345 o'clock; we'Ve 3.14 apples.",
+    "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n x",
+    "  leading spaces, trailing spaces  ",
+    "fn main() {\n\tprintln!(\"{}\", 1_000u64);\r\n}\n\n\nCamelCaseHTTPServer snake_case ABCdef",
+    "3 33 333 3333 33333 333333 3333333 ۱۲۳ ٣٤٥",
+    "Café naïve Ünïcödé нещо на Български 我想在apple工作1314151天～ កាន់តែ 日本語のテキスト 한국어",
+    "🚀 (normal) 😶\u{200d}🌫️ ✅ ------======= ''''''```````\"\"\"\"......!!!!!!??????",
+    "'s 't 're 've 'm 'll 'd 'S 'RE I'LL they'd /path/to//file?x=1&y=2#z",
+];
+
+/// What is known of the tokenizer.
+struct Parts {
+    tokens: Vec<String>,
+    types: Vec<i32>,
+    /// `left right`, in order.
+    merges: Vec<String>,
+    /// The ranks of the merges' results.
+    scores: Vec<f32>,
+}
+
+/// The keys of the tokenizer. A folder without one, and one whose tokenizer GGUF cannot describe, gives a file
+/// without vocabulary; the second result says why.
+pub(super) fn of_folder(folder: &Folder, spec: &Spec) -> Result<(Vec<(String, Value)>, Option<String>)> {
+    let none = || vec![("tokenizer.ggml.model".to_string(), Value::from("none"))];
+    let (Some(json), Some(tokenizer)) = (folder.json("tokenizer.json")?, model::from_folder(folder)?) else {
+        return Ok((none(), Some("the folder has no tokenizer.json, so the file has no tokenizer".into())));
+    };
+    let config = folder.json("tokenizer_config.json")?.unwrap_or(Json::Null);
+    let kind = json["model"]["type"].as_str().unwrap_or("");
+    let Some(parts) = parts(&json, spec.vocabulary) else {
+        let why = format!("GGUF has no tokenizer of the type '{kind}', so the file has no tokenizer");
+        return Ok((none(), Some(why)));
+    };
+    let base = common(&parts, &config, &tokenizer, spec);
+    for g in candidates(&json, &base, kind) {
+        if same(&tokenizer, &g) {
+            return Ok((keys(g, folder, &config)?, None));
+        }
+    }
+    let why = "no tokenizer of GGUF gives the same tokens as tokenizer.json, so the file has no tokenizer";
+    Ok((none(), Some(why.into())))
+}
+
+/// The tokens by id, and the merges. `None` for a model without a vocabulary of this form.
+fn parts(json: &Json, size: usize) -> Option<Parts> {
+    let model = &json["model"];
+    let vocabulary = model["vocab"].as_object()?;
+    let id = |v: &Json| v.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| *n < size);
+    let mut tokens: Vec<String> = (0..size).map(|i| format!("[PAD{i}]")).collect();
+    let mut types = vec![5; size];
+    for (text, i) in vocabulary {
+        let i = id(i)?;
+        tokens[i].clone_from(text);
+        let byte = text.len() == 6 && text.starts_with("<0x") && model["byte_fallback"] == true;
+        types[i] = if byte { 6 } else { 1 };
+        if model["unk_token"].as_str() == Some(text) {
+            types[i] = 2;
+        }
+    }
+    for t in json["added_tokens"].as_array().map_or(&[][..], |v| v) {
+        let (i, text) = (id(&t["id"])?, t["content"].as_str()?);
+        tokens[i] = text.into();
+        types[i] = match (types[i], t["special"] == true) {
+            (2, _) => 2,
+            (_, true) => 3,
+            (_, false) => 4,
+        };
+    }
+    let pair = |m: &Json| match m {
+        Json::String(s) => Some(s.clone()),
+        Json::Array(v) => Some(format!("{} {}", v.first()?.as_str()?, v.get(1)?.as_str()?)),
+        _ => None,
+    };
+    let merges: Vec<String> = match model["merges"].as_array() {
+        Some(all) => all.iter().map(pair).collect::<Option<_>>()?,
+        None => vec![],
+    };
+    let mut rank: HashMap<String, f32> = HashMap::new();
+    for (i, m) in merges.iter().enumerate() {
+        rank.entry(m.replacen(' ', "", 1)).or_insert(-(i as f32));
+    }
+    let worst = -(merges.len() as f32);
+    let scores = tokens.iter().map(|t| rank.get(t).copied().unwrap_or(worst)).collect();
+    Some(Parts { tokens, types, merges, scores })
+}
+
+/// The text of a special token of `tokenizer_config.json`.
+fn special(config: &Json, key: &str) -> Option<String> {
+    let v = &config[key];
+    v.as_str().or_else(|| v["content"].as_str()).map(String::from)
+}
+
+fn common(parts: &Parts, config: &Json, tokenizer: &Tokenizer, spec: &Spec) -> GgufTokenizer {
+    let id = |key: &str| {
+        let text = special(config, key)?;
+        parts.tokens.iter().position(|t| *t == text).map(|i| i as u32)
+    };
+    let known = tokenizer.special_ids();
+    // The tokens around a text are those that the tokenizer adds.
+    let around = tokenizer.encode("a", true, false).unwrap_or_default();
+    let bare = tokenizer.encode("a", false, false).unwrap_or_default();
+    let bos = id("bos_token").or(known.bos);
+    let added =
+        |at: Option<&u32>, id: Option<u32>| around.len() > bare.len() && at.copied() == id && id.is_some();
+    let eos = id("eos_token").or(known.eos);
+    GgufTokenizer {
+        tokens: parts.tokens.clone(),
+        types: parts.types.clone(),
+        bos,
+        eos,
+        unk: id("unk_token"),
+        sep: id("sep_token"),
+        pad: id("pad_token"),
+        mask: id("mask_token"),
+        add_bos: Some(added(around.first(), bos)),
+        add_eos: Some(added(around.last(), eos)),
+        architecture: Some(spec.family.into()),
+        ..GgufTokenizer::default()
+    }
+}
+
+/// The tokenizers of GGUF that may be meant.
+fn candidates(json: &Json, base: &GgufTokenizer, kind: &str) -> Vec<GgufTokenizer> {
+    let parts = parts(json, base.tokens.len());
+    let (merges, scores) = parts.map(|p| (p.merges, p.scores)).unwrap_or_default();
+    let of = |model: &str| GgufTokenizer { model: model.into(), ..base.clone() };
+    match kind {
+        "BPE" if json["model"]["byte_fallback"] == true => {
+            let one = |space| GgufTokenizer {
+                scores: scores.clone(),
+                add_space_prefix: Some(space),
+                ..of("llama")
+            };
+            vec![one(true), one(false)]
+        }
+        "BPE" => {
+            let one = |pre: &&str| GgufTokenizer {
+                merges: merges.clone(),
+                pre: Some(pre.to_string()),
+                ..of("gpt2")
+            };
+            PRE.iter().map(one).collect()
+        }
+        "WordPiece" => {
+            // GGUF marks the beginning of a word, and tokenizer.json the other parts.
+            let marked = |(t, kind): (&String, &i32)| match (t.strip_prefix("##"), kind) {
+                (Some(rest), _) => rest.to_string(),
+                (None, 1) => format!("▁{t}"),
+                (None, _) => t.clone(),
+            };
+            let tokens = base.tokens.iter().zip(&base.types).map(marked).collect();
+            let lower = json["normalizer"]["lowercase"].as_bool();
+            let strip = json["normalizer"]["strip_accents"].as_bool();
+            let (cls, sep) = (base.bos, base.sep.or(base.eos));
+            vec![GgufTokenizer {
+                tokens,
+                lowercase: lower,
+                strip_accents: strip,
+                bos: cls,
+                sep,
+                ..of("bert")
+            }]
+        }
+        _ => vec![],
+    }
+}
+
+/// Whether both give the same tokens.
+fn same(json: &Tokenizer, g: &GgufTokenizer) -> bool {
+    let Ok(own) = Tokenizer::from_gguf(g.clone()) else { return false };
+    TEXTS.iter().all(|text| match (json.encode(text, true, true), own.encode(text, true, true)) {
+        (Ok(a), Ok(b)) => a == b,
+        _ => false,
+    })
+}
+
+fn keys(g: GgufTokenizer, folder: &Folder, config: &Json) -> Result<Vec<(String, Value)>> {
+    let mut all: Vec<(String, Value)> = vec![];
+    let mut add = |key: &str, v: Option<Value>| all.extend(v.map(|v| (format!("tokenizer.ggml.{key}"), v)));
+    let number = |v: Option<u32>| v.map(Value::from);
+    add("model", Some(g.model.into()));
+    add("pre", g.pre.map(Value::from));
+    add("tokens", Some(g.tokens.into()));
+    add("scores", Some(g.scores).filter(|s| !s.is_empty()).map(Value::from));
+    add("token_type", Some(g.types.into()));
+    add("merges", Some(g.merges).filter(|m| !m.is_empty()).map(Value::from));
+    add("bos_token_id", number(g.bos));
+    add("eos_token_id", number(g.eos));
+    add("unknown_token_id", number(g.unk));
+    add("seperator_token_id", number(g.sep));
+    add("padding_token_id", number(g.pad));
+    add("mask_token_id", number(g.mask));
+    add("add_bos_token", g.add_bos.map(Value::from));
+    add("add_eos_token", g.add_eos.map(Value::from));
+    add("add_space_prefix", g.add_space_prefix.map(Value::from));
+    add("normalizer.lowercase", g.lowercase.map(Value::from));
+    add("normalizer.strip_accents", g.strip_accents.map(Value::from));
+    if let Some(t) = template(folder, config)? {
+        all.push(("tokenizer.chat_template".into(), t.into()));
+    }
+    Ok(all)
+}
+
+/// The chat template of the folder.
+fn template(folder: &Folder, config: &Json) -> Result<Option<String>> {
+    let path = folder.path().join("chat_template.jinja");
+    if path.is_file() {
+        let text = model::read(&path)?;
+        let bad = |_| Error::Format { file: path.display().to_string(), what: "it is not UTF-8".into() };
+        return String::from_utf8(text).map(Some).map_err(bad);
+    }
+    let v = &config["chat_template"];
+    // Several templates are a list with names.
+    let named = v.as_array().and_then(|all| all.iter().find(|t| t["name"] == "default"));
+    let text = v.as_str().or_else(|| named?["template"].as_str());
+    Ok(text.map(String::from))
+}
