@@ -346,10 +346,16 @@ impl RecurrentStep<'_> {
         let to_end = (&whole - &sum).exp() * &full;
         let added = (&x.k * to_end.reshape([n, a, b, CHUNK, 1])).transpose(-1, -2);
         let from_start = sum.exp().reshape([n, a, b, CHUNK, 1]);
-        let solved = matches!(s.kind, ScanKind::Delta)
-            .then(|| Self::solved(masks, &(x.k.matmul(&kt) * &factors * &x.strength)));
-        let values = &x.v * &x.strength;
-        let stored = &from_start * &x.strength;
+        // Products are part of the operands of matrix products, and not of the sums of their results: a
+        // compiler may contract a product with a sum, in one kernel and not in another.
+        let mut values = &x.v * &x.strength;
+        let queries = &x.q * &from_start;
+        // What the matrices return for the keys, as DeltaNet takes it away.
+        let returned = matches!(s.kind, ScanKind::Delta).then(|| {
+            let solved = Self::solved(masks, &(x.k.matmul(&kt) * &factors * &x.strength));
+            values = solved.matmul(&values);
+            solved.matmul(&(&x.k * (&from_start * &x.strength)))
+        });
         let keep = self.grid.keep.reshape([width, 1]);
         let zero = Tensor::scalar(sum.backend(), 0.0, DType::F32);
         let mut matrices = keep
@@ -359,12 +365,11 @@ impl RecurrentStep<'_> {
         let (mut results, mut after) = (vec![], vec![]);
         for d in 0..n / width.max(1) {
             let of = |t: &Tensor| t.narrow(0, d * width, width);
-            let u = match &solved {
-                Some(t) => of(t).matmul(&(of(&values) - of(&stored) * of(&x.k).matmul(&matrices))),
+            let u = match &returned {
+                Some(keys) => of(&values) - of(keys).matmul(&matrices),
                 None => of(&values),
             };
-            let read = of(&x.q).matmul(&matrices) * of(&from_start);
-            results.push(read + of(&attention).matmul(&u));
+            results.push(of(&queries).matmul(&matrices) + of(&attention).matmul(&u));
             matrices = matrices * of(&kept) + of(&added).matmul(&u);
             after.push(matrices.reshape([width, s.heads * s.key * s.value]));
         }

@@ -85,12 +85,10 @@ fn gguf(m: &Meta<'_>) -> Result<Spec> {
         logits: f("logit_scale")?,
     };
     let count = m.maybe_usize("expert_count")?.unwrap_or(0);
+    let common = m.maybe_usize("expert_shared_feed_forward_length")?;
     let (common, experts) = match count {
-        0 => (base.inner, None),
-        _ => (
-            m.maybe_usize("expert_shared_feed_forward_length")?.unwrap_or(0),
-            Some((count, m.usize("expert_used_count")?, base.inner)),
-        ),
+        0 => (common.unwrap_or(base.inner), None),
+        _ => (common.unwrap_or(0), Some((count, m.usize("expert_used_count")?, base.inner))),
     };
     let recurrent = Recurrent { kernel: m.usize("ssm.conv_kernel")?, scan: Some(scan) };
     Ok(with_parts(granite(base.spec(), factors), recurrent, &attends, common, experts))

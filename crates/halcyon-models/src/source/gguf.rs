@@ -11,6 +11,13 @@ use std::ops::Range;
 
 /// The tensor with a canonical name.
 pub(super) fn find(file: &Gguf, spec: &Spec, name: &str) -> Result<Option<Weights>> {
+    // LFM 2 calls its last norm so.
+    let name = match name {
+        "output_norm.weight" if spec.family == "lfm2" && file.find(name).is_none() => {
+            "token_embd_norm.weight"
+        }
+        name => name,
+    };
     if let Some(t) = file.find(name) {
         return whole(t).map(Some);
     }

@@ -107,6 +107,16 @@ fn batches_do_not_change_logits_of_recurrent_models_on_the_cpu() {
     }
 }
 
+#[test]
+fn batches_do_not_change_logits_of_recurrent_models_on_opencl() {
+    let name = "batches_do_not_change_logits_of_recurrent_models_on_opencl";
+    if !devices::test_backends().contains(&BackendType::OpenCl) {
+        return;
+    }
+    let Some(b) = devices::open(name, BackendType::OpenCl, Level::O2) else { return };
+    recurrent(&b, &[2], &["qwen3_5"]);
+}
+
 /// A sequence of a recurrent model goes back where it can, and is empty where it cannot.
 #[test]
 fn recurrent_models_go_back_by_at_least_16_positions() {
