@@ -32,10 +32,13 @@ impl ModelFile {
     }
 
     /// What the user should know before the model is loaded.
-    pub fn warnings(&self) -> Vec<String> {
+    ///
+    /// # Errors
+    /// Errors of reading the scales of quantised weights.
+    pub fn warnings(&self) -> Result<Vec<String>> {
         match &self.source {
-            Source::Gguf(file) => crate::source::gguf::warnings(file),
-            Source::Folder(_) => vec![],
+            Source::Gguf(file) => Ok(crate::source::gguf::warnings(file)),
+            Source::Folder(folder) => folder.warnings(),
         }
     }
 

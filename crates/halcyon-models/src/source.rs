@@ -4,6 +4,8 @@
 mod folder;
 pub(crate) mod gguf;
 mod names;
+mod packed;
+mod quantised;
 
 use crate::spec::Spec;
 use bytes::Bytes;
@@ -37,6 +39,19 @@ impl Weights {
             *last = b.elements_of(*last).unwrap_or(0);
         }
         d
+    }
+
+    /// The values in f32.
+    pub(crate) fn decoded(&self) -> Result<Weights> {
+        let values = match self.blocks {
+            None => floats(&self.data)?,
+            Some(b) => {
+                let mut v = vec![0f32; self.dims().iter().product()];
+                b.decode(self.data.bytes(), &mut v);
+                v
+            }
+        };
+        Ok(Weights { data: ConstData::from_slice(&self.dims(), &values)?, blocks: None })
     }
 
     /// Weights without blocks of the elements `pick(0), pick(1), …`.

@@ -1,6 +1,8 @@
 //! Folders in Hugging Face's layout: `config.json`, and safetensors files, perhaps with an index.
 
 use super::names::recipes;
+use super::packed::Stored;
+use super::quantised::Scheme;
 use super::{Weights, picked};
 use crate::spec::Spec;
 use bytes::Bytes;
@@ -22,13 +24,15 @@ pub struct Folder {
     files: Vec<SafeTensors>,
     /// The file of each tensor.
     at: HashMap<String, usize>,
+    /// How the weights are quantised, if they are.
+    scheme: Option<Scheme>,
 }
 
 fn io(path: &Path, what: impl ToString) -> Error {
     Error::Io { path: path.display().to_string(), what: what.to_string() }
 }
 
-fn bad(path: &Path, what: impl Into<String>) -> Error {
+pub(super) fn bad(path: &Path, what: impl Into<String>) -> Error {
     Error::Format { file: path.display().to_string(), what: what.into() }
 }
 
@@ -54,7 +58,9 @@ impl Folder {
                 "the folder has no config.json; a model's folder has config.json and safetensors files";
             return Err(io(path, what));
         }
-        let config = json(&config)?;
+        let file = config;
+        let config = json(&file)?;
+        let scheme = Scheme::of(&config, &file)?;
         let index = path.join("model.safetensors.index.json");
         let names: Vec<String> = if index.is_file() {
             let map: BTreeMap<String, String> = serde_json::from_value(json(&index)?["weight_map"].clone())
@@ -78,7 +84,7 @@ impl Folder {
                 }
             }
         }
-        Ok(Folder { path: path.into(), config, files, at })
+        Ok(Folder { path: path.into(), config, files, at, scheme })
     }
 
     /// The folder's path.
@@ -101,29 +107,117 @@ impl Folder {
         all.map(|t| (t.bytes().len(), t.dims.to_vec()))
     }
 
-    fn has(&self, name: &str) -> bool {
+    /// Whether a file has a tensor of this name.
+    pub(super) fn stores(&self, name: &str) -> bool {
         self.at.contains_key(name)
     }
 
-    fn get(&self, name: &str) -> Result<ConstData> {
+    /// The names of all stored tensors.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.at.keys().map(String::as_str)
+    }
+
+    /// A tensor as it is stored.
+    pub(super) fn plain(&self, name: &str) -> Result<ConstData> {
         let file = self.at.get(name).ok_or_else(|| bad(&self.path, format!("it has no tensor '{name}'")))?;
         self.files[*file].get(name)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.stores(name) || self.scheme.as_ref().is_some_and(|s| s.has(self, name))
+    }
+
+    /// The scales of a matrix, if it is quantised.
+    fn quantised(&self, name: &str) -> Result<Option<(&Scheme, Stored)>> {
+        match &self.scheme {
+            Some(s) if s.has(self, name) => Ok(Some((s, s.stored(self, name)?))),
+            _ => Ok(None),
+        }
+    }
+
+    /// A tensor in its form in memory.
+    fn get(&self, name: &str) -> Result<Part> {
+        match self.quantised(name)? {
+            Some((scheme, stored)) => Ok(Part { weights: stored.make(scheme.form(&stored))?, by_rows: true }),
+            None => Ok(Part { weights: Weights { data: self.plain(name)?, blocks: None }, by_rows: false }),
+        }
+    }
+
+    /// Tensors of one shape, one after the other. All get the same form.
+    fn stack(&self, names: &[String]) -> Result<Weights> {
+        let stored: Vec<Option<(&Scheme, Stored)>> =
+            names.iter().map(|n| self.quantised(n)).collect::<Result<_>>()?;
+        let forms = stored.iter().map(|s| s.as_ref().map(|(scheme, s)| scheme.form(s)));
+        // Plain tensors beside quantised ones keep their type, which then differs.
+        let form = forms.flatten().reduce(|a, b| a.join(b));
+        let (mut bytes, mut first) = (Vec::new(), None::<Weights>);
+        for (name, stored) in names.iter().zip(stored) {
+            let next = match (stored, form) {
+                (Some((_, stored)), Some(form)) => stored.make(form)?,
+                _ => Weights { data: self.plain(name)?, blocks: None },
+            };
+            let kind = |w: &Weights| (w.data.dims.clone(), w.data.dtype, w.blocks);
+            if first.as_ref().is_some_and(|f| kind(f) != kind(&next)) {
+                return Err(Error::shape("weights", format!("'{name}' differs in type from '{}'", names[0])));
+            }
+            bytes.extend_from_slice(next.data.bytes());
+            first.get_or_insert(next);
+        }
+        let first = first.ok_or_else(|| Error::shape("weights", "no experts"))?;
+        let dims: Vec<usize> = std::iter::once(names.len()).chain(first.data.dims.to_vec()).collect();
+        let data = halcyon_formats::data::from_bytes(first.data.dtype, &dims, Bytes::from(bytes))?;
+        Ok(Weights { data, blocks: first.blocks })
+    }
+
+    /// Warnings about tensors that are decoded when the model is loaded.
+    ///
+    /// # Errors
+    /// Errors of reading scales.
+    pub(crate) fn warnings(&self) -> Result<Vec<String>> {
+        let Some(scheme) = &self.scheme else { return Ok(vec![]) };
+        let mut all: BTreeMap<&str, [usize; 3]> = BTreeMap::new();
+        for name in scheme.names(self) {
+            let stored = scheme.stored(self, &name)?;
+            let form = scheme.form(&stored);
+            if form.blocks().is_none() {
+                let sums = all.entry(form.dtype().name()).or_default();
+                sums[0] += 1;
+                sums[1] += stored.size;
+                sums[2] += stored.dims.iter().product::<usize>() * form.dtype().size();
+            }
+        }
+        let mib = |n: usize| n as f64 / f64::from(1 << 20);
+        let line = |(dtype, [count, stored, loaded]): (&str, [usize; 3])| {
+            let (kind, stored, loaded) = (scheme.name(), mib(stored), mib(loaded));
+            format!(
+                "{count} tensors in {kind} are decoded to {dtype} when they are loaded: \
+                 {stored:.1} MiB become {loaded:.1} MiB"
+            )
+        };
+        Ok(all.into_iter().map(line).collect())
     }
 
     pub(super) fn find(&self, spec: &Spec, name: &str) -> Result<Option<Weights>> {
         for recipe in recipes(spec, name) {
             for prefix in PREFIXES {
                 if self.has(&recipe.source(prefix)) {
-                    let data = recipe.make(self, prefix).map_err(|e| match e {
+                    let made = recipe.make(self, prefix).map_err(|e| match e {
                         Error::Shape { what, .. } => bad(&self.path, format!("{name}: {what}")),
                         e => e,
                     })?;
-                    return Ok(Some(Weights { data, blocks: None }));
+                    return Ok(Some(made));
                 }
             }
         }
         Ok(None)
     }
+}
+
+/// A tensor as recipes read it.
+struct Part {
+    weights: Weights,
+    /// Whether the last axis is that of the inputs, whatever the family stores. Quantised matrices are so.
+    by_rows: bool,
 }
 
 /// What stands before the names of tensors, by how the model was saved.
@@ -191,31 +285,39 @@ impl Recipe {
         format!("{prefix}{}", self.name())
     }
 
-    fn make(&self, f: &Folder, prefix: &str) -> Result<ConstData> {
-        let t = f.get(&self.source(prefix))?;
-        let elements = |t: &ConstData, dims: &[usize], pick: &dyn Fn(usize) -> usize| -> Result<ConstData> {
-            picked(t, dims, pick)
-        };
+    fn make(&self, f: &Folder, prefix: &str) -> Result<Weights> {
+        if let Recipe::Stack(name, count) = self {
+            let names: Vec<String> =
+                (0..*count).map(|e| format!("{prefix}{}", name.replace("{}", &e.to_string()))).collect();
+            return f.stack(&names);
+        }
+        if let Recipe::Joined(parts) = self {
+            return joined(parts.iter().map(|p| p.make(f, prefix)).collect::<Result<_>>()?);
+        }
+        let Part { weights: Weights { data, blocks }, by_rows } = f.get(&self.source(prefix))?;
+        Ok(Weights { data: self.part_of(data, by_rows)?, blocks })
+    }
+
+    /// The recipe's part of one stored tensor. A row of a tensor in blocks is its bytes.
+    fn part_of(&self, t: ConstData, by_rows: bool) -> Result<ConstData> {
         let dims = t.dims.to_vec();
         let too_small = |want: usize, has: usize| {
             Error::shape("weights", format!("it takes {want} rows of a tensor with {has}"))
         };
         match self {
-            Recipe::Plain(_) => Ok(t),
+            Recipe::Plain(_) | Recipe::Stack(..) | Recipe::Joined(_) => Ok(t),
             Recipe::MinusExp(_) => {
                 let values: Vec<f32> = super::floats(&t)?.iter().map(|v| -v.exp()).collect();
                 ConstData::from_slice(&dims, &values)
             }
-            Recipe::Joined(parts) => {
-                let parts = parts.iter().map(|p| p.make(f, prefix)).collect::<Result<Vec<_>>>()?;
-                let mut out = parts.first().map(|p| p.dims.to_vec()).unwrap_or_default();
-                if let Some(rows) = out.first_mut() {
-                    *rows = parts.iter().filter_map(|p| p.dims.first()).sum();
+            Recipe::TransposedRows(_, first, count) if !by_rows => {
+                let [k, n] = dims[..] else { return Err(Error::shape("weights", "a matrix is expected")) };
+                if first + count > n {
+                    return Err(too_small(first + count, n));
                 }
-                let bytes: Vec<u8> = parts.iter().flat_map(|p| p.bytes().iter().copied()).collect();
-                halcyon_formats::data::from_bytes(t.dtype, &out, Bytes::from(bytes))
+                picked(&t, &[*count, k], &|i| (i % k) * n + first + i / k)
             }
-            Recipe::Rows(_, first, count) => {
+            Recipe::Rows(_, first, count) | Recipe::TransposedRows(_, first, count) => {
                 let rows = dims.first().copied().unwrap_or(0);
                 if first + count > rows {
                     return Err(too_small(first + count, rows));
@@ -225,30 +327,7 @@ impl Recipe {
                 out[0] = *count;
                 slice(&t, first * width, &out)
             }
-            Recipe::TransposedRows(_, first, count) => {
-                let [k, n] = dims[..] else { return Err(Error::shape("weights", "a matrix is expected")) };
-                if first + count > n {
-                    return Err(too_small(first + count, n));
-                }
-                elements(&t, &[*count, k], &|i| (i % k) * n + first + i / k)
-            }
-            Recipe::Stack(name, count) => {
-                let one = |e: usize| f.get(&format!("{prefix}{}", name.replace("{}", &e.to_string())));
-                let mut bytes = Vec::new();
-                for e in 0..*count {
-                    let next = one(e)?;
-                    if next.dims != t.dims || next.dtype != t.dtype {
-                        return Err(Error::shape(
-                            "weights",
-                            format!("expert {e} differs in type from expert 0"),
-                        ));
-                    }
-                    bytes.extend_from_slice(next.bytes());
-                }
-                let out: Vec<usize> = std::iter::once(*count).chain(dims).collect();
-                halcyon_formats::data::from_bytes(t.dtype, &out, Bytes::from(bytes))
-            }
-            Recipe::Experts { first, step, count, .. } => {
+            Recipe::Experts { first, step, count, .. } if !by_rows => {
                 let [e, k, n] = dims[..] else {
                     return Err(Error::shape("weights", "three axes are expected"));
                 };
@@ -256,41 +335,73 @@ impl Recipe {
                     return Err(too_small(first + count * step, n));
                 }
                 let one = count * k;
-                elements(&t, &[e, *count, k], &|i| {
+                picked(&t, &[e, *count, k], &|i| {
                     let (expert, at) = (i / one, i % one);
                     (expert * k + at % k) * n + first + at / k * step
                 })
             }
-            Recipe::ExpertRows { first, count, .. } => {
-                let [e, n, k] = dims[..] else {
-                    return Err(Error::shape("weights", "three axes are expected"));
-                };
-                if first + count > n {
-                    return Err(too_small(first + count, n));
-                }
-                let one = count * k;
-                elements(&t, &[e, *count, k], &|i| (i / one * n + first) * k + i % one)
-            }
+            Recipe::Experts { first, step, count, .. } => expert_rows(&t, *first, *step, *count),
+            Recipe::ExpertRows { first, count, .. } => expert_rows(&t, *first, 1, *count),
             Recipe::ExpertVector { first, step, .. } => {
                 let [e, n] = dims[..] else { return Err(Error::shape("weights", "a matrix is expected")) };
                 let count = (n - (*first).min(n)).div_ceil(*step);
-                elements(&t, &[e, count], &|i| i / count * n + first + i % count * step)
+                picked(&t, &[e, count], &|i| i / count * n + first + i % count * step)
             }
             Recipe::Grouped { before, take, after, .. } => {
                 let (rows, all) = (dims.first().copied().unwrap_or(0), before + take + after);
                 if all == 0 || dims.is_empty() || rows % all != 0 {
                     return Err(Error::shape("weights", format!("{rows} rows are not groups of {all}")));
                 }
-                let width: usize = dims[1..].iter().product();
                 let mut out = dims.clone();
                 out[0] = rows / all * take;
-                elements(&t, &out, &|i| {
-                    let (row, column) = (i / width, i % width);
-                    (row / take * all + before + row % take) * width + column
-                })
+                picked_rows(&t, &out, &|row| row / take * all + before + row % take)
             }
         }
     }
+}
+
+/// The rows of all parts, one after the other. Parts of different types are decoded to f32.
+fn joined(parts: Vec<Weights>) -> Result<Weights> {
+    let kind = |w: &Weights| (w.data.dtype, w.blocks);
+    let same = parts.iter().all(|p| kind(p) == kind(&parts[0]));
+    let parts: Vec<Weights> = match same {
+        true => parts,
+        false => parts.iter().map(Weights::decoded).collect::<Result<_>>()?,
+    };
+    let first = parts.first().ok_or_else(|| Error::shape("weights", "no parts"))?;
+    let mut out = first.data.dims.to_vec();
+    if let Some(rows) = out.first_mut() {
+        *rows = parts.iter().filter_map(|p| p.data.dims.first()).sum();
+    }
+    let bytes: Vec<u8> = parts.iter().flat_map(|p| p.data.bytes().iter().copied()).collect();
+    let data = halcyon_formats::data::from_bytes(first.data.dtype, &out, Bytes::from(bytes))?;
+    Ok(Weights { data, blocks: first.blocks })
+}
+
+/// Of `[experts, rows, width]`: `count` rows of each expert, every `step`-th from `first` on.
+fn expert_rows(t: &ConstData, first: usize, step: usize, count: usize) -> Result<ConstData> {
+    let [e, n, k] = t.dims[..] else { return Err(Error::shape("weights", "three axes are expected")) };
+    if count == 0 || first + (count - 1) * step >= n {
+        let what = format!("it takes {} rows of a tensor with {n}", first + count * step);
+        return Err(Error::shape("weights", what));
+    }
+    picked_rows(t, &[e, count, k], &|row| row / count * n + first + row % count * step)
+}
+
+/// A tensor of the rows `pick(0), pick(1), …`, which must exist. The last axis is that of a row.
+fn picked_rows(t: &ConstData, dims: &[usize], pick: &dyn Fn(usize) -> usize) -> Result<ConstData> {
+    let (width, rows) = match dims {
+        // Each element of a vector is a row.
+        [n] => (t.dtype.size(), *n),
+        [rows @ .., width] => (width * t.dtype.size(), rows.iter().product()),
+        [] => return Err(Error::shape("weights", "a vector or a matrix is expected")),
+    };
+    let mut to = Vec::with_capacity(rows * width);
+    for row in 0..rows {
+        let at = pick(row) * width;
+        to.extend_from_slice(&t.bytes()[at..at + width]);
+    }
+    halcyon_formats::data::from_bytes(t.dtype, dims, Bytes::from(to))
 }
 
 /// `dims` elements from `first` on.

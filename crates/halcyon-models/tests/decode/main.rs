@@ -5,5 +5,6 @@ mod common;
 mod constrained;
 mod generator;
 mod hostile;
+mod quantised;
 mod stored;
 mod stories;

@@ -59,7 +59,7 @@ pub(super) fn start_for(a: &LanguageArgs, context: Option<usize>, kept: &str, al
     }
     let file = ModelFile::open(&a.path())?;
     let context = context_of(&file, context.or(a.context))?;
-    for w in file.warnings() {
+    for w in file.warnings()? {
         report::warn(&w);
     }
     let backend = a.backend.open(false)?;
