@@ -53,13 +53,24 @@ pub struct Feed<'a> {
 /// The results of a step: logits and new states. `x` are the step's inputs, in the order in which
 /// [`Engine`] gives them, and the states.
 pub(crate) fn step(model: &Decoder, layout: CacheLayout, x: &[Tensor]) -> Vec<Tensor> {
+    results(model, layout, false, x)
+}
+
+/// [`step`], or with the activations after the last norm in place of logits.
+fn results(model: &Decoder, layout: CacheLayout, activations: bool, x: &[Tensor]) -> Vec<Tensor> {
     let [tokens, position, sequence, slot, table, wanted, rest @ ..] = x else { return vec![] };
     let (rotations, rest) = rest.split_at(2 * model.ropes().len());
     let (grid, cache) = rest.split_at(if model.kernel().is_some() { Grid::COUNT } else { 0 });
     let grid = Grid::of(grid);
     let rows = Rows { tokens, position, sequence, slot, table, wanted, rotations, grid };
-    let (logits, states) = model.step(rows, cache, layout);
-    std::iter::once(logits).chain(states).collect()
+    let (made, states) = match activations {
+        true => {
+            let (x, states) = model.activations(rows, cache, layout);
+            (x.gather(wanted, 0), states)
+        }
+        false => model.step(rows, cache, layout),
+    };
+    std::iter::once(made).chain(states).collect()
 }
 
 type StepFn = Box<dyn Fn(&[Tensor]) -> Vec<Tensor> + Send + Sync>;
@@ -77,6 +88,8 @@ pub struct Engine {
     lengths: Vec<usize>,
     /// The shortest length, apart from 0, to which each sequence can be cut.
     floors: Vec<usize>,
+    /// Whether activations are returned in place of logits.
+    activations: bool,
 }
 
 impl fmt::Debug for Engine {
@@ -91,6 +104,16 @@ impl Engine {
     /// # Errors
     /// `Error::Argument` for sizes of 0; errors of the device, such as out of memory.
     pub fn new(decoder: Arc<Decoder>, options: EngineOptions) -> Result<Engine> {
+        Engine::of(decoder, options, false)
+    }
+
+    /// An engine whose [`Engine::feed`] returns the activations after the last norm, each of the hidden size,
+    /// in place of logits.
+    pub(crate) fn of_activations(decoder: Arc<Decoder>, options: EngineOptions) -> Result<Engine> {
+        Engine::of(decoder, options, true)
+    }
+
+    fn of(decoder: Arc<Decoder>, options: EngineOptions, activations: bool) -> Result<Engine> {
         let o = options;
         if o.sequences == 0 || o.positions == 0 || o.page == 0 || o.chunk == 0 {
             return Err(Error::argument("engine", format!("{o:?}: every size must be at least 1")));
@@ -105,7 +128,7 @@ impl Engine {
             states.push(State::new(zeros));
         }
         let model = decoder.clone();
-        let f: StepFn = Box::new(move |x: &[Tensor]| step(&model, layout, x));
+        let f: StepFn = Box::new(move |x: &[Tensor]| results(&model, layout, activations, x));
         Ok(Engine {
             step: backend.compile(f),
             states,
@@ -113,6 +136,7 @@ impl Engine {
             free: (1..pages as u32).rev().collect(),
             lengths: vec![0; o.sequences],
             floors: vec![0; o.sequences],
+            activations,
             decoder,
             options,
         })
@@ -208,8 +232,9 @@ impl Engine {
         for chunk in self.steps(feeds) {
             let wanted: Vec<usize> = (0..chunk.len()).filter(|r| want(chunk[*r].0, chunk[*r].1)).collect();
             let logits = self.chunk(feeds, &lengths, &chunk, &wanted)?;
-            let vocabulary = self.decoder.spec.vocabulary;
-            for (r, z) in wanted.into_iter().zip(logits.chunks_exact(vocabulary)) {
+            let spec = &self.decoder.spec;
+            let size = if self.activations { spec.hidden } else { spec.vocabulary };
+            for (r, z) in wanted.into_iter().zip(logits.chunks_exact(size)) {
                 out[chunk[r].0].extend_from_slice(z);
             }
         }

@@ -4,6 +4,7 @@
 //! - [`source`]: opens a model and finds its tensors.
 //! - [`family`]: one file per family; reads its configuration into a [`spec::Spec`].
 //! - [`decoder`]: computes a step.
+//! - [`encoder`] and [`embed`]: encoders, and vectors of texts.
 //! - [`fit`]: computes the memory that an engine needs.
 //! - [`generator`]: prompts in, text out; alone, in batches ([`batch`]) or on a thread ([`worker`]).
 //! - [`sample`] and [`chain`]: choose tokens.
@@ -13,6 +14,8 @@ pub mod batch;
 pub mod chain;
 pub mod constrain;
 pub mod decoder;
+pub mod embed;
+pub mod encoder;
 pub mod engine;
 pub mod export;
 pub mod family;
@@ -31,6 +34,8 @@ pub use batch::{Batch, Event, Request};
 pub use chain::{Candidates, SampleStep, StepName, TokenMask};
 pub use constrain::{Constraint, Mark};
 pub use decoder::{CacheLayout, CacheShape, Decoder, Rows};
+pub use embed::{EmbedOptions, Embedder, Pooling};
+pub use encoder::{Encoder, EncoderEngine, EncoderSpec};
 pub use engine::{Engine, EngineOptions, Feed};
 pub use fit::MemoryNeed;
 pub use generate::{Finish, GenerateOptions, Generation, Piece, Session, generate};

@@ -36,10 +36,7 @@ impl ModelFile {
     /// # Errors
     /// Errors of reading the scales of quantised weights.
     pub fn warnings(&self) -> Result<Vec<String>> {
-        match &self.source {
-            Source::Gguf(file) => Ok(crate::source::gguf::warnings(file)),
-            Source::Folder(folder) => folder.warnings(),
-        }
+        self.source.warnings()
     }
 
     /// The model's tokenizer; `None` if it has none.
@@ -47,10 +44,7 @@ impl ModelFile {
     /// # Errors
     /// Errors of a tokenizer that is malformed or not supported.
     pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
-        match &self.source {
-            Source::Gguf(file) => from_gguf(file),
-            Source::Folder(folder) => from_folder(folder),
-        }
+        tokenizer(&self.source)
     }
 
     /// The model's chat template.
@@ -74,6 +68,14 @@ impl ModelFile {
     /// The errors of [`Decoder::load`].
     pub fn load(&self, backend: &Backend, context: usize) -> Result<Decoder> {
         Decoder::load(backend, &self.source, self.spec.clone(), context)
+    }
+}
+
+/// The tokenizer of a model; `None` if it has none.
+pub(crate) fn tokenizer(source: &Source) -> Result<Option<Tokenizer>> {
+    match source {
+        Source::Gguf(file) => from_gguf(file),
+        Source::Folder(folder) => from_folder(folder),
     }
 }
 

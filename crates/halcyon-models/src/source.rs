@@ -1,6 +1,7 @@
 //! Where weights come from: a GGUF file, or a folder in Hugging Face's layout. Weights have GGUF's names in
 //! both: `blk.0.attn_q.weight`.
 
+mod encoders;
 mod folder;
 pub(crate) mod gguf;
 mod names;
@@ -10,6 +11,7 @@ mod quantised;
 use crate::spec::Spec;
 use bytes::Bytes;
 pub use folder::Folder;
+pub(crate) use folder::json;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{BlockType, ConstData, DType};
 use halcyon_formats::gguf::Gguf;
@@ -87,6 +89,17 @@ impl Source {
             return Ok(Source::Folder(Folder::open(path)?));
         }
         Ok(Source::Gguf(Gguf::open(path)?))
+    }
+
+    /// What the user should know before the weights are loaded.
+    ///
+    /// # Errors
+    /// Errors of reading the scales of quantised weights.
+    pub fn warnings(&self) -> Result<Vec<String>> {
+        match self {
+            Source::Gguf(file) => Ok(gguf::warnings(file)),
+            Source::Folder(folder) => folder.warnings(),
+        }
     }
 
     /// The tensor with a canonical name, if the model has it. `spec` gives the sizes by which tensors that

@@ -8,14 +8,14 @@ use halcyon::ir::error::Result;
 use halcyon::{ConstData, DType, ScatterKind, Tensor};
 
 #[derive(Debug)]
-pub(super) struct Dense {
+pub(crate) struct Dense {
     gate: Option<Matrix>,
     up: Matrix,
     down: Matrix,
 }
 
 #[derive(Debug)]
-pub(super) struct ExpertWeights {
+pub(crate) struct ExpertWeights {
     router: Matrix,
     choice_bias: Option<Tensor>,
     gate: Option<Matrix>,
@@ -31,7 +31,7 @@ pub(super) struct ExpertWeights {
 
 /// A gated part and experts.
 #[derive(Debug)]
-pub(super) struct BesideWeights {
+pub(crate) struct BesideWeights {
     dense: Dense,
     activation: Activation,
     dense_after: NormWeights,
@@ -42,7 +42,7 @@ pub(super) struct BesideWeights {
 }
 
 #[derive(Debug)]
-pub(super) enum FfnWeights {
+pub(crate) enum FfnWeights {
     Dense(Dense, Activation),
     Experts(Box<ExpertWeights>, Experts),
     Beside(Box<BesideWeights>),
@@ -59,7 +59,7 @@ impl Loader<'_> {
         })
     }
 
-    pub(super) fn ffn(&self, i: usize, l: &Layer) -> Result<FfnWeights> {
+    pub(crate) fn ffn(&self, i: usize, l: &Layer) -> Result<FfnWeights> {
         let (h, p, n) = (self.spec.hidden, format!("blk.{i}"), l.inner);
         Ok(match &l.ffn {
             Ffn::Gated(a) => FfnWeights::Dense(self.dense(&p, "", n, true)?, *a),
@@ -160,7 +160,7 @@ fn dense(w: &Dense, a: Activation, x: &Tensor) -> Tensor {
 }
 
 /// The feed-forward part of `x`, the normed activations `raw`.
-pub(super) fn feed_forward(w: &FfnWeights, x: &Tensor, raw: &Tensor) -> Tensor {
+pub(crate) fn feed_forward(w: &FfnWeights, x: &Tensor, raw: &Tensor) -> Tensor {
     match w {
         FfnWeights::Dense(d, a) => dense(d, *a, x),
         FfnWeights::Experts(w, e) => experts(w, e, x, x),

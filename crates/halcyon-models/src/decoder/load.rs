@@ -8,32 +8,32 @@ use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, ConstData, DType, Tensor};
 use std::collections::HashMap;
 
-pub(super) struct Loader<'a> {
-    pub(super) source: &'a Source,
-    pub(super) spec: &'a Spec,
-    pub(super) backend: &'a Backend,
+pub(crate) struct Loader<'a> {
+    pub(crate) source: &'a Source,
+    pub(crate) spec: &'a Spec,
+    pub(crate) backend: &'a Backend,
 }
 
 impl Loader<'_> {
-    pub(super) fn find(&self, name: &str) -> Result<Option<Weights>> {
+    pub(crate) fn find(&self, name: &str) -> Result<Option<Weights>> {
         self.source.find(self.spec, name)
     }
 
-    pub(super) fn need(&self, name: &str) -> Result<Weights> {
+    pub(crate) fn need(&self, name: &str) -> Result<Weights> {
         self.find(name)?.ok_or_else(|| {
             Error::argument("load", format!("the {} model has no tensor '{name}'", self.spec.family))
         })
     }
 
     /// The bias or another vector in f32, of `dims`.
-    pub(super) fn vector(&self, name: &str, dims: &[usize]) -> Result<Option<Tensor>> {
+    pub(crate) fn vector(&self, name: &str, dims: &[usize]) -> Result<Option<Tensor>> {
         let Some(w) = self.find(name)? else { return Ok(None) };
         expect(name, &w.dims(), dims)?;
         let values = self.floats(&w)?;
         Ok(Some(Tensor::constant(self.backend, &ConstData::from_slice(dims, &values)?)))
     }
 
-    pub(super) fn floats(&self, w: &Weights) -> Result<Vec<f32>> {
+    pub(crate) fn floats(&self, w: &Weights) -> Result<Vec<f32>> {
         match w.blocks {
             None => floats(&w.data),
             Some(b) => {
@@ -45,7 +45,7 @@ impl Loader<'_> {
     }
 
     /// The matrix `stem.weight` of `dims`, and `stem.bias` if there is one.
-    pub(super) fn matrix(&self, stem: &str, dims: &[usize]) -> Result<Matrix> {
+    pub(crate) fn matrix(&self, stem: &str, dims: &[usize]) -> Result<Matrix> {
         let name = format!("{stem}.weight");
         let mut w = self.need(&name)?;
         if stem.ends_with(".ffn_up") {
@@ -60,14 +60,14 @@ impl Loader<'_> {
         Ok(Matrix { data: Tensor::constant(self.backend, &data), blocks: w.blocks, bias })
     }
 
-    pub(super) fn maybe(&self, stem: &str, dims: &[usize]) -> Result<Option<Matrix>> {
+    pub(crate) fn maybe(&self, stem: &str, dims: &[usize]) -> Result<Option<Matrix>> {
         match self.find(&format!("{stem}.weight"))? {
             Some(_) => self.matrix(stem, dims).map(Some),
             None => Ok(None),
         }
     }
 
-    pub(super) fn norm(&self, stem: &str, size: usize, spec: Norm) -> Result<NormWeights> {
+    pub(crate) fn norm(&self, stem: &str, size: usize, spec: Norm) -> Result<NormWeights> {
         let name = format!("{stem}.weight");
         let w = self.need(&name)?;
         expect(&name, &w.dims(), &[size])?;
@@ -79,7 +79,7 @@ impl Loader<'_> {
         Ok(NormWeights { weight: Some(weight), bias: self.vector(&format!("{stem}.bias"), &[size])?, spec })
     }
 
-    pub(super) fn norms(&self, i: usize, l: &Layer) -> Result<[Option<NormWeights>; 4]> {
+    pub(crate) fn norms(&self, i: usize, l: &Layer) -> Result<[Option<NormWeights>; 4]> {
         let h = self.spec.hidden;
         let one = |name: &str| self.norm(&format!("blk.{i}.{name}"), h, l.norm).map(Some);
         Ok(match l.order {
@@ -95,7 +95,7 @@ impl Loader<'_> {
     }
 }
 
-pub(super) fn expect(name: &str, found: &[usize], want: &[usize]) -> Result<()> {
+pub(crate) fn expect(name: &str, found: &[usize], want: &[usize]) -> Result<()> {
     match found == want {
         true => Ok(()),
         false => {
@@ -106,14 +106,14 @@ pub(super) fn expect(name: &str, found: &[usize], want: &[usize]) -> Result<()> 
 
 /// The different rotations of a model.
 #[derive(Default)]
-pub(super) struct Rotations {
-    pub(super) known: HashMap<String, usize>,
-    pub(super) ropes: Vec<Rope>,
+pub(crate) struct Rotations {
+    pub(crate) known: HashMap<String, usize>,
+    pub(crate) ropes: Vec<Rope>,
 }
 
 impl Rotations {
     /// The number of a rotation.
-    pub(super) fn add(&mut self, r: &Rope) -> usize {
+    pub(crate) fn add(&mut self, r: &Rope) -> usize {
         let n = self.ropes.len();
         *self.known.entry(format!("{r:?}")).or_insert_with(|| {
             self.ropes.push(r.clone());

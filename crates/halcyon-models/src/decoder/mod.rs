@@ -5,12 +5,12 @@
 //! own. So one step can hold a chunk of one prompt, single tokens of many sequences, or both.
 
 mod attention;
-mod ffn;
+pub(crate) mod ffn;
 mod latent;
-mod load;
+pub(crate) mod load;
 mod per_layer;
 mod recurrent;
-mod weights;
+pub(crate) mod weights;
 
 use crate::grid::Grid;
 use crate::rope::Rope;

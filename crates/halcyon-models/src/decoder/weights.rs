@@ -5,15 +5,15 @@ use halcyon::{BlockType, DType, Tensor};
 
 /// A matrix of weights `[outputs, inputs]`, or several of them.
 #[derive(Debug)]
-pub(super) struct Matrix {
-    pub(super) data: Tensor,
-    pub(super) blocks: Option<BlockType>,
+pub(crate) struct Matrix {
+    pub(crate) data: Tensor,
+    pub(crate) blocks: Option<BlockType>,
     /// f32 `[outputs]`, or `[matrices, outputs]`.
-    pub(super) bias: Option<Tensor>,
+    pub(crate) bias: Option<Tensor>,
 }
 
 impl Matrix {
-    pub(super) fn apply(&self, x: &Tensor) -> Tensor {
+    pub(crate) fn apply(&self, x: &Tensor) -> Tensor {
         let y = x.row_matmul(&self.data, self.blocks, None);
         match &self.bias {
             Some(b) => y + b,
@@ -22,7 +22,7 @@ impl Matrix {
     }
 
     /// Multiplies each row by its own matrix.
-    pub(super) fn apply_which(&self, x: &Tensor, which: &Tensor) -> Tensor {
+    pub(crate) fn apply_which(&self, x: &Tensor, which: &Tensor) -> Tensor {
         let y = x.row_matmul(&self.data, self.blocks, Some(which));
         match &self.bias {
             Some(b) => y + b.gather(which, 0),
@@ -31,7 +31,7 @@ impl Matrix {
     }
 
     /// The rows with these numbers, in f32.
-    pub(super) fn rows(&self, which: &Tensor) -> Tensor {
+    pub(crate) fn rows(&self, which: &Tensor) -> Tensor {
         let rows = self.data.gather(which, 0);
         match self.blocks {
             Some(b) => rows.decode_blocks(b),
@@ -41,14 +41,14 @@ impl Matrix {
 }
 
 #[derive(Debug)]
-pub(super) struct NormWeights {
-    pub(super) weight: Option<Tensor>,
-    pub(super) bias: Option<Tensor>,
-    pub(super) spec: Norm,
+pub(crate) struct NormWeights {
+    pub(crate) weight: Option<Tensor>,
+    pub(crate) bias: Option<Tensor>,
+    pub(crate) spec: Norm,
 }
 
 impl NormWeights {
-    pub(super) fn apply(&self, x: &Tensor) -> Tensor {
+    pub(crate) fn apply(&self, x: &Tensor) -> Tensor {
         let eps = self.spec.eps;
         let Some(w) = &self.weight else {
             let size = x.dims().ok().and_then(|d| d.last().copied()).unwrap_or(1);

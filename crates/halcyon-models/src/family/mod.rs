@@ -167,6 +167,12 @@ pub(crate) fn from_metadata(meta: &Meta<'_>) -> Result<Spec> {
 }
 
 fn unknown(name: &str, key: &str) -> Error {
+    if crate::encoder::is_encoder(name) {
+        return Error::unsupported(
+            format!("text and logits from '{name}' ({key}), which is an encoder"),
+            "`halcyon embed` computes embeddings with it",
+        );
+    }
     let known: Vec<&str> = FAMILIES.iter().map(|f| f.name).collect();
     Error::unsupported(
         format!("models of the architecture '{name}' ({key})"),
@@ -175,7 +181,7 @@ fn unknown(name: &str, key: &str) -> Error {
 }
 
 /// Limits that keep hostile configurations from using unbounded memory, and rules that the decoder relies on.
-fn check(s: &Spec) -> Result<()> {
+pub(crate) fn check(s: &Spec) -> Result<()> {
     if s.layers.is_empty() || s.layers.len() > 4096 {
         return bad(format!("{} layers: expected 1 to 4096", s.layers.len()));
     }

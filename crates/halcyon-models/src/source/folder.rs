@@ -36,8 +36,8 @@ pub(super) fn bad(path: &Path, what: impl Into<String>) -> Error {
     Error::Format { file: path.display().to_string(), what: what.into() }
 }
 
-/// Reads a JSON file of the folder.
-fn json(path: &Path) -> Result<Value> {
+/// Reads a JSON file of a folder.
+pub(crate) fn json(path: &Path) -> Result<Value> {
     let size = std::fs::metadata(path).map_err(|e| io(path, e))?.len();
     if size > MAX_JSON {
         return Err(bad(path, format!("it has {size} bytes; at most {MAX_JSON} are read")));
@@ -221,7 +221,8 @@ struct Part {
 }
 
 /// What stands before the names of tensors, by how the model was saved.
-const PREFIXES: &[&str] = &["model.", "", "transformer.", "model.language_model.", "language_model.model."];
+const PREFIXES: &[&str] =
+    &["model.", "", "transformer.", "model.language_model.", "language_model.model.", "bert.", "roberta."];
 
 /// How a canonical tensor is made from the folder's tensors. Names lack the prefix.
 #[derive(Clone, Debug)]

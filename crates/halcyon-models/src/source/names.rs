@@ -5,6 +5,9 @@ use crate::spec::{Activation, Layer, Mixer, Order, Recurrent, Scan, ScanKind, Sp
 
 /// The ways in which folders store a tensor, by its canonical name. Names lack the prefix.
 pub(super) fn recipes(spec: &Spec, name: &str) -> Vec<Recipe> {
+    if let Some(found) = super::encoders::recipes(spec, name) {
+        return found;
+    }
     // Some vectors have a name without `weight`.
     let (stem, part) = match name.ends_with(".ssm_a") || name.ends_with(".ssm_d") {
         true => (name, ""),

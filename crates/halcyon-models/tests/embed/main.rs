@@ -1,0 +1,3 @@
+//! Embeddings: encoders and decoders, pooling, and the files of sentence-transformers.
+
+mod stored;
