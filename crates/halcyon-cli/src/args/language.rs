@@ -189,6 +189,53 @@ Examples:
   halcyon logits tiny.gguf --tokens ids.npy --output logits.npy";
 
 #[derive(Args, Debug)]
+#[command(after_help = EMBED)]
+pub(crate) struct EmbedArgs {
+    /// GGUF file, or a folder with config.json and safetensors files, perhaps of sentence-transformers
+    pub model: PathBuf,
+    /// Texts
+    #[arg(value_name = "TEXT")]
+    pub texts: Vec<String>,
+    /// File with one text per line; - reads standard input
+    #[arg(short = 'f', long, value_name = "FILE", conflicts_with = "texts")]
+    pub file: Option<PathBuf>,
+    /// Tokens in place of texts: an .npy file of integers; each row is a text
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["texts", "file"])]
+    pub tokens: Option<PathBuf>,
+    /// cls, max, mean, mean_sqrt_len_tokens, weightedmean or lasttoken. Default: as the model says, else mean
+    #[arg(long, value_name = "NAME")]
+    pub pooling: Option<String>,
+    /// Gives vectors the length 1. Default: as the model says, else no
+    #[arg(long, conflicts_with = "no_normalize")]
+    pub normalize: bool,
+    /// Leaves the length of vectors as it is
+    #[arg(long)]
+    pub no_normalize: bool,
+    /// A prompt of the model that comes before each text
+    #[arg(long, value_name = "NAME")]
+    pub prompt_name: Option<String>,
+    /// The most tokens of a text; longer texts are cut. Default: as the model says
+    #[arg(long, value_name = "N")]
+    pub max_tokens: Option<usize>,
+    /// File for the embeddings: .npy, f32 [texts, size]
+    #[arg(short = 'o', long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+}
+
+const EMBED: &str = "\
+Prints one line of numbers per text, or {\"embeddings\": [[...]]} with --json.
+
+Examples:
+  halcyon embed tiny.gguf 'a text' 'another text' --json
+  halcyon embed tiny.gguf --file text.txt --output vectors.npy
+  halcyon embed tiny.gguf --tokens ids.npy --pooling lasttoken";
+
+#[derive(Args, Debug)]
 #[command(after_help = PERPLEXITY)]
 pub(crate) struct PerplexityArgs {
     #[command(flatten)]

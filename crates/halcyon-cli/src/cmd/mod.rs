@@ -88,6 +88,9 @@ commands! {
     /// Computes the logits of tokens
     #[cfg(feature = "language")]
     Logits(args::LogitsArgs) => language::logits::main;
+    /// Computes embeddings: a vector for each text
+    #[cfg(feature = "language")]
+    Embed(args::EmbedArgs) => language::embed::main;
     /// Measures how well a language model predicts a text
     #[cfg(feature = "language")]
     Perplexity(args::PerplexityArgs) => language::perplexity::main;

@@ -4,6 +4,7 @@ pub(crate) mod bench;
 pub(crate) mod chat;
 mod constrain;
 pub(crate) mod convert;
+pub(crate) mod embed;
 pub(crate) mod fit;
 pub(crate) mod generate;
 pub(crate) mod logits;
