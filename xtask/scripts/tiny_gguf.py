@@ -1,10 +1,10 @@
 """Converts small models that `tiny_models.py` made to GGUF files with llama.cpp's own converter.
 
 `tiny_gguf.py LLAMA_CPP FOLDER OUT.gguf` writes the weights in f32, or in bf16 (`--bf16`): for models with
-weights in bf16, whose values do not change. llama.cpp itself is exact with f32 only. LLAMA_CPP is the source of llama.cpp, for
-example `vendor/llama.cpp` of the source package `llama-cpp-python`. The models have no tokenizer, so the file
-has a vocabulary of llama.cpp's kind `none`. Needs torch, transformers and what the converter needs. Then
-`llama_oracle.py logits` and `halcyon logits` show what both programs compute.
+weights in bf16, whose values do not change. llama.cpp itself is exact with f32 only. LLAMA_CPP is the source
+of llama.cpp, for example `vendor/llama.cpp` of the source package `llama-cpp-python`. The models have no
+tokenizer, so the file has a vocabulary of llama.cpp's kind `none`. Needs torch, transformers and what the
+converter needs. Then `llama_oracle.py logits` and `halcyon logits` show what both programs compute.
 
 llama.cpp lacks some of what the models may have: Falcon with parts one after the other (seeds 3, 6, ...), and
 GPT-2 whose scores are divided by the number of the layer (the same seeds).
@@ -58,6 +58,8 @@ def main():
 
         class Tiny(own):
             model_arch = own.model_arch
+            # Layers that predict further tokens are not part of these models.
+            no_mtp = True
 
             def set_vocab(self):
                 self.gguf_writer.add_tokenizer_model("none")

@@ -89,7 +89,8 @@ fn batches_do_not_change_logits_on_opencl() {
     }
 }
 
-/// Recurrent layers compute whole chunks of 16 positions, so some prompts have several chunks.
+/// Compares batches of the models in folders. Recurrent layers compute whole chunks of 16 positions, so some
+/// prompts have several chunks.
 fn recurrent(b: &Backend, sizes: &[usize], families: &[&str]) {
     for family in families {
         let decoder = decoder(b, &Source::open(&folder(family)).expect("the model opens"), 64);
@@ -115,6 +116,18 @@ fn batches_do_not_change_logits_of_recurrent_models_on_opencl() {
     }
     let Some(b) = devices::open(name, BackendType::OpenCl, Level::O2) else { return };
     recurrent(&b, &[2], &["qwen3_5"]);
+}
+
+#[test]
+fn batches_do_not_change_logits_of_other_attention() {
+    let name = "batches_do_not_change_logits_of_other_attention";
+    let cpu = Backend::new(BackendType::Cpu).expect("the CPU");
+    recurrent(&cpu, &[7], &["deepseek_v2", "deepseek_v3", "gemma4", "gemma4-moe", "gemma4-shared"]);
+    if devices::test_backends().contains(&BackendType::OpenCl)
+        && let Some(b) = devices::open(name, BackendType::OpenCl, Level::O2)
+    {
+        recurrent(&b, &[2], &["deepseek_v3", "gemma4-moe", "gemma4-shared"]);
+    }
 }
 
 /// A sequence of a recurrent model goes back where it can, and is empty where it cannot.
