@@ -130,12 +130,15 @@ impl<'a> Hf<'a> {
             "linear" => Scaling::Linear { factor: factor()? },
             "dynamic" => Scaling::Dynamic { factor: factor()?, original },
             "yarn" => Scaling::Yarn(Yarn {
-                factor: factor()?,
+                factor: number(scaling, "factor").unwrap_or(context as f64 / original.max(1) as f64),
                 original,
                 beta_fast: number(scaling, "beta_fast").unwrap_or(32.0),
                 beta_slow: number(scaling, "beta_slow").unwrap_or(1.0),
                 attention: number(scaling, "attention_factor"),
-                mscale: number(scaling, "mscale").zip(number(scaling, "mscale_all_dim")),
+                // Both must be there; 0 counts as absent.
+                mscale: number(scaling, "mscale")
+                    .zip(number(scaling, "mscale_all_dim"))
+                    .filter(|(m, all)| *m != 0.0 && *all != 0.0),
                 truncate: scaling.get("truncate").and_then(Json::as_bool).unwrap_or(true),
             }),
             "llama3" => Scaling::Llama3 {

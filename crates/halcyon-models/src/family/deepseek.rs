@@ -51,8 +51,10 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
     }
     let scale = match &rope.scaling {
         Scaling::Yarn(y) => {
-            let all = y.mscale.map_or(0.0, |(_, all)| all);
-            if all == 0.0 { 1.0 } else { yarn_attention(y.factor, all).powi(2) }
+            // It counts here without `mscale` too.
+            let all =
+                ["rope_parameters", "rope_scaling"].iter().find_map(|k| c.get(k)?.get("mscale_all_dim"));
+            yarn_attention(y.factor, all.and_then(|v| v.as_f64()).unwrap_or(0.0)).powi(2)
         }
         _ => 1.0,
     };
