@@ -17,7 +17,9 @@ pub(super) const GEMMA2: Family = Family {
     gguf: &["gemma2"],
     from_gguf: |m| {
         let mut s = gguf("gemma2", m)?;
-        let cap = m.maybe_f64("attn_logit_softcapping")?;
+        // Early files lack the caps, which are the same in all models.
+        let cap = m.maybe_f64("attn_logit_softcapping")?.or(Some(50.0));
+        s.logit_cap = s.logit_cap.or(Some(30.0));
         let window = m.maybe_usize("attention.sliding_window")?;
         // Every second layer sees all positions.
         s.each_attention(|i, a| {

@@ -4,9 +4,9 @@ use crate::common::*;
 use halcyon::prelude::*;
 use halcyon_formats::gguf::TensorInfo;
 use halcyon_formats::npz::Npz;
-use halcyon_models::Source;
 use halcyon_models::rope::Scaling;
 use halcyon_models::spec::Mixer;
+use halcyon_models::{ModelFile, Source};
 use halcyon_test::{Rng, devices, one_in};
 use std::path::{Path, PathBuf};
 
@@ -88,6 +88,8 @@ fn gguf_files_compute_the_stored_logits_on_the_cpu() {
     let files: Vec<PathBuf> = all.filter(|p| p.extension().is_some_and(|e| e == "gguf")).collect();
     assert_eq!(files.len(), 12, "{files:?}");
     for file in files {
+        let opened = ModelFile::open(&file).expect("the model opens");
+        assert!(opened.tokenizer().expect("a file of the kind `none`").is_none(), "{}", file.display());
         let own = file.with_extension("npz");
         let folder = data.join(file.file_stem().expect("a name")).join("expected.npz");
         compare(&cpu, &file, if own.is_file() { &own } else { &folder }, &[How::Whole, How::Chunks]);
