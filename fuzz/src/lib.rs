@@ -4,6 +4,8 @@
 //! target looks for crashes and for memory use out of proportion to the file, and must process thousands of
 //! inputs per minute.
 
+pub mod language;
+
 use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Session};
 use halcyon_formats::onnx::{Datum, Engine, Handle, PortType};
 use halcyon_ir::ops::Op;

@@ -157,6 +157,33 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     }
 
+    let grammars = [
+        ("gbnf", "root ::= \"a\" x{1,3} | [^b-d\\n]* # c\nx ::= (\"\\u00e9\" | root)? .\n"),
+        ("lark", "%import common.INT\n%ignore / +/\nstart: \"x\"i INT~1..2 | [\"a\"..\"c\"] /b+/ -> y\n"),
+    ];
+    for (name, text) in grammars {
+        c.put("grammar", name, text.as_bytes())?;
+    }
+    let schemas = [
+        ("object", r##"{"properties":{"a":{"type":"integer","minimum":-3},"b":{"$ref":"#"}},"required":["a"]}"##),
+        ("array", r#"{"items":{"enum":["x",1]},"prefixItems":[{"pattern":"^a+$"}],"minItems":1,"maxItems":4}"#),
+        ("merged", r##"{"allOf":[{"$ref":"#/$defs/n"},{"maximum":2.5}],"$defs":{"n":{"type":"number"}}}"##),
+        ("either", r#"{"oneOf":[{"type":"null"},{"format":"date"}],"anyOf":[true,{"maxLength":3}]}"#),
+    ];
+    for (name, text) in schemas {
+        c.put("json_schema", name, text.as_bytes())?;
+    }
+    let template = "{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}\n{% endfor %}{{ bos_token }}";
+    c.put("template", "plain", template.as_bytes())?;
+    let tokenizer = r#"{"version":"1.0","added_tokens":[{"id":3,"content":"<s>","special":true,"single_word":false,"lstrip":false,"rstrip":false,"normalized":false}],
+        "normalizer":null,"pre_tokenizer":{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,"use_regex":true},
+        "decoder":{"type":"ByteLevel","add_prefix_space":true,"trim_offsets":true,"use_regex":true},
+        "model":{"type":"BPE","vocab":{"A":0,"b":1,"Ab":2},"merges":["A b"]}}"#;
+    c.put("tokenizer", "bpe", tokenizer.as_bytes())?;
+    let index = b"{\"metadata\":{},\"weight_map\":{\"model.norm.weight\":\"model-1.safetensors\"}}";
+    let config = br#"{"model_type":"llama","hidden_size":8,"num_hidden_layers":1,"num_attention_heads":2,"intermediate_size":16,"vocab_size":32,"rms_norm_eps":1e-5}"#;
+    c.put("folder", "llama", &[&index[..], &[0], &config[..]].concat())?;
+
     // Datasets. The first byte selects the format (`fuzz_targets/dataset.rs`).
     let idx = |code: u8, dims: &[u32], body: &[u8]| {
         let sizes: Vec<u8> = dims.iter().flat_map(|d| d.to_be_bytes()).collect();

@@ -27,6 +27,12 @@ impl Candidates {
         Candidates { list, sorted: false }
     }
 
+    /// These tokens and logits; those that are not numbers are left out.
+    pub fn of(mut list: Vec<(u32, f32)>) -> Candidates {
+        list.retain(|(_, v)| !v.is_nan());
+        Candidates { list, sorted: false }
+    }
+
     /// Tokens and logits.
     pub fn list(&self) -> &[(u32, f32)] {
         &self.list

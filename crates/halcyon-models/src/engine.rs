@@ -2,9 +2,10 @@
 //! rows whose logits are wanted.
 
 use crate::decoder::{CacheLayout, Decoder, Rows};
+use crate::device_sample;
 use crate::grid::{self, Grid};
 use halcyon::ir::error::{Error, Result};
-use halcyon::{Compiled, DType, State, Tensor};
+use halcyon::{BackendType, Compiled, DType, State, Tensor};
 use std::fmt;
 use std::sync::Arc;
 
@@ -73,6 +74,16 @@ fn results(model: &Decoder, layout: CacheLayout, activations: bool, x: &[Tensor]
     std::iter::once(made).chain(states).collect()
 }
 
+/// [`step`] that gives the numbers and values of the largest logits in place of all.
+fn largest_step(model: &Decoder, layout: CacheLayout, x: &[Tensor], k: usize) -> Vec<Tensor> {
+    let mut out = step(model, layout, x);
+    if !out.is_empty() {
+        let logits = out.remove(0);
+        out.splice(0..0, device_sample::largest(&logits, model.spec.vocabulary, k));
+    }
+    out
+}
+
 type StepFn = Box<dyn Fn(&[Tensor]) -> Vec<Tensor> + Send + Sync>;
 
 /// A decoder with a cache.
@@ -81,6 +92,8 @@ pub struct Engine {
     options: EngineOptions,
     states: Vec<State>,
     step: Compiled<StepFn>,
+    /// A step of one row that gives the largest logits only, and their number.
+    largest: Option<Box<(usize, Compiled<StepFn>)>>,
     /// The pages of each sequence. Page 0 belongs to none: unused rows write there.
     pages: Vec<Vec<u32>>,
     free: Vec<u32>,
@@ -90,6 +103,8 @@ pub struct Engine {
     floors: Vec<usize>,
     /// Whether activations are returned in place of logits.
     activations: bool,
+    /// Whether rotations are those of tokens that are fed one by one.
+    each: bool,
 }
 
 impl fmt::Debug for Engine {
@@ -137,6 +152,8 @@ impl Engine {
             lengths: vec![0; o.sequences],
             floors: vec![0; o.sequences],
             activations,
+            each: false,
+            largest: None,
             decoder,
             options,
         })
@@ -199,6 +216,18 @@ impl Engine {
         self.feed_parts(feeds, &[])
     }
 
+    /// [`Engine::feed`] with the results of tokens that are fed one by one: rotations that depend on the length
+    /// of a sequence take for each token the length that the sequence has after it.
+    ///
+    /// # Errors
+    /// Those of [`Engine::feed`].
+    pub fn feed_each(&mut self, feeds: &[Feed<'_>]) -> Result<Vec<Vec<f32>>> {
+        self.each = true;
+        let made = self.feed(feeds);
+        self.each = false;
+        made
+    }
+
     /// [`Engine::feed`] of prompts whose other parts follow in further calls. `ends` are the lengths of the
     /// sequences after the last part, on which some rotations depend; none: this is the last part of all. A
     /// feed that does not reach its end has no logits.
@@ -250,6 +279,50 @@ impl Engine {
         let of = |(f, feed): (usize, &Feed<'_>)| (0..feed.tokens.len()).map(move |i| (f, i));
         let rows: Vec<(usize, usize)> = feeds.iter().enumerate().flat_map(of).collect();
         rows.chunks(self.options.chunk).map(<[_]>::to_vec).collect()
+    }
+
+    /// Whether selecting logits on the device is faster than copying all of them. On the CPU nothing is copied
+    /// to another memory, and the host selects faster.
+    pub fn selects(&self) -> bool {
+        self.decoder.backend().info().backend != BackendType::Cpu
+    }
+
+    /// Adds a token to a sequence. Returns the `k` largest logits after it with their tokens, the largest first;
+    /// of equal ones, the smaller token first. Only these are copied from the device. `k` is cut to the
+    /// vocabulary's size.
+    ///
+    /// # Errors
+    /// Those of [`Engine::feed`]; `Error::Argument` if `k` is 0.
+    pub fn feed_largest(&mut self, sequence: usize, token: u32, k: usize) -> Result<Vec<(u32, f32)>> {
+        if k == 0 {
+            return Err(Error::argument("generate", "no logits are wanted"));
+        }
+        let feeds = [Feed { sequence, tokens: &[token], all: false }];
+        self.check(&feeds)?;
+        let before = self.lengths[sequence];
+        let made = self.largest(&feeds, k.min(self.decoder.spec.vocabulary));
+        if made.is_err() {
+            self.truncate(sequence, before);
+        }
+        made
+    }
+
+    fn largest(&mut self, feeds: &[Feed<'_>], k: usize) -> Result<Vec<(u32, f32)>> {
+        let length = self.lengths[feeds[0].sequence] + 1;
+        let inputs = self.inputs(feeds, &[length], &[(0, 0)], &[0])?;
+        let (model, layout) = (self.decoder.clone(), self.options.layout());
+        if self.largest.as_ref().is_none_or(|l| l.0 != k) {
+            let backend = model.backend().clone();
+            let f: StepFn = Box::new(move |x: &[Tensor]| largest_step(&model, layout, x, k));
+            self.largest = Some(Box::new((k, backend.compile(f))));
+        }
+        let missing = || Error::internal("the step of the largest logits is missing");
+        let (_, step) = &**self.largest.as_ref().ok_or_else(missing)?;
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        let states: Vec<&State> = self.states.iter().collect();
+        let out = step.call_updating(&inputs, &states, &[])?;
+        let [ids, values] = &out[..] else { return Err(Error::internal("a step lacks a result")) };
+        Ok(ids.to_vec::<i32>()?.into_iter().map(|i| i as u32).zip(values.to_vec::<f32>()?).collect())
     }
 
     /// Whether an empty sequence can take these tokens.
@@ -314,6 +387,22 @@ impl Engine {
         rows: &[(usize, usize)],
         wanted: &[usize],
     ) -> Result<Vec<f32>> {
+        let inputs = self.inputs(feeds, lengths, rows, wanted)?;
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        let states: Vec<&State> = self.states.iter().collect();
+        let mut out = self.step.call_updating(&inputs, &states, &[])?;
+        let z = out.pop().ok_or_else(|| Error::internal("a step has no result"))?;
+        if wanted.is_empty() { Ok(vec![]) } else { z.to_vec::<f32>() }
+    }
+
+    /// The inputs of a step: see [`step`].
+    fn inputs(
+        &mut self,
+        feeds: &[Feed<'_>],
+        lengths: &[usize],
+        rows: &[(usize, usize)],
+        wanted: &[usize],
+    ) -> Result<Vec<Tensor>> {
         let page = self.options.page;
         let padded = padded(rows.len());
         let mut token = vec![0i32; padded];
@@ -332,7 +421,7 @@ impl Engine {
             token[r] = feed.tokens[i] as i32;
             position[r] = at as i32;
             sequence[r] = s as i32;
-            length[r] = lengths[f];
+            length[r] = if self.each { at + 1 } else { lengths[f] };
             slot[r] = (self.pages[s][at / page] as usize * page + at % page) as i32;
             self.lengths[s] = at + 1;
             if self.decoder.kernel().is_some() {
@@ -369,11 +458,7 @@ impl Engine {
             let (backend, slots) = (self.decoder.backend(), self.options.sequences);
             inputs.extend(grid::inputs(backend, &at, padded, slots, kernel)?);
         }
-        let inputs: Vec<&Tensor> = inputs.iter().collect();
-        let states: Vec<&State> = self.states.iter().collect();
-        let mut out = self.step.call_updating(&inputs, &states, &[])?;
-        let z = out.pop().ok_or_else(|| Error::internal("a step has no result"))?;
-        if wanted.is_empty() { Ok(vec![]) } else { z.to_vec::<f32>() }
+        Ok(inputs)
     }
 }
 

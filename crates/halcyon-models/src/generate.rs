@@ -1,6 +1,7 @@
 //! Generates text: feeds the prompt, samples, decodes, and finds stop strings.
 
-use crate::chain::TokenMask;
+use crate::chain::{Candidates, TokenMask};
+use crate::device_sample::needed;
 use crate::engine::{Engine, Feed};
 use crate::sample::{Sampler, Sampling};
 use halcyon::ir::error::{Error, Result};
@@ -195,6 +196,19 @@ impl<T: Deref<Target = Tokenizer> + Clone> Session<T> {
         self.push(token, full)
     }
 
+    /// [`Session::next`] with the candidates that are left after the device selected some.
+    ///
+    /// # Errors
+    /// Errors of the sampler's steps.
+    pub fn next_of(&mut self, candidates: Candidates, full: bool) -> Result<Piece> {
+        if self.satisfied() {
+            return Ok(self.end(Finish::Length, Piece::default()));
+        }
+        let among = self.sampler.distribution_of(candidates, &self.past)?;
+        let token = self.sampler.draw(&among);
+        self.push(token, full)
+    }
+
     /// Adds a token that the caller chose.
     ///
     /// # Errors
@@ -267,11 +281,22 @@ pub fn generate(
     let mut logits = engine.feed(&[Feed { sequence, tokens: prompt, all: false }])?.pop().unwrap_or_default();
     let prompt_time = start.elapsed();
     let start = Instant::now();
+    let few = match options.mask {
+        None => needed(&options.sampling).filter(|_| engine.selects()),
+        Some(_) => None,
+    };
+    let mut piece = session.next(&logits, engine.length(sequence) >= engine.context())?;
     loop {
-        let piece = session.next(&logits, engine.length(sequence) >= engine.context())?;
         let stopped = !piece.text.is_empty() && on_text(&piece.text).is_break();
         let Some(token) = piece.token.filter(|_| piece.finish.is_none() && !stopped) else { break };
-        logits = engine.feed(&[Feed { sequence, tokens: &[token], all: false }])?.pop().unwrap_or_default();
+        let full = engine.length(sequence) + 1 >= engine.context();
+        piece = if let Some(k) = few {
+            session.next_of(Candidates::of(engine.feed_largest(sequence, token, k)?), full)?
+        } else {
+            let feed = Feed { sequence, tokens: &[token], all: false };
+            logits = engine.feed(&[feed])?.pop().unwrap_or_default();
+            session.next(&logits, full)?
+        };
     }
     Ok(session.into_generation(prompt.len(), prompt_time, start.elapsed()))
 }

@@ -7,13 +7,15 @@
 //! - [`encoder`] and [`embed`]: encoders, and vectors of texts.
 //! - [`fit`]: computes the memory that an engine needs.
 //! - [`generator`]: prompts in, text out; alone, in batches ([`batch`]) or on a thread ([`worker`]).
-//! - [`sample`] and [`chain`]: choose tokens.
+//! - [`sample`] and [`chain`]: choose tokens; [`device_sample`]: the part of it on the device.
 //! - [`constrain`]: texts that match a grammar or a JSON schema.
+//! - [`speculate`]: several tokens per step, proposed by a draft.
 //! - [`export`]: writes GGUF files and folders.
 pub mod batch;
 pub mod chain;
 pub mod constrain;
 pub mod decoder;
+pub mod device_sample;
 pub mod embed;
 pub mod encoder;
 pub mod engine;
@@ -28,6 +30,7 @@ pub mod rope;
 pub mod sample;
 pub mod source;
 pub mod spec;
+pub mod speculate;
 pub mod worker;
 
 pub use batch::{Batch, Event, Request};
@@ -45,4 +48,5 @@ pub use model::ModelFile;
 pub use sample::{Sampler, Sampling};
 pub use source::Source;
 pub use spec::Spec;
+pub use speculate::{Speculation, SpeculationOptions, SpeculationStats};
 pub use worker::{AsyncPieces, Worker};

@@ -151,7 +151,14 @@ impl Sampler {
     /// # Errors
     /// Errors of the steps, such as a grammar that allows no token.
     pub fn distribution(&mut self, logits: &[f32], past: &[u32]) -> Result<Vec<(u32, f64)>> {
-        let mut c = Candidates::new(logits);
+        self.distribution_of(Candidates::new(logits), past)
+    }
+
+    /// [`Sampler::distribution`] of the candidates that are given.
+    ///
+    /// # Errors
+    /// Those of [`Sampler::distribution`].
+    pub fn distribution_of(&mut self, mut c: Candidates, past: &[u32]) -> Result<Vec<(u32, f64)>> {
         for step in &mut self.steps {
             step.apply(&mut c, past)?;
         }

@@ -119,6 +119,20 @@ pub(crate) struct SamplingArgs {
     pub json_schema: Option<String>,
 }
 
+/// How tokens are proposed, so that a step of the model computes several.
+#[derive(Args, Debug)]
+pub(crate) struct SpeculationArgs {
+    /// Smaller model with the same tokens that proposes the next ones; the text stays the same
+    #[arg(long, visible_alias = "model-draft", value_name = "MODEL", conflicts_with = "lookup")]
+    pub draft: Option<PathBuf>,
+    /// Proposes what followed the last tokens where they occurred before; the text stays the same
+    #[arg(long)]
+    pub lookup: bool,
+    /// The most tokens that are proposed at once, up to 15
+    #[arg(long, value_name = "N", default_value_t = 7)]
+    pub draft_max: usize,
+}
+
 #[derive(Args, Debug)]
 #[command(after_help = GENERATE)]
 pub(crate) struct GenerateArgs {
@@ -132,6 +146,8 @@ pub(crate) struct GenerateArgs {
     pub prompt_tokens: Option<PathBuf>,
     #[command(flatten)]
     pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub speculation: SpeculationArgs,
     /// Prints one JSON object: tokens, text, finish_reason, times
     #[arg(long)]
     pub json: bool,
@@ -144,6 +160,7 @@ string appears, and with `length` if --max-tokens is reached or the context is f
 Examples:
   halcyon generate tiny.gguf -p \"Once upon a time\" -n 16
   halcyon generate tiny.gguf -p hello -n 8 --temperature 0 --ignore-eos --json
+  halcyon generate tiny.gguf -p 'a b a' -n 8 --lookup -v
   halcyon generate tiny.gguf -p 'Yes or no?' --grammar 'root ::= \"Yes\" | \"No\"'";
 
 #[derive(Args, Debug)]
@@ -159,6 +176,8 @@ pub(crate) struct ChatArgs {
     pub chat_template: Option<PathBuf>,
     #[command(flatten)]
     pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub speculation: SpeculationArgs,
 }
 
 const CHAT: &str = "\

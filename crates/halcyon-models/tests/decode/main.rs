@@ -8,3 +8,7 @@ mod hostile;
 mod quantised;
 mod stored;
 mod stories;
+
+mod mutated;
+mod selected;
+mod speculated;

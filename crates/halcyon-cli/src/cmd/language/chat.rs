@@ -1,12 +1,13 @@
 //! `halcyon chat`: a conversation.
 
 use super::constrain::demand;
+use super::speculate::{line, speculation};
 use super::{Running, options, start, times, write_piece};
 use crate::args::ChatArgs;
 use crate::report;
 use halcyon::{Error, Result};
 use halcyon_formats::{input, output};
-use halcyon_models::{Finish, GenerateOptions, chat_tokens, generate};
+use halcyon_models::{Finish, GenerateOptions, Speculation, chat_tokens, generate};
 use halcyon_text::{ChatTemplate, Message, Tokenizer};
 use std::io::{BufRead, IsTerminal};
 use std::ops::ControlFlow;
@@ -32,6 +33,7 @@ struct Chat {
     tokenizer: Tokenizer,
     template: ChatTemplate,
     options: GenerateOptions,
+    speculation: Option<Speculation>,
     messages: Vec<Message>,
     thinking: Option<bool>,
     /// Tokens that the sequence holds.
@@ -48,14 +50,23 @@ pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
         Some(file) => ChatTemplate::new(&input::text(file)?)?,
         None => model.file.template(&tokenizer)?,
     };
+    let speculation = speculation(&a.speculation, &a.language, &model)?;
     // If the handler cannot be installed, Ctrl-C ends the program, as usual.
     let _ = ctrlc::set_handler(|| {
         if STOPPED.swap(true, Ordering::SeqCst) {
             std::process::exit(130);
         }
     });
-    let mut chat =
-        Chat { model, tokenizer, template, options, messages: vec![], thinking: None, fed: vec![] };
+    let mut chat = Chat {
+        model,
+        tokenizer,
+        template,
+        options,
+        speculation,
+        messages: vec![],
+        thinking: None,
+        fed: vec![],
+    };
     chat.set_system(a.system.as_deref());
     let terminal = std::io::stdin().is_terminal();
     if terminal {
@@ -184,7 +195,11 @@ impl Chat {
         };
         let tokenizer = Some(&self.tokenizer);
         let engine = &mut self.model.engine;
-        let made = generate(engine, 0, tokenizer, &prompt[common..], &self.options, &mut on_text);
+        let (new, options) = (&prompt[common..], &self.options);
+        let made = match &mut self.speculation {
+            None => generate(engine, 0, tokenizer, new, options, &mut on_text),
+            Some(s) => s.generate(engine, 0, tokenizer, new, options, &mut on_text),
+        };
         write_piece("\n");
         let g = match made {
             Ok(g) => g,
@@ -205,6 +220,9 @@ impl Chat {
         }
         if report::verbose() {
             report::note(&times(&g));
+            if let Some(s) = &self.speculation {
+                report::note(&line(s));
+            }
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! `halcyon generate`: continues a text.
 
 use super::constrain::demand;
+use super::speculate::{line, speculation, to_json};
 use super::{generation_json, options, start, text_or_stdin, times, tokens, write_piece};
 use crate::args::GenerateArgs;
 use crate::cmd::run::report::memory_json;
@@ -30,12 +31,17 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
         return Err(Error::argument("--prompt", "the prompt has no tokens"));
     }
     options.mask = demand.map(|d| d.mask(tokenizer.as_ref())).transpose()?;
+    let mut speculation = speculation(&a.speculation, &a.language, &m)?;
     let print = !a.json;
     let mut on_text = |piece: &str| match !print || write_piece(piece) {
         true => ControlFlow::Continue(()),
         false => ControlFlow::Break(()),
     };
-    let g = generate(&mut m.engine, 0, tokenizer.as_ref(), &prompt, &options, &mut on_text)?;
+    let t = tokenizer.as_ref();
+    let g = match &mut speculation {
+        None => generate(&mut m.engine, 0, t, &prompt, &options, &mut on_text)?,
+        Some(s) => s.generate(&mut m.engine, 0, t, &prompt, &options, &mut on_text)?,
+    };
     let backend = m.engine.decoder().backend().id().to_string();
     if a.json {
         let mut v = generation_json(&g, &backend);
@@ -44,6 +50,9 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
             "peak_anonymous": watch.map(|w| w.peak().bytes),
             "device": memory_json(&m.engine.decoder().backend().memory()),
         });
+        if let Some(s) = &speculation {
+            v["speculation"] = to_json(s);
+        }
         report::print_json(&v)?;
         return Ok(0);
     }
@@ -53,5 +62,8 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
     }
     report::print("\n")?;
     report::note(&format!("{} on {backend}", times(&g)));
+    if let Some(s) = speculation.as_ref().filter(|_| report::verbose()) {
+        report::note(&line(s));
+    }
     Ok(0)
 }

@@ -10,6 +10,7 @@ pub(crate) mod generate;
 pub(crate) mod logits;
 pub(crate) mod perplexity;
 pub(crate) mod quantize;
+mod speculate;
 pub(crate) mod tokenize;
 
 use crate::args::{LanguageArgs, SamplingArgs};

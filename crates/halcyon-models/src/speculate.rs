@@ -1,0 +1,607 @@
+//! Speculative decoding: several tokens per step of the model.
+//!
+//! A draft proposes the next tokens, and one step of the model computes the logits after each of them. From
+//! these logits, tokens are chosen as always, one after the other, as long as they are the proposed ones. So
+//! each token comes from the same logits, the same steps of the sampler and the same number of the seed's
+//! sequence as without a draft, and is the same token: for every temperature, mask and seed. (The bits of the
+//! logits do not depend on the number of rows of a step; see [`Engine`].) How many tokens are proposed, and
+//! whether any are, only changes the time, and therefore may follow measured times.
+//!
+//! A draft model draws with the same numbers as the model. Where both have the same distribution, it
+//! proposes the token that the model chooses.
+
+use crate::engine::{Engine, Feed};
+use crate::generate::{GenerateOptions, Generation, Piece, Session};
+use crate::sample::Sampler;
+use halcyon::ir::error::{Error, Result};
+use halcyon_text::Tokenizer;
+use std::collections::HashSet;
+use std::fmt;
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+/// The most tokens that are proposed at once. Recurrent layers cannot go back further.
+const MOST: usize = 15;
+
+/// Rounds with proposals after which their rate is judged.
+const ROUNDS: usize = 8;
+
+/// Steps without proposals after they did not pay. Doubled each time, up to 32 times as many.
+const PAUSE: usize = 16;
+
+/// Lengths of the texts that a lookup compares, longest first.
+const NGRAMS: [usize; 3] = [4, 3, 2];
+
+/// Tokens back to which a lookup searches.
+const WINDOW: usize = 1 << 14;
+
+/// What a model does for speculation: one sequence that grows and shrinks.
+trait Model {
+    fn length(&self) -> usize;
+    fn context(&self) -> usize;
+    /// Adds tokens. Returns the logits after all of them, or after the last one.
+    fn feed(&mut self, tokens: &[u32], all: bool) -> Result<Vec<f32>>;
+    fn truncate(&mut self, length: usize);
+}
+
+/// A sequence of an engine.
+struct Sequence<'a>(&'a mut Engine, usize);
+
+impl Model for Sequence<'_> {
+    fn length(&self) -> usize {
+        self.0.length(self.1)
+    }
+
+    fn context(&self) -> usize {
+        self.0.context()
+    }
+
+    fn feed(&mut self, tokens: &[u32], all: bool) -> Result<Vec<f32>> {
+        let feed = [Feed { sequence: self.1, tokens, all }];
+        let made = if all { self.0.feed_each(&feed) } else { self.0.feed(&feed) };
+        Ok(made?.pop().unwrap_or_default())
+    }
+
+    fn truncate(&mut self, length: usize) {
+        self.0.truncate(self.1, length);
+    }
+}
+
+/// Options of a [`Speculation`].
+#[derive(Clone, Copy, Debug)]
+pub struct SpeculationOptions {
+    /// The most tokens that are proposed at once, from 1 to 15.
+    pub most: usize,
+    /// Whether tokens are also proposed where this was measured to take longer.
+    pub always: bool,
+}
+
+impl Default for SpeculationOptions {
+    fn default() -> SpeculationOptions {
+        SpeculationOptions { most: 7, always: false }
+    }
+}
+
+/// Where proposals come from.
+enum Draft {
+    /// What followed the last tokens where they occurred before.
+    Lookup,
+    /// A model with the same vocabulary, and the tokens that its sequence holds.
+    Model(Box<Engine>, Vec<u32>),
+    /// These tokens.
+    #[cfg(test)]
+    Fixed(Vec<u32>),
+}
+
+impl Draft {
+    fn propose(&mut self, past: &[u32], n: usize, sampler: Sampler) -> Result<Vec<u32>> {
+        match self {
+            Draft::Lookup => Ok(lookup(past, n).to_vec()),
+            Draft::Model(engine, held) => drafted(&mut Sequence(engine, 0), held, past, n, sampler),
+            #[cfg(test)]
+            Draft::Fixed(tokens) => Ok(tokens[..n.min(tokens.len())].to_vec()),
+        }
+    }
+}
+
+/// What the speculation of a [`Speculation`] brought so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SpeculationStats {
+    /// Steps of the model with proposed tokens.
+    pub verified: usize,
+    /// Steps without.
+    pub plain: usize,
+    /// Proposed tokens.
+    pub proposed: usize,
+    /// Those of them that were chosen.
+    pub accepted: usize,
+    /// Tokens per second divided by those of steps without proposals; `None` if none were measured.
+    pub speed_up: Option<f64>,
+}
+
+impl SpeculationStats {
+    /// The part of the proposed tokens that were chosen; 0 if none were proposed.
+    pub fn acceptance(&self) -> f64 {
+        self.accepted as f64 / self.proposed.max(1) as f64
+    }
+}
+
+/// Generates with proposals of a draft. It keeps what it measured from one generation to the next.
+pub struct Speculation {
+    draft: Draft,
+    pace: Pace,
+}
+
+impl fmt::Debug for Speculation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let draft = match &self.draft {
+            Draft::Lookup => "lookup".to_string(),
+            Draft::Model(engine, _) => format!("{engine:?}"),
+            #[cfg(test)]
+            Draft::Fixed(_) => "fixed".into(),
+        };
+        write!(f, "Speculation({draft}, {:?})", self.pace.stats())
+    }
+}
+
+impl Speculation {
+    /// Proposes the tokens that followed the last ones where they occurred before: in answers that repeat
+    /// parts of the prompt, such as changes of a text, these are often right. Takes no other model.
+    ///
+    /// # Errors
+    /// `Error::Argument` for a number of tokens outside of 1 to 15.
+    pub fn lookup(options: SpeculationOptions) -> Result<Speculation> {
+        Ok(Speculation { draft: Draft::Lookup, pace: Pace::new(options)? })
+    }
+
+    /// Proposes the tokens of another model, usually a smaller one of the same family. `draft` uses its
+    /// sequence 0 for this.
+    ///
+    /// # Errors
+    /// `Error::Argument` if the vocabulary has another size than the model's, or for a number of tokens
+    /// outside of 1 to 15.
+    pub fn with_model(draft: Engine, model: &Engine, options: SpeculationOptions) -> Result<Speculation> {
+        let [a, b] = [&draft, model].map(|e| e.decoder().spec.vocabulary);
+        if a != b {
+            let what =
+                format!("the draft model has {a} tokens, but the model {b}; both need the same tokens");
+            return Err(Error::argument("speculation", what));
+        }
+        Ok(Speculation { draft: Draft::Model(Box::new(draft), vec![]), pace: Pace::new(options)? })
+    }
+
+    /// What it brought so far.
+    pub fn stats(&self) -> SpeculationStats {
+        self.pace.stats()
+    }
+
+    /// [`crate::generate()`] with proposals: the same tokens, finish and length of the sequence.
+    ///
+    /// # Errors
+    /// Those of [`crate::generate()`], and those of the draft model.
+    pub fn generate(
+        &mut self,
+        engine: &mut Engine,
+        sequence: usize,
+        tokenizer: Option<&Tokenizer>,
+        prompt: &[u32],
+        options: &GenerateOptions,
+        on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
+    ) -> Result<Generation> {
+        let session = Session::new(tokenizer, prompt, options)?;
+        let mut model = Sequence(engine, sequence);
+        self.run(&mut model, session, prompt, on_text)
+    }
+
+    fn run(
+        &mut self,
+        model: &mut dyn Model,
+        mut session: Session<&Tokenizer>,
+        prompt: &[u32],
+        on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
+    ) -> Result<Generation> {
+        let start = Instant::now();
+        let logits = model.feed(prompt, false)?;
+        let prompt_time = start.elapsed();
+        let start = Instant::now();
+        let mut piece = session.next(&logits, model.length() >= model.context())?;
+        loop {
+            let stopped = !piece.text.is_empty() && on_text(&piece.text).is_break();
+            let Some(token) = piece.token.filter(|_| piece.finish.is_none() && !stopped) else { break };
+            match self.round(model, &mut session, token, on_text)? {
+                Some(next) => piece = next,
+                None => break,
+            }
+        }
+        Ok(session.into_generation(prompt.len(), prompt_time, start.elapsed()))
+    }
+
+    /// A step of the model: computes `token` and proposals that follow it. Returns the last piece, whose token
+    /// the sequence does not hold; `None` if the caller ended the text.
+    fn round(
+        &mut self,
+        model: &mut dyn Model,
+        session: &mut Session<&Tokenizer>,
+        token: u32,
+        on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
+    ) -> Result<Option<Piece>> {
+        let base = model.length();
+        let start = Instant::now();
+        let count = self.pace.count().min(model.context().saturating_sub(base + 1));
+        let proposed = match count {
+            0 => vec![],
+            n => {
+                let sampler = session.sampler().clone();
+                self.draft.propose(session.past(), n, sampler)?
+            }
+        };
+        let fed = [&[token], &proposed[..]].concat();
+        let rows = model.feed(&fed, !proposed.is_empty())?;
+        let size = rows.len() / fed.len();
+        let mut accepted = 0;
+        let last = loop {
+            let full = base + accepted + 1 >= model.context();
+            let made = session.next(&rows[accepted * size..(accepted + 1) * size], full);
+            let goes_on = made.as_ref().is_ok_and(|p| {
+                p.finish.is_none() && p.token.is_some() && p.token == proposed.get(accepted).copied()
+            });
+            if !goes_on {
+                break made.map(Some);
+            }
+            let text = made?.text;
+            if !text.is_empty() && on_text(&text).is_break() {
+                break Ok(None);
+            }
+            accepted += 1;
+        };
+        let length = base + 1 + accepted;
+        model.truncate(length);
+        if model.length() != length {
+            return Err(Error::unsupported(
+                "speculative decoding with layers that cannot go back",
+                "Generate without a draft.",
+            ));
+        }
+        self.pace.record(proposed.len(), accepted, start.elapsed());
+        last
+    }
+}
+
+/// The tokens that followed the latest earlier occurrence of the last tokens.
+fn lookup(past: &[u32], n: usize) -> &[u32] {
+    let past = &past[past.len().saturating_sub(WINDOW)..];
+    for length in NGRAMS {
+        let Some(from) = past.len().checked_sub(length).filter(|f| *f > 0) else { continue };
+        let tail = &past[from..];
+        // The match may overlap the tail, but not be it.
+        if let Some(at) = past[..past.len() - 1].windows(length).rposition(|w| w == tail) {
+            let next = at + length;
+            return &past[next..(next + n).min(past.len())];
+        }
+    }
+    &[]
+}
+
+/// Tokens that a model draws after `past`. `held` are the tokens of its sequence.
+fn drafted(
+    model: &mut dyn Model,
+    held: &mut Vec<u32>,
+    past: &[u32],
+    n: usize,
+    mut sampler: Sampler,
+) -> Result<Vec<u32>> {
+    if past.is_empty() || past.len() + n > model.context() {
+        return Ok(vec![]);
+    }
+    let common = held.iter().zip(past).take_while(|(a, b)| a == b).count().min(past.len() - 1);
+    model.truncate(common);
+    held.truncate(model.length());
+    let mut all = past.to_vec();
+    let mut out = vec![];
+    while out.len() < n && !sampler.is_complete() {
+        let next = all[held.len()..].to_vec();
+        let logits = model.feed(&next, false)?;
+        held.extend(next);
+        // A grammar that no token of the vocabulary can continue is an error of the generation, not of the draft.
+        let Ok(token) = sampler.next(&logits, &all) else { break };
+        if sampler.accept(token).is_err() {
+            break;
+        }
+        out.push(token);
+        all.push(token);
+    }
+    Ok(out)
+}
+
+/// Tokens and the time that they took, of which older ones count less.
+#[derive(Clone, Copy, Debug, Default)]
+struct Rate {
+    tokens: f64,
+    seconds: f64,
+}
+
+impl Rate {
+    fn add(&mut self, tokens: usize, time: Duration) {
+        self.tokens = self.tokens * 0.9 + tokens as f64;
+        self.seconds = self.seconds * 0.9 + time.as_secs_f64();
+    }
+
+    fn per_second(&self) -> Option<f64> {
+        (self.seconds > 0.0).then(|| self.tokens / self.seconds)
+    }
+}
+
+/// Decides how many tokens are proposed.
+#[derive(Debug)]
+struct Pace {
+    options: SpeculationOptions,
+    /// The present number.
+    count: usize,
+    /// Steps without proposals that are left before the next attempt.
+    pause: usize,
+    pauses: u32,
+    /// Rounds of this attempt.
+    rounds: usize,
+    plain: Rate,
+    drafted: Rate,
+    /// Numbers of rows that occurred: the first step of each builds a plan, and does not count.
+    seen: HashSet<usize>,
+    total: SpeculationStats,
+    /// Tokens and seconds of all steps that count.
+    measured: (usize, f64),
+}
+
+impl Pace {
+    fn new(options: SpeculationOptions) -> Result<Pace> {
+        if !(1..=MOST).contains(&options.most) {
+            let what = format!("{} proposed tokens: expected 1 to {MOST}", options.most);
+            return Err(Error::argument("speculation", what));
+        }
+        Ok(Pace {
+            options,
+            count: options.most.min(3),
+            pause: 0,
+            pauses: 0,
+            rounds: 0,
+            plain: Rate::default(),
+            drafted: Rate::default(),
+            seen: HashSet::new(),
+            total: SpeculationStats::default(),
+            measured: (0, 0.0),
+        })
+    }
+
+    fn count(&mut self) -> usize {
+        if self.options.always {
+            return self.count;
+        }
+        if self.pause > 0 {
+            self.pause -= 1;
+            return 0;
+        }
+        // Without the rate of plain steps, nothing can be judged.
+        if self.plain.per_second().is_none() { 0 } else { self.count }
+    }
+
+    fn record(&mut self, proposed: usize, accepted: usize, time: Duration) {
+        self.total.proposed += proposed;
+        self.total.accepted += accepted;
+        match proposed {
+            0 => self.total.plain += 1,
+            _ => self.total.verified += 1,
+        }
+        let first = self.seen.insert((proposed + 1).next_power_of_two());
+        if !first {
+            let rate = if proposed == 0 { &mut self.plain } else { &mut self.drafted };
+            rate.add(accepted + 1, time);
+            self.measured.0 += accepted + 1;
+            self.measured.1 += time.as_secs_f64();
+        }
+        if proposed == 0 {
+            return;
+        }
+        // A step has a power of two of rows, one of which is that of the last token.
+        if accepted == proposed {
+            self.count = (self.count * 2 + 1).min(self.options.most);
+        } else if accepted * 2 < proposed {
+            self.count = (self.count / 2).max(1);
+        }
+        self.rounds += usize::from(!first);
+        if self.rounds < ROUNDS || self.options.always {
+            return;
+        }
+        if self.drafted.per_second() < self.plain.per_second() {
+            self.pause = PAUSE << self.pauses.min(5);
+            self.pauses += 1;
+            self.rounds = 0;
+            self.drafted = Rate::default();
+        } else {
+            self.pauses = 0;
+        }
+    }
+
+    fn stats(&self) -> SpeculationStats {
+        let rate = Rate { tokens: self.measured.0 as f64, seconds: self.measured.1 };
+        let speed_up = rate.per_second().zip(self.plain.per_second()).map(|(all, plain)| all / plain);
+        SpeculationStats { speed_up, ..self.total }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sample::Sampling;
+
+    /// Logits that depend on the last token only.
+    struct Table {
+        logits: Vec<Vec<f32>>,
+        tokens: Vec<u32>,
+    }
+
+    impl Model for Table {
+        fn length(&self) -> usize {
+            self.tokens.len()
+        }
+
+        fn context(&self) -> usize {
+            12
+        }
+
+        fn feed(&mut self, tokens: &[u32], all: bool) -> Result<Vec<f32>> {
+            self.tokens.extend(tokens);
+            assert!(self.length() <= self.context());
+            let rows = if all { tokens } else { &tokens[tokens.len() - 1..] };
+            Ok(rows.iter().flat_map(|t| self.logits[*t as usize].clone()).collect())
+        }
+
+        fn truncate(&mut self, length: usize) {
+            self.tokens.truncate(length);
+        }
+    }
+
+    const WORDS: usize = 5;
+
+    fn table(seed: u64) -> Table {
+        let mut rng = halcyon_test::Rng::new(seed);
+        let logits = (0..WORDS).map(|_| rng.f32s(WORDS).iter().map(|v| v * 3.0).collect()).collect();
+        Table { logits, tokens: vec![] }
+    }
+
+    /// Samplers of which each step changes something.
+    fn sampling(seed: u64) -> Sampling {
+        Sampling {
+            temperature: 1.0,
+            top_k: 4,
+            top_p: 0.97,
+            min_p: 0.02,
+            repeat_penalty: 1.2,
+            presence_penalty: 0.1,
+            repeat_last: 3,
+            seed,
+            ..Sampling::default()
+        }
+    }
+
+    /// Proposals of a table in place of an engine.
+    fn generation(draft: Option<&mut Table>, target: &mut Table, sampling: Sampling, n: usize) -> Vec<u32> {
+        let options = GenerateOptions { max_tokens: Some(n), sampling, ..GenerateOptions::default() };
+        let mut session: Session<&Tokenizer> = Session::new(None, &[0], &options).unwrap();
+        target.tokens.clear();
+        let mut logits = target.feed(&[0], false).unwrap();
+        let Some(draft) = draft else {
+            while let Some(token) = session.next(&logits, target.length() >= target.context()).unwrap().token
+            {
+                if session.finish().is_some() {
+                    break;
+                }
+                logits = target.feed(&[token], false).unwrap();
+            }
+            return session.tokens().to_vec();
+        };
+        let mut held = vec![];
+        draft.tokens.clear();
+        let mut piece = session.next(&logits, false).unwrap();
+        let mut s = Speculation::lookup(SpeculationOptions { most: 3, always: true }).unwrap();
+        while let Some(token) = piece.token.filter(|_| piece.finish.is_none()) {
+            let sampler = session.sampler().clone();
+            let proposed = drafted(draft, &mut held, session.past(), 3, sampler).unwrap();
+            assert_eq!(held, draft.tokens);
+            s.draft = Draft::Fixed(proposed);
+            piece =
+                s.round(target, &mut session, token, &mut |_| ControlFlow::Continue(())).unwrap().unwrap();
+        }
+        session.tokens().to_vec()
+    }
+
+    #[test]
+    fn drafts_do_not_change_the_distribution() {
+        let (mut target, mut draft) = (table(1), table(2));
+        let n = 20_000;
+        let mut counts = [0usize; WORDS * WORDS];
+        for seed in 0..n {
+            let tokens = generation(Some(&mut draft), &mut target, sampling(seed), 3);
+            counts[tokens[1] as usize * WORDS + tokens[2] as usize] += 1;
+        }
+        // The exact probabilities of the second and third token.
+        let mut want = [0f64; WORDS * WORDS];
+        let mut sampler = Sampler::new(&sampling(0)).unwrap();
+        let mut next =
+            |past: &[u32]| sampler.distribution(&target.logits[past[past.len() - 1] as usize], past).unwrap();
+        for (a, pa) in next(&[0]) {
+            for (b, pb) in next(&[0, a]) {
+                for (c, pc) in next(&[0, a, b]) {
+                    want[b as usize * WORDS + c as usize] += pa * pb * pc;
+                }
+            }
+        }
+        let (mut chi, mut cells) = (0.0, 0);
+        for (count, p) in counts.iter().zip(&want) {
+            match *p * n as f64 {
+                e if e > 5.0 => {
+                    chi += (*count as f64 - e).powi(2) / e;
+                    cells += 1;
+                }
+                e => assert!(*count as f64 <= 5.0 * e + 10.0),
+            }
+        }
+        assert!(cells > 10, "{cells}");
+        // With 24 degrees of freedom, above 51.2 once in a thousand seeds.
+        assert!(chi < 51.2, "{chi} in {cells} cells");
+    }
+
+    #[test]
+    fn drafts_do_not_change_the_tokens() {
+        let mut target = table(1);
+        for seed in 0..300 {
+            let mut s = sampling(seed);
+            if seed % 3 == 0 {
+                s.temperature = 0.0;
+            }
+            // The second draft is the model itself; 20 tokens fill the context.
+            for (mut draft, n) in [(table(2), 7), (table(1), 20)] {
+                let want = generation(None, &mut target, s.clone(), n);
+                assert_eq!(generation(Some(&mut draft), &mut target, s.clone(), n), want, "seed {seed}");
+                assert_eq!(want.len(), n.min(12));
+            }
+        }
+    }
+
+    #[test]
+    fn a_lookup_finds_the_latest_longest_match() {
+        assert_eq!(lookup(&[1, 2, 3, 9, 1, 2, 4, 8, 1, 2], 2), [4, 8]);
+        assert_eq!(lookup(&[5, 1, 2, 3, 9, 1, 2, 4, 5, 1, 2], 3), [3, 9, 1]);
+        assert_eq!(lookup(&[7, 7, 7, 7], 3), [7]);
+        assert!(lookup(&[1, 2, 3], 3).is_empty() && lookup(&[], 3).is_empty() && lookup(&[1], 3).is_empty());
+    }
+
+    #[test]
+    fn proposals_stop_where_they_do_not_pay() {
+        let ms = Duration::from_millis;
+        let mut p = Pace::new(SpeculationOptions::default()).unwrap();
+        // Two plain steps first: one builds the plan, the other is measured.
+        for _ in 0..2 {
+            assert_eq!(p.count(), 0);
+            p.record(0, 0, ms(10));
+        }
+        // Nothing is accepted, and a step takes longer.
+        let mut tried = 0;
+        while p.count() > 0 {
+            p.record(1, 0, ms(15));
+            tried += 1;
+        }
+        assert_eq!(tried, ROUNDS + 1);
+        assert!((1..PAUSE).all(|_| p.count() == 0));
+        assert!(p.count() > 0);
+        // All are accepted: more are proposed.
+        let mut p = Pace::new(SpeculationOptions::default()).unwrap();
+        (0..2).for_each(|_| p.record(0, 0, ms(10)));
+        for _ in 0..40 {
+            let n = p.count();
+            assert!(n > 0);
+            p.record(n, n, ms(15));
+        }
+        assert_eq!(p.count(), 7);
+        assert!(p.stats().speed_up.is_some_and(|s| s > 4.0), "{:?}", p.stats());
+        assert!(Pace::new(SpeculationOptions { most: 16, always: false }).is_err());
+    }
+}
