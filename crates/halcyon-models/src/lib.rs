@@ -7,6 +7,7 @@
 //! - [`encoder`] and [`embed`]: encoders, and vectors of texts.
 //! - [`fit`]: computes the memory that an engine needs.
 //! - [`generator`]: prompts in, text out; alone, in batches ([`batch`]) or on a thread ([`worker`]).
+//! - [`lora`]: low-rank adapters, trained and merged.
 //! - [`sample`] and [`chain`]: choose tokens; [`device_sample`]: the part of it on the device.
 //! - [`constrain`]: texts that match a grammar or a JSON schema.
 //! - [`speculate`]: several tokens per step, proposed by a draft.
@@ -25,6 +26,7 @@ pub mod fit;
 pub mod generate;
 pub mod generator;
 pub mod grid;
+pub mod lora;
 pub mod model;
 pub mod rope;
 pub mod sample;
@@ -44,6 +46,7 @@ pub use fit::MemoryNeed;
 pub use generate::{Finish, GenerateOptions, Generation, Piece, Session, generate};
 pub use generator::{Generator, Pieces, Prompt, chat_tokens};
 pub use grid::Grid;
+pub use lora::{Lora, LoraOptions};
 pub use model::ModelFile;
 pub use sample::{Sampler, Sampling};
 pub use source::Source;

@@ -1,6 +1,7 @@
 //! A language model with its text parts: decoder, tokenizer and chat template.
 
 use crate::decoder::Decoder;
+use crate::lora::Lora;
 use crate::source::{Folder, Source};
 use crate::spec::Spec;
 use halcyon::Backend;
@@ -68,6 +69,14 @@ impl ModelFile {
     /// The errors of [`Decoder::load`].
     pub fn load(&self, backend: &Backend, context: usize) -> Result<Decoder> {
         Decoder::load(backend, &self.source, self.spec.clone(), context)
+    }
+
+    /// [`ModelFile::load`] with adapters.
+    ///
+    /// # Errors
+    /// The errors of [`Decoder::load_adapted`].
+    pub fn load_adapted(&self, backend: &Backend, context: usize, lora: &Lora) -> Result<Decoder> {
+        Decoder::load_adapted(backend, &self.source, self.spec.clone(), context, Some(lora))
     }
 }
 

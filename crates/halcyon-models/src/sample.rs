@@ -99,7 +99,7 @@ pub struct Sampler {
 }
 
 /// A number in [0, 1) that depends on seed and index only (SplitMix64, Steele et al. 2014).
-fn uniform(seed: u64, index: u64) -> f64 {
+pub(crate) fn uniform(seed: u64, index: u64) -> f64 {
     let mut z = seed.wrapping_add(index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);

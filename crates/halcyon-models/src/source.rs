@@ -45,15 +45,22 @@ impl Weights {
 
     /// The values in f32.
     pub(crate) fn decoded(&self) -> Result<Weights> {
-        let values = match self.blocks {
-            None => floats(&self.data)?,
+        Ok(Weights { data: ConstData::from_slice(&self.dims(), &self.floats()?)?, blocks: None })
+    }
+
+    /// The values, decoded if they are in blocks.
+    ///
+    /// # Errors
+    /// Those of a cast to f32.
+    pub fn floats(&self) -> Result<Vec<f32>> {
+        match self.blocks {
+            None => floats(&self.data),
             Some(b) => {
                 let mut v = vec![0f32; self.dims().iter().product()];
                 b.decode(self.data.bytes(), &mut v);
-                v
+                Ok(v)
             }
-        };
-        Ok(Weights { data: ConstData::from_slice(&self.dims(), &values)?, blocks: None })
+        }
     }
 
     /// Weights without blocks of the elements `pick(0), pick(1), …`.
@@ -111,6 +118,22 @@ impl Source {
         match self {
             Source::Gguf(file) => gguf::find(file, spec, name),
             Source::Folder(folder) => folder.find(spec, name),
+        }
+    }
+}
+
+impl Source {
+    /// The name in Hugging Face's layout of the module with the canonical name `stem`. `None` if the model has
+    /// no such matrix, or stores it together with another one.
+    pub(crate) fn module(&self, spec: &Spec, stem: &str) -> Option<String> {
+        match self {
+            Source::Folder(folder) => folder.module(spec, stem),
+            Source::Gguf(file) => {
+                let name = format!("{stem}.weight");
+                file.tensor(&name).ok()?;
+                let first = names::recipes(spec, &name).into_iter().next()?;
+                Some(format!("model.{}", first.plain()?.strip_suffix(".weight")?))
+            }
         }
     }
 }

@@ -21,6 +21,9 @@ pub(crate) struct LanguageArgs {
     /// Type of the cached keys and values: f32, f16 or bf16. Default: f16, for `logits` f32
     #[arg(long, value_name = "TYPE")]
     pub kv_dtype: Option<String>,
+    /// Folder with low-rank adapters (adapter_config.json, adapter_model.safetensors) for the model
+    #[arg(long, value_name = "DIR")]
+    pub lora: Option<PathBuf>,
     /// The most tokens of a prompt that are computed at once
     #[arg(long, visible_aliases = ["batch-size"], value_name = "N", default_value_t = 512)]
     pub chunk: usize,
@@ -139,16 +142,22 @@ pub(crate) struct GenerateArgs {
     #[command(flatten)]
     pub language: LanguageArgs,
     /// Text to continue; - reads it from standard input
-    #[arg(short = 'p', long, value_name = "TEXT", required_unless_present = "prompt_tokens")]
+    #[arg(short = 'p', long, value_name = "TEXT", required_unless_present_any = ["prompt_tokens", "prompts"])]
     pub prompt: Option<String>,
     /// Tokens to continue: an .npy file of integers
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     pub prompt_tokens: Option<PathBuf>,
+    /// Prompts to continue together: a file with one per line, as text or as JSON objects
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "prompt_tokens"])]
+    pub prompts: Option<PathBuf>,
+    /// The most prompts of --prompts that are computed at once. Default: 8
+    #[arg(long, value_name = "N")]
+    pub parallel: Option<usize>,
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
     pub speculation: SpeculationArgs,
-    /// Prints one JSON object: tokens, text, finish_reason, times
+    /// Prints one JSON object: tokens, text, finish_reason, times. With --prompts one per line
     #[arg(long)]
     pub json: bool,
 }
@@ -157,11 +166,15 @@ const GENERATE: &str = "\
 Standard output has the text only; the times go to standard error. The text ends with finish reason `stop` if the model ends it or a stop \
 string appears, and with `length` if --max-tokens is reached or the context is full.
 
+A line of --prompts that begins with { is a JSON object with `prompt` or `prompt_tokens`, and perhaps `seed` and `max_tokens`. Each prompt has the cache's --context for itself, and the same tokens as alone. The answers come in the order of the lines.
+
 Examples:
   halcyon generate tiny.gguf -p \"Once upon a time\" -n 16
   halcyon generate tiny.gguf -p hello -n 8 --temperature 0 --ignore-eos --json
   halcyon generate tiny.gguf -p 'a b a' -n 8 --lookup -v
-  halcyon generate tiny.gguf -p 'Yes or no?' --grammar 'root ::= \"Yes\" | \"No\"'";
+  halcyon generate tiny.gguf -p 'Yes or no?' --grammar 'root ::= \"Yes\" | \"No\"'
+
+  halcyon generate tiny.gguf --prompts prompts.txt -n 8 --json";
 
 #[derive(Args, Debug)]
 #[command(after_help = CHAT)]

@@ -301,3 +301,99 @@ fn wrong_tokens_are_named() {
     logits().fails(1, &["ids.npy"]);
     assert!(!dir.path().join("z.npy").exists());
 }
+
+#[test]
+fn prompts_of_a_file_are_continued_as_alone() {
+    let dir = folder();
+    let lines = [
+        r#"{"prompt": "once upon", "max_tokens": 3, "seed": 5}"#,
+        "a time",
+        "",
+        r#"{"prompt_tokens": [1, 270, 280, 290, 300], "seed": 9}"#,
+        "there was the little fox",
+    ];
+    fs::write(dir.path().join("many.txt"), lines.join("\n")).expect("written");
+    let all = [
+        "generate",
+        "tiny.gguf",
+        "--prompts",
+        "many.txt",
+        "-n",
+        "6",
+        "--seed",
+        "2",
+        "--ignore-eos",
+        "--json",
+    ];
+    let alone: [&[&str]; 4] = [
+        &["-p", "once upon", "-n", "3", "--seed", "5"],
+        &["-p", "a time", "-n", "6", "--seed", "2"],
+        &["--prompt-tokens", "ids.npy", "-n", "6", "--seed", "9"],
+        &["-p", "there was the little fox", "-n", "6", "--seed", "2"],
+    ];
+    let alone: Vec<Value> = alone
+        .iter()
+        .map(|args| {
+            let d = cpu(&dir, &[&["generate", "tiny.gguf", "--ignore-eos", "--json"], *args].concat());
+            assert_eq!(d.code, 0, "{}", d.err);
+            serde_json::from_str(&d.out).expect("JSON")
+        })
+        .collect();
+    for parallel in ["1", "3", "64"] {
+        let d = cpu(&dir, &[&all[..], &["--parallel", parallel, "--chunk", "4"]].concat());
+        assert_eq!(d.code, 0, "{}", d.err);
+        let got: Vec<Value> = d.out.lines().map(|l| serde_json::from_str(l).expect("JSON")).collect();
+        assert_eq!(got.len(), 4);
+        for (i, (got, want)) in got.iter().zip(&alone).enumerate() {
+            assert_eq!(got["index"], i);
+            for key in ["tokens", "text", "finish_reason", "prompt_tokens"] {
+                assert_eq!(got[key], want[key], "prompt {i}, {key}, {parallel} at once");
+            }
+        }
+    }
+    let fails = |args: &[&str], what: &str| {
+        let d = cpu(&dir, &[&["generate", "tiny.gguf"], args].concat());
+        assert!(d.code != 0 && d.err.contains(what), "{args:?}: {}", d.err);
+    };
+    fails(&["-p", "x", "--parallel", "2"], "--prompts");
+    fails(&["--prompts", "many.txt", "--parallel", "0"], "at least 1");
+    for (line, what) in [
+        (r#"{"prompt": 3}"#, "line 2"),
+        (r#"{"promt": "x"}"#, "'promt'"),
+        (r#"{"prompt": "x", "seed": -1}"#, "seed"),
+        ("{", "line 2"),
+        (r#"{"prompt_tokens": [100000]}"#, "vocabulary"),
+    ] {
+        fs::write(dir.path().join("bad.txt"), format!("fine\n{line}\n")).expect("written");
+        fails(&["--prompts", "bad.txt"], what);
+    }
+}
+
+/// Runs a chain of other steps than the usual ones.
+#[test]
+fn samplers_have_the_chosen_order() {
+    let dir = folder();
+    let run = |more: &[&str]| {
+        let args = [
+            "generate",
+            "tiny.gguf",
+            "-p",
+            "once",
+            "-n",
+            "8",
+            "--seed",
+            "4",
+            "--ignore-eos",
+            "--temperature",
+            "3",
+        ];
+        cpu(&dir, &[&args[..], more].concat())
+    };
+    let usual = run(&[]);
+    assert_eq!(run(&["--samplers", "penalties;top_k;typ_p;top_p;min_p;temperature"]).out, usual.out);
+    // One candidate is left, so nothing is drawn.
+    let best = run(&["--top-k", "1"]);
+    assert_eq!(run(&["--samplers", "top_k", "--top-k", "1"]).out, best.out);
+    assert_ne!(run(&["--samplers", "temperature", "--top-k", "1"]).out, best.out);
+    assert!(run(&["--samplers", "mirostat"]).err.contains("typ_p"));
+}

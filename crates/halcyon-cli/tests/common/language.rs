@@ -130,6 +130,8 @@ pub fn files(dir: &Path) {
     fs::write(dir.join("tiny.gguf"), tiny(Tiny::default())).expect("written");
     let ids = ConstData::from_slice(&[5], &[1i64, 270, 280, 290, 300]).expect("fits");
     npy::write(&dir.join("ids.npy"), &ids).expect("written");
+    fs::write(dir.join("prompts.txt"), "once\n{\"prompt\": \"upon a time\", \"seed\": 3}\n")
+        .expect("written");
     let words = ["once", "upon", "a", "time", "there", "was", "the", "little", "fox", "who", "sang"];
     let text: Vec<&str> = (0..400).map(|i| words[i * i % 97 % words.len()]).collect();
     fs::write(dir.join("text.txt"), text.join(" ")).expect("written");

@@ -170,6 +170,9 @@ impl AttentionStep<'_> {
         values: &Tensor,
         sinks: Option<&Tensor>,
     ) -> Tensor {
+        if self.is_whole() {
+            return self.attend_whole(q, keys, values, sinks);
+        }
         let (a, CacheLayout { pages, page, .. }) = (self.a, self.layout);
         let size = values.dims().map_or(a.value, |d| d[1]);
         let cache = Cache {
@@ -229,7 +232,11 @@ impl AttentionStep<'_> {
     }
 
     /// The cache `[pages * heads * page, size]` with `new` `[rows, heads, size]` in its slots.
+    /// Without a cache, `new` itself, `[rows * heads, size]`.
     pub(super) fn write(&self, cache: &Tensor, new: &Tensor, size: usize) -> Tensor {
+        if self.is_whole() {
+            return new.reshape([self.count() * self.a.shared, size]);
+        }
         let (n, heads, page) = (self.count(), self.a.shared, self.layout.page);
         let b = cache.backend();
         let int = |v: usize| Tensor::scalar(b, v as i64, DType::I32);

@@ -122,7 +122,7 @@ impl Loader<'_> {
         let values = self.floats(&self.need(&name)?)?;
         expect(&name, &[values.len()], &[self.spec.hidden])?;
         let data = ConstData::from_slice(&[1, values.len()], &values)?;
-        Ok(Matrix { data: Tensor::constant(self.backend, &data), blocks: None, bias: None })
+        Ok(Matrix::new(Tensor::constant(self.backend, &data), None))
     }
 }
 

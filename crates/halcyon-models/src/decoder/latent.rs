@@ -75,8 +75,7 @@ impl Loader<'_> {
             let (head, row, column) = at(i, v);
             (head * rows + l.plain + row) * l.rank + column
         })?;
-        let matrix =
-            |w: Weights| Matrix { data: Tensor::constant(self.backend, &w.data), blocks: None, bias: None };
+        let matrix = |w: Weights| Matrix::new(Tensor::constant(self.backend, &w.data), None);
         Ok((matrix(keys), matrix(values)))
     }
 

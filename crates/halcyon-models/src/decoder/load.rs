@@ -1,8 +1,9 @@
 //! Finds weights, checks their shapes, and puts them on the backend.
 
 use super::weights::{Matrix, NormWeights};
+use crate::lora::Lora;
 use crate::rope::Rope;
-use crate::source::{Source, Weights, floats};
+use crate::source::{Source, Weights};
 use crate::spec::*;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, ConstData, DType, Tensor};
@@ -12,6 +13,7 @@ pub(crate) struct Loader<'a> {
     pub(crate) source: &'a Source,
     pub(crate) spec: &'a Spec,
     pub(crate) backend: &'a Backend,
+    pub(crate) lora: Option<&'a Lora>,
 }
 
 impl Loader<'_> {
@@ -34,14 +36,7 @@ impl Loader<'_> {
     }
 
     pub(crate) fn floats(&self, w: &Weights) -> Result<Vec<f32>> {
-        match w.blocks {
-            None => floats(&w.data),
-            Some(b) => {
-                let mut v = vec![0f32; w.dims().iter().product()];
-                b.decode(w.data.bytes(), &mut v);
-                Ok(v)
-            }
-        }
+        w.floats()
     }
 
     /// The matrix `stem.weight` of `dims`, and `stem.bias` if there is one.
@@ -57,7 +52,11 @@ impl Loader<'_> {
             data = halcyon_formats::data::cast(&data, DType::F32)?;
         }
         let bias = self.vector(&format!("{stem}.bias"), &dims[..dims.len() - 1])?;
-        Ok(Matrix { data: Tensor::constant(self.backend, &data), blocks: w.blocks, bias })
+        let adapter = self.lora.and_then(|l| l.adapter(stem)).cloned();
+        if let Some(a) = &adapter {
+            a.check(stem, dims)?;
+        }
+        Ok(Matrix { bias, adapter, ..Matrix::new(Tensor::constant(self.backend, &data), w.blocks) })
     }
 
     pub(crate) fn maybe(&self, stem: &str, dims: &[usize]) -> Result<Option<Matrix>> {

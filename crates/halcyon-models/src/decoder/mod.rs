@@ -11,8 +11,10 @@ pub(crate) mod load;
 mod per_layer;
 mod recurrent;
 pub(crate) mod weights;
+mod whole;
 
 use crate::grid::Grid;
+use crate::lora::Lora;
 use crate::rope::Rope;
 use crate::source::Source;
 use crate::spec::*;
@@ -88,6 +90,7 @@ pub struct Rows<'a> {
 /// The layout of the cache of keys and values.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CacheLayout {
+    /// 0: there is no cache, and the rows are whole sequences of `page` tokens, one after the other.
     pub pages: usize,
     /// Positions per page.
     pub page: usize,
@@ -117,7 +120,21 @@ impl Decoder {
     /// `Error::Argument` for a tensor that is missing; `Error::Shape` for one whose shape does not follow
     /// from the configuration; errors of reading.
     pub fn load(backend: &Backend, source: &Source, spec: Spec, context: usize) -> Result<Decoder> {
-        let l = Loader { source, spec: &spec, backend };
+        Decoder::load_adapted(backend, source, spec, context, None)
+    }
+
+    /// [`Decoder::load`] with adapters: their products are added to those of the matrices.
+    ///
+    /// # Errors
+    /// Those of [`Decoder::load`]; `Error::Shape` if an adapter does not fit its matrix.
+    pub fn load_adapted(
+        backend: &Backend,
+        source: &Source,
+        spec: Spec,
+        context: usize,
+        lora: Option<&Lora>,
+    ) -> Result<Decoder> {
+        let l = Loader { source, spec: &spec, backend, lora };
         let mut ropes = Rotations::default();
         let (v, h) = (spec.vocabulary, spec.hidden);
         let mut layers = Vec::with_capacity(spec.layers.len());
@@ -263,15 +280,19 @@ impl Decoder {
     /// The logits of the wanted rows, f32 `[n, vocabulary]`, and the new states of the cache.
     pub fn step(&self, rows: Rows<'_>, cache: &[Tensor], layout: CacheLayout) -> (Tensor, Vec<Tensor>) {
         let (x, states) = self.activations(rows, cache, layout);
-        let x = x.gather(rows.wanted, 0);
-        let mut z = self.head.as_ref().unwrap_or(&self.embedding).apply(&x);
+        (self.logits(&x.gather(rows.wanted, 0)), states)
+    }
+
+    /// The logits of activations `[n, hidden]` after the last norm.
+    fn logits(&self, x: &Tensor) -> Tensor {
+        let mut z = self.head.as_ref().unwrap_or(&self.embedding).apply(x);
         if let Some(scale) = self.spec.logit_scale {
             z = z * scale;
         }
         if let Some(cap) = self.spec.logit_cap {
             z = (z / cap).tanh() * cap;
         }
-        (z, states)
+        z
     }
 }
 

@@ -1,5 +1,6 @@
 //! Weights on a backend: matrices and norms.
 
+use crate::lora::Adapter;
 use crate::spec::*;
 use halcyon::{BlockType, DType, Tensor};
 
@@ -10,11 +11,20 @@ pub(crate) struct Matrix {
     pub(crate) blocks: Option<BlockType>,
     /// f32 `[outputs]`, or `[matrices, outputs]`.
     pub(crate) bias: Option<Tensor>,
+    pub(crate) adapter: Option<Adapter>,
 }
 
 impl Matrix {
+    pub(crate) fn new(data: Tensor, blocks: Option<BlockType>) -> Matrix {
+        Matrix { data, blocks, bias: None, adapter: None }
+    }
+
     pub(crate) fn apply(&self, x: &Tensor) -> Tensor {
         let y = x.row_matmul(&self.data, self.blocks, None);
+        let y = match &self.adapter {
+            Some(a) => y + a.apply(x),
+            None => y,
+        };
         match &self.bias {
             Some(b) => y + b,
             None => y,

@@ -197,6 +197,15 @@ impl Folder {
         Ok(all.into_iter().map(line).collect())
     }
 
+    /// The name of the module that is stored as it is used; see [`crate::source::Source::module`].
+    pub(super) fn module(&self, spec: &Spec, stem: &str) -> Option<String> {
+        let recipes = recipes(spec, &format!("{stem}.weight"));
+        let names = recipes.iter().flat_map(|r| PREFIXES.iter().map(move |p| (r, r.source(p))));
+        let (recipe, name) = names.into_iter().find(|(_, n)| self.has(n))?;
+        recipe.plain()?;
+        Some(name.strip_suffix(".weight")?.to_string())
+    }
+
     pub(super) fn find(&self, spec: &Spec, name: &str) -> Result<Option<Weights>> {
         for recipe in recipes(spec, name) {
             for prefix in PREFIXES {
@@ -278,6 +287,14 @@ impl Recipe {
             | Recipe::ExpertRows { name, .. }
             | Recipe::ExpertVector { name, .. }
             | Recipe::Grouped { name, .. } => name.clone(),
+        }
+    }
+
+    /// The name, if the tensor is stored as it is used.
+    pub(super) fn plain(&self) -> Option<&str> {
+        match self {
+            Recipe::Plain(n) => Some(n),
+            _ => None,
         }
     }
 

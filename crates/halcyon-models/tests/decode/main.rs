@@ -5,6 +5,7 @@ mod common;
 mod constrained;
 mod generator;
 mod hostile;
+mod lora;
 mod quantised;
 mod stored;
 mod stories;

@@ -14,6 +14,12 @@ use std::ops::ControlFlow;
 use std::time::Duration;
 
 pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
+    if let Some(file) = &a.prompts {
+        return super::batch::main(a, file);
+    }
+    if a.parallel.is_some() {
+        return Err(Error::argument("--parallel", "it is for --prompts"));
+    }
     let mut options = options(&a.sampling)?;
     let demand = demand(&a.sampling)?;
     let watch = a.json.then(|| MemorySampler::start(Duration::from_millis(2))).flatten();

@@ -1,5 +1,6 @@
 //! The commands for language models.
 
+mod batch;
 pub(crate) mod bench;
 pub(crate) mod chat;
 mod constrain;
@@ -18,7 +19,9 @@ use crate::report;
 use halcyon::hal::driver_output;
 use halcyon::{DType, Error, Result};
 use halcyon_formats::npy;
-use halcyon_models::{Engine, EngineOptions, GenerateOptions, Generation, ModelFile, Sampling, StepName};
+use halcyon_models::{
+    Engine, EngineOptions, GenerateOptions, Generation, Lora, ModelFile, Sampling, StepName,
+};
 use halcyon_text::Tokenizer;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
@@ -49,11 +52,18 @@ fn kv_dtype(name: &str) -> Result<DType> {
 /// Opens and loads the model. `context`, if given, replaces the user's. `kept` is the type of cached keys and
 /// values unless the user chooses one.
 pub(super) fn start(a: &LanguageArgs, context: Option<usize>, kept: &str) -> Result<Running> {
-    start_for(a, context, kept, false)
+    start_for(a, context, kept, false, 1)
 }
 
-/// `start`. `all` says whether logits of all tokens of a step will be computed.
-pub(super) fn start_for(a: &LanguageArgs, context: Option<usize>, kept: &str, all: bool) -> Result<Running> {
+/// `start`. `all` says whether logits of all tokens of a step will be computed; the cache has room for
+/// `sequences` of the context's length each.
+pub(super) fn start_for(
+    a: &LanguageArgs,
+    context: Option<usize>,
+    kept: &str,
+    all: bool,
+    sequences: usize,
+) -> Result<Running> {
     a.backend.check()?;
     let dtype = kv_dtype(a.kv_dtype.as_deref().unwrap_or(kept))?;
     if a.chunk == 0 {
@@ -65,9 +75,13 @@ pub(super) fn start_for(a: &LanguageArgs, context: Option<usize>, kept: &str, al
         report::warn(&w);
     }
     let backend = a.backend.open(false)?;
+    let positions = context.checked_mul(sequences).ok_or_else(|| {
+        Error::argument("--parallel", format!("{sequences} sequences of {context} positions are too many"))
+    })?;
     let options =
-        EngineOptions { positions: context, cache: dtype, chunk: a.chunk, ..EngineOptions::default() };
-    let decoder = Arc::new(fit::check(&file, &backend, options, all)?);
+        EngineOptions { sequences, positions, cache: dtype, chunk: a.chunk, ..EngineOptions::default() };
+    let lora = a.lora.as_deref().map(|dir| Lora::load(dir, &file, &backend)).transpose()?;
+    let decoder = Arc::new(fit::check(&file, &backend, options, all, lora.as_ref())?);
     Ok(Running { engine: Engine::new(decoder, options)?, file })
 }
 

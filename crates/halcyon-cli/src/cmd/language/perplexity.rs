@@ -17,7 +17,7 @@ pub(crate) fn main(a: &PerplexityArgs) -> Result<u8> {
     if window < 2 {
         return Err(Error::argument("--context", "a window has at least 2 positions"));
     }
-    let mut m = start_for(&a.language, Some(window), "f16", true)?;
+    let mut m = start_for(&a.language, Some(window), "f16", true, 1)?;
     let tokenizer = m.tokenizer()?;
     let ids = tokenizer.encode(&text, true, false)?;
     if ids.len() < window {

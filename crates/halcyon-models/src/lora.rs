@@ -1,0 +1,184 @@
+//! Low-rank adapters (LoRA, Hu et al. 2021): each adapted matrix `W` computes `W x + scale B A x`, and only `A`
+//! and `B` are trained. Files have the format of PEFT: `adapter_model.safetensors` and `adapter_config.json`.
+
+mod files;
+
+use crate::model::ModelFile;
+use crate::sample::uniform;
+use halcyon::ir::error::{Error, Result};
+use halcyon::{Backend, ConstData, DType, Tensor};
+use halcyon_nn::{Module, Param};
+use std::collections::BTreeMap;
+
+/// Matrices that can have an adapter, by their names in a layer.
+const STEMS: [&str; 12] = [
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_output",
+    "attn_q_a",
+    "attn_q_b",
+    "attn_kv_a_mqa",
+    "ffn_gate",
+    "ffn_up",
+    "ffn_down",
+    "ffn_gate_inp",
+    "attn_kv_b",
+];
+
+/// How adapters are made.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraOptions {
+    /// Rows of `A`.
+    pub rank: usize,
+    /// The products are multiplied by `alpha / rank`.
+    pub alpha: f32,
+    /// Patterns (globs) of the matrices that get an adapter: the last part of their names in Hugging Face's
+    /// layout, such as `q_proj` or `*_proj`.
+    pub targets: Vec<String>,
+    /// Seed of the first values of `A`; `B` begins with zeros.
+    pub seed: u64,
+}
+
+impl Default for LoraOptions {
+    fn default() -> LoraOptions {
+        LoraOptions { rank: 8, alpha: 16.0, targets: vec!["q_proj".into(), "v_proj".into()], seed: 0 }
+    }
+}
+
+/// The adapter of one matrix.
+#[derive(Clone, Debug, Module)]
+pub struct Adapter {
+    /// f32 `[rank, inputs]`.
+    pub a: Param,
+    /// f32 `[outputs, rank]`.
+    pub b: Param,
+    #[module(skip)]
+    scale: f32,
+}
+
+impl Adapter {
+    /// The adapter's product for rows `[n, inputs]`.
+    pub(crate) fn apply(&self, x: &Tensor) -> Tensor {
+        x.row_matmul(&self.a.value(), None, None).row_matmul(&self.b.value(), None, None) * self.scale
+    }
+
+    /// The rank.
+    ///
+    /// # Errors
+    /// The error of a failed value.
+    pub fn rank(&self) -> Result<usize> {
+        Ok(self.a.value().dims()?[0])
+    }
+
+    /// Fails unless the adapter fits a matrix of `dims`.
+    pub(crate) fn check(&self, stem: &str, dims: &[usize]) -> Result<()> {
+        let (a, b) = (self.a.value().dims()?, self.b.value().dims()?);
+        match dims.len() == 2 && a[1] == dims[1] && b[0] == dims[0] && a[0] == b[1] {
+            true => Ok(()),
+            false => {
+                let what =
+                    format!("the adapter of '{stem}' is {b:?} times {a:?}, but the matrix is {dims:?}");
+                Err(Error::shape("lora", what))
+            }
+        }
+    }
+
+    /// `scale B A`, `[outputs, inputs]`, row after row.
+    fn difference(&self) -> Result<Vec<f32>> {
+        (self.b.value().matmul(&self.a.value()) * self.scale).to_vec::<f32>()
+    }
+}
+
+/// The adapters of a model. As a module, it has the adapters' parameters only, so optimizers leave the model's
+/// own weights as they are.
+#[derive(Clone, Debug, Module)]
+pub struct Lora {
+    /// By the canonical name of the matrix, such as `blk.0.attn_q`.
+    adapters: BTreeMap<String, Adapter>,
+    /// The names in Hugging Face's layout, by canonical name.
+    #[module(skip)]
+    names: BTreeMap<String, String>,
+    #[module(skip)]
+    rank: usize,
+    #[module(skip)]
+    alpha: f32,
+}
+
+impl Lora {
+    /// New adapters for the matrices of a model that match the options' patterns. They do not change the
+    /// model's results before they are trained.
+    ///
+    /// # Errors
+    /// `Error::Argument` for a rank of 0, a malformed pattern, or patterns that no matrix matches;
+    /// `Error::Unsupported` for a matrix that the model's files store together with another one.
+    pub fn new(file: &ModelFile, backend: &Backend, options: &LoraOptions) -> Result<Lora> {
+        if options.rank == 0 || !options.alpha.is_finite() {
+            return Err(Error::argument("lora", format!("{options:?}: expected a rank of at least 1")));
+        }
+        let pattern = |t: &String| {
+            glob::Pattern::new(t).map_err(|e| Error::argument("lora", format!("pattern '{t}': {e}")))
+        };
+        let patterns = options.targets.iter().map(pattern).collect::<Result<Vec<_>>>()?;
+        let mut lora = Lora {
+            adapters: BTreeMap::new(),
+            names: BTreeMap::new(),
+            rank: options.rank,
+            alpha: options.alpha,
+        };
+        let mut seen = vec![];
+        for (stem, name) in files::names(file) {
+            let last = name.rsplit('.').next().unwrap_or_default();
+            seen.push(last.to_string());
+            if !patterns.iter().any(|p| p.matches(last)) {
+                continue;
+            }
+            let Some(w) = file.source.find(&file.spec, &format!("{stem}.weight"))? else { continue };
+            let [outputs, inputs] = w.dims()[..] else { continue };
+            let bound = 1.0 / (inputs as f64).sqrt();
+            // Each matrix has draws of its own, whatever else has an adapter.
+            let seed = stem.bytes().fold(options.seed, |s, b| s.wrapping_mul(0x100_0000_01b3) ^ u64::from(b));
+            let draw = |i: usize| ((2.0 * uniform(seed, i as u64) - 1.0) * bound) as f32;
+            let a: Vec<f32> = (0..options.rank * inputs).map(draw).collect();
+            let adapter = Adapter {
+                a: Param::new(Tensor::from_slice(backend, [options.rank, inputs], &a)?),
+                b: Param::new(Tensor::zeros(backend, [outputs, options.rank], DType::F32)),
+                scale: options.alpha / options.rank as f32,
+            };
+            lora.names.insert(stem.clone(), name);
+            lora.adapters.insert(stem, adapter);
+        }
+        if lora.adapters.is_empty() {
+            seen.sort();
+            seen.dedup();
+            let what = format!("no matrix matches {:?}; the model has {seen:?}", options.targets);
+            return Err(Error::argument("lora", what));
+        }
+        Ok(lora)
+    }
+
+    /// The adapter of the matrix with this canonical name.
+    pub fn adapter(&self, stem: &str) -> Option<&Adapter> {
+        self.adapters.get(stem)
+    }
+
+    /// The canonical names of the matrices with an adapter.
+    pub fn matrices(&self) -> impl Iterator<Item = &str> {
+        self.adapters.keys().map(String::as_str)
+    }
+
+    /// The matrix `stem` with the adapter's product added, in f32; `None` if it has no adapter.
+    ///
+    /// # Errors
+    /// `Error::Shape` if the adapter does not fit; errors of reading.
+    pub fn merged(&self, file: &ModelFile, stem: &str) -> Result<Option<ConstData>> {
+        let Some(adapter) = self.adapters.get(stem) else { return Ok(None) };
+        let found = file.source.find(&file.spec, &format!("{stem}.weight"))?;
+        let w = found.ok_or_else(|| Error::argument("lora", format!("the model has no matrix '{stem}'")))?;
+        let dims = w.dims();
+        adapter.check(stem, &dims)?;
+        let mut values = w.floats()?;
+        values.iter_mut().zip(adapter.difference()?).for_each(|(v, d)| *v += d);
+        ConstData::from_slice(&dims, &values).map(Some)
+    }
+}
