@@ -21,7 +21,7 @@ pub(crate) struct LanguageArgs {
     /// Type of the cached keys and values: f32, f16 or bf16. Default: f16, for `logits` f32
     #[arg(long, value_name = "TYPE")]
     pub kv_dtype: Option<String>,
-    /// Folder with low-rank adapters (adapter_config.json, adapter_model.safetensors) for the model
+    /// Folder in PEFT's format with low-rank adapters
     #[arg(long, value_name = "DIR")]
     pub lora: Option<PathBuf>,
     /// The most tokens of a prompt that are computed at once
@@ -81,8 +81,8 @@ pub(crate) struct SamplingArgs {
     /// Draws only among the K most probable tokens; 0: all
     #[arg(long, value_name = "K", default_value_t = 40)]
     pub top_k: usize,
-    /// Draws only among the tokens nearest to the expected information that together reach this probability;
-    /// 1: all
+    /// Draws only among typical tokens that together reach this probability; 1: all. Typical tokens have
+    /// information near to the expected one
     #[arg(long, visible_alias = "typical-p", value_name = "P", default_value_t = 1.0)]
     pub typical: f32,
     /// Draws only among the most probable tokens that together reach this probability
@@ -147,7 +147,7 @@ pub(crate) struct GenerateArgs {
     /// Tokens to continue: an .npy file of integers
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     pub prompt_tokens: Option<PathBuf>,
-    /// Prompts to continue together: a file with one per line, as text or as JSON objects
+    /// File of prompts to continue together, one per line
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "prompt_tokens"])]
     pub prompts: Option<PathBuf>,
     /// The most prompts of --prompts that are computed at once. Default: 8
