@@ -38,7 +38,7 @@ pub mod worker;
 pub use batch::{Batch, Event, Request};
 pub use chain::{Candidates, SampleStep, StepName, TokenMask};
 pub use constrain::{Constraint, Mark};
-pub use decoder::{CacheLayout, CacheShape, Decoder, Rows};
+pub use decoder::{Activations, CacheLayout, CacheShape, Decoder, LoadOptions, Rows};
 pub use embed::{EmbedOptions, Embedder, Pooling};
 pub use encoder::{Encoder, EncoderEngine, EncoderSpec};
 pub use engine::{Engine, EngineOptions, Feed};

@@ -1,7 +1,6 @@
 //! A language model with its text parts: decoder, tokenizer and chat template.
 
-use crate::decoder::Decoder;
-use crate::lora::Lora;
+use crate::decoder::{Decoder, LoadOptions};
 use crate::source::{Folder, Source};
 use crate::spec::Spec;
 use halcyon::Backend;
@@ -63,20 +62,12 @@ impl ModelFile {
         ChatTemplate::of(tokenizer)
     }
 
-    /// Loads the weights on a backend, for sequences of up to `context` positions.
+    /// Loads the weights on a backend.
     ///
     /// # Errors
     /// The errors of [`Decoder::load`].
-    pub fn load(&self, backend: &Backend, context: usize) -> Result<Decoder> {
-        Decoder::load(backend, &self.source, self.spec.clone(), context)
-    }
-
-    /// [`ModelFile::load`] with adapters.
-    ///
-    /// # Errors
-    /// The errors of [`Decoder::load_adapted`].
-    pub fn load_adapted(&self, backend: &Backend, context: usize, lora: &Lora) -> Result<Decoder> {
-        Decoder::load_adapted(backend, &self.source, self.spec.clone(), context, Some(lora))
+    pub fn load<'a>(&self, backend: &Backend, options: impl Into<LoadOptions<'a>>) -> Result<Decoder> {
+        Decoder::load(backend, &self.source, self.spec.clone(), options)
     }
 }
 

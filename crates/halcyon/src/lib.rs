@@ -205,7 +205,7 @@ pub use halcyon_host as host;
 pub use halcyon_ir as ir;
 pub use halcyon_ir::blocks::BlockType;
 pub use halcyon_ir::error::{Error, Result};
-pub use halcyon_ir::ops::{CachedAttention, Conv, Pool, PoolKind, ReduceKind, ScatterKind};
+pub use halcyon_ir::ops::{CachedAttention, Conv, Pool, PoolKind, ReduceKind, RowMatmul, ScatterKind};
 pub use halcyon_ir::passes::{AmpPolicy, Level};
 pub use halcyon_ir::target::MatmulPrecision;
 pub use halcyon_ir::{ConstData, DType, Dim, Element, Scalar, Shape};

@@ -21,6 +21,11 @@ pub(crate) struct LanguageArgs {
     /// Type of the cached keys and values: f32, f16 or bf16. Default: f16, for `logits` f32
     #[arg(long, value_name = "TYPE")]
     pub kv_dtype: Option<String>,
+    /// How activations are rounded in products with quantised weights: fast (to 8 bits, as llama.cpp does) or
+    /// fine (to 15 bits; up to twice the time of a prompt). Only kernels of the CPU round them. Default: fine
+    /// for `chat`, `logits` and `perplexity`, otherwise fast
+    #[arg(long, value_name = "HOW", hide_short_help = true)]
+    pub activations: Option<String>,
     /// Folder in PEFT's format with low-rank adapters
     #[arg(long, value_name = "DIR")]
     pub lora: Option<PathBuf>,

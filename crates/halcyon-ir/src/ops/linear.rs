@@ -15,6 +15,24 @@ use crate::target::Operand;
 const NAME: &str = "row_matmul";
 /// The attribute with the number of the format of the weights in GGUF files. Weights without it are floats.
 const BLOCKS: &str = "blocks";
+/// The attribute of products whose activations keep at least 15 bits.
+const FINE: &str = "fine";
+
+/// How weights are stored, and how exact a product with them is: the options of [`Graph::row_matmul`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct RowMatmul {
+    /// The format of the weights. `None`: floats.
+    pub blocks: Option<BlockType>,
+    /// If the weights have blocks, kernels may round activations to 8 bits; with `fine`, to 15 bits. A kernel
+    /// takes up to twice the time then.
+    pub fine: bool,
+}
+
+impl From<Option<BlockType>> for RowMatmul {
+    fn from(blocks: Option<BlockType>) -> RowMatmul {
+        RowMatmul { blocks, fine: false }
+    }
+}
 
 pub(super) static ROW_MATMUL: CompositeRow = CompositeRow {
     name: NAME,
@@ -39,18 +57,23 @@ impl Composite {
     pub fn weight_blocks(&self) -> Option<BlockType> {
         self.int(BLOCKS).and_then(|n| u32::try_from(n).ok()).and_then(BlockType::from_ggml)
     }
+
+    /// Whether activations of a composite `row_matmul` keep at least 15 bits ([`RowMatmul::fine`]).
+    pub fn fine_activations(&self) -> bool {
+        self.int(FINE).is_some()
+    }
 }
 
 impl Graph {
     /// `x` `[m, k]` in f32 times the transpose of a matrix of weights `[n, k]`: `[m, n]` in f32. The weights
-    /// are floats of any type, or with `blocks` the bytes of block-quantised weights, u8 `[n, bytes]`.
+    /// are f32, f16 or bf16, or with [`RowMatmul::blocks`] the bytes of block-quantised weights, u8 `[n, bytes]`.
     ///
     /// With `which`, integers `[m]`, the weights have a further axis in front, and row `i` is multiplied by
     /// matrix `which[i]` (a mixture of experts).
     ///
     /// Kernels of this composite are batch-invariant: the bits of a row of the result depend on that row of
-    /// `x`, on its matrix and on nothing else. A kernel may round the activations of a row to 8 bits in
-    /// groups of at most 32 if the weights have blocks.
+    /// `x`, on its matrix and on nothing else. A kernel may round the activations of a row in groups of at
+    /// most 32 if the weights have blocks, to 8 bits or to 15 ([`RowMatmul::fine`]).
     ///
     /// # Errors
     /// [`Error::DType`] unless `x` is f32 and the weights are floats or bytes; [`Error::Shape`] if the shapes
@@ -59,9 +82,10 @@ impl Graph {
         &mut self,
         x: NodeId,
         w: NodeId,
-        blocks: Option<BlockType>,
+        options: impl Into<RowMatmul>,
         which: Option<NodeId>,
     ) -> Result<NodeId> {
+        let RowMatmul { blocks, fine } = options.into();
         let dtype_error = |g: &Graph, dtype: DType, want: &str| Error::DType {
             op: NAME.into(),
             dtype,
@@ -98,6 +122,9 @@ impl Graph {
         let mut own = attrs([]);
         if let Some(b) = blocks {
             own.insert(BLOCKS.into(), Attr::Int(i64::from(b.row().ggml)));
+            if fine {
+                own.insert(FINE.into(), Attr::Int(1));
+            }
         }
         let operands: Vec<NodeId> = [x, w].into_iter().chain(which).collect();
         self.composite(CompositeKind::RowMatmul, own, &operands, |g, x| {

@@ -69,6 +69,7 @@ mod view;
 
 pub use cached_attention::{CacheOperands, CachedAttention};
 pub use conv::Conv;
+pub use linear::RowMatmul;
 pub use pool::{Pool, PoolKind};
 pub use reduce::{ReduceKind, reduced};
 pub use scatter::ScatterKind;

@@ -1,5 +1,6 @@
 //! Finds weights, checks their shapes, and puts them on the backend.
 
+use super::Activations;
 use super::weights::{Matrix, NormWeights};
 use crate::lora::Lora;
 use crate::rope::Rope;
@@ -13,6 +14,7 @@ pub(crate) struct Loader<'a> {
     pub(crate) source: &'a Source,
     pub(crate) spec: &'a Spec,
     pub(crate) backend: &'a Backend,
+    pub(crate) activations: Activations,
     pub(crate) lora: Option<&'a Lora>,
 }
 
@@ -56,7 +58,10 @@ impl Loader<'_> {
         if let Some(a) = &adapter {
             a.check(stem, dims)?;
         }
-        Ok(Matrix { bias, adapter, ..Matrix::new(Tensor::constant(self.backend, &data), w.blocks) })
+        // Rounding errors of values reach the result without a softmax or a gate in between, and their matrix
+        // is small if heads are shared.
+        let fine = self.activations == Activations::Fine || stem.ends_with(".attn_v");
+        Ok(Matrix { fine, bias, adapter, ..Matrix::new(Tensor::constant(self.backend, &data), w.blocks) })
     }
 
     pub(crate) fn maybe(&self, stem: &str, dims: &[usize]) -> Result<Option<Matrix>> {

@@ -113,28 +113,47 @@ impl CacheShape {
     }
 }
 
+/// How activations are rounded in products with weights in blocks. Backends whose kernels do not round them
+/// give the same numbers for both.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Activations {
+    /// To 8 bits in groups of 32, as llama.cpp does; to 15 bits where that costs little.
+    #[default]
+    Fast,
+    /// To 15 bits: logits are close to those of weights in f32.
+    Fine,
+}
+
+/// Options of [`Decoder::load`]. A number is the context, with the defaults for the rest.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadOptions<'a> {
+    /// The longest sequence, in positions.
+    pub context: usize,
+    pub activations: Activations,
+    /// Adapters, whose products are added to those of the matrices.
+    pub lora: Option<&'a Lora>,
+}
+
+impl From<usize> for LoadOptions<'_> {
+    fn from(context: usize) -> Self {
+        LoadOptions { context, activations: Activations::default(), lora: None }
+    }
+}
+
 impl Decoder {
-    /// Loads the weights of a model for sequences of up to `context` positions.
+    /// Loads the weights of a model.
     ///
     /// # Errors
     /// `Error::Argument` for a tensor that is missing; `Error::Shape` for one whose shape does not follow
-    /// from the configuration; errors of reading.
-    pub fn load(backend: &Backend, source: &Source, spec: Spec, context: usize) -> Result<Decoder> {
-        Decoder::load_adapted(backend, source, spec, context, None)
-    }
-
-    /// [`Decoder::load`] with adapters: their products are added to those of the matrices.
-    ///
-    /// # Errors
-    /// Those of [`Decoder::load`]; `Error::Shape` if an adapter does not fit its matrix.
-    pub fn load_adapted(
+    /// from the configuration, or for an adapter that does not fit its matrix; errors of reading.
+    pub fn load<'a>(
         backend: &Backend,
         source: &Source,
         spec: Spec,
-        context: usize,
-        lora: Option<&Lora>,
+        options: impl Into<LoadOptions<'a>>,
     ) -> Result<Decoder> {
-        let l = Loader { source, spec: &spec, backend, lora };
+        let LoadOptions { context, activations, lora } = options.into();
+        let l = Loader { source, spec: &spec, backend, activations, lora };
         let mut ropes = Rotations::default();
         let (v, h) = (spec.vocabulary, spec.hidden);
         let mut layers = Vec::with_capacity(spec.layers.len());

@@ -2,13 +2,15 @@
 
 use crate::lora::Adapter;
 use crate::spec::*;
-use halcyon::{BlockType, DType, Tensor};
+use halcyon::{BlockType, DType, RowMatmul, Tensor};
 
 /// A matrix of weights `[outputs, inputs]`, or several of them.
 #[derive(Debug)]
 pub(crate) struct Matrix {
     pub(crate) data: Tensor,
     pub(crate) blocks: Option<BlockType>,
+    /// Whether activations keep 15 bits in products with blocks ([`RowMatmul::fine`]).
+    pub(crate) fine: bool,
     /// f32 `[outputs]`, or `[matrices, outputs]`.
     pub(crate) bias: Option<Tensor>,
     pub(crate) adapter: Option<Adapter>,
@@ -16,11 +18,15 @@ pub(crate) struct Matrix {
 
 impl Matrix {
     pub(crate) fn new(data: Tensor, blocks: Option<BlockType>) -> Matrix {
-        Matrix { data, blocks, bias: None, adapter: None }
+        Matrix { data, blocks, fine: false, bias: None, adapter: None }
+    }
+
+    fn options(&self) -> RowMatmul {
+        RowMatmul { blocks: self.blocks, fine: self.fine }
     }
 
     pub(crate) fn apply(&self, x: &Tensor) -> Tensor {
-        let y = x.row_matmul(&self.data, self.blocks, None);
+        let y = x.row_matmul(&self.data, self.options(), None);
         let y = match &self.adapter {
             Some(a) => y + a.apply(x),
             None => y,
@@ -33,7 +39,7 @@ impl Matrix {
 
     /// Multiplies each row by its own matrix.
     pub(crate) fn apply_which(&self, x: &Tensor, which: &Tensor) -> Tensor {
-        let y = x.row_matmul(&self.data, self.blocks, Some(which));
+        let y = x.row_matmul(&self.data, self.options(), Some(which));
         match &self.bias {
             Some(b) => y + b.gather(which, 0),
             None => y,

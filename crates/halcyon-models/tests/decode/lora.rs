@@ -5,7 +5,7 @@ use halcyon::prelude::*;
 use halcyon::{BlockType, Error};
 use halcyon_formats::gguf::TensorInfo;
 use halcyon_formats::npz::Npz;
-use halcyon_models::{Decoder, Lora, LoraOptions, ModelFile, Source};
+use halcyon_models::{Decoder, LoadOptions, Lora, LoraOptions, ModelFile, Source};
 use halcyon_nn::{Adam, CrossEntropyOptions, ModuleExt, Optimizer, TrainStep, cross_entropy, loss_and_grads};
 use halcyon_test::{Rng, devices};
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ fn random(tensors: &[(TensorInfo, Vec<u8>)]) -> ModelFile {
 }
 
 fn adapted(b: &Backend, model: &ModelFile, lora: &Lora) -> Arc<Decoder> {
-    Arc::new(model.load_adapted(b, 64, lora).expect("the weights load"))
+    Arc::new(model.load(b, LoadOptions { lora: Some(lora), ..LoadOptions::from(64) }).expect("the weights load"))
 }
 
 fn cpu() -> Backend {

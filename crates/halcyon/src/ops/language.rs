@@ -3,7 +3,7 @@
 use crate::tensor::Tensor;
 use halcyon_ir::blocks::BlockType;
 use halcyon_ir::error::Error;
-use halcyon_ir::ops::{CacheOperands, CachedAttention};
+use halcyon_ir::ops::{CacheOperands, CachedAttention, RowMatmul};
 
 /// A paged cache of keys and values, and which positions each row sees: the operands of
 /// [`Tensor::cached_attention`].
@@ -35,10 +35,16 @@ impl Tensor {
     /// `[m]`, each row has its own matrix of the weights `[matrices, n, k]`. See
     /// [`halcyon_ir::Graph::row_matmul`].
     #[track_caller]
-    pub fn row_matmul(&self, weights: &Tensor, blocks: Option<BlockType>, which: Option<&Tensor>) -> Tensor {
+    pub fn row_matmul(
+        &self,
+        weights: &Tensor,
+        options: impl Into<RowMatmul>,
+        which: Option<&Tensor>,
+    ) -> Tensor {
+        let options = options.into();
         let mut ins = vec![self, weights];
         ins.extend(which);
-        Tensor::build(&ins, |g, x| g.row_matmul(x[0], x[1], blocks, x.get(2).copied()))
+        Tensor::build(&ins, |g, x| g.row_matmul(x[0], x[1], options, x.get(2).copied()))
     }
 
     /// Attention of these queries, f32 `[rows, heads, size]`, over the cached positions of each row's

@@ -6,7 +6,7 @@ use crate::DType;
 use crate::ir::blocks::BlockType;
 use crate::ir::composite::CompositeKind;
 use crate::ir::graph::{Graph, NodeId};
-use crate::ir::ops::{CacheOperands, CachedAttention};
+use crate::ir::ops::{CacheOperands, CachedAttention, RowMatmul};
 
 fn f32s() -> Vec<DType> {
     vec![DType::F32]
@@ -41,9 +41,16 @@ fn decode_blocks() -> Row {
 /// For random signs the errors of a sum of `k` terms stay below 1 % of the largest result.
 const BYTES: Tol = Tol::Norm(84_000.0);
 
+/// The same for 15 bits.
+const FINE: Tol = Tol::Norm(84_000.0 / 254.0 + 64.0);
+
 fn linear() -> Row {
     let product = |t: Option<BlockType>| {
         move |g: &mut Graph, x: &[NodeId]| g.row_matmul(x[0], x[1], t, x.get(2).copied())
+    };
+    let fine = |t: BlockType| {
+        let options = RowMatmul { blocks: Some(t), fine: true };
+        move |g: &mut Graph, x: &[NodeId]| g.row_matmul(x[0], x[1], options, None)
     };
     let mut cases = vec![];
     for m in [1, 3, 33] {
@@ -60,6 +67,8 @@ fn linear() -> Row {
             let w = blocks(t, [35, k]);
             cases.push(case(format!("{m} rows, {t}"), [x([m, k]), w], product(Some(t))).tol(BYTES));
         }
+        let w = blocks(t, [35, k]);
+        cases.push(case(format!("7 rows, {t}, fine"), [x([7, k]), w], fine(t)).tol(FINE));
         let (w, rows) = (blocks(t, [5, 19, k]), x([6, k]));
         cases.push(case(format!("experts, {t}"), [rows, w, which(6)], product(Some(t))).tol(BYTES));
     }

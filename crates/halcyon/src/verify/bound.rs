@@ -373,8 +373,12 @@ impl Analysis {
             return Ok(y);
         }
         // A kernel for the whole composite may round differently from its body. If the weights have blocks,
-        // it may round activations to 8 bits.
-        let units = if c.weight_blocks().is_some() { ACTIVATIONS_IN_BYTES } else { COMPOSITE };
+        // it may round activations to 8 bits, or to 15.
+        let units = match (c.weight_blocks(), c.fine_activations()) {
+            (None, _) => COMPOSITE,
+            (Some(_), false) => ACTIVATIONS_IN_BYTES,
+            (Some(_), true) => COMPOSITE + ACTIVATIONS_IN_BYTES / 254.0,
+        };
         let own = self.of_largest(y.v, units * eps(d.compute()) + 2.0 * once_rounded(d), extremes(d).1)?;
         let e = self.sum(Some(own), y.e)?;
         Ok(Value { v: y.v, e })

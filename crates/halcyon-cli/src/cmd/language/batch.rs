@@ -1,6 +1,6 @@
 //! `halcyon generate --prompts`: continues many prompts together.
 
-use super::{constrain::demand, generation_json, options, start_for};
+use super::{Defaults, FAST, constrain::demand, generation_json, options, start};
 use crate::args::GenerateArgs;
 use crate::report;
 use halcyon::{Error, Result};
@@ -34,7 +34,7 @@ pub(super) fn main(a: &GenerateArgs, file: &Path) -> Result<u8> {
     if parallel == 0 {
         return Err(Error::argument("--parallel", "must be at least 1"));
     }
-    let mut m = start_for(&a.language, None, "f16", false, parallel.min(lines.len()))?;
+    let mut m = start(&a.language, None, Defaults { sequences: parallel.min(lines.len()), ..FAST })?;
     let tokenizer = m.file.tokenizer()?.map(Arc::new);
     options.mask = demand.map(|d| d.mask(tokenizer.as_deref())).transpose()?;
     let mut batch = Batch::new(tokenizer.clone());

@@ -1,7 +1,7 @@
 //! `halcyon bench llm`: tokens per second, by llama-bench's protocol: a prompt of random tokens, then single
 //! tokens, each after a given number of positions.
 
-use super::start;
+use super::{FAST, start};
 use crate::args::BenchLlmArgs;
 use crate::report;
 use halcyon::{Error, Result};
@@ -14,7 +14,7 @@ pub(crate) fn main(a: &BenchLlmArgs) -> Result<u8> {
         return Err(Error::argument("bench llm", "there is nothing to measure"));
     }
     let deepest = a.depth.iter().copied().max().unwrap_or(0);
-    let mut m = start(&a.language, Some(deepest + a.prompt.max(a.generate).max(1)), "f16")?;
+    let mut m = start(&a.language, Some(deepest + a.prompt.max(a.generate).max(1)), FAST)?;
     let (mut rows, mut lines) = (vec![], vec![]);
     let backend = m.engine.decoder().backend().id().to_string();
     for depth in &a.depth {

@@ -2,7 +2,7 @@
 
 use super::constrain::demand;
 use super::speculate::{line, speculation};
-use super::{Running, options, start, times, write_piece};
+use super::{FINE, Running, options, start, times, write_piece};
 use crate::args::ChatArgs;
 use crate::report;
 use halcyon::{Error, Result};
@@ -43,7 +43,7 @@ struct Chat {
 pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
     let mut options = options(&a.sampling)?;
     let demand = demand(&a.sampling)?;
-    let model = start(&a.language, None, "f16")?;
+    let model = start(&a.language, None, FINE)?;
     let tokenizer = model.tokenizer()?;
     options.mask = demand.map(|d| d.mask(Some(&tokenizer))).transpose()?;
     let template = match &a.chat_template {

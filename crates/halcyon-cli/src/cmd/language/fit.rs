@@ -8,7 +8,7 @@ use halcyon::host::{self, MemorySampler};
 use halcyon::{Backend, DType, Error, Result};
 use halcyon_formats::sniff::{self, Kind};
 use halcyon_models::fit::{MemoryNeed, StepSize, StoredWeights, generation};
-use halcyon_models::{Decoder, EngineOptions, Lora, ModelFile};
+use halcyon_models::{Decoder, EngineOptions, LoadOptions, ModelFile};
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::io::Read;
@@ -58,9 +58,9 @@ impl Room {
 pub(super) fn check(
     file: &ModelFile,
     backend: &Backend,
+    load: LoadOptions<'_>,
     options: EngineOptions,
     all: bool,
-    lora: Option<&Lora>,
 ) -> Result<Decoder> {
     let (room, stored) = (Room::of(backend), file.stored());
     // Tensors whose type is not computed with are decoded when the model is loaded.
@@ -76,12 +76,7 @@ pub(super) fn check(
             next: "Use a file whose weights have types that stay in their blocks, such as q4_k".into(),
         });
     }
-    // The positions are those of all sequences.
-    let context = options.positions / options.sequences;
-    let decoder = match lora {
-        Some(l) => file.load_adapted(backend, context, l)?,
-        None => file.load(backend, context)?,
-    };
+    let decoder = file.load(backend, load)?;
     let Some(free) = room.free else { return Ok(decoder) };
     if rough(&decoder, &stored, options, all) <= free {
         return Ok(decoder);

@@ -2,7 +2,7 @@
 
 use super::constrain::demand;
 use super::speculate::{line, speculation, to_json};
-use super::{generation_json, options, start, text_or_stdin, times, tokens, write_piece};
+use super::{FAST, generation_json, options, start, text_or_stdin, times, tokens, write_piece};
 use crate::args::GenerateArgs;
 use crate::cmd::run::report::memory_json;
 use crate::report;
@@ -23,7 +23,7 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
     let mut options = options(&a.sampling)?;
     let demand = demand(&a.sampling)?;
     let watch = a.json.then(|| MemorySampler::start(Duration::from_millis(2))).flatten();
-    let mut m = start(&a.language, None, "f16")?;
+    let mut m = start(&a.language, None, FAST)?;
     let tokenizer = match &a.prompt {
         Some(_) => Some(m.tokenizer()?),
         None => m.file.tokenizer()?,

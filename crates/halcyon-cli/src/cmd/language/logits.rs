@@ -1,6 +1,6 @@
 //! `halcyon logits`: writes the logits of tokens.
 
-use super::{start_for, tokens};
+use super::{EXACT, start, tokens};
 use crate::args::LogitsArgs;
 use crate::report;
 use halcyon::{ConstData, Error, Result};
@@ -12,7 +12,7 @@ pub(crate) fn main(a: &LogitsArgs) -> Result<u8> {
     if ids.is_empty() {
         return Err(Error::argument("--tokens", "the file has no tokens"));
     }
-    let mut m = start_for(&a.language, Some(ids.len()), "f32", true, 1)?;
+    let mut m = start(&a.language, Some(ids.len()), EXACT)?;
     let z = m.engine.feed(&[Feed { sequence: 0, tokens: &ids, all: true }])?.pop().unwrap_or_default();
     let vocabulary = m.engine.decoder().spec.vocabulary;
     npy::write(&a.output, &ConstData::from_slice(&[ids.len(), vocabulary], &z)?)?;

@@ -20,7 +20,7 @@ use halcyon::hal::driver_output;
 use halcyon::{DType, Error, Result};
 use halcyon_formats::npy;
 use halcyon_models::{
-    Engine, EngineOptions, GenerateOptions, Generation, Lora, ModelFile, Sampling, StepName,
+    Activations, Engine, EngineOptions, GenerateOptions, Generation, LoadOptions, Lora, ModelFile, Sampling, StepName,
 };
 use halcyon_text::Tokenizer;
 use serde_json::{Value, json};
@@ -49,23 +49,41 @@ fn kv_dtype(name: &str) -> Result<DType> {
     }
 }
 
-/// Opens and loads the model. `context`, if given, replaces the user's. `kept` is the type of cached keys and
-/// values unless the user chooses one.
-pub(super) fn start(a: &LanguageArgs, context: Option<usize>, kept: &str) -> Result<Running> {
-    start_for(a, context, kept, false, 1)
+/// What a command uses unless the user chooses otherwise.
+#[derive(Clone, Copy)]
+pub(super) struct Defaults {
+    /// The type of cached keys and values.
+    kv_dtype: &'static str,
+    activations: Activations,
+    /// Whether logits of all tokens of a step are computed.
+    all: bool,
+    /// Sequences for which the cache has room, of the context's length each.
+    pub sequences: usize,
 }
 
-/// `start`. `all` says whether logits of all tokens of a step will be computed; the cache has room for
-/// `sequences` of the context's length each.
-pub(super) fn start_for(
-    a: &LanguageArgs,
-    context: Option<usize>,
-    kept: &str,
-    all: bool,
-    sequences: usize,
-) -> Result<Running> {
+/// Speed comes first.
+pub(super) const FAST: Defaults =
+    Defaults { kv_dtype: "f16", activations: Activations::Fast, all: false, sequences: 1 };
+/// Prompts of chats are short, and small models answer better.
+pub(super) const FINE: Defaults = Defaults { activations: Activations::Fine, ..FAST };
+/// The quality of a model is measured.
+pub(super) const MEASURE: Defaults = Defaults { all: true, ..FINE };
+/// Numbers are compared with those of other programs.
+pub(super) const EXACT: Defaults = Defaults { kv_dtype: "f32", ..MEASURE };
+
+fn activations(name: &str) -> Result<Activations> {
+    match name {
+        "fast" => Ok(Activations::Fast),
+        "fine" => Ok(Activations::Fine),
+        other => Err(Error::argument("--activations", format!("'{other}': expected fast or fine"))),
+    }
+}
+
+/// Opens and loads the model. `context`, if given, replaces the user's.
+pub(super) fn start(a: &LanguageArgs, context: Option<usize>, defaults: Defaults) -> Result<Running> {
     a.backend.check()?;
-    let dtype = kv_dtype(a.kv_dtype.as_deref().unwrap_or(kept))?;
+    let dtype = kv_dtype(a.kv_dtype.as_deref().unwrap_or(defaults.kv_dtype))?;
+    let activations = a.activations.as_deref().map_or(Ok(defaults.activations), activations)?;
     if a.chunk == 0 {
         return Err(Error::argument("--chunk", "must be at least 1"));
     }
@@ -75,13 +93,15 @@ pub(super) fn start_for(
         report::warn(&w);
     }
     let backend = a.backend.open(false)?;
+    let sequences = defaults.sequences;
     let positions = context.checked_mul(sequences).ok_or_else(|| {
         Error::argument("--parallel", format!("{sequences} sequences of {context} positions are too many"))
     })?;
     let options =
         EngineOptions { sequences, positions, cache: dtype, chunk: a.chunk, ..EngineOptions::default() };
     let lora = a.lora.as_deref().map(|dir| Lora::load(dir, &file, &backend)).transpose()?;
-    let decoder = Arc::new(fit::check(&file, &backend, options, all, lora.as_ref())?);
+    let load = LoadOptions { context, activations, lora: lora.as_ref() };
+    let decoder = Arc::new(fit::check(&file, &backend, load, options, defaults.all)?);
     Ok(Running { engine: Engine::new(decoder, options)?, file })
 }
 

@@ -1,6 +1,6 @@
 //! `halcyon perplexity`: how well a model predicts a text.
 
-use super::start_for;
+use super::{MEASURE, start};
 use crate::args::PerplexityArgs;
 use crate::report;
 use halcyon::{Error, Result};
@@ -17,7 +17,7 @@ pub(crate) fn main(a: &PerplexityArgs) -> Result<u8> {
     if window < 2 {
         return Err(Error::argument("--context", "a window has at least 2 positions"));
     }
-    let mut m = start_for(&a.language, Some(window), "f16", true, 1)?;
+    let mut m = start(&a.language, Some(window), MEASURE)?;
     let tokenizer = m.tokenizer()?;
     let ids = tokenizer.encode(&text, true, false)?;
     if ids.len() < window {

@@ -4,6 +4,8 @@
 //! sums are exact, and they do not depend on the instructions. They are scaled and added in f32 in the order
 //! of the groups. Each result has one sum in f32, so its bits do not depend on the tile that it belongs to.
 
+#[cfg(target_arch = "aarch64")]
+use super::ints_neon::Neon;
 #[cfg(target_arch = "x86_64")]
 use super::ints_x86::{Maddubs, Vnni};
 use super::layout::{CHUNK, LINE, Layout, PANEL, Part, SCALES};
@@ -132,8 +134,10 @@ pub(super) struct Task<'a> {
     pub panel: *const u8,
     /// The records of the tile.
     pub x: *const u8,
-    /// The rows of the results, as many as the tile has.
+    /// The rows of the results, as many as the tile has, or half as many.
     pub rows: *const u32,
+    /// Whether two rows of the tile after each other are the parts of one row.
+    pub pairs: bool,
     /// The first result of the panel in row 0.
     pub y: *mut f32,
     /// Floats from a row of the results to the next.
@@ -155,21 +159,30 @@ pub(super) enum Path {
     Vnni,
     /// AVX2.
     Maddubs,
+    Neon,
     Plain,
 }
 
 impl Path {
     /// Every path that may run here with `isa`, the best first.
     pub(super) fn all(isa: Isa) -> impl Iterator<Item = Path> {
-        let has = [isa.check().has_vnni(), isa >= Isa::Avx2, isa == Isa::Portable];
-        [Path::Vnni, Path::Maddubs, Path::Plain].into_iter().zip(has).filter(|(_, has)| *has).map(|(p, _)| p)
+        let plain = isa == Isa::Portable;
+        let paths = [
+            (Path::Vnni, isa.check().has_vnni()),
+            (Path::Maddubs, isa >= Isa::Avx2),
+            (Path::Neon, plain && cfg!(target_arch = "aarch64")),
+            (Path::Plain, plain),
+        ];
+        paths.into_iter().filter(|(_, has)| *has).map(|(p, _)| p)
     }
 
-    /// Numbers of rows that a tile may have.
-    pub(super) fn sizes(self) -> &'static [usize] {
-        match self {
-            Path::Vnni => &[12, 8, 4, 2, 1],
-            Path::Maddubs | Path::Plain => &[4, 2, 1],
+    /// Numbers of rows that a tile may have. A tile of `fine` rows has two rows for each.
+    pub(super) fn sizes(self, fine: bool) -> &'static [usize] {
+        match (self, fine) {
+            (Path::Vnni, false) => &[12, 8, 4, 2, 1],
+            (Path::Vnni, true) => &[6, 4, 2, 1],
+            (_, false) => &[4, 2, 1],
+            (_, true) => &[2, 1],
         }
     }
 
@@ -177,6 +190,7 @@ impl Path {
         match self {
             Path::Vnni => "vnni",
             Path::Maddubs => "avx2",
+            Path::Neon => "neon",
             Path::Plain => "plain",
         }
     }
@@ -186,6 +200,8 @@ impl Path {
         match self {
             #[cfg(target_arch = "x86_64")]
             Path::Maddubs if Maddubs::SUBTRACTS && l.wide() => 0,
+            #[cfg(target_arch = "aarch64")]
+            Path::Neon if Neon::SUBTRACTS && l.wide() => 0,
             _ => l.zero,
         }
     }
@@ -197,6 +213,8 @@ impl Path {
             Path::Vnni => decode_avx512,
             #[cfg(target_arch = "x86_64")]
             Path::Maddubs => decode_avx2,
+            #[cfg(target_arch = "aarch64")]
+            Path::Neon => Layout::decode::<Neon>,
             _ => Layout::decode::<Plain>,
         }
     }
@@ -208,6 +226,8 @@ impl Path {
             Path::Vnni => const { &[vnni::<K, 12>, vnni::<K, 8>, vnni::<K, 4>, vnni::<K, 2>, vnni::<K, 1>] },
             #[cfg(target_arch = "x86_64")]
             Path::Maddubs => const { &[maddubs::<K, 4, 1>, maddubs::<K, 2, 2>, maddubs::<K, 1, 2>] },
+            #[cfg(target_arch = "aarch64")]
+            Path::Neon => const { &[neon::<K, 4>, neon::<K, 2>, neon::<K, 1>] },
             _ => const { &[plain::<K, 4>, plain::<K, 2>, plain::<K, 1>] },
         }
     }
@@ -265,6 +285,14 @@ unsafe fn vnni<K: Kind, const R: usize>(t: &Task<'_>) {
 unsafe fn maddubs<K: Kind, const R: usize, const H: usize>(t: &Task<'_>) {
     // SAFETY: this function has the contract of `tile` and is compiled for AVX2.
     unsafe { tile::<Maddubs, K, R, H>(t) }
+}
+
+/// # Safety
+/// The contract of [`TileFn`] for `R` rows.
+#[cfg(target_arch = "aarch64")]
+unsafe fn neon<K: Kind, const R: usize>(t: &Task<'_>) {
+    // SAFETY: this function has the contract of `tile`, and the baseline has NEON.
+    unsafe { tile::<Neon, K, R, 2>(t) }
 }
 
 /// # Safety
@@ -332,7 +360,11 @@ unsafe fn lanes<X: Ints, K: Kind, const R: usize, const H: usize>(t: &Task<'_>, 
                 }
             }
         }
-        for r in 0..R {
+        let parts = if t.pairs { 2 } else { 1 };
+        for r in 0..R / parts {
+            if t.pairs {
+                out[r] = std::array::from_fn(|h| X::S::add(out[2 * r][h], out[2 * r + 1][h]));
+            }
             let y = t.y.add(*t.rows.add(r) as usize * t.stride);
             for h in 0..H {
                 let at = lane + h * w;

@@ -11,6 +11,8 @@
 mod call_tests;
 mod floats;
 mod ints;
+#[cfg(target_arch = "aarch64")]
+mod ints_neon;
 #[cfg(target_arch = "x86_64")]
 mod ints_x86;
 mod layout;
@@ -61,7 +63,7 @@ pub(crate) fn call(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
     if matrices == 0 && m > 0 {
         return no("there are no matrices to choose from");
     }
-    let product = Product::new(isa, size, weights);
+    let product = Product { fine: c.fine_activations(), ..Product::new(isa, size, weights) };
     let Some(bytes) = product.packed_bytes() else {
         return no("the packed weights are larger than the address space");
     };

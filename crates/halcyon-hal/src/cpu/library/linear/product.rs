@@ -3,7 +3,7 @@
 use super::floats;
 use super::ints::{self, Path};
 use super::layout::{CHUNK, GROUP, Layout, PANEL};
-use super::quantise::{RECORD, Sums, quantise};
+use super::quantise::{Form, RECORD, quantise};
 use super::rows::{Room, Rows, Tile, Used};
 use crate::cpu::library::simd::{Simd, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
@@ -46,6 +46,8 @@ pub(super) struct Size {
 pub(super) struct Product {
     pub size: Size,
     pub weights: Weights,
+    /// Whether activations are rounded to 15 bits and not to 8, if the weights have blocks.
+    pub fine: bool,
     pub isa: Isa,
     pub path: Path,
 }
@@ -77,13 +79,13 @@ impl Product {
     /// `k` of weights in blocks is a multiple of the block.
     pub(super) fn new(isa: Isa, size: Size, weights: Weights) -> Product {
         let path = Path::all(isa).next().unwrap_or(Path::Plain);
-        Product { size, weights, isa, path }
+        Product { size, weights, fine: false, isa, path }
     }
 
     /// The instructions and the type of the weights, for the name of the kernel.
     pub(super) fn name(&self) -> String {
         match self.weights {
-            Weights::Blocks(b) => format!("{b}.{}", self.path.name()),
+            Weights::Blocks(b) => format!("{b}.{}{}", self.path.name(), if self.fine { ".fine" } else { "" }),
             Weights::F32 => format!("f32.{}", self.isa.name()),
             Weights::F16 => format!("f16.{}", self.isa.name()),
             Weights::BF16 => format!("bf16.{}", self.isa.name()),
@@ -130,7 +132,7 @@ impl Product {
     /// Bytes of an arranged row of `x`.
     fn arranged(&self) -> usize {
         match self.weights {
-            Weights::Blocks(_) => self.groups() * RECORD,
+            Weights::Blocks(_) => self.groups() * RECORD * if self.fine { 2 } else { 1 },
             _ => self.size.k * size_of::<f32>(),
         }
     }
@@ -253,7 +255,7 @@ impl Product {
 
     fn sizes(&self) -> &'static [usize] {
         match self.weights {
-            Weights::Blocks(_) => self.path.sizes(),
+            Weights::Blocks(_) => self.path.sizes(self.fine),
             _ => floats::sizes(self.isa),
         }
     }
@@ -270,8 +272,9 @@ impl Product {
             match self.weights {
                 Weights::Blocks(b) => {
                     let l = Layout::of(b);
-                    let sums = Sums { halves: l.halves(), offset: l.offset(), zero: self.path.zero(&l) };
-                    quantise(self.isa, job.o.x, k, rows, tile, sums, to);
+                    let (halves, offset, zero) = (l.halves(), l.offset(), self.path.zero(&l));
+                    let form = Form { fine: self.fine, halves, offset, zero };
+                    quantise(self.isa, job.o.x, k, rows, tile, form, to);
                 }
                 _ => floats::arrange(job.o.x, k, rows, tile.rows as usize, to.cast()),
             }
@@ -322,11 +325,12 @@ impl Product {
         let n = self.size.n;
         for tile in job.rows.tiles_of(u) {
             let first = tile.first as usize;
-            let size = self.path.sizes().iter().position(|s| *s == tile.rows as usize).unwrap_or(0);
+            let size = self.sizes().iter().position(|s| *s == tile.rows as usize).unwrap_or(0);
             for p in 0..w.1 {
                 let column = (j + p) * PANEL;
                 // SAFETY: the tile's rows are arranged at `first`, and the results of these rows and of the
-                // panel's columns are writable. `self.path` is available, and `size` is that of the tile.
+                // panel's columns are writable. `self.path` is available. `size` is that of the tile: sizes of
+                // fine tiles are halves of the first of the others.
                 unsafe {
                     tiles[size](&ints::Task {
                         layout: l,
@@ -337,6 +341,7 @@ impl Product {
                         panel: w.0.add(p * self.panel_bytes()),
                         x: job.x.add(first * self.arranged()),
                         rows: job.rows.order.as_ptr().add(first),
+                        pairs: self.fine,
                         y: job.o.y.add(column),
                         stride: n,
                         columns: (n - column).min(PANEL),
