@@ -119,7 +119,7 @@ impl Layout {
     }
 
     /// Whether codes, or their values in the table, take all 8 bits.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub(super) fn wide(&self) -> bool {
         self.zero == 128
     }
