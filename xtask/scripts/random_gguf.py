@@ -1,7 +1,8 @@
 """Writes a GGUF file of a Llama with random weights and an invented vocabulary, to measure speed with.
 
 `random_gguf.py FILE --type q8_0` has the shape of TinyLlama 1.1B; options give others. Speed does not depend
-on the values, so rows repeat every 64 rows: making the file takes seconds. Q4_K_M and such come from
+on the values, so every matrix takes its rows at random from 64 rows: making the file takes seconds, and no two
+matrices are equal (Halcyon would keep equal ones once, and read less memory). Q4_K_M and such come from
 `llama_oracle.py quantize` on the f16 file. Needs gguf and numpy.
 """
 
@@ -94,7 +95,7 @@ def main():
             values = (0.02 * rng.standard_normal((ROWS, columns))).astype(np.float32)
             blocks[columns] = gguf.quants.quantize(values, kind)
         block = blocks[columns]
-        data = np.broadcast_to(block, (-(-rows // ROWS), *block.shape)).reshape(-1, block.shape[1])[:rows]
+        data = block[rng.integers(0, ROWS, rows)]
         writer.add_tensor(name, data, raw_dtype=kind)
 
     def norm(name):
