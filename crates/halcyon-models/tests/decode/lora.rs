@@ -22,7 +22,9 @@ fn random(tensors: &[(TensorInfo, Vec<u8>)]) -> ModelFile {
 }
 
 fn adapted(b: &Backend, model: &ModelFile, lora: &Lora) -> Arc<Decoder> {
-    Arc::new(model.load(b, LoadOptions { lora: Some(lora), ..LoadOptions::from(64) }).expect("the weights load"))
+    Arc::new(
+        model.load(b, LoadOptions { lora: Some(lora), ..LoadOptions::from(64) }).expect("the weights load"),
+    )
 }
 
 fn cpu() -> Backend {

@@ -20,7 +20,8 @@ use halcyon::hal::driver_output;
 use halcyon::{DType, Error, Result};
 use halcyon_formats::npy;
 use halcyon_models::{
-    Activations, Engine, EngineOptions, GenerateOptions, Generation, LoadOptions, Lora, ModelFile, Sampling, StepName,
+    Activations, Engine, EngineOptions, GenerateOptions, Generation, LoadOptions, Lora, ModelFile, Sampling,
+    StepName,
 };
 use halcyon_text::Tokenizer;
 use serde_json::{Value, json};
