@@ -1,5 +1,5 @@
-//! Many prompts at once. A finished sequence's place is taken by the next prompt; pieces of prompts and single
-//! tokens of other sequences share the steps.
+//! Many prompts at once. A finished sequence's place is taken by the next prompt; pieces of prompts and
+//! single tokens of other sequences share the steps.
 
 use crate::engine::{Engine, Feed};
 use crate::generate::{GenerateOptions, Generation, Piece, Session};

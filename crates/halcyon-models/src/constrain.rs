@@ -60,8 +60,8 @@ impl Constraint {
     /// Texts that match a grammar in GBNF (llama.cpp) or Lark. GBNF is recognised by `::=`.
     ///
     /// # Errors
-    /// `Error::Format` with line and column of a mistake; `Error::Unsupported` for parts of the notations that
-    /// cannot be followed; `Error::Argument` if no text matches, or if the grammar is too large.
+    /// `Error::Format` with line and column of a mistake; `Error::Unsupported` for parts of the notations
+    /// that cannot be followed; `Error::Argument` if no text matches, or if the grammar is too large.
     pub fn grammar(text: &str, tokenizer: &Tokenizer) -> Result<Constraint> {
         Constraint::new(read(text)?, Vocabulary::of(tokenizer))
     }
@@ -114,8 +114,8 @@ impl Constraint {
         Ok(mask.get(i / 32).is_some_and(|m| m >> (i % 32) & 1 == 1))
     }
 
-    /// Adds a token to the text. Returns whether it may follow; if not, the text stays as it was. A token that
-    /// ends a text adds nothing.
+    /// Adds a token to the text. Returns whether it may follow; if not, the text stays as it was. A token
+    /// that ends a text adds nothing.
     ///
     /// # Errors
     /// Those of [`Constraint::allows`].

@@ -37,8 +37,9 @@ pub fn needed(o: &Sampling) -> Option<usize> {
     None
 }
 
-/// The `k` largest of the logits `[1, n]`: their numbers (i32) and values (f32), both `[k]`, the largest first; of
-/// equal ones, the smaller number first. NaN counts as negative infinity. `k` is at least 1 and at most `n`.
+/// The `k` largest of the logits `[1, n]`: their numbers (i32) and values (f32), both `[k]`, the largest
+/// first; of equal ones, the smaller number first. NaN counts as negative infinity. `k` is at least 1 and at
+/// most `n`.
 pub(crate) fn largest(z: &Tensor, n: usize, k: usize) -> [Tensor; 2] {
     let low = Tensor::scalar(z.backend(), f64::NEG_INFINITY, DType::F32);
     let z = z.ne(z).select(&low, z);

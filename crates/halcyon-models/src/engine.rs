@@ -216,8 +216,8 @@ impl Engine {
         self.feed_parts(feeds, &[])
     }
 
-    /// [`Engine::feed`] with the results of tokens that are fed one by one: rotations that depend on the length
-    /// of a sequence take for each token the length that the sequence has after it.
+    /// [`Engine::feed`] with the results of tokens that are fed one by one: rotations that depend on the
+    /// length of a sequence take for each token the length that the sequence has after it.
     ///
     /// # Errors
     /// Those of [`Engine::feed`].
@@ -281,15 +281,15 @@ impl Engine {
         rows.chunks(self.options.chunk).map(<[_]>::to_vec).collect()
     }
 
-    /// Whether selecting logits on the device is faster than copying all of them. On the CPU nothing is copied
-    /// to another memory, and the host selects faster.
+    /// Whether selecting logits on the device is faster than copying all of them. On the CPU nothing is
+    /// copied to another memory, and the host selects faster.
     pub fn selects(&self) -> bool {
         self.decoder.backend().info().backend != BackendType::Cpu
     }
 
-    /// Adds a token to a sequence. Returns the `k` largest logits after it with their tokens, the largest first;
-    /// of equal ones, the smaller token first. Only these are copied from the device. `k` is cut to the
-    /// vocabulary's size.
+    /// Adds a token to a sequence. Returns the `k` largest logits after it with their tokens, the largest
+    /// first; of equal ones, the smaller token first. Only these are copied from the device. `k` is cut to
+    /// the vocabulary's size.
     ///
     /// # Errors
     /// Those of [`Engine::feed`]; `Error::Argument` if `k` is 0.

@@ -114,8 +114,8 @@ pub struct Piece {
     pub finish: Option<Finish>,
 }
 
-/// A generation apart from the model: chooses tokens from logits, makes text of them, and finds the end. `T` is
-/// a reference to a tokenizer, or an `Arc` of it.
+/// A generation apart from the model: chooses tokens from logits, makes text of them, and finds the end. `T`
+/// is a reference to a tokenizer, or an `Arc` of it.
 #[derive(Debug)]
 pub struct Session<T> {
     sampler: Sampler,

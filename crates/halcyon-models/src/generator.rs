@@ -176,8 +176,8 @@ impl Generator {
         out.into_iter().map(|g| g.ok_or_else(|| Error::internal("a request of a batch has no end"))).collect()
     }
 
-    /// Continues many prompts, each with its own options. `on_event` gets the number of the request and what a
-    /// step brought; an error of it ends the batch.
+    /// Continues many prompts, each with its own options. `on_event` gets the number of the request and what
+    /// a step brought; an error of it ends the batch.
     ///
     /// # Errors
     /// Errors of a request's prompt or options, of the engine, and of `on_event`.

@@ -35,8 +35,8 @@ pub(crate) fn floor(length: usize) -> usize {
 /// `[d, w, CHUNK]`. Tensors are i32 unless their description has another type.
 #[derive(Clone, Copy, Debug)]
 pub struct Grid<'a> {
-    /// `[rows]`: where the row's input is written: `sequence * ring + place`. Row `sequences * ring` and those
-    /// after it belong to no sequence.
+    /// `[rows]`: where the row's input is written: `sequence * ring + place`. Row `sequences * ring` and
+    /// those after it belong to no sequence.
     pub ring: &'a Tensor,
     /// `[w]`: the sequences.
     pub sequences: &'a Tensor,

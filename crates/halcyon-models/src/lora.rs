@@ -1,5 +1,6 @@
-//! Low-rank adapters (LoRA, Hu et al. 2021): each adapted matrix `W` computes `W x + scale B A x`, and only `A`
-//! and `B` are trained. Files have the format of PEFT: `adapter_model.safetensors` and `adapter_config.json`.
+//! Low-rank adapters (LoRA, Hu et al. 2021): each adapted matrix `W` computes `W x + scale B A x`, and only
+//! `A` and `B` are trained. Files have the format of PEFT: `adapter_model.safetensors` and
+//! `adapter_config.json`.
 
 mod files;
 
@@ -90,8 +91,8 @@ impl Adapter {
     }
 }
 
-/// The adapters of a model. As a module, it has the adapters' parameters only, so optimizers leave the model's
-/// own weights as they are.
+/// The adapters of a model. As a module, it has the adapters' parameters only, so optimizers leave the
+/// model's own weights as they are.
 #[derive(Clone, Debug, Module)]
 pub struct Lora {
     /// By the canonical name of the matrix, such as `blk.0.attn_q`.

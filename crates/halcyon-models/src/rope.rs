@@ -10,7 +10,8 @@ pub struct Rope {
     pub size: usize,
     pub layout: Layout,
     pub scaling: Scaling,
-    /// The frequencies are divided by these; pairs without one are not. `None`: by `rope_freqs` of the file, if it has them.
+    /// The frequencies are divided by these; pairs without one are not. `None`: by `rope_freqs` of the file,
+    /// if it has them.
     pub factors: Option<Vec<f64>>,
 }
 
@@ -35,7 +36,8 @@ pub enum Scaling {
         factor: f64,
         original: usize,
     },
-    /// Gemma 4: only this part of the pairs turns, with the frequencies of a whole head divided by the factor.
+    /// Gemma 4: only this part of the pairs turns, with the frequencies of a whole head divided by the
+    /// factor.
     Proportional {
         part: f64,
         factor: f64,

@@ -123,8 +123,8 @@ impl Source {
 }
 
 impl Source {
-    /// The name in Hugging Face's layout of the module with the canonical name `stem`. `None` if the model has
-    /// no such matrix, or stores it together with another one.
+    /// The name in Hugging Face's layout of the module with the canonical name `stem`. `None` if the model
+    /// has no such matrix, or stores it together with another one.
     pub(crate) fn module(&self, spec: &Spec, stem: &str) -> Option<String> {
         match self {
             Source::Folder(folder) => folder.module(spec, stem),

@@ -164,10 +164,10 @@ pub struct Attention {
     pub latent: Option<Latent>,
 }
 
-/// Multi-head latent attention (DeepSeek-V2). A position is stored as a vector of `rank` elements and a rotated
-/// part, which all heads share: [`Attention::shared`] is 1, [`Attention::key`] is the size of both parts and
-/// [`Attention::value`] is `rank`. The matrices that would expand the vector are applied to queries and results
-/// instead.
+/// Multi-head latent attention (DeepSeek-V2). A position is stored as a vector of `rank` elements and a
+/// rotated part, which all heads share: [`Attention::shared`] is 1, [`Attention::key`] is the size of both
+/// parts and [`Attention::value`] is `rank`. The matrices that would expand the vector are applied to queries
+/// and results instead.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Latent {
     /// Size between the two products that make the queries. `None`: there is one product.
@@ -199,8 +199,8 @@ pub enum Ffn {
     /// `down(act(up(x)))`.
     Plain(Activation),
     Experts(Experts),
-    /// A gated part and experts read the same activations. Each has norms of its own before and after, and the
-    /// results are added (Gemma 4).
+    /// A gated part and experts read the same activations. Each has norms of its own before and after, and
+    /// the results are added (Gemma 4).
     Beside(Activation, Beside),
 }
 

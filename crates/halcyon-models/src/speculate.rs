@@ -216,8 +216,8 @@ impl Speculation {
         Ok(session.into_generation(prompt.len(), prompt_time, start.elapsed()))
     }
 
-    /// A step of the model: computes `token` and proposals that follow it. Returns the last piece, whose token
-    /// the sequence does not hold; `None` if the caller ended the text.
+    /// A step of the model: computes `token` and proposals that follow it. Returns the last piece, whose
+    /// token the sequence does not hold; `None` if the caller ended the text.
     fn round(
         &mut self,
         model: &mut dyn Model,
@@ -302,7 +302,8 @@ fn drafted(
         let next = all[held.len()..].to_vec();
         let logits = model.feed(&next, false)?;
         held.extend(next);
-        // A grammar that no token of the vocabulary can continue is an error of the generation, not of the draft.
+        // A grammar that no token of the vocabulary can continue is an error of the generation, not of the
+        // draft.
         let Ok(token) = sampler.next(&logits, &all) else { break };
         if sampler.accept(token).is_err() {
             break;

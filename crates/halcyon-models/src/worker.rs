@@ -59,7 +59,8 @@ impl Line {
 }
 
 impl Generator {
-    /// Moves the generator to a thread, which serves any number of streams. They share the engine's sequences.
+    /// Moves the generator to a thread, which serves any number of streams. They share the engine's
+    /// sequences.
     ///
     /// # Errors
     /// `Error::Io` if no thread can be started.
@@ -74,8 +75,8 @@ impl Generator {
 }
 
 impl Worker {
-    /// Continues a prompt. The stream is a `futures_core::Stream` and needs no particular runtime. Dropping it
-    /// ends the generation. Errors come as the stream's last item.
+    /// Continues a prompt. The stream is a `futures_core::Stream` and needs no particular runtime. Dropping
+    /// it ends the generation. Errors come as the stream's last item.
     pub fn stream(&self, prompt: impl Into<Prompt>, options: &GenerateOptions) -> AsyncPieces {
         let line = Arc::new(Line::default());
         let job = Job { prompt: prompt.into(), options: options.clone(), line: line.clone() };

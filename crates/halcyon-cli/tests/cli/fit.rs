@@ -356,7 +356,7 @@ fn resnet_50_takes_its_weights_and_little_more_than_its_live_activations() {
         return;
     };
     assert!(measured.abs_diff(predicted) <= predicted / 20, "{predicted} predicted, {measured} measured");
-    assert!(measured <= weights + live + live / 10 + 8 * MIB, "{measured} with {weights} and {live}");
+    assert!(measured <= weights + live + live / 10 + 9 * MIB, "{measured} with {weights} and {live}");
 }
 
 /// `--train`: the parts add up, and computing activations again lets larger batches fit.

@@ -66,7 +66,8 @@ impl Composite {
 
 impl Graph {
     /// `x` `[m, k]` in f32 times the transpose of a matrix of weights `[n, k]`: `[m, n]` in f32. The weights
-    /// are f32, f16 or bf16, or with [`RowMatmul::blocks`] the bytes of block-quantised weights, u8 `[n, bytes]`.
+    /// are f32, f16 or bf16, or with [`RowMatmul::blocks`] the bytes of block-quantised weights,
+    /// u8 `[n, bytes]`.
     ///
     /// With `which`, integers `[m]`, the weights have a further axis in front, and row `i` is multiplied by
     /// matrix `which[i]` (a mixture of experts).

@@ -1,9 +1,9 @@
 //! Earley's algorithm over bytes, as an automaton that is built while it is used.
 //!
 //! A row is the set of items after a text. An item is a place in an alternative and the row in which the
-//! alternative began. Two texts whose rows have the same items continue in the same way, so equal rows get one
-//! number, and the row after a byte is looked up once it is known. The repetitions of
-//! [`super::grammar`] recurse to the left, so that a loop leads back to the same row.
+//! alternative began. Two texts whose rows have the same items continue in the same way, so equal rows get
+//! one number, and the row after a byte is looked up once it is known. The repetitions of [`super::grammar`]
+//! recurse to the left, so that a loop leads back to the same row.
 
 use super::grammar::{Grammar, Symbol, has};
 use halcyon::ir::error::{Error, Result};

@@ -8,9 +8,9 @@
 //! y_i = exp(G_i) q_i S + Σ_{j ≤ i} exp(G_i - G_j) (q_i · k_j) u_j
 //! ```
 //!
-//! from the matrix `S` at the beginning of the chunk. In Mamba 2, `u` is the value times the size of the step.
-//! In DeltaNet, `u_j` is what the value at `j` adds to what is already stored for its key; it depends on
-//! earlier `u` of the chunk, which is a triangular system of equations (Yang et al. 2024).
+//! from the matrix `S` at the beginning of the chunk. In Mamba 2, `u` is the value times the size of the
+//! step. In DeltaNet, `u_j` is what the value at `j` adds to what is already stored for its key; it depends
+//! on earlier `u` of the chunk, which is a triangular system of equations (Yang et al. 2024).
 
 use super::CacheShape;
 use super::load::{Loader, expect};
@@ -258,8 +258,8 @@ impl RecurrentStep<'_> {
         }
     }
 
-    /// The inputs in the places of the grid and before them, `[chunks, CHUNK + kernel - 1, size]`, and the new
-    /// ring.
+    /// The inputs in the places of the grid and before them, `[chunks, CHUNK + kernel - 1, size]`, and the
+    /// new ring.
     fn window(&self, input: &Tensor, state: &Tensor) -> (Tensor, Tensor) {
         let (size, rows, kernel) = (last(input), ring(self.r.kernel), self.r.kernel);
         let rings = state.reshape([self.slots + 1, rows * size]).gather(self.grid.sequences, 0);
@@ -377,9 +377,9 @@ impl RecurrentStep<'_> {
         (Tensor::cat(&results, 0), state)
     }
 
-    /// The inverse of `1 + L`, where `L` is the part of `system` below the diagonal. The inverses of blocks of
-    /// 1, 2, 4, … rows on the diagonal follow from each other. Unlike a series of powers, this stays exact if
-    /// the keys of a chunk are almost equal.
+    /// The inverse of `1 + L`, where `L` is the part of `system` below the diagonal. The inverses of blocks
+    /// of 1, 2, 4, … rows on the diagonal follow from each other. Unlike a series of powers, this stays exact
+    /// if the keys of a chunk are almost equal.
     fn solved(masks: &Masks, system: &Tensor) -> Tensor {
         let mut inverse = masks.identity.clone();
         for (i, quarter) in masks.quarters.iter().enumerate() {

@@ -2,8 +2,8 @@
 //!
 //! Where GGUF's architecture computes in another way than the folder's model, the weights make up for it: the
 //! factor `1 + weight` of norms is stored, rows of queries and keys are arranged for the other layout of the
-//! rotation, and another scale of the scores becomes a factor of the queries. Then the metadata is read as any
-//! file's is. If that means another computation than the folder's, the file is refused.
+//! rotation, and another scale of the scores becomes a factor of the queries. Then the metadata is read as
+//! any file's is. If that means another computation than the folder's, the file is refused.
 
 use super::content::{Content, Entry, header};
 use super::keys::{self, attention};

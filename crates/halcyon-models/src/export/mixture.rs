@@ -320,7 +320,7 @@ impl Chooser<'_> {
         // With experts, a layer may have more than one such tensor.
         let i = if self.experts > 1 { layer(name).filter(|i| *i < n) } else { Some(seen) };
         let i = i.ok_or_else(|| {
-            Error::argument("quantize", format!("tensor '{name}' is not in one of the {n} layers"))
+            Error::argument("export", format!("tensor '{name}' is not in one of the {n} layers"))
         })?;
         let favoured = is_favoured(i, n);
         Ok(match self.options.file.name {

@@ -1,7 +1,7 @@
 //! Writes models: GGUF files with other types, GGUF files of folders, and folders of GGUF files.
 //!
-//! [`Content`] is a model in the form of a GGUF file, whose tensors are read when they are written. [`write()`]
-//! writes it with a type for each tensor; [`choose`] finds the types of a mixture.
+//! [`Content`] is a model in the form of a GGUF file, whose tensors are read when they are written.
+//! [`write()`] writes it with a type for each tensor; [`choose`] finds the types of a mixture.
 
 mod content;
 mod folder;

@@ -57,8 +57,8 @@ struct Parts {
     scores: Vec<f32>,
 }
 
-/// The keys of the tokenizer. A folder without one, and one whose tokenizer GGUF cannot describe, gives a file
-/// without vocabulary; the second result says why.
+/// The keys of the tokenizer. A folder without one, and one whose tokenizer GGUF cannot describe, gives a
+/// file without vocabulary; the second result says why.
 pub(super) fn of_folder(folder: &Folder, spec: &Spec) -> Result<(Vec<(String, Value)>, Option<String>)> {
     let none = || vec![("tokenizer.ggml.model".to_string(), Value::from("none"))];
     let (Some(json), Some(tokenizer)) = (folder.json("tokenizer.json")?, model::from_folder(folder)?) else {

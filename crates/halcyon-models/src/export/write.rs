@@ -66,7 +66,7 @@ pub fn write(
 ) -> Result<Written> {
     if types.len() != content.tensors.len() {
         let what = format!("{} types for {} tensors", types.len(), content.tensors.len());
-        return Err(Error::argument("quantize", what));
+        return Err(Error::argument("export", what));
     }
     let infos = content.tensors.iter().zip(types);
     let new: Vec<TensorInfo> = infos.map(|(t, ty)| TensorInfo { ty: *ty, ..t.info.clone() }).collect();
@@ -138,7 +138,7 @@ fn check(t: &TensorInfo, to: GgmlType, requantise: bool) -> Result<()> {
              bf16, or give --allow-requantize",
             t.name
         );
-        return Err(Error::argument("quantize", what));
+        return Err(Error::argument("export", what));
     }
     Ok(())
 }

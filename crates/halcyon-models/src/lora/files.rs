@@ -65,9 +65,9 @@ impl Lora {
     /// Reads a folder of PEFT with adapters for this model.
     ///
     /// # Errors
-    /// `Error::Io` and `Error::Format` for missing and malformed files; `Error::Shape` for adapters of another
-    /// model; `Error::Unsupported` for other kinds of adapters, and for adapters of matrices that cannot have
-    /// one.
+    /// `Error::Io` and `Error::Format` for missing and malformed files; `Error::Shape` for adapters of
+    /// another model; `Error::Unsupported` for other kinds of adapters, and for adapters of matrices that
+    /// cannot have one.
     pub fn load(folder: &Path, file: &ModelFile, backend: &Backend) -> Result<Lora> {
         let path = folder.join(CONFIG);
         let text = halcyon_formats::input::text(&path)?;

@@ -82,8 +82,8 @@ fn of_experts(file: &Gguf, name: &str) -> Result<Option<Weights>> {
     Ok(Some(Weights { data, blocks: w.blocks }))
 }
 
-/// Where a projection of DeltaNet is that the file has joined with others: the tensor's name, the rows of each
-/// projection for one key head, and the projections that are meant.
+/// Where a projection of DeltaNet is that the file has joined with others: the tensor's name, the rows of
+/// each projection for one key head, and the projections that are meant.
 fn grouped(spec: &Spec, name: &str) -> Option<(String, Vec<usize>, Range<usize>)> {
     let (i, own) = name.strip_suffix(".weight")?.strip_prefix("blk.")?.split_once('.')?;
     let Mixer::Recurrent(r) = &spec.layers.get(i.parse::<usize>().ok()?)?.mixer else { return None };

@@ -329,8 +329,8 @@ impl Product {
             for p in 0..w.1 {
                 let column = (j + p) * PANEL;
                 // SAFETY: the tile's rows are arranged at `first`, and the results of these rows and of the
-                // panel's columns are writable. `self.path` is available. `size` is that of the tile: sizes of
-                // fine tiles are halves of the first of the others.
+                // panel's columns are writable. `self.path` is available. `size` is that of the tile: sizes
+                // of fine tiles are halves of the first of the others.
                 unsafe {
                     tiles[size](&ints::Task {
                         layout: l,

@@ -24,7 +24,8 @@ pub(super) const SUMS: usize = 36;
 pub(super) struct Form {
     /// Whether a group has two records.
     pub fine: bool,
-    /// Whether there is a sum of codes for each half of the group. Otherwise the first is for the whole group.
+    /// Whether there is a sum of codes for each half of the group. Otherwise the first is for the whole
+    /// group.
     pub halves: bool,
     /// The sums times the scale, in f32, if weights have offsets. Otherwise the sums times `-zero`, as
     /// integers.

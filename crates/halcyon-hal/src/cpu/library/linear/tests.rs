@@ -159,8 +159,8 @@ impl Case {
     }
 }
 
-/// Compares one result with that of activations rounded to bytes, unless they are `fine`, and with that of the
-/// activations.
+/// Compares one result with that of activations rounded to bytes, unless they are `fine`, and with that of
+/// the activations.
 fn check_bytes(x: &[f32], w: &[f32], got: f32, fine: bool, what: &dyn std::fmt::Debug) {
     let (mut rounded, mut exact, mut size, mut error) = (0f64, 0f64, 0f64, 0f64);
     for (x, w) in x.chunks(GROUP).zip(w.chunks(GROUP)) {
