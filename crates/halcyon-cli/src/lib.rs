@@ -36,6 +36,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use cmd::Command;
 use halcyon::hal::{child, driver_output, probe};
 use halcyon::{Error, Result};
+use std::ffi::OsString;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
@@ -101,8 +102,22 @@ pub fn main() -> ExitCode {
 
 fn parse() -> Result<Cli, clap::Error> {
     let mut command = args::command();
-    let matches = command.try_get_matches_from_mut(std::env::args_os())?;
+    let matches = command.try_get_matches_from_mut(rewritten(std::env::args_os()))?;
     Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut command))
+}
+
+/// Arguments with llama.cpp's `-ngl N` as `--gpu-layers N`: an option of one dash has one letter here.
+fn rewritten(args: impl Iterator<Item = OsString>) -> impl Iterator<Item = OsString> {
+    let mut ended = false;
+    args.map(move |a| {
+        ended |= a == "--";
+        match a.to_str().and_then(|t| t.strip_prefix("-ngl")) {
+            Some(rest) if !ended && (rest.is_empty() || rest.starts_with('=')) => {
+                format!("--gpu-layers{rest}").into()
+            }
+            _ => a,
+        }
+    })
 }
 
 /// Converts a panic to an error. The standard library panics if the system refuses a thread, which is

@@ -169,6 +169,11 @@ impl Engine {
         &self.options
     }
 
+    /// Whether the cache has its values. If the device failed during a step, they may be lost.
+    pub fn is_whole(&self) -> bool {
+        self.states.iter().all(|s| s.value().eval().is_ok())
+    }
+
     /// Positions that a sequence has; 0 for one that does not exist.
     pub fn length(&self, sequence: usize) -> usize {
         self.lengths.get(sequence).copied().unwrap_or(0)

@@ -32,6 +32,10 @@ pub(crate) struct LanguageArgs {
     /// The most tokens of a prompt that are computed at once
     #[arg(long, visible_aliases = ["batch-size"], value_name = "N", default_value_t = 512)]
     pub chunk: usize,
+    /// Layers on the GPU, as in llama.cpp (also -ngl): 0 runs the model on the CPU; all, auto, or as many as the
+    /// model has: on the chosen device
+    #[arg(long, visible_alias = "n-gpu-layers", value_name = "N", allow_hyphen_values = true)]
+    pub gpu_layers: Option<String>,
     #[command(flatten)]
     pub backend: BackendArgs,
 }
@@ -192,6 +196,9 @@ pub(crate) struct ChatArgs {
     /// File with a chat template (Jinja) in place of the model's
     #[arg(long, value_name = "FILE")]
     pub chat_template: Option<PathBuf>,
+    /// Does not print what the model thinks before it answers
+    #[arg(long)]
+    pub hide_thinking: bool,
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
@@ -200,7 +207,7 @@ pub(crate) struct ChatArgs {
 
 const CHAT: &str = "\
 Type a message and press Enter. A line that ends with \\ continues on the next line. /help lists the commands of the chat. Ctrl-C stops an \
-answer, Ctrl-D or /quit ends the chat. If the context is full, the oldest messages are dropped, and a note says so.
+answer, Ctrl-D or /quit ends the chat. What the model thinks is dimmed on a terminal. If the context is full, the oldest messages are dropped, and a note says so.
 
 Examples:
   echo hello | halcyon chat tiny.gguf -n 8

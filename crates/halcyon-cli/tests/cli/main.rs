@@ -19,6 +19,8 @@ mod inspect;
 mod language;
 #[cfg(feature = "language")]
 mod language_fit;
+#[cfg(feature = "language")]
+mod language_flags;
 mod loops;
 mod mistakes;
 mod names;

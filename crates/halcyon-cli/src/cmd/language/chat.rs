@@ -1,7 +1,9 @@
 //! `halcyon chat`: a conversation.
 
 use super::constrain::demand;
+use super::interrupt::{self, Doing};
 use super::speculate::{line, speculation};
+use super::thinking::{Shown, Thoughts};
 use super::{FINE, Running, options, start, times, write_piece};
 use crate::args::ChatArgs;
 use crate::report;
@@ -11,11 +13,7 @@ use halcyon_models::{Finish, GenerateOptions, Speculation, chat_tokens, generate
 use halcyon_text::{ChatTemplate, Message, Tokenizer};
 use std::io::{BufRead, IsTerminal};
 use std::ops::ControlFlow;
-use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-
-/// Set by Ctrl-C.
-static STOPPED: AtomicBool = AtomicBool::new(false);
+use std::path::{Path, PathBuf};
 
 const HELP: &str = "\
 /help            this list
@@ -25,6 +23,7 @@ const HELP: &str = "\
 /context         how full the context is
 /system TEXT     replaces the first message, which tells the model how to behave
 /thinking on|off lets the model think before it answers, if its template knows this
+/thinking hide   does not print what the model thinks; /thinking show prints it
 /quit            ends the chat
 ";
 
@@ -36,6 +35,10 @@ struct Chat {
     speculation: Option<Speculation>,
     messages: Vec<Message>,
     thinking: Option<bool>,
+    /// How thoughts are printed.
+    shown: Shown,
+    /// Whether nobody reads the answers any more.
+    closed: bool,
     /// Tokens that the sequence holds.
     fed: Vec<u32>,
 }
@@ -51,12 +54,13 @@ pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
         None => model.file.template(&tokenizer)?,
     };
     let speculation = speculation(&a.speculation, &a.language, &model)?;
-    // If the handler cannot be installed, Ctrl-C ends the program, as usual.
-    let _ = ctrlc::set_handler(|| {
-        if STOPPED.swap(true, Ordering::SeqCst) {
-            std::process::exit(130);
-        }
-    });
+    interrupt::handle();
+    let terminal = std::io::stdin().is_terminal();
+    let shown = match (a.hide_thinking, std::io::stdout().is_terminal()) {
+        (true, _) => Shown::Hidden,
+        (false, true) => Shown::Dimmed,
+        (false, false) => Shown::Plain,
+    };
     let mut chat = Chat {
         model,
         tokenizer,
@@ -65,19 +69,22 @@ pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
         speculation,
         messages: vec![],
         thinking: None,
+        shown,
+        closed: false,
         fed: vec![],
     };
     chat.set_system(a.system.as_deref());
-    let terminal = std::io::stdin().is_terminal();
     if terminal {
         report::note("/help lists the commands");
     }
-    while let Some(line) = read_message(terminal)? {
-        STOPPED.store(false, Ordering::SeqCst);
+    loop {
+        interrupt::doing(if terminal { Doing::Waiting } else { Doing::Loading });
+        let Some(line) = read_message(terminal)? else { return Ok(0) };
         let text = line.trim();
         if text.is_empty() {
             continue;
         }
+        interrupt::doing(Doing::Answering);
         let done = match text.strip_prefix('/') {
             Some(command) => chat.command(command),
             None => {
@@ -86,14 +93,23 @@ pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
             }
         };
         match done {
-            Ok(true) => break,
+            Ok(true) => return Ok(0),
+            Ok(false) if chat.closed => return Ok(0),
             Ok(false) => {}
             // A mistake in one message does not end an interactive chat.
             Err(e) if terminal => report::fault(&report::message(&e)),
-            Err(e) => return Err(e),
+            Err(e) => {
+                chat.rescue();
+                return Err(e);
+            }
         }
     }
-    Ok(0)
+}
+
+/// A file for the messages of a chat that ends with an error.
+fn rescue_file() -> PathBuf {
+    let dir = halcyon::hal::cache::user_dir().unwrap_or_else(std::env::temp_dir);
+    dir.join("chats").join(format!("chat-{}.json", std::process::id()))
 }
 
 /// The next message; `None` at the end of the input.
@@ -136,9 +152,7 @@ impl Chat {
                 return Err(Error::argument(format!("/{name}"), "name a file"));
             }
             ("save", file) => {
-                let text = serde_json::to_string_pretty(&self.messages);
-                let text = text.map_err(|e| Error::internal(e.to_string()))?;
-                output::write(Path::new(file), text.as_bytes())?;
+                self.save(Path::new(file))?;
                 report::note(&format!("{} messages saved", self.messages.len()));
             }
             ("load", file) => {
@@ -165,12 +179,37 @@ impl Chat {
             ("system", text) => self.set_system(Some(text)),
             ("thinking", "on") => self.thinking = Some(true),
             ("thinking", "off") => self.thinking = Some(false),
-            ("thinking", _) => return Err(Error::argument("/thinking", "expected on or off")),
+            ("thinking", "hide") => self.shown = Shown::Hidden,
+            ("thinking", "show") => {
+                self.shown = if std::io::stdout().is_terminal() { Shown::Dimmed } else { Shown::Plain };
+            }
+            ("thinking", _) => return Err(Error::argument("/thinking", "expected on, off, hide or show")),
             _ => {
                 return Err(Error::argument(format!("/{name}"), "no such command; /help lists them"));
             }
         }
         Ok(false)
+    }
+
+    fn save(&self, file: &Path) -> Result<()> {
+        let text = serde_json::to_string_pretty(&self.messages);
+        let text = text.map_err(|e| Error::internal(e.to_string()))?;
+        output::write(file, text.as_bytes())
+    }
+
+    /// Saves the messages before an error ends the chat.
+    fn rescue(&self) {
+        if !self.messages.iter().any(|m| m.role == "assistant") {
+            return;
+        }
+        let file = rescue_file();
+        let made = file.parent().map_or(Ok(()), std::fs::create_dir_all);
+        match made.map_err(|e| e.to_string()).and_then(|()| self.save(&file).map_err(|e| e.to_string())) {
+            Ok(()) => {
+                report::note(&format!("the messages are in {}; /load reads them", report::path_text(&file)))
+            }
+            Err(e) => report::warn(&format!("the messages could not be saved: {e}")),
+        }
     }
 
     /// The tokens of all messages, with the beginning of an answer.
@@ -189,9 +228,16 @@ impl Chat {
         let common = self.model.engine.truncate(0, common);
         self.fed.truncate(common);
         self.options.past = prompt[..common].to_vec();
-        let mut on_text = |piece: &str| match write_piece(piece) && !STOPPED.load(Ordering::SeqCst) {
-            true => ControlFlow::Continue(()),
-            false => ControlFlow::Break(()),
+        let tail = self.tokenizer.decode(&prompt[prompt.len().saturating_sub(16)..], false);
+        let mut thoughts = Thoughts::new(self.shown, Thoughts::begin_in(&tail));
+        let (mut said, mut closed) = (String::new(), false);
+        let mut on_text = |piece: &str| {
+            said.push_str(piece);
+            closed = !write_piece(&thoughts.push(piece));
+            match closed || interrupt::stopped() {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            }
         };
         let tokenizer = Some(&self.tokenizer);
         let engine = &mut self.model.engine;
@@ -200,13 +246,16 @@ impl Chat {
             None => generate(engine, 0, tokenizer, new, options, &mut on_text),
             Some(s) => s.generate(engine, 0, tokenizer, new, options, &mut on_text),
         };
-        write_piece("\n");
+        self.closed = closed || !write_piece(&(thoughts.finish() + "\n"));
         let g = match made {
             Ok(g) => g,
             Err(e) => {
-                // The sequence may hold a part of the prompt.
-                self.model.engine.truncate(0, 0);
+                // What was printed is part of the conversation.
+                if !said.is_empty() {
+                    self.messages.push(Message::new("assistant", said.as_str()));
+                }
                 self.fed.clear();
+                self.model.restart()?;
                 return Err(e);
             }
         };

@@ -1,6 +1,7 @@
 //! `halcyon generate`: continues a text.
 
 use super::constrain::demand;
+use super::interrupt::{self, Doing};
 use super::speculate::{line, speculation, to_json};
 use super::{FAST, generation_json, options, start, text_or_stdin, times, tokens, write_piece};
 use crate::args::GenerateArgs;
@@ -39,15 +40,21 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
     options.mask = demand.map(|d| d.mask(tokenizer.as_ref())).transpose()?;
     let mut speculation = speculation(&a.speculation, &a.language, &m)?;
     let print = !a.json;
-    let mut on_text = |piece: &str| match !print || write_piece(piece) {
+    let mut on_text = |piece: &str| match (!print || write_piece(piece)) && !interrupt::stopped() {
         true => ControlFlow::Continue(()),
         false => ControlFlow::Break(()),
     };
+    interrupt::handle();
+    // Without a tokenizer nothing asks whether Ctrl-C was pressed.
+    if tokenizer.is_some() {
+        interrupt::doing(Doing::Answering);
+    }
     let t = tokenizer.as_ref();
     let g = match &mut speculation {
         None => generate(&mut m.engine, 0, t, &prompt, &options, &mut on_text)?,
         Some(s) => s.generate(&mut m.engine, 0, t, &prompt, &options, &mut on_text)?,
     };
+    let code = if interrupt::stopped() { interrupt::CODE } else { 0 };
     let backend = m.engine.decoder().backend().id().to_string();
     if a.json {
         let mut v = generation_json(&g, &backend);
@@ -60,7 +67,7 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
             v["speculation"] = to_json(s);
         }
         report::print_json(&v)?;
-        return Ok(0);
+        return Ok(code);
     }
     if tokenizer.is_none() {
         let ids: Vec<String> = g.tokens.iter().map(u32::to_string).collect();
@@ -71,5 +78,5 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
     if let Some(s) = speculation.as_ref().filter(|_| report::verbose()) {
         report::note(&line(s));
     }
-    Ok(0)
+    Ok(code)
 }

@@ -8,16 +8,18 @@ pub(crate) mod convert;
 pub(crate) mod embed;
 pub(crate) mod fit;
 pub(crate) mod generate;
+mod interrupt;
 pub(crate) mod logits;
 pub(crate) mod perplexity;
 pub(crate) mod quantize;
 mod speculate;
+mod thinking;
 pub(crate) mod tokenize;
 
-use crate::args::{LanguageArgs, SamplingArgs};
+use crate::args::{BackendArgs, LanguageArgs, SamplingArgs};
 use crate::report;
 use halcyon::hal::driver_output;
-use halcyon::{DType, Error, Result};
+use halcyon::{BackendType, DType, Error, Result};
 use halcyon_formats::npy;
 use halcyon_models::{
     Activations, Engine, EngineOptions, GenerateOptions, Generation, LoadOptions, Lora, ModelFile, Sampling,
@@ -38,6 +40,7 @@ const MAX_TEXT: u64 = 256 << 20;
 pub(super) struct Running {
     pub file: ModelFile,
     pub engine: Engine,
+    options: EngineOptions,
 }
 
 /// The type of cached keys and values.
@@ -93,7 +96,7 @@ pub(super) fn start(a: &LanguageArgs, context: Option<usize>, defaults: Defaults
     for w in file.warnings()? {
         report::warn(&w);
     }
-    let backend = a.backend.open(false)?;
+    let backend = layers(a, &file)?.open(false)?;
     let sequences = defaults.sequences;
     let positions = context.checked_mul(sequences).ok_or_else(|| {
         Error::argument("--parallel", format!("{sequences} sequences of {context} positions are too many"))
@@ -103,7 +106,33 @@ pub(super) fn start(a: &LanguageArgs, context: Option<usize>, defaults: Defaults
     let lora = a.lora.as_deref().map(|dir| Lora::load(dir, &file, &backend)).transpose()?;
     let load = LoadOptions { context, activations, lora: lora.as_ref() };
     let decoder = Arc::new(fit::check(&file, &backend, load, options, defaults.all)?);
-    Ok(Running { engine: Engine::new(decoder, options)?, file })
+    Ok(Running { engine: Engine::new(decoder, options)?, file, options })
+}
+
+/// The device that `--gpu-layers` means.
+fn layers(a: &LanguageArgs, file: &ModelFile) -> Result<BackendArgs> {
+    let Some(asked) = a.gpu_layers.as_deref() else { return Ok(a.backend.clone()) };
+    let (name, all) = ("--gpu-layers", file.spec.layers.len());
+    let count = match asked {
+        "all" | "auto" => usize::MAX,
+        // llama.cpp takes negative numbers for all layers.
+        n if n.starts_with('-') && n[1..].parse::<u32>().is_ok() => usize::MAX,
+        n => n
+            .parse()
+            .map_err(|_| Error::argument(name, format!("'{n}': expected a number of layers, all or auto")))?,
+    };
+    let kind = a.backend.kind()?;
+    match count {
+        0 if !matches!(kind, BackendType::Auto | BackendType::Cpu) => {
+            Err(Error::argument(name, format!("0 layers on a GPU, but --backend is {kind}")))
+        }
+        0 => Ok(BackendArgs { backend: "cpu".into(), device: None, ..a.backend.clone() }),
+        n if n >= all => Ok(a.backend.clone()),
+        n => Err(Error::unsupported(
+            format!("{n} of {all} layers on one device and the others on the CPU"),
+            format!("Give --gpu-layers 0 for the CPU, or {all} or more for a GPU"),
+        )),
+    }
 }
 
 /// The positions of a sequence: what the user chose, or the default.
@@ -125,6 +154,15 @@ fn context_of(file: &ModelFile, chosen: Option<usize>) -> Result<usize> {
 }
 
 impl Running {
+    /// Makes the cache again if its values were lost because the device failed during a step.
+    pub(super) fn restart(&mut self) -> Result<()> {
+        self.engine.truncate(0, 0);
+        if !self.engine.is_whole() {
+            self.engine = Engine::new(self.engine.decoder().clone(), self.options)?;
+        }
+        Ok(())
+    }
+
     /// The model's tokenizer.
     pub(super) fn tokenizer(&self) -> Result<Tokenizer> {
         tokenizer(&self.file)
