@@ -2,8 +2,8 @@
 //!
 //! A [`Constraint`] knows which tokens may follow the text so far. As the mask of a generation it removes the
 //! others before penalties and limits choose among them, and allows tokens that end a text only where the
-//! grammar may end. Grammars are context-free, over bytes; [`parser`] says how they are followed, in
-//! bounded time and memory.
+//! grammar may end. Grammars are context-free, over bytes; `constrain/parser.rs` says how they are followed,
+//! in bounded time and memory.
 
 mod gbnf;
 mod grammar;

@@ -1,13 +1,13 @@
 //! How the rows of a step are arranged for recurrent layers.
 //!
-//! Positions of a sequence form chunks of [`CHUNK`]: chunk 0 has the positions 0 to 15. A step touches some
+//! Positions of a sequence form chunks of 16: chunk 0 has the positions 0 to 15. A step touches some
 //! chunks of some sequences, and always computes whole chunks. Earlier rows of a chunk come from a ring of
 //! inputs that each sequence keeps, later rows are empty. So the bits of a row depend on the positions of its
 //! sequence only, not on how a prompt was cut into steps, nor on other sequences. The price is that a step of
 //! one token computes the recurrent part of 16 rows.
 //!
 //! A layer keeps the matrices at the beginning of the last two chunks. So a sequence can go back by at least
-//! [`CHUNK`] positions.
+//! 16 positions.
 
 use crate::engine::Feed;
 use halcyon::ir::error::Result;

@@ -45,7 +45,7 @@ Examples:
   halcyon man man1";
 
 /// Options that `-h` omits, in addition to those whose definition has `hide_short_help`.
-const RARE: [&str; 35] = [
+const RARE: [&str; 48] = [
     "max_iterations",
     "allow_external_links",
     "format",
@@ -81,6 +81,19 @@ const RARE: [&str; 35] = [
     "presence_penalty",
     "frequency_penalty",
     "ignore_eos",
+    "activations",
+    "gpu_layers",
+    "draft",
+    "draft_max",
+    "lookup",
+    "lora",
+    "typical",
+    "samplers",
+    "min_p",
+    "parallel",
+    "prompt_tokens",
+    "draw_seed",
+    "chat_template",
 ];
 
 /// The definition of the whole command, with its help texts.

@@ -24,7 +24,7 @@ pub(crate) struct LanguageArgs {
     /// How activations are rounded in products with quantised weights: fast (to 8 bits, as llama.cpp does) or
     /// fine (to 15 bits; up to twice the time of a prompt). Only kernels of the CPU round them. Default: fine
     /// for `chat`, `logits` and `perplexity`, otherwise fast
-    #[arg(long, value_name = "HOW", hide_short_help = true)]
+    #[arg(long, value_name = "HOW")]
     pub activations: Option<String>,
     /// Folder in PEFT's format with low-rank adapters
     #[arg(long, value_name = "DIR")]
@@ -32,8 +32,8 @@ pub(crate) struct LanguageArgs {
     /// The most tokens of a prompt that are computed at once
     #[arg(long, visible_aliases = ["batch-size"], value_name = "N", default_value_t = 512)]
     pub chunk: usize,
-    /// Layers on the GPU, as in llama.cpp (also -ngl): 0 runs the model on the CPU; all, auto, or as many as the
-    /// model has: on the chosen device
+    /// Layers on the GPU, as in llama.cpp (also -ngl): 0 runs the model on the CPU; all, auto, or as many as
+    /// the model has: on the chosen device
     #[arg(long, visible_alias = "n-gpu-layers", value_name = "N", allow_hyphen_values = true)]
     pub gpu_layers: Option<String>,
     #[command(flatten)]
@@ -123,7 +123,7 @@ pub(crate) struct SamplingArgs {
     /// Treats tokens that end a text as ordinary tokens
     #[arg(long)]
     pub ignore_eos: bool,
-    /// Only texts that match this grammar, in GBNF or Lark: a file, or the grammar itself
+    /// Only texts of this grammar (GBNF or Lark): a file, or the grammar
     #[arg(long, value_name = "FILE|TEXT", conflicts_with = "json_schema")]
     pub grammar: Option<String>,
     /// Only JSON that satisfies this schema: a file, or the schema itself
@@ -182,7 +182,6 @@ Examples:
   halcyon generate tiny.gguf -p hello -n 8 --temperature 0 --ignore-eos --json
   halcyon generate tiny.gguf -p 'a b a' -n 8 --lookup -v
   halcyon generate tiny.gguf -p 'Yes or no?' --grammar 'root ::= \"Yes\" | \"No\"'
-
   halcyon generate tiny.gguf --prompts prompts.txt -n 8 --json";
 
 #[derive(Args, Debug)]

@@ -244,7 +244,7 @@ fn mistakes_in_a_chat_are_named() {
     chat(&dir, &[], "/save\n").fails(2, &["/save", "name a file"]);
     chat(&dir, &[], "/load none.json\n").fails(1, &["none.json"]);
     chat(&dir, &[], "/retry\n").fails(2, &["/retry", "no message"]);
-    chat(&dir, &[], "/thinking maybe\n").fails(2, &["/thinking", "on or off"]);
+    chat(&dir, &[], "/thinking maybe\n").fails(2, &["/thinking", "on, off, hide or show"]);
     fs::write(dir.path().join("bad.json"), "{").expect("written");
     chat(&dir, &[], "/load bad.json\n").fails(1, &["bad.json"]);
     fs::write(dir.path().join("bad.jinja"), "{% for %}").expect("written");

@@ -24,7 +24,11 @@ fn little_address_space_is_out_of_memory() {
             // If the loader itself fails, the exit code is 127.
             assert!([0, 5, 127].contains(&done.code), "{args:?} with {mib} MiB: {done:?}");
             match (done.code, json) {
-                (5, true) => assert_eq!(done.json()["exit_code"], 5, "{done:?}"),
+                // `fit` may have just enough memory for the answer that the model does not fit.
+                (5, true) => {
+                    let v = done.json();
+                    assert!(v["exit_code"] == 5 || v["fits"] == false, "{done:?}");
+                }
                 (5, false) => assert!(done.err.contains("out of memory"), "{done:?}"),
                 _ => {}
             }

@@ -1,5 +1,5 @@
-//! The part of an answer in which a model thinks: `<think> … </think>`. A terminal shows it dimmed, and it can
-//! be hidden.
+//! The part of an answer in which a model thinks: `<think> … </think>`. A terminal shows it dimmed, and it
+//! can be hidden.
 
 const BEGIN: &str = "<think>";
 const END: &str = "</think>";
