@@ -12,6 +12,7 @@ mod corruption;
 mod doctor;
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm", feature = "tpu"))]
 mod drivers;
+mod embed;
 mod fit;
 mod help;
 mod inspect;

@@ -310,6 +310,12 @@ pub(crate) struct Base {
 impl Base {
     /// The names of Llama's configuration.
     pub(crate) fn hf(family: &'static str, c: &Hf<'_>) -> Result<Base> {
+        if c.get("use_bidirectional_attention").is_some_and(|v| v == true || v == "all") {
+            return Err(Error::unsupported(
+                format!("a {family} model with attention to later positions"),
+                "Use a model without it",
+            ));
+        }
         let (hidden, heads) = (c.usize("hidden_size")?, c.usize("num_attention_heads")?);
         let head = match c.maybe_usize("head_dim")? {
             Some(n) => n,

@@ -45,12 +45,6 @@ fn share(s: &mut Spec, count: usize, slides: &dyn Fn(usize) -> bool) {
 
 fn hf(c: &Hf<'_>) -> Result<Spec> {
     let base = Base::hf("gemma4", c)?;
-    if c.get("use_bidirectional_attention").is_some_and(|v| v == "all") {
-        return Err(Error::unsupported(
-            "Gemma 4 with attention to later positions",
-            "Use a model without it",
-        ));
-    }
     let activation = c.activation("hidden_activation")?;
     let mut s = common(&base, activation);
     s.logit_cap = c.maybe_f64("final_logit_softcapping")?;
