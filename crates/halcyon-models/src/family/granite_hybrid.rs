@@ -41,7 +41,7 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
         eps: base.eps,
     };
     let kernel = c.maybe_usize("mamba_d_conv")?.unwrap_or(4);
-    let attends = |i: usize| !c.layer_is(i, &["mamba"]).unwrap_or(true);
+    let attends = |i: usize| !c.layer_is(i, &["mamba", "linear_attention"]).unwrap_or(true);
     let f = |key| c.maybe_f64(key);
     let factors = Factors {
         embedding: f("embedding_multiplier")?,
