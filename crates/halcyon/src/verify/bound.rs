@@ -21,8 +21,8 @@ use crate::{ConstData, DType, Error, Result, Session};
 /// tolerance in the op table. Gradients of composites have twice this tolerance there, and [`expected`]
 /// allows twice the error.
 const COMPOSITE: f64 = 32.0;
-/// The same if activations are rounded to 8 bits: 1 % of the largest result.
-const ACTIVATIONS_IN_BYTES: f64 = 84_000.0;
+/// The same if activations are rounded to 8 bits: half of the tolerance in the op table.
+const ACTIVATIONS_IN_BYTES: f64 = 125_000.0;
 /// Allowed error in the same units, per op of the part, if the error of an op cannot be propagated (a custom
 /// op, the bits of a float).
 const UNKNOWN: f64 = 32.0;
@@ -377,7 +377,7 @@ impl Analysis {
         let units = match (c.weight_blocks(), c.fine_activations()) {
             (None, _) => COMPOSITE,
             (Some(_), false) => ACTIVATIONS_IN_BYTES,
-            (Some(_), true) => COMPOSITE + ACTIVATIONS_IN_BYTES / 254.0,
+            (Some(_), true) => COMPOSITE + ACTIVATIONS_IN_BYTES / 128.0,
         };
         let own = self.of_largest(y.v, units * eps(d.compute()) + 2.0 * once_rounded(d), extremes(d).1)?;
         let e = self.sum(Some(own), y.e)?;
