@@ -1,11 +1,14 @@
-//! Runs a decoder: the paged cache of keys and values, and one compiled plan for each number of rows and of
-//! rows whose logits are wanted.
+//! Runs a decoder: the paged cache of keys and values, and for each stage one compiled plan for each number of
+//! rows and of rows whose logits are wanted.
 
-use crate::decoder::{CacheLayout, Decoder, Rows};
-use crate::device_sample;
-use crate::grid::{self, Grid};
+mod inputs;
+pub(crate) mod stages;
+
+use crate::decoder::{CacheLayout, Decoder};
+use crate::grid;
 use halcyon::ir::error::{Error, Result};
-use halcyon::{BackendType, Compiled, DType, State, Tensor};
+use halcyon::{BackendType, Compiled, DType};
+use stages::{Runner, StepFn, Want};
 use std::fmt;
 use std::sync::Arc;
 
@@ -51,48 +54,12 @@ pub struct Feed<'a> {
     pub all: bool,
 }
 
-/// The results of a step: logits and new states. `x` are the step's inputs, in the order in which
-/// [`Engine`] gives them, and the states.
-pub(crate) fn step(model: &Decoder, layout: CacheLayout, x: &[Tensor]) -> Vec<Tensor> {
-    results(model, layout, false, x)
-}
-
-/// [`step`], or with the activations after the last norm in place of logits.
-fn results(model: &Decoder, layout: CacheLayout, activations: bool, x: &[Tensor]) -> Vec<Tensor> {
-    let [tokens, position, sequence, slot, table, wanted, rest @ ..] = x else { return vec![] };
-    let (rotations, rest) = rest.split_at(2 * model.ropes().len());
-    let (grid, cache) = rest.split_at(if model.kernel().is_some() { Grid::COUNT } else { 0 });
-    let grid = Grid::of(grid);
-    let rows = Rows { tokens, position, sequence, slot, table, wanted, rotations, grid };
-    let (made, states) = match activations {
-        true => {
-            let (x, states) = model.activations(rows, cache, layout);
-            (x.gather(wanted, 0), states)
-        }
-        false => model.step(rows, cache, layout),
-    };
-    std::iter::once(made).chain(states).collect()
-}
-
-/// [`step`] that gives the numbers and values of the largest logits in place of all.
-fn largest_step(model: &Decoder, layout: CacheLayout, x: &[Tensor], k: usize) -> Vec<Tensor> {
-    let mut out = step(model, layout, x);
-    if !out.is_empty() {
-        let logits = out.remove(0);
-        out.splice(0..0, device_sample::largest(&logits, model.spec.vocabulary, k));
-    }
-    out
-}
-
-type StepFn = Box<dyn Fn(&[Tensor]) -> Vec<Tensor> + Send + Sync>;
-
 /// A decoder with a cache.
 pub struct Engine {
     decoder: Arc<Decoder>,
     options: EngineOptions,
-    states: Vec<State>,
-    step: Compiled<StepFn>,
-    /// A step of one row that gives the largest logits only, and their number.
+    stages: Vec<Runner>,
+    /// The last stage of a step of one row that gives the largest logits only, and their number.
     largest: Option<Box<(usize, Compiled<StepFn>)>>,
     /// The pages of each sequence. Page 0 belongs to none: unused rows write there.
     pages: Vec<Vec<u32>>,
@@ -119,39 +86,28 @@ impl Engine {
     /// # Errors
     /// `Error::Argument` for sizes of 0; errors of the device, such as out of memory.
     pub fn new(decoder: Arc<Decoder>, options: EngineOptions) -> Result<Engine> {
-        Engine::of(decoder, options, false)
+        Engine::of(decoder, options, Want::Logits)
     }
 
     /// An engine whose [`Engine::feed`] returns the activations after the last norm, each of the hidden size,
     /// in place of logits.
     pub(crate) fn of_activations(decoder: Arc<Decoder>, options: EngineOptions) -> Result<Engine> {
-        Engine::of(decoder, options, true)
+        Engine::of(decoder, options, Want::Activations)
     }
 
-    fn of(decoder: Arc<Decoder>, options: EngineOptions, activations: bool) -> Result<Engine> {
+    fn of(decoder: Arc<Decoder>, options: EngineOptions, want: Want) -> Result<Engine> {
         let o = options;
         if o.sequences == 0 || o.positions == 0 || o.page == 0 || o.chunk == 0 {
             return Err(Error::argument("engine", format!("{o:?}: every size must be at least 1")));
         }
-        let layout = o.layout();
-        let pages = layout.pages;
-        let backend = decoder.backend().clone();
-        let mut states = vec![];
-        for shape in decoder.cache_shapes(layout) {
-            let zeros = Tensor::zeros(&backend, shape.dims, shape.dtype);
-            zeros.eval()?;
-            states.push(State::new(zeros));
-        }
-        let model = decoder.clone();
-        let f: StepFn = Box::new(move |x: &[Tensor]| results(&model, layout, activations, x));
+        let pages = o.layout().pages;
         Ok(Engine {
-            step: backend.compile(f),
-            states,
+            stages: stages::runners(&decoder, options, want)?,
             pages: vec![vec![]; o.sequences],
             free: (1..pages as u32).rev().collect(),
             lengths: vec![0; o.sequences],
             floors: vec![0; o.sequences],
-            activations,
+            activations: want == Want::Activations,
             each: false,
             largest: None,
             decoder,
@@ -171,7 +127,7 @@ impl Engine {
 
     /// Whether the cache has its values. If the device failed during a step, they may be lost.
     pub fn is_whole(&self) -> bool {
-        self.states.iter().all(|s| s.value().eval().is_ok())
+        self.stages.iter().flat_map(|s| &s.states).all(|s| s.value().eval().is_ok())
     }
 
     /// Positions that a sequence has; 0 for one that does not exist.
@@ -314,18 +270,13 @@ impl Engine {
 
     fn largest(&mut self, feeds: &[Feed<'_>], k: usize) -> Result<Vec<(u32, f32)>> {
         let length = self.lengths[feeds[0].sequence] + 1;
-        let inputs = self.inputs(feeds, &[length], &[(0, 0)], &[0])?;
-        let (model, layout) = (self.decoder.clone(), self.options.layout());
+        let rows = self.rows(feeds, &[length], &[(0, 0)], &[0])?;
         if self.largest.as_ref().is_none_or(|l| l.0 != k) {
-            let backend = model.backend().clone();
-            let f: StepFn = Box::new(move |x: &[Tensor]| largest_step(&model, layout, x, k));
-            self.largest = Some(Box::new((k, backend.compile(f))));
+            let (model, layout) = (&self.decoder, self.options.layout());
+            let last = model.stages.len() - 1;
+            self.largest = Some(Box::new((k, stages::compile(model, last, layout, Want::Largest(k)))));
         }
-        let missing = || Error::internal("the step of the largest logits is missing");
-        let (_, step) = &**self.largest.as_ref().ok_or_else(missing)?;
-        let inputs: Vec<&Tensor> = inputs.iter().collect();
-        let states: Vec<&State> = self.states.iter().collect();
-        let out = step.call_updating(&inputs, &states, &[])?;
+        let out = self.run(&rows, self.largest.as_deref().map(|l| &l.1))?;
         let [ids, values] = &out[..] else { return Err(Error::internal("a step lacks a result")) };
         Ok(ids.to_vec::<i32>()?.into_iter().map(|i| i as u32).zip(values.to_vec::<f32>()?).collect())
     }
@@ -392,78 +343,10 @@ impl Engine {
         rows: &[(usize, usize)],
         wanted: &[usize],
     ) -> Result<Vec<f32>> {
-        let inputs = self.inputs(feeds, lengths, rows, wanted)?;
-        let inputs: Vec<&Tensor> = inputs.iter().collect();
-        let states: Vec<&State> = self.states.iter().collect();
-        let mut out = self.step.call_updating(&inputs, &states, &[])?;
+        let rows = self.rows(feeds, lengths, rows, wanted)?;
+        let mut out = self.run(&rows, None)?;
         let z = out.pop().ok_or_else(|| Error::internal("a step has no result"))?;
         if wanted.is_empty() { Ok(vec![]) } else { z.to_vec::<f32>() }
-    }
-
-    /// The inputs of a step: see [`step`].
-    fn inputs(
-        &mut self,
-        feeds: &[Feed<'_>],
-        lengths: &[usize],
-        rows: &[(usize, usize)],
-        wanted: &[usize],
-    ) -> Result<Vec<Tensor>> {
-        let page = self.options.page;
-        let padded = padded(rows.len());
-        let mut token = vec![0i32; padded];
-        let mut position = vec![-1i32; padded];
-        let mut sequence = vec![0i32; padded];
-        let mut slot = vec![0i32; padded];
-        let mut length = vec![1usize; padded];
-        for (r, &(f, i)) in rows.iter().enumerate() {
-            let feed = &feeds[f];
-            let s = feed.sequence;
-            let at = self.lengths[s];
-            if at / page == self.pages[s].len() {
-                let next = self.free.pop().ok_or_else(|| Error::internal("the cache has no free page"))?;
-                self.pages[s].push(next);
-            }
-            token[r] = feed.tokens[i] as i32;
-            position[r] = at as i32;
-            sequence[r] = s as i32;
-            length[r] = if self.each { at + 1 } else { lengths[f] };
-            slot[r] = (self.pages[s][at / page] as usize * page + at % page) as i32;
-            self.lengths[s] = at + 1;
-            if self.decoder.kernel().is_some() {
-                self.floors[s] = self.floors[s].max(grid::floor(at + 1));
-            }
-        }
-        let columns = self.context().div_ceil(page);
-        let mut table = vec![0i32; self.pages.len() * columns];
-        for (s, pages) in self.pages.iter().enumerate() {
-            for (p, page) in pages.iter().enumerate() {
-                table[s * columns + p] = *page as i32;
-            }
-        }
-        // The plan computes the logits of at least one row. Few numbers of rows mean few plans.
-        let mut want: Vec<i32> = wanted.iter().map(|r| *r as i32).collect();
-        want.resize(self::padded(wanted.len().max(1)).min(padded), 0);
-        let vector = |v: &[i32]| Tensor::from_slice(self.decoder.backend(), [v.len()], v);
-        let table = Tensor::from_slice(self.decoder.backend(), [self.pages.len(), columns], &table)?;
-        let which = vector(&want)?;
-        let mut inputs =
-            vec![vector(&token)?, vector(&position)?, vector(&sequence)?, vector(&slot)?, table, which];
-        for rope in self.decoder.ropes() {
-            let (cos, sin) = rope.rotations(&position, &length);
-            for v in [cos, sin] {
-                inputs.push(Tensor::from_slice(self.decoder.backend(), [padded, rope.size / 2], &v)?);
-            }
-        }
-        if let Some(kernel) = self.decoder.kernel() {
-            let at: Vec<(usize, usize)> = rows
-                .iter()
-                .enumerate()
-                .map(|(r, &(f, _))| (feeds[f].sequence, position[r] as usize))
-                .collect();
-            let (backend, slots) = (self.decoder.backend(), self.options.sequences);
-            inputs.extend(grid::inputs(backend, &at, padded, slots, kernel)?);
-        }
-        Ok(inputs)
     }
 }
 

@@ -1,19 +1,22 @@
 //! The memory that a model needs, computed from its plans before anything is allocated.
 
 use crate::decoder::{CacheLayout, CacheShape, Decoder};
-use crate::engine::{EngineOptions, padded, step};
+use crate::engine::stages::{Want, handed_shapes, own_states, shared_shapes, stage_results};
+use crate::engine::{EngineOptions, padded};
 use crate::grid;
 use crate::model::ModelFile;
 use crate::source::Source;
-use halcyon::hal::{Device, Tag};
+use halcyon::hal::Tag;
 use halcyon::ir::error::Result;
 use halcyon::{DType, Fit, Tensor};
 use halcyon_formats::gguf::GgmlType;
 
-/// The memory, in bytes, of an [`Engine`](crate::Engine) that computes some kinds of steps. Device memory is
-/// counted as the device counts it, with each allocation rounded up.
+/// The memory, in bytes, that an [`Engine`](crate::Engine) which computes some kinds of steps needs on one
+/// device. It is counted as the device counts it, with each allocation rounded up.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MemoryNeed {
+    /// Index of the device in the decoder's placement.
+    pub index: usize,
     /// Weights that the device reads in place from the model's files; not part of [`MemoryNeed::device`].
     pub in_place: u64,
     /// Weights and other constants that are copied to the device as they are stored.
@@ -46,26 +49,48 @@ pub struct StepSize {
 }
 
 impl MemoryNeed {
-    /// The need of an engine with these options. `steps` are the kinds of steps that it will compute, each
-    /// with a plan of its own. Nothing is allocated.
+    /// The need of an engine with these options on the device that computes the logits. `steps` are the kinds
+    /// of steps that it will compute, each with a plan of its own. Nothing is allocated.
     ///
     /// # Errors
     /// Errors of planning.
     pub fn of(decoder: &Decoder, options: EngineOptions, steps: &[StepSize]) -> Result<MemoryNeed> {
-        let device = &**decoder.backend().device();
-        let mut need = cache(decoder, device, options);
+        MemoryNeed::of_device(decoder, decoder.placement().head, options, steps)
+    }
+
+    /// [`MemoryNeed::of`] on the device with this index in the decoder's placement.
+    ///
+    /// # Errors
+    /// Errors of planning.
+    pub fn of_device(
+        decoder: &Decoder,
+        index: usize,
+        options: EngineOptions,
+        steps: &[StepSize],
+    ) -> Result<MemoryNeed> {
+        let mut need = cache(decoder, index, options);
+        let stages = || decoder.stages.iter().enumerate().filter(|(_, s)| s.device == index).map(|(n, _)| n);
         for s in steps {
-            let (fit, inputs) = plan(decoder, options, *s)?;
+            let (mut in_place, mut copied, mut packed) = (0u64, 0u64, 0u64);
+            for n in stages() {
+                let (fit, inputs) = plan(decoder, n, options, *s)?;
+                in_place = in_place.saturating_add(fit.weights_in_place);
+                copied = copied.saturating_add(fit.weights);
+                packed = packed.saturating_add(fit.packed);
+                need.packing = need.packing.max(fit.packing);
+                need.plans = need.plans.saturating_add(fit.activations).saturating_add(fit.workspace);
+                need.io = need.io.max(fit.outputs.saturating_add(inputs));
+                let floats = match n + 1 == decoder.stages.len() {
+                    true => s.logits.saturating_mul(decoder.spec.vocabulary),
+                    false => s.rows.saturating_mul(decoder.spec.hidden),
+                };
+                need.host = need.host.max(floats.saturating_mul(8) as u64);
+            }
             // Constants are on the device once, however many plans read them. Inputs and results are freed
             // after a step, the other buffers of a plan are not.
-            need.in_place = need.in_place.max(fit.weights_in_place);
-            need.copied = need.copied.max(fit.weights);
-            need.packed = need.packed.max(fit.packed);
-            need.packing = need.packing.max(fit.packing);
-            need.plans = need.plans.saturating_add(fit.activations).saturating_add(fit.workspace);
-            need.io = need.io.max(fit.outputs.saturating_add(inputs));
-            let logits = s.logits.saturating_mul(decoder.spec.vocabulary).saturating_mul(4) as u64;
-            need.host = need.host.max(logits.saturating_mul(2));
+            need.in_place = need.in_place.max(in_place);
+            need.copied = need.copied.max(copied);
+            need.packed = need.packed.max(packed);
         }
         Ok(need)
     }
@@ -96,7 +121,7 @@ impl MemoryNeed {
 
     /// The need with a cache of other sizes.
     pub fn with_cache(&self, decoder: &Decoder, options: EngineOptions) -> MemoryNeed {
-        let c = cache(decoder, &**decoder.backend().device(), options);
+        let c = cache(decoder, self.index, options);
         MemoryNeed { cache: c.cache, cache_written: c.cache_written, position: c.position, ..self.clone() }
     }
 
@@ -132,29 +157,40 @@ pub fn generation(decoder: &Decoder, options: EngineOptions) -> Vec<StepSize> {
     steps
 }
 
-fn cache(decoder: &Decoder, device: &dyn Device, options: EngineOptions) -> MemoryNeed {
+fn cache(decoder: &Decoder, index: usize, options: EngineOptions) -> MemoryNeed {
+    let device = decoder.placement().devices[index].device();
     let layout = options.layout();
-    let shapes = decoder.cache_shapes(layout);
-    let sum = |n: &dyn Fn(&CacheShape) -> u64| shapes.iter().fold(0u64, |a, s| a.saturating_add(n(s)));
+    let shapes = |layout: CacheLayout| -> Vec<CacheShape> {
+        let here = decoder.placement().layers.iter().zip(&decoder.spec.layers);
+        here.filter(|(p, _)| p.mixer == index).flat_map(|(_, l)| decoder.layer_shapes(l, layout)).collect()
+    };
+    let sum = |all: &[CacheShape], n: &dyn Fn(&CacheShape) -> u64| {
+        all.iter().fold(0u64, |a, s| a.saturating_add(n(s)))
+    };
     // States of recurrent layers do not grow with the positions.
-    let longer = decoder.cache_shapes(CacheLayout { pages: layout.pages.saturating_add(1), ..layout });
-    let longer = longer.iter().fold(0u64, |a, s| a.saturating_add(s.bytes() as u64));
-    let written = sum(&|s| s.bytes() as u64);
+    let longer = shapes(CacheLayout { pages: layout.pages.saturating_add(1), ..layout });
+    let longer = sum(&longer, &|s| s.bytes() as u64);
+    let shapes = shapes(layout);
+    let written = sum(&shapes, &|s| s.bytes() as u64);
     MemoryNeed {
-        cache: sum(&|s| device.footprint(s.bytes(), Tag::Io) as u64),
+        index,
+        cache: sum(&shapes, &|s| device.footprint(s.bytes(), Tag::Io) as u64),
         cache_written: written,
         position: longer.saturating_sub(written) / layout.page.max(1) as u64,
         ..MemoryNeed::default()
     }
 }
 
-/// The plan of a step, and the bytes of its inputs on the device.
-fn plan(decoder: &Decoder, options: EngineOptions, size: StepSize) -> Result<(Fit, u64)> {
-    let (b, layout) = (decoder.backend(), options.layout());
+/// The plan of a stage of a step, and the bytes of its inputs on the device.
+fn plan(decoder: &Decoder, stage: usize, options: EngineOptions, size: StepSize) -> Result<(Fit, u64)> {
+    let (b, layout) = (&decoder.placement().devices[decoder.stages[stage].device], options.layout());
     let context = decoder.context().min(options.positions);
     let int = |dims: &[usize]| Tensor::placeholder(b, DType::I32, dims);
     let row = || int(&[size.rows]);
-    let mut inputs = vec![row(), row(), row(), row()];
+    let handed = handed_shapes(decoder, stage, size.rows, size.logits.max(1));
+    let mut inputs: Vec<Tensor> =
+        handed.iter().map(|dims| Tensor::placeholder(b, DType::F32, dims.as_slice())).collect();
+    inputs.extend([row(), row(), row(), row()]);
     inputs.push(int(&[options.sequences, context.div_ceil(options.page)]));
     inputs.push(int(&[size.logits.max(1)]));
     for rope in decoder.ropes() {
@@ -178,11 +214,13 @@ fn plan(decoder: &Decoder, options: EngineOptions, size: StepSize) -> Result<(Fi
         bytes = bytes.saturating_add(takes(t)?);
     }
     let mut donated = vec![false; inputs.len()];
-    for shape in decoder.cache_shapes(layout) {
+    let own = &decoder.cache_shapes(layout)[own_states(decoder, stage, layout)];
+    let shared = shared_shapes(decoder, stage, layout);
+    for (shape, gone) in shared.iter().map(|s| (s, false)).chain(own.iter().map(|s| (s, true))) {
         inputs.push(Tensor::placeholder(b, shape.dtype, shape.dims));
-        donated.push(true);
+        donated.push(gone);
     }
-    let results = step(decoder, layout, &inputs);
+    let results = stage_results(decoder, stage, layout, Want::Logits, &inputs);
     Ok((b.fit_of(&inputs, &donated, &results, None)?, bytes))
 }
 

@@ -3,7 +3,7 @@
 //!
 //! - [`source`]: opens a model and finds its tensors.
 //! - [`family`]: one file per family; reads its configuration into a [`spec::Spec`].
-//! - [`decoder`]: computes a step.
+//! - [`decoder`]: computes a step; [`placement`]: on which devices.
 //! - [`encoder`] and [`embed`]: encoders, and vectors of texts.
 //! - [`fit`]: computes the memory that an engine needs.
 //! - [`generator`]: prompts in, text out; alone, in batches ([`batch`]) or on a thread ([`worker`]).
@@ -28,6 +28,7 @@ pub mod generator;
 pub mod grid;
 pub mod lora;
 pub mod model;
+pub mod placement;
 pub mod rope;
 pub mod sample;
 pub mod source;
@@ -48,6 +49,7 @@ pub use generator::{Generator, Pieces, Prompt, chat_tokens};
 pub use grid::Grid;
 pub use lora::{Lora, LoraOptions};
 pub use model::ModelFile;
+pub use placement::{DevicePart, LayerPlace, Placement};
 pub use sample::{Sampler, Sampling};
 pub use source::Source;
 pub use spec::Spec;

@@ -64,6 +64,12 @@ impl Adapter {
         x.row_matmul(&self.a.value(), None, None).row_matmul(&self.b.value(), None, None) * self.scale
     }
 
+    /// A copy on another backend, which does not follow the training of this one.
+    pub(crate) fn on(&self, backend: &Backend) -> Result<Adapter> {
+        let copy = |p: &Param| Ok::<_, Error>(Param::new(p.value().to(backend)?));
+        Ok(Adapter { a: copy(&self.a)?, b: copy(&self.b)?, scale: self.scale })
+    }
+
     /// The rank.
     ///
     /// # Errors

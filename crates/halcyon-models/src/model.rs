@@ -1,6 +1,7 @@
 //! A language model with its text parts: decoder, tokenizer and chat template.
 
 use crate::decoder::{Decoder, LoadOptions};
+use crate::placement::Placement;
 use crate::source::{Folder, Source};
 use crate::spec::Spec;
 use halcyon::Backend;
@@ -68,6 +69,14 @@ impl ModelFile {
     /// The errors of [`Decoder::load`].
     pub fn load<'a>(&self, backend: &Backend, options: impl Into<LoadOptions<'a>>) -> Result<Decoder> {
         Decoder::load(backend, &self.source, self.spec.clone(), options)
+    }
+
+    /// Loads each part of the weights on its device.
+    ///
+    /// # Errors
+    /// The errors of [`Decoder::load_on`].
+    pub fn load_on<'a>(&self, placement: Placement, options: impl Into<LoadOptions<'a>>) -> Result<Decoder> {
+        Decoder::load_on(placement, &self.source, self.spec.clone(), options)
     }
 }
 

@@ -83,6 +83,7 @@ impl Loader<'_> {
     fn unblocked(&self, w: Weights) -> Result<Weights> {
         let kept = matches!(w.data.dtype, DType::F32 | DType::F16 | DType::BF16);
         if w.blocks.is_none() && kept {
+            self.count(w.data.dtype, &w.data.dims);
             return Ok(w);
         }
         Ok(Weights { data: ConstData::from_slice(&w.dims(), &self.floats(&w)?)?, blocks: None })

@@ -8,6 +8,7 @@ use crate::source::{Source, Weights};
 use crate::spec::*;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, ConstData, DType, Tensor};
+use std::cell::Cell;
 use std::collections::HashMap;
 
 pub(crate) struct Loader<'a> {
@@ -16,9 +17,30 @@ pub(crate) struct Loader<'a> {
     pub(crate) backend: &'a Backend,
     pub(crate) activations: Activations,
     pub(crate) lora: Option<&'a Lora>,
+    /// Whether adapters are copied to the backend.
+    pub(crate) moves: bool,
+    /// Bytes of the weights so far.
+    pub(crate) bytes: Cell<u64>,
+}
+
+impl<'a> Loader<'a> {
+    pub(crate) fn new(
+        source: &'a Source,
+        spec: &'a Spec,
+        backend: &'a Backend,
+        activations: Activations,
+        lora: Option<&'a Lora>,
+    ) -> Loader<'a> {
+        Loader { source, spec, backend, activations, lora, moves: false, bytes: Cell::new(0) }
+    }
 }
 
 impl Loader<'_> {
+    /// Counts weights of a type.
+    pub(super) fn count(&self, dtype: DType, dims: &[usize]) {
+        self.bytes.set(self.bytes.get() + dtype.bytes(dims.iter().product()) as u64);
+    }
+
     pub(crate) fn find(&self, name: &str) -> Result<Option<Weights>> {
         self.source.find(self.spec, name)
     }
@@ -38,6 +60,7 @@ impl Loader<'_> {
     }
 
     pub(crate) fn floats(&self, w: &Weights) -> Result<Vec<f32>> {
+        self.count(DType::F32, &w.dims());
         w.floats()
     }
 
@@ -54,9 +77,13 @@ impl Loader<'_> {
             data = halcyon_formats::data::cast(&data, DType::F32)?;
         }
         let bias = self.vector(&format!("{stem}.bias"), &dims[..dims.len() - 1])?;
-        let adapter = self.lora.and_then(|l| l.adapter(stem)).cloned();
-        if let Some(a) = &adapter {
+        self.count(data.dtype, &data.dims);
+        let mut adapter = self.lora.and_then(|l| l.adapter(stem)).cloned();
+        if let Some(a) = &mut adapter {
             a.check(stem, dims)?;
+            if self.moves {
+                *a = a.on(self.backend)?;
+            }
         }
         // Rounding errors of values reach the result without a softmax or a gate in between, and their matrix
         // is small if heads are shared.
@@ -83,19 +110,19 @@ impl Loader<'_> {
         Ok(NormWeights { weight: Some(weight), bias: self.vector(&format!("{stem}.bias"), &[size])?, spec })
     }
 
-    pub(crate) fn norms(&self, i: usize, l: &Layer) -> Result<[Option<NormWeights>; 4]> {
-        let h = self.spec.hidden;
-        let one = |name: &str| self.norm(&format!("blk.{i}.{name}"), h, l.norm).map(Some);
-        Ok(match l.order {
-            Order::Before => [one("attn_norm")?, None, one("ffn_norm")?, None],
-            Order::After => [None, one("post_attention_norm")?, None, one("post_ffw_norm")?],
-            Order::Both => {
-                [one("attn_norm")?, one("post_attention_norm")?, one("ffn_norm")?, one("post_ffw_norm")?]
-            }
-            Order::Parallel => [one("attn_norm")?, None, None, None],
+    /// The norm before the mixer of a layer (0), after it (1), before the feed-forward part (2) or after it
+    /// (3), if the layer has one there.
+    pub(crate) fn norm_of(&self, i: usize, l: &Layer, n: usize) -> Result<Option<NormWeights>> {
+        let names = match l.order {
+            Order::Before => [Some("attn_norm"), None, Some("ffn_norm"), None],
+            Order::After => [None, Some("post_attention_norm"), None, Some("post_ffw_norm")],
+            Order::Both => ["attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"].map(Some),
+            Order::Parallel => [Some("attn_norm"), None, None, None],
             // GGUF calls the norm before the feed-forward part `attn_norm`.
-            Order::ParallelTwo => [one("attn_norm_2")?, None, one("attn_norm")?, None],
-        })
+            Order::ParallelTwo => [Some("attn_norm_2"), None, Some("attn_norm"), None],
+        };
+        let one = |name: &str| self.norm(&format!("blk.{i}.{name}"), self.spec.hidden, l.norm);
+        names[n].map(one).transpose()
     }
 }
 

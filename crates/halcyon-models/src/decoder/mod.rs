@@ -10,22 +10,23 @@ mod latent;
 pub(crate) mod load;
 mod per_layer;
 mod recurrent;
+pub(crate) mod run;
 pub(crate) mod weights;
 mod whole;
 
 use crate::grid::Grid;
 use crate::lora::Lora;
+use crate::placement::{Placement, Stage};
 use crate::rope::Rope;
 use crate::source::Source;
 use crate::spec::*;
-use attention::{AttentionStep, AttentionWeights, cache_shapes};
-use ffn::{FfnWeights, feed_forward};
-use halcyon::ir::error::{Error, Result};
+use attention::{AttentionWeights, cache_shapes};
+use ffn::FfnWeights;
+use halcyon::ir::error::Result;
 use halcyon::{Backend, DType, Tensor};
 use load::{Loader, Rotations};
 use per_layer::{InputWeights, OwnInput};
-use recurrent::{RecurrentStep, RecurrentWeights};
-use std::ops::Range;
+use recurrent::RecurrentWeights;
 use weights::{Matrix, NormWeights};
 
 #[derive(Debug)]
@@ -46,11 +47,14 @@ enum MixerWeights {
     Recurrent(Box<RecurrentWeights>, Recurrent),
 }
 
-/// A decoder on a backend.
+/// A decoder on a device, or on several.
 #[derive(Debug)]
 pub struct Decoder {
     pub spec: Spec,
-    backend: Backend,
+    pub(crate) placement: Placement,
+    pub(crate) stages: Vec<Stage>,
+    /// Bytes of the weights of each part.
+    pub(crate) bytes: Vec<u64>,
     /// The longest sequence.
     context: usize,
     embedding: Matrix,
@@ -61,6 +65,8 @@ pub struct Decoder {
     final_norm: NormWeights,
     /// `None`: the embedding's matrix is used.
     head: Option<Matrix>,
+    /// Whether the head is the embedding's matrix, or a copy of it on another device.
+    tied: bool,
     /// The different rotations of the layers.
     ropes: Vec<Rope>,
 }
@@ -141,7 +147,7 @@ impl From<usize> for LoadOptions<'_> {
 }
 
 impl Decoder {
-    /// Loads the weights of a model.
+    /// Loads the weights of a model on one device.
     ///
     /// # Errors
     /// `Error::Argument` for a tensor that is missing; `Error::Shape` for one whose shape does not follow
@@ -152,47 +158,97 @@ impl Decoder {
         spec: Spec,
         options: impl Into<LoadOptions<'a>>,
     ) -> Result<Decoder> {
+        Decoder::load_on(Placement::single(backend, spec.layers.len()), source, spec, options)
+    }
+
+    /// Loads each part of a model on its device. Adapters are copied to the devices, so a decoder on several
+    /// devices does not follow the training of its adapters.
+    ///
+    /// # Errors
+    /// The errors of [`Decoder::load`] and [`Placement::check`].
+    pub fn load_on<'a>(
+        placement: Placement,
+        source: &Source,
+        spec: Spec,
+        options: impl Into<LoadOptions<'a>>,
+    ) -> Result<Decoder> {
+        placement.check(&spec)?;
         let LoadOptions { context, activations, lora } = options.into();
-        let l = Loader { source, spec: &spec, backend, activations, lora };
+        let on = |d: usize| {
+            let several = placement.devices.len() > 1;
+            Loader { moves: several, ..Loader::new(source, &spec, &placement.devices[d], activations, lora) }
+        };
         let mut ropes = Rotations::default();
         let (v, h) = (spec.vocabulary, spec.hidden);
+        let mut bytes = vec![0];
         let mut layers = Vec::with_capacity(spec.layers.len());
-        for (i, layer) in spec.layers.iter().enumerate() {
+        for (i, (layer, place)) in spec.layers.iter().zip(&placement.layers).enumerate() {
+            let l = on(place.mixer);
             let mixer = match &layer.mixer {
                 Mixer::Attention(a) => MixerWeights::Attention(l.attention(i, a, &mut ropes)?, a.clone()),
                 Mixer::Recurrent(r) => MixerWeights::Recurrent(Box::new(l.recurrent(i, r)?), *r),
             };
+            let [before, after] = [0, 1].map(|n| l.norm_of(i, layer, n));
+            bytes.push(l.bytes.get());
+            let l = on(place.feed_forward);
             layers.push(LayerWeights {
-                norms: l.norms(i, layer)?,
+                norms: [before?, after?, l.norm_of(i, layer, 2)?, l.norm_of(i, layer, 3)?],
                 mixer,
                 ffn: l.ffn(i, layer)?,
                 input: spec.per_layer.map(|p| l.own_input(i, layer, p)).transpose()?,
                 output_scale: l.vector(&format!("blk.{i}.layer_output_scale.weight"), &[1])?,
             });
+            bytes.push(l.bytes.get());
         }
+        let l = on(placement.embedding);
+        let embedding = l.matrix("token_embd", &[v, h])?;
         let positions = match spec.learned_positions {
             true => Some(l.matrix("position_embd", &[spec.context, h])?),
             false => None,
         };
         let embedding_norm = spec.embedding_norm.map(|n| l.norm("token_embd_norm", h, n)).transpose()?;
+        let inputs = spec.per_layer.map(|p| l.inputs(p)).transpose()?;
+        bytes[0] = l.bytes.get();
+        let l = on(placement.head);
+        let final_norm = l.norm("output_norm", h, spec.final_norm)?;
+        let own = l.maybe("output", &[v, h])?;
+        let tied = own.is_none();
+        let head = match placement.head == placement.embedding {
+            false if tied => Some(l.matrix("token_embd", &[v, h])?),
+            _ => own,
+        };
+        bytes.push(l.bytes.get());
         Ok(Decoder {
-            embedding: l.matrix("token_embd", &[v, h])?,
+            stages: placement.stages(&spec),
+            placement,
+            bytes,
+            embedding,
             positions,
             embedding_norm,
-            inputs: spec.per_layer.map(|p| l.inputs(p)).transpose()?,
-            final_norm: l.norm("output_norm", h, spec.final_norm)?,
-            head: l.maybe("output", &[v, h])?,
+            inputs,
+            final_norm,
+            head,
+            tied,
             ropes: ropes.ropes,
             layers,
             context,
-            backend: backend.clone(),
             spec,
         })
     }
 
-    /// The backend of the weights.
+    /// The backend that computes the logits.
     pub fn backend(&self) -> &Backend {
-        &self.backend
+        &self.placement.devices[self.placement.head]
+    }
+
+    /// Whether the head is the embedding's matrix.
+    pub(crate) fn is_tied(&self) -> bool {
+        self.tied
+    }
+
+    /// Bytes of the embedding's matrix.
+    pub(crate) fn embedding_bytes(&self) -> u64 {
+        self.embedding.bytes()
     }
 
     /// The longest sequence for which the decoder was loaded.
@@ -213,7 +269,7 @@ impl Decoder {
         self.spec.layers.iter().flat_map(|l| self.layer_shapes(l, c)).collect()
     }
 
-    fn layer_shapes(&self, l: &Layer, c: CacheLayout) -> Vec<CacheShape> {
+    pub(crate) fn layer_shapes(&self, l: &Layer, c: CacheLayout) -> Vec<CacheShape> {
         match &l.mixer {
             Mixer::Attention(a) => {
                 let of = |dims| CacheShape { dims, dtype: c.dtype };
@@ -229,108 +285,5 @@ impl Decoder {
             Mixer::Recurrent(r) => Some(r.kernel),
             Mixer::Attention(_) => None,
         })
-    }
-
-    /// The activations of the rows after the last norm, `[rows, hidden]`, and the new states of the cache.
-    pub fn activations(
-        &self,
-        rows: Rows<'_>,
-        cache: &[Tensor],
-        layout: CacheLayout,
-    ) -> (Tensor, Vec<Tensor>) {
-        let s = &self.spec;
-        let mut x = self.embedding.rows(rows.tokens);
-        if let Some(scale) = s.embedding_scale {
-            x = x * scale;
-        }
-        if let Some(p) = &self.positions {
-            let zero = Tensor::scalar(&self.backend, 0, DType::I32);
-            x = x + p.rows(&rows.position.maximum(&zero));
-        }
-        if let Some(n) = &self.embedding_norm {
-            x = n.apply(&x);
-        }
-        let inputs = self.inputs.as_ref().map(|w| w.inputs(rows.tokens, &x));
-        let mut states = Vec::with_capacity(cache.len());
-        // The states of each layer among all of them.
-        let mut own: Vec<Range<usize>> = Vec::with_capacity(s.layers.len());
-        for (i, (w, l)) in self.layers.iter().zip(&s.layers).enumerate() {
-            let scaled = |y: Tensor| match l.residual_scale {
-                Some(by) => y * by,
-                None => y,
-            };
-            let normed =
-                |n: &Option<NormWeights>, x: &Tensor| n.as_ref().map_or_else(|| x.clone(), |n| n.apply(x));
-            let input = normed(&w.norms[0], &x);
-            let first = states.len();
-            own.push(first..first + self.layer_shapes(l, layout).len());
-            let other = match &l.mixer {
-                Mixer::Attention(a) => a.keys_of,
-                Mixer::Recurrent(_) => None,
-            };
-            let before = match other {
-                Some(other) => &states[own[other].clone()],
-                None => &cache[own[own.len() - 1].clone()],
-            };
-            let (y, new) = mix(&w.mixer, &input, rows, before, layout);
-            states.extend(new);
-            if matches!(l.order, Order::Parallel | Order::ParallelTwo) {
-                let z = match &w.norms[2] {
-                    Some(n) => n.apply(&x),
-                    None => input,
-                };
-                let z = scaled(feed_forward(&w.ffn, &z, &x));
-                x = x + scaled(y) + z;
-                continue;
-            }
-            x = x + scaled(normed(&w.norms[1], &y));
-            let y = feed_forward(&w.ffn, &normed(&w.norms[2], &x), &x);
-            x = x + scaled(normed(&w.norms[3], &y));
-            if let (Some(own), Some(inputs)) = (&w.input, &inputs) {
-                x = own.apply(x, inputs, i);
-            }
-            if let Some(scale) = &w.output_scale {
-                x = x * scale;
-            }
-        }
-        (self.final_norm.apply(&x), states)
-    }
-
-    /// The logits of the wanted rows, f32 `[n, vocabulary]`, and the new states of the cache.
-    pub fn step(&self, rows: Rows<'_>, cache: &[Tensor], layout: CacheLayout) -> (Tensor, Vec<Tensor>) {
-        let (x, states) = self.activations(rows, cache, layout);
-        (self.logits(&x.gather(rows.wanted, 0)), states)
-    }
-
-    /// The logits of activations `[n, hidden]` after the last norm.
-    fn logits(&self, x: &Tensor) -> Tensor {
-        let mut z = self.head.as_ref().unwrap_or(&self.embedding).apply(x);
-        if let Some(scale) = self.spec.logit_scale {
-            z = z * scale;
-        }
-        if let Some(cap) = self.spec.logit_cap {
-            z = (z / cap).tanh() * cap;
-        }
-        z
-    }
-}
-
-/// The result of a mixer, and the new versions of its states.
-fn mix(
-    mixer: &MixerWeights,
-    x: &Tensor,
-    rows: Rows<'_>,
-    states: &[Tensor],
-    layout: CacheLayout,
-) -> (Tensor, Vec<Tensor>) {
-    match (mixer, rows.grid) {
-        (MixerWeights::Attention(w, a), _) => AttentionStep { a, w, rows, layout }.run(x, states),
-        (MixerWeights::Recurrent(w, r), Some(grid)) => {
-            RecurrentStep { r, w, grid, slots: layout.sequences }.run(x, states)
-        }
-        (MixerWeights::Recurrent(..), None) => {
-            let missing = || Error::argument("step", "a model with recurrent layers needs `Rows::grid`");
-            (x.narrow(0, 0, usize::MAX).map_error(|_| missing()), states.to_vec())
-        }
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::lora::Adapter;
 use crate::spec::*;
+use halcyon::ir::error::Error;
 use halcyon::{BlockType, DType, RowMatmul, Tensor};
 
 /// A matrix of weights `[outputs, inputs]`, or several of them.
@@ -19,6 +20,12 @@ pub(crate) struct Matrix {
 impl Matrix {
     pub(crate) fn new(data: Tensor, blocks: Option<BlockType>) -> Matrix {
         Matrix { data, blocks, fine: false, bias: None, adapter: None }
+    }
+
+    /// Bytes of the stored elements.
+    pub(crate) fn bytes(&self) -> u64 {
+        let size = |t: &Tensor| Ok::<_, Error>(t.dtype()?.bytes(t.dims()?.iter().product()) as u64);
+        size(&self.data).unwrap_or(0)
     }
 
     fn options(&self) -> RowMatmul {

@@ -1,6 +1,7 @@
 //! Whole sequences without a cache, as training needs them: ordinary attention, with gradients.
 
 use super::attention::AttentionStep;
+use super::run::StageStates;
 use super::{CacheLayout, Decoder, Rows};
 use crate::spec::Mixer;
 use halcyon::ir::error::{Error, Result};
@@ -12,7 +13,7 @@ impl Decoder {
     ///
     /// # Errors
     /// `Error::Shape` if `tokens` has other axes; `Error::Argument` for sequences longer than the context;
-    /// `Error::Unsupported` for models with recurrent layers.
+    /// `Error::Unsupported` for models with recurrent layers, and for models on several devices.
     pub fn sequence_logits(&self, tokens: &Tensor) -> Result<Tensor> {
         let dims = tokens.dims()?;
         let [batch, length] = dims[..] else {
@@ -25,6 +26,10 @@ impl Decoder {
         if !self.spec.layers.iter().all(|l| matches!(l.mixer, Mixer::Attention(_))) {
             let what = format!("training of {}, which has recurrent layers", self.spec.family);
             return Err(Error::unsupported(what, "Train a model whose layers are attention"));
+        }
+        if self.stages.len() > 1 {
+            let what = format!("training on {} devices", self.placement.devices.len());
+            return Err(Error::unsupported(what, "Load the model on one device"));
         }
         let b = tokens.backend();
         let constant = |dims: &[usize], v: &[f32]| -> Result<Tensor> {
@@ -55,8 +60,8 @@ impl Decoder {
         };
         let layout = CacheLayout { pages: 0, page: length, dtype: DType::F32, sequences: batch };
         let states = vec![none.clone(); self.cache_shapes(layout).len()];
-        let (x, _) = self.activations(rows, &states, layout);
-        Ok(self.logits(&x))
+        let (handed, _) = self.run(0, None, rows, StageStates { own: &states, shared: &[], layout });
+        Ok(self.logits(&self.finished(&handed.x)))
     }
 }
 

@@ -152,7 +152,7 @@ impl Encoder {
     /// `Error::Argument` for a tensor that is missing; `Error::Shape` for one whose shape does not follow
     /// from the configuration; errors of reading.
     pub fn load(backend: &Backend, source: &Source, spec: EncoderSpec) -> Result<Encoder> {
-        let l = Loader { source, spec: &spec.body, backend, activations: Activations::Fine, lora: None };
+        let l = Loader::new(source, &spec.body, backend, Activations::Fine, None);
         let (h, norm) = (spec.body.hidden, spec.norm);
         let mut ropes = Rotations::default();
         let mut layers = vec![];

@@ -7,6 +7,7 @@ mod generator;
 mod hostile;
 mod lora;
 mod quantised;
+mod split;
 mod stored;
 mod stories;
 
