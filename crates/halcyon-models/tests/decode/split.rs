@@ -139,7 +139,8 @@ fn batches_do_not_change_logits_under_a_split() {
     }
     let source = Source::open(&folder("qwen3_5_moe")).expect("the model opens");
     let small: Vec<Vec<u32>> = prompts.iter().map(|p| p.iter().map(|t| t % 50).collect()).collect();
-    for (how, p) in placements(&b, &a, &source) {
+    let some = placements(&b, &a, &source).into_iter().filter(|(how, _)| ["halves", "experts"].contains(how));
+    for (how, p) in some {
         invariant(&placed(p, &source), &small[..3], &[3], &format!("qwen3_5_moe, {how}"));
     }
 }
