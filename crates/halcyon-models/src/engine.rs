@@ -1,5 +1,5 @@
-//! Runs a decoder: the paged cache of keys and values, and for each stage one compiled plan for each number of
-//! rows and of rows whose logits are wanted.
+//! Runs a decoder: the paged cache of keys and values, and for each stage one compiled plan for each number
+//! of rows and of rows whose logits are wanted.
 
 mod inputs;
 pub(crate) mod stages;

@@ -1,5 +1,5 @@
-//! A warm step makes nothing new, and each layer runs where it is placed. The tests run one after the other in
-//! a process of their own, because a device counts what all backends of the process do.
+//! A warm step makes nothing new, and each layer runs where it is placed. The tests run one after the other
+//! in a process of their own, because a device counts what all backends of the process do.
 
 #[path = "decode/common.rs"]
 mod common;
