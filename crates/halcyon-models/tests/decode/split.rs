@@ -269,7 +269,7 @@ fn the_memory_of_each_device_is_counted() {
     let weights = |n: &MemoryNeed| n.in_place.max(n.copied + n.packed);
     // Each part of the file that is read in place is rounded up to pages.
     assert!((weights(&x) + weights(&y)).abs_diff(weights(&whole)) <= 1 << 16);
-    assert!(y.host < x.host && y.device() > 0);
+    assert!(x.device() > 0 && y.device() > 0);
 }
 
 #[test]
