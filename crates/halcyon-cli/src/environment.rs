@@ -100,6 +100,27 @@ pub(crate) const VARIABLES: &[Variable] = &[
     ),
     row(
         System,
+        "HF_ENDPOINT",
+        "URL",
+        "The server from which hf:ORG/REPO is downloaded. Not set: https://huggingface.co.",
+    ),
+    row(
+        System,
+        "HF_HOME",
+        "FOLDER",
+        "The folder of Hugging Face's programs; its folder hub has the downloaded models, unless HF_HUB_CACHE names another. \
+         Not set: .cache/huggingface in the user's folder.",
+    ),
+    row(System, "HF_HUB_CACHE", "FOLDER", "The folder of downloaded models. Not set: hub in HF_HOME."),
+    row(System, "HF_HUB_OFFLINE", "1", "Nothing is downloaded, as with --offline."),
+    row(
+        System,
+        "HF_TOKEN",
+        "TOKEN",
+        "Gives access to models of the Hugging Face Hub. Not set: the file token in HF_HOME.",
+    ),
+    row(
+        System,
         "XDG_CACHE_HOME",
         "FOLDER",
         "On Linux, the folder that contains Halcyon's folder of caches. Not set: $HOME/.cache.",

@@ -26,6 +26,7 @@ pub mod fit;
 pub mod generate;
 pub mod generator;
 pub mod grid;
+pub mod hub;
 pub mod lora;
 pub mod model;
 pub mod placement;

@@ -86,12 +86,14 @@ pub(crate) fn picked(t: &ConstData, dims: &[usize], pick: &dyn Fn(usize) -> usiz
 }
 
 impl Source {
-    /// Opens a GGUF file, or a folder with `config.json` and safetensors files.
+    /// Opens a GGUF file, or a folder with `config.json` and safetensors files. A name such as
+    /// `hf:ORG/REPO:Q4_K_M` stands for a model of the Hugging Face Hub ([`crate::hub`]).
     ///
     /// # Errors
     /// Errors of reading: `Error::Io` for a folder without `config.json`, `Error::Format` for a file of
     /// another kind.
     pub fn open(path: &Path) -> Result<Source> {
+        let path = &crate::hub::local(path)?;
         if path.is_dir() {
             return Ok(Source::Folder(Folder::open(path)?));
         }

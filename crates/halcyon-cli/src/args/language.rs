@@ -8,7 +8,8 @@ use std::path::PathBuf;
 /// The model, and how it is run.
 #[derive(Args, Debug)]
 pub(crate) struct LanguageArgs {
-    /// GGUF file (of a split model: any part), or a folder with config.json and safetensors files
+    /// GGUF file (of a split model: any part), a folder with config.json and safetensors files, or a model
+    /// of the Hugging Face Hub: hf:ORG/REPO[@REVISION][:FILE]. FILE may be a quantisation, such as Q4_K_M
     #[arg(value_name = "MODEL", required_unless_present = "model_file")]
     pub model: Option<PathBuf>,
     /// The same as MODEL
@@ -36,6 +37,9 @@ pub(crate) struct LanguageArgs {
     /// the model has: on the chosen device
     #[arg(long, visible_alias = "n-gpu-layers", value_name = "N", allow_hyphen_values = true)]
     pub gpu_layers: Option<String>,
+    /// Uses only files that are on this machine: no downloads
+    #[arg(long)]
+    pub offline: bool,
     #[command(flatten)]
     pub backend: BackendArgs,
 }

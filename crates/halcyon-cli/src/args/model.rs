@@ -67,7 +67,7 @@ Examples:
   halcyon trace models/digits.onnx
   halcyon trace models/digits.onnx --level O0 --json";
 
-#[derive(Args, Debug)]
+#[derive(Args, Debug, Clone)]
 #[command(after_help = INSPECT)]
 pub(crate) struct InspectArgs {
     /// ONNX model, or a file of tensors: GGUF, safetensors, .npz, .npy or ONNX .pb

@@ -27,6 +27,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
 
 pub(crate) fn main(a: &InspectArgs) -> Result<u8> {
+    #[cfg(feature = "language")]
+    if a.file.to_str().is_some_and(|f| f.starts_with("hf:")) {
+        let file = halcyon_models::hub::local(&a.file)?;
+        if file != a.file {
+            return main(&InspectArgs { file, ..a.clone() });
+        }
+    }
     let bytes = mmap::open(&a.file)?;
     let name = a.file.display().to_string();
     let weights = match sniff::kind(&bytes) {

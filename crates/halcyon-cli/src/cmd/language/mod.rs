@@ -91,6 +91,9 @@ pub(super) fn start(a: &LanguageArgs, context: Option<usize>, defaults: Defaults
     if a.chunk == 0 {
         return Err(Error::argument("--chunk", "must be at least 1"));
     }
+    if a.offline {
+        halcyon_models::hub::stay_offline();
+    }
     let file = ModelFile::open(&a.path())?;
     let context = context_of(&file, context.or(a.context))?;
     for w in file.warnings()? {
