@@ -51,6 +51,7 @@ const FEATURES: &[(&str, &[&str])] = &[
     ("metal", &["halcyon", "halcyon-compat", "halcyon-cli"]),
     ("onnx", &["halcyon", "halcyon-compat"]),
     ("cpu,parallel", &["halcyon-hal", "halcyon", "halcyon-compat"]),
+    ("cpu,hub", &["halcyon-cli"]),
     ("cpu,simd", &["halcyon-hal", "halcyon", "halcyon-compat"]),
     ("backends,simd,parallel", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
 ];
@@ -98,6 +99,7 @@ const fn step(name: &'static str, tiers: In, work: fn(&Context) -> Outcome) -> S
     Step { name, tiers, work }
 }
 
+const HUB_TESTS: &[&str] = &["test", "-p", "halcyon-models", "--features", "hub", "--test", "hub"];
 const BUILDS: In = In::OneOf("a build of its own", "each of them builds for minutes");
 
 const STEPS: &[Step] = &[
@@ -124,6 +126,8 @@ const STEPS: &[Step] = &[
     step("doc", In::Merge, doc),
     step("backend", BUILDS, backend),
     step("features", BUILDS, features),
+    // Downloads, which the default build does not have.
+    step("hub", BUILDS, |c| cargo_tests(c.cargo().args(HUB_TESTS))),
     step("platforms", BUILDS, platforms),
     step("readme", In::Merge, readme),
     step(
@@ -779,7 +783,7 @@ mod tests {
             };
             let (merge, fast) = (runs(Tier::Merge), runs(Tier::Fast));
             assert_eq!(runs(Tier::Nightly).len(), STEPS.len());
-            let builds = ["backend", "features", "platforms"];
+            let builds = ["backend", "features", "hub", "platforms"];
             assert_eq!(merge.iter().filter(|n| builds.contains(n)).count(), 1, "{merge:?}");
             assert!(!["receipts", "asan", "neon", "miri", "fuzz"].iter().any(|n| merge.contains(n)));
             assert!(merge.contains(&"isa") && merge.contains(&"crates") && merge.contains(&"doc"));

@@ -8,6 +8,8 @@ pub(crate) mod common;
 mod files;
 pub(crate) mod help;
 #[cfg(feature = "language")]
+mod hub;
+#[cfg(feature = "language")]
 mod language;
 mod model;
 mod prepare;
@@ -25,6 +27,8 @@ pub(crate) use common::Verbosity;
 #[cfg(feature = "language")]
 pub(crate) use files::*;
 pub(crate) use help::{CompletionsArgs, HelpArgs, ManArgs, command};
+#[cfg(feature = "language")]
+pub(crate) use hub::*;
 #[cfg(feature = "language")]
 pub(crate) use language::*;
 pub(crate) use model::*;

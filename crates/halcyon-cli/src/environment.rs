@@ -102,14 +102,14 @@ pub(crate) const VARIABLES: &[Variable] = &[
         System,
         "HF_ENDPOINT",
         "URL",
-        "The server from which hf:ORG/REPO is downloaded. Not set: https://huggingface.co.",
+        "The server from which models by name (hf:ORG/REPO) are downloaded. Not set: https://huggingface.co.",
     ),
     row(
         System,
         "HF_HOME",
         "FOLDER",
         "The folder of Hugging Face's programs; its folder hub has the downloaded models, unless HF_HUB_CACHE names another. \
-         Not set: .cache/huggingface in the user's folder.",
+         Not set: huggingface in the user's folder of caches.",
     ),
     row(System, "HF_HUB_CACHE", "FOLDER", "The folder of downloaded models. Not set: hub in HF_HOME."),
     row(System, "HF_HUB_OFFLINE", "1", "Nothing is downloaded, as with --offline."),
@@ -121,9 +121,15 @@ pub(crate) const VARIABLES: &[Variable] = &[
     ),
     row(
         System,
+        "SSL_CERT_FILE",
+        "FILE",
+        "The certificates, in PEM format, that are trusted in downloads. Not set: Mozilla's.",
+    ),
+    row(
+        System,
         "XDG_CACHE_HOME",
         "FOLDER",
-        "On Linux, the folder that contains Halcyon's folder of caches. Not set: $HOME/.cache.",
+        "On Linux, the folder that contains Halcyon's folder of caches, and that of Hugging Face's programs. Not set: $HOME/.cache.",
     ),
     row(
         System,

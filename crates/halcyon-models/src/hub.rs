@@ -1,23 +1,24 @@
 //! Models of the Hugging Face Hub by name: `hf:ORG/REPO`, `hf:ORG/REPO@REVISION` and `hf:ORG/REPO:FILE`.
 //!
-//! Files that are in the cache of Hugging Face's programs are found without network. Other files are
-//! downloaded into that cache by the crate `hf-hub`, if Halcyon was built with the feature `hub`.
+//! Files that are in the cache of Hugging Face's programs are used without network. Other files are downloaded
+//! into that cache if Halcyon was built with the feature `hub`.
 
 mod choose;
 #[cfg(feature = "hub")]
 mod fetch;
+#[cfg(feature = "hub")]
+mod http;
+mod needed;
+#[cfg(feature = "hub")]
+mod store;
 
 use choose::Wanted;
 use halcyon::ir::error::{Error, Result};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The most bytes of an index of shards.
-const MAX_INDEX: u64 = 64 << 20;
 /// The deepest folder of a repository in which files are looked for.
 const DEPTH: usize = 3;
-static OFFLINE: AtomicBool = AtomicBool::new(false);
 
 /// The name of a model: `hf:ORG/REPO[@REVISION][:FILE]`.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -54,79 +55,145 @@ impl HubName {
         }
         Ok(Some(HubName { repo: repo.into(), revision: revision.into(), file: file.map(str::to_string) }))
     }
+
+    /// The name for messages, without the file.
+    fn text(&self) -> String {
+        match self.revision.as_str() {
+            "main" => format!("hf:{}", self.repo),
+            r => format!("hf:{}@{r}", self.repo),
+        }
+    }
 }
 
-/// Whether a file's name stays inside its folder.
+/// Whether a file's name stays inside its folder, and can be the name of a file on every system.
 fn plain_name(name: &str) -> bool {
-    let part = |p: &str| !p.is_empty() && p != "." && p != "..";
-    name.split('/').all(part) && !name.contains(['\\', ':', '\0', '?', '#', '%'])
+    let part = |p: &str| !p.is_empty() && p != "." && p != ".." && !p.ends_with(['.', ' ']);
+    let barred = |c: char| c.is_control() || "\\:?*<>|\"".contains(c);
+    name.len() < 512 && name.split('/').all(part) && !name.contains(barred)
+}
+
+/// How much of a file has been downloaded.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress<'a> {
+    /// The file's name in the repository.
+    pub file: &'a str,
+    /// Bytes on this machine.
+    pub done: u64,
+    /// Bytes of the whole file.
+    pub size: u64,
 }
 
 /// Where files are kept, and where they come from.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Hub {
     /// The folder with one folder per repository.
     pub cache: PathBuf,
+    /// The server: a URL with `http` or `https`.
     pub endpoint: String,
+    /// Sent to the server, but not to others to which it redirects.
     pub token: Option<String>,
     /// Whether only files in the cache are used.
     pub offline: bool,
 }
 
+impl std::fmt::Debug for Hub {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // Without the token, which is a secret.
+        let Hub { cache, endpoint, token, offline } = self;
+        let mut out = f.debug_struct("Hub");
+        out.field("cache", cache).field("endpoint", endpoint).field("token", &token.is_some());
+        out.field("offline", offline).finish()
+    }
+}
+
+/// A model in the cache.
+struct Cached {
+    path: PathBuf,
+    /// Whether the files of the repository that are not in the cache cannot change the choice.
+    sure: bool,
+}
+
 impl Hub {
-    /// The settings of the environment: `HF_HUB_CACHE`, else `hub` in `HF_HOME`, else
-    /// `.cache/huggingface/hub` in the user's folder; `HF_ENDPOINT`, `HF_TOKEN` (else the file `token` in
-    /// `HF_HOME`), and `HF_HUB_OFFLINE`.
+    /// The settings of the environment: `HF_HUB_CACHE`, else `hub` in `HF_HOME`, else `huggingface/hub` in
+    /// the user's folder for caches; `HF_ENDPOINT`, `HF_TOKEN` (else the file `token` in `HF_HOME`), and
+    /// `HF_HUB_OFFLINE`.
     ///
     /// # Errors
     /// `Error::Argument` if no folder is known.
     pub fn from_env() -> Result<Hub> {
-        let var = |name: &str| std::env::var(name).ok().filter(|v| !v.is_empty());
-        let home = var("HF_HOME").map(PathBuf::from).or_else(|| {
-            let user = var("HOME").or_else(|| var("USERPROFILE"))?;
-            Some(PathBuf::from(user).join(".cache/huggingface"))
-        });
+        let var = |name: &str| std::env::var(name).ok().filter(|v| !v.trim().is_empty());
+        let caches = || {
+            let user = || var("HOME").or_else(|| var("USERPROFILE"));
+            var("XDG_CACHE_HOME").map(PathBuf::from).or_else(|| Some(Path::new(&user()?).join(".cache")))
+        };
+        let home = var("HF_HOME").map(PathBuf::from).or_else(|| Some(caches()?.join("huggingface")));
         let home = home.ok_or_else(|| {
             Error::argument("HF_HOME", "no folder for downloads is known; set HF_HOME to a folder")
         })?;
-        let stored = || std::fs::read_to_string(home.join("token")).ok().map(|t| t.trim().to_string());
+        let stored = || std::fs::read_to_string(home.join("token")).ok();
         let set = |v: String| !matches!(v.to_ascii_lowercase().as_str(), "0" | "false" | "no" | "off");
+        let token = var("HF_TOKEN").or_else(stored).map(|t| t.trim().to_string());
         Ok(Hub {
             cache: var("HF_HUB_CACHE").map_or_else(|| home.join("hub"), PathBuf::from),
             endpoint: var("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into()),
-            token: var("HF_TOKEN").or_else(stored).filter(|t| !t.is_empty()),
-            offline: OFFLINE.load(Ordering::Relaxed) || var("HF_HUB_OFFLINE").is_some_and(set),
+            token: token.filter(|t| !t.is_empty()),
+            offline: var("HF_HUB_OFFLINE").is_some_and(set),
         })
     }
 
-    /// The folder or the GGUF file of a model. Files that are not in the cache are downloaded.
+    /// The folder or the GGUF file of a model; of a split file, the first part. Files that are not in the
+    /// cache are downloaded; `progress` is called with each part of a file.
     ///
     /// # Errors
     /// `Error::Io` if files are missing and cannot be downloaded; `Error::Argument` if the repository has no
-    /// such file, or several; `Error::Unsupported` without the feature `hub`.
-    pub fn find(&self, name: &HubName) -> Result<PathBuf> {
-        let missing = match self.cached(name)? {
-            Ok(path) => return Ok(path),
-            Err(missing) => missing,
-        };
-        let at = |what: String| Error::Io { path: format!("hf:{}", name.repo), what };
-        if self.offline {
-            let what = format!(
-                "{missing} in {}, and the network is off (--offline or HF_HUB_OFFLINE); run once without it",
-                self.cache.display()
-            );
-            return Err(at(what));
+    /// such file, or several; `Error::Format` for an answer or an index that is malformed;
+    /// `Error::Unsupported` without the feature `hub`.
+    pub fn find(&self, name: &HubName, progress: &mut dyn FnMut(Progress<'_>)) -> Result<PathBuf> {
+        let cached = self.cached(name)?;
+        match cached {
+            Ok(Cached { path, sure }) if sure || self.offline || !cfg!(feature = "hub") => Ok(path),
+            Err(missing) if self.offline => {
+                let what = format!(
+                    "{missing} in {}, and the network is off; run without --offline and HF_HUB_OFFLINE once",
+                    self.cache.display()
+                );
+                Err(Error::Io { path: name.text(), what })
+            }
+            cached => self.online(name, cached, progress),
         }
-        #[cfg(feature = "hub")]
-        return fetch::fetch(self, name);
-        #[cfg(not(feature = "hub"))]
-        Err(Error::unsupported(
-            format!("downloads: {missing} in {}, and this build has no network", self.cache.display()),
-            format!(
-                "Build with --features hub, or fetch the files with `hf download {}`, or give a file's path",
-                name.repo
-            ),
-        ))
+    }
+
+    #[cfg(feature = "hub")]
+    fn online(
+        &self,
+        name: &HubName,
+        cached: std::result::Result<Cached, String>,
+        progress: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<PathBuf> {
+        match (fetch::fetch(self, name, progress), cached) {
+            // What is there may be all that is needed.
+            (Err(Error::Io { .. }), Ok(c)) => Ok(c.path),
+            (fetched, _) => fetched,
+        }
+    }
+
+    #[cfg(not(feature = "hub"))]
+    fn online(
+        &self,
+        name: &HubName,
+        cached: std::result::Result<Cached, String>,
+        _progress: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<PathBuf> {
+        match cached {
+            Ok(c) => Ok(c.path),
+            Err(missing) => Err(Error::unsupported(
+                format!("downloads: {missing} in {}, and this build has no network", self.cache.display()),
+                format!(
+                    "Build with --features hub, or fetch the files with `hf download {}`, or give a file's path",
+                    name.repo
+                ),
+            )),
+        }
     }
 
     fn repo(&self, name: &HubName) -> PathBuf {
@@ -134,7 +201,7 @@ impl Hub {
     }
 
     /// The model in the cache, or what is missing.
-    fn cached(&self, name: &HubName) -> Result<std::result::Result<PathBuf, String>> {
+    fn cached(&self, name: &HubName) -> Result<std::result::Result<Cached, String>> {
         let repo = self.repo(name);
         let commit = match std::fs::read_to_string(repo.join("refs").join(&name.revision)) {
             Ok(text) => text.trim().to_string(),
@@ -149,37 +216,21 @@ impl Hub {
         let wanted = match choose::choose(name, &files) {
             Ok(w) => w,
             // The repository may have more files than the cache.
-            Err(_) => return Ok(Err(format!("the files of hf:{} are not all", name.repo))),
+            Err(_) => return Ok(Err(format!("what the name means in hf:{} is not", name.repo))),
         };
-        let (path, needed) = match &wanted {
-            Wanted::File { first, parts } => (folder.join(first), parts.clone()),
-            Wanted::Folder { .. } => (folder.clone(), shards(&folder)?),
+        let (path, parts, sure) = match &wanted {
+            Wanted::File { first, parts } => {
+                (folder.join(first), parts.clone(), name.file.is_some() || choose::is_usual(first))
+            }
+            // Programs that need no tokenizer do not fetch it.
+            Wanted::Folder { .. } => {
+                (folder.clone(), needed::by_folder(&folder)?, files.contains("tokenizer.json"))
+            }
         };
-        Ok(match needed.iter().find(|n| !files.contains(*n)) {
+        Ok(match parts.iter().find(|n| !files.contains(*n)) {
             Some(lost) => Err(format!("'{lost}' of hf:{} is not", name.repo)),
-            None => Ok(path),
+            None => Ok(Cached { path, sure }),
         })
-    }
-}
-
-/// The safetensors files that a folder with `config.json` needs.
-fn shards(folder: &Path) -> Result<Vec<String>> {
-    let index = folder.join("model.safetensors.index.json");
-    if !index.is_file() {
-        return Ok(vec!["model.safetensors".into()]);
-    }
-    let bad = |what: String| Error::Format { file: index.display().to_string(), what };
-    let io = |e: std::io::Error| Error::Io { path: index.display().to_string(), what: e.to_string() };
-    if std::fs::metadata(&index).map_err(io)?.len() > MAX_INDEX {
-        return Err(bad(format!("it has more than {MAX_INDEX} bytes")));
-    }
-    let text = std::fs::read(&index).map_err(io)?;
-    let json: serde_json::Value = serde_json::from_slice(&text).map_err(|e| bad(e.to_string()))?;
-    let map = json["weight_map"].as_object().ok_or_else(|| bad("it has no weight_map".into()))?;
-    let files: BTreeSet<&str> = map.values().filter_map(|v| v.as_str()).collect();
-    match files.iter().find(|f| !plain_name(f)) {
-        Some(f) => Err(bad(format!("'{f}' is not the name of a file in the folder"))),
-        None => Ok(files.into_iter().map(str::to_string).collect()),
     }
 }
 
@@ -196,18 +247,26 @@ fn list(folder: &Path, prefix: &str, depth: usize, out: &mut BTreeSet<String>) {
     }
 }
 
-/// From now on, names of models are looked up in the cache only.
-pub fn stay_offline() {
-    OFFLINE.store(true, Ordering::Relaxed);
+/// The name that a path is, if it begins with `hf:` and no such file exists.
+///
+/// # Errors
+/// The errors of [`HubName::parse`].
+pub fn name_of(model: &Path) -> Result<Option<HubName>> {
+    match model.to_str().map(HubName::parse) {
+        Some(Ok(None)) | None => Ok(None),
+        Some(_) if model.exists() => Ok(None),
+        Some(name) => name,
+    }
 }
 
-/// The path of a model on this machine. A path that does not begin with `hf:` stays as it is.
+/// The path of a model on this machine, with the settings of the environment. A path that does not begin with
+/// `hf:` stays as it is.
 ///
 /// # Errors
 /// The errors of [`HubName::parse`], [`Hub::from_env`] and [`Hub::find`].
 pub fn local(model: &Path) -> Result<PathBuf> {
-    match model.to_str().map(HubName::parse).transpose()?.flatten() {
-        Some(name) if !model.exists() => Hub::from_env()?.find(&name),
-        _ => Ok(model.into()),
+    match name_of(model)? {
+        Some(name) => Hub::from_env()?.find(&name, &mut |_| {}),
+        None => Ok(model.into()),
     }
 }

@@ -1,5 +1,6 @@
 //! Arguments of the commands that write files of language models.
 
+use super::HubArgs;
 use clap::Args;
 use std::num::NonZero;
 use std::path::PathBuf;
@@ -7,9 +8,12 @@ use std::path::PathBuf;
 #[derive(Args, Debug)]
 #[command(after_help = QUANTIZE)]
 pub(crate) struct QuantizeModelArgs {
-    /// GGUF file (of a split model: any part), or a folder with config.json and safetensors files
+    /// GGUF file (of a split model: any part), folder with config.json and safetensors files, or name of a
+    /// model (hf:ORG/REPO)
     #[arg(value_name = "IN")]
     pub model: PathBuf,
+    #[command(flatten)]
+    pub hub: HubArgs,
     /// GGUF file to write
     #[arg(value_name = "OUT", required_unless_present = "dry_run")]
     pub output: Option<PathBuf>,
@@ -56,9 +60,12 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = CONVERT)]
 pub(crate) struct ConvertArgs {
-    /// Folder with config.json and safetensors files, or a GGUF file (of a split model: any part)
+    /// Folder with config.json and safetensors files, GGUF file (of a split model: any part), or name of a
+    /// model (hf:ORG/REPO)
     #[arg(value_name = "IN")]
     pub model: PathBuf,
+    #[command(flatten)]
+    pub hub: HubArgs,
     /// GGUF file to write (its name ends in .gguf), or a new folder
     #[arg(value_name = "OUT")]
     pub output: PathBuf,

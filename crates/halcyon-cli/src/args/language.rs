@@ -1,6 +1,6 @@
 //! Arguments of the commands for language models.
 
-use super::BackendArgs;
+use super::{BackendArgs, HubArgs};
 use clap::Args;
 use halcyon::{Error, Result};
 use std::path::PathBuf;
@@ -8,8 +8,8 @@ use std::path::PathBuf;
 /// The model, and how it is run.
 #[derive(Args, Debug)]
 pub(crate) struct LanguageArgs {
-    /// GGUF file (of a split model: any part), a folder with config.json and safetensors files, or a model
-    /// of the Hugging Face Hub: hf:ORG/REPO[@REVISION][:FILE]. FILE may be a quantisation, such as Q4_K_M
+    /// GGUF file, folder, or name of a model: hf:ORG/REPO[@REVISION][:FILE]. Of a split GGUF file, any part; a
+    /// folder has config.json and safetensors files; FILE may be a type such as Q4_K_M
     #[arg(value_name = "MODEL", required_unless_present = "model_file")]
     pub model: Option<PathBuf>,
     /// The same as MODEL
@@ -37,9 +37,8 @@ pub(crate) struct LanguageArgs {
     /// the model has: on the chosen device
     #[arg(long, visible_alias = "n-gpu-layers", value_name = "N", allow_hyphen_values = true)]
     pub gpu_layers: Option<String>,
-    /// Uses only files that are on this machine: no downloads
-    #[arg(long)]
-    pub offline: bool,
+    #[command(flatten)]
+    pub hub: HubArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
 }
@@ -55,6 +54,8 @@ impl LanguageArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Language models")]
 pub(crate) struct LanguageFitArgs {
+    #[command(flatten)]
+    pub hub: HubArgs,
     /// Positions of each sequence; 0: as many as the model was made for. Default: 4096, or fewer if the model
     /// was made for fewer
     #[arg(short = 'c', long, visible_aliases = ["ctx-size", "num-ctx"], value_name = "N")]
@@ -74,6 +75,7 @@ impl LanguageFitArgs {
             ("--context", self.context.is_some()),
             ("--kv-dtype", self.kv_dtype.is_some()),
             ("--chunk", self.chunk.is_some()),
+            ("--offline", self.hub.offline),
         ];
         match given.iter().find(|(_, given)| *given) {
             Some((name, _)) => Err(Error::argument(*name, "only language models have this option")),
@@ -238,8 +240,11 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = EMBED)]
 pub(crate) struct EmbedArgs {
-    /// GGUF file, or a folder with config.json and safetensors files, perhaps of sentence-transformers
+    /// GGUF file, folder with config.json and safetensors files, perhaps of sentence-transformers, or name of
+    /// a model (hf:ORG/REPO)
     pub model: PathBuf,
+    #[command(flatten)]
+    pub hub: HubArgs,
     /// Texts
     #[arg(value_name = "TEXT")]
     pub texts: Vec<String>,
@@ -304,8 +309,10 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = TOKENIZE)]
 pub(crate) struct TokenizeArgs {
-    /// GGUF file, or a folder with tokenizer.json
+    /// GGUF file, folder with tokenizer.json, or name of a model (hf:ORG/REPO)
     pub model: PathBuf,
+    #[command(flatten)]
+    pub hub: HubArgs,
     /// Text; - reads it from standard input
     pub text: String,
     /// Adds the tokens that begin and end a text

@@ -1,8 +1,8 @@
 //! Arguments of the commands that inspect a model without running it.
 
-#[cfg(feature = "language")]
-use super::LanguageFitArgs;
 use super::{BackendArgs, InputArgs};
+#[cfg(feature = "language")]
+use super::{HubArgs, LanguageFitArgs};
 use clap::Args;
 use halcyon_formats::onnx::export::ExportOptions;
 use std::path::PathBuf;
@@ -70,8 +70,12 @@ Examples:
 #[derive(Args, Debug, Clone)]
 #[command(after_help = INSPECT)]
 pub(crate) struct InspectArgs {
-    /// ONNX model, or a file of tensors: GGUF, safetensors, .npz, .npy or ONNX .pb
+    /// ONNX model, or a file of tensors: GGUF, safetensors, .npz, .npy or ONNX .pb; or the name of a language
+    /// model (hf:ORG/REPO), if it is one file
     pub file: PathBuf,
+    #[cfg(feature = "language")]
+    #[command(flatten)]
+    pub hub: HubArgs,
     /// Size of an input whose dimensions the model leaves open: [NAME=]1x3x224x224. If shapes depend on the
     /// input's value, give a source as in `halcyon run`. Open sizes that are not given are 1
     #[arg(long = "input", short = 'i', value_name = "[NAME=]SHAPE")]
@@ -109,7 +113,8 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = FIT)]
 pub(crate) struct FitArgs {
-    /// ONNX model (its external data is read from the same folder), GGUF file, or folder of a language model
+    /// ONNX model (its external data is read from the same folder), GGUF file, folder of a language model,
+    /// or its name (hf:ORG/REPO)
     pub model: PathBuf,
     #[command(flatten)]
     pub input: InputArgs,

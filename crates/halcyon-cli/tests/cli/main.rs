@@ -15,6 +15,8 @@ mod drivers;
 mod embed;
 mod fit;
 mod help;
+#[cfg(feature = "language")]
+mod hub;
 mod inspect;
 #[cfg(feature = "language")]
 mod language;

@@ -14,6 +14,9 @@ const BESIDE: &[&str] = &[
     "tokenizer_config.json",
     "chat_template.jinja",
     "model.safetensors.index.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
 ];
 
 /// The files of a model.
@@ -28,15 +31,24 @@ pub(super) enum Wanted {
     },
 }
 
-/// The name without `.gguf` and the number of the part, and the number of parts.
+/// The name without `.gguf` and the number of the part, and the number of parts. Numbers have five digits.
 fn stem(file: &str) -> Option<(&str, usize)> {
     let stem = file.strip_suffix(".gguf")?;
     let split = stem.rsplit_once("-of-").and_then(|(front, count)| {
         let (front, number) = front.rsplit_once('-')?;
         let digits = |s: &str| s.len() == 5 && s.bytes().all(|b| b.is_ascii_digit());
-        (digits(number) && digits(count)).then(|| count.parse().ok()).flatten().map(|n| (front, n))
+        (digits(number) && digits(count))
+            .then(|| count.parse().ok())
+            .flatten()
+            .filter(|n| *n > 0)
+            .map(|n| (front, n))
     });
     Some(split.unwrap_or((stem, 1)))
+}
+
+/// Whether a file has the quantisation that is taken if the name does not choose.
+pub(super) fn is_usual(file: &str) -> bool {
+    stem(file).is_some_and(|(s, _)| is(s, USUAL))
 }
 
 /// Whether a stem names this quantisation: at its end, or as its folder.

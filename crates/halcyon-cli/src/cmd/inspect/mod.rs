@@ -28,12 +28,14 @@ use std::fmt::Write;
 
 pub(crate) fn main(a: &InspectArgs) -> Result<u8> {
     #[cfg(feature = "language")]
-    if a.file.to_str().is_some_and(|f| f.starts_with("hf:")) {
-        let file = halcyon_models::hub::local(&a.file)?;
-        if file != a.file {
-            return main(&InspectArgs { file, ..a.clone() });
-        }
+    if super::language::hub::is_name(&a.file) {
+        let file = super::language::hub::local_file(&a.file, &a.hub)?;
+        return of_file(&InspectArgs { file, ..a.clone() });
     }
+    of_file(a)
+}
+
+fn of_file(a: &InspectArgs) -> Result<u8> {
     let bytes = mmap::open(&a.file)?;
     let name = a.file.display().to_string();
     let weights = match sniff::kind(&bytes) {

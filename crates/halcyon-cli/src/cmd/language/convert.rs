@@ -1,5 +1,6 @@
 //! `halcyon convert`: a folder as a GGUF file, a GGUF file as a folder, or a GGUF file in floats.
 
+use super::hub;
 use super::quantize::{Plan, Writing};
 use crate::args::ConvertArgs;
 use crate::cmd::train::watched;
@@ -21,7 +22,7 @@ pub(crate) fn main(a: &ConvertArgs) -> Result<u8> {
             return Err(Error::argument("--dtype", format!("'{other}': expected f32, f16 or bf16")));
         }
     };
-    let source = Source::open(&a.model)?;
+    let source = Source::open(&hub::local(&a.model, &a.hub)?)?;
     let is_file = a.output == Path::new("-")
         || a.output.is_file()
         || a.output.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));

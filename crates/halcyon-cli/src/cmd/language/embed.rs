@@ -1,6 +1,6 @@
 //! `halcyon embed`: a vector for each text.
 
-use super::{text_or_stdin, tokens};
+use super::{hub, text_or_stdin, tokens};
 use crate::args::EmbedArgs;
 use crate::report;
 use halcyon::{ConstData, Error, Result};
@@ -63,7 +63,7 @@ pub(crate) fn main(a: &EmbedArgs) -> Result<u8> {
     if texts.is_empty() && given.is_none() {
         return Err(Error::argument("embed", "there are no texts; give TEXT, --file or --tokens"));
     }
-    let mut model = Embedder::open(&a.backend.open(false)?, &a.model, &options)?;
+    let mut model = Embedder::open(&a.backend.open(false)?, &hub::local(&a.model, &a.hub)?, &options)?;
     for w in model.warnings() {
         report::warn(w);
     }

@@ -1,6 +1,6 @@
 //! `halcyon fit` for language models, and the check of the memory before a model is loaded.
 
-use super::{context_of, kv_dtype, tokenizer};
+use super::{context_of, hub, kv_dtype, tokenizer};
 use crate::args::FitArgs;
 use crate::cmd::{backend_json, backend_text};
 use crate::report::{self, size, table};
@@ -25,7 +25,8 @@ const CACHES: [DType; 2] = [DType::F32, DType::F16];
 /// Whether a path is a language model's: a GGUF file, or a folder.
 pub(crate) fn is_model(path: &Path) -> bool {
     let mut head = [0; 4];
-    path.is_dir()
+    hub::is_name(path)
+        || path.is_dir()
         || std::fs::File::open(path).and_then(|mut f| f.read_exact(&mut head)).is_ok()
             && sniff::kind(&head) == Some(Kind::Gguf)
 }
@@ -242,7 +243,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     // Pages of the program, before those of the model are read.
     let pages = |anonymous: u64| Some(report::resident_memory()?.saturating_sub(anonymous));
     let code = host::anonymous().and_then(pages).unwrap_or(0);
-    let file = ModelFile::open(&a.model)?;
+    let file = ModelFile::open(&hub::local(&a.model, &l.hub)?)?;
     let batch = a.batch.unwrap_or(1) as usize;
     let each = context_of(&file, l.context)?;
     let options = EngineOptions {

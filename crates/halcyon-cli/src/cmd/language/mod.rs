@@ -8,6 +8,7 @@ pub(crate) mod convert;
 pub(crate) mod embed;
 pub(crate) mod fit;
 pub(crate) mod generate;
+pub(crate) mod hub;
 mod interrupt;
 pub(crate) mod logits;
 pub(crate) mod perplexity;
@@ -91,10 +92,7 @@ pub(super) fn start(a: &LanguageArgs, context: Option<usize>, defaults: Defaults
     if a.chunk == 0 {
         return Err(Error::argument("--chunk", "must be at least 1"));
     }
-    if a.offline {
-        halcyon_models::hub::stay_offline();
-    }
-    let file = ModelFile::open(&a.path())?;
+    let file = ModelFile::open(&hub::local(&a.path(), &a.hub)?)?;
     let context = context_of(&file, context.or(a.context))?;
     for w in file.warnings()? {
         report::warn(&w);

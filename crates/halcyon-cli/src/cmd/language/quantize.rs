@@ -1,5 +1,6 @@
 //! `halcyon quantize`: writes a language model with weights in blocks.
 
+use super::hub;
 use crate::args::QuantizeModelArgs;
 use crate::cmd::train::watched;
 use crate::report::{self, size};
@@ -16,7 +17,7 @@ use std::time::Instant;
 
 pub(crate) fn main(a: &QuantizeModelArgs) -> Result<u8> {
     let options = options(a)?;
-    let source = Source::open(&a.model)?;
+    let source = Source::open(&hub::local(&a.model, &a.hub)?)?;
     let mut content = Content::of(&source)?;
     content.warnings.iter().for_each(|w| report::warn(w));
     let types = content.quantise(&options)?;

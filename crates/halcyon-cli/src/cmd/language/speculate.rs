@@ -1,6 +1,6 @@
 //! `--draft` and `--lookup`.
 
-use super::{Running, fit};
+use super::{Running, fit, hub};
 use crate::args::{LanguageArgs, SpeculationArgs};
 use crate::report;
 use halcyon::{Error, Result};
@@ -26,7 +26,7 @@ pub(super) fn speculation(
 }
 
 fn open(path: &Path, language: &LanguageArgs, m: &Running) -> Result<Engine> {
-    let file = ModelFile::open(path)?;
+    let file = ModelFile::open(&hub::local(path, &language.hub)?)?;
     for w in file.warnings()? {
         report::warn(&w);
     }
