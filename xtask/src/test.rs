@@ -126,7 +126,6 @@ const STEPS: &[Step] = &[
     step("doc", In::Merge, doc),
     step("backend", BUILDS, backend),
     step("features", BUILDS, features),
-    // Downloads, which the default build does not have.
     step("hub", BUILDS, |c| cargo_tests(c.cargo().args(HUB_TESTS))),
     step("platforms", BUILDS, platforms),
     step("readme", In::Merge, readme),

@@ -1,7 +1,7 @@
 //! Models of the Hugging Face Hub by name: `hf:ORG/REPO`, `hf:ORG/REPO@REVISION` and `hf:ORG/REPO:FILE`.
 //!
-//! Files that are in the cache of Hugging Face's programs are used without network. Other files are downloaded
-//! into that cache if Halcyon was built with the feature `hub`.
+//! Files that are in the cache of Hugging Face's programs are used without network. Other files are
+//! downloaded into that cache if Halcyon was built with the feature `hub`.
 
 mod choose;
 #[cfg(feature = "hub")]

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 /// The model, and how it is run.
 #[derive(Args, Debug)]
 pub(crate) struct LanguageArgs {
-    /// GGUF file, folder, or name of a model: hf:ORG/REPO[@REVISION][:FILE]. Of a split GGUF file, any part; a
-    /// folder has config.json and safetensors files; FILE may be a type such as Q4_K_M
+    /// GGUF file, folder, or name of a model: hf:ORG/REPO[@REVISION][:FILE]. Of a split GGUF file, any part;
+    /// a folder has config.json and safetensors files; FILE may be a type such as Q4_K_M
     #[arg(value_name = "MODEL", required_unless_present = "model_file")]
     pub model: Option<PathBuf>,
     /// The same as MODEL

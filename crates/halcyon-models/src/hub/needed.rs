@@ -6,8 +6,8 @@ use halcyon::ir::error::{Error, Result};
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// The files that a folder with `config.json` needs beside it: those with weights, and those of the modules of
-/// sentence-transformers.
+/// The files that a folder with `config.json` needs beside it: those with weights, and those of the modules
+/// of sentence-transformers.
 ///
 /// # Errors
 /// `Error::Format` for an index that is malformed or that names files outside the folder.
