@@ -126,9 +126,13 @@ impl MemoryNeed {
     }
 
     /// The most positions of each sequence, in whole pages, whose cache fits into `free` bytes next to the
-    /// rest; 0 if not even one page fits. Other sizes are those of `options`.
+    /// rest; 0 if not even one page fits, and `usize::MAX` if the device has no cache that grows with them.
+    /// Other sizes are those of `options`.
     pub fn largest_context(&self, decoder: &Decoder, options: EngineOptions, free: u64) -> usize {
         let (page, sequences) = (options.page.max(1), options.sequences.max(1));
+        if self.position == 0 {
+            return if self.device() <= free { usize::MAX } else { 0 };
+        }
         let fits = |pages: usize| {
             let positions = pages.saturating_mul(page).saturating_mul(sequences);
             self.with_cache(decoder, EngineOptions { positions, ..options }).device() <= free

@@ -300,6 +300,12 @@ impl Decoder {
         (0..p.devices.len()).map(of).collect()
     }
 
+    /// Bytes of the weights of a layer's feed-forward part; 0 for a layer that does not exist.
+    pub fn feed_forward_bytes(&self, layer: usize) -> u64 {
+        let n = self.placement.layers.len();
+        if layer < n { self.bytes[mixer(layer) + 1] } else { 0 }
+    }
+
     /// Bytes of each part: weights, and the cache of mixers.
     pub(crate) fn part_bytes(&self, layout: CacheLayout) -> Vec<u64> {
         let mut all = self.bytes.clone();

@@ -45,7 +45,7 @@ Examples:
   halcyon man man1";
 
 /// Options that `-h` omits, in addition to those whose definition has `hide_short_help`.
-const RARE: [&str; 48] = [
+const RARE: [&str; 51] = [
     "max_iterations",
     "allow_external_links",
     "format",
@@ -83,6 +83,9 @@ const RARE: [&str; 48] = [
     "ignore_eos",
     "activations",
     "gpu_layers",
+    "layer_split",
+    "cpu_moe",
+    "n_cpu_moe",
     "draft",
     "draft_max",
     "lookup",
@@ -103,7 +106,12 @@ pub(crate) fn command() -> Command {
     let groups = [
         ("Input", of(InputArgs::augment_args(Command::new("input")))),
         ("Device", of(BackendArgs::augment_args(Command::new("device")))),
-        ("Device", vec!["split".into(), "may_leave".into()]),
+        (
+            "Device",
+            ["split", "may_leave", "layer_split", "gpu_layers", "cpu_moe", "n_cpu_moe"]
+                .map(String::from)
+                .to_vec(),
+        ),
         ("Output", vec!["json".into(), "json_lines".into()]),
     ];
     finished(Cli::command(), &groups)

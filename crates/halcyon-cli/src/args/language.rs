@@ -33,10 +33,8 @@ pub(crate) struct LanguageArgs {
     /// The most tokens of a prompt that are computed at once
     #[arg(long, visible_aliases = ["batch-size"], value_name = "N", default_value_t = 512)]
     pub chunk: usize,
-    /// Layers on the GPU, as in llama.cpp (also -ngl): 0 runs the model on the CPU; all, auto, or as many as
-    /// the model has: on the chosen device
-    #[arg(long, visible_alias = "n-gpu-layers", value_name = "N", allow_hyphen_values = true)]
-    pub gpu_layers: Option<String>,
+    #[command(flatten)]
+    pub place: PlaceArgs,
     #[command(flatten)]
     pub hub: HubArgs,
     #[command(flatten)]
@@ -48,6 +46,31 @@ impl LanguageArgs {
     pub(crate) fn path(&self) -> PathBuf {
         self.model.clone().or_else(|| self.model_file.clone()).unwrap_or_default()
     }
+}
+
+/// Where the parts of a model are computed.
+#[derive(Args, Debug)]
+pub(crate) struct PlaceArgs {
+    /// Layers on the chosen device, as in llama.cpp (also -ngl): the last N. The others, the embedding and
+    /// the head are on the CPU. 0: all on the CPU; all, auto, or as many as the model has: all on the device
+    #[arg(long, visible_alias = "n-gpu-layers", value_name = "N", allow_hyphen_values = true)]
+    pub gpu_layers: Option<String>,
+    /// Splits the layers over several devices. DEVICES is a list of NAME[:NUMBER][=SHARE], separated by
+    /// commas, in the order of the layers; SHARE is the device's part of the bytes of weights and cache.
+    /// Without shares the free memory counts
+    #[arg(
+        id = "layer_split",
+        long = "split",
+        value_name = "DEVICES",
+        conflicts_with_all = ["backend", "device", "backends", "fallback", "gpu_layers"]
+    )]
+    pub split: Option<String>,
+    /// Keeps the feed-forward parts with experts on the CPU
+    #[arg(long, conflicts_with = "n_cpu_moe")]
+    pub cpu_moe: bool,
+    /// Keeps the feed-forward parts with experts of the first N layers on the CPU
+    #[arg(long, value_name = "N")]
+    pub n_cpu_moe: Option<usize>,
 }
 
 /// What `fit` computes for a language model.
@@ -66,6 +89,8 @@ pub(crate) struct LanguageFitArgs {
     /// The most tokens of a prompt that are computed at once. Default: 512
     #[arg(long, visible_aliases = ["batch-size"], value_name = "N")]
     pub chunk: Option<usize>,
+    #[command(flatten)]
+    pub place: PlaceArgs,
 }
 
 impl LanguageFitArgs {
@@ -76,6 +101,10 @@ impl LanguageFitArgs {
             ("--kv-dtype", self.kv_dtype.is_some()),
             ("--chunk", self.chunk.is_some()),
             ("--offline", self.hub.offline),
+            ("--gpu-layers", self.place.gpu_layers.is_some()),
+            ("--split", self.place.split.is_some()),
+            ("--cpu-moe", self.place.cpu_moe),
+            ("--n-cpu-moe", self.place.n_cpu_moe.is_some()),
         ];
         match given.iter().find(|(_, given)| *given) {
             Some((name, _)) => Err(Error::argument(*name, "only language models have this option")),

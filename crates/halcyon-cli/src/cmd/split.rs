@@ -15,14 +15,14 @@ const ROWS: usize = 8;
 
 /// One device of `--split`.
 #[derive(Debug, PartialEq)]
-struct DeviceShare {
+pub(super) struct DeviceShare {
     backend: BackendType,
     device: Option<usize>,
-    share: f64,
+    pub(super) share: Option<f64>,
 }
 
 /// Parses `cpu=0.7,opencl:1=0.3`.
-fn parts(text: &str) -> Result<Vec<DeviceShare>> {
+pub(super) fn parts(text: &str) -> Result<Vec<DeviceShare>> {
     let one = |t: &str| {
         let bad = |what: &str| {
             Error::argument(
@@ -30,9 +30,10 @@ fn parts(text: &str) -> Result<Vec<DeviceShare>> {
                 format!("\"{t}\" {what}; write NAME[:NUMBER][=SHARE], as in opencl:0=0.3"),
             )
         };
-        let (device, share) = t.split_once('=').unwrap_or((t, "1"));
-        let share: f64 = share.trim().parse().map_err(|_| bad("has no number as its share"))?;
-        if !share.is_finite() || share <= 0.0 {
+        let (device, share) = t.split_once('=').map_or((t, None), |(d, s)| (d, Some(s)));
+        let number = |s: &str| s.trim().parse::<f64>().map_err(|_| bad("has no number as its share"));
+        let share = share.map(number).transpose()?;
+        if share.is_some_and(|s| !s.is_finite() || s <= 0.0) {
             return Err(bad("has a share that is not above 0"));
         }
         let DeviceName { backend, index } = device.parse()?;
@@ -50,7 +51,7 @@ fn parts(text: &str) -> Result<Vec<DeviceShare>> {
 
 /// The device arguments for one part of a split. The named device is required, regardless of the
 /// configuration file's fallback.
-fn of_part(a: &BackendArgs, p: &DeviceShare) -> BackendArgs {
+pub(super) fn of_part(a: &BackendArgs, p: &DeviceShare) -> BackendArgs {
     let fallback = Some(Fallback::Never.to_string());
     BackendArgs { backend: p.backend.id().into(), device: p.device, fallback, ..a.clone() }
 }
@@ -89,7 +90,7 @@ pub(super) fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph)
         let parts = parts(t)?;
         let rest = parts[1..].iter().map(|p| of_part(a, p).open(false));
         let backends = std::iter::once(Ok(first.clone())).chain(rest).collect::<Result<Vec<_>>>()?;
-        let shares: Vec<f64> = parts.iter().map(|p| p.share).collect();
+        let shares: Vec<f64> = parts.iter().map(|p| p.share.unwrap_or(1.0)).collect();
         return Ok(Assignment { backends, of: by_layers(g, &shares)?, why: BTreeMap::new() });
     }
     match s.may_leave {
@@ -187,8 +188,9 @@ mod tests {
     #[test]
     fn devices_parse() {
         let p = parts("cpu=0.7, cl:1=0.3").unwrap();
-        assert_eq!(p[0], DeviceShare { backend: BackendType::Cpu, device: None, share: 0.7 });
-        assert_eq!(p[1], DeviceShare { backend: BackendType::OpenCl, device: Some(1), share: 0.3 });
+        assert_eq!(p[0], DeviceShare { backend: BackendType::Cpu, device: None, share: Some(0.7) });
+        assert_eq!(p[1], DeviceShare { backend: BackendType::OpenCl, device: Some(1), share: Some(0.3) });
+        assert_eq!(parts("cpu,cl").unwrap()[1].share, None);
         for (text, part) in [
             ("cpu", "two devices"),
             ("cpu,auto", "names no backend"),

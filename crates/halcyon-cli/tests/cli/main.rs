@@ -24,6 +24,8 @@ mod language;
 mod language_fit;
 #[cfg(feature = "language")]
 mod language_flags;
+#[cfg(feature = "language")]
+mod language_split;
 mod loops;
 mod mistakes;
 mod names;

@@ -46,7 +46,7 @@ pub(super) fn main(a: &GenerateArgs, file: &Path) -> Result<u8> {
         let request = request(line, tokenizer.as_deref(), &options).map_err(at)?;
         batch.push(&m.engine, request).map_err(at)?;
     }
-    let backend = m.engine.decoder().backend().id().to_string();
+    let backend = m.devices();
     let start = Instant::now();
     let mut done: Vec<Option<Generation>> = vec![None; lines.len()];
     let (mut printed, mut tokens) = (0, 0);

@@ -16,7 +16,7 @@ pub(crate) fn main(a: &BenchLlmArgs) -> Result<u8> {
     let deepest = a.depth.iter().copied().max().unwrap_or(0);
     let mut m = start(&a.language, Some(deepest + a.prompt.max(a.generate).max(1)), FAST)?;
     let (mut rows, mut lines) = (vec![], vec![]);
-    let backend = m.engine.decoder().backend().id().to_string();
+    let backend = m.devices();
     for depth in &a.depth {
         let tests = [("pp", a.prompt, a.language.chunk), ("tg", a.generate, 1)];
         for (name, n, step) in tests.into_iter().filter(|(_, n, _)| *n > 0) {
@@ -41,7 +41,7 @@ pub(crate) fn main(a: &BenchLlmArgs) -> Result<u8> {
         let spec = &m.file.spec;
         report::print_json(&json!({
             "model": report::path(&a.language.path()), "architecture": spec.family, "backend": backend,
-            "results": Value::Array(rows),
+            "placement": m.placement, "results": Value::Array(rows),
         }))?;
     } else {
         lines.insert(0, vec!["test".into(), "tokens/s".into()]);

@@ -1,5 +1,6 @@
 //! `halcyon fit` for language models, and the check of the memory before a model is loaded.
 
+use super::place::{self, Devices};
 use super::{context_of, hub, kv_dtype, tokenizer};
 use crate::args::FitArgs;
 use crate::cmd::{backend_json, backend_text};
@@ -32,6 +33,7 @@ pub(crate) fn is_model(path: &Path) -> bool {
 }
 
 /// The free memory of a device and of the host.
+#[derive(Clone, Copy)]
 struct Room {
     free: Option<u64>,
     total: Option<u64>,
@@ -52,41 +54,70 @@ impl Room {
     }
 }
 
-/// Refuses a model that does not fit, before its weights are read or anything is allocated.
+/// Refuses a model whose decoded weights the host has no memory for.
 ///
 /// # Errors
 /// `Error::OutOfMemory` with what to change.
-pub(super) fn check(
-    file: &ModelFile,
-    backend: &Backend,
-    load: LoadOptions<'_>,
-    options: EngineOptions,
-    all: bool,
-) -> Result<Decoder> {
-    let (room, stored) = (Room::of(backend), file.stored());
+pub(super) fn check_host(file: &ModelFile) -> Result<()> {
+    let decoded = file.stored().decoded;
     // Tensors whose type is not computed with are decoded when the model is loaded.
-    if let Some((free, total)) = room.host
-        && stored.decoded > free
-    {
-        return Err(Error::OutOfMemory {
+    match host::memory() {
+        Some((free, total)) if decoded > free => Err(Error::OutOfMemory {
             device: "the host".into(),
             what: "weights that are decoded to f32 when they are loaded".into(),
-            requested: stored.decoded,
+            requested: decoded,
             free,
             total,
             next: "Use a file whose weights have types that stay in their blocks, such as q4_k".into(),
-        });
+        }),
+        _ => Ok(()),
     }
-    let decoder = file.load(backend, load)?;
-    let Some(free) = room.free else { return Ok(decoder) };
-    if rough(&decoder, &stored, options, all) <= free {
-        return Ok(decoder);
+}
+
+/// Refuses a model that does not fit on its devices, before its weights are read or anything is allocated.
+///
+/// # Errors
+/// `Error::OutOfMemory` with what to change.
+pub(super) fn check(file: &ModelFile, decoder: &Decoder, options: EngineOptions, all: bool) -> Result<()> {
+    let stored = file.stored();
+    let rooms: Vec<Room> = decoder.placement().devices.iter().map(Room::of).collect();
+    let most = rough(decoder, &stored, options, all);
+    if rooms.iter().all(|r| r.free.is_none_or(|free| most <= free)) {
+        return Ok(());
     }
-    let need = MemoryNeed::of(&decoder, options, &steps(&decoder, options, all))?;
-    match refusal(&need, &decoder, &stored, &room, options) {
+    let needs = needs(decoder, options, &steps(decoder, options, all))?;
+    match refused(&needs, decoder, &stored, &rooms, options) {
         Some(e) => Err(e),
-        None => Ok(decoder),
+        None => Ok(()),
     }
+}
+
+/// The need of each device.
+fn needs(decoder: &Decoder, options: EngineOptions, steps: &[StepSize]) -> Result<Vec<MemoryNeed>> {
+    let devices = 0..decoder.placement().devices.len();
+    devices.map(|d| MemoryNeed::of_device(decoder, d, options, steps)).collect()
+}
+
+/// The reason why a model does not fit on its devices, or `None` if it fits. Devices whose buffers are in
+/// host memory share it.
+fn refused(
+    needs: &[MemoryNeed],
+    decoder: &Decoder,
+    stored: &StoredWeights,
+    rooms: &[Room],
+    options: EngineOptions,
+) -> Option<Error> {
+    let shared = |but: usize| {
+        let others = needs.iter().zip(rooms).enumerate().filter(|(i, (_, r))| *i != but && r.shared);
+        others.fold(0u64, |sum, (_, (n, _))| sum.saturating_add(n.device()))
+    };
+    needs.iter().zip(rooms).enumerate().find_map(|(i, (need, room))| {
+        let taken = if room.shared { shared(i) } else { 0 };
+        // What a limit leaves may be less than what the host has.
+        let host = room.host.map_or(u64::MAX, |h| h.0).saturating_sub(taken);
+        let free = room.free.map(|f| if taken > 0 { f.min(host) } else { f });
+        refusal(need, decoder, stored, &Room { free, ..*room }, options)
+    })
 }
 
 fn steps(decoder: &Decoder, options: EngineOptions, all: bool) -> Vec<StepSize> {
@@ -120,7 +151,8 @@ fn refusal(
     room: &Room,
     options: EngineOptions,
 ) -> Option<Error> {
-    let (free, asked, backend) = (room.free?, need.device(), decoder.backend());
+    let (free, asked) = (room.free?, need.device());
+    let backend = &decoder.placement().devices[need.index];
     if asked <= free {
         return None;
     }
@@ -151,7 +183,7 @@ fn advice(
 ) -> String {
     let mut ways = vec![];
     let each = need.largest_context(decoder, options, free);
-    if each > 0 {
+    if each > 0 && need.position > 0 {
         ways.push(format!("give --context {each} (the largest that fits)"));
     }
     if options.cache == DType::F32 {
@@ -215,12 +247,14 @@ fn quantised(need: &MemoryNeed, stored: &StoredWeights) -> Vec<Quantised> {
 struct Report<'a> {
     a: &'a FitArgs,
     file: &'a ModelFile,
-    backend: &'a Backend,
     decoder: &'a Decoder,
     options: EngineOptions,
     stored: StoredWeights,
-    need: MemoryNeed,
-    room: Room,
+    /// Of each device.
+    needs: Vec<MemoryNeed>,
+    rooms: Vec<Room>,
+    placement: Value,
+    placed: String,
     /// Anonymous memory of the process, and pages of the program's files.
     process: (u64, u64),
     /// The peak of anonymous memory while the plans are made.
@@ -239,11 +273,13 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     if chunk == 0 {
         return Err(Error::argument("--chunk", "must be at least 1"));
     }
-    let backend = a.backend.open(false)?;
+    // The file is closed again, so that its pages do not count as those of the program.
+    let path = hub::local(&a.model, &l.hub)?;
+    let mut devices = Devices::open(&l.place, &a.backend, &ModelFile::open(&path)?)?;
     // Pages of the program, before those of the model are read.
     let pages = |anonymous: u64| Some(report::resident_memory()?.saturating_sub(anonymous));
     let code = host::anonymous().and_then(pages).unwrap_or(0);
-    let file = ModelFile::open(&hub::local(&a.model, &l.hub)?)?;
+    let file = ModelFile::open(&path)?;
     let batch = a.batch.unwrap_or(1) as usize;
     let each = context_of(&file, l.context)?;
     let options = EngineOptions {
@@ -253,7 +289,9 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         chunk,
         ..EngineOptions::default()
     };
-    let room = Room::of(&backend);
+    check_host(&file)?;
+    let (load, all) = (LoadOptions::from(each), false);
+    let loaded = devices.load(&file, load, options, all);
     // A generation has the tokenizer in memory too.
     let tokens = match file.tokenizer()? {
         Some(_) => Some(tokenizer(&file)?),
@@ -262,8 +300,13 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     // What building the tokenizer takes for a while is free before the first plan is made.
     halcyon::hal::heap::trim();
     let watch = MemorySampler::start(Duration::from_millis(1));
-    let decoder = file.load(&backend, each)?;
-    let need = MemoryNeed::of_generation(&decoder, options)?;
+    let (decoder, refused) = match loaded {
+        Ok(decoder) => (decoder, None),
+        Err(e @ Error::OutOfMemory { .. }) => (devices.unchecked(&file, load, options)?, Some(e)),
+        Err(e) => return Err(e),
+    };
+    let rooms = decoder.placement().devices.iter().map(Room::of).collect();
+    let needs = needs(&decoder, options, &generation(&decoder, options))?;
     halcyon::hal::heap::trim();
     let anonymous = host::anonymous().unwrap_or(0);
     let process = (anonymous, code);
@@ -273,16 +316,16 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         w.peak().bytes
     });
     let stored = file.stored();
-    let refused = refusal(&need, &decoder, &stored, &room, options);
     let r = Report {
         a,
         file: &file,
-        backend: &backend,
         decoder: &decoder,
         options,
         stored,
-        need,
-        room,
+        needs,
+        rooms,
+        placement: place::to_json(&decoder, options, devices.why()),
+        placed: place::text(&decoder, options, devices.why()),
         process,
         planning,
         refused,
@@ -296,13 +339,31 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
 }
 
 impl Report<'_> {
+    /// The devices with their needs and the memory that they have.
+    fn devices(&self) -> impl Iterator<Item = (&Backend, &MemoryNeed, &Room)> {
+        let all = self.needs.iter().zip(&self.rooms);
+        self.decoder.placement().devices.iter().zip(all).map(|(b, (n, r))| (b, n, r))
+    }
+
+    fn several(&self) -> bool {
+        self.needs.len() > 1
+    }
+
+    fn sum(&self, of: impl Fn(&MemoryNeed) -> u64) -> u64 {
+        self.needs.iter().fold(0, |sum, n| sum.saturating_add(of(n)))
+    }
+
     /// Bytes that the engine needs on the host.
     fn on_host(&self) -> u64 {
-        let n = &self.need;
-        let shared = |v: u64| if self.room.shared { v } else { 0 };
-        let runs = shared(n.written()).saturating_add(n.host);
-        let packs = [shared(n.copied), shared(n.packed), shared(n.cache_written), n.packing];
-        runs.max(packs.into_iter().fold(0, u64::saturating_add))
+        // Each device packs its weights for itself, one after the other.
+        let packing = self.needs.iter().map(|n| n.packing).max().unwrap_or(0);
+        let shared = |of: &dyn Fn(&MemoryNeed) -> u64| {
+            let here = self.devices().filter(|(_, _, r)| r.shared);
+            here.fold(0u64, |sum, (_, n, _)| sum.saturating_add(of(n)))
+        };
+        let runs = shared(&MemoryNeed::written).saturating_add(self.sum(|n| n.host));
+        let packs = shared(&|n| n.copied.saturating_add(n.packed).saturating_add(n.cache_written));
+        runs.max(packs.saturating_add(packing))
     }
 
     /// The last plan is made when everything else is there, so the peak has what planning takes for a while.
@@ -315,21 +376,34 @@ impl Report<'_> {
         self.anonymous().saturating_add(self.process.1).saturating_add(self.stored.bytes)
     }
 
-    /// The largest context of each sequence that fits, by type of the cache.
+    /// The largest context of each sequence that fits on all devices, by type of the cache.
     fn largest(&self, cache: DType) -> Option<usize> {
         let options = EngineOptions { cache, ..self.options };
-        Some(self.need.largest_context(self.decoder, options, self.room.free?))
+        let each =
+            self.devices().filter_map(|(_, n, r)| Some(n.largest_context(self.decoder, options, r.free?)));
+        each.min().filter(|n| *n < usize::MAX)
+    }
+
+    /// What the types of smaller weights would need, if there is one device.
+    fn smaller(&self) -> Vec<Quantised> {
+        match &self.needs[..] {
+            [one] => quantised(one, &self.stored),
+            _ => vec![],
+        }
     }
 
     fn text(&self) -> String {
-        let (n, o, id) = (&self.need, self.options, self.backend.id());
+        let o = self.options;
         let parameters = self.stored.elements as f64 / 1e6;
         let mut out = format!(
             "model    {}: {}, {parameters:.1} million weights\n",
             report::path_text(&self.a.model),
             self.file.spec.family
         );
-        out += &backend_text(self.backend);
+        match self.several() {
+            true => out += &self.placed,
+            false => out += &backend_text(self.decoder.backend()),
+        }
         // Writing to a string cannot fail.
         let _ = writeln!(
             out,
@@ -341,29 +415,30 @@ impl Report<'_> {
         );
         let row = |what: &str, bytes: u64, note: String| vec![what.to_string(), size(bytes), note];
         let mut rows = vec![row("weights", self.stored.bytes, "in the files, which are mapped".into())];
-        if n.in_place > 0 {
-            rows.push(row("", n.in_place, format!("of them read in place by {id}")));
+        for (b, n, _) in self.devices() {
+            let id = b.id();
+            let parts = [
+                (n.in_place, format!("of them read in place by {id}")),
+                (n.copied, format!("copied to {id}")),
+                (n.packed, format!("packed for the kernels of {id}")),
+                (n.packing, "copies on the host while weights are packed".into()),
+            ];
+            rows.extend(parts.into_iter().filter(|(v, _)| *v > 0).map(|(v, note)| row("", v, note)));
         }
-        if n.copied > 0 {
-            rows.push(row("", n.copied, format!("copied to {id}")));
-        }
-        if n.packed > 0 {
-            rows.push(row("", n.packed, format!("packed for the kernels of {id}")));
-        }
-        if n.packing > 0 {
-            rows.push(row("", n.packing, "copies on the host while weights are packed".into()));
-        }
-        rows.push(row("cache", n.cache, format!("{} for each position", size(n.position))));
         let steps: Vec<String> = generation(self.decoder, o).iter().map(|s| s.rows.to_string()).collect();
-        rows.push(row(
-            "plans",
-            n.plans,
-            format!("buffers of the steps of {} tokens", steps.join(" and of ")),
-        ));
-        rows.push(row("io", n.io, "inputs and results of a step".into()));
-        rows.push(row("host", n.host, "copies of logits".into()));
+        for (b, n, _) in self.devices() {
+            let on = if self.several() { format!(", on {}", b.id()) } else { String::new() };
+            rows.push(row("cache", n.cache, format!("{} for each position{on}", size(n.position))));
+            let note = format!("buffers of the steps of {} tokens{on}", steps.join(" and of "));
+            rows.push(row("plans", n.plans, note));
+            rows.push(row("io", n.io, format!("inputs and results of a step{on}")));
+        }
+        let copies = if self.several() { "copies of logits and activations" } else { "copies of logits" };
+        rows.push(row("host", self.sum(|n| n.host), copies.into()));
         rows.push(row("process", self.process.0, "program, tokenizer, descriptions and plans".into()));
-        rows.push(row("peak", n.device(), format!("on {id}")));
+        for (i, (b, n, _)) in self.devices().enumerate() {
+            rows.push(row(if i == 0 { "peak" } else { "" }, n.device(), format!("on {}", b.id())));
+        }
         rows.push(row("", self.anonymous(), "anonymous memory of the process".into()));
         rows.push(row("", self.resident(), "with the pages of mapped files".into()));
         out += &table(&rows);
@@ -372,12 +447,10 @@ impl Report<'_> {
             (Some(f), None) => format!("{} free", size(f)),
             _ => "not known".into(),
         };
-        let _ = writeln!(
-            out,
-            "memory   {}{}",
-            of(self.room.free, self.room.total),
-            self.backend.device().unknown_free()
-        );
+        for (b, _, r) in self.devices() {
+            let on = if self.several() { format!(" on {}", b.id()) } else { String::new() };
+            let _ = writeln!(out, "memory   {}{on}{}", of(r.free, r.total), b.device().unknown_free());
+        }
         let _ = writeln!(out, "fits     {}", if self.refused.is_none() { "yes" } else { "no" });
         let largest: Vec<String> = CACHES
             .iter()
@@ -387,7 +460,8 @@ impl Report<'_> {
             let made = self.file.spec.context;
             let _ = writeln!(out, "largest context {}; the model was made for {made}", largest.join(", "));
         }
-        for q in quantised(n, &self.stored) {
+        let id = self.decoder.backend().id();
+        for q in self.smaller() {
             let _ = writeln!(
                 out,
                 "with weights in {}: about {} of weights, {} on {id}",
@@ -400,39 +474,52 @@ impl Report<'_> {
     }
 
     fn json(&self) -> Value {
-        let (n, r, o) = (&self.need, &self.room, self.options);
+        let (o, first) = (self.options, &self.rooms[self.decoder.placement().head]);
         let largest: serde_json::Map<String, Value> =
             CACHES.iter().map(|c| (c.to_string(), json!(self.largest(*c)))).collect();
-        let smaller: Vec<Value> = quantised(n, &self.stored)
+        let smaller: Vec<Value> = self
+            .smaller()
             .iter()
             .map(|q| {
-                let fits = r.free.is_none_or(|f| q.device <= f);
+                let fits = first.free.is_none_or(|f| q.device <= f);
                 json!({ "type": q.name, "weights": q.weights, "device": q.device, "fits": fits })
             })
             .collect();
+        let device = |(b, n, r): (&Backend, &MemoryNeed, &Room)| {
+            json!({
+                "device": b.id(), "in_place": n.in_place, "copied": n.copied, "packed": n.packed,
+                "packing": n.packing, "cache": n.cache, "position": n.position, "plans": n.plans, "io": n.io,
+                "peak": n.device(), "free": r.free, "total": r.total, "device_is_host": r.shared,
+            })
+        };
+        // Of several devices together.
         json!({
             "model": report::path(&self.a.model),
             "architecture": self.file.spec.family,
-            "backend": backend_json(self.backend),
+            "backend": backend_json(self.decoder.backend()),
+            "placement": self.placement,
+            "devices": self.devices().map(device).collect::<Vec<Value>>(),
             "context": o.positions / o.sequences,
             "batch": o.sequences,
             "kv_dtype": o.cache.to_string(),
             "chunk": o.chunk,
             "weights": {
-                "stored": self.stored.bytes, "in_place": n.in_place, "device": n.copied, "packed": n.packed,
-                "packing": n.packing,
+                "stored": self.stored.bytes, "in_place": self.sum(|n| n.in_place),
+                "device": self.sum(|n| n.copied), "packed": self.sum(|n| n.packed),
+                "packing": self.sum(|n| n.packing),
             },
-            "cache": { "bytes": n.cache, "position": n.position },
-            "plans": n.plans,
-            "io": n.io,
-            "host": n.host,
+            "cache": { "bytes": self.sum(|n| n.cache), "position": self.sum(|n| n.position) },
+            "plans": self.sum(|n| n.plans),
+            "io": self.sum(|n| n.io),
+            "host": self.sum(|n| n.host),
             "peak": {
-                "device": n.device(), "process": self.process.0, "planning": self.planning,
+                "device": self.sum(MemoryNeed::device), "process": self.process.0, "planning": self.planning,
                 "anonymous": self.anonymous(), "with_file_pages": self.resident(),
             },
             "memory": {
-                "device_free": r.free, "device_total": r.total, "host_free": r.host.map(|h| h.0),
-                "host_total": r.host.map(|h| h.1), "device_is_host": r.shared,
+                "device_free": first.free, "device_total": first.total,
+                "host_free": first.host.map(|h| h.0), "host_total": first.host.map(|h| h.1),
+                "device_is_host": first.shared,
             },
             "fits": self.refused.is_none(),
             "error": self.refused.as_ref().map(report::error_json),

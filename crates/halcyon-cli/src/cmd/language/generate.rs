@@ -55,9 +55,10 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
         Some(s) => s.generate(&mut m.engine, 0, t, &prompt, &options, &mut on_text)?,
     };
     let code = if interrupt::stopped() { interrupt::CODE } else { 0 };
-    let backend = m.engine.decoder().backend().id().to_string();
+    let backend = m.devices();
     if a.json {
         let mut v = generation_json(&g, &backend);
+        v["placement"] = m.placement.clone();
         v["memory"] = json!({
             "process_peak_bytes": report::peak_memory(),
             "peak_anonymous": watch.map(|w| w.peak().bytes),

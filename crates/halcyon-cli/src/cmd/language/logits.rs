@@ -16,11 +16,6 @@ pub(crate) fn main(a: &LogitsArgs) -> Result<u8> {
     let z = m.engine.feed(&[Feed { sequence: 0, tokens: &ids, all: true }])?.pop().unwrap_or_default();
     let vocabulary = m.engine.decoder().spec.vocabulary;
     npy::write(&a.output, &ConstData::from_slice(&[ids.len(), vocabulary], &z)?)?;
-    report::note(&format!(
-        "{}: f32 [{}, {vocabulary}] from {}",
-        a.output.display(),
-        ids.len(),
-        m.engine.decoder().backend().id()
-    ));
+    report::note(&format!("{}: f32 [{}, {vocabulary}] from {}", a.output.display(), ids.len(), m.devices()));
     Ok(0)
 }

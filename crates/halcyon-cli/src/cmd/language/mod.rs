@@ -12,15 +12,16 @@ pub(crate) mod hub;
 mod interrupt;
 pub(crate) mod logits;
 pub(crate) mod perplexity;
+mod place;
 pub(crate) mod quantize;
 mod speculate;
 mod thinking;
 pub(crate) mod tokenize;
 
-use crate::args::{BackendArgs, LanguageArgs, SamplingArgs};
+use crate::args::{LanguageArgs, SamplingArgs};
 use crate::report;
 use halcyon::hal::driver_output;
-use halcyon::{BackendType, DType, Error, Result};
+use halcyon::{DType, Error, Result};
 use halcyon_formats::npy;
 use halcyon_models::{
     Activations, Engine, EngineOptions, GenerateOptions, Generation, LoadOptions, Lora, ModelFile, Sampling,
@@ -42,6 +43,8 @@ pub(super) struct Running {
     pub file: ModelFile,
     pub engine: Engine,
     options: EngineOptions,
+    /// The device of each part, and why.
+    pub placement: Value,
 }
 
 /// The type of cached keys and values.
@@ -97,43 +100,21 @@ pub(super) fn start(a: &LanguageArgs, context: Option<usize>, defaults: Defaults
     for w in file.warnings()? {
         report::warn(&w);
     }
-    let backend = layers(a, &file)?.open(false)?;
+    let mut devices = place::Devices::open(&a.place, &a.backend, &file)?;
     let sequences = defaults.sequences;
     let positions = context.checked_mul(sequences).ok_or_else(|| {
         Error::argument("--parallel", format!("{sequences} sequences of {context} positions are too many"))
     })?;
     let options =
         EngineOptions { sequences, positions, cache: dtype, chunk: a.chunk, ..EngineOptions::default() };
-    let lora = a.lora.as_deref().map(|dir| Lora::load(dir, &file, &backend)).transpose()?;
+    let lora = a.lora.as_deref().map(|dir| Lora::load(dir, &file, devices.first())).transpose()?;
     let load = LoadOptions { context, activations, lora: lora.as_ref() };
-    let decoder = Arc::new(fit::check(&file, &backend, load, options, defaults.all)?);
-    Ok(Running { engine: Engine::new(decoder, options)?, file, options })
-}
-
-/// The device that `--gpu-layers` means.
-fn layers(a: &LanguageArgs, file: &ModelFile) -> Result<BackendArgs> {
-    let Some(asked) = a.gpu_layers.as_deref() else { return Ok(a.backend.clone()) };
-    let (name, all) = ("--gpu-layers", file.spec.layers.len());
-    let count = match asked {
-        "all" | "auto" => usize::MAX,
-        // llama.cpp takes negative numbers for all layers.
-        n if n.starts_with('-') && n[1..].parse::<u32>().is_ok() => usize::MAX,
-        n => n
-            .parse()
-            .map_err(|_| Error::argument(name, format!("'{n}': expected a number of layers, all or auto")))?,
-    };
-    let kind = a.backend.kind()?;
-    match count {
-        0 if !matches!(kind, BackendType::Auto | BackendType::Cpu) => {
-            Err(Error::argument(name, format!("0 layers on a GPU, but --backend is {kind}")))
-        }
-        0 => Ok(BackendArgs { backend: "cpu".into(), device: None, ..a.backend.clone() }),
-        n if n >= all => Ok(a.backend.clone()),
-        n => Err(Error::unsupported(
-            format!("{n} of {all} layers on one device and the others on the CPU"),
-            format!("Give --gpu-layers 0 for the CPU, or {all} or more for a GPU"),
-        )),
+    let decoder = Arc::new(devices.load(&file, load, options, defaults.all)?);
+    if report::verbose() {
+        report::note(&place::text(&decoder, options, devices.why()));
     }
+    let placement = place::to_json(&decoder, options, devices.why());
+    Ok(Running { engine: Engine::new(decoder, options)?, file, options, placement })
 }
 
 /// The positions of a sequence: what the user chose, or the default.
@@ -162,6 +143,11 @@ impl Running {
             self.engine = Engine::new(self.engine.decoder().clone(), self.options)?;
         }
         Ok(())
+    }
+
+    /// The devices: `cpu:0`, or `cpu:0 and opencl:0`.
+    pub(super) fn devices(&self) -> String {
+        place::devices(self.engine.decoder())
     }
 
     /// The model's tokenizer.

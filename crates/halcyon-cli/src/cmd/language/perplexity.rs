@@ -47,9 +47,10 @@ pub(crate) fn main(a: &PerplexityArgs) -> Result<u8> {
     progress.finish();
     let perplexity = (sum / count.max(1) as f64).exp();
     if a.json {
-        let backend = m.engine.decoder().backend().id().to_string();
+        let backend = m.devices();
         report::print_json(&json!({
             "perplexity": perplexity, "tokens": count, "windows": windows, "window": window, "backend": backend,
+            "placement": m.placement,
         }))?;
     } else {
         report::print(&format!("{perplexity:.4}\n"))?;

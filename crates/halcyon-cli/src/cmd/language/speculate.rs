@@ -36,7 +36,9 @@ fn open(path: &Path, language: &LanguageArgs, m: &Running) -> Result<Engine> {
     let (context, decoder) = (m.engine.context(), m.engine.decoder());
     let context = if file.spec.learned_positions { context.min(file.spec.context) } else { context };
     let options = EngineOptions { positions: context, chunk: language.chunk, ..*m.engine.options() };
-    let decoder = fit::check(&file, decoder.backend(), context.into(), options, false)?;
+    fit::check_host(&file)?;
+    let decoder = file.load(decoder.backend(), context)?;
+    fit::check(&file, &decoder, options, false)?;
     Engine::new(Arc::new(decoder), options)
 }
 
