@@ -109,7 +109,11 @@ pub(crate) fn from_folder(folder: &Folder) -> Result<Option<Tokenizer>> {
 }
 
 fn from_gguf(file: &Gguf) -> Result<Option<Tokenizer>> {
-    let m = file.metadata();
+    gguf_tokenizer(file.metadata())?.map(Tokenizer::from_gguf).transpose()
+}
+
+/// The metadata of a GGUF file's tokenizer; `None` if it has none.
+pub(crate) fn gguf_tokenizer(m: &Metadata) -> Result<Option<GgufTokenizer>> {
     let key = |k: &str| format!("tokenizer.ggml.{k}");
     let Some(model) = m.maybe(&key("model"), |m, k| m.str(k))? else { return Ok(None) };
     // llama.cpp's names for a file without a vocabulary.
@@ -123,7 +127,7 @@ fn from_gguf(file: &Gguf) -> Result<Option<Tokenizer>> {
         Ok(v.and_then(|v| u32::try_from(v).ok()))
     };
     let flag = |k: &str| m.maybe(&key(k), Metadata::bool);
-    let g = GgufTokenizer {
+    Ok(Some(GgufTokenizer {
         model: model.into(),
         pre: text(&key("pre"))?,
         tokens: strings(m, &key("tokens"))?,
@@ -155,8 +159,13 @@ fn from_gguf(file: &Gguf) -> Result<Option<Tokenizer>> {
         chat_template: text("tokenizer.chat_template")?,
         name: text("general.name")?,
         architecture: text("general.architecture")?,
-    };
-    Tokenizer::from_gguf(g).map(Some)
+        charsmap: m
+            .maybe(&key("precompiled_charsmap"), Metadata::ints)?
+            .unwrap_or_default()
+            .into_iter()
+            .map(|n| n as u8)
+            .collect(),
+    }))
 }
 
 /// An array of strings; empty if the key is absent. Bytes that are not UTF-8 become U+FFFD.

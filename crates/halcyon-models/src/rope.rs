@@ -75,6 +75,17 @@ pub struct Yarn {
     pub truncate: bool,
 }
 
+impl Yarn {
+    /// The factor of cosines and sines.
+    pub(crate) fn factor_of_rotations(&self) -> f64 {
+        match (self.attention, self.mscale) {
+            (Some(a), _) => a,
+            (None, Some((m, all))) => yarn_attention(self.factor, m) / yarn_attention(self.factor, all),
+            (None, None) => yarn_attention(self.factor, 1.0),
+        }
+    }
+}
+
 /// `0.1 m ln(factor) + 1`.
 pub fn yarn_attention(factor: f64, m: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 }
@@ -153,11 +164,7 @@ impl Rope {
             let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
             *f = *f / y.factor * ramp + *f * (1.0 - ramp);
         }
-        match (y.attention, y.mscale) {
-            (Some(a), _) => a,
-            (None, Some((m, all))) => yarn_attention(y.factor, m) / yarn_attention(y.factor, all),
-            (None, None) => yarn_attention(y.factor, 1.0),
-        }
+        y.factor_of_rotations()
     }
 
     /// Cosines and sines of rows at `positions` of sequences with `lengths` positions, each `[rows, size /

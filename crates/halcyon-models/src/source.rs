@@ -6,6 +6,7 @@ mod folder;
 pub(crate) mod gguf;
 mod names;
 mod packed;
+mod places;
 mod quantised;
 
 use crate::spec::Spec;
@@ -15,7 +16,7 @@ pub(crate) use folder::json;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{BlockType, ConstData, DType};
 use halcyon_formats::gguf::Gguf;
-pub(crate) use names::published;
+pub(crate) use places::{Place, places};
 use std::path::Path;
 
 /// An open model.

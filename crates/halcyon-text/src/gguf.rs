@@ -15,13 +15,13 @@ use std::collections::HashMap;
 /// unless it says otherwise. A key that the file lacks is empty or `None`.
 #[derive(Clone, Debug, Default)]
 pub struct GgufTokenizer {
-    /// `model`: `llama`, `gpt2`, `gemma4` or `bert`.
+    /// `model`: `llama`, `gpt2`, `gemma4`, `bert` or `t5`.
     pub model: String,
     /// `pre`: how a text is cut into words, for `gpt2`.
     pub pre: Option<String>,
     /// `tokens`.
     pub tokens: Vec<String>,
-    /// `scores`, for `llama`.
+    /// `scores`, for `llama` and `t5`.
     pub scores: Vec<f32>,
     /// `token_type`: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
     pub types: Vec<i32>,
@@ -55,8 +55,10 @@ pub struct GgufTokenizer {
     pub add_eos: Option<bool>,
     /// `add_space_prefix`.
     pub add_space_prefix: Option<bool>,
-    /// `remove_extra_whitespaces`. No supported model reads it.
+    /// `remove_extra_whitespaces`, for `t5`.
     pub remove_extra_whitespaces: Option<bool>,
+    /// `precompiled_charsmap`, for `t5`: how characters are normalised, in SentencePiece's format.
+    pub charsmap: Vec<u8>,
     /// `normalizer.lowercase`, for `bert`.
     pub lowercase: Option<bool>,
     /// `normalizer.strip_accents`, for `bert`.
@@ -81,6 +83,7 @@ enum Model {
     Spm,
     Bpe(Pre),
     WordPiece,
+    Unigram,
 }
 
 impl Model {
@@ -88,11 +91,13 @@ impl Model {
         match g.model.as_str() {
             "llama" => Ok(Model::Spm),
             "bert" => Ok(Model::WordPiece),
+            "t5" => Ok(Model::Unigram),
             "gpt2" => Ok(Model::Bpe(Pre::named(g.pre.as_deref().unwrap_or("default"))?)),
             "gemma4" => Ok(Model::Bpe(Pre::named("gemma4")?)),
             other => Err(Error::unsupported(
                 format!("tokenizer '{other}' (tokenizer.ggml.model)"),
-                "Known are llama, gpt2, gemma4 and bert. Use a model with one of them, or its tokenizer.json",
+                "Known are llama, gpt2, gemma4, bert and t5. Use a model with one of them, or its \
+                 tokenizer.json",
             )),
         }
     }
@@ -117,6 +122,11 @@ impl Model {
                 add_bos: true,
                 add_space_prefix: false,
             },
+            Model::Unigram => Defaults {
+                ids: SpecialIds { eos: Some(1), unk: Some(2), ..none },
+                add_bos: false,
+                add_space_prefix: true,
+            },
             Model::Bpe(pre) => {
                 let usual = (g.model == "gpt2").then_some(11);
                 let ids = SpecialIds { bos: usual.filter(|_| !pre.no_bos), eos: usual, ..none };
@@ -134,6 +144,9 @@ impl Tokenizer {
     /// metadata that contradict each other. The error names the key.
     pub fn from_gguf(g: GgufTokenizer) -> Result<Tokenizer> {
         let model = Model::of(&g)?;
+        if matches!(model, Model::Unigram) {
+            return unigram(&g);
+        }
         let defaults = model.defaults(&g);
         let mut vocab = Vocab::new(g.tokens, &g.types)?;
         let valid = |id: Option<u32>| id.filter(|&id| (id as usize) < vocab.len());
@@ -178,6 +191,7 @@ impl Tokenizer {
                 }
                 Engine::Bpe(Box::new(Bpe::new(&vocab, pre, &g.merges)?))
             }
+            Model::Unigram => return Err(Error::internal("a unigram model is made above")),
             Model::WordPiece => {
                 let lowercase = g.lowercase.unwrap_or(true);
                 let n = Normalizer { lowercase, strip_accents: g.strip_accents.unwrap_or(lowercase) };
@@ -190,6 +204,28 @@ impl Tokenizer {
         t.space_prefix = g.add_space_prefix.unwrap_or(defaults.add_space_prefix);
         t.chat_template = g.chat_template;
         Ok(t)
+    }
+}
+
+/// The tokenizer of SentencePiece's unigram models: the same as that of the `tokenizer.json` that it means.
+fn unigram(g: &GgufTokenizer) -> Result<Tokenizer> {
+    let text = |id: Option<u32>| id.and_then(|id| g.tokens.get(id as usize));
+    let config = serde_json::json!({
+        "bos_token": text(g.bos), "eos_token": text(g.eos), "unk_token": text(g.unk),
+        "sep_token": text(g.sep), "pad_token": text(g.pad), "mask_token": text(g.mask),
+        "chat_template": g.chat_template,
+    });
+    Tokenizer::from_json(g.to_json()?.as_bytes(), Some(config.to_string().as_bytes()))
+}
+
+impl GgufTokenizer {
+    /// Whether texts begin with a token, and that token.
+    pub(crate) fn start(&self) -> Result<(bool, Option<u32>)> {
+        let model = Model::of(self)?;
+        let defaults = model.defaults(self);
+        let needs = matches!(&model, Model::Bpe(pre) if pre.whole_newlines);
+        let add = needs || self.add_bos.unwrap_or(defaults.add_bos);
+        Ok((add, self.bos.or(defaults.ids.bos)))
     }
 }
 

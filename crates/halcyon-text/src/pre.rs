@@ -171,23 +171,29 @@ const IGNORE_MERGES: &[&str] = &[
 /// Of those, the ones that do not begin a text with a token.
 const NO_BOS: &[&str] = &["minicpm5", "youtu", "granite-embed-multi-97m"];
 
+/// What a name means.
+fn group(name: &str) -> Result<&'static str> {
+    let Some((group, _)) = NAMES.iter().find(|(_, names)| names.contains(&name)) else {
+        let known: Vec<&str> = NAMES.iter().flat_map(|(_, names)| names.iter().copied()).collect();
+        return Err(Error::unsupported(
+            format!("pre-tokenizer '{name}' (tokenizer.ggml.pre)"),
+            format!(
+                "Known are {}. Use a model with one of them, or its tokenizer.json",
+                known.join(", ")
+            ),
+        ));
+    };
+    Ok(group)
+}
+
 impl Pre {
     /// The pre-tokenizer of this name.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for an unknown name.
     pub(crate) fn named(name: &str) -> Result<Pre> {
-        let Some((group, _)) = NAMES.iter().find(|(_, names)| names.contains(&name)) else {
-            let known: Vec<&str> = NAMES.iter().flat_map(|(_, names)| names.iter().copied()).collect();
-            return Err(Error::unsupported(
-                format!("pre-tokenizer '{name}' (tokenizer.ggml.pre)"),
-                format!(
-                    "Known are {}. Use a model with one of them, or its tokenizer.json",
-                    known.join(", ")
-                ),
-            ));
-        };
-        let lines = *group == "lines";
+        let group = group(name)?;
+        let lines = group == "lines";
         let ignore_merges = IGNORE_MERGES.contains(&name);
         Ok(Pre {
             cuts: cuts(group)?,
@@ -198,6 +204,28 @@ impl Pre {
             whole_newlines: lines && name != "sarvam-moe",
             no_bos: ["glm4", "chatglm-bpe"].contains(&name),
         })
+    }
+
+    /// The patterns of the pre-tokenizer of this name, as `tokenizer.json` has them; `None` if no pattern cuts
+    /// like this.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for an unknown name.
+    pub(crate) fn patterns(name: &str) -> Result<Option<Vec<String>>> {
+        let group = group(name)?;
+        if THOUSANDS.contains(&group) {
+            return Ok(None);
+        }
+        let minus = Regex::new(r"--([^\]]+)\]").map_err(|e| Error::internal(e.to_string()))?;
+        let one = |(p, space): (String, Space)| {
+            // Classes without some characters have another notation there.
+            let p = minus.replace_all(&p, "&&[^$1]]").into_owned();
+            match p.strip_suffix(r"|\s+").filter(|_| space != Space::Whole) {
+                Some(p) => format!(r"{p}|\s+(?!\S)|\s+"),
+                None => p,
+            }
+        };
+        Ok(Some(patterns(group).into_iter().map(one).collect()))
     }
 
     /// Calls `word` with each word of the text, in order. The words together are the text.
@@ -309,12 +337,13 @@ fn deepseek3() -> String {
     .into()
 }
 
-fn cuts(group: &str) -> Result<Vec<Cut>> {
+/// The patterns of a group, in the order in which they are applied.
+fn patterns(group: &str) -> Vec<(String, Space)> {
     use Space::{KeepLast, KeepLastButLineEnd as Lines, Whole};
     let others = r"[^\s\p{L}\p{N}]+[\r\n]*";
     let qwen2 = || llama3(r"\p{L}+", DIGIT, others);
     let contraction = format!("{CONTRACTION}?");
-    let list: Vec<(String, Space)> = match group {
+    match group {
         "llama3" => vec![(llama3(r"\p{L}+", r"\p{N}{1,3}", others), Lines)],
         "qwen2" => vec![(qwen2(), Lines)],
         "qwen35" => vec![(llama3(r"[\p{L}\p{M}]+", DIGIT, r"[^\s\p{L}\p{M}\p{N}]+[\r\n]*"), Lines)],
@@ -349,7 +378,8 @@ fn cuts(group: &str) -> Result<Vec<Cut>> {
         "tiny_aya" | "youtu" => {
             let digits = if group == "youtu" { DIGIT } else { r"\p{N}{1,3}" };
             let words = format!(r"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+{contraction}|{digits}| ?{REST}");
-            vec![(words, Lines)]
+            let scripts = (group == "youtu").then(|| (YOUTU_SCRIPTS.into(), Whole));
+            scripts.into_iter().chain([(words, Lines)]).collect()
         }
         "poro" => vec![(POLISHED.into(), Whole)],
         "viking" => vec![(POLISHED.into(), Whole), (DIGIT.into(), Whole)],
@@ -386,16 +416,21 @@ fn cuts(group: &str) -> Result<Vec<Cut>> {
             (r"\p{N}+".into(), Whole),
             ("[0-9][0-9][0-9]".into(), Whole),
         ],
-    };
+    }
+}
+
+fn cuts(group: &str) -> Result<Vec<Cut>> {
     let compile = |p: &str| Regex::new(p).map_err(|e| Error::internal(format!("pattern of {group}: {e}")));
+    let list = patterns(group);
     let mut cuts = list.iter().map(|(p, s)| Ok(Cut::Pattern(compile(p)?, *s))).collect::<Result<Vec<_>>>()?;
-    match group {
-        "tiny_aya" | "afmoe" => cuts.insert(0, Cut::Thousands),
-        "youtu" => cuts.insert(0, Cut::Pattern(compile(YOUTU_SCRIPTS)?, Whole)),
-        _ => {}
+    if THOUSANDS.contains(&group) {
+        cuts.insert(0, Cut::Thousands);
     }
     Ok(cuts)
 }
+
+/// Groups that cut digits from the right first.
+const THOUSANDS: &[&str] = &["tiny_aya", "afmoe"];
 
 const POLISHED: &str = r" ?[^(\s|.,!?…。，、।۔،)]+";
 const YOUTU_SCRIPTS: &str =

@@ -118,6 +118,28 @@ pub(super) fn of_folder(root: &Path) -> Result<(PathBuf, Config)> {
     Ok((model, c))
 }
 
+/// The number in GGUF files of the way in which a folder's vectors are pooled, if its files say it, and what
+/// such a file cannot say of them.
+pub(crate) fn pooling_type(root: &Path) -> Result<(Option<u32>, Option<String>)> {
+    if !root.join("modules.json").is_file() && !root.join("1_Pooling").is_dir() {
+        return Ok((None, None));
+    }
+    let (_, c) = of_folder(root)?;
+    let kind = match c.pooling[..] {
+        [Pooling::Mean] => Some(1),
+        [Pooling::Cls] => Some(2),
+        [Pooling::LastToken] => Some(3),
+        _ => None,
+    };
+    let dense = c.after.iter().any(|a| matches!(a, After::Dense(_)));
+    let missing = (kind.is_none() || dense).then(|| {
+        let names: Vec<&str> = c.pooling.iter().map(|p| p.name()).collect();
+        let then = if dense { " and a dense layer" } else { "" };
+        format!("the folder makes embeddings with {}{then}, which GGUF cannot say", names.join(" + "))
+    });
+    Ok((kind, missing))
+}
+
 /// Reads `config.json` of a pooling module.
 fn pooling(place: &Path, c: &mut Config) -> Result<()> {
     let file = place.join("config.json");

@@ -7,6 +7,7 @@ use crate::decoder::Decoder;
 use crate::encoder::{Encoder, EncoderEngine, EncoderSpec};
 use crate::engine::{Engine, EngineOptions, Feed};
 use crate::source::Source;
+pub(crate) use config::pooling_type;
 use config::{After, Config};
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, DType};

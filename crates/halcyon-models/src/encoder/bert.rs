@@ -46,6 +46,10 @@ fn gguf(m: &Meta<'_>) -> Result<EncoderSpec> {
     if m.flag("attention.causal")? {
         return Err(Error::unsupported("bert with causal attention", "Use an encoder"));
     }
-    // The file does not name the activation. Published models have the exact GELU.
-    Ok(with(&Base::gguf("bert", m, Layout::Half)?, 0, Activation::Gelu))
+    // Most files do not name the activation. Published models have the exact GELU.
+    let activation = match m.maybe_str("hidden_activation")? {
+        Some("gelu_pytorch_tanh") => Activation::GeluTanh,
+        _ => Activation::Gelu,
+    };
+    Ok(with(&Base::gguf("bert", m, Layout::Half)?, 0, activation))
 }

@@ -97,8 +97,10 @@ impl EncoderSpec {
         let spec = match source {
             Source::Gguf(file) => {
                 let name = file.metadata().str("general.architecture")?;
-                let Some(f) = FAMILIES.iter().find(|f| f.gguf.contains(&name)) else { return Ok(None) };
-                (f.from_gguf)(&Meta::new(file, name)?)?
+                if !FAMILIES.iter().any(|f| f.gguf.contains(&name)) {
+                    return Ok(None);
+                }
+                return EncoderSpec::from_metadata(&Meta::new(file, name)?).map(Some);
             }
             Source::Folder(folder) => {
                 let hf = Hf::new(&folder.config, folder.path());
@@ -107,12 +109,23 @@ impl EncoderSpec {
                 (f.from_hf)(&hf)?
             }
         };
-        crate::family::check(&spec.body)?;
-        if spec.head() * spec.heads != spec.body.hidden {
-            let what = format!("{} heads for a hidden size of {}", spec.heads, spec.body.hidden);
+        spec.checked().map(Some)
+    }
+
+    /// What the encoder of a GGUF file computes.
+    pub(crate) fn from_metadata(meta: &Meta<'_>) -> Result<EncoderSpec> {
+        let unknown = || Error::argument("configuration", format!("'{}' is no encoder", meta.arch));
+        let family = FAMILIES.iter().find(|f| f.gguf.contains(&meta.arch)).ok_or_else(unknown)?;
+        (family.from_gguf)(meta)?.checked()
+    }
+
+    fn checked(self) -> Result<EncoderSpec> {
+        crate::family::check(&self.body)?;
+        if self.head() * self.heads != self.body.hidden {
+            let what = format!("{} heads for a hidden size of {}", self.heads, self.body.hidden);
             return Err(Error::argument("configuration", what));
         }
-        Ok(Some(spec))
+        Ok(self)
     }
 }
 

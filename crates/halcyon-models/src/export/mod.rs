@@ -3,11 +3,17 @@
 //! [`Content`] is a model in the form of a GGUF file, whose tensors are read when they are written.
 //! [`write()`] writes it with a type for each tensor; [`choose`] finds the types of a mixture.
 
+mod changes;
+mod config_json;
 mod content;
+mod encoder;
 mod folder;
 mod keys;
 mod mixture;
+mod names;
+mod outputs;
 mod to_folder;
+mod tokenizer_json;
 mod vocabulary;
 mod write;
 

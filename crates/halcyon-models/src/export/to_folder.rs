@@ -1,22 +1,27 @@
-//! Writes a folder in Hugging Face's layout from a GGUF file: `config.json` and `model.safetensors`.
+//! Writes a folder in Hugging Face's layout from a GGUF file: `config.json`, `model.safetensors`, and the
+//! tokenizer's files.
 //!
-//! The configuration is read again as any folder's is. If it means another computation than the file's, the
-//! file is refused.
+//! The configuration is read again as any folder's is, and then everything that the other direction would
+//! change in the folder's weights is undone. If the folder would mean another computation than the file's,
+//! the file is refused.
 
-use super::folder::{Turn, difference, in_f32, names, turned};
-use super::keys::attention;
+use super::changes::Changes;
+use super::config_json;
+use super::folder::in_f32;
+use super::names::names;
+use super::outputs::Part;
+use super::tokenizer_json;
 use crate::family;
-use crate::rope::{Layout, Rope, Scaling};
-use crate::source::{Source, Weights, published};
-use crate::spec::{Ffn, Mixer, NormKind, Spec};
+use crate::source::{Place, Source, Weights, places};
+use crate::spec::{Mixer, Spec};
 use halcyon::DType;
 use halcyon::ir::error::{Error, Result};
-use halcyon_formats::gguf::{Gguf, Metadata};
+use halcyon_formats::gguf::{GgmlType, Metadata};
 use halcyon_formats::output;
 use halcyon_formats::safetensors::SafeTensorsWriter;
 use half::{bf16, f16};
-use serde_json::{Value as Json, json};
-use std::collections::BTreeMap;
+use serde_json::Value as Json;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 /// What was written.
@@ -30,12 +35,27 @@ pub struct FolderWritten {
     pub warnings: Vec<String>,
 }
 
-/// A tensor of the folder: its name, the canonical one, and the expert if it is one of several.
-struct Part {
-    name: String,
-    of: String,
-    expert: Option<usize>,
+/// A canonical tensor as the folder has it, which is made of parts of the file.
+struct Canonical {
     dims: Vec<usize>,
+    parts: Vec<Part>,
+}
+
+/// A tensor of the folder.
+struct Target {
+    name: String,
+    dims: Vec<usize>,
+    /// The number of the canonical tensor, and where its values are.
+    places: Vec<(usize, Place)>,
+}
+
+/// What reads the values of canonical tensors.
+struct Reader<'a> {
+    source: &'a Source,
+    spec: &'a Spec,
+    all: Vec<Canonical>,
+    /// The last tensor that was read, and its values: those of experts are needed once for each expert.
+    last: Option<(usize, Vec<f32>)>,
 }
 
 /// Writes a folder with weights in `dtype`: f32, f16 or bf16. The folder must not exist, or be empty; it
@@ -59,37 +79,30 @@ pub fn write_folder(
         return Err(Error::argument("convert", format!("{dtype}: expected f32, f16 or bf16")));
     }
     let spec = family::spec(source)?;
-    let config = configuration(source, file, &spec, dtype)?;
+    let config = config_json::configuration(source, file, &spec, dtype)?;
     let own = family::from_config(&config, folder)?;
-    let turns = compare(&spec, &own, source)?;
-    let mut parts = vec![];
-    for name in names(&spec) {
-        if let Some(w) = source.find(&spec, &name)? {
-            add_parts(&mut parts, &own, name, &w)?;
+    let arch = file.metadata().str("general.architecture")?;
+    let changes = Changes::between(&own, &spec, arch).map_err(|e| match e {
+        Error::Unsupported { what, .. } => {
+            Error::unsupported(what.replace("as a GGUF file", "as a folder"), "Use the GGUF file")
         }
-    }
+        e => e,
+    })?;
+    let mut reader = Reader { source, spec: &spec, all: vec![], last: None };
+    let targets = targets(&mut reader, &own, &changes)?;
     let work = Unfinished::new(folder)?;
     let warnings = write_texts(&work.path, file.metadata(), &config)?;
-    let infos: Vec<_> = parts.iter().map(|p| (p.name.as_str(), dtype, &p.dims[..])).collect();
+    let infos: Vec<_> = targets.iter().map(|t| (t.name.as_str(), dtype, &t.dims[..])).collect();
     let format = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     let mut out = SafeTensorsWriter::create(&work.path.join("model.safetensors"), &infos, &format)?;
-    let mut current: Option<(&str, Vec<f32>)> = None;
-    for p in &parts {
+    for t in &targets {
         if interrupted() {
             return Err(Error::Interrupted { what: format!("writing {}", folder.display()) });
         }
-        if current.as_ref().is_none_or(|(name, _)| *name != p.of) {
-            let missing = || Error::internal(format!("'{}' has gone", p.of));
-            let w = source.find(&spec, &p.of)?.ok_or_else(missing)?;
-            current = Some((&p.of, values(&p.of, &w, &turns, &own)?));
-        }
-        let Some((_, all)) = &current else { continue };
-        let n: usize = p.dims.iter().product();
-        let first = p.expert.unwrap_or(0) * n;
-        out.append(&encoded(&all[first..first + n], dtype).map_err(|v| too_large(&p.name, v))?)?;
-        progress(parts.len() as u64);
+        out.append(&encoded(&reader.values(t)?, dtype).map_err(|v| too_large(&t.name, v))?)?;
+        progress(targets.len() as u64);
     }
-    let (bytes, tensors) = (out.finish()?, parts.len());
+    let (bytes, tensors) = (out.finish()?, targets.len());
     work.finish(folder)?;
     Ok(FolderWritten { bytes, tensors, warnings })
 }
@@ -99,69 +112,119 @@ fn too_large(name: &str, value: f32) -> Error {
     Error::Format { file: format!("tensor '{name}'"), what }
 }
 
-fn add_parts(parts: &mut Vec<Part>, own: &Spec, of: String, w: &Weights) -> Result<()> {
-    let Some((name, experts)) = published(own, &of) else {
-        let next = "Use the GGUF file";
-        return Err(Error::unsupported(format!("the tensor '{of}' in a folder of {}", own.family), next));
-    };
-    let dims = w.dims();
-    match experts {
-        None => parts.push(Part { name, of, expert: None, dims }),
-        Some(n) => parts.extend((0..n).map(|e| Part {
-            name: name.replace("{}", &e.to_string()),
-            of: of.clone(),
-            expert: Some(e),
-            dims: dims[1..].to_vec(),
-        })),
+/// The tensors of the folder, each with its parts.
+fn targets(reader: &mut Reader<'_>, own: &Spec, changes: &Changes) -> Result<Vec<Target>> {
+    let mut targets: Vec<Target> = vec![];
+    let mut known: HashMap<String, usize> = HashMap::new();
+    for name in names(own) {
+        let Some(dims) = reader.dims(own, &name)? else { continue };
+        let places = places(own, &name, &dims);
+        if places.is_empty() {
+            return Err(Error::unsupported(
+                format!("the tensor '{name}' in a folder of {}", own.family),
+                "Use the GGUF file",
+            ));
+        }
+        let number = reader.all.len();
+        let parts = changes.parts(own, &name, &dims, GgmlType::F32);
+        reader.all.push(Canonical { dims, parts });
+        for p in places {
+            let at = *known.entry(p.name.clone()).or_insert_with(|| {
+                targets.push(Target { name: p.name.clone(), dims: p.dims.clone(), places: vec![] });
+                targets.len() - 1
+            });
+            let t = &mut targets[at];
+            if t.dims.len() != p.dims.len() {
+                return Err(Error::shape("convert", format!("parts of '{}' have different axes", t.name)));
+            }
+            t.dims.iter_mut().zip(&p.dims).for_each(|(all, n)| *all = (*all).max(*n));
+            t.places.push((number, p));
+        }
     }
-    Ok(())
+    for t in &targets {
+        let of = |(n, p): &(usize, Place)| {
+            let all: usize = reader.all[*n].dims.iter().product();
+            if p.expert.is_some() { t.dims.iter().product() } else { all }
+        };
+        let (parts, whole) = (t.places.iter().map(of).sum::<usize>(), t.dims.iter().product::<usize>());
+        if parts != whole {
+            let what = format!("'{}' has {whole} elements, but the file has {parts} of them", t.name);
+            return Err(Error::shape("convert", what));
+        }
+    }
+    Ok(targets)
 }
 
-/// For each layer, how rows of queries and keys return to the folder's order.
-fn compare(spec: &Spec, own: &Spec, source: &Source) -> Result<Vec<Option<Turn>>> {
-    let mut want = own.clone();
-    want.family = spec.family;
-    let mut turns = vec![];
-    for (l, g) in want.layers.iter_mut().zip(&spec.layers) {
-        let mut turn = None;
-        if let Mixer::Attention(a) = &mut l.mixer
-            && let Some(b) = attention(g)
-            && let (Some(x), Some(y)) = (&mut a.rope, &b.rope)
-        {
-            if (x.layout, y.layout) == (Layout::Half, Layout::Pairs) {
-                turn = Some(Turn { key: a.key, size: x.size, back: true });
-                x.layout = y.layout;
+impl Reader<'_> {
+    fn find(&self, name: &str) -> Result<Option<Weights>> {
+        let Some(w) = self.source.find(self.spec, name)? else { return Ok(None) };
+        let layer = super::mixture::layer(name).and_then(|i| self.spec.layers.get(i));
+        match layer.filter(|_| name.ends_with(".ffn_up.weight")) {
+            Some(l) => crate::source::gguf::up_of_joined(w, l.inner).map(Some),
+            None => Ok(Some(w)),
+        }
+    }
+
+    /// The sizes of a canonical tensor in the folder; `None` if the model has none.
+    fn dims(&self, own: &Spec, name: &str) -> Result<Option<Vec<usize>>> {
+        let stem = name.splitn(3, '.').nth(2).unwrap_or("");
+        let layer = super::mixture::layer(name).and_then(|i| own.layers.get(i));
+        let attention = layer.and_then(super::keys::attention);
+        match (stem, attention.and_then(|a| Some((a, a.latent?)))) {
+            // Folders have both in one matrix.
+            ("attn_k_b.weight" | "attn_v_b.weight", _) => return Ok(None),
+            ("attn_kv_b.weight", Some((a, l))) if self.find(name)?.is_none() => {
+                return Ok(Some(vec![a.heads * (l.plain + l.value), l.rank]));
             }
-            // Checked when the configuration was made.
-            if matches!(x.scaling, Scaling::Llama3 { .. }) && has_factors(source, spec)? {
-                x.scaling = Scaling::None;
+            _ => {}
+        }
+        let Some(w) = self.find(name)? else { return Ok(None) };
+        let d = w.dims();
+        let all: usize = d.iter().product();
+        let mamba = layer.is_some_and(|l| matches!(&l.mixer, Mixer::Recurrent(_)));
+        Ok(Some(match (stem, &d[..]) {
+            ("ssm_conv1d.weight" | "shortconv.conv.weight", [channels, .., k]) => vec![*channels, 1, *k],
+            ("ssm_a" | "ssm_d" | "ssm_norm.weight", _) if mamba => vec![all],
+            ("ffn_gate_inp_shexp.weight", [n]) => vec![1, *n],
+            _ => d,
+        }))
+    }
+
+    /// The values of a tensor of the folder.
+    fn values(&mut self, t: &Target) -> Result<Vec<f32>> {
+        let mut out = vec![0f32; t.dims.iter().product()];
+        for (number, place) in &t.places {
+            if self.last.as_ref().is_none_or(|(n, _)| n != number) {
+                self.last = Some((*number, self.canonical(&self.all[*number])?));
+            }
+            let Some((_, values)) = &self.last else { continue };
+            let dims = &self.all[*number].dims;
+            match place.expert {
+                Some(e) => {
+                    let n = out.len();
+                    let own = values.get(e * n..(e + 1) * n).unwrap_or_default();
+                    place.put(own, &dims[1..], &mut out, &t.dims);
+                }
+                None => place.put(values, dims, &mut out, &t.dims),
             }
         }
-        turns.push(turn);
+        Ok(out)
     }
-    match difference(&want, spec, true) {
-        None => Ok(turns),
-        Some((a, b)) => Err(Error::unsupported(
-            format!("this model as a folder: it has `{b}`, but the configuration would mean `{a}`"),
-            "Use the GGUF file",
-        )),
-    }
-}
 
-fn has_factors(source: &Source, spec: &Spec) -> Result<bool> {
-    Ok(source.find(spec, "rope_freqs.weight")?.is_some())
-}
-
-/// The values of a tensor as the folder has them.
-fn values(name: &str, w: &Weights, turns: &[Option<Turn>], own: &Spec) -> Result<Vec<f32>> {
-    let mut v = in_f32(w)?;
-    if name.ends_with("norm.weight") && own.final_norm.kind == NormKind::RmsPlusOne {
-        v.iter_mut().for_each(|v| *v -= 1.0);
-    }
-    let layer = super::mixture::layer(name).and_then(|i| turns.get(i)?.as_ref());
-    match layer.filter(|_| name.contains("attn_q") || name.contains("attn_k")) {
-        Some(turn) => Ok(turned(&v, w.dims().first().copied().unwrap_or(0), turn)),
-        None => Ok(v),
+    /// The values of a canonical tensor, without what the file changes in them.
+    fn canonical(&self, c: &Canonical) -> Result<Vec<f32>> {
+        let mut out = vec![0f32; c.dims.iter().product()];
+        // A file may have the matrix that others have in two parts.
+        let whole = c.parts.first().filter(|_| c.parts.len() > 1).map(|p| self.find(&p.name));
+        if let Some(w) = whole.transpose()?.flatten() {
+            return in_f32(&w);
+        }
+        for p in &c.parts {
+            let missing = || Error::argument("convert", format!("the model has no tensor '{}'", p.target));
+            let w = self.find(&p.target)?.ok_or_else(missing)?;
+            p.undo(&in_f32(&w)?, &c.dims, &mut out);
+        }
+        Ok(out)
     }
 }
 
@@ -183,155 +246,11 @@ fn write_texts(folder: &Path, m: &Metadata, config: &Json) -> Result<Vec<String>
     if let Some(t) = m.maybe("tokenizer.chat_template", |m, k| m.str(k))? {
         output::write(&folder.join("chat_template.jinja"), t.as_bytes())?;
     }
-    let has_tokenizer = m.get("tokenizer.ggml.tokens").is_some();
-    let missing = "the folder has no tokenizer.json: it is not made from the GGUF file's tokenizer. Take it \
-                   from the model's own folder";
-    Ok(if has_tokenizer { vec![missing.into()] } else { vec![] })
-}
-
-/// A number as it would be written by hand: files hold the nearest f32.
-fn short(v: f64) -> f64 {
-    (v as f32).to_string().parse().unwrap_or(v)
-}
-
-/// `config.json`.
-fn configuration(source: &Source, file: &Gguf, spec: &Spec, dtype: DType) -> Result<Json> {
-    let experts = spec.layers.iter().find_map(|l| match &l.ffn {
-        Ffn::Experts(e) => Some((e, l.inner)),
-        _ => None,
-    });
-    let Some(a) = spec.layers.first().and_then(attention) else {
-        return Err(Error::unsupported("layers without attention in a folder", "Use the GGUF file"));
-    };
-    let windows: Vec<Option<usize>> =
-        spec.layers.iter().map(|l| attention(l).and_then(|a| a.window)).collect();
-    let (model, class) = match (spec.family, experts.is_some()) {
-        ("llama", true) => ("mixtral", "Mixtral"),
-        ("llama", false) if windows.iter().any(Option::is_some) => ("mistral", "Mistral"),
-        ("llama", false) => ("llama", "Llama"),
-        ("qwen2", false) => ("qwen2", "Qwen2"),
-        ("qwen3", false) => ("qwen3", "Qwen3"),
-        ("qwen3moe", true) => ("qwen3_moe", "Qwen3Moe"),
-        ("gemma2", false) => ("gemma2", "Gemma2"),
-        ("gemma3", false) => ("gemma3_text", "Gemma3"),
-        ("olmo2", false) => ("olmo2", "Olmo2"),
-        ("granite", false) => ("granite", "Granite"),
-        (other, _) => {
-            return Err(Error::unsupported(
-                format!("folders of the architecture {other}"),
-                "Folders are written of llama, mistral, mixtral, qwen2, qwen3, qwen3moe, gemma2, gemma3, olmo2 and granite",
-            ));
-        }
-    };
-    let has = |name: &str| source.find(spec, name).map(|w| w.is_some());
-    let m = file.metadata();
-    let id = |key: &str| m.maybe(&format!("tokenizer.ggml.{key}_token_id"), Metadata::u64);
-    let dense = spec.layers.iter().find(|l| !matches!(l.ffn, Ffn::Experts(_))).or(spec.layers.first());
-    let mut c = json!({
-        "architectures": [format!("{class}ForCausalLM")],
-        "model_type": model,
-        "torch_dtype": match dtype { DType::F16 => "float16", DType::BF16 => "bfloat16", _ => "float32" },
-        "vocab_size": spec.vocabulary,
-        "hidden_size": spec.hidden,
-        "intermediate_size": dense.map_or(0, |l| l.inner),
-        "num_hidden_layers": spec.layers.len(),
-        "num_attention_heads": a.heads,
-        "num_key_value_heads": a.shared,
-        "head_dim": a.key,
-        "max_position_embeddings": spec.context,
-        "rms_norm_eps": short(spec.final_norm.eps),
-        "tie_word_embeddings": !has("output.weight")?,
-        "attention_bias": has("blk.0.attn_q.bias")?,
-        "mlp_bias": has("blk.0.ffn_up.bias")?,
-        "bos_token_id": id("bos")?,
-        "eos_token_id": id("eos")?,
-        "pad_token_id": id("padding")?,
-    });
-    let gemma = model.starts_with("gemma");
-    let activation = if gemma { "hidden_activation" } else { "hidden_act" };
-    c[activation] = json!(if gemma { "gelu_pytorch_tanh" } else { "silu" });
-    if gemma {
-        let n = 1.0 / (a.scale * a.scale);
-        c["query_pre_attn_scalar"] = json!(if (n - n.round()).abs() < 1e-3 { n.round() } else { n });
-        c["final_logit_softcapping"] = json!(spec.logit_cap.map(short));
-        c["attn_logit_softcapping"] = json!(a.softcap.map(short));
+    let (files, warning) = tokenizer_json::of_metadata(m)?;
+    for (name, json) in files {
+        output::write(&folder.join(name), &text(&json)?)?;
     }
-    if let Some(w) = windows.iter().find_map(|w| *w) {
-        c["sliding_window"] = json!(w);
-        let kind = |w: &Option<usize>| if w.is_some() { "sliding_attention" } else { "full_attention" };
-        c["layer_types"] = windows.iter().map(kind).collect();
-    }
-    if let Some((e, inner)) = experts {
-        c["num_experts_per_tok"] = json!(e.used);
-        c[if model == "mixtral" { "num_local_experts" } else { "num_experts" }] = json!(e.count);
-        if model != "mixtral" {
-            c["moe_intermediate_size"] = json!(inner);
-            c["norm_topk_prob"] = json!(e.normalise);
-            c["decoder_sparse_step"] = json!(1);
-            let dense = |i: &usize| !matches!(spec.layers[*i].ffn, Ffn::Experts(_));
-            c["mlp_only_layers"] = (0..spec.layers.len()).filter(dense).collect();
-        }
-    }
-    if model == "granite" {
-        c["embedding_multiplier"] = json!(spec.embedding_scale.map_or(1.0, short));
-        c["logits_scaling"] = json!(spec.logit_scale.map_or(1.0, |s| short(1.0 / s)));
-        c["attention_multiplier"] = json!(short(a.scale));
-        c["residual_multiplier"] =
-            json!(spec.layers.first().and_then(|l| l.residual_scale).map_or(1.0, short));
-    }
-    rotation(&mut c, source, spec)?;
-    Ok(c)
-}
-
-/// The keys of the rotation, in the form before transformers 5, which later versions read too.
-fn rotation(c: &mut Json, source: &Source, spec: &Spec) -> Result<()> {
-    let ropes = |slides: bool| {
-        let all = spec.layers.iter().filter_map(attention).filter(move |a| a.window.is_some() == slides);
-        all.filter_map(|a| a.rope.as_ref()).next()
-    };
-    let Some(r) = ropes(false).or(ropes(true)) else { return Ok(()) };
-    c["rope_theta"] = json!(short(r.base));
-    if let Some(local) = ropes(true).filter(|_| spec.family == "gemma3") {
-        c["rope_local_base_freq"] = json!(short(local.base));
-    }
-    let scaling = match &r.scaling {
-        Scaling::None => match source.find(spec, "rope_freqs.weight")? {
-            None => return Ok(()),
-            Some(w) => llama3(r, &in_f32(&w)?)?,
-        },
-        Scaling::Linear { factor } => json!({ "rope_type": "linear", "factor": short(*factor) }),
-        Scaling::Yarn(y) => json!({
-            "rope_type": "yarn",
-            "factor": short(y.factor),
-            "original_max_position_embeddings": y.original,
-            "beta_fast": short(y.beta_fast),
-            "beta_slow": short(y.beta_slow),
-            "attention_factor": y.attention,
-            "truncate": y.truncate,
-        }),
-        _ => return Err(Error::unsupported("the scaling of the rotation in a folder", "Use the GGUF file")),
-    };
-    c["rope_scaling"] = scaling;
-    Ok(())
-}
-
-/// The parameters with which Llama's scaling gives these factors.
-fn llama3(r: &Rope, factors: &[f32]) -> Result<Json> {
-    let plain = r.frequencies(0).0;
-    let most = factors.iter().copied().fold(1.0, f32::max);
-    for original in [8192, 4096, 2048, 512, 64, 32, 16] {
-        let (factor, low, high) = (f64::from(most), 1.0, 4.0);
-        let try_with = Rope { scaling: Scaling::Llama3 { factor, low, high, original }, ..r.clone() };
-        let got = try_with.frequencies(0).0;
-        let close = |((p, g), f): ((&f64, &f64), &f32)| (p / g / f64::from(*f) - 1.0).abs() < 1e-5;
-        if got.len() == factors.len() && plain.iter().zip(&got).zip(factors).all(close) {
-            return Ok(json!({
-                "rope_type": "llama3", "factor": short(factor), "low_freq_factor": low,
-                "high_freq_factor": high, "original_max_position_embeddings": original,
-            }));
-        }
-    }
-    Err(Error::unsupported("these factors of the rotation (rope_freqs) in a folder", "Use the GGUF file"))
+    Ok(warning.into_iter().collect())
 }
 
 /// A folder that is being written beside its final place. Dropping it removes it.

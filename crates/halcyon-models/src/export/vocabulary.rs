@@ -36,7 +36,7 @@ const PRE: &[&str] = &[
 ];
 
 /// Texts whose tokens differ between ways to cut them.
-const TEXTS: &[&str] = &[
+pub(super) const TEXTS: &[&str] = &[
     "Hello, world! It's 12345 o'clock; we'Ve 3.14 apples.",
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n x",
     "  leading spaces, trailing spaces  ",
@@ -70,7 +70,7 @@ pub(super) fn of_folder(folder: &Folder, spec: &Spec) -> Result<(Vec<(String, Va
         let why = format!("GGUF has no tokenizer of the type '{kind}', so the file has no tokenizer");
         return Ok((none(), Some(why)));
     };
-    let base = common(&parts, &config, &tokenizer, spec);
+    let base = common(&parts, &json, &config, &tokenizer, spec);
     for g in candidates(&json, &base, kind) {
         if same(&tokenizer, &g) {
             return Ok((keys(g, folder, &config)?, None));
@@ -83,6 +83,9 @@ pub(super) fn of_folder(folder: &Folder, spec: &Spec) -> Result<(Vec<(String, Va
 /// The tokens by id, and the merges. `None` for a model without a vocabulary of this form.
 fn parts(json: &Json, size: usize) -> Option<Parts> {
     let model = &json["model"];
+    if let Some(pieces) = model["vocab"].as_array() {
+        return unigram(json, pieces, size);
+    }
     let vocabulary = model["vocab"].as_object()?;
     let id = |v: &Json| v.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| *n < size);
     let mut tokens: Vec<String> = (0..size).map(|i| format!("[PAD{i}]")).collect();
@@ -96,15 +99,7 @@ fn parts(json: &Json, size: usize) -> Option<Parts> {
             types[i] = 2;
         }
     }
-    for t in json["added_tokens"].as_array().map_or(&[][..], |v| v) {
-        let (i, text) = (id(&t["id"])?, t["content"].as_str()?);
-        tokens[i] = text.into();
-        types[i] = match (types[i], t["special"] == true) {
-            (2, _) => 2,
-            (_, true) => 3,
-            (_, false) => 4,
-        };
-    }
+    add_tokens(json, &mut tokens, &mut types)?;
     let pair = |m: &Json| match m {
         Json::String(s) => Some(s.clone()),
         Json::Array(v) => Some(format!("{} {}", v.first()?.as_str()?, v.get(1)?.as_str()?)),
@@ -123,13 +118,60 @@ fn parts(json: &Json, size: usize) -> Option<Parts> {
     Some(Parts { tokens, types, merges, scores })
 }
 
+/// Puts the tokens that are found before a text is cut in their places.
+fn add_tokens(json: &Json, tokens: &mut [String], types: &mut [i32]) -> Option<()> {
+    for t in json["added_tokens"].as_array().map_or(&[][..], |v| v) {
+        let i = t["id"].as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| *n < tokens.len())?;
+        tokens[i] = t["content"].as_str()?.into();
+        types[i] = match (types[i], t["special"] == true) {
+            (2, _) => 2,
+            (_, true) => 3,
+            (_, false) => 4,
+        };
+    }
+    Some(())
+}
+
+/// The pieces of a unigram model with their scores.
+fn unigram(json: &Json, pieces: &[Json], size: usize) -> Option<Parts> {
+    if pieces.len() > size {
+        return None;
+    }
+    let mut tokens: Vec<String> = (0..size).map(|i| format!("[PAD{i}]")).collect();
+    let (mut types, mut scores) = (vec![5; size], vec![-10_000f32; size]);
+    for (i, p) in pieces.iter().enumerate() {
+        tokens[i] = p[0].as_str()?.into();
+        scores[i] = p[1].as_f64()? as f32;
+        let byte = json["model"]["byte_fallback"] == true && tokens[i].len() == 6 && tokens[i].starts_with("<0x");
+        types[i] = if byte { 6 } else { 1 };
+    }
+    if let Some(t) = json["model"]["unk_id"].as_u64().and_then(|n| types.get_mut(n as usize)) {
+        *t = 2;
+    }
+    add_tokens(json, &mut tokens, &mut types)?;
+    Some(Parts { tokens, types, merges: vec![], scores })
+}
+
+/// The characters' map of a normaliser, wherever it is in the list.
+fn charsmap(normalizer: &Json) -> Vec<u8> {
+    let own = normalizer["precompiled_charsmap"].as_str().and_then(|t| halcyon_text::from_base64(t).ok());
+    let inner = || normalizer["normalizers"].as_array()?.iter().map(charsmap).find(|c| !c.is_empty());
+    own.or_else(inner).unwrap_or_default()
+}
+
 /// The text of a special token of `tokenizer_config.json`.
 fn special(config: &Json, key: &str) -> Option<String> {
     let v = &config[key];
     v.as_str().or_else(|| v["content"].as_str()).map(String::from)
 }
 
-fn common(parts: &Parts, config: &Json, tokenizer: &Tokenizer, spec: &Spec) -> GgufTokenizer {
+fn common(
+    parts: &Parts,
+    json: &Json,
+    config: &Json,
+    tokenizer: &Tokenizer,
+    spec: &Spec,
+) -> GgufTokenizer {
     let id = |key: &str| {
         let text = special(config, key)?;
         parts.tokens.iter().position(|t| *t == text).map(|i| i as u32)
@@ -138,21 +180,26 @@ fn common(parts: &Parts, config: &Json, tokenizer: &Tokenizer, spec: &Spec) -> G
     // The tokens around a text are those that the tokenizer adds.
     let around = tokenizer.encode("a", true, false).unwrap_or_default();
     let bare = tokenizer.encode("a", false, false).unwrap_or_default();
-    let bos = id("bos_token").or(known.bos);
-    let added =
-        |at: Option<&u32>, id: Option<u32>| around.len() > bare.len() && at.copied() == id && id.is_some();
-    let eos = id("eos_token").or(known.eos);
+    let before = around.windows(bare.len().max(1)).position(|w| w == bare).unwrap_or(0);
+    let after = around.len().saturating_sub(before + bare.len());
+    let first = around.first().copied().filter(|_| before == 1);
+    let last = around.last().copied().filter(|_| after == 1);
+    let bos = first.or(id("bos_token")).or(known.bos);
+    let eos = last.or(id("eos_token")).or(known.eos);
+    let unk = json["model"]["unk_id"].as_u64().and_then(|n| u32::try_from(n).ok());
+    let text = json["model"]["unk_token"].as_str();
+    let unk = unk.or(text.and_then(|t| parts.tokens.iter().position(|own| own == t)).map(|i| i as u32));
     GgufTokenizer {
         tokens: parts.tokens.clone(),
         types: parts.types.clone(),
         bos,
         eos,
-        unk: id("unk_token"),
-        sep: id("sep_token"),
+        unk: id("unk_token").or(unk),
+        sep: id("sep_token").or(last.filter(|_| json["model"]["type"] == "WordPiece")),
         pad: id("pad_token"),
         mask: id("mask_token"),
-        add_bos: Some(added(around.first(), bos)),
-        add_eos: Some(added(around.last(), eos)),
+        add_bos: Some(first.is_some()),
+        add_eos: Some(last.is_some()),
         architecture: Some(spec.family.into()),
         ..GgufTokenizer::default()
     }
@@ -170,7 +217,19 @@ fn candidates(json: &Json, base: &GgufTokenizer, kind: &str) -> Vec<GgufTokenize
                 add_space_prefix: Some(space),
                 ..of("llama")
             };
-            vec![one(true), one(false)]
+            let merged = || GgufTokenizer { merges: merges.clone(), ..of("gemma4") };
+            vec![one(true), one(false), merged()]
+        }
+        "Unigram" => {
+            let one = |model: &str, space: bool, trim: bool| GgufTokenizer {
+                scores: scores.clone(),
+                add_space_prefix: Some(space),
+                remove_extra_whitespaces: Some(trim),
+                charsmap: if model == "t5" { charsmap(&json["normalizer"]) } else { vec![] },
+                ..of(model)
+            };
+            let ways = [(true, true), (true, false), (false, true), (false, false)];
+            ["llama", "t5"].iter().flat_map(|m| ways.map(|(space, trim)| one(m, space, trim))).collect()
         }
         "BPE" => {
             let one = |pre: &&str| GgufTokenizer {
@@ -217,7 +276,7 @@ fn keys(g: GgufTokenizer, folder: &Folder, config: &Json) -> Result<Vec<(String,
     let mut all: Vec<(String, Value)> = vec![];
     let mut add = |key: &str, v: Option<Value>| all.extend(v.map(|v| (format!("tokenizer.ggml.{key}"), v)));
     let number = |v: Option<u32>| v.map(Value::from);
-    add("model", Some(g.model.into()));
+    add("model", Some(g.model.clone().into()));
     add("pre", g.pre.map(Value::from));
     add("tokens", Some(g.tokens.into()));
     add("scores", Some(g.scores).filter(|s| !s.is_empty()).map(Value::from));
@@ -232,6 +291,8 @@ fn keys(g: GgufTokenizer, folder: &Folder, config: &Json) -> Result<Vec<(String,
     add("add_bos_token", g.add_bos.map(Value::from));
     add("add_eos_token", g.add_eos.map(Value::from));
     add("add_space_prefix", g.add_space_prefix.map(Value::from));
+    add("remove_extra_whitespaces", g.remove_extra_whitespaces.filter(|_| g.model == "t5").map(Value::from));
+    add("precompiled_charsmap", Some(g.charsmap).filter(|c| !c.is_empty()).map(Value::from));
     add("normalizer.lowercase", g.lowercase.map(Value::from));
     add("normalizer.strip_accents", g.strip_accents.map(Value::from));
     if let Some(t) = template(folder, config)? {

@@ -208,6 +208,10 @@ impl<'a> Meta<'a> {
         self.data.maybe(&self.key(key), Metadata::f64)
     }
 
+    pub(crate) fn maybe_str(&self, key: &str) -> Result<Option<&str>> {
+        self.data.maybe(&self.key(key), |m, k| m.str(k))
+    }
+
     pub(crate) fn f64(&self, key: &str) -> Result<f64> {
         self.data.f64(&self.key(key))
     }

@@ -91,7 +91,11 @@ pub(super) const COHERE2: Family = Family {
     from_gguf: |m| {
         let base = Base::gguf("cohere2", m, Layout::Pairs)?;
         let window = m.maybe_usize("attention.sliding_window")?;
-        Ok(cohere(base, window, &|i| (i + 1) % 4 != 0, m.maybe_f64("logit_scale")?))
+        let listed = m.pattern("attention.sliding_window_pattern");
+        let slides = |i: usize| {
+            listed.as_ref().and_then(|l| l.get(i).copied()).unwrap_or((i + 1) % 4 != 0)
+        };
+        Ok(cohere(base, window, &slides, m.maybe_f64("logit_scale")?))
     },
 };
 

@@ -276,7 +276,7 @@ pub(super) enum Recipe {
 }
 
 impl Recipe {
-    fn name(&self) -> String {
+    pub(super) fn name(&self) -> String {
         match self {
             Recipe::Plain(n) | Recipe::Rows(n, ..) | Recipe::TransposedRows(n, ..) | Recipe::MinusExp(n) => {
                 n.clone()

@@ -32,28 +32,6 @@ pub(super) fn recipes(spec: &Spec, name: &str) -> Vec<Recipe> {
     names.mixer(stem).or_else(|| names.ffn(stem)).unwrap_or_else(|| names.norm(stem))
 }
 
-/// The name of a tensor in a new folder. The second result is the number of experts if each has a tensor of
-/// its own, whose number is `{}` in the name. `None` if published folders store the tensor in another form.
-pub(crate) fn published(spec: &Spec, name: &str) -> Option<(String, Option<usize>)> {
-    let mixtral = |n: &str| n.contains("block_sparse_moe") && !n.contains("_proj");
-    let suits = |n: &str| spec.family != "mixtral" || !n.contains("mlp.") && !n.contains("feed_forward.");
-    let one = |r: Recipe| match r {
-        Recipe::Plain(n) => Some((n, None)),
-        Recipe::Stack(n, experts) => Some((n, Some(experts))),
-        _ => None,
-    };
-    let mut all = recipes(spec, name).into_iter().filter_map(one);
-    let (n, experts) =
-        all.find(
-            |(n, experts)| {
-                if spec.family == "mixtral" && experts.is_some() { mixtral(n) } else { suits(n) }
-            },
-        )?;
-    // The output matrix belongs to no part of the model.
-    let prefix = if name.starts_with("output.") { "" } else { "model." };
-    Some((format!("{prefix}{n}"), experts))
-}
-
 /// The names in one layer.
 struct Names<'a> {
     spec: &'a Spec,
