@@ -24,6 +24,7 @@ import numpy as np
 STRUCTURES = ["llama_model_params", "llama_context_params", "llama_model_quantize_params"]
 LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)
 FLASH = {"auto": -1, "off": 0, "on": 1}
+POOLING = {"file": -1, "mean": 1, "cls": 2, "last": 3}
 CACHE = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
 
 
@@ -101,6 +102,8 @@ class Llama:
             ("llama_batch_init", Batch, [c_int32, c_int32, c_int32]),
             ("llama_batch_free", None, [Batch]),
             ("llama_get_logits", POINTER(c_float), [c_void_p]),
+            ("llama_model_n_embd", c_int32, [c_void_p]),
+            ("llama_get_embeddings_seq", POINTER(c_float), [c_void_p, c_int32]),
             ("llama_get_memory", c_void_p, [c_void_p]),
             ("llama_memory_clear", None, [c_void_p, c_bool]),
             ("llama_synchronize", None, [c_void_p]),
@@ -146,10 +149,12 @@ class Model:
         assert n >= 0, "more tokens than bytes"
         return list(ids[:n])
 
-    def start(self, n_ctx, threads, batch=512, ubatch=512, cache="f32", flash="off"):
-        """A new, empty context."""
+    def start(self, n_ctx, threads, batch=512, ubatch=512, cache="f32", flash="off", pooling=None):
+        """A new, empty context. With `pooling`, it makes embeddings: -1 as the file says, 1 the mean."""
         self.close()
         params = self.lib.llama_context_default_params()
+        if pooling is not None:
+            params.embeddings, params.pooling_type = True, pooling
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, batch, ubatch
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = CACHE[cache]
@@ -209,6 +214,20 @@ class Model:
                 out[wanted] = rows
         self.lib.llama_batch_free(batch)
         return out
+
+    def embedding(self, ids):
+        """The vector of a text, in a context that makes embeddings of at most one batch."""
+        batch = self.lib.llama_batch_init(len(ids), 0, 1)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = int(token), i, 1, 0
+            batch.logits[i] = True
+        batch.n_tokens = len(ids)
+        code = self.lib.llama_decode(self.context, batch)
+        if code != 0:
+            sys.exit(f"llama_decode answered {code}")
+        self.lib.llama_batch_free(batch)
+        vector = self.lib.llama_get_embeddings_seq(self.context, 0)
+        return np.ctypeslib.as_array(vector, (self.lib.llama_model_n_embd(self.model),)).copy()
 
     def greedy(self, ids, n):
         """The n most likely next tokens, and how far each logit was above the second."""
@@ -410,6 +429,13 @@ def do_logits(args):
     np.save(args.out, model.logits(ids, args.last))
 
 
+def do_embedding(args):
+    """The vector of a text, pooled as the file says or by the mean, and not normalised."""
+    model, ids = load(args, repack=args.repack), np.load(args.ids)
+    model.start(max(len(ids), 64), args.threads, cache=args.cache, flash=args.flash, pooling=POOLING[args.pooling])
+    np.save(args.out, model.embedding(ids))
+
+
 def do_greedy(args):
     model, ids = load(args, repack=args.repack), np.load(args.ids)
     context(args, model, len(ids) + args.n)
@@ -587,6 +613,11 @@ def main():
     p.add_argument("ids", type=Path, help="integers, .npy")
     p.add_argument("out", type=Path, help="file to write, .npy")
     p.add_argument("--last", type=int, help="only this many last positions")
+
+    p = command("embedding", do_embedding, "the vector of a text", run=True)
+    p.add_argument("ids", type=Path, help="integers, .npy")
+    p.add_argument("out", type=Path, help="file to write, .npy")
+    p.add_argument("--pooling", choices=POOLING, default="mean", help="how vectors are pooled (default mean)")
 
     p = command(
         "greedy",

@@ -656,9 +656,10 @@ def generated(model, ids):
     return out[0, len(ids):].numpy()
 
 
-def make(arch, seed, folder):
+def make(arch, seed, folder, changes=None):
     draw = Draw(arch, seed)
     kind, arguments = RECIPES[arch](draw)
+    arguments |= changes or {}
     decoder = arch in DECODERS
     auto = AutoModelForCausalLM if decoder else AutoModel
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -728,6 +729,7 @@ def main():
     parser.add_argument("arch", nargs="?", choices=RECIPES, metavar="ARCH", help=", ".join(RECIPES))
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="folder to write")
     parser.add_argument("--seed", type=int, default=1, help="seed of sizes, weights and prompt (default 1)")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=JSON", help="other values of the configuration")
     parser.add_argument(
         "--all", type=Path, metavar="OUT", help=f"all architectures, seeds {SEEDS}, into OUT/ARCH-SEED"
     )
@@ -735,7 +737,8 @@ def main():
     if args.all is None:
         if args.arch is None or args.folder is None:
             parser.error("ARCH and FOLDER, or --all OUT")
-        make(args.arch, args.seed, args.folder)
+        changes = dict(pair.split("=", 1) for pair in args.set)
+        make(args.arch, args.seed, args.folder, {k: json.loads(v) for k, v in changes.items()})
         return
     failed = []
     for arch in RECIPES:

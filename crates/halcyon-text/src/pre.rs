@@ -177,10 +177,7 @@ fn group(name: &str) -> Result<&'static str> {
         let known: Vec<&str> = NAMES.iter().flat_map(|(_, names)| names.iter().copied()).collect();
         return Err(Error::unsupported(
             format!("pre-tokenizer '{name}' (tokenizer.ggml.pre)"),
-            format!(
-                "Known are {}. Use a model with one of them, or its tokenizer.json",
-                known.join(", ")
-            ),
+            format!("Known are {}. Use a model with one of them, or its tokenizer.json", known.join(", ")),
         ));
     };
     Ok(group)

@@ -125,7 +125,9 @@ impl GgufTokenizer {
         let space = json!({ "type": "Replace", "pattern": { "String": " " }, "content": SPACE });
         let prefix = self.add_space_prefix.unwrap_or(true);
         let normalizer = match prefix {
-            true => json!({ "type": "Sequence", "normalizers": [{ "type": "Prepend", "prepend": SPACE }, space] }),
+            true => {
+                json!({ "type": "Sequence", "normalizers": [{ "type": "Prepend", "prepend": SPACE }, space] })
+            }
             false => space,
         };
         Ok(Parts {
@@ -179,18 +181,15 @@ impl GgufTokenizer {
             .iter()
             .map(|p| json!({ "type": "Split", "pattern": { "Regex": p }, "behavior": "Isolated", "invert": false }))
             .collect();
-        let bytes = |of: &str| {
-            json!({ "type": of, "add_prefix_space": false, "trim_offsets": true, "use_regex": false })
-        };
+        let bytes = |of: &str| json!({ "type": of, "add_prefix_space": false, "trim_offsets": true, "use_regex": false });
         if pre.byte_level {
             cuts.push(bytes("ByteLevel"));
         }
         let vocabulary = self.vocabulary(|_, t| t.to_string());
         let (normalizer, decoder) = match pre.escape_space {
-            true => (
-                json!({ "type": "Replace", "pattern": { "String": " " }, "content": SPACE }),
-                spaces(false),
-            ),
+            true => {
+                (json!({ "type": "Replace", "pattern": { "String": " " }, "content": SPACE }), spaces(false))
+            }
             false => (Value::Null, bytes("ByteLevel")),
         };
         let unknown = self.unknown().filter(|_| !pre.byte_level);

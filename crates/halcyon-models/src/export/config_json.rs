@@ -65,7 +65,12 @@ impl Model<'_> {
 
     fn scan(&self) -> Result<(Recurrent, Scan)> {
         let found = self.recurrent().and_then(|r| Some((r, r.scan?)));
-        found.ok_or_else(|| Error::unsupported("a model without recurrent layers in a folder of this family", "Use the GGUF file"))
+        found.ok_or_else(|| {
+            Error::unsupported(
+                "a model without recurrent layers in a folder of this family",
+                "Use the GGUF file",
+            )
+        })
     }
 
     /// `model_type` and the name of the class.
@@ -120,7 +125,8 @@ pub(super) fn configuration(source: &Source, file: &Gguf, spec: &Spec, dtype: DT
     let (kind, class) = model.names()?;
     let m = file.metadata();
     let id = |key: &str| m.maybe(&format!("tokenizer.ggml.{key}_token_id"), Metadata::u64);
-    let class = if class.ends_with("LMHead") { format!("{class}Model") } else { format!("{class}ForCausalLM") };
+    let class =
+        if class.ends_with("LMHead") { format!("{class}Model") } else { format!("{class}ForCausalLM") };
     let mut c = json!({
         "architectures": [class],
         "model_type": kind,
@@ -517,4 +523,3 @@ fn llama3(r: &Rope, factors: &[f32]) -> Result<Json> {
     }
     Err(Error::unsupported("these factors of the rotation (rope_freqs) in a folder", "Use the GGUF file"))
 }
-

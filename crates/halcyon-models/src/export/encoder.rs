@@ -14,11 +14,7 @@ use halcyon::ir::error::Result;
 use halcyon_formats::gguf::{Array, Value};
 
 /// The content of a folder as a GGUF file.
-pub(super) fn content<'a>(
-    source: &'a Source,
-    folder: &'a Folder,
-    spec: &EncoderSpec,
-) -> Result<Content<'a>> {
+pub(super) fn content<'a>(source: &'a Source, folder: &'a Folder, spec: &EncoderSpec) -> Result<Content<'a>> {
     let arch = if spec.norm_after { "bert" } else { "modern-bert" };
     let body = &spec.body;
     let found = found(source, body, names::of_encoder(body.layers.len()))?;
@@ -35,7 +31,8 @@ pub(super) fn content<'a>(
     compare(spec, &read, arch)?;
     let part = |(name, (dims, ty)): (&String, &(Vec<usize>, _))| {
         let mut part = Part::whole(name, dims, *ty);
-        if let (Some(first), "position_embd.weight") = (spec.first_position.filter(|n| *n > 0), name.as_str()) {
+        if let (Some(first), "position_embd.weight") = (spec.first_position.filter(|n| *n > 0), name.as_str())
+        {
             // Files lack the rows before the first position.
             let rows = dims.first().copied().unwrap_or(0);
             part.dims[0] = rows.saturating_sub(first);
@@ -95,7 +92,7 @@ fn keys(spec: &EncoderSpec, arch: &str, types: usize) -> Vec<(String, Value)> {
         _ => all.push(("hidden_activation", "gelu".into())),
     }
     match spec.norm_after {
-        true => all.push(("token_type_count", size(types))),
+        true => {}
         false => {
             let local: Vec<bool> = spec.layers.iter().map(|l| l.local).collect();
             let base = |local: bool| {
@@ -110,7 +107,11 @@ fn keys(spec: &EncoderSpec, arch: &str, types: usize) -> Vec<(String, Value)> {
             all.push(("attention.sliding_window_pattern", Value::Array(Array::Bool(local))));
         }
     }
-    all.into_iter().map(|(k, v)| (format!("{arch}.{k}"), v)).collect()
+    let mut all: Vec<(String, Value)> = all.into_iter().map(|(k, v)| (format!("{arch}.{k}"), v)).collect();
+    if spec.norm_after {
+        all.push(("tokenizer.ggml.token_type_count".into(), size(types)));
+    }
+    all
 }
 
 /// The name of a tensor in files; see [`super::changes::Changes::place`].

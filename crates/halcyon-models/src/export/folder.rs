@@ -34,7 +34,7 @@ pub(super) fn content<'a>(source: &'a Source, folder: &'a Folder) -> Result<Cont
     let mut metadata = general(folder, arch);
     metadata.extend(keys::of_spec(&spec, arch));
     if let "qwen35" | "qwen35moe" = arch {
-        metadata.push((format!("{arch}.rope.dimension_sections"), sections(folder).into()));
+        metadata.push((format!("{arch}.rope.dimension_sections"), sections(folder, &spec)));
     }
     let found = found(source, &spec, names(&spec))?;
     let factors = factors(&spec);
@@ -104,12 +104,19 @@ pub(super) fn finish<'a>(metadata: Vec<(String, Value)>, tensors: Vec<Entry<'a>>
     content
 }
 
-/// How the pairs of a rotation are divided among the axes of images. Texts have the same position on each.
-fn sections(folder: &Folder) -> Value {
+/// How the pairs of a rotation are divided among the axes of images. Texts have the same position on each, but
+/// llama.cpp insists on the key.
+fn sections(folder: &Folder, spec: &Spec) -> Value {
+    let rope = spec.layers.iter().find_map(|l| attention(l)?.rope.as_ref());
+    let pairs = rope.map_or(0, |r| i32::try_from(r.size / 2).unwrap_or(i32::MAX));
     let text = folder.config.get("text_config").unwrap_or(&folder.config);
     let all = text["rope_parameters"]["mrope_section"].as_array();
     let given = all.map(|v| v.iter().filter_map(|n| n.as_i64().and_then(|n| i32::try_from(n).ok())));
     let mut sections: Vec<i32> = given.map_or_else(|| vec![11, 11, 10], Iterator::collect);
+    if sections.iter().map(|n| i64::from(*n)).sum::<i64>() > i64::from(pairs) {
+        // The default is for heads that are larger.
+        sections = vec![pairs - pairs / 3 * 2, pairs / 3, pairs / 3];
+    }
     sections.resize(4, 0);
     Value::Array(Array::I32(sections))
 }

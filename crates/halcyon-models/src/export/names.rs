@@ -78,9 +78,7 @@ fn mixer(l: &Layer) -> &'static [&'static str] {
             "attn_v_b",
             "attn_output",
         ],
-        Mixer::Attention(a) if a.keys_of.is_some() => {
-            &["attn_q", "attn_output", "attn_q_norm", "attn_sinks"]
-        }
+        Mixer::Attention(a) if a.keys_of.is_some() => &["attn_q", "attn_output", "attn_q_norm", "attn_sinks"],
         Mixer::Attention(a) if a.values_of_keys => {
             &["attn_q", "attn_k", "attn_output", "attn_q_norm", "attn_k_norm", "attn_sinks"]
         }

@@ -70,13 +70,7 @@ pub(super) enum Pick {
 impl Part {
     /// A tensor as it is.
     pub(super) fn whole(name: &str, dims: &[usize], stored: GgmlType) -> Part {
-        Part {
-            name: name.into(),
-            target: name.into(),
-            dims: dims.into(),
-            stored,
-            edit: Edit::default(),
-        }
+        Part { name: name.into(), target: name.into(), dims: dims.into(), stored, edit: Edit::default() }
     }
 
     fn is_exact(&self) -> bool {

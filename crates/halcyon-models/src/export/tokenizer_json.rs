@@ -46,7 +46,8 @@ fn config(g: &GgufTokenizer) -> Json {
         ("pad_token", g.pad),
         ("mask_token", g.mask),
     ];
-    let mut c = json!({ "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": false });
+    let mut c =
+        json!({ "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": false });
     for (role, id) in roles {
         if let Some(t) = text(id) {
             c[role] = json!(t);

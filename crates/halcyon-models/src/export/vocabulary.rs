@@ -142,7 +142,8 @@ fn unigram(json: &Json, pieces: &[Json], size: usize) -> Option<Parts> {
     for (i, p) in pieces.iter().enumerate() {
         tokens[i] = p[0].as_str()?.into();
         scores[i] = p[1].as_f64()? as f32;
-        let byte = json["model"]["byte_fallback"] == true && tokens[i].len() == 6 && tokens[i].starts_with("<0x");
+        let byte =
+            json["model"]["byte_fallback"] == true && tokens[i].len() == 6 && tokens[i].starts_with("<0x");
         types[i] = if byte { 6 } else { 1 };
     }
     if let Some(t) = json["model"]["unk_id"].as_u64().and_then(|n| types.get_mut(n as usize)) {
@@ -165,13 +166,7 @@ fn special(config: &Json, key: &str) -> Option<String> {
     v.as_str().or_else(|| v["content"].as_str()).map(String::from)
 }
 
-fn common(
-    parts: &Parts,
-    json: &Json,
-    config: &Json,
-    tokenizer: &Tokenizer,
-    spec: &Spec,
-) -> GgufTokenizer {
+fn common(parts: &Parts, json: &Json, config: &Json, tokenizer: &Tokenizer, spec: &Spec) -> GgufTokenizer {
     let id = |key: &str| {
         let text = special(config, key)?;
         parts.tokens.iter().position(|t| *t == text).map(|i| i as u32)

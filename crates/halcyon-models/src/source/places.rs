@@ -46,11 +46,30 @@ fn habits(spec: &Spec) -> &'static [&'static str] {
         "qwen35moe" => &["shared_expert."],
         "gpt-oss" => &["mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         "gemma4" => &["router.proj", "experts.gate_up_proj", "experts.down_proj", "-mlp.experts"],
-        "granitehybrid" => &["shared_mlp", "router.layer", "block_sparse_moe"],
-        "lfm2" => {
-            &["operator_norm", "ffn_norm", "out_proj", "q_layernorm", "k_layernorm", "feed_forward", "embedding_norm"]
+        "granitehybrid" => {
+            &["shared_mlp", "router.layer", "block_sparse_moe.input_linear", "block_sparse_moe.output_linear"]
         }
-        "gpt2" => &["h.", "wte", "wpe", "ln_1", "ln_2", "ln_f", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"],
+        "lfm2" => &[
+            "operator_norm",
+            "ffn_norm",
+            "out_proj",
+            "q_layernorm",
+            "k_layernorm",
+            "feed_forward",
+            "embedding_norm",
+        ],
+        "gpt2" => &[
+            "h.",
+            "wte",
+            "wpe",
+            "ln_1",
+            "ln_2",
+            "ln_f",
+            "attn.c_attn",
+            "attn.c_proj",
+            "mlp.c_fc",
+            "mlp.c_proj",
+        ],
         "falcon" => match spec.layers.first().map(|l| l.order) {
             Some(Order::ParallelTwo) => &[
                 "h.",
@@ -121,7 +140,11 @@ fn of_recipe(recipe: &Recipe, prefix: &str, dims: &[usize]) -> Vec<Place> {
         Recipe::Stack(n, count) => {
             let expert = |e: usize| Place {
                 expert: Some(e),
-                ..place(&n.replace("{}", &e.to_string()), dims.iter().skip(1).copied().collect(), Arrange::Whole)
+                ..place(
+                    &n.replace("{}", &e.to_string()),
+                    dims.iter().skip(1).copied().collect(),
+                    Arrange::Whole,
+                )
             };
             return (0..*count).map(expert).collect();
         }
