@@ -144,7 +144,7 @@ fn malformed_vocabularies_are_errors_that_name_the_key() {
     };
     let base = spm(&["a"]);
     fails(GgufTokenizer::default(), "tokenizer.ggml.model");
-    fails(GgufTokenizer { model: "t5".into(), ..base.clone() }, "'t5'");
+    fails(GgufTokenizer { model: "rwkv".into(), ..base.clone() }, "'rwkv'");
     fails(GgufTokenizer { tokens: vec![], ..base.clone() }, "tokenizer.ggml.tokens");
     fails(GgufTokenizer { tokens: texts(&["a", "b", "a"]), ..base.clone() }, "token 0 and token 2");
     fails(GgufTokenizer { types: vec![1], ..base.clone() }, "token_type: 1 entries for 260");
@@ -261,4 +261,39 @@ fn real_vocabularies_are_fast() {
         timed(&t, name);
         assert_eq!(t.decode(&ids, false), text);
     }
+}
+
+#[test]
+fn a_tokenizer_json_cuts_as_its_gguf_file_does() {
+    let mut unigram = GgufTokenizer { model: "t5".into(), ..GgufTokenizer::default() };
+    unigram.tokens =
+        texts(&["<s>", "<pad>", "</s>", "<unk>", "▁", "▁he", "llo", "l", "lo", "▁hel", "o", "h", "e"]);
+    unigram.scores = vec![0.0, 0.0, 0.0, 0.0, -2.0, -3.0, -3.5, -4.0, -4.1, -3.2, -5.0, -5.0, -5.0];
+    unigram.types = vec![3, 3, 3, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1];
+    (unigram.bos, unigram.eos, unigram.unk) = (Some(0), Some(2), Some(3));
+    (unigram.add_bos, unigram.add_eos) = (Some(true), Some(true));
+    let merges = ["h e", "l l", "he ll", "Ġ w", "hell o"];
+    let all = [
+        spm(&["▁", "h", "e", "l", "o", "he", "ll", "hell", "▁he", "lo", "o▁", "w", "▁w"]),
+        GgufTokenizer { add_space_prefix: Some(false), ..spm(&["▁", "h", "e", "he", "▁h"]) },
+        bpe("llama-bpe", &merges),
+        bpe("gpt-4o", &merges),
+        bpe("qwen2", &merges),
+        bert(),
+        unigram,
+    ];
+    let texts =
+        ["hello", " hello  hello", "he lo w", "HELLO, w0rld!", "<|im_end|>he<tool>ll", "", "  ", "a\n\nb"];
+    for g in all {
+        let own = Tokenizer::from_gguf(g.clone()).unwrap();
+        let json = Tokenizer::from_json(g.to_json().unwrap().as_bytes(), None).unwrap();
+        for text in texts {
+            for add in [true, false] {
+                let (a, b) = (own.encode(text, add, true).unwrap(), json.encode(text, add, true).unwrap());
+                assert_eq!(a, b, "{} {:?}: {text:?}", g.model, g.pre);
+            }
+        }
+    }
+    let e = GgufTokenizer { model: "rwkv".into(), ..GgufTokenizer::default() }.to_json().unwrap_err();
+    assert!(matches!(e, Error::Unsupported { .. }), "{e}");
 }

@@ -11,6 +11,7 @@ use super::folder::in_f32;
 use super::names::names;
 use super::outputs::Part;
 use super::tokenizer_json;
+use crate::encoder::EncoderSpec;
 use crate::family;
 use crate::source::{Place, Source, Weights, places};
 use crate::spec::{Mixer, Spec};
@@ -77,6 +78,9 @@ pub fn write_folder(
     };
     if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
         return Err(Error::argument("convert", format!("{dtype}: expected f32, f16 or bf16")));
+    }
+    if EncoderSpec::of(source)?.is_some() {
+        return Err(Error::unsupported("a folder of an encoder's GGUF file", "Use the GGUF file"));
     }
     let spec = family::spec(source)?;
     let config = config_json::configuration(source, file, &spec, dtype)?;

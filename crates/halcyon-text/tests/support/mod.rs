@@ -128,5 +128,6 @@ pub(crate) fn tokenizer(path: &Path) -> GgufTokenizer {
         chat_template: text(fields.get("tokenizer.chat_template").cloned()),
         name: text(fields.get("general.name").cloned()),
         architecture: text(fields.get("general.architecture").cloned()),
+        ..GgufTokenizer::default()
     }
 }
