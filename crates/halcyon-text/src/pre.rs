@@ -203,8 +203,8 @@ impl Pre {
         })
     }
 
-    /// The patterns of the pre-tokenizer of this name, as `tokenizer.json` has them; `None` if no pattern cuts
-    /// like this.
+    /// The patterns of the pre-tokenizer of this name, as `tokenizer.json` has them; `None` if no pattern
+    /// cuts like this.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for an unknown name.

@@ -374,7 +374,7 @@ fn deepseek(m: &Model<'_>) -> Result<Json> {
         "v_head_dim": l.value,
         "q_lora_rank": l.queries,
         "kv_lora_rank": l.rank,
-        "scoring_func": if v3 { "sigmoid" } else { "softmax" },
+        "scoring_func": v3.then_some("sigmoid"),
         "topk_method": match (v3, grouped) {
             (true, _) => "noaux_tc",
             (false, true) => "group_limited_greedy",

@@ -104,8 +104,8 @@ pub(super) fn finish<'a>(metadata: Vec<(String, Value)>, tensors: Vec<Entry<'a>>
     content
 }
 
-/// How the pairs of a rotation are divided among the axes of images. Texts have the same position on each, but
-/// llama.cpp insists on the key.
+/// How the pairs of a rotation are divided among the axes of images. Texts have the same position on each,
+/// but llama.cpp insists on the key.
 fn sections(folder: &Folder, spec: &Spec) -> Value {
     let rope = spec.layers.iter().find_map(|l| attention(l)?.rope.as_ref());
     let pairs = rope.map_or(0, |r| i32::try_from(r.size / 2).unwrap_or(i32::MAX));
