@@ -178,7 +178,8 @@ fn attention_change(change: &mut LayerChange, a: &mut Attention, b: &Attention) 
         Scaling::Long { .. } => {
             let same = (x.frequencies(0).1 - y.frequencies(0).1).abs() < 1e-6;
             if let (Scaling::Long { short, long, factor, attention, .. }, true) = (&mut x.scaling, same) {
-                (short.clear(), long.clear()).0;
+                short.clear();
+                long.clear();
                 if let Scaling::Long { factor: f, attention: a, .. } = &y.scaling {
                     (*factor, *attention) = (*f, *a);
                 }
@@ -201,11 +202,7 @@ fn attention_change(change: &mut LayerChange, a: &mut Attention, b: &Attention) 
 /// The change of a tensor of an attention layer.
 fn attend(part: &mut Part, change: &LayerChange, own: &str) {
     let stem = own.rsplit_once('.').map_or(own, |(s, _)| s);
-    let scaled = match (change.normed, stem) {
-        (true, "attn_q_norm") => true,
-        (false, "attn_q" | "attn_q_b") => true,
-        _ => false,
-    };
+    let scaled = matches!((change.normed, stem), (true, "attn_q_norm") | (false, "attn_q" | "attn_q_b"));
     if scaled {
         part.edit.scale = change.scale;
     }

@@ -92,7 +92,8 @@ pub(super) const COHERE2: Family = Family {
         let base = Base::gguf("cohere2", m, Layout::Pairs)?;
         let window = m.maybe_usize("attention.sliding_window")?;
         let listed = m.pattern("attention.sliding_window_pattern");
-        let slides = |i: usize| listed.as_ref().and_then(|l| l.get(i).copied()).unwrap_or((i + 1) % 4 != 0);
+        let slides =
+            |i: usize| listed.as_ref().and_then(|l| l.get(i).copied()).unwrap_or(!(i + 1).is_multiple_of(4));
         Ok(cohere(base, window, &slides, m.maybe_f64("logit_scale")?))
     },
 };
