@@ -51,7 +51,7 @@ const FEATURES: &[(&str, &[&str])] = &[
     ("metal", &["halcyon", "halcyon-compat", "halcyon-cli"]),
     ("onnx", &["halcyon", "halcyon-compat"]),
     ("cpu,parallel", &["halcyon-hal", "halcyon", "halcyon-compat"]),
-    ("cpu,hub", &["halcyon-cli"]),
+    ("cpu,edit,hub", &["halcyon-cli"]),
     ("cpu,simd", &["halcyon-hal", "halcyon", "halcyon-compat"]),
     ("backends,simd,parallel", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
 ];

@@ -42,6 +42,12 @@ pub(crate) const VARIABLES: &[Variable] = &[
     ),
     row(
         User,
+        "HALCYON_CHAT_HISTORY",
+        "FILE|off",
+        "The file that keeps the messages of halcyon chat, in builds with the feature edit. off: none, as with --no-history. Not set: chats/history in Halcyon's folder of caches; with HALCYON_CACHE=off none.",
+    ),
+    row(
+        User,
         "HALCYON_CONFIG",
         "FILE|off",
         "The configuration file. off: no file is read. Not set: halcyon/config.toml in the user's configuration folder.",

@@ -230,6 +230,10 @@ pub(crate) struct ChatArgs {
     /// File with a chat template (Jinja) in place of the model's
     #[arg(long, value_name = "FILE")]
     pub chat_template: Option<PathBuf>,
+    /// Neither reads nor writes the history of messages, which arrow keys bring back on a terminal
+    #[cfg(feature = "edit")]
+    #[arg(long, hide_short_help = true)]
+    pub no_history: bool,
     /// Does not print what the model thinks before it answers
     #[arg(long)]
     pub hide_thinking: bool,

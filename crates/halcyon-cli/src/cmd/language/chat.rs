@@ -1,5 +1,6 @@
 //! `halcyon chat`: a conversation.
 
+use super::ask::Input;
 use super::constrain::demand;
 use super::interrupt::{self, Doing};
 use super::speculate::{line, speculation};
@@ -11,7 +12,7 @@ use halcyon::{Error, Result};
 use halcyon_formats::{input, output};
 use halcyon_models::{Finish, GenerateOptions, Speculation, chat_tokens, generate};
 use halcyon_text::{ChatTemplate, Message, Tokenizer};
-use std::io::{BufRead, IsTerminal};
+use std::io::IsTerminal;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
@@ -55,7 +56,8 @@ pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
     };
     let speculation = speculation(&a.speculation, &a.language, &model)?;
     interrupt::handle();
-    let terminal = std::io::stdin().is_terminal();
+    let mut input = Input::open(a);
+    let terminal = input.terminal;
     let shown = match (a.hide_thinking, std::io::stdout().is_terminal()) {
         (true, _) => Shown::Hidden,
         (false, true) => Shown::Dimmed,
@@ -79,7 +81,7 @@ pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
     }
     loop {
         interrupt::doing(if terminal { Doing::Waiting } else { Doing::Loading });
-        let Some(line) = read_message(terminal)? else { return Ok(0) };
+        let Some(line) = input.next()? else { return Ok(0) };
         let text = line.trim();
         if text.is_empty() {
             continue;
@@ -110,27 +112,6 @@ pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
 fn rescue_file() -> PathBuf {
     let dir = halcyon::hal::cache::user_dir().unwrap_or_else(std::env::temp_dir);
     dir.join("chats").join(format!("chat-{}.json", std::process::id()))
-}
-
-/// The next message; `None` at the end of the input.
-fn read_message(terminal: bool) -> Result<Option<String>> {
-    let mut text = String::new();
-    loop {
-        if terminal {
-            write_piece(if text.is_empty() { "> " } else { "… " });
-        }
-        let mut line = String::new();
-        let n = std::io::stdin().lock().read_line(&mut line);
-        let n = n.map_err(|e| Error::Io { path: "standard input".into(), what: e.to_string() })?;
-        if n == 0 {
-            return Ok((!text.is_empty()).then_some(text));
-        }
-        let line = line.trim_end_matches(['\n', '\r']);
-        match line.strip_suffix('\\') {
-            Some(begun) => text += &format!("{begun}\n"),
-            None => return Ok(Some(text + line)),
-        }
-    }
 }
 
 impl Chat {

@@ -1,5 +1,6 @@
 //! The commands for language models.
 
+mod ask;
 mod batch;
 pub(crate) mod bench;
 pub(crate) mod chat;
