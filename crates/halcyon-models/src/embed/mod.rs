@@ -85,6 +85,8 @@ impl Embedder {
     /// `Error::Argument` for a prompt that the model does not have, for a number of tokens that the model
     /// cannot compute, and for pooling by the first token of a decoder, which sees no other token.
     pub fn open(backend: &Backend, path: &Path, options: &EmbedOptions) -> Result<Embedder> {
+        // A name is resolved here, because the folder may have files of sentence-transformers.
+        let path = &crate::hub::local(path)?;
         let (place, folder) = match path.is_dir() {
             true => {
                 let (place, c) = config::of_folder(path)?;
