@@ -249,10 +249,35 @@ pub(crate) fn peak_memory() -> Option<u64> {
     proc_field("/proc/self/status", "VmHWM")
 }
 
-/// Resident memory of this process in bytes, with pages of mapped files, if the system reports it (Linux).
+/// Resident pages of the files that have code, in bytes: those of the program and of its libraries, if the
+/// system reports them (Linux). Pages that the process has changed are not counted, because they are anonymous
+/// memory.
 #[cfg(feature = "language")]
-pub(crate) fn resident_memory() -> Option<u64> {
-    proc_field("/proc/self/status", "VmRSS")
+pub(crate) fn program_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/smaps").ok()?;
+    let mut files: std::collections::HashMap<&str, (bool, u64)> = Default::default();
+    let mut path = "";
+    for line in text.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let first = words.next().unwrap_or("");
+        let kib = |mut w: std::str::SplitAsciiWhitespace<'_>| w.next()?.parse::<u64>().ok();
+        match first {
+            "Rss:" => files.entry(path).or_default().1 += kib(words)?,
+            "Anonymous:" => {
+                let bytes = &mut files.entry(path).or_default().1;
+                *bytes = bytes.saturating_sub(kib(words)?);
+            }
+            _ if first.ends_with(':') => {}
+            // The first line of a mapping: addresses, permissions, offset, device, inode, path.
+            _ => {
+                let code = words.next().is_some_and(|p| p.contains('x'));
+                path = words.nth(3).unwrap_or("");
+                files.entry(path).or_default().0 |= code;
+            }
+        }
+    }
+    let code = files.iter().filter(|(path, (code, _))| *code && path.starts_with('/'));
+    Some(code.map(|(_, (_, kib))| kib * 1024).sum())
 }
 
 /// Available and total memory in bytes, if the system reports them (Linux).

@@ -273,13 +273,8 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     if chunk == 0 {
         return Err(Error::argument("--chunk", "must be at least 1"));
     }
-    // The file is closed again, so that its pages do not count as those of the program.
-    let path = hub::local(&a.model, &l.hub)?;
-    let mut devices = Devices::open(&l.place, &a.backend, &ModelFile::open(&path)?)?;
-    // Pages of the program, before those of the model are read.
-    let pages = |anonymous: u64| Some(report::resident_memory()?.saturating_sub(anonymous));
-    let code = host::anonymous().and_then(pages).unwrap_or(0);
-    let file = ModelFile::open(&path)?;
+    let file = ModelFile::open(&hub::local(&a.model, &l.hub)?)?;
+    let mut devices = Devices::open(&l.place, &a.backend, &file)?;
     let batch = a.batch.unwrap_or(1) as usize;
     let each = context_of(&file, l.context)?;
     let options = EngineOptions {
@@ -309,7 +304,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     let needs = needs(&decoder, options, &generation(&decoder, options))?;
     halcyon::hal::heap::trim();
     let anonymous = host::anonymous().unwrap_or(0);
-    let process = (anonymous, code);
+    let process = (anonymous, report::program_memory().unwrap_or(0));
     drop(tokens);
     let planning = watch.map_or(0, |w| {
         w.stop();
