@@ -9,8 +9,9 @@ Prints a row of a Markdown table for each model and context. Three figures are c
 - resident: with the pages of mapped files (`peak.with_file_pages`; measured by the kernel, `VmHWM`, which
   is `ru_maxrss` of the child).
 
-The prompt fills a step (512 tokens, or fewer if the context is shorter), and 8 tokens follow.
-Ends with code 1 if a figure is off by more than --limit percent.
+The prompt fills a step (--chunk tokens, or fewer if the context is shorter), and 8 tokens follow.
+`fit` runs no kernels, so it misses their code and their scratch. Ends with code 1 if a figure is off by more
+than --limit percent and by more than this: 1 MiB of anonymous and 5 MiB of resident memory.
 """
 
 import argparse
@@ -20,6 +21,10 @@ import struct
 import subprocess
 import sys
 import tempfile
+
+
+# Bytes of the process that kernels add when they run.
+KERNELS = {"device": 0, "anonymous": 1 << 20, "resident": 5 << 20}
 
 
 def write_ids(path, count):
@@ -44,11 +49,13 @@ def run(command):
 
 
 def measure(a, model, context, backend):
-    same = ["--backend", backend, "--threads", str(a.threads), "-c", str(context), "--json", *a.more]
+    same = ["--backend", backend, "-c", str(context), "--chunk", str(a.chunk), "--json", *a.more]
+    if backend == "cpu":
+        same += ["--threads", str(a.threads)]
     fit, _ = run([a.halcyon, "fit", model, *same])
     with tempfile.TemporaryDirectory() as folder:
         ids = os.path.join(folder, "prompt.npy")
-        write_ids(ids, max(1, min(512, context - 8)))
+        write_ids(ids, max(1, min(a.chunk, context - 8)))
         ran, peak = run([a.halcyon, "generate", model, "--prompt-tokens", ids, "-n", "8", "--ignore-eos", *same])
     memory = ran["memory"]
     pairs = {
@@ -57,9 +64,10 @@ def measure(a, model, context, backend):
         "resident": (fit["peak"]["with_file_pages"], peak),
     }
     cells, worst = [os.path.basename(model.rstrip("/")), str(context), backend], 0.0
-    for predicted, measured in pairs.values():
+    for name, (predicted, measured) in pairs.items():
         off = 100.0 * (predicted - measured) / measured
-        worst = max(worst, abs(off))
+        if abs(predicted - measured) > KERNELS[name]:
+            worst = max(worst, abs(off))
         cells.append(f"{predicted / 2**20:.1f} / {measured / 2**20:.1f} ({off:+.1f} %)")
     print("| " + " | ".join(cells) + " |", flush=True)
     if a.verbose:
@@ -73,7 +81,8 @@ def main():
     p.add_argument("--halcyon", default="target/release/halcyon")
     p.add_argument("--context", type=int, action="append", help="repeatable; default: 512 and 8192")
     p.add_argument("--backend", action="append", help="repeatable; default: cpu")
-    p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--threads", type=int, default=2, help="of the CPU")
+    p.add_argument("--chunk", type=int, default=512, help="tokens of the prompt; devices that are emulated are slow")
     p.add_argument("--limit", type=float, default=5.0, help="percent")
     p.add_argument("--more", action="append", default=[], help="further option of both commands; repeatable")
     p.add_argument("--verbose", action="store_true", help="prints the reports of both commands to stderr")
@@ -85,7 +94,7 @@ def main():
         for context in a.context or [512, 8192]:
             for backend in a.backend or ["cpu"]:
                 worst = max(worst, measure(a, model, context, backend))
-    print(f"largest difference: {worst:.1f} %")
+    print(f"largest difference that counts: {worst:.1f} %")
     sys.exit(worst > a.limit)
 
 

@@ -68,12 +68,23 @@ impl MemoryNeed {
         options: EngineOptions,
         steps: &[StepSize],
     ) -> Result<MemoryNeed> {
+        MemoryNeed::of_results(decoder, index, options, steps, Want::Logits)
+    }
+
+    /// [`MemoryNeed::of_device`] of an engine whose steps give `want`.
+    pub(crate) fn of_results(
+        decoder: &Decoder,
+        index: usize,
+        options: EngineOptions,
+        steps: &[StepSize],
+        want: Want,
+    ) -> Result<MemoryNeed> {
         let mut need = cache(decoder, index, options);
         let stages = || decoder.stages.iter().enumerate().filter(|(_, s)| s.device == index).map(|(n, _)| n);
         for s in steps {
             let (mut in_place, mut copied, mut packed) = (0u64, 0u64, 0u64);
             for n in stages() {
-                let (fit, inputs) = plan(decoder, n, options, *s)?;
+                let (fit, inputs) = plan(decoder, n, options, *s, want)?;
                 in_place = in_place.saturating_add(fit.weights_in_place);
                 copied = copied.saturating_add(fit.weights);
                 packed = packed.saturating_add(fit.packed);
@@ -149,14 +160,32 @@ impl MemoryNeed {
     }
 }
 
-/// The kinds of steps of a generation.
+/// The kinds of steps of a generation: chunks of prompts, and single tokens of all sequences. As sequences of a
+/// batch end, the steps of the others become smaller.
 pub fn generation(decoder: &Decoder, options: EngineOptions) -> Vec<StepSize> {
     let most = decoder.kernel().map_or(usize::MAX, |_| grid::MOST_ROWS);
     let chunk = padded(options.chunk.min(options.positions).min(most));
-    let (sequences, rows) = (options.sequences, padded(options.sequences));
-    let mut steps = vec![StepSize { rows: chunk, logits: 1, sequences: 1 }];
-    if rows != chunk || sequences != 1 {
-        steps.push(StepSize { rows, logits: rows, sequences });
+    let sequences = options.sequences;
+    let mut rows = padded(sequences);
+    let mut steps = vec![StepSize { rows: chunk, logits: rows.min(chunk), sequences: 1 }];
+    loop {
+        if rows != chunk || sequences != 1 {
+            steps.push(StepSize { rows, logits: rows, sequences: sequences.min(rows) });
+        }
+        if rows == 1 {
+            return steps;
+        }
+        rows = padded(rows / 2);
+    }
+}
+
+/// The further kinds of steps of speculative decoding with up to `most` proposed tokens: all their logits are
+/// computed. The draft itself computes those of [`generation`].
+pub fn verification(most: usize) -> Vec<StepSize> {
+    let (mut steps, mut rows) = (vec![], padded(most.saturating_add(1)));
+    while rows > 1 {
+        steps.push(StepSize { rows, logits: rows, sequences: 1 });
+        rows = padded(rows / 2);
     }
     steps
 }
@@ -186,7 +215,13 @@ fn cache(decoder: &Decoder, index: usize, options: EngineOptions) -> MemoryNeed 
 }
 
 /// The plan of a stage of a step, and the bytes of its inputs on the device.
-fn plan(decoder: &Decoder, stage: usize, options: EngineOptions, size: StepSize) -> Result<(Fit, u64)> {
+fn plan(
+    decoder: &Decoder,
+    stage: usize,
+    options: EngineOptions,
+    size: StepSize,
+    want: Want,
+) -> Result<(Fit, u64)> {
     let (b, layout) = (&decoder.placement().devices[decoder.stages[stage].device], options.layout());
     let context = decoder.context().min(options.positions);
     let int = |dims: &[usize]| Tensor::placeholder(b, DType::I32, dims);
@@ -224,7 +259,7 @@ fn plan(decoder: &Decoder, stage: usize, options: EngineOptions, size: StepSize)
         inputs.push(Tensor::placeholder(b, shape.dtype, shape.dims));
         donated.push(gone);
     }
-    let results = stage_results(decoder, stage, layout, Want::Logits, &inputs);
+    let results = stage_results(decoder, stage, layout, want, &inputs);
     Ok((b.fit_of(&inputs, &donated, &results, None)?, bytes))
 }
 

@@ -89,6 +89,12 @@ pub(crate) struct LanguageFitArgs {
     /// The most tokens of a prompt that are computed at once. Default: 512
     #[arg(long, visible_aliases = ["batch-size"], value_name = "N")]
     pub chunk: Option<usize>,
+    /// Folder in PEFT's format with low-rank adapters
+    #[arg(long, value_name = "DIR")]
+    pub lora: Option<PathBuf>,
+    /// Smaller model that proposes tokens, in memory next to the model
+    #[arg(long, visible_alias = "model-draft", value_name = "MODEL")]
+    pub draft: Option<PathBuf>,
     #[command(flatten)]
     pub place: PlaceArgs,
 }
@@ -100,6 +106,8 @@ impl LanguageFitArgs {
             ("--context", self.context.is_some()),
             ("--kv-dtype", self.kv_dtype.is_some()),
             ("--chunk", self.chunk.is_some()),
+            ("--lora", self.lora.is_some()),
+            ("--draft", self.draft.is_some()),
             ("--offline", self.hub.offline),
             ("--gpu-layers", self.place.gpu_layers.is_some()),
             ("--split", self.place.split.is_some()),

@@ -120,7 +120,12 @@ pub(crate) struct FitArgs {
     pub input: InputArgs,
     /// Size of the batch. The batch is the first dimension of an input, if the model leaves it open, and
     /// every other dimension of the same name; of a language model, the number of sequences
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 31))]
+    #[arg(
+        long,
+        visible_alias = "parallel",
+        value_name = "N",
+        value_parser = clap::value_parser!(u64).range(1..=1 << 31)
+    )]
     pub batch: Option<u64>,
     #[cfg(feature = "language")]
     #[command(flatten)]

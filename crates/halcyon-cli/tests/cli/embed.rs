@@ -77,6 +77,11 @@ fn texts_of_a_decoder() {
     assert_eq!(both.len(), 2);
     fs::write(dir.path().join("texts.txt"), "hello\na b\n").expect("written");
     assert_eq!(vectors(embed(&dir, &["tiny.gguf", "--file", "texts.txt", "--json"])), both);
+    // Lines without text are no texts.
+    fs::write(dir.path().join("texts.txt"), "\nhello\n  \na b\n\n").expect("written");
+    assert_eq!(vectors(embed(&dir, &["tiny.gguf", "--file", "texts.txt", "--json"])), both);
+    fs::write(dir.path().join("texts.txt"), "\n\n").expect("written");
+    embed(&dir, &["tiny.gguf", "--file", "texts.txt"]).fails(2, &["no texts"]);
     assert_eq!(vectors(embed(&dir, &["tiny.gguf", "a b", "--json"])), both[1..]);
     // The last token alone differs from the mean of all.
     let last = vectors(embed(&dir, &["tiny.gguf", "hello", "--pooling", "last", "--json"]));
@@ -101,4 +106,41 @@ fn wrong_input_is_named() {
     fs::write(dir.path().join("ids.npy"), "no array").expect("written");
     let bad = embed(&dir, &[model, "--tokens", "ids.npy"]);
     assert_ne!(bad.code, 0, "{bad:?}");
+}
+
+/// The rows of a file of tokens are texts; a file of one dimension is one text.
+#[test]
+fn tokens_have_one_or_two_dimensions() {
+    let dir = tempfile::tempdir().expect("a folder");
+    files(dir.path());
+    let with = |dims: &[usize], more: &[&str]| {
+        let ids: Vec<i64> = (0..dims.iter().product::<usize>() as i64).map(|i| 261 + i).collect();
+        let data = ConstData::from_slice(dims, &ids).expect("it fits");
+        npy::write(&dir.path().join("ids.npy"), &data).expect("written");
+        embed(&dir, &[&["tiny.gguf", "--tokens", "ids.npy"], more].concat())
+    };
+    let read = |dims: &[usize]| vectors(with(dims, &["--json"]));
+    let both = read(&[2, 3]);
+    assert_eq!(both.len(), 2);
+    assert_eq!(read(&[3]), both[..1]);
+    assert_eq!(read(&[1, 3]), both[..1]);
+    with(&[1, 1, 3], &[]).fails(1, &["ids.npy", "[1, 1, 3]"]);
+    with(&[2, 0], &[]).fails(1, &["ids.npy", "no tokens"]);
+}
+
+/// Encoders and decoders that do not fit are refused before anything is computed.
+#[test]
+fn embeddings_that_do_not_fit_are_refused() {
+    let dir = tempfile::tempdir().expect("a folder");
+    files(dir.path());
+    let ids: Vec<i64> = vec![5; 20];
+    npy::write(&dir.path().join("ids.npy"), &ConstData::from_slice(&[20], &ids).expect("fits"))
+        .expect("written");
+    let bert = encoder("bert");
+    for model in ["tiny.gguf", bert.to_str().expect("UTF-8")] {
+        let with = |limit: &str| embed(&dir, &[model, "--tokens", "ids.npy", "--memory-limit", limit]);
+        let d = with("20K");
+        d.fails(5, &["out of memory", "weights", "buffers for texts of up to 20 tokens", "smaller"]);
+        with("64M").ok();
+    }
 }

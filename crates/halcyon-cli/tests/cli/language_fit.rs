@@ -186,3 +186,38 @@ fn wrong_options_of_fit_are_said() {
         assert!(said.contains(part), "{part}: {said}");
     }
 }
+
+/// Adapters, drafts and sequences take memory, and what does not fit with them is refused.
+#[test]
+fn drafts_and_sequences_count() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = model(dir.path(), GgmlType::Plain(DType::F32));
+    let small = model(dir.path(), GgmlType::Block(BlockType::Q4_0));
+    let ids = prompt(dir.path(), 64);
+    let sizes = ["-c", "512", "--chunk", "64"];
+    let fit = |more: &[&str]| command(&[&["fit", text(&path)], &sizes[..], more].concat());
+    let alone = figure(&fit(&[]).ok().json(), "/peak/device");
+    let draft = ["--draft", text(&small)];
+    let both = fit(&draft).ok().json();
+    let run = |more: &[&str]| {
+        let ran = ["generate", text(&path), "--prompt-tokens", text(&ids), "-n", "12", "--ignore-eos"];
+        command(&[&ran[..], &["--temp", "0"], &sizes, &draft, more].concat())
+    };
+    let ran = run(&[]).ok().json();
+    let (p, m) = (figure(&both, "/peak/device"), figure(&ran, "/memory/device/peak"));
+    println!("with a draft: {:.2} MiB, measured {:.2} MiB", mib(p), mib(m));
+    assert!(p.abs_diff(m) <= m / 20, "{p}, measured {m}: {both} {ran}");
+    let own = figure(&both, "/draft/device");
+    assert!(figure(&both, "/peak/device") >= alone + own && own > MIB, "{both}");
+    // With room for one of the two, nothing is allocated.
+    let limit = (alone + own / 2).to_string();
+    let limit = ["--memory-limit", &limit];
+    let d = fit(&[&draft[..], &limit].concat());
+    assert_eq!((d.code, &d.json()["fits"]), (5, &Value::from(false)), "{d:?}");
+    fit(&limit).ok();
+    let said = run(&limit).json()["error"]["message"].as_str().expect("a text").to_string();
+    assert!(said.contains("next to its draft") && said.contains("Leave out --draft"), "{said}");
+    // Each sequence has a cache of its own.
+    let [one, three] = ["1", "3"].map(|n| figure(&fit(&["--parallel", n]).ok().json(), "/cache/bytes"));
+    assert!(three > 2 * one, "{one} {three}");
+}

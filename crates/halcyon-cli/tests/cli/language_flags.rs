@@ -143,6 +143,24 @@ fn a_chat_that_runs_out_of_memory_keeps_its_messages() {
     chat(need * 4).ok();
 }
 
+/// The rest of a prompt after its last whole chunk has a plan that the check before loading does not count. What
+/// was printed stays, and the exit code tells what happened.
+#[test]
+fn a_generation_that_runs_out_of_memory_says_so() {
+    let dir = folder();
+    let args = ["fit", "tiny.gguf", "--backend", "cpu", "--json", "--chunk", "128"];
+    let need = run(dir.path(), &args).ok().json()["peak"]["device"].as_u64().expect("bytes");
+    let prompt = vec!["time"; 100].join(" ");
+    let generate = |limit: u64| {
+        let limit = limit.to_string();
+        let args = ["generate", "tiny.gguf", "-p", &prompt, "-n", "4", "--ignore-eos", "--backend", "cpu"];
+        run(dir.path(), &[&args[..], &["--memory-limit", &limit, "--chunk", "128"]].concat())
+    };
+    let d = generate(need + 2000).fails(5, &["out of memory"]);
+    assert!(d.out.is_empty(), "{d:?}");
+    generate(need * 4).ok();
+}
+
 #[test]
 fn options_have_the_names_of_other_programs() {
     let dir = folder();
@@ -188,12 +206,19 @@ fn files_that_are_no_models_are_said() {
     fs::write(dir.path().join("other.gguf"), tiny(Tiny { architecture: "nosuch", ..Tiny::default() }))
         .expect("written");
     fs::write(dir.path().join("text.gguf"), "GGUX").expect("written");
+    let whole = tiny(Tiny::default());
     for command_line in [&["generate", "-p", "x"][..], &["chat"], &["fit"], &["bench", "llm"]] {
         let on = |file: &str| run(dir.path(), &[command_line, &[file, "--backend", "cpu"]].concat());
         on("missing.gguf").fails(1, &["missing.gguf"]);
         let d = on("other.gguf").fails(3, &["nosuch", "llama"]);
         assert!(d.out.is_empty(), "{d:?}");
         assert_ne!(on("text.gguf").code, 0);
+        // A file whose end is missing, in the weights and in the header.
+        for part in [whole.len() - 40, whole.len() / 2, 100] {
+            fs::write(dir.path().join("cut.gguf"), &whole[..part]).expect("written");
+            let d = on("cut.gguf").fails(1, &["cut.gguf"]);
+            assert!(d.out.is_empty(), "{d:?}");
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Embeddings: one vector for each text, from encoders or from decoders.
 
 mod config;
+mod memory;
 mod pooling;
 
 use crate::decoder::Decoder;
@@ -271,6 +272,12 @@ impl Embedder {
     }
 }
 
+/// The options of an engine for texts of at most `longest` tokens.
+fn engine_options(longest: usize) -> EngineOptions {
+    let positions = longest.next_power_of_two().max(POSITIONS);
+    EngineOptions { sequences: SEQUENCES, positions, cache: DType::F32, ..EngineOptions::default() }
+}
+
 /// The activations after the last norm for each token of each text, or for the last one.
 fn decoded(
     decoder: &Arc<Decoder>,
@@ -281,12 +288,7 @@ fn decoded(
     let longest = texts.iter().map(|t| t.len()).max().unwrap_or(0);
     let mut engine = match kept.take().filter(|e| e.context() >= longest) {
         Some(e) => e,
-        None => {
-            let positions = longest.next_power_of_two().max(POSITIONS);
-            let cache = DType::F32;
-            let o = EngineOptions { sequences: SEQUENCES, positions, cache, ..EngineOptions::default() };
-            Engine::of_activations(decoder.clone(), o)?
-        }
+        None => Engine::of_activations(decoder.clone(), engine_options(longest))?,
     };
     let mut out = Vec::with_capacity(texts.len());
     let mut first = 0;

@@ -2,8 +2,10 @@
 
 use super::{Encoder, LayerWeights};
 use crate::decoder::ffn::feed_forward;
+use halcyon::hal::Tag;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Cache, CachedAttention, Compiled, ConstData, DType, Tensor};
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
@@ -148,6 +150,31 @@ fn padded(n: usize) -> usize {
     if power > 64 && n <= middle { middle } else { power }
 }
 
+/// Texts that are computed together.
+fn groups<'a, 'b>(texts: &'a [&'b [u32]]) -> impl Iterator<Item = &'a [&'b [u32]]> {
+    let mut rest = texts;
+    std::iter::from_fn(move || {
+        if rest.is_empty() {
+            return None;
+        }
+        let mut rows = 0;
+        let fits = |t: &&&[u32]| {
+            rows += t.len();
+            rows <= ROWS
+        };
+        let count = rest.iter().take_while(fits).count().max(1);
+        let (group, after) = rest.split_at(count);
+        rest = after;
+        Some(group)
+    })
+}
+
+/// The vectors of the rows, from the inputs of a step.
+fn results(model: &Encoder, x: &[Tensor]) -> Vec<Tensor> {
+    let [tokens, place, text, last, near, table, slots, rotations @ ..] = x else { return vec![] };
+    vec![model.step(&Step { tokens, place, text, last, near, table, slots, rotations })]
+}
+
 type StepFn = Box<dyn Fn(&[Tensor]) -> Vec<Tensor> + Send + Sync>;
 
 /// Computes the vectors of texts. It keeps a plan for each number of rows and texts of a step.
@@ -166,10 +193,7 @@ impl EncoderEngine {
     /// An engine for an encoder.
     pub fn new(encoder: Arc<Encoder>) -> EncoderEngine {
         let model = encoder.clone();
-        let f: StepFn = Box::new(move |x: &[Tensor]| {
-            let [tokens, place, text, last, near, table, slots, rotations @ ..] = x else { return vec![] };
-            vec![model.step(&Step { tokens, place, text, last, near, table, slots, rotations })]
-        });
+        let f: StepFn = Box::new(move |x: &[Tensor]| results(&model, x));
         EncoderEngine { step: encoder.backend().compile(f), encoder }
     }
 
@@ -187,18 +211,43 @@ impl EncoderEngine {
     pub fn hidden(&self, texts: &[&[u32]]) -> Result<Vec<Vec<f32>>> {
         self.check(texts)?;
         let mut out = Vec::with_capacity(texts.len());
-        let mut first = 0;
-        while first < texts.len() {
-            let mut rows = 0;
-            let fits = |t: &&&[u32]| {
-                rows += t.len();
-                rows <= ROWS
-            };
-            let count = texts[first..].iter().take_while(fits).count().max(1);
-            out.extend(self.together(&texts[first..first + count])?);
-            first += count;
+        for group in groups(texts) {
+            out.extend(self.together(group)?);
         }
         Ok(out)
+    }
+
+    /// Bytes of the weights, and of everything else that the texts take on the device. Nothing stays
+    /// allocated.
+    ///
+    /// # Errors
+    /// Those of [`EncoderEngine::hidden`]; errors of planning.
+    pub(crate) fn need(&self, texts: &[&[u32]]) -> Result<(u64, u64)> {
+        self.check(texts)?;
+        let b = self.encoder.backend();
+        let (mut weights, mut buffers, mut io) = (0u64, 0u64, 0u64);
+        let mut seen = HashSet::new();
+        for group in groups(texts) {
+            let (mut inputs, mut bytes) = (vec![], 0u64);
+            let mut shapes = vec![];
+            for t in self.inputs(group)? {
+                let (dtype, dims) = (t.dtype()?, t.dims()?);
+                let size = b.device().footprint(dtype.bytes(dims.iter().product()), Tag::Io);
+                bytes = bytes.saturating_add(size as u64);
+                inputs.push(Tensor::placeholder(b, dtype, dims.as_slice()));
+                shapes.push(dims);
+            }
+            // Each set of sizes has a plan, which keeps its buffers.
+            if !seen.insert(shapes) {
+                continue;
+            }
+            let results = results(&self.encoder, &inputs);
+            let fit = b.fit_of(&inputs, &vec![false; inputs.len()], &results, None)?;
+            weights = weights.max(fit.weights.saturating_add(fit.packed));
+            buffers = buffers.saturating_add(fit.activations).saturating_add(fit.workspace);
+            io = io.max(fit.outputs.saturating_add(bytes));
+        }
+        Ok((weights, buffers.saturating_add(io)))
     }
 
     fn check(&self, texts: &[&[u32]]) -> Result<()> {

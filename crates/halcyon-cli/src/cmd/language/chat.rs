@@ -5,7 +5,7 @@ use super::constrain::demand;
 use super::interrupt::{self, Doing};
 use super::speculate::{line, speculation};
 use super::thinking::{Shown, Thoughts};
-use super::{FINE, Running, options, start, times, write_piece};
+use super::{FINE, Running, options, start_with, times, write_piece};
 use crate::args::ChatArgs;
 use crate::report;
 use halcyon::{Error, Result};
@@ -47,14 +47,14 @@ struct Chat {
 pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
     let mut options = options(&a.sampling)?;
     let demand = demand(&a.sampling)?;
-    let model = start(&a.language, None, FINE)?;
+    let mut model = start_with(&a.language, None, FINE, Some(&a.speculation))?;
     let tokenizer = model.tokenizer()?;
     options.mask = demand.map(|d| d.mask(Some(&tokenizer))).transpose()?;
     let template = match &a.chat_template {
         Some(file) => ChatTemplate::new(&input::text(file)?)?,
         None => model.file.template(&tokenizer)?,
     };
-    let speculation = speculation(&a.speculation, &a.language, &model)?;
+    let speculation = speculation(&a.speculation, &mut model)?;
     interrupt::handle();
     let mut input = Input::open(a);
     let terminal = input.terminal;

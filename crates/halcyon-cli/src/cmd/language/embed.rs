@@ -1,6 +1,6 @@
 //! `halcyon embed`: a vector for each text.
 
-use super::{hub, text_or_stdin, tokens};
+use super::{hub, text_or_stdin};
 use crate::args::EmbedArgs;
 use crate::report;
 use halcyon::{ConstData, Error, Result};
@@ -12,7 +12,8 @@ use std::path::Path;
 /// The most bytes of a file with texts.
 const MAX_FILE: u64 = 256 << 20;
 
-/// The texts of a file or of standard input, one per line.
+/// The texts of a file or of standard input, one per line. Lines without text are left out, as `generate
+/// --prompts` does.
 fn lines(file: &Path) -> Result<Vec<String>> {
     let io = |e: std::io::Error| Error::Io { path: file.display().to_string(), what: e.to_string() };
     let text = match file.as_os_str() == "-" {
@@ -26,24 +27,24 @@ fn lines(file: &Path) -> Result<Vec<String>> {
             std::fs::read_to_string(file).map_err(io)?
         }
     };
-    Ok(text.lines().map(String::from).collect())
+    Ok(text.lines().filter(|l| !l.trim().is_empty()).map(String::from).collect())
 }
 
-/// The rows of an .npy file of integers: each is a text.
+/// The texts of an .npy file of integers: its rows, or all of its numbers if it has one dimension.
 fn rows(file: &Path) -> Result<Vec<Vec<u32>>> {
-    let dims = npy::read(file)?.dims.to_vec();
-    let [rows, width] = dims[..] else { return Ok(vec![tokens(file)?]) };
-    if rows == 1 || width == 0 {
-        return Ok(vec![tokens(file)?]);
-    }
     let data = npy::read(file)?;
     let bad = |what: String| Error::Format { file: file.display().to_string(), what };
-    if !data.dtype.is_int() {
-        return Err(bad(format!("{}: expected integers", data.dtype)));
+    if !data.dtype.is_int() || !matches!(data.dims.len(), 1 | 2) {
+        let what = format!("{} {:?}: expected one or two dimensions of integers", data.dtype, &data.dims[..]);
+        return Err(bad(what));
     }
     let id = |v: i64| u32::try_from(v).map_err(|_| bad(format!("{v} is not a token")));
     let all = data.to_vec::<i64>().into_iter().map(id).collect::<Result<Vec<u32>>>()?;
-    Ok(all.chunks_exact(width).map(<[u32]>::to_vec).collect())
+    let width = data.dims.last().copied().unwrap_or(0);
+    match width {
+        0 => Err(bad("it has no tokens".into())),
+        n => Ok(all.chunks_exact(n).map(<[u32]>::to_vec).collect()),
+    }
 }
 
 pub(crate) fn main(a: &EmbedArgs) -> Result<u8> {
@@ -85,6 +86,7 @@ pub(crate) fn main(a: &EmbedArgs) -> Result<u8> {
         }
     };
     let ids: Vec<&[u32]> = ids.iter().map(Vec::as_slice).collect();
+    model.check_memory(&ids)?;
     let made = model.embed_tokens(&ids)?;
     if let Some(file) = &a.output {
         npy::write(file, &ConstData::from_slice(&[made.len(), model.size()], &made.concat())?)?;

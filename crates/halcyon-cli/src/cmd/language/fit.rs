@@ -1,6 +1,7 @@
 //! `halcyon fit` for language models, and the check of the memory before a model is loaded.
 
 use super::place::{self, Devices};
+use super::speculate::Draft;
 use super::{context_of, hub, kv_dtype, tokenizer};
 use crate::args::FitArgs;
 use crate::cmd::{backend_json, backend_text};
@@ -8,8 +9,8 @@ use crate::report::{self, size, table};
 use halcyon::host::{self, MemorySampler};
 use halcyon::{Backend, DType, Error, Result};
 use halcyon_formats::sniff::{self, Kind};
-use halcyon_models::fit::{MemoryNeed, StepSize, StoredWeights, generation};
-use halcyon_models::{Decoder, EngineOptions, LoadOptions, ModelFile};
+use halcyon_models::fit::{MemoryNeed, StepSize, StoredWeights, generation, verification};
+use halcyon_models::{Decoder, EngineOptions, LoadOptions, Lora, ModelFile, SpeculationOptions};
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::io::Read;
@@ -90,6 +91,59 @@ pub(super) fn check(file: &ModelFile, decoder: &Decoder, options: EngineOptions,
         Some(e) => Err(e),
         None => Ok(()),
     }
+}
+
+/// Refuses a model that does not fit with the steps that check up to `most` proposed tokens, and with its draft
+/// if it has one. Without them it fits.
+///
+/// # Errors
+/// `Error::OutOfMemory` with what to change.
+pub(super) fn check_proposals(
+    file: &ModelFile,
+    decoder: &Decoder,
+    options: EngineOptions,
+    draft: Option<&Draft>,
+    most: usize,
+) -> Result<()> {
+    let stored = file.stored();
+    let more = draft.map_or(0, |d| rough(&d.decoder, &d.file.stored(), d.options, false));
+    let rough = rough(decoder, &stored, options, false).saturating_add(more);
+    let rooms: Vec<Room> = decoder.placement().devices.iter().map(Room::of).collect();
+    if rooms.iter().all(|r| r.free.is_none_or(|free| rough <= free)) {
+        return Ok(());
+    }
+    let needs = needs(decoder, options, &with_verification(decoder, options, most))?;
+    let own = draft.map(|d| MemoryNeed::of_generation(&d.decoder, d.options)).transpose()?;
+    let own = own.map_or(0, |n| n.device());
+    refused_with_draft(&needs, decoder, &stored, &rooms, (options, own)).map_or(Ok(()), Err)
+}
+
+/// [`refused`] next to a draft that takes `own` bytes of the device that computes the logits.
+fn refused_with_draft(
+    needs: &[MemoryNeed],
+    decoder: &Decoder,
+    stored: &StoredWeights,
+    rooms: &[Room],
+    (options, own): (EngineOptions, u64),
+) -> Option<Error> {
+    let mut rooms = rooms.to_vec();
+    let room = &mut rooms[decoder.placement().head];
+    room.free = room.free.map(|f| f.saturating_sub(own));
+    let e = refused(needs, decoder, stored, &rooms, options)?;
+    Some(match e {
+        Error::OutOfMemory { device, what, requested, free, total, next } => {
+            let draft =
+                if own > 0 { format!(", next to its draft, which needs {own}") } else { String::new() };
+            let (what, next) = (what + &draft, format!("Leave out --draft or --lookup. Or: {next}"));
+            Error::OutOfMemory { device, what, requested, free, total, next }
+        }
+        other => other,
+    })
+}
+
+/// The kinds of steps of a generation with drafts.
+fn with_verification(decoder: &Decoder, options: EngineOptions, most: usize) -> Vec<StepSize> {
+    [generation(decoder, options), verification(most)].concat()
 }
 
 /// The need of each device.
@@ -250,8 +304,13 @@ struct Report<'a> {
     decoder: &'a Decoder,
     options: EngineOptions,
     stored: StoredWeights,
+    steps: Vec<StepSize>,
     /// Of each device.
     needs: Vec<MemoryNeed>,
+    /// Bytes of the adapters on the first device, which are there already.
+    adapters: u64,
+    /// The need of the draft on the device that computes the logits, and the bytes of its files.
+    draft: Option<(MemoryNeed, u64)>,
     rooms: Vec<Room>,
     placement: Value,
     placed: String,
@@ -285,7 +344,12 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         ..EngineOptions::default()
     };
     check_host(&file)?;
-    let (load, all) = (LoadOptions::from(each), false);
+    // Adapters are read, because what they take follows from their files alone.
+    let allocated = || devices.first().memory().allocated;
+    let before = allocated();
+    let lora = l.lora.as_deref().map(|dir| Lora::load(dir, &file, devices.first())).transpose()?;
+    let adapters = allocated().saturating_sub(before);
+    let (load, all) = (LoadOptions { lora: lora.as_ref(), ..LoadOptions::from(each) }, false);
     let loaded = devices.load(&file, load, options, all);
     // A generation has the tokenizer in memory too.
     let tokens = match file.tokenizer()? {
@@ -300,8 +364,23 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         Err(e @ Error::OutOfMemory { .. }) => (devices.unchecked(&file, load, options)?, Some(e)),
         Err(e) => return Err(e),
     };
-    let rooms = decoder.placement().devices.iter().map(Room::of).collect();
-    let needs = needs(&decoder, options, &generation(&decoder, options))?;
+    let rooms: Vec<Room> = decoder.placement().devices.iter().map(Room::of).collect();
+    let draft = l.draft.as_deref().map(|p| Draft::open(p, &l.hub, &file, (&decoder, options))).transpose()?;
+    let steps = match &draft {
+        Some(_) => with_verification(&decoder, options, SpeculationOptions::default().most),
+        None => generation(&decoder, options),
+    };
+    let needs = needs(&decoder, options, &steps)?;
+    let of_draft = |d: &Draft| {
+        Ok::<_, Error>((MemoryNeed::of_generation(&d.decoder, d.options)?, d.file.stored().bytes))
+    };
+    // Its description stays in memory, as in a generation.
+    let drafts = draft.as_ref().map(of_draft).transpose()?;
+    let stored = file.stored();
+    let refused = match (refused, &drafts) {
+        (None, Some((d, _))) => refused_with_draft(&needs, &decoder, &stored, &rooms, (options, d.device())),
+        (refused, _) => refused,
+    };
     halcyon::hal::heap::trim();
     let anonymous = host::anonymous().unwrap_or(0);
     let process = (anonymous, report::program_memory().unwrap_or(0));
@@ -310,14 +389,16 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         w.stop();
         w.peak().bytes
     });
-    let stored = file.stored();
     let r = Report {
         a,
         file: &file,
         decoder: &decoder,
         options,
         stored,
+        steps,
         needs,
+        adapters,
+        draft: drafts,
         rooms,
         placement: place::to_json(&decoder, options, devices.why()),
         placed: place::text(&decoder, options, devices.why()),
@@ -358,7 +439,15 @@ impl Report<'_> {
         };
         let runs = shared(&MemoryNeed::written).saturating_add(self.sum(|n| n.host));
         let packs = shared(&|n| n.copied.saturating_add(n.packed).saturating_add(n.cache_written));
-        runs.max(packs.saturating_add(packing))
+        let here = self.rooms[self.decoder.placement().head].shared;
+        let draft = self.draft.as_ref().filter(|_| here).map_or(0, |(d, _)| d.written());
+        runs.max(packs.saturating_add(packing)).saturating_add(draft)
+    }
+
+    /// Bytes of all devices at the peak.
+    fn on_devices(&self) -> u64 {
+        let draft = self.draft.as_ref().map_or(0, |(d, _)| d.device());
+        self.sum(MemoryNeed::device).saturating_add(self.adapters).saturating_add(draft)
     }
 
     /// The last plan is made when everything else is there, so the peak has what planning takes for a while.
@@ -368,14 +457,19 @@ impl Report<'_> {
 
     /// With the pages of the program's and the weights' files.
     fn resident(&self) -> u64 {
-        self.anonymous().saturating_add(self.process.1).saturating_add(self.stored.bytes)
+        let files = self.draft.as_ref().map_or(0, |(_, bytes)| *bytes).saturating_add(self.stored.bytes);
+        self.anonymous().saturating_add(self.process.1).saturating_add(files)
     }
 
-    /// The largest context of each sequence that fits on all devices, by type of the cache.
+    /// The largest context of each sequence that fits on all devices, by type of the cache. The cache of a
+    /// draft has the chosen context.
     fn largest(&self, cache: DType) -> Option<usize> {
         let options = EngineOptions { cache, ..self.options };
-        let each =
-            self.devices().filter_map(|(_, n, r)| Some(n.largest_context(self.decoder, options, r.free?)));
+        let head = self.decoder.placement().head;
+        let draft = |i: usize| self.draft.as_ref().filter(|_| i == head).map_or(0, |(d, _)| d.device());
+        let each = self.devices().enumerate().filter_map(|(i, (_, n, r))| {
+            Some(n.largest_context(self.decoder, options, r.free?.saturating_sub(draft(i))))
+        });
         each.min().filter(|n| *n < usize::MAX)
     }
 
@@ -420,7 +514,7 @@ impl Report<'_> {
             ];
             rows.extend(parts.into_iter().filter(|(v, _)| *v > 0).map(|(v, note)| row("", v, note)));
         }
-        let steps: Vec<String> = generation(self.decoder, o).iter().map(|s| s.rows.to_string()).collect();
+        let steps: Vec<String> = self.steps.iter().map(|s| s.rows.to_string()).collect();
         for (b, n, _) in self.devices() {
             let on = if self.several() { format!(", on {}", b.id()) } else { String::new() };
             rows.push(row("cache", n.cache, format!("{} for each position{on}", size(n.position))));
@@ -430,9 +524,20 @@ impl Report<'_> {
         }
         let copies = if self.several() { "copies of logits and activations" } else { "copies of logits" };
         rows.push(row("host", self.sum(|n| n.host), copies.into()));
+        if self.adapters > 0 {
+            rows.push(row("adapters", self.adapters, "of --lora".into()));
+        }
+        let head = self.decoder.placement().head;
+        if let Some((d, files)) = &self.draft {
+            rows.push(row("draft", *files, "in its files".into()));
+            rows.push(row("", d.device(), format!("on {}", self.decoder.backend().id())));
+        }
         rows.push(row("process", self.process.0, "program, tokenizer, descriptions and plans".into()));
         for (i, (b, n, _)) in self.devices().enumerate() {
-            rows.push(row(if i == 0 { "peak" } else { "" }, n.device(), format!("on {}", b.id())));
+            let draft = self.draft.as_ref().filter(|_| i == head).map_or(0, |(d, _)| d.device());
+            let more = if i == 0 { self.adapters } else { 0 };
+            let peak = n.device().saturating_add(draft).saturating_add(more);
+            rows.push(row(if i == 0 { "peak" } else { "" }, peak, format!("on {}", b.id())));
         }
         rows.push(row("", self.anonymous(), "anonymous memory of the process".into()));
         rows.push(row("", self.resident(), "with the pages of mapped files".into()));
@@ -507,8 +612,10 @@ impl Report<'_> {
             "plans": self.sum(|n| n.plans),
             "io": self.sum(|n| n.io),
             "host": self.sum(|n| n.host),
+            "adapters": self.adapters,
+            "draft": self.draft.as_ref().map(|(d, files)| json!({ "device": d.device(), "stored": files })),
             "peak": {
-                "device": self.sum(MemoryNeed::device), "process": self.process.0, "planning": self.planning,
+                "device": self.on_devices(), "process": self.process.0, "planning": self.planning,
                 "anonymous": self.anonymous(), "with_file_pages": self.resident(),
             },
             "memory": {

@@ -3,7 +3,7 @@
 use super::constrain::demand;
 use super::interrupt::{self, Doing};
 use super::speculate::{line, speculation, to_json};
-use super::{FAST, generation_json, options, start, text_or_stdin, times, tokens, write_piece};
+use super::{FAST, generation_json, options, start_with, text_or_stdin, times, tokens, write_piece};
 use crate::args::GenerateArgs;
 use crate::cmd::run::report::memory_json;
 use crate::report;
@@ -24,7 +24,7 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
     let mut options = options(&a.sampling)?;
     let demand = demand(&a.sampling)?;
     let watch = a.json.then(|| MemorySampler::start(Duration::from_millis(2))).flatten();
-    let mut m = start(&a.language, None, FAST)?;
+    let mut m = start_with(&a.language, None, FAST, Some(&a.speculation))?;
     let tokenizer = match &a.prompt {
         Some(_) => Some(m.tokenizer()?),
         None => m.file.tokenizer()?,
@@ -38,7 +38,7 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
         return Err(Error::argument("--prompt", "the prompt has no tokens"));
     }
     options.mask = demand.map(|d| d.mask(tokenizer.as_ref())).transpose()?;
-    let mut speculation = speculation(&a.speculation, &a.language, &m)?;
+    let mut speculation = speculation(&a.speculation, &mut m)?;
     let print = !a.json;
     let mut on_text = |piece: &str| match (!print || write_piece(piece)) && !interrupt::stopped() {
         true => ControlFlow::Continue(()),

@@ -19,7 +19,7 @@ mod speculate;
 mod thinking;
 pub(crate) mod tokenize;
 
-use crate::args::{LanguageArgs, SamplingArgs};
+use crate::args::{LanguageArgs, SamplingArgs, SpeculationArgs};
 use crate::report;
 use halcyon::hal::driver_output;
 use halcyon::{DType, Error, Result};
@@ -30,6 +30,7 @@ use halcyon_models::{
 };
 use halcyon_text::Tokenizer;
 use serde_json::{Value, json};
+use speculate::Draft;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -46,6 +47,8 @@ pub(super) struct Running {
     options: EngineOptions,
     /// The device of each part, and why.
     pub placement: Value,
+    /// The draft of [`start_with`].
+    draft: Option<Draft>,
 }
 
 /// The type of cached keys and values.
@@ -90,6 +93,16 @@ fn activations(name: &str) -> Result<Activations> {
 
 /// Opens and loads the model. `context`, if given, replaces the user's.
 pub(super) fn start(a: &LanguageArgs, context: Option<usize>, defaults: Defaults) -> Result<Running> {
+    start_with(a, context, defaults, None)
+}
+
+/// [`start`] with a draft. Nothing is allocated unless both models fit.
+pub(super) fn start_with(
+    a: &LanguageArgs,
+    context: Option<usize>,
+    defaults: Defaults,
+    speculation: Option<&SpeculationArgs>,
+) -> Result<Running> {
     a.backend.check()?;
     let dtype = kv_dtype(a.kv_dtype.as_deref().unwrap_or(defaults.kv_dtype))?;
     let activations = a.activations.as_deref().map_or(Ok(defaults.activations), activations)?;
@@ -110,12 +123,18 @@ pub(super) fn start(a: &LanguageArgs, context: Option<usize>, defaults: Defaults
         EngineOptions { sequences, positions, cache: dtype, chunk: a.chunk, ..EngineOptions::default() };
     let lora = a.lora.as_deref().map(|dir| Lora::load(dir, &file, devices.first())).transpose()?;
     let load = LoadOptions { context, activations, lora: lora.as_ref() };
-    let decoder = Arc::new(devices.load(&file, load, options, defaults.all)?);
+    let decoder = devices.load(&file, load, options, defaults.all)?;
+    let draft = speculation.and_then(|s| s.draft.as_deref());
+    let draft = draft.map(|path| Draft::open(path, &a.hub, &file, (&decoder, options))).transpose()?;
+    if let Some(s) = speculation.filter(|s| s.lookup || s.draft.is_some()) {
+        fit::check_proposals(&file, &decoder, options, draft.as_ref(), s.draft_max)?;
+    }
+    let decoder = Arc::new(decoder);
     if report::verbose() {
         report::note(&place::text(&decoder, options, devices.why()));
     }
     let placement = place::to_json(&decoder, options, devices.why());
-    Ok(Running { engine: Engine::new(decoder, options)?, file, options, placement })
+    Ok(Running { engine: Engine::new(decoder, options)?, file, options, placement, draft })
 }
 
 /// The positions of a sequence: what the user chose, or the default.

@@ -1,45 +1,55 @@
 //! `--draft` and `--lookup`.
 
 use super::{Running, fit, hub};
-use crate::args::{LanguageArgs, SpeculationArgs};
+use crate::args::{HubArgs, SpeculationArgs};
 use crate::report;
 use halcyon::{Error, Result};
-use halcyon_models::{Engine, EngineOptions, ModelFile, Speculation, SpeculationOptions};
+use halcyon_models::{Decoder, Engine, EngineOptions, ModelFile, Speculation, SpeculationOptions};
 use halcyon_text::Tokenizer;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
 
-/// The draft that the options name.
-pub(super) fn speculation(
-    a: &SpeculationArgs,
-    language: &LanguageArgs,
-    m: &Running,
-) -> Result<Option<Speculation>> {
+/// A loaded draft model. Nothing is allocated for it yet.
+pub(super) struct Draft {
+    pub file: ModelFile,
+    pub decoder: Decoder,
+    pub options: EngineOptions,
+}
+
+impl Draft {
+    /// Loads a draft next to a model with an engine of these options.
+    pub(super) fn open(
+        path: &Path,
+        hub: &HubArgs,
+        model: &ModelFile,
+        (decoder, options): (&Decoder, EngineOptions),
+    ) -> Result<Draft> {
+        let file = ModelFile::open(&hub::local(path, hub)?)?;
+        for w in file.warnings()? {
+            report::warn(&w);
+        }
+        if let (Some(a), Some(b)) = (file.tokenizer()?, model.tokenizer()?) {
+            same_tokens(&a, &b)?;
+        }
+        let context = decoder.context().min(options.positions);
+        let context = if file.spec.learned_positions { context.min(file.spec.context) } else { context };
+        let options = EngineOptions { sequences: 1, positions: context, ..options };
+        fit::check_host(&file)?;
+        let decoder = file.load(decoder.backend(), context)?;
+        Ok(Draft { file, decoder, options })
+    }
+}
+
+/// The draft that the options name. The model was started with them.
+pub(super) fn speculation(a: &SpeculationArgs, m: &mut Running) -> Result<Option<Speculation>> {
     let options = SpeculationOptions { most: a.draft_max, ..SpeculationOptions::default() };
     if a.lookup {
         return Speculation::lookup(options).map(Some);
     }
-    let Some(path) = &a.draft else { return Ok(None) };
-    let draft = open(path, language, m)?;
+    let Some(draft) = m.draft.take() else { return Ok(None) };
+    let draft = Engine::new(Arc::new(draft.decoder), draft.options)?;
     Speculation::with_model(draft, &m.engine, options).map(Some)
-}
-
-fn open(path: &Path, language: &LanguageArgs, m: &Running) -> Result<Engine> {
-    let file = ModelFile::open(&hub::local(path, &language.hub)?)?;
-    for w in file.warnings()? {
-        report::warn(&w);
-    }
-    if let (Some(a), Some(b)) = (file.tokenizer()?, m.file.tokenizer()?) {
-        same_tokens(&a, &b)?;
-    }
-    let (context, decoder) = (m.engine.context(), m.engine.decoder());
-    let context = if file.spec.learned_positions { context.min(file.spec.context) } else { context };
-    let options = EngineOptions { positions: context, chunk: language.chunk, ..*m.engine.options() };
-    fit::check_host(&file)?;
-    let decoder = file.load(decoder.backend(), context)?;
-    fit::check(&file, &decoder, options, false)?;
-    Engine::new(Arc::new(decoder), options)
 }
 
 fn same_tokens(draft: &Tokenizer, model: &Tokenizer) -> Result<()> {
