@@ -4,6 +4,8 @@
 
 use crate::common::language::{Tiny, files, tiny};
 use crate::common::{Done, command, finish};
+use halcyon_formats::npy;
+use halcyon_ir::ConstData;
 use serde_json::Value;
 use std::fs;
 use std::io::{Read, Write};
@@ -143,18 +145,19 @@ fn a_chat_that_runs_out_of_memory_keeps_its_messages() {
     chat(need * 4).ok();
 }
 
-/// The rest of a prompt after its last whole chunk has a plan that the check before loading does not count. What
-/// was printed stays, and the exit code tells what happened.
+/// The rest of a prompt after its last whole chunk has a plan that the check before loading does not count.
 #[test]
 fn a_generation_that_runs_out_of_memory_says_so() {
     let dir = folder();
-    let args = ["fit", "tiny.gguf", "--backend", "cpu", "--json", "--chunk", "128"];
+    let args = ["fit", "tiny.gguf", "--backend", "cpu", "--json", "--chunk", "64"];
     let need = run(dir.path(), &args).ok().json()["peak"]["device"].as_u64().expect("bytes");
-    let prompt = vec!["time"; 100].join(" ");
+    let data = ConstData::from_slice(&[96], &[270i64; 96]).expect("it fits");
+    npy::write(&dir.path().join("ids.npy"), &data).expect("written");
     let generate = |limit: u64| {
         let limit = limit.to_string();
-        let args = ["generate", "tiny.gguf", "-p", &prompt, "-n", "4", "--ignore-eos", "--backend", "cpu"];
-        run(dir.path(), &[&args[..], &["--memory-limit", &limit, "--chunk", "128"]].concat())
+        let args = ["generate", "tiny.gguf", "--prompt-tokens", "ids.npy", "-n", "4", "--ignore-eos"];
+        let more = ["--backend", "cpu", "--memory-limit", &limit, "--chunk", "64"];
+        run(dir.path(), &[&args[..], &more].concat())
     };
     let d = generate(need + 2000).fails(5, &["out of memory"]);
     assert!(d.out.is_empty(), "{d:?}");
