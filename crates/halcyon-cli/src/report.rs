@@ -250,8 +250,8 @@ pub(crate) fn peak_memory() -> Option<u64> {
 }
 
 /// Resident pages of the files that have code, in bytes: those of the program and of its libraries, if the
-/// system reports them (Linux). Pages that the process has changed are not counted, because they are anonymous
-/// memory.
+/// system reports them (Linux). Pages that the process has changed are not counted, because they are
+/// anonymous memory.
 #[cfg(feature = "language")]
 pub(crate) fn program_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/smaps").ok()?;

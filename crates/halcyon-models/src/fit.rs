@@ -160,8 +160,8 @@ impl MemoryNeed {
     }
 }
 
-/// The kinds of steps of a generation: chunks of prompts, and single tokens of all sequences. As sequences of a
-/// batch end, the steps of the others become smaller.
+/// The kinds of steps of a generation: chunks of prompts, and single tokens of all sequences. As sequences of
+/// a batch end, the steps of the others become smaller.
 pub fn generation(decoder: &Decoder, options: EngineOptions) -> Vec<StepSize> {
     let most = decoder.kernel().map_or(usize::MAX, |_| grid::MOST_ROWS);
     let chunk = padded(options.chunk.min(options.positions).min(most));

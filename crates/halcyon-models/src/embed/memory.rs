@@ -7,8 +7,8 @@ use crate::fit::{MemoryNeed, generation};
 use halcyon::ir::error::{Error, Result};
 
 impl Embedder {
-    /// Refuses texts whose embeddings take more memory than the device has free. Weights are not read, and
-    /// nothing stays allocated.
+    /// Refuses texts whose embeddings take more memory than the device has free, if the model has computed
+    /// nothing yet. Weights are not read, and nothing stays allocated.
     ///
     /// # Errors
     /// `Error::OutOfMemory` with what to change; errors of planning.

@@ -93,8 +93,8 @@ pub(super) fn check(file: &ModelFile, decoder: &Decoder, options: EngineOptions,
     }
 }
 
-/// Refuses a model that does not fit with the steps that check up to `most` proposed tokens, and with its draft
-/// if it has one. Without them it fits.
+/// Refuses a model that does not fit with the steps that check up to `most` proposed tokens, and with its
+/// draft if it has one. Without them it fits.
 ///
 /// # Errors
 /// `Error::OutOfMemory` with what to change.
