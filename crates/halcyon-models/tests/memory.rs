@@ -1,5 +1,6 @@
-//! Memory of a model: the estimate from its sizes, the prediction from its plans, and what it takes. The tests
-//! run one after the other in a process of their own, because they read the memory of device and process.
+//! Memory of a model: the estimate from its sizes, the prediction from its plans, and what it takes. The
+//! tests run one after the other in a process of their own, because they read the memory of device and
+//! process.
 
 use halcyon::hal::Tag;
 use halcyon::{Backend, host};
@@ -76,8 +77,8 @@ fn file(path: &Path, s: Sizes) {
     std::fs::write(path, gguf::encode(&metadata, &tensors).expect("a file")).expect("written");
 }
 
-/// The estimate knows only the sizes; a plan also has buffers for rows that fill up a step, and the pool rounds
-/// sizes up. So the estimate is held against the peak within 5 %, each part apart.
+/// The estimate knows only the sizes; a plan also has buffers for rows that fill up a step, and the pool
+/// rounds sizes up. So the estimate is held against the peak within 5 %, each part apart.
 #[test]
 fn s1_07_the_estimate_is_what_a_model_takes() {
     let _alone = ALONE.lock();
