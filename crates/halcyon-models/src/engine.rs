@@ -24,7 +24,7 @@ pub struct EngineOptions {
     pub positions: usize,
     /// Positions per page of the cache.
     pub page: usize,
-    /// f32, f16 or bf16.
+    /// f32, f16 or bf16, or u8 for blocks of Q8_0.
     pub cache: DType,
     /// The most rows of a step: longer prompts are computed in chunks.
     pub chunk: usize,
@@ -84,7 +84,7 @@ impl Engine {
     /// Allocates the cache.
     ///
     /// # Errors
-    /// `Error::Argument` for sizes of 0; errors of the device, such as out of memory.
+    /// `Error::Argument` for sizes of 0, and the errors of [`Decoder::check_cache`]; errors of the device, such as out of memory.
     pub fn new(decoder: Arc<Decoder>, options: EngineOptions) -> Result<Engine> {
         Engine::of(decoder, options, Want::Logits)
     }
@@ -100,6 +100,7 @@ impl Engine {
         if o.sequences == 0 || o.positions == 0 || o.page == 0 || o.chunk == 0 {
             return Err(Error::argument("engine", format!("{o:?}: every size must be at least 1")));
         }
+        decoder.check_cache(o.cache)?;
         let pages = o.layout().pages;
         Ok(Engine {
             stages: stages::runners(&decoder, options, want)?,

@@ -53,7 +53,7 @@ impl MemoryNeed {
     /// of steps that it will compute, each with a plan of its own. Nothing is allocated.
     ///
     /// # Errors
-    /// Errors of planning.
+    /// Errors of [`Decoder::check_cache`] and of planning.
     pub fn of(decoder: &Decoder, options: EngineOptions, steps: &[StepSize]) -> Result<MemoryNeed> {
         MemoryNeed::of_device(decoder, decoder.placement().head, options, steps)
     }
@@ -61,7 +61,7 @@ impl MemoryNeed {
     /// [`MemoryNeed::of`] on the device with this index in the decoder's placement.
     ///
     /// # Errors
-    /// Errors of planning.
+    /// Errors of [`Decoder::check_cache`] and of planning.
     pub fn of_device(
         decoder: &Decoder,
         index: usize,
@@ -79,6 +79,7 @@ impl MemoryNeed {
         steps: &[StepSize],
         want: Want,
     ) -> Result<MemoryNeed> {
+        decoder.check_cache(options.cache)?;
         let mut need = cache(decoder, index, options);
         let stages = || decoder.stages.iter().enumerate().filter(|(_, s)| s.device == index).map(|(n, _)| n);
         for s in steps {
@@ -109,7 +110,7 @@ impl MemoryNeed {
     /// The need of the steps of a generation: chunks of a prompt, and single tokens of all sequences.
     ///
     /// # Errors
-    /// Errors of planning.
+    /// Errors of [`Decoder::check_cache`] and of planning.
     pub fn of_generation(decoder: &Decoder, options: EngineOptions) -> Result<MemoryNeed> {
         MemoryNeed::of(decoder, options, &generation(decoder, options))
     }

@@ -19,7 +19,7 @@ pub(crate) struct LanguageArgs {
     /// if the model was made for fewer; `perplexity` 512; `logits` and `bench llm` as many as they need
     #[arg(short = 'c', long, visible_aliases = ["ctx-size", "num-ctx"], value_name = "N")]
     pub context: Option<usize>,
-    /// Type of the cached keys and values: f32, f16 or bf16. Default: f16, for `logits` f32
+    /// Type of the cached keys and values: f32, f16, bf16 or q8_0. Default: f16, for `logits` f32
     #[arg(long, value_name = "TYPE")]
     pub kv_dtype: Option<String>,
     /// How activations are rounded in products with quantised weights: fast (to 8 bits, as llama.cpp does) or
@@ -83,7 +83,7 @@ pub(crate) struct LanguageFitArgs {
     /// was made for fewer
     #[arg(short = 'c', long, visible_aliases = ["ctx-size", "num-ctx"], value_name = "N")]
     pub context: Option<usize>,
-    /// Type of the cached keys and values: f32, f16 or bf16. Default: f16
+    /// Type of the cached keys and values: f32, f16, bf16 or q8_0. Default: f16
     #[arg(long, value_name = "TYPE")]
     pub kv_dtype: Option<String>,
     /// The most tokens of a prompt that are computed at once. Default: 512

@@ -266,7 +266,7 @@ fn wrong_input_is_named() {
     fs::create_dir(dir.path().join("empty")).expect("a folder");
     generate("empty", &[]).fails(1, &["config.json"]);
     generate("mamba.gguf", &[]).fails(3, &["mamba9", "Known architectures", "llama", "gpt-oss"]);
-    generate("tiny.gguf", &["--kv-dtype", "q8_0"]).fails(2, &["--kv-dtype", "f32, f16 or bf16"]);
+    generate("tiny.gguf", &["--kv-dtype", "q5_0"]).fails(2, &["--kv-dtype", "f32, f16, bf16 or q8_0"]);
     generate("tiny.gguf", &["--chunk", "0"]).fails(2, &["--chunk"]);
     generate("tiny.gguf", &["--temperature=-1"]).code_is(2, "temperature");
     generate("tiny.gguf", &["--top-p", "2"]).code_is(2, "top");

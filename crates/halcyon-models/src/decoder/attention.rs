@@ -1,5 +1,6 @@
 //! Attention over the paged cache.
 
+use super::cache::{Decoded, columns, encoded};
 use super::latent::LatentWeights;
 use super::load::{Loader, Rotations};
 use super::weights::{Matrix, NormWeights};
@@ -36,14 +37,15 @@ struct KeyValues {
     v_norm: Option<NormWeights>,
 }
 
-/// Types of the states of a layer: keys and values, each `[pages * heads * page, size]`.
+/// The states of a layer: keys and values, each `[pages * heads * page, size]`, or bytes in place of the size
+/// if the cache is in blocks.
 pub(super) fn cache_shapes(a: &Attention, c: CacheLayout) -> Vec<[usize; 2]> {
     let rows = c.pages * a.shared * c.page;
     match (a.keys_of, &a.latent) {
         (Some(_), _) => vec![],
         // The vector is the first part of the key, so keys and values are one state.
-        (None, Some(_)) => vec![[rows, a.key]],
-        (None, None) => vec![[rows, a.key], [rows, a.value]],
+        (None, Some(_)) => vec![[rows, columns(c.dtype, a.key)]],
+        (None, None) => [a.key, a.value].map(|n| [rows, columns(c.dtype, n)]).into(),
     }
 }
 
@@ -173,12 +175,13 @@ impl AttentionStep<'_> {
         if self.is_whole() {
             return self.attend_whole(q, keys, values, sinks);
         }
-        let (a, CacheLayout { pages, page, .. }) = (self.a, self.layout);
-        let size = values.dims().map_or(a.value, |d| d[1]);
+        let a = self.a;
+        let (Decoded { cache: keys, table }, Decoded { cache: values, .. }) =
+            (self.readable(keys), self.readable(values));
         let cache = Cache {
-            keys: &keys.reshape([pages, a.shared, page, a.key]),
-            values: &values.reshape([pages, a.shared, page, size]),
-            table: self.rows.table,
+            keys: &keys,
+            values: &values,
+            table: &table,
             sequence: self.rows.sequence,
             position: self.rows.position,
             sinks,
@@ -245,7 +248,11 @@ impl AttentionStep<'_> {
         let offset = &slot - &(&which * &int(page));
         let head = Tensor::arange(b, heads, DType::I32).reshape([1, heads]);
         let at = (which * int(heads) + head) * int(page) + offset;
-        let rows = new.reshape([n * heads, size]).cast(self.layout.dtype);
+        let rows = new.reshape([n * heads, size]);
+        let rows = match self.layout.dtype {
+            DType::U8 => encoded(&rows, n * heads, size),
+            other => rows.cast(other),
+        };
         cache.scatter_rows(&at.reshape([n * heads]), &rows, 0, ScatterKind::Set)
     }
 }

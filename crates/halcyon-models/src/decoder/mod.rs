@@ -5,6 +5,7 @@
 //! own. So one step can hold a chunk of one prompt, single tokens of many sequences, or both.
 
 mod attention;
+pub mod cache;
 pub(crate) mod ffn;
 mod latent;
 pub(crate) mod load;
@@ -100,6 +101,7 @@ pub struct CacheLayout {
     pub pages: usize,
     /// Positions per page.
     pub page: usize,
+    /// f32, f16 or bf16, or u8 for blocks of Q8_0.
     pub dtype: DType,
     /// Sequences at a time.
     pub sequences: usize,

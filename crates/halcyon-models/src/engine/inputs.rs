@@ -2,6 +2,7 @@
 
 use super::{Engine, Feed, padded};
 use crate::decoder::Rows;
+use crate::decoder::cache::table_columns;
 use crate::grid::{self, Grid};
 use crate::rope::Rope;
 use halcyon::ir::error::{Error, Result};
@@ -59,7 +60,8 @@ impl Engine {
                 self.floors[s] = self.floors[s].max(grid::floor(at + 1));
             }
         }
-        let columns = self.context().div_ceil(page);
+        let used = self.pages.iter().map(Vec::len).max().unwrap_or(0);
+        let columns = table_columns(self.options.cache, used, self.context().div_ceil(page));
         let mut table = vec![0i32; self.pages.len() * columns];
         for (s, pages) in self.pages.iter().enumerate() {
             for (p, page) in pages.iter().enumerate() {

@@ -16,13 +16,13 @@ pub(crate) fn decoder(b: &Backend, source: &Source, context: usize) -> Arc<Decod
 
 /// An engine with a cache in f32 and pages of 4 positions, so that short texts have several.
 pub(crate) fn engine(decoder: &Arc<Decoder>, sequences: usize, chunk: usize) -> Engine {
-    let options = EngineOptions {
-        sequences,
-        positions: decoder.context() * sequences,
-        page: 4,
-        cache: DType::F32,
-        chunk,
-    };
+    engine_in(DType::F32, decoder, sequences, chunk)
+}
+
+/// An engine with a cache of this type and pages of 4 positions.
+pub(crate) fn engine_in(cache: DType, decoder: &Arc<Decoder>, sequences: usize, chunk: usize) -> Engine {
+    let positions = decoder.context() * sequences;
+    let options = EngineOptions { sequences, positions, page: 4, cache, chunk };
     Engine::new(decoder.clone(), options).expect("an engine")
 }
 

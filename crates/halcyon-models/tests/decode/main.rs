@@ -1,6 +1,7 @@
 //! Tests of language models on the devices of this machine.
 
 mod batch;
+mod cache;
 mod common;
 mod constrained;
 mod generator;

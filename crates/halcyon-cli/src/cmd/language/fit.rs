@@ -10,7 +10,9 @@ use halcyon::host::{self, MemorySampler};
 use halcyon::{Backend, DType, Error, Result};
 use halcyon_formats::sniff::{self, Kind};
 use halcyon_models::fit::{MemoryNeed, StepSize, StoredWeights, generation, verification};
-use halcyon_models::{Decoder, EngineOptions, LoadOptions, Lora, ModelFile, SpeculationOptions};
+use halcyon_models::{
+    Decoder, EngineOptions, LoadOptions, Lora, ModelFile, SpeculationOptions, cache_name,
+};
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::io::Read;
@@ -499,7 +501,7 @@ impl Report<'_> {
             "sizes    {} of {} positions, cache in {}, steps of up to {} tokens",
             if o.sequences == 1 { "one sequence".into() } else { format!("{} sequences", o.sequences) },
             o.positions / o.sequences,
-            o.cache,
+            cache_name(o.cache),
             o.chunk
         );
         let row = |what: &str, bytes: u64, note: String| vec![what.to_string(), size(bytes), note];
@@ -601,7 +603,7 @@ impl Report<'_> {
             "devices": self.devices().map(device).collect::<Vec<Value>>(),
             "context": o.positions / o.sequences,
             "batch": o.sequences,
-            "kv_dtype": o.cache.to_string(),
+            "kv_dtype": cache_name(o.cache),
             "chunk": o.chunk,
             "weights": {
                 "stored": self.stored.bytes, "in_place": self.sum(|n| n.in_place),

@@ -57,7 +57,9 @@ fn kv_dtype(name: &str) -> Result<DType> {
         "f32" => Ok(DType::F32),
         "f16" => Ok(DType::F16),
         "bf16" => Ok(DType::BF16),
-        other => Err(Error::argument("--kv-dtype", format!("'{other}': expected f32, f16 or bf16"))),
+        // Blocks are bytes.
+        "q8_0" => Ok(DType::U8),
+        other => Err(Error::argument("--kv-dtype", format!("'{other}': expected f32, f16, bf16 or q8_0"))),
     }
 }
 
