@@ -3,6 +3,7 @@
 
 use crate::engine::{Engine, Feed};
 use crate::generate::{GenerateOptions, Generation, Piece, Session};
+use crate::speculate::{Speculation, Step, Verified, stuck, verify};
 use halcyon::ir::error::{Error, Result};
 use halcyon_text::Tokenizer;
 use std::collections::VecDeque;
@@ -34,14 +35,17 @@ pub struct Batch {
     /// One per sequence of the engine.
     slots: Vec<Option<Running>>,
     next: usize,
+    speculation: Option<Speculation>,
 }
 
 #[derive(Debug)]
 struct Running {
     id: usize,
     session: Session<Arc<Tokenizer>>,
-    /// Tokens to feed: what is left of the prompt, or the last token.
+    /// Tokens to feed: what is left of the prompt, or the last token and proposed ones.
     rest: Vec<u32>,
+    /// The number of proposed tokens in `rest`.
+    proposed: usize,
     prompt: usize,
     /// Positions that the request may take.
     reserved: usize,
@@ -74,6 +78,17 @@ impl Batch {
         Ok(self.next - 1)
     }
 
+    /// Generates with proposals of a draft from now on, or without: the texts stay the same. Returns what was
+    /// used until now. A draft model serves as many sequences as its engine has.
+    pub fn speculate(&mut self, with: impl Into<Option<Speculation>>) -> Option<Speculation> {
+        std::mem::replace(&mut self.speculation, with.into())
+    }
+
+    /// The draft in use.
+    pub fn speculation(&self) -> Option<&Speculation> {
+        self.speculation.as_ref()
+    }
+
     /// Whether no request is waiting or running.
     pub fn is_idle(&self) -> bool {
         self.waiting.is_empty() && self.slots.iter().all(Option::is_none)
@@ -96,11 +111,13 @@ impl Batch {
     pub fn step(&mut self, engine: &mut Engine) -> Result<Vec<(usize, Event)>> {
         let mut out = vec![];
         self.admit(engine, &mut out);
-        let mut room = engine.options().chunk;
+        let start = Instant::now();
         // Single tokens go first, so that long prompts do not hold up other requests; then the requests that
         // came first.
         let mut order: Vec<usize> = (0..self.slots.len()).filter(|s| self.slots[*s].is_some()).collect();
         order.sort_by_key(|s| self.slots[*s].as_ref().map(|r| (r.prompt_time.is_none(), r.id)));
+        self.propose(engine, &order)?;
+        let mut room = engine.options().chunk;
         let (mut feeds, mut ends) = (vec![], vec![]);
         for &sequence in &order {
             let Some(r) = &self.slots[sequence] else { continue };
@@ -109,21 +126,51 @@ impl Batch {
                 break;
             }
             room -= n;
-            feeds.push(Feed { sequence, tokens: &r.rest[..n], all: false });
+            feeds.push(Feed { sequence, tokens: &r.rest[..n], all: r.proposed > 0 });
             ends.push(engine.length(sequence) + r.rest.len());
         }
         let fed: Vec<(usize, usize)> = feeds.iter().map(|f| (f.sequence, f.tokens.len())).collect();
-        let made = if feeds.is_empty() { Ok(vec![]) } else { engine.feed_parts(&feeds, &ends) };
+        let made = if feeds.is_empty() { Ok(vec![]) } else { engine.feed_each(&feeds, &ends) };
         let made = made.inspect_err(|_| {
             for s in 0..self.slots.len() {
                 engine.truncate(s, 0);
             }
             self.slots.clear();
         })?;
+        let running = |s: &usize| self.slots[*s].as_ref();
+        // The time of a step with parts of prompts says nothing about proposals.
+        let only_tokens = order.iter().filter_map(running).all(|r| r.prompt_time.is_some());
+        let mut step = Step { sequences: fed.len(), proposed: 0, accepted: 0 };
         for ((sequence, n), logits) in fed.into_iter().zip(made) {
-            self.advance(engine, sequence, n, &logits, &mut out);
+            let (proposed, accepted) = self.advance(engine, sequence, n, &logits, &mut out);
+            step.proposed += proposed;
+            step.accepted += accepted;
+        }
+        if let Some(s) = self.speculation.as_mut().filter(|_| only_tokens && step.sequences > 0) {
+            s.record(step, start.elapsed());
         }
         Ok(out)
+    }
+
+    /// Adds proposed tokens to the last token of each request. Steps with a part of a prompt have none.
+    fn propose(&mut self, engine: &Engine, order: &[usize]) -> Result<()> {
+        let Some(s) = &mut self.speculation else { return Ok(()) };
+        let tokens = |r: &Running| r.prompt_time.is_some() && r.rest.len() == 1;
+        if order.is_empty() || !self.slots.iter().flatten().all(tokens) {
+            return Ok(());
+        }
+        let count = s.count(order.len());
+        let mut room = engine.options().chunk.saturating_sub(order.len());
+        for &sequence in order {
+            let Some(r) = &mut self.slots[sequence] else { continue };
+            // Neither the request nor the step takes more than it may.
+            let most = r.reserved.saturating_sub(engine.length(sequence) + 1).min(room);
+            let proposed = s.propose(sequence, &mut r.session, count.min(most))?;
+            r.proposed = proposed.len();
+            room -= r.proposed;
+            r.rest.extend(proposed);
+        }
+        Ok(())
     }
 
     /// Gives free sequences to waiting requests, in their order.
@@ -143,14 +190,16 @@ impl Batch {
                     engine.truncate(sequence, 0);
                     let prompt = request.prompt.len();
                     let (start, rest) = (Instant::now(), request.prompt);
-                    let r = Running { id, session, rest, prompt, reserved: need, start, prompt_time: None };
+                    let (reserved, proposed, prompt_time) = (need, 0, None);
+                    let r = Running { id, session, rest, proposed, prompt, reserved, start, prompt_time };
                     self.slots[sequence] = Some(r);
                 }
             }
         }
     }
 
-    /// Takes over what the engine computed for a sequence.
+    /// Takes over what the engine computed for a sequence. Returns the numbers of proposed tokens and of those
+    /// that were chosen.
     fn advance(
         &mut self,
         engine: &mut Engine,
@@ -158,33 +207,44 @@ impl Batch {
         fed: usize,
         logits: &[f32],
         out: &mut Vec<(usize, Event)>,
-    ) {
-        let Some(r) = &mut self.slots[sequence] else { return };
-        r.rest.drain(..fed);
+    ) -> (usize, usize) {
+        let Some(r) = &mut self.slots[sequence] else { return (0, 0) };
+        let done: Vec<u32> = r.rest.drain(..fed).collect();
         if !r.rest.is_empty() {
-            return;
+            return (0, 0);
         }
         r.prompt_time.get_or_insert_with(|| r.start.elapsed());
-        let piece = r.session.next(logits, engine.length(sequence) >= engine.context());
-        let done = match piece {
+        let proposed = &done[fed - std::mem::take(&mut r.proposed)..];
+        let base = engine.length(sequence) - proposed.len() - 1;
+        let made = verify(&mut r.session, logits, proposed, (base, engine.context()), &mut |_| true);
+        let Verified { accepted, mut last } = made;
+        let counts = (proposed.len(), accepted.len());
+        let length = base + 1 + accepted.len();
+        if !proposed.is_empty() && engine.truncate(sequence, length) != length {
+            last = Err(stuck());
+        }
+        out.extend(accepted.into_iter().map(|p| (r.id, Event::Piece(p))));
+        let ended = match last {
             Ok(piece) => {
+                let piece = piece.unwrap_or_default();
                 r.rest.extend(piece.token);
-                let done = piece.finish.is_some();
+                let ended = piece.finish.is_some();
                 out.push((r.id, Event::Piece(piece)));
-                done
+                ended
             }
             Err(e) => {
                 out.push((r.id, Event::Failed(e)));
                 engine.truncate(sequence, 0);
                 self.slots[sequence] = None;
-                return;
+                return counts;
             }
         };
-        if done && let Some(r) = self.slots[sequence].take() {
+        if ended && let Some(r) = self.slots[sequence].take() {
             engine.truncate(sequence, 0);
             let prompt_time = r.prompt_time.unwrap_or_default();
             let time = r.start.elapsed().saturating_sub(prompt_time);
             out.push((r.id, Event::Done(Box::new(r.session.into_generation(r.prompt, prompt_time, time)))));
         }
+        counts
     }
 }

@@ -70,7 +70,7 @@ pub struct Engine {
     floors: Vec<usize>,
     /// Whether activations are returned in place of logits.
     activations: bool,
-    /// Whether rotations are those of tokens that are fed one by one.
+    /// Whether feeds whose logits are all wanted have the rotations of tokens that are fed one by one.
     each: bool,
 }
 
@@ -178,14 +178,15 @@ impl Engine {
         self.feed_parts(feeds, &[])
     }
 
-    /// [`Engine::feed`] with the results of tokens that are fed one by one: rotations that depend on the
-    /// length of a sequence take for each token the length that the sequence has after it.
+    /// [`Engine::feed_parts`] in which the feeds whose logits are all wanted have the results of tokens that
+    /// are fed one by one: rotations that depend on the length of a sequence take for each token the length
+    /// that the sequence has after it.
     ///
     /// # Errors
     /// Those of [`Engine::feed`].
-    pub fn feed_each(&mut self, feeds: &[Feed<'_>]) -> Result<Vec<Vec<f32>>> {
+    pub fn feed_each(&mut self, feeds: &[Feed<'_>], ends: &[usize]) -> Result<Vec<Vec<f32>>> {
         self.each = true;
-        let made = self.feed(feeds);
+        let made = self.feed_parts(feeds, ends);
         self.each = false;
         made
     }

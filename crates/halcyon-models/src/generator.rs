@@ -4,9 +4,11 @@ use crate::batch::{Batch, Event, Request};
 use crate::engine::{Engine, EngineOptions, Feed};
 use crate::generate::{Finish, GenerateOptions, Generation, Piece, Session, generate};
 use crate::model::ModelFile;
+use crate::speculate::Speculation;
 use halcyon::Backend;
 use halcyon::ir::error::{Error, Result};
 use halcyon_text::{ChatTemplate, Message, RenderOptions, Tokenizer};
+use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
@@ -48,6 +50,7 @@ pub struct Generator {
     engine: Engine,
     tokenizer: Option<Arc<Tokenizer>>,
     template: Option<ChatTemplate>,
+    speculation: Option<Speculation>,
 }
 
 impl Generator {
@@ -74,12 +77,23 @@ impl Generator {
 
     /// A generator of parts. Without a tokenizer, prompts and answers are token ids only.
     pub fn new(engine: Engine, tokenizer: Option<Tokenizer>, template: Option<ChatTemplate>) -> Generator {
-        Generator { engine, tokenizer: tokenizer.map(Arc::new), template }
+        Generator { engine, tokenizer: tokenizer.map(Arc::new), template, speculation: None }
     }
 
     /// The engine, whose sequences generations use from 0 on.
     pub fn engine(&mut self) -> &mut Engine {
         &mut self.engine
+    }
+
+    /// Generates with proposals of a draft from now on, or without: the texts stay the same. Returns what was
+    /// used until now. For batches, a draft model needs as many sequences as the generator's engine.
+    pub fn speculate(&mut self, with: impl Into<Option<Speculation>>) -> Option<Speculation> {
+        std::mem::replace(&mut self.speculation, with.into())
+    }
+
+    /// The draft in use, with what it brought so far ([`Speculation::stats`]).
+    pub fn speculation(&self) -> Option<&Speculation> {
+        self.speculation.as_ref()
     }
 
     /// The tokenizer.
@@ -125,8 +139,11 @@ impl Generator {
     pub fn generate(&mut self, prompt: impl Into<Prompt>, options: &GenerateOptions) -> Result<Generation> {
         let tokens = self.tokens(prompt)?;
         self.engine.truncate(0, 0);
-        let t = self.tokenizer.as_deref();
-        generate(&mut self.engine, 0, t, &tokens, options, &mut |_| ControlFlow::Continue(()))
+        let (t, on_text) = (self.tokenizer.as_deref(), &mut |_: &str| ControlFlow::Continue(()));
+        match &mut self.speculation {
+            None => generate(&mut self.engine, 0, t, &tokens, options, on_text),
+            Some(s) => s.generate(&mut self.engine, 0, t, &tokens, options, on_text),
+        }
     }
 
     /// Answers the last message of a chat.
@@ -148,7 +165,9 @@ impl Generator {
         self.engine.truncate(0, 0);
         let session = Session::new(self.tokenizer.clone(), &tokens, options)?;
         self.engine.check_prompt(&tokens)?;
-        Ok(Pieces { engine: &mut self.engine, session, next: tokens, ended: false })
+        let speculation = self.speculation.as_mut();
+        let (next, ready) = (tokens, VecDeque::new());
+        Ok(Pieces { engine: &mut self.engine, speculation, session, next, ready, begun: false, ended: false })
     }
 
     /// Continues many prompts with the same options. The engine's sequences compute at the same time; a
@@ -187,20 +206,31 @@ impl Generator {
         on_event: &mut dyn FnMut(usize, Event) -> Result<()>,
     ) -> Result<()> {
         let mut batch = self.new_batch();
-        let engine = &mut self.engine;
-        requests.into_iter().try_for_each(|r| batch.push(engine, r).map(drop))?;
-        while !batch.is_idle() {
-            for (id, event) in batch.step(engine)? {
-                on_event(id, event)?;
-            }
-        }
-        Ok(())
+        batch.speculate(self.speculation.take());
+        let made = run(&mut batch, &mut self.engine, requests, on_event);
+        self.speculation = batch.speculate(None);
+        made
     }
 
     /// A batch without requests, for a caller that steps it with [`Generator::engine`].
     pub fn new_batch(&self) -> Batch {
         Batch::new(self.tokenizer.clone())
     }
+}
+
+fn run(
+    batch: &mut Batch,
+    engine: &mut Engine,
+    requests: Vec<Request>,
+    on_event: &mut dyn FnMut(usize, Event) -> Result<()>,
+) -> Result<()> {
+    requests.into_iter().try_for_each(|r| batch.push(engine, r).map(drop))?;
+    while !batch.is_idle() {
+        for (id, event) in batch.step(engine)? {
+            on_event(id, event)?;
+        }
+    }
+    Ok(())
 }
 
 /// The tokens of a chat, with the beginning of an answer.
@@ -236,25 +266,42 @@ pub fn chat_tokens(
 #[derive(Debug)]
 pub struct Pieces<'a> {
     engine: &'a mut Engine,
+    speculation: Option<&'a mut Speculation>,
     session: Session<Arc<Tokenizer>>,
     /// Tokens to feed before the next one is chosen.
     next: Vec<u32>,
+    /// Pieces of the last step.
+    ready: VecDeque<Result<Piece>>,
+    /// Whether the prompt is computed.
+    begun: bool,
     ended: bool,
 }
 
 impl Pieces<'_> {
-    /// The text so far, without what may become a stop string.
+    /// The text so far, without what may become a stop string. With a draft, it may be ahead of the pieces.
     pub fn text(&self) -> &str {
         self.session.text()
     }
 
     /// Why the text ended, if it did.
     pub fn finish(&self) -> Option<Finish> {
-        self.session.finish()
+        self.session.finish().filter(|_| self.ready.is_empty())
     }
 
     fn step(&mut self) -> Result<Piece> {
+        if let Some(piece) = self.ready.pop_front() {
+            return piece;
+        }
         let tokens = std::mem::take(&mut self.next);
+        if let (Some(s), true, &[token]) = (&mut self.speculation, self.begun, &tokens[..]) {
+            let verified = s.step(self.engine, 0, &mut self.session, token)?;
+            self.ready.extend(verified.accepted.into_iter().map(Ok));
+            let last = verified.last.transpose().unwrap_or_else(|| Err(Error::internal("a step has no end")));
+            self.next.extend(last.as_ref().ok().and_then(|p| p.token));
+            self.ready.push_back(last);
+            return self.step();
+        }
+        self.begun = true;
         let logits = self.engine.feed(&[Feed { sequence: 0, tokens: &tokens, all: false }])?;
         let full = self.engine.length(0) >= self.engine.context();
         let piece = self.session.next(logits.first().map_or(&[], Vec::as_slice), full)?;

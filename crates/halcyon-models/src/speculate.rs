@@ -17,7 +17,7 @@ use halcyon::ir::error::{Error, Result};
 use halcyon_text::Tokenizer;
 use std::collections::HashSet;
 use std::fmt;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Deref};
 use std::time::{Duration, Instant};
 
 /// The most tokens that are proposed at once. Recurrent layers cannot go back further.
@@ -42,6 +42,9 @@ trait Model {
     /// Adds tokens. Returns the logits after all of them, or after the last one.
     fn feed(&mut self, tokens: &[u32], all: bool) -> Result<Vec<f32>>;
     fn truncate(&mut self, length: usize);
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
 }
 
 /// A sequence of an engine.
@@ -58,7 +61,7 @@ impl Model for Sequence<'_> {
 
     fn feed(&mut self, tokens: &[u32], all: bool) -> Result<Vec<f32>> {
         let feed = [Feed { sequence: self.1, tokens, all }];
-        let made = if all { self.0.feed_each(&feed) } else { self.0.feed(&feed) };
+        let made = if all { self.0.feed_each(&feed, &[]) } else { self.0.feed(&feed) };
         Ok(made?.pop().unwrap_or_default())
     }
 
@@ -86,18 +89,26 @@ impl Default for SpeculationOptions {
 enum Draft {
     /// What followed the last tokens where they occurred before.
     Lookup,
-    /// A model with the same vocabulary, and the tokens that its sequence holds.
-    Model(Box<Engine>, Vec<u32>),
+    /// A model with the same vocabulary, and the tokens that each of its sequences holds.
+    Model(Box<Engine>, Vec<Vec<u32>>),
     /// These tokens.
     #[cfg(test)]
     Fixed(Vec<u32>),
 }
 
 impl Draft {
-    fn propose(&mut self, past: &[u32], n: usize, sampler: Sampler) -> Result<Vec<u32>> {
+    fn propose(&mut self, sequence: usize, past: &[u32], n: usize, sampler: Sampler) -> Result<Vec<u32>> {
         match self {
             Draft::Lookup => Ok(lookup(past, n).to_vec()),
-            Draft::Model(engine, held) => drafted(&mut Sequence(engine, 0), held, past, n, sampler),
+            Draft::Model(engine, held) => {
+                let o = engine.options();
+                // The sequences of the draft share its cache in equal parts.
+                if sequence >= o.sequences || past.len() + n > o.positions / o.sequences {
+                    return Ok(vec![]);
+                }
+                held.resize_with(o.sequences, Vec::new);
+                drafted(&mut Sequence(engine, sequence), &mut held[sequence], past, n, sampler)
+            }
             #[cfg(test)]
             Draft::Fixed(tokens) => Ok(tokens[..n.min(tokens.len())].to_vec()),
         }
@@ -155,7 +166,8 @@ impl Speculation {
     }
 
     /// Proposes the tokens of another model, usually a smaller one of the same family. `draft` uses its
-    /// sequence 0 for this.
+    /// sequence 0 for this, and in a [`crate::Batch`] the sequence with the number of the model's. Sequences
+    /// that it does not have get no proposals.
     ///
     /// # Errors
     /// `Error::Argument` if the vocabulary has another size than the model's, or for a number of tokens
@@ -190,7 +202,7 @@ impl Speculation {
     ) -> Result<Generation> {
         let session = Session::new(tokenizer, prompt, options)?;
         let mut model = Sequence(engine, sequence);
-        self.run(&mut model, session, prompt, on_text)
+        self.run(&mut model, session, prompt, sequence, on_text)
     }
 
     fn run(
@@ -198,6 +210,7 @@ impl Speculation {
         model: &mut dyn Model,
         mut session: Session<&Tokenizer>,
         prompt: &[u32],
+        sequence: usize,
         on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
     ) -> Result<Generation> {
         let start = Instant::now();
@@ -205,65 +218,124 @@ impl Speculation {
         let prompt_time = start.elapsed();
         let start = Instant::now();
         let mut piece = session.next(&logits, model.length() >= model.context())?;
+        let mut stopped = false;
+        let mut pass = |text: &str| {
+            stopped = stopped || !text.is_empty() && on_text(text).is_break();
+            !stopped
+        };
         loop {
-            let stopped = !piece.text.is_empty() && on_text(&piece.text).is_break();
-            let Some(token) = piece.token.filter(|_| piece.finish.is_none() && !stopped) else { break };
-            match self.round(model, &mut session, token, on_text)? {
-                Some(next) => piece = next,
+            let goes_on = pass(&piece.text);
+            let Some(token) = piece.token.filter(|_| piece.finish.is_none() && goes_on) else { break };
+            let verified = self.round(model, sequence, &mut session, token, &mut |p| pass(&p.text))?;
+            match verified.last? {
+                Some(p) => piece = p,
                 None => break,
             }
         }
         Ok(session.into_generation(prompt.len(), prompt_time, start.elapsed()))
     }
 
-    /// A step of the model: computes `token` and proposals that follow it. Returns the last piece, whose
-    /// token the sequence does not hold; `None` if the caller ended the text.
-    fn round(
+    /// A step of an engine's sequence, for a caller that hands out the pieces.
+    pub(crate) fn step<T: Deref<Target = Tokenizer> + Clone>(
+        &mut self,
+        engine: &mut Engine,
+        sequence: usize,
+        session: &mut Session<T>,
+        token: u32,
+    ) -> Result<Verified> {
+        self.round(&mut Sequence(engine, sequence), sequence, session, token, &mut |_| true)
+    }
+
+    /// A step of the model: computes `token` and proposals that follow it.
+    fn round<T: Deref<Target = Tokenizer> + Clone>(
         &mut self,
         model: &mut dyn Model,
-        session: &mut Session<&Tokenizer>,
+        sequence: usize,
+        session: &mut Session<T>,
         token: u32,
-        on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
-    ) -> Result<Option<Piece>> {
+        goes_on: &mut dyn FnMut(&Piece) -> bool,
+    ) -> Result<Verified> {
         let base = model.length();
-        let start = Instant::now();
-        let count = self.pace.count().min(model.context().saturating_sub(base + 1));
-        let proposed = match count {
-            0 => vec![],
-            n => {
-                let sampler = session.sampler().clone();
-                self.draft.propose(session.past(), n, sampler)?
-            }
-        };
+        let start = model.now();
+        let count = self.pace.count(1).min(model.context().saturating_sub(base + 1));
+        let proposed = self.propose(sequence, session, count)?;
         let fed = [&[token], &proposed[..]].concat();
         let rows = model.feed(&fed, !proposed.is_empty())?;
-        let size = rows.len() / fed.len();
-        let mut accepted = 0;
-        let last = loop {
-            let full = base + accepted + 1 >= model.context();
-            let made = session.next(&rows[accepted * size..(accepted + 1) * size], full);
-            let goes_on = made.as_ref().is_ok_and(|p| {
-                p.finish.is_none() && p.token.is_some() && p.token == proposed.get(accepted).copied()
-            });
-            if !goes_on {
-                break made.map(Some);
-            }
-            let text = made?.text;
-            if !text.is_empty() && on_text(&text).is_break() {
-                break Ok(None);
-            }
-            accepted += 1;
-        };
-        let length = base + 1 + accepted;
+        let verified = verify(session, &rows, &proposed, (base, model.context()), goes_on);
+        let length = base + 1 + verified.accepted.len();
         model.truncate(length);
         if model.length() != length {
-            return Err(Error::unsupported(
-                "speculative decoding with layers that cannot go back",
-                "Generate without a draft.",
-            ));
+            return Err(stuck());
         }
-        self.pace.record(proposed.len(), accepted, start.elapsed());
-        last
+        let time = model.now().duration_since(start);
+        self.pace
+            .record(Step { sequences: 1, proposed: proposed.len(), accepted: verified.accepted.len() }, time);
+        Ok(verified)
+    }
+
+    /// At most `count` tokens that may follow those of a session.
+    pub(crate) fn propose<T: Deref<Target = Tokenizer> + Clone>(
+        &mut self,
+        sequence: usize,
+        session: &mut Session<T>,
+        count: usize,
+    ) -> Result<Vec<u32>> {
+        if count == 0 {
+            return Ok(vec![]);
+        }
+        let sampler = session.sampler().clone();
+        self.draft.propose(sequence, session.past(), count, sampler)
+    }
+
+    /// How many tokens to propose for each of some sequences.
+    pub(crate) fn count(&mut self, sequences: usize) -> usize {
+        self.pace.count(sequences)
+    }
+
+    /// Takes what a step brought, and its time.
+    pub(crate) fn record(&mut self, step: Step, time: Duration) {
+        self.pace.record(step, time);
+    }
+}
+
+/// The layers of a model keep no state to which a sequence could go back.
+pub(crate) fn stuck() -> Error {
+    let what = "speculative decoding with layers that cannot go back";
+    Error::unsupported(what, "Generate without a draft.")
+}
+
+/// What a step with proposals gave.
+#[derive(Debug)]
+pub(crate) struct Verified {
+    /// The proposed tokens that were chosen.
+    pub(crate) accepted: Vec<Piece>,
+    /// The piece after them, whose token the sequence does not hold; `None` if the caller ended the text.
+    pub(crate) last: Result<Option<Piece>>,
+}
+
+/// Chooses tokens from the logits after a token and those proposed to follow it, as long as they are the
+/// proposed ones and `goes_on` allows it. `base` is the length of the sequence before the token.
+pub(crate) fn verify<T: Deref<Target = Tokenizer> + Clone>(
+    session: &mut Session<T>,
+    rows: &[f32],
+    proposed: &[u32],
+    (base, context): (usize, usize),
+    goes_on: &mut dyn FnMut(&Piece) -> bool,
+) -> Verified {
+    let size = rows.len() / (1 + proposed.len());
+    let mut accepted = vec![];
+    loop {
+        let n = accepted.len();
+        let made = session.next(&rows[n * size..(n + 1) * size], base + n + 1 >= context);
+        match made {
+            Ok(p) if p.finish.is_none() && p.token.is_some() && p.token == proposed.get(n).copied() => {
+                if !goes_on(&p) {
+                    return Verified { accepted, last: Ok(None) };
+                }
+                accepted.push(p);
+            }
+            last => return Verified { accepted, last: last.map(Some) },
+        }
     }
 }
 
@@ -332,6 +404,14 @@ impl Rate {
     }
 }
 
+/// A step of some sequences, each of which got one token more than accepted ones.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Step {
+    pub(crate) sequences: usize,
+    pub(crate) proposed: usize,
+    pub(crate) accepted: usize,
+}
+
 /// Decides how many tokens are proposed.
 #[derive(Debug)]
 struct Pace {
@@ -345,6 +425,8 @@ struct Pace {
     rounds: usize,
     plain: Rate,
     drafted: Rate,
+    /// The number of sequences that the rates are about, rounded up to a power of two.
+    sequences: usize,
     /// Numbers of rows that occurred: the first step of each builds a plan, and does not count.
     seen: HashSet<usize>,
     total: SpeculationStats,
@@ -366,13 +448,22 @@ impl Pace {
             rounds: 0,
             plain: Rate::default(),
             drafted: Rate::default(),
+            sequences: 1,
             seen: HashSet::new(),
             total: SpeculationStats::default(),
             measured: (0, 0.0),
         })
     }
 
-    fn count(&mut self) -> usize {
+    /// How many tokens to propose for each of some sequences.
+    fn count(&mut self, sequences: usize) -> usize {
+        let sequences = sequences.next_power_of_two();
+        if self.sequences != sequences {
+            // A step of other sequences takes another time.
+            self.sequences = sequences;
+            (self.plain, self.drafted) = (Rate::default(), Rate::default());
+            (self.rounds, self.pause, self.pauses) = (0, 0, 0);
+        }
         if self.options.always {
             return self.count;
         }
@@ -384,18 +475,19 @@ impl Pace {
         if self.plain.per_second().is_none() { 0 } else { self.count }
     }
 
-    fn record(&mut self, proposed: usize, accepted: usize, time: Duration) {
+    fn record(&mut self, step: Step, time: Duration) {
+        let Step { sequences, proposed, accepted } = step;
         self.total.proposed += proposed;
         self.total.accepted += accepted;
         match proposed {
             0 => self.total.plain += 1,
             _ => self.total.verified += 1,
         }
-        let first = self.seen.insert((proposed + 1).next_power_of_two());
+        let first = self.seen.insert((proposed + sequences).next_power_of_two());
         if !first {
             let rate = if proposed == 0 { &mut self.plain } else { &mut self.drafted };
-            rate.add(accepted + 1, time);
-            self.measured.0 += accepted + 1;
+            rate.add(accepted + sequences, time);
+            self.measured.0 += accepted + sequences;
             self.measured.1 += time.as_secs_f64();
         }
         if proposed == 0 {
@@ -433,10 +525,17 @@ mod tests {
     use super::*;
     use crate::sample::Sampling;
 
-    /// Logits that depend on the last token only.
+    /// Logits that depend on the last token only. A step takes a given time for itself and for each row.
     struct Table {
         logits: Vec<Vec<f32>>,
         tokens: Vec<u32>,
+        context: usize,
+        now: Instant,
+        takes: [u64; 2],
+    }
+
+    fn step(proposed: usize, accepted: usize) -> Step {
+        Step { sequences: 1, proposed, accepted }
     }
 
     impl Model for Table {
@@ -445,11 +544,16 @@ mod tests {
         }
 
         fn context(&self) -> usize {
-            12
+            self.context
+        }
+
+        fn now(&self) -> Instant {
+            self.now
         }
 
         fn feed(&mut self, tokens: &[u32], all: bool) -> Result<Vec<f32>> {
             self.tokens.extend(tokens);
+            self.now += Duration::from_millis(self.takes[0] + self.takes[1] * tokens.len() as u64);
             assert!(self.length() <= self.context());
             let rows = if all { tokens } else { &tokens[tokens.len() - 1..] };
             Ok(rows.iter().flat_map(|t| self.logits[*t as usize].clone()).collect())
@@ -465,7 +569,7 @@ mod tests {
     fn table(seed: u64) -> Table {
         let mut rng = halcyon_test::Rng::new(seed);
         let logits = (0..WORDS).map(|_| rng.f32s(WORDS).iter().map(|v| v * 3.0).collect()).collect();
-        Table { logits, tokens: vec![] }
+        Table { logits, tokens: vec![], context: 12, now: Instant::now(), takes: [10, 1] }
     }
 
     /// Samplers of which each step changes something.
@@ -486,19 +590,10 @@ mod tests {
     /// Proposals of a table in place of an engine.
     fn generation(draft: Option<&mut Table>, target: &mut Table, sampling: Sampling, n: usize) -> Vec<u32> {
         let options = GenerateOptions { max_tokens: Some(n), sampling, ..GenerateOptions::default() };
+        let Some(draft) = draft else { return generation_of(target, &options) };
         let mut session: Session<&Tokenizer> = Session::new(None, &[0], &options).unwrap();
         target.tokens.clear();
-        let mut logits = target.feed(&[0], false).unwrap();
-        let Some(draft) = draft else {
-            while let Some(token) = session.next(&logits, target.length() >= target.context()).unwrap().token
-            {
-                if session.finish().is_some() {
-                    break;
-                }
-                logits = target.feed(&[token], false).unwrap();
-            }
-            return session.tokens().to_vec();
-        };
+        let logits = target.feed(&[0], false).unwrap();
         let mut held = vec![];
         draft.tokens.clear();
         let mut piece = session.next(&logits, false).unwrap();
@@ -508,8 +603,7 @@ mod tests {
             let proposed = drafted(draft, &mut held, session.past(), 3, sampler).unwrap();
             assert_eq!(held, draft.tokens);
             s.draft = Draft::Fixed(proposed);
-            piece =
-                s.round(target, &mut session, token, &mut |_| ControlFlow::Continue(())).unwrap().unwrap();
+            piece = s.round(target, 0, &mut session, token, &mut |_| true).unwrap().last.unwrap().unwrap();
         }
         session.tokens().to_vec()
     }
@@ -575,33 +669,78 @@ mod tests {
         assert!(lookup(&[1, 2, 3], 3).is_empty() && lookup(&[], 3).is_empty() && lookup(&[1], 3).is_empty());
     }
 
+    /// A draft that is always wrong is asked less and less often, and its tokens are none of the text's.
+    #[test]
+    fn a_bad_draft_is_switched_off() {
+        let mut target = table(1);
+        (target.context, target.takes) = (2000, [10, 2]);
+        let options = GenerateOptions {
+            max_tokens: Some(1500),
+            sampling: Sampling { seed: 3, temperature: 1.0, ..Sampling::default() },
+            ..GenerateOptions::default()
+        };
+        let mut session: Session<&Tokenizer> = Session::new(None, &[0], &options).unwrap();
+        let want = generation_of(&mut target, &options);
+        target.tokens.clear();
+        let logits = target.feed(&[0], false).unwrap();
+        let mut s = Speculation::lookup(SpeculationOptions::default()).unwrap();
+        let mut piece = session.next(&logits, false).unwrap();
+        while let Some(token) = piece.token.filter(|_| piece.finish.is_none()) {
+            // Any token but the next one.
+            let wrong = want.get(session.tokens().len()).map_or(0, |t| (t + 1) % WORDS as u32);
+            s.draft = Draft::Fixed(vec![wrong; 7]);
+            piece =
+                s.round(&mut target, 0, &mut session, token, &mut |_| true).unwrap().last.unwrap().unwrap();
+        }
+        assert_eq!(session.tokens(), want);
+        let stats = s.stats();
+        assert_eq!(stats.accepted, 0);
+        // Attempts of 8 or 9 steps, with pauses of 16, 32, … 512 steps.
+        assert!(stats.verified >= ROUNDS && stats.verified < 80, "{stats:?}");
+        assert_eq!(stats.verified + stats.plain, 1499);
+    }
+
+    /// A text without proposals.
+    fn generation_of(target: &mut Table, options: &GenerateOptions) -> Vec<u32> {
+        let mut session: Session<&Tokenizer> = Session::new(None, &[0], options).unwrap();
+        target.tokens.clear();
+        let mut logits = target.feed(&[0], false).unwrap();
+        while let Some(token) = session.next(&logits, target.length() >= target.context()).unwrap().token {
+            if session.finish().is_some() {
+                break;
+            }
+            logits = target.feed(&[token], false).unwrap();
+        }
+        session.tokens().to_vec()
+    }
+
     #[test]
     fn proposals_stop_where_they_do_not_pay() {
         let ms = Duration::from_millis;
         let mut p = Pace::new(SpeculationOptions::default()).unwrap();
         // Two plain steps first: one builds the plan, the other is measured.
         for _ in 0..2 {
-            assert_eq!(p.count(), 0);
-            p.record(0, 0, ms(10));
+            assert_eq!(p.count(1), 0);
+            p.record(step(0, 0), ms(10));
         }
         // Nothing is accepted, and a step takes longer.
         let mut tried = 0;
-        while p.count() > 0 {
-            p.record(1, 0, ms(15));
+        while p.count(1) > 0 {
+            p.record(step(1, 0), ms(15));
             tried += 1;
         }
         assert_eq!(tried, ROUNDS + 1);
-        assert!((1..PAUSE).all(|_| p.count() == 0));
-        assert!(p.count() > 0);
+        assert!((1..PAUSE).all(|_| p.count(1) == 0));
+        assert!(p.count(1) > 0);
         // All are accepted: more are proposed.
         let mut p = Pace::new(SpeculationOptions::default()).unwrap();
-        (0..2).for_each(|_| p.record(0, 0, ms(10)));
+        (0..2).for_each(|_| p.record(step(0, 0), ms(10)));
         for _ in 0..40 {
-            let n = p.count();
+            let n = p.count(1);
             assert!(n > 0);
-            p.record(n, n, ms(15));
+            p.record(step(n, n), ms(15));
         }
-        assert_eq!(p.count(), 7);
+        assert_eq!(p.count(1), 7);
         assert!(p.stats().speed_up.is_some_and(|s| s > 4.0), "{:?}", p.stats());
         assert!(Pace::new(SpeculationOptions { most: 16, always: false }).is_err());
     }

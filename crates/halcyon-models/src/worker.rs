@@ -127,13 +127,17 @@ impl Drop for AsyncPieces {
 
 fn work(mut g: Generator, jobs: &Receiver<Job>) -> Generator {
     let mut batch = g.new_batch();
+    batch.speculate(g.speculate(None));
     let mut lines: HashMap<usize, Arc<Line>> = HashMap::new();
     loop {
         // Without requests, the thread waits for one.
         if batch.is_idle() {
             match jobs.recv() {
                 Ok(job) => add(&mut g, &mut batch, &mut lines, job),
-                Err(_) => return g,
+                Err(_) => {
+                    g.speculate(batch.speculate(None));
+                    return g;
+                }
             }
         }
         while let Ok(job) = jobs.try_recv() {
@@ -155,7 +159,9 @@ fn work(mut g: Generator, jobs: &Receiver<Job>) -> Generator {
             Err(e) => {
                 // The running requests are lost, and those that wait would fail as well.
                 lines.drain().for_each(|(_, line)| line.put(Some(Err(e.clone())), true));
+                let speculation = batch.speculate(None);
                 batch = g.new_batch();
+                batch.speculate(speculation);
             }
         }
     }

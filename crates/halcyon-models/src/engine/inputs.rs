@@ -52,7 +52,7 @@ impl Engine {
             token[r] = feed.tokens[i] as i32;
             position[r] = at as i32;
             sequence[r] = s as i32;
-            length[r] = if self.each { at + 1 } else { lengths[f] };
+            length[r] = if self.each && feed.all { at + 1 } else { lengths[f] };
             slot[r] = (self.pages[s][at / page] as usize * page + at % page) as i32;
             places.push((s, at));
             self.lengths[s] = at + 1;

@@ -13,7 +13,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 /// A generator with the random model and a tokenizer of bytes.
-fn generator(b: &Backend, sequences: usize, positions: usize, chunk: usize) -> Generator {
+pub(crate) fn generator(b: &Backend, sequences: usize, positions: usize, chunk: usize) -> Generator {
     let metadata: Vec<(String, Value)> = metadata("llama").into_iter().chain(tokenizer()).collect();
     let source = file(&metadata, &tensors(None));
     let spec = halcyon_models::family::spec(&source).expect("the configuration is valid");
@@ -26,7 +26,7 @@ fn generator(b: &Backend, sequences: usize, positions: usize, chunk: usize) -> G
 }
 
 /// Prompts of different lengths, each with a seed and a limit of its own.
-fn requests(n: usize) -> Vec<Request> {
+pub(crate) fn requests(n: usize) -> Vec<Request> {
     let mut rng = Rng::new(3);
     let request = |i: usize| {
         let sampling = Sampling { temperature: 1.5, seed: i as u64, ..Sampling::default() };
@@ -37,7 +37,7 @@ fn requests(n: usize) -> Vec<Request> {
     (0..n).map(request).collect()
 }
 
-fn outcome(g: &Generation) -> (Vec<u32>, String, Finish, usize) {
+pub(crate) fn outcome(g: &Generation) -> (Vec<u32>, String, Finish, usize) {
     (g.tokens.clone(), g.text.clone(), g.finish, g.prompt_tokens)
 }
 
@@ -136,7 +136,7 @@ fn pieces_are_the_text() {
     assert_eq!(first.token, again.token);
 }
 
-fn next(s: &mut halcyon_models::AsyncPieces) -> Option<Result<Piece>> {
+pub(crate) fn next(s: &mut halcyon_models::AsyncPieces) -> Option<Result<Piece>> {
     pollster::block_on(std::future::poll_fn(|c| futures_core::Stream::poll_next(Pin::new(&mut *s), c)))
 }
 

@@ -15,3 +15,4 @@ mod stories;
 mod mutated;
 mod selected;
 mod speculated;
+mod speculated_batch;
