@@ -1,6 +1,7 @@
 //! Many prompts at once. A finished sequence's place is taken by the next prompt; pieces of prompts and
 //! single tokens of other sequences share the steps.
 
+use crate::device_sample::Scores;
 use crate::engine::{Engine, Feed};
 use crate::generate::{GenerateOptions, Generation, Piece, Session};
 use crate::speculate::{Speculation, Step, Verified, stuck, verify};
@@ -130,7 +131,15 @@ impl Batch {
             ends.push(engine.length(sequence) + r.rest.len());
         }
         let fed: Vec<(usize, usize)> = feeds.iter().map(|f| (f.sequence, f.tokens.len())).collect();
-        let made = if feeds.is_empty() { Ok(vec![]) } else { engine.feed_each(&feeds, &ends) };
+        let made = match self.selected(engine) {
+            _ if feeds.is_empty() => Ok(vec![]),
+            Some(k) => engine
+                .feed_selected(&feeds, &ends, k)
+                .map(|rows| rows.into_iter().map(Scores::Selected).collect::<Vec<_>>()),
+            None => {
+                engine.feed_each(&feeds, &ends).map(|z| z.into_iter().map(Scores::All).collect::<Vec<_>>())
+            }
+        };
         let made = made.inspect_err(|_| {
             for s in 0..self.slots.len() {
                 engine.truncate(s, 0);
@@ -141,8 +150,8 @@ impl Batch {
         // The time of a step with parts of prompts says nothing about proposals.
         let only_tokens = order.iter().filter_map(running).all(|r| r.prompt_time.is_some());
         let mut step = Step { sequences: fed.len(), proposed: 0, accepted: 0 };
-        for ((sequence, n), logits) in fed.into_iter().zip(made) {
-            let (proposed, accepted) = self.advance(engine, sequence, n, &logits, &mut out);
+        for ((sequence, n), scores) in fed.into_iter().zip(made) {
+            let (proposed, accepted) = self.advance(engine, sequence, n, &scores, &mut out);
             step.proposed += proposed;
             step.accepted += accepted;
         }
@@ -150,6 +159,14 @@ impl Batch {
             s.record(step, start.elapsed());
         }
         Ok(out)
+    }
+
+    /// How many of the largest logits are enough for every running request, if the device selects them. Few
+    /// different numbers mean few plans.
+    fn selected(&self, engine: &Engine) -> Option<usize> {
+        let all = self.slots.iter().flatten().map(|r| r.session.needed());
+        let most = all.collect::<Option<Vec<_>>>().filter(|_| engine.selects())?.into_iter().max()?;
+        Some(if most == 1 { 1 } else { most.next_multiple_of(64) })
     }
 
     /// Adds proposed tokens to the last token of each request. Steps with a part of a prompt have none.
@@ -198,14 +215,14 @@ impl Batch {
         }
     }
 
-    /// Takes over what the engine computed for a sequence. Returns the numbers of proposed tokens and of those
-    /// that were chosen.
+    /// Takes over what the engine computed for a sequence. Returns the numbers of proposed tokens, and of
+    /// those that were chosen.
     fn advance(
         &mut self,
         engine: &mut Engine,
         sequence: usize,
         fed: usize,
-        logits: &[f32],
+        scores: &Scores,
         out: &mut Vec<(usize, Event)>,
     ) -> (usize, usize) {
         let Some(r) = &mut self.slots[sequence] else { return (0, 0) };
@@ -216,7 +233,7 @@ impl Batch {
         r.prompt_time.get_or_insert_with(|| r.start.elapsed());
         let proposed = &done[fed - std::mem::take(&mut r.proposed)..];
         let base = engine.length(sequence) - proposed.len() - 1;
-        let made = verify(&mut r.session, logits, proposed, (base, engine.context()), &mut |_| true);
+        let made = verify(&mut r.session, scores, proposed, (base, engine.context()), &mut |_| true);
         let Verified { accepted, mut last } = made;
         let counts = (proposed.len(), accepted.len());
         let length = base + 1 + accepted.len();

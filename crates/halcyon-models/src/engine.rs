@@ -2,12 +2,14 @@
 //! of rows and of rows whose logits are wanted.
 
 mod inputs;
+mod selected;
 pub(crate) mod stages;
 
 use crate::decoder::{CacheLayout, Decoder};
 use crate::grid;
 use halcyon::ir::error::{Error, Result};
-use halcyon::{BackendType, Compiled, DType};
+use halcyon::{Compiled, DType};
+pub(crate) use selected::Pending;
 use stages::{Runner, StepFn, Want};
 use std::fmt;
 use std::sync::Arc;
@@ -59,7 +61,7 @@ pub struct Engine {
     decoder: Arc<Decoder>,
     options: EngineOptions,
     stages: Vec<Runner>,
-    /// The last stage of a step of one row that gives the largest logits only, and their number.
+    /// The last stage of a step that gives the largest logits only, and their number.
     largest: Option<Box<(usize, Compiled<StepFn>)>>,
     /// The pages of each sequence. Page 0 belongs to none: unused rows write there.
     pages: Vec<Vec<u32>>,
@@ -84,7 +86,8 @@ impl Engine {
     /// Allocates the cache.
     ///
     /// # Errors
-    /// `Error::Argument` for sizes of 0, and the errors of [`Decoder::check_cache`]; errors of the device, such as out of memory.
+    /// `Error::Argument` for sizes of 0; the errors of [`Decoder::check_cache`]; errors of the device, such as
+    /// out of memory.
     pub fn new(decoder: Arc<Decoder>, options: EngineOptions) -> Result<Engine> {
         Engine::of(decoder, options, Want::Logits)
     }
@@ -213,16 +216,9 @@ impl Engine {
     /// [`Engine::feed`] without its checks. After an error the lengths are too large.
     fn feed_checked(&mut self, feeds: &[Feed<'_>], ends: &[usize]) -> Result<Vec<Vec<f32>>> {
         let mut out: Vec<Vec<f32>> = vec![vec![]; feeds.len()];
-        let length = |(i, f): (usize, &Feed<'_>)| {
-            let after = self.lengths[f.sequence] + f.tokens.len();
-            (after, ends.get(i).map_or(after, |e| after.max(*e)))
-        };
-        let (after, lengths): (Vec<usize>, Vec<usize>) = feeds.iter().enumerate().map(length).unzip();
-        // A feed's rows whose logits are wanted: all, the last one, or none.
-        let want =
-            |f: usize, i: usize| feeds[f].all || after[f] == lengths[f] && i + 1 == feeds[f].tokens.len();
+        let lengths = self.ends(feeds, ends);
         for chunk in self.steps(feeds) {
-            let wanted: Vec<usize> = (0..chunk.len()).filter(|r| want(chunk[*r].0, chunk[*r].1)).collect();
+            let wanted = self.wanted(feeds, &lengths, &chunk);
             let logits = self.chunk(feeds, &lengths, &chunk, &wanted)?;
             let spec = &self.decoder.spec;
             let size = if self.activations { spec.hidden } else { spec.vocabulary };
@@ -231,6 +227,23 @@ impl Engine {
             }
         }
         Ok(out)
+    }
+
+    /// The lengths of the sequences after the last part of each feed.
+    fn ends(&self, feeds: &[Feed<'_>], ends: &[usize]) -> Vec<usize> {
+        let after = |f: &Feed<'_>| self.lengths[f.sequence] + f.tokens.len();
+        feeds.iter().enumerate().map(|(i, f)| ends.get(i).map_or(after(f), |e| after(f).max(*e))).collect()
+    }
+
+    /// The rows of a step whose logits are wanted: of a feed all, the last one, or none. `lengths` are those of
+    /// [`Engine::ends`], and the sequences have the lengths from before the step.
+    fn wanted(&self, feeds: &[Feed<'_>], lengths: &[usize], rows: &[(usize, usize)]) -> Vec<usize> {
+        let mut next: Vec<usize> = feeds.iter().map(|f| self.lengths[f.sequence]).collect();
+        let want = |(r, &(f, _)): (usize, &(usize, usize))| {
+            next[f] += 1;
+            (feeds[f].all || next[f] == lengths[f]).then_some(r)
+        };
+        rows.iter().enumerate().filter_map(want).collect()
     }
 
     /// The rows `(feed, token of the feed)` of each step.
@@ -242,45 +255,6 @@ impl Engine {
         let of = |(f, feed): (usize, &Feed<'_>)| (0..feed.tokens.len()).map(move |i| (f, i));
         let rows: Vec<(usize, usize)> = feeds.iter().enumerate().flat_map(of).collect();
         rows.chunks(self.options.chunk).map(<[_]>::to_vec).collect()
-    }
-
-    /// Whether selecting logits on the device is faster than copying all of them. On the CPU nothing is
-    /// copied to another memory, and the host selects faster.
-    pub fn selects(&self) -> bool {
-        self.decoder.backend().info().backend != BackendType::Cpu
-    }
-
-    /// Adds a token to a sequence. Returns the `k` largest logits after it with their tokens, the largest
-    /// first; of equal ones, the smaller token first. Only these are copied from the device. `k` is cut to
-    /// the vocabulary's size.
-    ///
-    /// # Errors
-    /// Those of [`Engine::feed`]; `Error::Argument` if `k` is 0.
-    pub fn feed_largest(&mut self, sequence: usize, token: u32, k: usize) -> Result<Vec<(u32, f32)>> {
-        if k == 0 {
-            return Err(Error::argument("generate", "no logits are wanted"));
-        }
-        let feeds = [Feed { sequence, tokens: &[token], all: false }];
-        self.check(&feeds)?;
-        let before = self.lengths[sequence];
-        let made = self.largest(&feeds, k.min(self.decoder.spec.vocabulary));
-        if made.is_err() {
-            self.truncate(sequence, before);
-        }
-        made
-    }
-
-    fn largest(&mut self, feeds: &[Feed<'_>], k: usize) -> Result<Vec<(u32, f32)>> {
-        let length = self.lengths[feeds[0].sequence] + 1;
-        let rows = self.rows(feeds, &[length], &[(0, 0)], &[0])?;
-        if self.largest.as_ref().is_none_or(|l| l.0 != k) {
-            let (model, layout) = (&self.decoder, self.options.layout());
-            let last = model.stages.len() - 1;
-            self.largest = Some(Box::new((k, stages::compile(model, last, layout, Want::Largest(k)))));
-        }
-        let out = self.run(&rows, self.largest.as_deref().map(|l| &l.1))?;
-        let [ids, values] = &out[..] else { return Err(Error::internal("a step lacks a result")) };
-        Ok(ids.to_vec::<i32>()?.into_iter().map(|i| i as u32).zip(values.to_vec::<f32>()?).collect())
     }
 
     /// Whether an empty sequence can take these tokens.

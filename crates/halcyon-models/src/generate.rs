@@ -1,8 +1,8 @@
 //! Generates text: feeds the prompt, samples, decodes, and finds stop strings.
 
 use crate::chain::{Candidates, TokenMask};
-use crate::device_sample::needed;
-use crate::engine::{Engine, Feed};
+use crate::device_sample::{Scores, needed};
+use crate::engine::{Engine, Feed, Pending};
 use crate::sample::{Sampler, Sampling};
 use halcyon::ir::error::{Error, Result};
 use halcyon_text::{Stream, Tokenizer};
@@ -119,6 +119,8 @@ pub struct Piece {
 #[derive(Debug)]
 pub struct Session<T> {
     sampler: Sampler,
+    /// How many of the largest logits are enough; `None`: all are needed.
+    needed: Option<usize>,
     tokenizer: Option<T>,
     stream: Option<Stream<T>>,
     held: Held,
@@ -143,6 +145,7 @@ impl<T: Deref<Target = Tokenizer> + Clone> Session<T> {
         }
         Ok(Session {
             sampler,
+            needed: if options.mask.is_none() { needed(&options.sampling) } else { None },
             stream: tokenizer.clone().map(|t| Stream::new(t, true)),
             tokenizer,
             held: Held { stop: options.stop.clone(), text: String::new(), passed: 0 },
@@ -159,9 +162,21 @@ impl<T: Deref<Target = Tokenizer> + Clone> Session<T> {
         self.max_tokens.is_some_and(|n| self.tokens.len() >= n)
     }
 
-    /// The sampler.
+    /// The sampler, to be changed.
     pub fn sampler(&mut self) -> &mut Sampler {
+        // Other steps may need other logits.
+        self.needed = None;
         &mut self.sampler
+    }
+
+    /// A copy of the sampler.
+    pub(crate) fn fork_sampler(&self) -> Sampler {
+        self.sampler.clone()
+    }
+
+    /// How many of the largest logits are enough to choose a token; `None`: all are needed.
+    pub fn needed(&self) -> Option<usize> {
+        self.needed
     }
 
     /// The tokens that penalties count: the prompt and the chosen ones.
@@ -194,6 +209,60 @@ impl<T: Deref<Target = Tokenizer> + Clone> Session<T> {
         }
         let token = self.sampler.next(logits, &self.past)?;
         self.push(token, full)
+    }
+
+    /// Chooses a token from row `n` of `rows`.
+    fn choose(&mut self, scores: &Scores, n: usize, rows: usize) -> Result<u32> {
+        match scores {
+            Scores::All(z) => {
+                let size = z.len() / rows;
+                self.sampler.next(&z[n * size..(n + 1) * size], &self.past)
+            }
+            Scores::Selected(all) => {
+                let few = all.get(n).cloned().unwrap_or_default();
+                let among = self.sampler.distribution_of(Candidates::of(few), &self.past)?;
+                Ok(self.sampler.draw(&among))
+            }
+        }
+    }
+
+    /// [`Session::next`] from row `n` of `rows`.
+    pub(crate) fn next_row(&mut self, scores: &Scores, n: usize, rows: usize, full: bool) -> Result<Piece> {
+        if self.satisfied() {
+            return Ok(self.end(Finish::Length, Piece::default()));
+        }
+        let token = self.choose(scores, n, rows)?;
+        self.push(token, full)
+    }
+
+    /// Chooses a token for a sequence, starts the step that computes it, and only then makes text of the token:
+    /// the device and the host work at the same time. Returns the started step, if the text goes on. If the
+    /// text ends where only the text shows it, at a stop string, the step was in vain, and the sequence gives
+    /// its position back.
+    pub(crate) fn next_ahead(
+        &mut self,
+        engine: &mut Engine,
+        sequence: usize,
+        scores: &Scores,
+        k: usize,
+    ) -> Result<(Piece, Option<Pending>)> {
+        let base = engine.length(sequence);
+        let full = base >= engine.context();
+        if self.satisfied() {
+            return Ok((self.end(Finish::Length, Piece::default()), None));
+        }
+        let token = self.choose(scores, 0, 1)?;
+        let last = full
+            || self.max_tokens.is_some_and(|n| self.tokens.len() + 1 >= n)
+            || !self.ignore_eos && self.tokenizer.as_ref().is_some_and(|t| t.is_end(token));
+        let pending = if last { None } else { Some(engine.start_largest(sequence, token, k)?) };
+        match self.push(token, full) {
+            Ok(piece) if piece.finish.is_none() => Ok((piece, pending)),
+            ended => {
+                engine.truncate(sequence, base);
+                Ok((ended?, None))
+            }
+        }
     }
 
     /// [`Session::next`] with the candidates that are left after the device selected some.
@@ -281,22 +350,28 @@ pub fn generate(
     let mut logits = engine.feed(&[Feed { sequence, tokens: prompt, all: false }])?.pop().unwrap_or_default();
     let prompt_time = start.elapsed();
     let start = Instant::now();
-    let few = match options.mask {
-        None => needed(&options.sampling).filter(|_| engine.selects()),
-        Some(_) => None,
-    };
+    if let Some(k) = session.needed().filter(|_| engine.selects()) {
+        let mut scores = Scores::All(logits);
+        loop {
+            let (piece, pending) = session.next_ahead(engine, sequence, &scores, k)?;
+            let stopped = !piece.text.is_empty() && on_text(&piece.text).is_break();
+            let Some(pending) = pending else { break };
+            if stopped {
+                engine.truncate(sequence, engine.length(sequence) - 1);
+                break;
+            }
+            scores = Scores::Selected(vec![engine.finish_largest(&pending)?]);
+        }
+        return Ok(session.into_generation(prompt.len(), prompt_time, start.elapsed()));
+    }
     let mut piece = session.next(&logits, engine.length(sequence) >= engine.context())?;
     loop {
         let stopped = !piece.text.is_empty() && on_text(&piece.text).is_break();
         let Some(token) = piece.token.filter(|_| piece.finish.is_none() && !stopped) else { break };
         let full = engine.length(sequence) + 1 >= engine.context();
-        piece = if let Some(k) = few {
-            session.next_of(Candidates::of(engine.feed_largest(sequence, token, k)?), full)?
-        } else {
-            let feed = Feed { sequence, tokens: &[token], all: false };
-            logits = engine.feed(&[feed])?.pop().unwrap_or_default();
-            session.next(&logits, full)?
-        };
+        let feed = Feed { sequence, tokens: &[token], all: false };
+        logits = engine.feed(&[feed])?.pop().unwrap_or_default();
+        piece = session.next(&logits, full)?;
     }
     Ok(session.into_generation(prompt.len(), prompt_time, start.elapsed()))
 }

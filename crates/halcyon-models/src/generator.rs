@@ -1,7 +1,8 @@
 //! A model, its tokenizer and its cache in one value.
 
 use crate::batch::{Batch, Event, Request};
-use crate::engine::{Engine, EngineOptions, Feed};
+use crate::device_sample::Scores;
+use crate::engine::{Engine, EngineOptions, Feed, Pending};
 use crate::generate::{Finish, GenerateOptions, Generation, Piece, Session, generate};
 use crate::model::ModelFile;
 use crate::speculate::Speculation;
@@ -167,7 +168,16 @@ impl Generator {
         self.engine.check_prompt(&tokens)?;
         let speculation = self.speculation.as_mut();
         let (next, ready) = (tokens, VecDeque::new());
-        Ok(Pieces { engine: &mut self.engine, speculation, session, next, ready, begun: false, ended: false })
+        Ok(Pieces {
+            engine: &mut self.engine,
+            speculation,
+            session,
+            next,
+            ready,
+            pending: None,
+            begun: false,
+            ended: false,
+        })
     }
 
     /// Continues many prompts with the same options. The engine's sequences compute at the same time; a
@@ -272,6 +282,8 @@ pub struct Pieces<'a> {
     next: Vec<u32>,
     /// Pieces of the last step.
     ready: VecDeque<Result<Piece>>,
+    /// The step of the latest token.
+    pending: Option<Pending>,
     /// Whether the prompt is computed.
     begun: bool,
     ended: bool,
@@ -302,6 +314,19 @@ impl Pieces<'_> {
             return self.step();
         }
         self.begun = true;
+        let select = self.session.needed().filter(|_| self.engine.selects() && self.speculation.is_none());
+        if let Some(k) = select {
+            let scores = match self.pending.take() {
+                Some(p) => Scores::Selected(vec![self.engine.finish_largest(&p)?]),
+                None => {
+                    let feed = [Feed { sequence: 0, tokens: &tokens, all: false }];
+                    Scores::All(self.engine.feed(&feed)?.pop().unwrap_or_default())
+                }
+            };
+            let (piece, pending) = self.session.next_ahead(self.engine, 0, &scores, k)?;
+            self.pending = pending;
+            return Ok(piece);
+        }
         let logits = self.engine.feed(&[Feed { sequence: 0, tokens: &tokens, all: false }])?;
         let full = self.engine.length(0) >= self.engine.context();
         let piece = self.session.next(logits.first().map_or(&[], Vec::as_slice), full)?;

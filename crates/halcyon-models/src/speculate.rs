@@ -10,6 +10,7 @@
 //! A draft model draws with the same numbers as the model. Where both have the same distribution, it
 //! proposes the token that the model chooses.
 
+use crate::device_sample::Scores;
 use crate::engine::{Engine, Feed};
 use crate::generate::{GenerateOptions, Generation, Piece, Session};
 use crate::sample::Sampler;
@@ -260,7 +261,7 @@ impl Speculation {
         let count = self.pace.count(1).min(model.context().saturating_sub(base + 1));
         let proposed = self.propose(sequence, session, count)?;
         let fed = [&[token], &proposed[..]].concat();
-        let rows = model.feed(&fed, !proposed.is_empty())?;
+        let rows = Scores::All(model.feed(&fed, !proposed.is_empty())?);
         let verified = verify(session, &rows, &proposed, (base, model.context()), goes_on);
         let length = base + 1 + verified.accepted.len();
         model.truncate(length);
@@ -283,7 +284,7 @@ impl Speculation {
         if count == 0 {
             return Ok(vec![]);
         }
-        let sampler = session.sampler().clone();
+        let sampler = session.fork_sampler();
         self.draft.propose(sequence, session.past(), count, sampler)
     }
 
@@ -317,16 +318,15 @@ pub(crate) struct Verified {
 /// proposed ones and `goes_on` allows it. `base` is the length of the sequence before the token.
 pub(crate) fn verify<T: Deref<Target = Tokenizer> + Clone>(
     session: &mut Session<T>,
-    rows: &[f32],
+    rows: &Scores,
     proposed: &[u32],
     (base, context): (usize, usize),
     goes_on: &mut dyn FnMut(&Piece) -> bool,
 ) -> Verified {
-    let size = rows.len() / (1 + proposed.len());
     let mut accepted = vec![];
     loop {
         let n = accepted.len();
-        let made = session.next(&rows[n * size..(n + 1) * size], base + n + 1 >= context);
+        let made = session.next_row(rows, n, 1 + proposed.len(), base + n + 1 >= context);
         match made {
             Ok(p) if p.finish.is_none() && p.token.is_some() && p.token == proposed.get(n).copied() => {
                 if !goes_on(&p) {
@@ -599,7 +599,7 @@ mod tests {
         let mut piece = session.next(&logits, false).unwrap();
         let mut s = Speculation::lookup(SpeculationOptions { most: 3, always: true }).unwrap();
         while let Some(token) = piece.token.filter(|_| piece.finish.is_none()) {
-            let sampler = session.sampler().clone();
+            let sampler = session.fork_sampler();
             let proposed = drafted(draft, &mut held, session.past(), 3, sampler).unwrap();
             assert_eq!(held, draft.tokens);
             s.draft = Draft::Fixed(proposed);

@@ -73,9 +73,9 @@ pub(super) fn encoded(x: &Tensor, n: usize, size: usize) -> Tensor {
     // Halves are rounded away from zero. The fraction is exact.
     let size_of = scaled.abs();
     let whole = size_of.floor();
-    let up = (size_of - &whole).ge(&number(0.5)).cast(DType::F32);
-    let code = (whole + up).minimum(&number(127.0));
-    let code = scaled.le(&number(-0.5)).select(&(number(256.0) - &code), &code).cast(DType::U8);
+    let up = (size_of - &whole).ge(number(0.5)).cast(DType::F32);
+    let code = (whole + up).minimum(number(127.0));
+    let code = scaled.le(number(-0.5)).select(&(number(256.0) - &code), &code).cast(DType::U8);
     let bits = factor.cast(DType::F16).bitcast(DType::U16).cast(DType::I32);
     let part = Tensor::scalar(b, 256, DType::I32);
     let high = &bits / &part;

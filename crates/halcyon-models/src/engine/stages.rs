@@ -19,7 +19,7 @@ pub(crate) enum Want {
     Logits,
     /// The activations of the wanted rows after the last norm.
     Activations,
-    /// The numbers and values of the largest logits of one row, and how many.
+    /// The numbers and values of the largest logits of the wanted rows, and how many of each row.
     Largest(usize),
 }
 
@@ -105,7 +105,8 @@ pub(crate) fn stage_results(
         Want::Activations => out.push(x),
         Want::Logits => out.push(model.logits(&x)),
         Want::Largest(k) => {
-            out.extend(device_sample::largest(&model.logits(&x), model.spec.vocabulary, k));
+            let rows = x.dims().map_or(0, |d| d[0]);
+            out.extend(device_sample::largest(&model.logits(&x), [rows, model.spec.vocabulary], k));
         }
     }
     out.extend(new);

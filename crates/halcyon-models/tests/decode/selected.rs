@@ -36,7 +36,10 @@ fn case(b: &Backend) {
     let mut e = engine(&decoder(b, &file(&metadata("llama"), &tensors(None)), 64), 1, 64);
     assert_eq!(e.selects(), !is_cpu(b));
     let warm = Sampling { temperature: 1.3, top_k: 20, top_p: 1.0, min_p: 0.0, ..Sampling::default() };
-    for sampling in [Sampling::greedy(), Sampling { seed: 5, ..Sampling::default() }, warm] {
+    let penalties = Sampling { repeat_penalty: 1.3, presence_penalty: 0.2, repeat_last: 30, ..warm.clone() };
+    let greedy = Sampling { frequency_penalty: 0.5, ..Sampling::greedy() };
+    let all = [Sampling::greedy(), Sampling { seed: 5, ..Sampling::default() }, warm, penalties, greedy];
+    for sampling in all {
         let n = if is_cpu(b) { 40 } else { 10 };
         let o = GenerateOptions { max_tokens: Some(n), sampling, ..GenerateOptions::default() };
         let want = tokens(&mut e, &o, None);
