@@ -86,8 +86,8 @@ impl Engine {
     /// Allocates the cache.
     ///
     /// # Errors
-    /// `Error::Argument` for sizes of 0; the errors of [`Decoder::check_cache`]; errors of the device, such as
-    /// out of memory.
+    /// `Error::Argument` for sizes of 0; the errors of [`Decoder::check_cache`]; errors of the device, such
+    /// as out of memory.
     pub fn new(decoder: Arc<Decoder>, options: EngineOptions) -> Result<Engine> {
         Engine::of(decoder, options, Want::Logits)
     }
@@ -235,8 +235,8 @@ impl Engine {
         feeds.iter().enumerate().map(|(i, f)| ends.get(i).map_or(after(f), |e| after(f).max(*e))).collect()
     }
 
-    /// The rows of a step whose logits are wanted: of a feed all, the last one, or none. `lengths` are those of
-    /// [`Engine::ends`], and the sequences have the lengths from before the step.
+    /// The rows of a step whose logits are wanted: of a feed all, the last one, or none. `lengths` are those
+    /// of [`Engine::ends`], and the sequences have the lengths from before the step.
     fn wanted(&self, feeds: &[Feed<'_>], lengths: &[usize], rows: &[(usize, usize)]) -> Vec<usize> {
         let mut next: Vec<usize> = feeds.iter().map(|f| self.lengths[f.sequence]).collect();
         let want = |(r, &(f, _)): (usize, &(usize, usize))| {
