@@ -236,9 +236,9 @@ impl<T: Deref<Target = Tokenizer> + Clone> Session<T> {
     }
 
     /// Chooses a token for a sequence, starts the step that computes it, and only then makes text of the
-    /// token: the device and the host work at the same time. Returns the started step, if the text goes on. If the
-    /// text ends where only the text shows it, at a stop string, the step was in vain, and the sequence gives
-    /// its position back.
+    /// token: the device and the host work at the same time. Returns the started step, if the text goes on.
+    /// If the text ends where only the text shows it, at a stop string, the step was in vain, and the
+    /// sequence gives its position back.
     pub(crate) fn next_ahead(
         &mut self,
         engine: &mut Engine,
