@@ -10,9 +10,7 @@ use halcyon::host::{self, MemorySampler};
 use halcyon::{Backend, DType, Error, Result};
 use halcyon_formats::sniff::{self, Kind};
 use halcyon_models::fit::{MemoryNeed, StepSize, StoredWeights, generation, verification};
-use halcyon_models::{
-    Decoder, EngineOptions, LoadOptions, Lora, ModelFile, SpeculationOptions, cache_name,
-};
+use halcyon_models::{Decoder, EngineOptions, LoadOptions, Lora, ModelFile, SpeculationOptions, cache_name};
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::io::Read;
