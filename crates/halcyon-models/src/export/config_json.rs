@@ -193,13 +193,16 @@ fn common(m: &Model<'_>) -> Result<Json> {
         "num_hidden_layers": s.layers.len(),
         "num_attention_heads": a.heads,
         "num_key_value_heads": a.shared,
-        "head_dim": a.key,
         "max_position_embeddings": s.context,
         "rms_norm_eps": short(s.final_norm.eps),
         "hidden_act": "silu",
         "attention_bias": m.has("blk.0.attn_q.bias")?,
         "mlp_bias": m.has("blk.0.ffn_up.bias")?,
     });
+    // transformers computes it for Falcon, and refuses the key.
+    if s.family != "falcon" {
+        c["head_dim"] = json!(a.key);
+    }
     if let Some(w) = m.layers().filter_map(attention).find_map(|a| a.window) {
         c["sliding_window"] = json!(w);
         c["layer_types"] = m.kinds("linear_attention").into();
@@ -242,7 +245,8 @@ fn gemma(m: &Model<'_>) -> Json {
     let n = 1.0 / (m.attention.scale * m.attention.scale);
     json!({
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": if (n - n.round()).abs() < 1e-3 { n.round() } else { n },
+        // transformers insists on an integer where it is one.
+        "query_pre_attn_scalar": if (n - n.round()).abs() < 1e-3 { json!(n.round() as i64) } else { json!(n) },
         "final_logit_softcapping": m.spec.logit_cap.map(short),
         "attn_logit_softcapping": m.attention.softcap.map(short),
     })
