@@ -60,7 +60,7 @@ fn layers_go_to_the_devices_of_a_split() {
     assert!(sum(&one, "weights") > 0 && sum(&one, "cache") > 0);
     assert_eq!(["weights", "cache"].map(|k| sum(&two, k)), ["weights", "cache"].map(|k| sum(&one, k)));
     let said = generate(&["--split", "cpu,cpu", "-v"]);
-    for part in ["placement: --split, by free memory", "embedding; layers 0", "layers 1; head"] {
+    for part in ["placement: --split, by free memory", "embedding; layer 0", "layer 1; head"] {
         assert!(said.err.contains(part), "{part}: {}", said.err);
     }
     assert!(!said.out.contains("placement"), "{}", said.out);
@@ -81,7 +81,7 @@ fn layers_go_to_the_devices_of_a_split() {
     assert!(devices.len() == 2 && devices.iter().all(|d| d["peak"].as_u64() > Some(0)), "{devices:?}");
     assert_eq!(places(&two)[1][1], json!([1]));
     let said = fit(&["--split", "cpu,cpu"]).out;
-    assert!(said.contains("layers 1; head") && said.matches("on cpu:0").count() > 4, "{said}");
+    assert!(said.contains("layer 1; head") && said.matches("on cpu:0").count() > 4, "{said}");
 }
 
 #[test]

@@ -203,3 +203,32 @@ impl Engine {
         model.stages[stage].shared.iter().flat_map(find).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::Feed;
+    use crate::placement::Placement;
+    use crate::source::Source;
+    use halcyon::{Backend, BackendType, DType};
+    use std::path::Path;
+
+    #[test]
+    fn activations_cross_devices() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/smollm3");
+        let source = Source::open(&dir).unwrap();
+        let spec = crate::family::spec(&source).unwrap();
+        let [a, b] = [(); 2].map(|()| Backend::new(BackendType::Cpu).unwrap());
+        let hidden = |p: Placement| {
+            let decoder = Decoder::load_on(p, &source, spec.clone(), 64).unwrap();
+            let o = EngineOptions { positions: 64, cache: DType::F32, chunk: 4, ..EngineOptions::default() };
+            let mut e = Engine::of_activations(Arc::new(decoder), o).unwrap();
+            e.feed(&[Feed { sequence: 0, tokens: &[1, 2, 3, 4, 5, 6], all: true }]).unwrap().remove(0)
+        };
+        let one = hidden(Placement::single(&a, 4));
+        assert_eq!(one.len(), 6 * spec.hidden);
+        assert_eq!(hidden(Placement::last_layers(&a, &b, 2, &spec).unwrap()), one);
+        let last = Placement { head: 1, ..Placement::last_layers(&a, &b, 2, &spec).unwrap() };
+        assert_eq!(hidden(last), one);
+    }
+}

@@ -278,8 +278,8 @@ fn free(b: &Backend) -> Result<f64> {
     })
 }
 
-/// `layers 0 to 3, 5`.
-fn ranges(what: &str, layers: &[usize]) -> Option<String> {
+/// `layers 0 to 3, 5`, or `layer 5`.
+fn ranges(what: [&str; 2], layers: &[usize]) -> Option<String> {
     let mut runs: Vec<(usize, usize)> = vec![];
     for i in layers {
         match runs.last_mut() {
@@ -289,6 +289,7 @@ fn ranges(what: &str, layers: &[usize]) -> Option<String> {
     }
     let run = |(a, b): &(usize, usize)| if a == b { a.to_string() } else { format!("{a} to {b}") };
     let runs: Vec<String> = runs.iter().map(run).collect();
+    let what = what[usize::from(layers.len() > 1)];
     (!runs.is_empty()).then(|| format!("{what} {}", runs.join(", ")))
 }
 
@@ -296,10 +297,11 @@ fn parts_text(p: &DevicePart) -> String {
     let mut parts = vec![];
     parts.extend(p.embedding.then(|| "embedding".to_string()));
     if p.mixers == p.feed_forward {
-        parts.extend(ranges("layers", &p.mixers));
+        parts.extend(ranges(["layer", "layers"], &p.mixers));
     } else {
-        parts.extend(ranges("mixers of layers", &p.mixers));
-        parts.extend(ranges("feed-forward parts of layers", &p.feed_forward));
+        parts.extend(ranges(["mixer of layer", "mixers of layers"], &p.mixers));
+        let what = ["feed-forward part of layer", "feed-forward parts of layers"];
+        parts.extend(ranges(what, &p.feed_forward));
     }
     parts.extend(p.head.then(|| "head".to_string()));
     parts.join("; ")
