@@ -11,6 +11,8 @@ pub(crate) mod help;
 mod hub;
 #[cfg(feature = "language")]
 mod language;
+#[cfg(feature = "language")]
+mod lora;
 mod model;
 mod prepare;
 mod quantize;
@@ -31,6 +33,8 @@ pub(crate) use help::{CompletionsArgs, HelpArgs, ManArgs, command};
 pub(crate) use hub::*;
 #[cfg(feature = "language")]
 pub(crate) use language::*;
+#[cfg(feature = "language")]
+pub(crate) use lora::*;
 pub(crate) use model::*;
 pub(crate) use prepare::*;
 pub(crate) use quantize::*;

@@ -1,9 +1,16 @@
 //! Low-rank adapters (LoRA, Hu et al. 2021): each adapted matrix `W` computes `W x + scale B A x`, and only
-//! `A` and `B` are trained. Files have the format of PEFT: `adapter_model.safetensors` and
-//! `adapter_config.json`.
+//! `A` and `B` are trained. Files have the format of PEFT (`adapter_model.safetensors` and
+//! `adapter_config.json`) or are GGUF files as llama.cpp has them.
 
+mod difference;
 mod files;
+mod gguf;
+mod order;
+mod several;
 
+pub(crate) use difference::Difference;
+
+use crate::export::Turn;
 use crate::model::ModelFile;
 use crate::sample::uniform;
 use halcyon::ir::error::{Error, Result};
@@ -90,11 +97,6 @@ impl Adapter {
             }
         }
     }
-
-    /// `scale B A`, `[outputs, inputs]`, row after row.
-    fn difference(&self) -> Result<Vec<f32>> {
-        (self.b.value().matmul(&self.a.value()) * self.scale).to_vec::<f32>()
-    }
 }
 
 /// The adapters of a model. As a module, it has the adapters' parameters only, so optimizers leave the
@@ -106,6 +108,9 @@ pub struct Lora {
     /// The names in Hugging Face's layout, by canonical name.
     #[module(skip)]
     names: BTreeMap<String, String>,
+    /// How rows of `B` become those of folders, where the model's file has another order.
+    #[module(skip)]
+    turns: BTreeMap<String, Turn>,
     #[module(skip)]
     rank: usize,
     #[module(skip)]
@@ -130,6 +135,7 @@ impl Lora {
         let mut lora = Lora {
             adapters: BTreeMap::new(),
             names: BTreeMap::new(),
+            turns: BTreeMap::new(),
             rank: options.rank,
             alpha: options.alpha,
         };
@@ -153,6 +159,7 @@ impl Lora {
                 scale: options.alpha / options.rank as f32,
             };
             lora.names.insert(stem.clone(), name);
+            lora.turns.extend(order::for_folders(file, &stem).map(|t| (stem.clone(), t)));
             lora.adapters.insert(stem, adapter);
         }
         if lora.adapters.is_empty() {
@@ -184,8 +191,6 @@ impl Lora {
         let w = found.ok_or_else(|| Error::argument("lora", format!("the model has no matrix '{stem}'")))?;
         let dims = w.dims();
         adapter.check(stem, &dims)?;
-        let mut values = w.floats()?;
-        values.iter_mut().zip(adapter.difference()?).for_each(|(v, d)| *v += d);
-        ConstData::from_slice(&dims, &values).map(Some)
+        Difference::of(adapter)?.added(&dims, w.floats()?).map(Some)
     }
 }

@@ -1,6 +1,6 @@
 //! Arguments of the commands that write files of language models.
 
-use super::HubArgs;
+use super::{HubArgs, LoraArgs};
 use clap::Args;
 use std::num::NonZero;
 use std::path::PathBuf;
@@ -34,6 +34,8 @@ pub(crate) struct QuantizeModelArgs {
     /// Gives all matrices the same type, with no wider types for some
     #[arg(long)]
     pub pure: bool,
+    #[command(flatten)]
+    pub lora: LoraArgs,
     /// Accepts weights that are in blocks already. Their errors add up
     #[arg(long)]
     pub allow_requantize: bool,
@@ -70,8 +72,11 @@ pub(crate) struct ConvertArgs {
     #[arg(value_name = "OUT")]
     pub output: PathBuf,
     /// Type of the weights: f32, f16 or bf16. Default: that of a folder's weights; f32 for a new folder
+    /// of a GGUF file; with --lora those of the model
     #[arg(long, value_name = "TYPE")]
     pub dtype: Option<String>,
+    #[command(flatten)]
+    pub lora: LoraArgs,
     /// Threads. Default: one per processor
     #[arg(long, value_name = "N")]
     pub threads: Option<NonZero<usize>>,
@@ -82,9 +87,11 @@ pub(crate) struct ConvertArgs {
 
 const CONVERT: &str = "\
 A folder becomes a GGUF file that llama.cpp loads too. A GGUF file becomes a folder, or a GGUF file with weights in floats. If the new file \
-would mean another computation than the old one, nothing is written.
+would mean another computation than the old one, nothing is written. With --lora, adapters are merged into the matrices: a folder may become a \
+new folder, and weights keep their types (weights in blocks are decoded, merged and encoded again).
 
 Examples:
   halcyon convert tiny.gguf tiny-f32.gguf --dtype f32
   halcyon convert tiny.gguf tiny-folder
-  halcyon convert tiny-folder again.gguf --dtype f16";
+  halcyon convert tiny-folder again.gguf --dtype f16
+  halcyon convert tiny.gguf merged.gguf --lora adapter";

@@ -45,7 +45,7 @@ Examples:
   halcyon man man1";
 
 /// Options that `-h` omits, in addition to those whose definition has `hide_short_help`.
-const RARE: [&str; 51] = [
+const RARE: [&str; 52] = [
     "max_iterations",
     "allow_external_links",
     "format",
@@ -90,6 +90,7 @@ const RARE: [&str; 51] = [
     "draft_max",
     "lookup",
     "lora",
+    "lora_scaled",
     "typical",
     "samplers",
     "min_p",

@@ -1,6 +1,6 @@
 //! Arguments of the commands for language models.
 
-use super::{BackendArgs, HubArgs};
+use super::{BackendArgs, HubArgs, LoraArgs};
 use clap::Args;
 use halcyon::{Error, Result};
 use std::path::PathBuf;
@@ -27,9 +27,8 @@ pub(crate) struct LanguageArgs {
     /// for `chat`, `logits` and `perplexity`, otherwise fast
     #[arg(long, value_name = "HOW")]
     pub activations: Option<String>,
-    /// Folder in PEFT's format with low-rank adapters
-    #[arg(long, value_name = "DIR")]
-    pub lora: Option<PathBuf>,
+    #[command(flatten)]
+    pub lora: LoraArgs,
     /// The most tokens of a prompt that are computed at once
     #[arg(long, visible_aliases = ["batch-size"], value_name = "N", default_value_t = 512)]
     pub chunk: usize,
@@ -89,9 +88,8 @@ pub(crate) struct LanguageFitArgs {
     /// The most tokens of a prompt that are computed at once. Default: 512
     #[arg(long, visible_aliases = ["batch-size"], value_name = "N")]
     pub chunk: Option<usize>,
-    /// Folder in PEFT's format with low-rank adapters
-    #[arg(long, value_name = "DIR")]
-    pub lora: Option<PathBuf>,
+    #[command(flatten)]
+    pub lora: LoraArgs,
     /// Smaller model that proposes tokens, in memory next to the model
     #[arg(long, visible_alias = "model-draft", value_name = "MODEL")]
     pub draft: Option<PathBuf>,
@@ -106,7 +104,7 @@ impl LanguageFitArgs {
             ("--context", self.context.is_some()),
             ("--kv-dtype", self.kv_dtype.is_some()),
             ("--chunk", self.chunk.is_some()),
-            ("--lora", self.lora.is_some()),
+            ("--lora", !self.lora.is_empty()),
             ("--draft", self.draft.is_some()),
             ("--offline", self.hub.offline),
             ("--gpu-layers", self.place.gpu_layers.is_some()),
@@ -316,6 +314,8 @@ pub(crate) struct EmbedArgs {
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub lora: LoraArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
 }

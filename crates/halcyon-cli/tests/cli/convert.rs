@@ -2,8 +2,10 @@
 
 use crate::common::language::*;
 use crate::common::*;
+use halcyon::prelude::*;
 use halcyon_formats::gguf::{GgmlType, Gguf};
 use halcyon_formats::npy;
+use halcyon_models::{Lora, LoraOptions, ModelFile};
 use std::fs;
 use tempfile::TempDir;
 
@@ -97,4 +99,49 @@ fn wrong_input_is_refused() {
     fs::write(&path, config.replace("\"llama\"", "\"mamba9\"")).expect("written");
     c(&["made", "o.gguf"]).fails(3, &["mamba9"]);
     assert!(!dir.path().join("o.gguf").exists());
+}
+
+#[test]
+fn adapters_are_merged_or_added_by_their_scale() {
+    let dir = folder();
+    let model = ModelFile::open(&dir.path().join("tiny.gguf")).expect("a model");
+    let cpu = Backend::cpu().expect("the CPU");
+    let lora = Lora::new(&model, &cpu, &LoraOptions::default()).expect("adapters");
+    // B begins with zeros.
+    for stem in lora.matrices() {
+        let slot = &lora.adapter(stem).expect("an adapter").b;
+        let dims = slot.value().dims().expect("dims");
+        let v: Vec<f32> =
+            (0..dims.iter().product()).map(|i: usize| (i * 7 % 11) as f32 * 0.02 - 0.1).collect();
+        slot.set(Tensor::from_slice(&cpu, &dims, &v).expect("values"));
+    }
+    lora.save(&dir.path().join("adapter"), "tiny").expect("written");
+    let with = |options: &[&str]| {
+        let args = ["logits", "tiny.gguf", "--tokens", "ids.npy", "-o", "z.npy", "--backend", "cpu"];
+        at(&dir, &[&args, options].concat()).ok();
+        npy::read(&dir.path().join("z.npy")).expect("logits").to_vec::<f32>()
+    };
+    let far = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+    let (plain, want) = (logits(&dir, "tiny.gguf"), with(&["--lora", "adapter"]));
+    let moved = far(&plain, &want);
+    assert!(moved > 0.01, "{moved}");
+    let twice = with(&["--lora-scaled", "adapter:0.25", "--lora-scaled", "adapter:0.75"]);
+    assert!(far(&twice, &want) < 1e-3 * moved);
+    assert!(far(&with(&["--lora-scaled", "adapter:0"]), &plain) < 1e-3 * moved);
+    at(&dir, &["convert", "tiny.gguf", "merged.gguf", "--lora", "adapter"]).ok();
+    assert!(far(&logits(&dir, "merged.gguf"), &want) < 1e-3 * moved);
+    at(&dir, &["convert", "tiny.gguf", "base"]).ok();
+    at(&dir, &["convert", "base", "new", "--lora", "adapter", "--json"]).ok();
+    assert!(far(&logits(&dir, "new"), &want) < 1e-3 * moved);
+    at(&dir, &["quantize", "tiny.gguf", "q.gguf", "--type", "f16", "--lora", "adapter"]).ok();
+    assert!(far(&logits(&dir, "q.gguf"), &want) < 0.1 * moved);
+    for (args, what) in [
+        (&["convert", "tiny.gguf", "no", "--lora", "adapter"][..], "GGUF"),
+        (&["convert", "tiny.gguf", "no.gguf", "--lora", "nothing"], "adapter_config.json"),
+        (&["convert", "tiny.gguf", "no.gguf", "--lora-scaled", "adapter"], "PATH:SCALE"),
+        (&["convert", "tiny.gguf", "tiny.gguf", "--lora", "adapter"], "the model itself"),
+    ] {
+        let d = at(&dir, args);
+        assert!(d.code != 0 && d.err.contains(what), "{args:?}: {}", d.err);
+    }
 }

@@ -4,9 +4,11 @@ mod config;
 mod memory;
 mod pooling;
 
-use crate::decoder::Decoder;
+use crate::decoder::{Decoder, LoadOptions};
 use crate::encoder::{Encoder, EncoderEngine, EncoderSpec};
 use crate::engine::{Engine, EngineOptions, Feed};
+use crate::lora::Lora;
+use crate::model::ModelFile;
 use crate::source::Source;
 pub(crate) use config::pooling_type;
 use config::{After, Config};
@@ -14,7 +16,7 @@ use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, DType};
 use halcyon_text::Tokenizer;
 pub use pooling::Pooling;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Positions of the cache for texts that a decoder computes together, and how many texts there are.
@@ -32,6 +34,8 @@ pub struct EmbedOptions {
     pub prompt: Option<String>,
     /// The most tokens of a text; longer texts are cut. `None`: as the model's configuration says.
     pub max_tokens: Option<usize>,
+    /// Places of adapters (see [`Lora::load`]) of a decoder, each with a factor.
+    pub adapters: Vec<(PathBuf, f32)>,
 }
 
 /// A text as tokens.
@@ -103,6 +107,10 @@ impl Embedder {
             (None, Some(d)) => d.context,
             (None, None) => 0,
         };
+        if encoder.is_some() && !options.adapters.is_empty() {
+            let next = "Use a decoder, or a model into which the adapters are merged";
+            return Err(Error::unsupported("adapters of encoders", next));
+        }
         let mut config = match options.pooling {
             // The configuration's own way may be one that is not supported.
             Some(p) if folder.is_none() => Config { pooling: vec![p], ..Config::default() },
@@ -134,7 +142,10 @@ impl Embedder {
                 Model::Encoder(EncoderEngine::new(Arc::new(Encoder::load(backend, &source, spec)?)))
             }
             (None, Some(spec)) => {
-                Model::Decoder(Arc::new(Decoder::load(backend, &source, spec, max_tokens)?), None)
+                let file = ModelFile { path: place, source, spec };
+                let lora = Lora::load_all(&options.adapters, &file, backend)?;
+                let load = LoadOptions { lora: lora.as_ref(), ..LoadOptions::from(max_tokens) };
+                Model::Decoder(Arc::new(file.load(backend, load)?), None)
             }
             (None, None) => return Err(Error::internal("a model without an architecture")),
         };

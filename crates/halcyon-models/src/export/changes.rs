@@ -264,11 +264,11 @@ fn scan(part: &mut Part, s: &Scan, own: &str, tiled: bool) {
 /// Another order of the rows of heads of `key` rows, of which `size` from `first` on are rotated: rows `i`
 /// and `i + size / 2` of these become neighbours, or neighbours become these.
 #[derive(Clone, Debug)]
-pub(super) struct Turn {
-    pub(super) key: usize,
-    pub(super) first: usize,
-    pub(super) size: usize,
-    pub(super) back: bool,
+pub(crate) struct Turn {
+    pub(crate) key: usize,
+    pub(crate) first: usize,
+    pub(crate) size: usize,
+    pub(crate) back: bool,
 }
 
 impl Turn {
@@ -284,7 +284,7 @@ impl Turn {
     }
 
     /// Where each of `rows` rows comes from.
-    pub(super) fn rows(&self, rows: usize) -> Vec<usize> {
+    pub(crate) fn rows(&self, rows: usize) -> Vec<usize> {
         (0..rows).map(|r| self.source(r)).collect()
     }
 }

@@ -9,6 +9,7 @@ mod content;
 mod encoder;
 mod folder;
 mod keys;
+mod merged;
 mod mixture;
 mod names;
 mod outputs;
@@ -17,7 +18,9 @@ mod tokenizer_json;
 mod vocabulary;
 mod write;
 
+pub(crate) use changes::Turn;
 pub use content::{Content, Entry};
+pub use merged::{merged_content, write_merged_folder};
 pub use mixture::{FILE_TYPES, FileType, MixtureOptions, TypeRule, choose, is_quantised};
 pub use to_folder::{FolderWritten, write_folder};
 pub use write::{WriteOptions, Written, write};

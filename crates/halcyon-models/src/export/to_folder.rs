@@ -111,7 +111,7 @@ pub fn write_folder(
     Ok(FolderWritten { bytes, tensors, warnings })
 }
 
-fn too_large(name: &str, value: f32) -> Error {
+pub(super) fn too_large(name: &str, value: f32) -> Error {
     let what = format!("the value {value} is beyond f16, which has numbers up to 65504; choose bf16 or f32");
     Error::Format { file: format!("tensor '{name}'"), what }
 }
@@ -232,7 +232,7 @@ impl Reader<'_> {
     }
 }
 
-fn encoded(v: &[f32], dtype: DType) -> Result<Vec<u8>, f32> {
+pub(super) fn encoded(v: &[f32], dtype: DType) -> Result<Vec<u8>, f32> {
     Ok(match dtype {
         DType::F16 => match v.iter().find(|v| v.is_finite() && v.abs() >= 65_520.0) {
             Some(v) => return Err(*v),
@@ -258,12 +258,12 @@ fn write_texts(folder: &Path, m: &Metadata, config: &Json) -> Result<Vec<String>
 }
 
 /// A folder that is being written beside its final place. Dropping it removes it.
-struct Unfinished {
-    path: PathBuf,
+pub(super) struct Unfinished {
+    pub(super) path: PathBuf,
 }
 
 impl Unfinished {
-    fn new(folder: &Path) -> Result<Unfinished> {
+    pub(super) fn new(folder: &Path) -> Result<Unfinished> {
         let io = |e: std::io::Error| Error::Io { path: folder.display().to_string(), what: e.to_string() };
         if folder.exists() && std::fs::read_dir(folder).map_err(io)?.next().is_some() {
             let what = format!("the folder {} has content; name a new one", folder.display());
@@ -278,7 +278,7 @@ impl Unfinished {
         Ok(Unfinished { path })
     }
 
-    fn finish(self, folder: &Path) -> Result<()> {
+    pub(super) fn finish(self, folder: &Path) -> Result<()> {
         let io = |e: std::io::Error| Error::Io { path: folder.display().to_string(), what: e.to_string() };
         if folder.exists() {
             std::fs::remove_dir(folder).map_err(io)?;

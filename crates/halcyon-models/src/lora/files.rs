@@ -1,5 +1,6 @@
 //! Adapters in PEFT's files.
 
+use super::order::{self, RowOrder};
 use super::{Adapter, Lora, STEMS};
 use crate::model::ModelFile;
 use crate::source::floats;
@@ -24,7 +25,7 @@ pub(super) fn names(file: &ModelFile) -> Vec<(String, String)> {
     stems.filter_map(|stem| Some((stem.clone(), file.source.module(&file.spec, &stem)?))).collect()
 }
 
-fn bad(path: &Path, what: impl Into<String>) -> Error {
+pub(super) fn bad(path: &Path, what: impl Into<String>) -> Error {
     Error::Format { file: path.display().to_string(), what: what.into() }
 }
 
@@ -61,53 +62,85 @@ fn scale(config: &Value, path: &Path) -> Result<impl Fn(usize) -> f32 + use<>> {
     })
 }
 
+/// Values of a part: sizes and elements.
+type Values = (Vec<usize>, Vec<f32>);
+
+/// The adapters of all matrices for which `take` gives `A` and `B`: it gets the canonical name, the one in
+/// Hugging Face's layout, and which part is meant. `None` if there are none.
+pub(super) fn adapters_of(
+    path: &Path,
+    file: &ModelFile,
+    backend: &Backend,
+    from: RowOrder,
+    scale: &dyn Fn(usize) -> f32,
+    take: &mut dyn FnMut(&str, &str, &str) -> Result<Option<Values>>,
+) -> Result<Option<Lora>> {
+    let (mut adapters, mut kept) = (BTreeMap::new(), BTreeMap::new());
+    let (mut turns, mut most) = (BTreeMap::new(), 0);
+    for (stem, name) in names(file) {
+        let (a, b) = match (take(&stem, &name, "A")?, take(&stem, &name, "B")?) {
+            (Some(a), Some(b)) => (a, b),
+            (None, None) => continue,
+            _ => return Err(bad(path, format!("the adapter of '{name}' has one of its two matrices"))),
+        };
+        let (&[rank, inputs], &[outputs, other]) = (&a.0[..], &b.0[..]) else {
+            return Err(bad(path, format!("the adapter of '{name}' has no two matrices")));
+        };
+        if rank != other || rank == 0 {
+            return Err(bad(path, format!("the adapter of '{name}' has ranks {rank} and {other}")));
+        }
+        most = most.max(rank);
+        let b = order::to_model(file, &stem, from, b.1, outputs);
+        let adapter = Adapter {
+            a: Param::new(Tensor::from_slice(backend, [rank, inputs], &a.1)?),
+            b: Param::new(Tensor::from_slice(backend, [outputs, rank], &b)?),
+            scale: scale(rank),
+        };
+        let found = file.source.find(&file.spec, &format!("{stem}.weight"))?;
+        adapter.check(&stem, &found.map(|w| w.dims()).unwrap_or_default())?;
+        turns.extend(order::for_folders(file, &stem).map(|t| (stem.clone(), t)));
+        kept.insert(stem.clone(), name);
+        adapters.insert(stem, adapter);
+    }
+    let alpha = if most > 0 { scale(most) * most as f32 } else { 0.0 };
+    Ok((most > 0).then_some(Lora { adapters, names: kept, turns, rank: most, alpha }))
+}
+
 impl Lora {
-    /// Reads a folder of PEFT with adapters for this model.
+    /// Reads adapters for this model: a folder of PEFT, or a GGUF file as llama.cpp has it.
     ///
     /// # Errors
     /// `Error::Io` and `Error::Format` for missing and malformed files; `Error::Shape` for adapters of
     /// another model; `Error::Unsupported` for other kinds of adapters, and for adapters of matrices that
     /// cannot have one.
-    pub fn load(folder: &Path, file: &ModelFile, backend: &Backend) -> Result<Lora> {
+    pub fn load(path: &Path, file: &ModelFile, backend: &Backend) -> Result<Lora> {
+        match path.is_file() {
+            true => super::gguf::load(path, file, backend),
+            false => Lora::of_peft(path, file, backend),
+        }
+    }
+
+    fn of_peft(folder: &Path, file: &ModelFile, backend: &Backend) -> Result<Lora> {
         let path = folder.join(CONFIG);
         let text = halcyon_formats::input::text(&path)?;
         let config: Value = serde_json::from_str(&text).map_err(|e| bad(&path, e.to_string()))?;
         let scale = scale(&config, &path)?;
         let weights = SafeTensors::open(&folder.join(WEIGHTS))?;
         let mut rest: BTreeSet<String> = weights.names().map(str::to_string).collect();
-        let mut take = |name: String| -> Result<Option<ConstData>> {
-            rest.remove(&name).then(|| weights.get(&name)).transpose()
-        };
-        let (mut adapters, mut kept, mut most) = (BTreeMap::new(), BTreeMap::new(), 0);
-        for (stem, name) in names(file) {
-            let part = |which: &str| format!("{PREFIX}{name}.lora_{which}.weight");
-            let (Some(a), Some(b)) = (take(part("A"))?, take(part("B"))?) else { continue };
-            let ([rank, _], [_, other]) = (&a.dims[..], &b.dims[..]) else {
-                return Err(bad(folder, format!("the adapter of '{name}' has no two matrices")));
-            };
-            if rank != other || *rank == 0 {
-                return Err(bad(folder, format!("the adapter of '{name}' has ranks {rank} and {other}")));
+        let mut take = |_: &str, name: &str, which: &str| -> Result<Option<Values>> {
+            let name = format!("{PREFIX}{name}.lora_{which}.weight");
+            if !rest.remove(&name) {
+                return Ok(None);
             }
-            most = most.max(*rank);
-            let scale = scale(*rank);
-            let param = |t: &ConstData| -> Result<Param> {
-                Ok(Param::new(Tensor::from_slice(backend, t.dims.to_vec(), &floats(t)?)?))
-            };
-            let adapter = Adapter { a: param(&a)?, b: param(&b)?, scale };
-            let found = file.source.find(&file.spec, &format!("{stem}.weight"))?;
-            adapter.check(&stem, &found.map(|w| w.dims()).unwrap_or_default())?;
-            kept.insert(stem.clone(), name);
-            adapters.insert(stem, adapter);
-        }
+            let t = weights.get(&name)?;
+            Ok(Some((t.dims.to_vec(), floats(&t)?)))
+        };
+        let lora = adapters_of(folder, file, backend, RowOrder::Folder, &scale, &mut take)?;
         if let Some(name) = rest.first() {
             let what = format!("the adapter tensor '{name}' with this {} model", file.spec.family);
             return Err(Error::unsupported(what, "Merge the adapters with PEFT"));
         }
-        if adapters.is_empty() {
-            return Err(bad(folder, "it has no adapters"));
-        }
-        let alpha = scale(most) * most as f32;
-        Ok(Lora { adapters, names: kept, rank: most, alpha })
+        lora.ok_or_else(|| bad(folder, "it has no adapters"))
     }
 
     /// Writes a folder that PEFT loads. `base` is the name of the model to which the adapters belong.
@@ -121,7 +154,10 @@ impl Lora {
         for (stem, adapter) in &self.adapters {
             let name = &self.names[stem];
             for (which, p) in [("A", &adapter.a), ("B", &adapter.b)] {
-                let (dims, values) = (p.value().dims()?, p.value().cast(DType::F32).to_vec::<f32>()?);
+                let (dims, mut values) = (p.value().dims()?, p.value().cast(DType::F32).to_vec::<f32>()?);
+                if which == "B" {
+                    values = order::to_folder(self.turns.get(stem), values, dims[0]);
+                }
                 let name = format!("{PREFIX}{name}.lora_{which}.weight");
                 tensors.push((name, ConstData::from_slice(&dims, &values)?));
             }

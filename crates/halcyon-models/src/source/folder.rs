@@ -4,6 +4,7 @@ use super::names::recipes;
 use super::packed::Stored;
 use super::quantised::Scheme;
 use super::{Weights, picked};
+use crate::lora::Difference;
 use crate::spec::Spec;
 use bytes::Bytes;
 use halcyon::ConstData;
@@ -26,6 +27,8 @@ pub struct Folder {
     at: HashMap<String, usize>,
     /// How the weights are quantised, if they are.
     scheme: Option<Scheme>,
+    /// What adapters add to tensors, by the tensors' names.
+    differences: HashMap<String, Difference>,
 }
 
 fn io(path: &Path, what: impl ToString) -> Error {
@@ -84,7 +87,7 @@ impl Folder {
                 }
             }
         }
-        Ok(Folder { path: path.into(), config, files, at, scheme })
+        Ok(Folder { path: path.into(), config, files, at, scheme, differences: HashMap::new() })
     }
 
     /// The folder's path.
@@ -113,12 +116,12 @@ impl Folder {
     }
 
     /// The names of all stored tensors.
-    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.at.keys().map(String::as_str)
     }
 
     /// A tensor as it is stored.
-    pub(super) fn plain(&self, name: &str) -> Result<ConstData> {
+    pub(crate) fn plain(&self, name: &str) -> Result<ConstData> {
         let file = self.at.get(name).ok_or_else(|| bad(&self.path, format!("it has no tensor '{name}'")))?;
         self.files[*file].get(name)
     }
@@ -135,8 +138,34 @@ impl Folder {
         }
     }
 
+    /// Adds an adapter's product to a tensor that is stored as it is used.
+    pub(crate) fn add(&mut self, name: String, difference: Difference) {
+        self.differences.insert(name, difference);
+    }
+
+    /// Whether the weights are quantised.
+    pub(crate) fn is_quantised(&self) -> bool {
+        self.scheme.is_some()
+    }
+
+    /// A tensor as it is stored, or with what an adapter adds, in f32.
+    pub(crate) fn with_difference(&self, name: &str) -> Result<ConstData> {
+        let t = self.plain(name)?;
+        match self.differences.get(name) {
+            Some(d) => d.added(&t.dims, super::floats(&t)?),
+            None => Ok(t),
+        }
+    }
+
     /// A tensor in its form in memory.
     fn get(&self, name: &str) -> Result<Part> {
+        let part = self.without_difference(name)?;
+        let Some(d) = self.differences.get(name) else { return Ok(part) };
+        let data = d.added(&part.weights.dims(), part.weights.floats()?)?;
+        Ok(Part { weights: Weights { data, blocks: None }, ..part })
+    }
+
+    fn without_difference(&self, name: &str) -> Result<Part> {
         match self.quantised(name)? {
             Some((scheme, stored)) => Ok(Part { weights: stored.make(scheme.form(&stored))?, by_rows: true }),
             None => Ok(Part { weights: Weights { data: self.plain(name)?, blocks: None }, by_rows: false }),

@@ -1,5 +1,6 @@
 //! Tests of language models on the devices of this machine.
 
+mod adapters;
 mod batch;
 mod cache;
 mod common;

@@ -55,6 +55,7 @@ pub(crate) fn main(a: &EmbedArgs) -> Result<u8> {
         normalize,
         prompt: a.prompt_name.clone(),
         max_tokens: a.max_tokens,
+        adapters: a.lora.places()?,
     };
     let texts = match &a.file {
         Some(file) => lines(file)?,

@@ -347,7 +347,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     // Adapters are read, because what they take follows from their files alone.
     let allocated = || devices.first().memory().allocated;
     let before = allocated();
-    let lora = l.lora.as_deref().map(|dir| Lora::load(dir, &file, devices.first())).transpose()?;
+    let lora = Lora::load_all(&l.lora.places()?, &file, devices.first())?;
     let adapters = allocated().saturating_sub(before);
     let (load, all) = (LoadOptions { lora: lora.as_ref(), ..LoadOptions::from(each) }, false);
     let loaded = devices.load(&file, load, options, all);

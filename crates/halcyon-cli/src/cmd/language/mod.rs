@@ -12,6 +12,7 @@ pub(crate) mod generate;
 pub(crate) mod hub;
 mod interrupt;
 pub(crate) mod logits;
+mod merge;
 pub(crate) mod perplexity;
 mod place;
 pub(crate) mod quantize;
@@ -123,7 +124,7 @@ pub(super) fn start_with(
     })?;
     let options =
         EngineOptions { sequences, positions, cache: dtype, chunk: a.chunk, ..EngineOptions::default() };
-    let lora = a.lora.as_deref().map(|dir| Lora::load(dir, &file, devices.first())).transpose()?;
+    let lora = Lora::load_all(&a.lora.places()?, &file, devices.first())?;
     let load = LoadOptions { context, activations, lora: lora.as_ref() };
     let decoder = devices.load(&file, load, options, defaults.all)?;
     let draft = speculation.and_then(|s| s.draft.as_deref());

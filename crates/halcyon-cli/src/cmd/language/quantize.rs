@@ -1,13 +1,13 @@
 //! `halcyon quantize`: writes a language model with weights in blocks.
 
 use super::hub;
+use super::merge::Input;
 use crate::args::QuantizeModelArgs;
 use crate::cmd::train::watched;
 use crate::report::{self, size};
 use halcyon::{Error, Result};
 use halcyon_formats::gguf::{GgmlType, TensorInfo};
 use halcyon_formats::output;
-use halcyon_models::Source;
 use halcyon_models::export::{Content, FileType, MixtureOptions, TypeRule, WriteOptions, Written, write};
 use serde_json::{Value, json};
 use std::num::NonZero;
@@ -17,8 +17,9 @@ use std::time::Instant;
 
 pub(crate) fn main(a: &QuantizeModelArgs) -> Result<u8> {
     let options = options(a)?;
-    let source = Source::open(&hub::local(&a.model, &a.hub)?)?;
-    let mut content = Content::of(&source)?;
+    let mut input = Input::open(&hub::local(&a.model, &a.hub)?, &a.lora)?;
+    let inputs = input.files();
+    let (mut content, _) = input.content()?;
     content.warnings.iter().for_each(|w| report::warn(w));
     let types = content.quantise(&options)?;
     let plan = Plan { content: &content, types: &types, file: options.file.name };
@@ -28,7 +29,7 @@ pub(crate) fn main(a: &QuantizeModelArgs) -> Result<u8> {
             false => report::print(&plan.list()).map(|()| 0),
         };
     };
-    let how = Writing { source: &source, threads: a.threads, requantise: a.allow_requantize, json: a.json };
+    let how = Writing { inputs: &inputs, threads: a.threads, requantise: a.allow_requantize, json: a.json };
     plan.write(path, &how)
 }
 
@@ -78,7 +79,8 @@ pub(super) struct Plan<'a> {
 
 /// How it is written.
 pub(super) struct Writing<'a> {
-    pub source: &'a Source,
+    /// The files of the model that is read.
+    pub inputs: &'a [PathBuf],
     pub threads: Option<NonZero<usize>>,
     pub requantise: bool,
     pub json: bool,
@@ -143,7 +145,7 @@ impl Plan<'_> {
         if piped && how.json {
             return Err(Error::argument("--json", "the model goes to standard output; choose one"));
         }
-        refuse_own_input(how.source, path)?;
+        refuse_own_input(how.inputs, path)?;
         let (start, interrupt) = (Instant::now(), watched()?);
         let mut bar = report::Progress::bar("tensors", self.types.len() as u64);
         let mut options = WriteOptions {
@@ -180,11 +182,10 @@ impl Plan<'_> {
 }
 
 /// Refuses to replace a file that is being read.
-pub(super) fn refuse_own_input(source: &Source, path: &Path) -> Result<()> {
-    let Source::Gguf(file) = source else { return Ok(()) };
+fn refuse_own_input(inputs: &[PathBuf], path: &Path) -> Result<()> {
     let real = |p: &Path| p.canonicalize().ok();
     let target = real(path);
-    if target.is_some() && file.paths().iter().any(|p: &PathBuf| real(p) == target) {
+    if target.is_some() && inputs.iter().any(|p| real(p) == target) {
         let what = format!("{} is the model itself; name another file", path.display());
         return Err(Error::argument("OUT", what));
     }

@@ -1,0 +1,67 @@
+//! Adapters in the commands that write models.
+
+use crate::args::LoraArgs;
+use crate::report;
+use halcyon::{Backend, Result};
+use halcyon_formats::gguf::GgmlType;
+use halcyon_models::export::{Content, merged_content};
+use halcyon_models::{Lora, ModelFile, Source};
+use std::path::{Path, PathBuf};
+
+/// A model, perhaps with adapters.
+pub(super) enum Input {
+    Plain(Source),
+    Merged(Box<(ModelFile, Lora)>),
+}
+
+impl Input {
+    pub(super) fn open(path: &Path, lora: &LoraArgs) -> Result<Input> {
+        let places = lora.places()?;
+        if places.is_empty() {
+            return Ok(Input::Plain(Source::open(path)?));
+        }
+        let (file, cpu) = (ModelFile::open(path)?, Backend::cpu()?);
+        match Lora::load_all(&places, &file, &cpu)? {
+            Some(lora) => Ok(Input::Merged(Box::new((file, lora)))),
+            None => Ok(Input::Plain(file.source)),
+        }
+    }
+
+    pub(super) fn source(&self) -> &Source {
+        match self {
+            Input::Plain(s) => s,
+            Input::Merged(m) => &m.0.source,
+        }
+    }
+
+    /// The model's GGUF files.
+    pub(super) fn files(&self) -> Vec<PathBuf> {
+        match self.source() {
+            Source::Gguf(file) => file.paths().to_vec(),
+            Source::Folder(_) => vec![],
+        }
+    }
+
+    /// The content, and the types that its tensors have without adapters.
+    pub(super) fn content(&mut self) -> Result<(Content<'_>, Vec<GgmlType>)> {
+        match self {
+            Input::Plain(source) => {
+                let content = Content::of(source)?;
+                let types = content.tensors.iter().map(|t| t.info.ty).collect();
+                Ok((content, types))
+            }
+            Input::Merged(m) => {
+                let (content, types) = merged_content(&mut m.0, &m.1)?;
+                let again = content.tensors.iter().zip(&types);
+                let blocks = |t: &GgmlType| !matches!(t, GgmlType::Plain(_));
+                let count = again.filter(|(t, ty)| blocks(ty) && t.info.ty == GgmlType::F32).count();
+                if count > 0 {
+                    report::warn(&format!(
+                        "{count} merged matrices come from blocks; in blocks again they are rounded twice"
+                    ));
+                }
+                Ok((content, types))
+            }
+        }
+    }
+}

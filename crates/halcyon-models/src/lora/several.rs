@@ -1,0 +1,93 @@
+//! Several adapters of one model, each with a factor.
+
+use super::{Adapter, Lora};
+use crate::model::ModelFile;
+use halcyon::ir::error::{Error, Result};
+use halcyon::{Backend, DType, Tensor};
+use halcyon_nn::Param;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// The factors `A` and `B` of a sum of products, side by side.
+struct Sum {
+    rank: usize,
+    inputs: usize,
+    outputs: usize,
+    a: Vec<f32>,
+    /// `B` of each product, `[outputs, rank]`.
+    b: Vec<(usize, Vec<f32>)>,
+}
+
+impl Sum {
+    fn add(&mut self, adapter: &Adapter, factor: f32) -> Result<()> {
+        let values = |p: &Param| p.value().cast(DType::F32).to_vec::<f32>();
+        let mut b = values(&adapter.b)?;
+        b.iter_mut().for_each(|v| *v *= adapter.scale * factor);
+        self.a.extend(values(&adapter.a)?);
+        let rank = adapter.rank()?;
+        self.b.push((rank, b));
+        self.rank += rank;
+        Ok(())
+    }
+
+    /// One adapter of `rank`, which is at least the sum of all ranks. The rest is zeros.
+    fn adapter(mut self, backend: &Backend, rank: usize) -> Result<Adapter> {
+        self.a.resize(rank * self.inputs, 0.0);
+        let mut b = Vec::with_capacity(rank * self.outputs);
+        for row in 0..self.outputs {
+            self.b.iter().for_each(|(n, v)| b.extend_from_slice(&v[row * n..(row + 1) * n]));
+            b.resize((row + 1) * rank, 0.0);
+        }
+        Ok(Adapter {
+            a: Param::new(Tensor::from_slice(backend, [rank, self.inputs], &self.a)?),
+            b: Param::new(Tensor::from_slice(backend, [self.outputs, rank], &b)?),
+            scale: 1.0,
+        })
+    }
+}
+
+impl Lora {
+    /// The adapters that add `factor` times what each of `parts` adds. `None` if there are no parts. A part
+    /// alone with the factor 1 stays as it is, and the others get one rank.
+    ///
+    /// # Errors
+    /// `Error::Argument` for a factor that is not finite; `Error::Shape` for adapters of different models;
+    /// the error of a failed value.
+    pub fn sum(mut parts: Vec<(Lora, f32)>, backend: &Backend) -> Result<Option<Lora>> {
+        if let Some((_, f)) = parts.iter().find(|(_, f)| !f.is_finite()) {
+            return Err(Error::argument("lora", format!("the scale {f}: expected a finite number")));
+        }
+        if parts.len() == 1 && parts[0].1 == 1.0 {
+            return Ok(parts.pop().map(|(l, _)| l));
+        }
+        let (mut sums, mut names) = (BTreeMap::<String, Sum>::new(), BTreeMap::new());
+        for (lora, factor) in &parts {
+            for (stem, adapter) in &lora.adapters {
+                let inputs = adapter.a.value().dims()?[1];
+                let outputs = adapter.b.value().dims()?[0];
+                let new = || Sum { rank: 0, inputs, outputs, a: vec![], b: vec![] };
+                let sum = sums.entry(stem.clone()).or_insert_with(new);
+                if (sum.inputs, sum.outputs) != (inputs, outputs) {
+                    let what = format!("the adapters of '{stem}' belong to matrices of different sizes");
+                    return Err(Error::shape("lora", what));
+                }
+                sum.add(adapter, *factor)?;
+            }
+            names.extend(lora.names.clone());
+        }
+        let rank = sums.values().map(|s| s.rank).max().unwrap_or(0);
+        let turns = parts.into_iter().flat_map(|(l, _)| l.turns).collect();
+        let one = |(stem, s): (String, Sum)| Ok((stem, s.adapter(backend, rank)?));
+        let adapters = sums.into_iter().map(one).collect::<Result<BTreeMap<_, _>>>()?;
+        Ok((rank > 0).then_some(Lora { adapters, names, turns, rank, alpha: rank as f32 }))
+    }
+
+    /// Reads adapters from several places, each with a factor, as one. `None` if there are no places.
+    ///
+    /// # Errors
+    /// Those of [`Lora::load`] and [`Lora::sum`].
+    pub fn load_all(places: &[(PathBuf, f32)], file: &ModelFile, backend: &Backend) -> Result<Option<Lora>> {
+        let read = |(path, f): &(PathBuf, f32)| Ok((Lora::load(path, file, backend)?, *f));
+        Lora::sum(places.iter().map(read).collect::<Result<_>>()?, backend)
+    }
+}
