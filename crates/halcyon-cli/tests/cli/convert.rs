@@ -113,7 +113,7 @@ fn adapters_are_merged_or_added_by_their_scale() {
         let dims = slot.value().dims().expect("dims");
         let v: Vec<f32> =
             (0..dims.iter().product()).map(|i: usize| (i * 7 % 11) as f32 * 0.02 - 0.1).collect();
-        slot.set(Tensor::from_slice(&cpu, &dims, &v).expect("values"));
+        slot.set(Tensor::from_slice(&cpu, &dims, &v).expect("values")).expect("set");
     }
     lora.save(&dir.path().join("adapter"), "tiny").expect("written");
     let with = |options: &[&str]| {

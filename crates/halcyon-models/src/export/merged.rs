@@ -55,9 +55,9 @@ pub fn merged_content<'a>(file: &'a mut ModelFile, lora: &Lora) -> Result<(Conte
     Ok((content, kept))
 }
 
-/// Writes a folder's model with merged adapters as a new folder. Other files of the folder are copied. Weights
-/// get `dtype` (f32, f16 or bf16), or keep their types. The folder must not exist, or be empty; it appears when
-/// it is complete. `progress` is called after each tensor with their number.
+/// Writes a folder's model with merged adapters as a new folder. Other files of the folder are copied.
+/// Weights get `dtype` (f32, f16 or bf16), or keep their types. The folder must not exist, or be empty; it
+/// appears when it is complete. `progress` is called after each tensor with their number.
 ///
 /// # Errors
 /// `Error::Unsupported` for a GGUF file, and for a folder with quantised weights; `Error::Argument` for a

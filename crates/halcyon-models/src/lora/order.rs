@@ -1,7 +1,7 @@
 //! The order of the rows of queries and keys.
 //!
-//! llama.cpp's files of some families have the rows of a head in the order of the other layout of the rotation,
-//! and folders have not. Adapters are stored in the order of the files they belong to.
+//! llama.cpp's files of some families have the rows of a head in the order of the other layout of the
+//! rotation, and folders have not. Adapters are stored in the order of the files they belong to.
 
 use crate::export::Turn;
 use crate::model::ModelFile;
@@ -48,7 +48,7 @@ fn turn(file: &ModelFile, stem: &str, from: RowOrder, to: RowOrder) -> Option<Tu
 /// `B` `[outputs, rank]`, read in the order `from`, in the model's own order.
 pub(super) fn to_model(file: &ModelFile, stem: &str, from: RowOrder, b: Vec<f32>, rows: usize) -> Vec<f32> {
     match turn(file, stem, from, RowOrder::of(file)) {
-        Some(t) if rows % t.key == 0 => turned(&b, rows, &t),
+        Some(t) if rows.is_multiple_of(t.key) => turned(&b, rows, &t),
         _ => b,
     }
 }
@@ -56,7 +56,7 @@ pub(super) fn to_model(file: &ModelFile, stem: &str, from: RowOrder, b: Vec<f32>
 /// `B` `[outputs, rank]` in the model's own order, as folders have it.
 pub(super) fn to_folder(turn: Option<&Turn>, b: Vec<f32>, rows: usize) -> Vec<f32> {
     match turn {
-        Some(t) if rows % t.key == 0 => turned(&b, rows, t),
+        Some(t) if rows.is_multiple_of(t.key) => turned(&b, rows, t),
         _ => b,
     }
 }

@@ -1,5 +1,5 @@
-//! Adapters in all files: the same results from PEFT's folders and GGUF files, on folders and GGUF files, alone,
-//! in sums and merged; gradients in every family.
+//! Adapters in all files: the same results from PEFT's folders and GGUF files, on folders and GGUF files,
+//! alone, in sums and merged; gradients in every family.
 
 use crate::common::*;
 use halcyon::BlockType;

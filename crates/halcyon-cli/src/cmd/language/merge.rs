@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// A model, perhaps with adapters.
 pub(super) enum Input {
-    Plain(Source),
+    Plain(Box<Source>),
     Merged(Box<(ModelFile, Lora)>),
 }
 
@@ -18,12 +18,12 @@ impl Input {
     pub(super) fn open(path: &Path, lora: &LoraArgs) -> Result<Input> {
         let places = lora.places()?;
         if places.is_empty() {
-            return Ok(Input::Plain(Source::open(path)?));
+            return Ok(Input::Plain(Box::new(Source::open(path)?)));
         }
         let (file, cpu) = (ModelFile::open(path)?, Backend::cpu()?);
         match Lora::load_all(&places, &file, &cpu)? {
             Some(lora) => Ok(Input::Merged(Box::new((file, lora)))),
-            None => Ok(Input::Plain(file.source)),
+            None => Ok(Input::Plain(Box::new(file.source))),
         }
     }
 
