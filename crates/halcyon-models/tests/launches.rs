@@ -39,6 +39,26 @@ fn warm_steps_plan_and_compile_nothing() {
     }
 }
 
+/// Caches and the matrices of recurrent layers are changed in place, in single steps and in chunks.
+#[test]
+fn states_of_recurrent_layers_are_not_copied() {
+    let _alone = ALONE.lock();
+    let name = "states_of_recurrent_layers_are_not_copied";
+    for b in devices::devices(name, Level::O2) {
+        // DeltaNet, Mamba 2, convolutions, and latent attention.
+        for family in ["qwen3_5", "granitemoehybrid", "lfm2", "deepseek_v3"] {
+            let decoder = decoder(&b, &stored(family), 64);
+            let mut e = engine(&decoder, 1, 8);
+            let before = b.cache_stats().copies;
+            feed(&mut e, &[5; 20], false);
+            for t in 6..26 {
+                feed(&mut e, &[t], false);
+            }
+            assert_eq!(b.cache_stats().copies, before, "{family} on {}: a state was copied", b.id());
+        }
+    }
+}
+
 fn stored(family: &str) -> Source {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(family);
     Source::open(&dir).expect("the model opens")

@@ -92,15 +92,25 @@ impl<'a> Hf<'a> {
         Ok(match self.str(key)? {
             "silu" | "swish" => Activation::Silu,
             "gelu_pytorch_tanh" | "gelu_new" | "gelu_fast" => Activation::GeluTanh,
-            "gelu" => Activation::Gelu,
+            "gelu" | "gelu_python" => Activation::Gelu,
             "relu" => Activation::Relu,
             "relu2" => Activation::ReluSquared,
-            other => return Err(self.bad(format!("the activation '{other}' is not supported"))),
+            other => {
+                return Err(Error::unsupported(
+                    format!("the activation '{other}' ({key})"),
+                    "Use a model with silu, gelu, gelu_pytorch_tanh, relu or relu2",
+                ));
+            }
         })
     }
 
     /// The rotation for heads of `size` elements. `kind` is the kind of layer, if they differ.
     pub(crate) fn rope(&self, size: usize, kind: Option<&str>) -> Result<Rope> {
+        self.rope_of(size, kind, 1.0)
+    }
+
+    /// The same, where `part` of each head is rotated if the configuration does not say how much.
+    pub(crate) fn rope_of(&self, size: usize, kind: Option<&str>, part_if_absent: f64) -> Result<Rope> {
         let empty = Json::Null;
         let mut p = self.get("rope_parameters").unwrap_or(&empty);
         if let Some(own) = kind.and_then(|k| p.get(k)) {
@@ -111,6 +121,7 @@ impl<'a> Hf<'a> {
         let number = |v: &Json, key: &str| v.get(key).and_then(Json::as_f64);
         let base = number(p, "rope_theta").or(self.maybe_f64("rope_theta")?).unwrap_or(10_000.0);
         let part = number(p, "partial_rotary_factor").or(self.maybe_f64("partial_rotary_factor")?);
+        let part = part.or(Some(part_if_absent).filter(|p| *p != 1.0));
         let kind = scaling.get("rope_type").or(scaling.get("type")).and_then(Json::as_str);
         // Proportional: the frequencies are those of a whole head, but only a part of them is used.
         let proportional = kind == Some("proportional");
@@ -128,7 +139,8 @@ impl<'a> Hf<'a> {
                 factor: number(scaling, "factor").unwrap_or(1.0),
             },
             "linear" => Scaling::Linear { factor: factor()? },
-            "dynamic" => Scaling::Dynamic { factor: factor()?, original },
+            // The context counts here, whatever the original one was.
+            "dynamic" => Scaling::Dynamic { factor: factor()?, original: context },
             "yarn" => Scaling::Yarn(Yarn {
                 factor: number(scaling, "factor").unwrap_or(context as f64 / original.max(1) as f64),
                 original,
@@ -154,7 +166,12 @@ impl<'a> Hf<'a> {
                 factor: number(scaling, "factor").unwrap_or(context as f64 / original as f64),
                 attention: number(scaling, "attention_factor"),
             },
-            other => return Err(self.bad(format!("the rope type '{other}' is not supported"))),
+            other => {
+                return Err(Error::unsupported(
+                    format!("the rope type '{other}' of {}", self.file),
+                    "Use a model with default, linear, dynamic, yarn, llama3, longrope or proportional",
+                ));
+            }
         };
         Ok(Rope { base, size, layout: Layout::Half, scaling, factors: None })
     }
@@ -308,6 +325,8 @@ pub(crate) struct Base {
     pub head: usize,
     pub inner: usize,
     pub eps: f64,
+    /// Of the feed-forward part.
+    pub activation: Activation,
     pub rope: Option<Rope>,
 }
 
@@ -339,6 +358,10 @@ impl Base {
             head,
             inner: c.usize_of(&["intermediate_size", "moe_intermediate_size"])?,
             eps: c.f64(eps)?,
+            activation: match c.get("hidden_act") {
+                Some(_) => c.activation("hidden_act")?,
+                None => Activation::Silu,
+            },
             rope: Some(c.rope(head, None)?),
         })
     }
@@ -372,6 +395,7 @@ impl Base {
                 None => m.usize("expert_feed_forward_length")?,
             },
             eps,
+            activation: Activation::Silu,
             rope: Some(m.rope(head, layout)?),
         })
     }
@@ -407,7 +431,7 @@ impl Base {
             order: Order::Before,
             norm: self.rms(),
             mixer: Mixer::Attention(Box::new(attention)),
-            ffn: Ffn::Gated(Activation::Silu),
+            ffn: Ffn::Gated(self.activation),
             inner: self.inner,
             residual_scale: None,
         };

@@ -43,7 +43,8 @@ fn experts(s: &mut Spec, first: usize, inner: usize, experts: &Experts) {
 
 fn hf(c: &Hf<'_>) -> Result<Spec> {
     let v3 = c.str("model_type")? == "deepseek_v3";
-    let mut s = Base::hf("deepseek2", c)?.spec();
+    let base = Base::hf("deepseek2", c)?;
+    let mut s = base.spec();
     let turned = c.usize("qk_rope_head_dim")?;
     let mut rope = c.rope(turned, None)?;
     if !v3 || c.get("rope_interleave").and_then(|v| v.as_bool()).unwrap_or(true) {
@@ -72,6 +73,7 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
     let groups = c.maybe_usize("n_group")?.zip(c.maybe_usize("topk_group")?);
     let grouped = v3 || c.get("topk_method").is_some_and(|m| m == "group_limited_greedy");
     let e = Experts {
+        activation: base.activation,
         score: if v3 { Score::Sigmoid } else { Score::Softmax },
         normalise: v3 && c.get("norm_topk_prob").and_then(|v| v.as_bool()).unwrap_or(true),
         scale: c.maybe_f64("routed_scaling_factor")?,

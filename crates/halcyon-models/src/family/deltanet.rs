@@ -30,7 +30,9 @@ pub(super) const QWEN3_5_MOE: Family = Family {
 };
 
 fn hf(family: &'static str, c: &Hf<'_>) -> Result<Spec> {
-    let base = Base::hf(family, c)?;
+    let mut base = Base::hf(family, c)?;
+    super::only_silu(c)?;
+    base.rope = Some(c.rope_of(base.head, None, 0.25)?);
     let scan = Scan {
         kind: ScanKind::Delta,
         shared: c.usize("linear_num_key_heads")?,

@@ -26,7 +26,7 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
         return Err(c.bad("'num_attention_heads' is 0"));
     }
     let new = c.flag("new_decoder_architecture");
-    let shared = match (new, c.flag("multi_query")) {
+    let shared = match (new, c.get("multi_query").is_none_or(|v| v.as_bool() == Some(true))) {
         (true, _) => c.maybe_usize("num_kv_heads")?.unwrap_or(heads),
         (false, true) => 1,
         (false, false) => heads,
@@ -48,6 +48,7 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
         head: hidden / heads,
         inner: c.maybe_usize("ffn_hidden_size")?.unwrap_or(hidden.saturating_mul(4)),
         eps: c.f64("layer_norm_epsilon")?,
+        activation: Activation::Gelu,
         rope: Some(c.rope(hidden / heads, None)?),
     };
     let activation =

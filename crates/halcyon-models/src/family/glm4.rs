@@ -9,7 +9,8 @@ pub(super) const FAMILY: Family =
     Family { name: "glm4moe", hf: &["glm4_moe"], from_hf: hf, gguf: &["glm4moe"], from_gguf: gguf };
 
 fn hf(c: &Hf<'_>) -> Result<Spec> {
-    let base = Base::hf("glm4moe", c)?;
+    let mut base = Base::hf("glm4moe", c)?;
+    base.rope = Some(c.rope_of(base.head, None, 0.5)?);
     let mut s = base.spec();
     if c.flag("use_qk_norm") {
         s.norm_heads(base.rms());
@@ -19,7 +20,8 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
     let groups = c.maybe_usize("n_group")?.zip(c.maybe_usize("topk_group")?);
     let experts = Experts {
         score: Score::Sigmoid,
-        normalise: c.flag("norm_topk_prob"),
+        activation: base.activation,
+        normalise: c.get("norm_topk_prob").is_none_or(|v| v.as_bool() == Some(true)),
         scale: c.maybe_f64("routed_scaling_factor")?,
         groups,
         choice_bias: true,

@@ -35,9 +35,14 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
         head: hidden / heads,
         inner: c.maybe_usize("n_inner")?.unwrap_or(hidden.saturating_mul(4)),
         eps: c.f64("layer_norm_epsilon")?,
+        activation: c.activation("activation_function")?,
         rope: None,
     };
-    let mut s = own(base, c.activation("activation_function")?);
+    let activation = base.activation;
+    let mut s = own(base, activation);
+    if c.get("scale_attn_weights").is_some_and(|v| v == false) {
+        s.each_attention(|_, a| a.scale = 1.0);
+    }
     if c.flag("scale_attn_by_inverse_layer_idx") {
         s.each_attention(|i, a| a.scale /= (i + 1) as f64);
     }

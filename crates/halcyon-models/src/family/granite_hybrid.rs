@@ -16,6 +16,7 @@ pub(super) const FAMILY: Family = Family {
 
 fn hf(c: &Hf<'_>) -> Result<Spec> {
     let mut base = Base::hf("granitehybrid", c)?;
+    super::only_silu(c)?;
     if c.get("position_embedding_type").is_none_or(|v| v.as_str() != Some("rope")) {
         base.rope = None;
     }

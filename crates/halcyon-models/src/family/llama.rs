@@ -15,11 +15,10 @@ pub(super) const FAMILY: Family = Family {
 
 fn hf(c: &Hf<'_>) -> Result<Spec> {
     let mut s = Base::hf("llama", c)?.spec();
-    // Mistral's window.
-    let window = c.maybe_usize("sliding_window")?;
+    // Mistral's window. Llama's own models have none, whatever the key says.
+    let window =
+        c.maybe_usize("sliding_window")?.filter(|_| c.get("model_type").is_some_and(|t| t != "llama"));
     s.each_attention(|i, a| a.window = window.filter(|_| c.slides(i).unwrap_or(true)));
-    let activation = c.activation("hidden_act")?;
-    s.layers.iter_mut().for_each(|l| l.ffn = Ffn::Gated(activation));
     Ok(s)
 }
 

@@ -2,7 +2,7 @@
 
 use super::{Base, Family, Hf, Meta, llama};
 use crate::rope::Layout;
-use crate::spec::{Ffn, Spec};
+use crate::spec::{Experts, Ffn, Spec};
 use halcyon::ir::error::Result;
 
 pub(super) const FAMILY: Family = Family {
@@ -15,10 +15,12 @@ pub(super) const FAMILY: Family = Family {
 };
 
 fn hf(c: &Hf<'_>) -> Result<Spec> {
-    let mut s = Base::hf("mixtral", c)?.spec();
+    let base = Base::hf("mixtral", c)?;
+    let mut s = base.spec();
     let window = c.maybe_usize("sliding_window")?;
     s.each_attention(|_, a| a.window = window);
     let experts = llama::mixture(c.usize("num_local_experts")?, c.usize("num_experts_per_tok")?);
+    let experts = Experts { activation: base.activation, ..experts };
     s.layers.iter_mut().for_each(|l| l.ffn = Ffn::Experts(experts.clone()));
     Ok(s)
 }

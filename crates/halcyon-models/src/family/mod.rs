@@ -7,6 +7,8 @@ mod config;
 mod deepseek;
 mod deltanet;
 mod falcon;
+#[cfg(test)]
+mod fields;
 mod gemma;
 mod gemma4;
 mod glm4;
@@ -23,6 +25,7 @@ mod qwen;
 
 pub(crate) use config::{Base, Hf, Meta};
 
+use crate::rope::{Rope, Scaling};
 use crate::source::Source;
 use crate::spec::{Attention, Mixer, Recurrent, Spec};
 use halcyon::ir::error::{Error, Result};
@@ -92,9 +95,47 @@ pub(crate) fn from_config(config: &serde_json::Value, folder: &Path) -> Result<S
     let name = hf.str("model_type")?;
     let found = FAMILIES.iter().find(|f| f.hf.contains(&name));
     let family = found.ok_or_else(|| unknown(name, "model_type"))?;
+    check_kinds(family, &hf)?;
     let spec = (family.from_hf)(&hf)?;
     check(&spec)?;
     Ok(spec)
+}
+
+/// Values of `config.json` that a family would ignore.
+fn check_kinds(family: &Family, c: &Hf<'_>) -> Result<()> {
+    let kinds = ["full_attention", "sliding_attention", "linear_attention", "attention", "mamba", "conv"];
+    for key in ["layer_types", "layers_block_type"] {
+        let Some(v) = c.get(key) else { continue };
+        let list = v.as_array().ok_or_else(|| c.bad(format!("'{key}' must be a list")))?;
+        if let Some(other) = list.iter().find(|k| !kinds.iter().any(|known| *k == known)) {
+            return Err(Error::unsupported(
+                format!("a layer of the kind {other} ({key})"),
+                format!("Known kinds: {}", kinds.join(", ")),
+            ));
+        }
+        if let Some(n) = c.maybe_usize("num_hidden_layers")?.filter(|n| *n > list.len()) {
+            return Err(c.bad(format!("'{key}' has {} kinds for {n} layers", list.len())));
+        }
+    }
+    let apart = |p: &serde_json::Value| kinds.iter().any(|k| p.get(k).is_some_and(|v| v.is_object()));
+    if !matches!(family.name, "gemma3" | "gemma4") && c.get("rope_parameters").is_some_and(apart) {
+        return Err(Error::unsupported(
+            format!("rope_parameters by kind of layer in a {} model", family.name),
+            "Use a model with the same rotation in all layers",
+        ));
+    }
+    Ok(())
+}
+
+/// Recurrent parts know one activation.
+fn only_silu(c: &Hf<'_>) -> Result<()> {
+    match c.get("hidden_act").and_then(|v| v.as_str()) {
+        None | Some("silu" | "swish") => Ok(()),
+        Some(other) => Err(Error::unsupported(
+            format!("recurrent layers with the activation '{other}' (hidden_act)"),
+            "Use a model with silu",
+        )),
+    }
 }
 
 /// No size of a layer is larger.
@@ -102,6 +143,26 @@ const MAX: usize = 1 << 24;
 
 fn bad(what: String) -> Result<()> {
     Err(Error::argument("configuration", what))
+}
+
+fn check_rope(s: &Spec, i: usize, r: &Rope) -> Result<()> {
+    if let Scaling::Long { short, long, .. } = &r.scaling {
+        // The factors of a GGUF file are tensors.
+        let wrong = |v: &Vec<f64>| !v.is_empty() && v.len() != r.size / 2;
+        if wrong(short) || wrong(long) {
+            let what = format!("{} short and {} long factors for", short.len(), long.len());
+            return bad(format!("layer {i}: {what} a rotation of {} elements", r.size));
+        }
+    }
+    // Both lengths, because some frequencies depend on it.
+    let finite = |context: usize| {
+        let (f, attention) = r.frequencies(context);
+        attention.is_finite() && f.iter().all(|f| f.is_finite())
+    };
+    if r.size > 4096 || !finite(1) || !finite(s.context) {
+        return bad(format!("layer {i}: a rotation without finite angles: {:?}", r.scaling));
+    }
+    Ok(())
 }
 
 fn check_attention(s: &Spec, i: usize, a: &Attention) -> Result<()> {
@@ -113,6 +174,9 @@ fn check_attention(s: &Spec, i: usize, a: &Attention) -> Result<()> {
         && (r.size % 2 != 0 || r.size > a.key || !r.base.is_finite() || r.base <= 0.0)
     {
         return bad(format!("layer {i}: a rotation of {} of {} elements, base {}", r.size, a.key, r.base));
+    }
+    if let Some(r) = &a.rope {
+        check_rope(s, i, r)?;
     }
     if let Some(l) = &a.latent {
         let sizes = [l.queries.unwrap_or(1), l.rank, l.plain, l.value];

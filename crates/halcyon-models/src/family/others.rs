@@ -62,7 +62,8 @@ pub(super) const SMOLLM3: Family = Family {
             if !own.unwrap_or((i + 1) % every != 0) {
                 a.rope = None;
             }
-            a.window = window.filter(|_| c.slides(i).unwrap_or(false));
+            let turns = a.rope.is_some();
+            a.window = window.filter(|_| c.slides(i).unwrap_or(!turns));
         });
         Ok(s)
     },
@@ -83,8 +84,12 @@ pub(super) const COHERE2: Family = Family {
     hf: &["cohere2"],
     from_hf: |c| {
         let base = Base::hf("cohere2", c)?;
+        let every = match c.maybe_usize("sliding_window_pattern")? {
+            Some(n) => n.max(1),
+            None => c.maybe_usize("_sliding_window_pattern")?.unwrap_or(4).max(1),
+        };
         let window = c.maybe_usize("sliding_window")?;
-        let slides = |i: usize| c.slides(i).unwrap_or(!(i + 1).is_multiple_of(4));
+        let slides = |i: usize| c.slides(i).unwrap_or(!(i + 1).is_multiple_of(every));
         Ok(cohere(base, window, &slides, c.maybe_f64("logit_scale")?))
     },
     gguf: &["cohere2"],

@@ -44,18 +44,21 @@ pub(super) const QWEN3_MOE: Family = Family {
 fn windowed(base: Base, c: &Hf<'_>) -> Result<Spec> {
     let mut s = base.spec();
     let window = c.maybe_usize("sliding_window")?.filter(|_| c.flag("use_sliding_window"));
-    let first = c.maybe_usize("max_window_layers")?.unwrap_or(0);
+    let first = c.maybe_usize("max_window_layers")?.unwrap_or(28);
     s.each_attention(|i, a| a.window = window.filter(|_| c.slides(i).unwrap_or(i >= first)));
     Ok(s)
 }
 
 fn moe_hf(c: &Hf<'_>) -> Result<Spec> {
     let base = Base::hf("qwen3moe", c)?;
-    let norm = base.rms();
-    let mut s = windowed(base, c)?;
-    s.norm_heads(norm);
+    let mut s = base.spec();
+    // Here every layer has the window.
+    let window = c.maybe_usize("sliding_window")?.filter(|_| c.flag("use_sliding_window"));
+    s.each_attention(|_, a| a.window = window);
+    s.norm_heads(base.rms());
     let count = c.usize_of(&["num_experts", "num_local_experts"])?;
     let experts = Experts {
+        activation: base.activation,
         normalise: c.flag("norm_topk_prob"),
         ..llama::mixture(count, c.usize("num_experts_per_tok")?)
     };

@@ -95,6 +95,13 @@ impl Folder {
         &self.path
     }
 
+    /// Whether the configuration says that the embedding makes the logits, too.
+    fn ties(&self) -> bool {
+        let key = "tie_word_embeddings";
+        let own = self.config.get("text_config").and_then(|t| t.get(key)).or(self.config.get(key));
+        own.is_some_and(|v| v == true) && self.config.get(key).is_none_or(|v| v != false)
+    }
+
     /// Another JSON file of the folder, if it is there.
     ///
     /// # Errors
@@ -236,6 +243,10 @@ impl Folder {
     }
 
     pub(super) fn find(&self, spec: &Spec, name: &str) -> Result<Option<Weights>> {
+        // A matrix for the outputs may be in the file although the configuration ties it to the embedding.
+        if name == "output.weight" && self.ties() {
+            return Ok(None);
+        }
         for recipe in recipes(spec, name) {
             for prefix in PREFIXES {
                 if self.has(&recipe.source(prefix)) {

@@ -1,5 +1,5 @@
 //! Engines, greedy choices, and files with random weights.
-#![allow(dead_code, reason = "`launches` uses a part")]
+#![allow(dead_code, reason = "other test binaries use a part")]
 
 use halcyon::BlockType;
 use halcyon::prelude::*;

@@ -4,6 +4,7 @@ mod adapters;
 mod batch;
 mod cache;
 mod common;
+mod compare;
 mod constrained;
 mod generator;
 mod hostile;
@@ -12,6 +13,7 @@ mod quantised;
 mod split;
 mod stored;
 mod stories;
+mod story;
 
 mod mutated;
 mod selected;
