@@ -5,6 +5,16 @@ use clap::Args;
 use halcyon::{Error, Result};
 use std::path::PathBuf;
 
+/// A whole number that is not negative. `-1`, which other programs take for "no limit", is refused with the
+/// way to say so here.
+fn whole<T: std::str::FromStr>(s: &str) -> std::result::Result<T, String> {
+    let what = match s {
+        "-1" => "expected a whole number that is not negative; leave the option out for its default",
+        _ => "expected a whole number that is not negative, and not too large",
+    };
+    s.parse().map_err(|_| what.to_string())
+}
+
 /// The model, and how it is run.
 #[derive(Args, Debug)]
 pub(crate) struct LanguageArgs {
@@ -17,7 +27,14 @@ pub(crate) struct LanguageArgs {
     pub model_file: Option<PathBuf>,
     /// Positions for which the cache has room; 0: as many as the model was made for. Default: 4096, or fewer
     /// if the model was made for fewer; `perplexity` 512; `logits` and `bench llm` as many as they need
-    #[arg(short = 'c', long, visible_aliases = ["ctx-size", "num-ctx"], value_name = "N")]
+    #[arg(
+        short = 'c',
+        long,
+        visible_aliases = ["ctx-size", "num-ctx"],
+        value_name = "N",
+        value_parser = whole::<usize>,
+        allow_negative_numbers = true
+    )]
     pub context: Option<usize>,
     /// Type of the cached keys and values: f32, f16, bf16 or q8_0. Default: f16, for `logits` f32
     #[arg(long, value_name = "TYPE")]
@@ -80,7 +97,14 @@ pub(crate) struct LanguageFitArgs {
     pub hub: HubArgs,
     /// Positions of each sequence; 0: as many as the model was made for. Default: 4096, or fewer if the model
     /// was made for fewer
-    #[arg(short = 'c', long, visible_aliases = ["ctx-size", "num-ctx"], value_name = "N")]
+    #[arg(
+        short = 'c',
+        long,
+        visible_aliases = ["ctx-size", "num-ctx"],
+        value_name = "N",
+        value_parser = whole::<usize>,
+        allow_negative_numbers = true
+    )]
     pub context: Option<usize>,
     /// Type of the cached keys and values: f32, f16, bf16 or q8_0. Default: f16
     #[arg(long, value_name = "TYPE")]
@@ -123,26 +147,45 @@ impl LanguageFitArgs {
 #[derive(Args, Debug)]
 pub(crate) struct SamplingArgs {
     /// The most tokens to generate. Default: until the model ends the text or the context is full
-    #[arg(short = 'n', long, visible_aliases = ["n-predict", "num-predict"], value_name = "N")]
+    #[arg(
+        short = 'n',
+        long,
+        visible_aliases = ["n-predict", "num-predict"],
+        value_name = "N",
+        value_parser = whole::<usize>,
+        allow_negative_numbers = true
+    )]
     pub max_tokens: Option<usize>,
     /// Divides the logits; 0 always takes the most probable token
-    #[arg(long, visible_alias = "temp", value_name = "T", default_value_t = 0.8)]
+    #[arg(
+        long,
+        visible_alias = "temp",
+        value_name = "T",
+        default_value_t = 0.8,
+        allow_negative_numbers = true
+    )]
     pub temperature: f32,
     /// Draws only among the K most probable tokens; 0: all
-    #[arg(long, value_name = "K", default_value_t = 40)]
+    #[arg(
+        long,
+        value_name = "K",
+        default_value_t = 40,
+        value_parser = whole::<usize>,
+        allow_negative_numbers = true
+    )]
     pub top_k: usize,
     /// Draws only among typical tokens that together reach this probability; 1: all. Typical tokens have
     /// information near to the expected one
     #[arg(long, visible_alias = "typical-p", value_name = "P", default_value_t = 1.0)]
     pub typical: f32,
     /// Draws only among the most probable tokens that together reach this probability
-    #[arg(long, value_name = "P", default_value_t = 0.95)]
+    #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true)]
     pub top_p: f32,
     /// Draws only among tokens that are at least P times as probable as the most probable one
-    #[arg(long, value_name = "P", default_value_t = 0.05)]
+    #[arg(long, value_name = "P", default_value_t = 0.05, allow_negative_numbers = true)]
     pub min_p: f32,
     /// Makes tokens less probable that occurred in the last 64; 1: no change
-    #[arg(long, value_name = "X", default_value_t = 1.0)]
+    #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true)]
     pub repeat_penalty: f32,
     /// Subtracted from the logits of tokens that occurred in the last 64
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
@@ -156,7 +199,14 @@ pub(crate) struct SamplingArgs {
     pub samplers: Option<String>,
     /// Seed of the draws. The same seed gives the same text on the same device. Default: a new one, which -v
     /// prints
-    #[arg(short = 's', long = "seed", id = "draw_seed", value_name = "N")]
+    #[arg(
+        short = 's',
+        long = "seed",
+        id = "draw_seed",
+        value_name = "N",
+        value_parser = whole::<u64>,
+        allow_negative_numbers = true
+    )]
     pub draw_seed: Option<u64>,
     /// Ends the text at this string, which is not printed; repeatable
     #[arg(long, value_name = "TEXT")]

@@ -270,6 +270,17 @@ fn wrong_input_is_named() {
     generate("tiny.gguf", &["--chunk", "0"]).fails(2, &["--chunk"]);
     generate("tiny.gguf", &["--temperature=-1"]).code_is(2, "temperature");
     generate("tiny.gguf", &["--top-p", "2"]).code_is(2, "top");
+    // Numbers with a sign are values, not options.
+    generate("tiny.gguf", &["--temp", "-1"]).code_is(2, "temperature");
+    generate("tiny.gguf", &["--max-tokens", "-1"]).code_is(2, "not negative");
+    generate("tiny.gguf", &["-c", "-1"]).code_is(2, "not negative");
+    generate("tiny.gguf", &["--seed", "-1"]).code_is(2, "not negative");
+    generate("tiny.gguf", &["-c", "99999999999"]).fails(2, &["--context", "at most"]);
+    let schema = generate("tiny.gguf", &["--json-schema", "{\"type\":"]);
+    schema.fails(1, &["JSON schema: JSON:", "line 1"]);
+    fs::write(dir.path().join("nothing.gguf"), "").expect("written");
+    at(&dir, &["inspect", "nothing.gguf"]).fails(1, &["nothing.gguf", "empty file"]);
+    at(&dir, &["inspect", "empty"]).fails(1, &["empty", "a folder", "model.safetensors"]);
     generate("tiny.gguf", &["--stop", ""]).fails(2, &["--stop"]);
     generate("tiny.gguf", &["-c", "1"]).fails(2, &["2 positions", "context has 1"]);
     generate("mute.gguf", &[]).fails(3, &["mute.gguf", "no tokenizer", "--prompt-tokens"]);

@@ -27,7 +27,10 @@ const CHAR: usize = 2;
 /// that cannot be expressed. Both name the place as a JSON pointer.
 pub(super) fn grammar(text: &str) -> Result<Grammar> {
     let bad = |what: String| Error::Format { file: "JSON schema".into(), what };
-    let root = Json::parse(text).map_err(|e| bad(e.to_string()))?;
+    let root = Json::parse(text).map_err(|e| match e {
+        Error::Format { what, .. } => bad(what),
+        e => bad(e.to_string()),
+    })?;
     let mut c = Compiler {
         root: &root,
         rules: vec![Some(value()), Some(space()), Some(json_char(&negated(vec![])))],

@@ -34,7 +34,7 @@ fn fields_take_effect() {
         ("granite", json!({"hidden_act": "gelu"})),
         ("smollm3", json!({"hidden_act": "gelu"})),
         ("cohere2", json!({"hidden_act": "gelu"})),
-        ("cohere2", json!({"layer_types": null, "sliding_window_pattern": 2})),
+        ("cohere2", json!({"layer_types": null, "sliding_window_pattern": 3})),
         ("gpt2", json!({"scale_attn_weights": false})),
         ("smollm3", json!({"layer_types": null, "use_sliding_window": true, "sliding_window": 4})),
     ];

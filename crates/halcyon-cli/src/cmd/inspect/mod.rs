@@ -36,8 +36,16 @@ pub(crate) fn main(a: &InspectArgs) -> Result<u8> {
 }
 
 fn of_file(a: &InspectArgs) -> Result<u8> {
-    let bytes = mmap::open(&a.file)?;
     let name = a.file.display().to_string();
+    if a.file.is_dir() {
+        let what = "a folder, not a regular file; name one of its files, such as model.safetensors".into();
+        return Err(Error::Io { path: name, what });
+    }
+    let bytes = mmap::open(&a.file)?;
+    if bytes.is_empty() && a.file.extension().is_none_or(|e| e != "onnx") {
+        let what = "this is an empty file. Its download or export has failed: make the file again".into();
+        return Err(Error::Format { file: name, what });
+    }
     let weights = match sniff::kind(&bytes) {
         Some(Kind::SafeTensors) => {
             let f = SafeTensors::open(&a.file)?;

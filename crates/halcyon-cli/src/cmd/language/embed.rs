@@ -24,7 +24,10 @@ fn lines(file: &Path) -> Result<Vec<String>> {
                 let what = format!("it has {size} bytes; at most {MAX_FILE} are read");
                 return Err(Error::Format { file: file.display().to_string(), what });
             }
-            std::fs::read_to_string(file).map_err(io)?
+            String::from_utf8(std::fs::read(file).map_err(io)?).map_err(|_| {
+                let what = "this is not text (not valid UTF-8)".into();
+                Error::Format { file: file.display().to_string(), what }
+            })?
         }
     };
     Ok(text.lines().filter(|l| !l.trim().is_empty()).map(String::from).collect())

@@ -140,6 +140,9 @@ pub(super) fn start_with(
     Ok(Running { engine: Engine::new(decoder, options)?, file, options, placement, draft })
 }
 
+/// No cache has more positions, so that its sizes can be computed.
+const MAX_CONTEXT: usize = 1 << 26;
+
 /// The positions of a sequence: what the user chose, or the default.
 fn context_of(file: &ModelFile, chosen: Option<usize>) -> Result<usize> {
     let made = file.spec.context;
@@ -148,6 +151,9 @@ fn context_of(file: &ModelFile, chosen: Option<usize>) -> Result<usize> {
         Some(n) => n,
         None => made.min(CONTEXT),
     };
+    if context > MAX_CONTEXT {
+        return Err(Error::argument("--context", format!("{context} positions; at most {MAX_CONTEXT}")));
+    }
     if file.spec.learned_positions && context > made {
         let what = format!("{context} positions, but the model has learned embeddings for {made}");
         return Err(Error::argument("--context", what));

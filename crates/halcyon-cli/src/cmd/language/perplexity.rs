@@ -20,6 +20,9 @@ pub(crate) fn main(a: &PerplexityArgs) -> Result<u8> {
     let mut m = start(&a.language, Some(window), MEASURE)?;
     let tokenizer = m.tokenizer()?;
     let ids = tokenizer.encode(&text, true, false)?;
+    if ids.len() < 3 {
+        return Err(Error::argument("perplexity", "the text is too short; give a longer one (--file)"));
+    }
     if ids.len() < window {
         let what =
             format!("the text has {} tokens, and a window {window}; choose a smaller --context", ids.len());
