@@ -272,7 +272,7 @@ fn wrong_input_is_named() {
     generate("tiny.gguf", &["--top-p", "2"]).code_is(2, "top");
     // Numbers with a sign are values, not options.
     generate("tiny.gguf", &["--temp", "-1"]).code_is(2, "temperature");
-    generate("tiny.gguf", &["--max-tokens", "-1"]).code_is(2, "not negative");
+    at(&dir, &["generate", "tiny.gguf", "-p", "x", "-n", "-1"]).code_is(2, "not negative");
     generate("tiny.gguf", &["-c", "-1"]).code_is(2, "not negative");
     generate("tiny.gguf", &["--seed", "-1"]).code_is(2, "not negative");
     generate("tiny.gguf", &["-c", "99999999999"]).fails(2, &["--context", "at most"]);

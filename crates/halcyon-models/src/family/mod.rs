@@ -103,21 +103,24 @@ pub(crate) fn from_config(config: &serde_json::Value, folder: &Path) -> Result<S
 
 /// Values of `config.json` that a family would ignore.
 fn check_kinds(family: &Family, c: &Hf<'_>) -> Result<()> {
-    let kinds = ["full_attention", "sliding_attention", "linear_attention", "attention", "mamba", "conv"];
+    // Granite's files leave out the first word.
+    let plain = |k: &str| format!("full_{k}") == "full_attention";
+    let attends = |k: &str| plain(k) || ["full_attention", "sliding_attention"].contains(&k);
+    let known = |k: &str| attends(k) || ["linear_attention", "mamba", "conv"].contains(&k);
     for key in ["layer_types", "layers_block_type"] {
         let Some(v) = c.get(key) else { continue };
         let list = v.as_array().ok_or_else(|| c.bad(format!("'{key}' must be a list")))?;
-        if let Some(other) = list.iter().find(|k| !kinds.iter().any(|known| *k == known)) {
+        if let Some(other) = list.iter().find(|k| !k.as_str().is_some_and(known)) {
             return Err(Error::unsupported(
                 format!("a layer of the kind {other} ({key})"),
-                format!("Known kinds: {}", kinds.join(", ")),
+                "Known kinds: full_attention, sliding_attention, linear_attention, mamba, conv",
             ));
         }
         if let Some(n) = c.maybe_usize("num_hidden_layers")?.filter(|n| *n > list.len()) {
             return Err(c.bad(format!("'{key}' has {} kinds for {n} layers", list.len())));
         }
     }
-    let apart = |p: &serde_json::Value| kinds.iter().any(|k| p.get(k).is_some_and(|v| v.is_object()));
+    let apart = |p: &serde_json::Value| p.as_object().is_some_and(|p| p.keys().any(|k| attends(k)));
     if !matches!(family.name, "gemma3" | "gemma4") && c.get("rope_parameters").is_some_and(apart) {
         return Err(Error::unsupported(
             format!("rope_parameters by kind of layer in a {} model", family.name),
