@@ -9,7 +9,9 @@ use crate::vocab::{SpecialIds, Vocab, kind};
 use halcyon_ir::{Error, Result};
 use serde::Deserialize;
 use serde_json::Value;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
+use std::sync::Once;
 
 /// How far ids may be beyond the number of tokens. Real vocabularies have small holes.
 const MAX_HOLES: usize = 1 << 20;
@@ -94,9 +96,30 @@ impl JsonModel {
     }
 }
 
-/// Runs code of the `tokenizers` crate, which panics on some malformed files. `None` stands for a panic.
+thread_local! {
+    /// Whether this thread runs code whose panics are errors of a file.
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs code of the `tokenizers` crate, which panics on some malformed files. `None` stands for a panic, of
+/// which nothing is printed.
 fn guarded<T>(f: impl FnOnce() -> T) -> Option<T> {
-    catch_unwind(AssertUnwindSafe(f)).ok()
+    static QUIET: Once = Once::new();
+    // The hook must not be changed while a panic is under way.
+    if !std::thread::panicking() {
+        QUIET.call_once(|| {
+            let hook = take_hook();
+            set_hook(Box::new(move |p| {
+                if !GUARDED.get() {
+                    hook(p);
+                }
+            }));
+        });
+    }
+    let outer = GUARDED.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(f)).ok();
+    GUARDED.set(outer);
+    result
 }
 
 impl Tokenizer {
@@ -108,11 +131,12 @@ impl Tokenizer {
     /// [`Error::Format`] if one of the two is malformed.
     pub fn from_json(json: &[u8], config: Option<&[u8]>) -> Result<Tokenizer> {
         let place = "tokenizer.json";
+        // First, because this names the place of a mistake in the JSON.
+        let shape: Shape = serde_json::from_slice(json).map_err(|e| bad(place, e))?;
         let mut parsing = match guarded(|| tokenizers::Tokenizer::from_bytes(json)) {
             Some(result) => result.map_err(|e| bad(place, e))?,
             None => return Err(bad(place, "its content contradicts itself")),
         };
-        let shape: Shape = serde_json::from_slice(json).map_err(|e| bad(place, e))?;
         let config: Config = match config {
             Some(c) => serde_json::from_slice(c).map_err(|e| bad("tokenizer_config.json", e))?,
             None => Config::default(),
