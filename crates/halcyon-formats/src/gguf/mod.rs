@@ -83,7 +83,8 @@ impl TensorInfo {
         let bound = |innermost: usize| {
             let outer = &shape[..shape.len().saturating_sub(1)];
             let n = outer.iter().try_fold(innermost.max(1), |n, d| n.checked_mul((*d).max(1)));
-            n.filter(|n| *n <= isize::MAX as usize)
+            // The number of bits must be addressable, as for every tensor.
+            n.filter(|n| *n <= isize::MAX as usize / 8)
         };
         let (bytes, _) = bound(row).zip(bound(k)).ok_or_else(too_large)?;
         Ok(if shape.contains(&0) { 0 } else { bytes })
