@@ -78,7 +78,7 @@ impl TensorInfo {
                 "a row of {k} elements does not consist of whole blocks of {ty}, which have {per}"
             ));
         }
-        let row = self.row_bytes().ok_or_else(too_large)?;
+        let row = ty.row_bytes(if k == 0 { ty.elements() } else { k }).ok_or_else(too_large)?;
         // The elements are counted too: a block type may have more of them than bytes.
         let bound = |innermost: usize| {
             let outer = &shape[..shape.len().saturating_sub(1)];

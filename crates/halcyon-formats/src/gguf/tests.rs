@@ -380,14 +380,15 @@ fn attack_tensors_outside_of_the_file() {
             &["tensor 't'", "beyond the end", "fetch it again"],
         );
     }
-    // The bits of the last one would need 65 bits to count.
-    let large: [&[u64]; 6] = [
+    // The bits of the last two would need 65 bits to count.
+    let large: [&[u64]; 7] = [
         &[u64::MAX],
         &[1 << 62, 4],
         &[1 << 32, 1 << 32],
         &[0, 1 << 40, 1 << 40],
         &[1 << 61, 0],
         &[1 << 30, 0, 1 << 29],
+        &[0, 0, 5 << 57],
     ];
     for shape in large {
         refused(raw(&[], &[("t", shape, 0, 0)], 32), &["tensor 't'", "too large"]);
