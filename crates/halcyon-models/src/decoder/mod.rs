@@ -263,7 +263,7 @@ impl Decoder {
         &self.ropes
     }
 
-    /// The states of the cache, in the order of [`Decoder::step`]. An attention layer has keys and values,
+    /// The states of the cache, layer by layer. An attention layer has keys and values,
     /// each `[pages * heads * page, size]`, or one state for both, or none if it reads those of another
     /// layer. A recurrent layer has a ring of inputs, `[rows, size]`, and if it scans, matrices,
     /// `[2 * (sequences + 1), heads * key * value]`, both in f32.
