@@ -8,8 +8,8 @@
 use super::ints_neon::Neon;
 #[cfg(target_arch = "x86_64")]
 use super::ints_x86::{Maddubs, Vnni};
-use super::layout::{CHUNK, LINE, Layout, PANEL, Part, SCALES};
-use super::quantise::{RECORD, SCALE, SUMS};
+use super::layout::{CHUNK, Decoded, LINE, Layout, PANEL, Part, STEPS};
+use super::quantise::{CODES, SCALE, SUMS, record_bytes};
 use crate::cpu::library::simd::{Portable, Simd};
 use crate::cpu::sys::Isa;
 
@@ -24,6 +24,14 @@ pub(super) trait Ints: Copy {
     type I: Copy;
     /// Whether the products of weights that take 8 bits subtract 128 from them, so that the sums need not.
     const SUBTRACTS: bool;
+    /// Whether activations have 16 bits if weights take 8 bits. Of each four, elements 0 and 2 then come
+    /// before 1 and 3.
+    const WORDS: bool = false;
+    /// Steps whose products [`Ints::dot`] may add before [`Ints::close`], if codes have `bits` bits.
+    #[inline(always)]
+    fn run(_bits: u32) -> usize {
+        STEPS
+    }
 
     /// # Safety
     /// The caller is compiled for the instruction set; a vector of bytes at `p` is readable.
@@ -50,12 +58,37 @@ pub(super) trait Ints: Copy {
     /// # Safety
     /// The caller is compiled for the instruction set.
     unsafe fn splat(v: i32) -> Self::I;
-    /// Adds to each lane of `sum` the products of its four bytes of `w`, unsigned, with the four at `x`,
-    /// signed. The bytes at `x` are not -128. Those of `w` are at most 127, unless `wide`, a constant.
+    /// Begins a run of steps: what [`Ints::dot`] adds the first products to. `sum` has the products before.
     ///
     /// # Safety
-    /// The caller is compiled for the instruction set; 4 bytes at `x` are readable.
-    unsafe fn dot(sum: Self::I, w: Self::B, x: *const u8, wide: bool) -> Self::I;
+    /// The caller is compiled for the instruction set.
+    #[inline(always)]
+    unsafe fn open(sum: Self::I, _wide: bool) -> Self::I {
+        sum
+    }
+    /// Ends a run of steps: `sum` and the products that were added to `open(sum)`, which gave `run`.
+    ///
+    /// # Safety
+    /// The caller is compiled for the instruction set.
+    #[inline(always)]
+    unsafe fn close(_sum: Self::I, run: Self::I, _wide: bool) -> Self::I {
+        run
+    }
+    /// The even or the odd bytes of `w`, in 16 bits. The default is for sets without [`Ints::WORDS`].
+    ///
+    /// # Safety
+    /// The caller is compiled for the instruction set.
+    #[inline(always)]
+    unsafe fn word(w: Self::B, _odd: bool) -> Self::B {
+        w
+    }
+    /// Adds to each lane of `run` the products of its four bytes of `w`, unsigned, with the four activations
+    /// at `x`, signed, which are not -128. The bytes of `w` are codes of at most 6 bits, unless `wide`, a
+    /// constant. With [`Ints::WORDS`], a wide `w` is a [`Ints::word`], and there are two activations for it.
+    ///
+    /// # Safety
+    /// The caller is compiled for the instruction set; 4 activations at `x` are readable.
+    unsafe fn dot(run: Self::I, w: Self::B, x: *const u8, wide: bool) -> Self::I;
     /// Widens a part of each byte at `p`, a vector of them. `part` is a constant.
     ///
     /// # Safety
@@ -74,6 +107,7 @@ pub(super) trait Kind {
     const OFFSET: bool;
     const HALVES: bool;
     const WIDE: bool = Self::TABLE || Self::LOW == 8;
+    const BITS: u32 = if Self::WIDE { 8 } else { Self::LOW + Self::HIGH };
     const LINES: usize = (Self::LOW + Self::HIGH) as usize;
 }
 
@@ -119,7 +153,7 @@ const AHEAD_ROWS: usize = 4;
 ///
 /// # Safety
 /// The contract of [`Layout::decode`]; the instruction set is available.
-pub(super) type Decode = unsafe fn(&Layout, *const u8, usize, &mut [f32; SCALES], &mut [f32; SCALES]);
+pub(super) type Decode = unsafe fn(&Layout, *const u8, usize, &mut Decoded, &mut Decoded);
 
 /// One panel times the rows of one tile.
 #[derive(Clone, Copy, Debug)]
@@ -198,11 +232,18 @@ impl Path {
     /// What the sums of the activations' codes are multiplied by, see [`super::quantise::Sums`].
     pub(super) fn zero(self, l: &Layout) -> i32 {
         match self {
-            #[cfg(target_arch = "x86_64")]
-            Path::Maddubs if Maddubs::SUBTRACTS && l.wide() => 0,
             #[cfg(target_arch = "aarch64")]
             Path::Neon if Neon::SUBTRACTS && l.wide() => 0,
             _ => l.zero,
+        }
+    }
+
+    /// Whether activations have 16 bits, see [`Ints::WORDS`].
+    pub(super) fn words(self, l: &Layout) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Path::Maddubs => Maddubs::WORDS && l.wide(),
+            _ => false,
         }
     }
 
@@ -225,7 +266,7 @@ impl Path {
             #[cfg(target_arch = "x86_64")]
             Path::Vnni => const { &[vnni::<K, 12>, vnni::<K, 8>, vnni::<K, 4>, vnni::<K, 2>, vnni::<K, 1>] },
             #[cfg(target_arch = "x86_64")]
-            Path::Maddubs => const { &[maddubs::<K, 4, 1>, maddubs::<K, 2, 2>, maddubs::<K, 1, 2>] },
+            Path::Maddubs => const { &[maddubs::<K, 4, 2>, maddubs::<K, 2, 2>, maddubs::<K, 1, 2>] },
             #[cfg(target_arch = "aarch64")]
             Path::Neon => const { &[neon::<K, 4>, neon::<K, 2>, neon::<K, 1>] },
             _ => const { &[plain::<K, 4>, plain::<K, 2>, plain::<K, 1>] },
@@ -243,13 +284,7 @@ impl Path {
 /// The contract of [`Layout::decode`]; the processor has AVX-512 with AVX512_VNNI.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn decode_avx512(
-    l: &Layout,
-    at: *const u8,
-    some: usize,
-    scales: &mut [f32; SCALES],
-    offsets: &mut [f32; SCALES],
-) {
+unsafe fn decode_avx512(l: &Layout, at: *const u8, some: usize, scales: &mut Decoded, offsets: &mut Decoded) {
     // SAFETY: this function has the contract of `decode` and is compiled for AVX512_VNNI.
     unsafe { l.decode::<Vnni>(at, some, scales, offsets) }
 }
@@ -258,13 +293,7 @@ unsafe fn decode_avx512(
 /// The contract of [`Layout::decode`]; the processor has AVX2, FMA and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn decode_avx2(
-    l: &Layout,
-    at: *const u8,
-    some: usize,
-    scales: &mut [f32; SCALES],
-    offsets: &mut [f32; SCALES],
-) {
+unsafe fn decode_avx2(l: &Layout, at: *const u8, some: usize, scales: &mut Decoded, offsets: &mut Decoded) {
     // SAFETY: this function has the contract of `decode` and is compiled for AVX2.
     unsafe { l.decode::<Maddubs>(at, some, scales, offsets) }
 }
@@ -331,11 +360,14 @@ unsafe fn lanes<X: Ints, K: Kind, const R: usize, const H: usize>(t: &Task<'_>, 
             Some(table) => X::table(table.as_ptr()),
             None => X::table([0; 16].as_ptr()),
         };
-        let (mut scales, mut offsets) = ([0f32; SCALES], [0f32; SCALES]);
+        // Filling them with zeros first would take a tenth of the time of a tile with few rows.
+        let (mut scales, mut offsets) = (Decoded::uninit(), Decoded::uninit());
         for g0 in (0..t.groups).step_by(CHUNK) {
             let some = (t.groups - g0).min(CHUNK);
             let chunk = t.panel.add(g0 / CHUNK * t.chunk);
             (t.decode)(t.layout, chunk, some, &mut scales, &mut offsets);
+            // Those of the first `some` groups are read.
+            let (scales, offsets) = (scales.as_ptr().cast::<f32>(), offsets.as_ptr().cast::<f32>());
             let chunk = chunk.add(if some == CHUNK { t.scales } else { t.layout.scales(some) });
             for g in 0..some {
                 let codes = chunk.add(g * K::LINES * LINE + 4 * lane);
@@ -344,19 +376,19 @@ unsafe fn lanes<X: Ints, K: Kind, const R: usize, const H: usize>(t: &Task<'_>, 
                         X::S::prefetch(codes.wrapping_add(AHEAD + line * LINE).cast());
                     }
                 }
-                let x = t.x.add((g0 + g) * R * RECORD);
+                let x = t.x.add((g0 + g) * R * bytes::<X, K>());
                 if K::HALVES {
                     for half in 0..2 {
                         let mut sums = start::<X, K, R, H>(x, half);
                         half_of::<X, K, R, H>(&mut sums, codes, x, table, half);
                         let at = (2 * g + half) * PANEL + lane;
-                        add::<X, K, R, H>(&mut out, &sums, &scales[at..], &offsets[at..], x, half);
+                        add::<X, K, R, H>(&mut out, &sums, scales.add(at), offsets.wrapping_add(at), x, half);
                     }
                 } else {
                     let mut sums = start::<X, K, R, H>(x, 0);
                     half_of::<X, K, R, H>(&mut sums, codes, x, table, 2);
                     let at = g * PANEL + lane;
-                    add::<X, K, R, H>(&mut out, &sums, &scales[at..], &offsets[at..], x, 0);
+                    add::<X, K, R, H>(&mut out, &sums, scales.add(at), offsets.wrapping_add(at), x, 0);
                 }
             }
         }
@@ -378,6 +410,12 @@ unsafe fn lanes<X: Ints, K: Kind, const R: usize, const H: usize>(t: &Task<'_>, 
     }
 }
 
+/// Bytes of a record.
+#[inline(always)]
+fn bytes<X: Ints, K: Kind>() -> usize {
+    record_bytes(X::WORDS && K::WIDE)
+}
+
 /// The sums before the first product.
 ///
 /// # Safety
@@ -391,7 +429,7 @@ unsafe fn start<X: Ints, K: Kind, const R: usize, const H: usize>(
     std::array::from_fn(|r| unsafe {
         let zero = match K::OFFSET || X::SUBTRACTS && K::WIDE {
             true => 0,
-            false => x.add(r * RECORD + SUMS + 4 * half).cast::<i32>().read_unaligned(),
+            false => x.add(r * bytes::<X, K>() + SUMS + 4 * half).cast::<i32>().read_unaligned(),
         };
         [X::splat(zero); H]
     })
@@ -411,19 +449,30 @@ unsafe fn half_of<X: Ints, K: Kind, const R: usize, const H: usize>(
 ) {
     // SAFETY: this function has the contract of `step`.
     unsafe {
+        // The compiler knows `left` at every step.
+        let (mut run, mut left) = (*sums, 0);
         macro_rules! steps {
-            ($($q:literal)*) => {
+            ($($q:literal $h:literal)*) => {
                 $(
-                    if half != 1 {
-                        step::<X, K, R, H, $q, 0>(sums, codes, x, table);
-                    }
-                    if half != 0 {
-                        step::<X, K, R, H, $q, 1>(sums, codes, x, table);
+                    if half != 1 - $h {
+                        if left == 0 {
+                            run = sums.map(|s| s.map(|s| X::open(s, K::WIDE)));
+                            left = X::run(K::BITS);
+                        }
+                        step::<X, K, R, H, $q, $h>(&mut run, codes, x, table);
+                        left -= 1;
+                        if left == 0 || $q == 3 && ($h == 1 || half == 0) {
+                            for (sums, run) in sums.iter_mut().zip(&run) {
+                                for (sum, run) in sums.iter_mut().zip(run) {
+                                    *sum = X::close(*sum, *run, K::WIDE);
+                                }
+                            }
+                        }
                     }
                 )*
             };
         }
-        steps!(0 1 2 3);
+        steps!(0 0 0 1 1 0 1 1 2 0 2 1 3 0 3 1);
     }
 }
 
@@ -433,18 +482,23 @@ unsafe fn half_of<X: Ints, K: Kind, const R: usize, const H: usize>(
 /// The contract of [`half_of`].
 #[inline(always)]
 unsafe fn step<X: Ints, K: Kind, const R: usize, const H: usize, const Q: usize, const HALF: usize>(
-    sums: &mut [[X::I; H]; R],
+    run: &mut [[X::I; H]; R],
     codes: *const u8,
     x: *const u8,
     table: X::B,
 ) {
-    for h in 0..H {
-        // SAFETY: by contract the lines of the group and the records of all rows are readable.
-        unsafe {
-            let w = code::<X, K, Q, HALF>(codes.add(h * 4 * X::S::W), table);
+    // SAFETY: by contract the lines of the group and the records of all rows are readable.
+    unsafe {
+        let codes: [X::B; H] =
+            std::array::from_fn(|h| code::<X, K, Q, HALF>(codes.add(h * 4 * X::S::W), table));
+        let words = X::WORDS && K::WIDE;
+        let x = x.add(CODES + (4 * HALF + Q) * if words { 8 } else { 4 });
+        for part in 0..if words { 2 } else { 1 } {
+            let w = if words { codes.map(|w| X::word(w, part == 1)) } else { codes };
             for r in 0..R {
-                let x = x.add(r * RECORD + 4 * (4 * HALF + Q));
-                sums[r][h] = X::dot(sums[r][h], w, x, K::WIDE);
+                for h in 0..H {
+                    run[r][h] = X::dot(run[r][h], w[h], x.add(r * bytes::<X, K>() + 4 * part), K::WIDE);
+                }
             }
         }
     }
@@ -484,24 +538,24 @@ unsafe fn code<X: Ints, K: Kind, const Q: usize, const HALF: usize>(p: *const u8
 unsafe fn add<X: Ints, K: Kind, const R: usize, const H: usize>(
     out: &mut [[<X::S as Simd>::V; H]; R],
     sums: &[[X::I; H]; R],
-    scales: &[f32],
-    offsets: &[f32],
+    scales: *const f32,
+    offsets: *const f32,
     x: *const u8,
     half: usize,
 ) {
     for h in 0..H {
         // SAFETY: by contract the vectors and the records are readable.
         unsafe {
-            let scale = X::S::load(scales.as_ptr().add(h * X::S::W));
+            let scale = X::S::load(scales.add(h * X::S::W));
             for r in 0..R {
-                let record = x.add(r * RECORD);
+                let record = x.add(r * bytes::<X, K>());
                 let own = X::S::splat(record.add(SCALE).cast::<f32>().read_unaligned());
                 out[r][h] = X::S::fma(X::float(sums[r][h]), X::S::mul(scale, own), out[r][h]);
             }
             if K::OFFSET {
-                let offset = X::S::load(offsets.as_ptr().add(h * X::S::W));
+                let offset = X::S::load(offsets.add(h * X::S::W));
                 for r in 0..R {
-                    let sum = x.add(r * RECORD + SUMS + 4 * half).cast::<f32>().read_unaligned();
+                    let sum = x.add(r * bytes::<X, K>() + SUMS + 4 * half).cast::<f32>().read_unaligned();
                     out[r][h] = X::S::fma(offset, X::S::splat(sum), out[r][h]);
                 }
             }

@@ -1,7 +1,7 @@
 //! Vectors of bytes of x86-64.
 
 use super::ints::Ints;
-use super::layout::Part;
+use super::layout::{Part, STEPS};
 use crate::cpu::library::simd::{Avx2, Avx512};
 use std::arch::x86_64::*;
 
@@ -101,9 +101,9 @@ impl Ints for Vnni {
     }
 }
 
-/// 256 bits, with `vpmaddubsw`, whose sums of two products saturate at 16 bits. Two products of bytes that
-/// are at most 127 do not. If weights are larger, 128 is subtracted and their sign is moved to the
-/// activations.
+/// 256 bits. `vpmaddubsw` sums two products of bytes in 16 bits. The sums of as many steps as fit 16 bits are
+/// added there and then widened, because widening costs as much as multiplying. Weights that take 8 bits, and
+/// their activations, are widened to 16 bits first, and `vpmaddwd` sums two of their products in 32 bits.
 #[derive(Clone, Copy)]
 pub(super) struct Maddubs;
 
@@ -114,7 +114,15 @@ impl Ints for Maddubs {
     type S = Avx2;
     type B = __m256i;
     type I = __m256i;
-    const SUBTRACTS: bool = true;
+    const SUBTRACTS: bool = false;
+    const WORDS: bool = true;
+
+    #[inline(always)]
+    fn run(bits: u32) -> usize {
+        // A step adds two products to a sum in 16 bits.
+        let step = 2 * 127 * ((1 << bits) - 1);
+        if bits == 8 { STEPS } else { STEPS.min(i16::MAX as usize / step) }
+    }
 
     #[inline(always)]
     unsafe fn load(p: *const u8) -> __m256i {
@@ -144,17 +152,30 @@ impl Ints for Maddubs {
         unsafe { _mm256_set1_epi32(v) }
     }
     #[inline(always)]
-    unsafe fn dot(sum: __m256i, w: __m256i, x: *const u8, wide: bool) -> __m256i {
+    unsafe fn open(sum: __m256i, wide: bool) -> __m256i {
+        if wide { sum } else { unsafe { _mm256_setzero_si256() } }
+    }
+    #[inline(always)]
+    unsafe fn close(sum: __m256i, run: __m256i, wide: bool) -> __m256i {
+        if wide {
+            return run;
+        }
+        unsafe { _mm256_add_epi32(sum, _mm256_madd_epi16(run, _mm256_set1_epi16(1))) }
+    }
+    #[inline(always)]
+    unsafe fn word(w: __m256i, odd: bool) -> __m256i {
         unsafe {
-            let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
-            let pairs = if wide {
-                // The magnitude of -128 is 128 as an unsigned byte, and 2 * 128 * 127 fits 16 bits.
-                let w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-                _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
-            } else {
-                _mm256_maddubs_epi16(w, x)
-            };
-            _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+            match odd {
+                false => _mm256_and_si256(w, _mm256_set1_epi16(255)),
+                true => _mm256_srli_epi16::<8>(w),
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot(run: __m256i, w: __m256i, x: *const u8, wide: bool) -> __m256i {
+        unsafe {
+            let four = |x: *const u8| _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
+            if wide { add_words(run, w, four(x)) } else { add_bytes(run, w, four(x)) }
         }
     }
     #[inline(always)]
@@ -183,4 +204,42 @@ impl Ints for Maddubs {
     unsafe fn float(v: __m256i) -> __m256 {
         unsafe { _mm256_cvtepi32_ps(v) }
     }
+}
+
+/// Defines a function that adds sums of two products to `run`. It is assembly, because otherwise the compiler
+/// would reorder the additions of a whole group, which takes more registers than there are.
+macro_rules! step {
+    ($(#[$doc:meta])* $name:ident: $multiply:literal $add:literal) => {
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// The processor has AVX2.
+        #[inline]
+        #[target_feature(enable = "avx2")]
+        unsafe fn $name(run: __m256i, w: __m256i, x: __m256i) -> __m256i {
+            let mut run = run;
+            // SAFETY: the instructions are those of AVX2, and change only the named registers.
+            unsafe {
+                std::arch::asm!(
+                    concat!($multiply, " {two}, {w}, {x}"),
+                    concat!($add, " {run}, {run}, {two}"),
+                    two = out(ymm_reg) _,
+                    w = in(ymm_reg) w,
+                    x = in(ymm_reg) x,
+                    run = inout(ymm_reg) run,
+                    options(pure, nomem, nostack, preserves_flags)
+                );
+            }
+            run
+        }
+    };
+}
+
+step! {
+    /// Of unsigned bytes of `w` and signed bytes of `x`, in 16 bits.
+    add_bytes: "vpmaddubsw" "vpaddw"
+}
+step! {
+    /// Of 16-bit integers, in 32 bits.
+    add_words: "vpmaddwd" "vpaddd"
 }

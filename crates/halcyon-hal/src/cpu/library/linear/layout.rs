@@ -21,17 +21,22 @@ use super::ints::Ints;
 use crate::cpu::library::simd::Simd;
 use halcyon_ir::blocks::BlockType;
 use half::f16;
+use std::mem::MaybeUninit;
 
 /// Outputs of a panel.
 pub(super) const PANEL: usize = 16;
 /// Elements of `k` that share a scale of the activations.
 pub(super) const GROUP: usize = 32;
+/// Steps of a group: its fours of neighbouring elements.
+pub(super) const STEPS: usize = GROUP / 4;
 /// Bytes of a line of codes.
 pub(super) const LINE: usize = 64;
 /// Groups whose scales are decoded at a time: those of the largest block.
 pub(super) const CHUNK: usize = 8;
 /// Floats that the scales of a chunk take: a scale for each output and each 16 elements.
 pub(super) const SCALES: usize = CHUNK * 2 * PANEL;
+/// Scales or offsets of a chunk, before and after they are decoded.
+pub(super) type Decoded = MaybeUninit<[f32; SCALES]>;
 
 /// The values of the codes of `iq4_nl` and `iq4_xs`, plus 128.
 static IQ4: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
@@ -262,11 +267,11 @@ impl Layout {
         &self,
         at: *const u8,
         some: usize,
-        scales: &mut [f32; SCALES],
-        offsets: &mut [f32; SCALES],
+        scales: &mut Decoded,
+        offsets: &mut Decoded,
     ) {
         let some = some.min(CHUNK);
-        let (scales, offsets) = (scales.as_mut_ptr(), offsets.as_mut_ptr());
+        let (scales, offsets) = (scales.as_mut_ptr().cast::<f32>(), offsets.as_mut_ptr().cast::<f32>());
         let n = if self.halves() { 2 * some } else { some };
         for lane in (0..PANEL).step_by(X::S::W) {
             // SAFETY: by contract the entries of these groups are readable. Entries have the parts that

@@ -3,7 +3,7 @@
 use super::floats;
 use super::ints::{self, Path};
 use super::layout::{CHUNK, GROUP, Layout, PANEL};
-use super::quantise::{Form, RECORD, quantise};
+use super::quantise::{Form, quantise, record_bytes};
 use super::rows::{Room, Rows, Tile, Used};
 use crate::cpu::library::simd::{Simd, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
@@ -132,7 +132,10 @@ impl Product {
     /// Bytes of an arranged row of `x`.
     fn arranged(&self) -> usize {
         match self.weights {
-            Weights::Blocks(_) => self.groups() * RECORD * if self.fine { 2 } else { 1 },
+            Weights::Blocks(b) => {
+                let record = record_bytes(self.path.words(&Layout::of(b)));
+                self.groups() * record * if self.fine { 2 } else { 1 }
+            }
             _ => self.size.k * size_of::<f32>(),
         }
     }
@@ -272,8 +275,13 @@ impl Product {
             match self.weights {
                 Weights::Blocks(b) => {
                     let l = Layout::of(b);
-                    let (halves, offset, zero) = (l.halves(), l.offset(), self.path.zero(&l));
-                    let form = Form { fine: self.fine, halves, offset, zero };
+                    let form = Form {
+                        fine: self.fine,
+                        words: self.path.words(&l),
+                        halves: l.halves(),
+                        offset: l.offset(),
+                        zero: self.path.zero(&l),
+                    };
                     quantise(self.isa, job.o.x, k, rows, tile, form, to);
                 }
                 _ => floats::arrange(job.o.x, k, rows, tile.rows as usize, to.cast()),

@@ -277,6 +277,38 @@ fn special_activations() {
     }
 }
 
+/// The largest sums: all codes of a group are the largest or the smallest, and all activations have the same
+/// magnitude, with one sign or with the sign of the code.
+#[test]
+fn the_largest_sums_are_exact() {
+    let mut rng = Rng::new();
+    let team = Team::new(1);
+    for b in BlockType::ALL {
+        let weights = Weights::Blocks(*b);
+        for pattern in [0x00, 0xff, 0x0f, 0xf0, 0x80, 0x7f] {
+            let mut case = Case::new(&mut rng, weights, (7, 33, 512), false);
+            for block in case.w.chunks_exact_mut(b.row().bytes) {
+                let scales: Vec<(usize, u8)> =
+                    halves(*b).iter().flat_map(|at| [*at, at + 1]).map(|at| (at, block[at])).collect();
+                block.fill(pattern);
+                scales.iter().for_each(|(at, byte)| block[*at] = *byte);
+                if *b == BlockType::MXFP4 {
+                    block[0] = 120;
+                }
+            }
+            let w = decoded(weights, &case.w);
+            for (i, x) in case.x.iter_mut().enumerate() {
+                let (row, at) = (i / 512, i % 512);
+                *x = if row % 2 == 0 { 1.0 } else { w[at].signum() };
+            }
+            for p in products(case.size, weights) {
+                let got = case.run(&team, &p, true, Side::End);
+                case.check(&got, p.fine, &(&p, pattern));
+            }
+        }
+    }
+}
+
 /// The packed codes take no more bits than those of the blocks, and scales little more.
 #[test]
 fn packed_weights_are_small() {

@@ -19,6 +19,19 @@ unsafe fn mask8(n: usize) -> __m256i {
     unsafe { _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)) }
 }
 
+/// Lane 0 plus lane 2, plus the sum of lanes 1 and 3, as in [`Simd::sum`].
+///
+/// # Safety
+/// The caller is compiled for AVX2.
+#[inline(always)]
+pub(super) unsafe fn sum4(v: __m128) -> f32 {
+    // SAFETY: `sum4` requires AVX2, which includes SSE3.
+    unsafe {
+        let two = _mm_add_ps(v, _mm_movehl_ps(v, v));
+        _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+    }
+}
+
 // SAFETY (of every block below): the trait requires that the caller is compiled for AVX2, FMA and F16C,
 // and that the pointers are valid for the lanes each method accesses.
 #[allow(clippy::undocumented_unsafe_blocks)]
@@ -100,6 +113,10 @@ impl Simd for Avx2 {
             let h = _mm256_cvtepu16_epi32(_mm_loadu_si128(p as *const __m128i));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(h))
         }
+    }
+    #[inline(always)]
+    unsafe fn sum(v: __m256) -> f32 {
+        unsafe { sum4(_mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v))) }
     }
     #[inline(always)]
     unsafe fn turn(r: &mut [__m256; 16]) {

@@ -99,6 +99,13 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn sum(v: __m512) -> f32 {
+        unsafe {
+            let v = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
+            super::avx2::sum4(_mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v)))
+        }
+    }
+    #[inline(always)]
     unsafe fn turn(r: &mut [__m512; 16]) {
         *r = unsafe { transpose16(*r) };
     }
