@@ -231,20 +231,13 @@ impl Path {
 
     /// What the sums of the activations' codes are multiplied by, see [`super::quantise::Sums`].
     pub(super) fn zero(self, l: &Layout) -> i32 {
-        match self {
-            #[cfg(target_arch = "aarch64")]
-            Path::Neon if Neon::SUBTRACTS && l.wide() => 0,
-            _ => l.zero,
-        }
+        // See `Ints::SUBTRACTS`.
+        if self == Path::Neon && l.wide() { 0 } else { l.zero }
     }
 
     /// Whether activations have 16 bits, see [`Ints::WORDS`].
     pub(super) fn words(self, l: &Layout) -> bool {
-        match self {
-            #[cfg(target_arch = "x86_64")]
-            Path::Maddubs => Maddubs::WORDS && l.wide(),
-            _ => false,
-        }
+        self == Path::Maddubs && l.wide()
     }
 
     /// The function that decodes scales.

@@ -124,7 +124,6 @@ impl Layout {
     }
 
     /// Whether codes, or their values in the table, take all 8 bits.
-    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub(super) fn wide(&self) -> bool {
         self.zero == 128
     }

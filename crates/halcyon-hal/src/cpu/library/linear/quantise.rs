@@ -101,7 +101,7 @@ unsafe fn record<S: Simd>(v: &[f32; GROUP], form: Form, to: *mut u8) -> [f32; GR
     let top = f32::from_bits(top as u32);
     let scale = if top.is_finite() { top / 127.0 } else { f32::NAN };
     // Without the power of two, the inverse of a very small number would not be finite.
-    let lift = if top < 1e-30 { 1.8e19 } else { 1.0 };
+    let lift = if top < 1e-30 { 18_446_744_073_709_551_616.0 } else { 1.0 };
     let inverse = 127.0 / (top * lift);
     // Adding `ROUND` gives a float whose lowest bits are the code.
     let (mut rounded, mut sums) = ([ROUND; GROUP], [0.0; 2]);
