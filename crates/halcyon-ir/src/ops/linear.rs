@@ -23,8 +23,8 @@ const FINE: &str = "fine";
 pub struct RowMatmul {
     /// The format of the weights. `None`: floats.
     pub blocks: Option<BlockType>,
-    /// If the weights have blocks, kernels may round activations to 8 bits; with `fine`, to 15 bits. A kernel
-    /// takes up to twice the time then.
+    /// If the weights have blocks, kernels may round activations and decoded weights to 8 bits; with `fine`,
+    /// to 15 bits. A kernel takes up to three times the time then.
     pub fine: bool,
 }
 
@@ -73,8 +73,9 @@ impl Graph {
     /// matrix `which[i]` (a mixture of experts).
     ///
     /// Kernels of this composite are batch-invariant: the bits of a row of the result depend on that row of
-    /// `x`, on its matrix and on nothing else. A kernel may round the activations of a row in groups of at
-    /// most 32 if the weights have blocks, to 8 bits or to 15 ([`RowMatmul::fine`]).
+    /// `x`, on its matrix and on nothing else. If the weights have blocks, a kernel may round the activations
+    /// of a row in groups of at most 32, and decoded weights one by one, to 8 bits or to 15
+    /// ([`RowMatmul::fine`]).
     ///
     /// # Errors
     /// [`Error::DType`] unless `x` is f32 and the weights are floats or bytes; [`Error::Shape`] if the shapes

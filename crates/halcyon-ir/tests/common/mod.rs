@@ -9,7 +9,7 @@ use halcyon_ir::kernel::*;
 use halcyon_ir::layout::View;
 use halcyon_ir::ops::element_wise::{ROWS, Rule};
 use halcyon_ir::ops::{
-    CacheOperands, CachedAttention, Conv, KINDS, Op, Pool, PoolKind, ReduceKind, ScatterKind,
+    CacheOperands, CachedAttention, Conv, KINDS, Op, Pool, PoolKind, ReduceKind, RowMatmul, ScatterKind,
 };
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, NodeId, ScalarOp, TensorType};
@@ -456,6 +456,39 @@ pub fn matrix_products(caps: &Caps) -> Vec<Kernel> {
                     out.extend(low.steps.into_iter().map(|s| s.0));
                 }
             }
+        }
+    }
+    out
+}
+
+/// Products of language models on matrix units: every type of weights for one row, and a type of each kind
+/// for further numbers of rows, with activations of one part and of two.
+pub fn matrix_language_products(caps: &Caps) -> Vec<Kernel> {
+    let mut out = vec![];
+    let mut add = |m: usize, (d, w): (DType, &[usize]), k: usize, options: RowMatmul| {
+        let mut g = Graph::new();
+        let x = g.input("x", TensorType::new(DType::F32, &[m, k]));
+        let w = (g.input("w", TensorType::new(d, w)), Operand { dtype: d, view: View::dense(w) });
+        let y = g.row_matmul(x, w.0, options, None).unwrap();
+        let dense = |s: &[usize]| Operand { dtype: DType::F32, view: View::dense(s) };
+        let (inputs, output) = ([dense(&[m, k]), w.1], [dense(&g.shape(y).known().unwrap())]);
+        let low = lower_op(&g.node(y).op, &inputs, &output, false, caps).unwrap();
+        assert_eq!(low.steps[0].0.name, "row_product_matrix");
+        out.extend(low.steps.into_iter().map(|s| s.0));
+    };
+    let kinds = [BlockType::Q4_0, BlockType::Q4_K, BlockType::Q6_K];
+    for ty in BlockType::ALL.iter().copied() {
+        let rows: &[usize] = if kinds.contains(&ty) { &[1, 16, 32, 64, 512] } else { &[1] };
+        for &m in rows {
+            for fine in [false, true].into_iter().filter(|fine| !fine || kinds.contains(&ty)) {
+                let w: &[usize] = &[2048, ty.bytes_of(512).unwrap()];
+                add(m, (DType::U8, w), 512, RowMatmul { blocks: Some(ty), fine });
+            }
+        }
+    }
+    for d in [DType::F16, DType::BF16] {
+        for (m, k) in [(1, 512), (64, 512), (512, 512), (64, 77)] {
+            add(m, (d, &[2048, k]), k, RowMatmul::default());
         }
     }
     out

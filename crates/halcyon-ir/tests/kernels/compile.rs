@@ -69,6 +69,18 @@ fn products_on_matrix_units_compile() {
 }
 
 #[test]
+fn products_of_language_models_on_matrix_units_compile() {
+    let test = "products_of_language_models_on_matrix_units_compile";
+    let cuda = common::matrix_language_products(&tensor::with_matrix_units(&MATRIX_CUDA, 32));
+    compile(test, Language::Cuda, "nvrtc_compile.py", "sm_80,sm_90", &cuda);
+    let hip = common::matrix_language_products(&tensor::with_matrix_units(&MATRIX_HIP, 64));
+    compile(test, Language::Hip, "hiprtc_compile.py", "gfx90a", &hip);
+    compile(test, Language::Hip, "clang_compile.py", "gfx942", &hip);
+    let narrow = common::matrix_language_products(&tensor::with_matrix_units(&MATRIX_HIP, 32));
+    compile(test, Language::Hip, "clang_compile.py", "gfx1100", &narrow);
+}
+
+#[test]
 fn attention_on_matrix_units_compiles() {
     let test = "attention_on_matrix_units_compiles";
     let cuda = common::matrix_attention(&tensor::with_matrix_units(&MATRIX_CUDA, 32));

@@ -146,7 +146,7 @@ pub fn check_on(
     names
 }
 
-fn reference(
+pub fn reference(
     inputs: &[Input],
     build: impl Fn(&mut Graph, &[NodeId]) -> Result<NodeId>,
 ) -> (Op, TensorType, ConstData) {
@@ -206,7 +206,7 @@ pub fn run_with_fault(
     (memory.swap_remove(inputs.len()), fault[0] == 7)
 }
 
-fn compare(d: DType, got: &[u8], want: &ConstData, tol: f64, what: &str) {
+pub fn compare(d: DType, got: &[u8], want: &ConstData, tol: f64, what: &str) {
     let got: Vec<Scalar> = got.chunks(d.size()).map(|b| Scalar::from_bytes(d, b)).collect();
     let want: Vec<Scalar> = want.scalars().collect();
     assert_eq!(got.len(), want.len());

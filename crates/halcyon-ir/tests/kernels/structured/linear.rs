@@ -18,7 +18,14 @@ fn lower(
 
 /// Random blocks, whose scales are small numbers. The operand starts at byte `offset`, and `gap` bytes follow
 /// each row.
-fn blocks(rng: &mut Rng, ty: BlockType, lead: &[usize], k: usize, offset: usize, gap: usize) -> Input {
+pub(super) fn blocks(
+    rng: &mut Rng,
+    ty: BlockType,
+    lead: &[usize],
+    k: usize,
+    offset: usize,
+    gap: usize,
+) -> Input {
     let row = ty.row();
     let bytes = ty.bytes_of(k).unwrap();
     let shape = [lead, &[bytes]].concat();
@@ -73,7 +80,7 @@ fn blocks_are_decoded() {
 }
 
 /// A matrix of `rows` by `k` whose rows are `pitch` elements apart.
-fn pitched(rng: &mut Rng, d: DType, rows: usize, k: usize, pitch: usize, offset: usize) -> Input {
+pub(super) fn pitched(rng: &mut Rng, d: DType, rows: usize, k: usize, pitch: usize, offset: usize) -> Input {
     let view = View::dense(&[rows + 1, pitch]).slice(&[0, 0], &[1, 1], &[rows, k]);
     let view = View { offset: offset as isize, ..view };
     let mut x = Input::random(rng, d, view);

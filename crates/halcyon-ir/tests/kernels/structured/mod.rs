@@ -7,6 +7,7 @@ mod cached_attention;
 mod conv;
 mod harness;
 mod linear;
+mod linear_matrix;
 mod matmul;
 mod norm;
 mod pool;

@@ -12,6 +12,8 @@
 //! All products are explicit fused multiply-adds, so that no compiler contracts them in one kernel and not in
 //! another.
 
+mod matrix;
+
 use super::blocks::{self, Rows};
 use super::common::{arity, declined, items, unmasked};
 use super::gather::checked;
@@ -73,6 +75,8 @@ struct Problem<'o> {
     n: usize,
     k: usize,
     blocks: Option<BlockType>,
+    /// Whether activations keep at least 15 bits.
+    fine: bool,
     x: &'o Operand,
     w: &'o Operand,
     which: Option<&'o Operand>,
@@ -105,7 +109,11 @@ fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Resul
     if which.is_some() && w.view.shape[0] == 0 {
         return Err(Declined::because("there are no matrices"));
     }
-    let p = Problem { m, n: out.view.shape[1], k, blocks: c.weight_blocks(), x, w, which, out };
+    let (blocks, fine) = (c.weight_blocks(), c.fine_activations());
+    let p = Problem { m, n: out.view.shape[1], k, blocks, fine, x, w, which, out };
+    if let Some(made) = matrix::lower(&p, caps) {
+        return made;
+    }
     // Rows with matrices of their own share no weights.
     let l = Layout::choose(if which.is_some() { 1 } else { m }, caps);
     p.build(l, caps)
