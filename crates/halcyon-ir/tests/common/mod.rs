@@ -467,7 +467,7 @@ pub fn matrix_language_products(caps: &Caps) -> Vec<Kernel> {
     let mut out = vec![];
     let mut add = |m: usize, (d, w): (DType, &[usize]), k: usize, options: RowMatmul| {
         let mut g = Graph::new();
-        let x = g.input("x", TensorType::new(DType::F32, &[m, k]));
+        let x = g.input("x", TensorType::new(DType::F32, [m, k]));
         let w = (g.input("w", TensorType::new(d, w)), Operand { dtype: d, view: View::dense(w) });
         let y = g.row_matmul(x, w.0, options, None).unwrap();
         let dense = |s: &[usize]| Operand { dtype: DType::F32, view: View::dense(s) };
