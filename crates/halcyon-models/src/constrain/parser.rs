@@ -16,8 +16,9 @@ const MAX_BYTES: usize = 64 << 20;
 /// The most items of a row.
 const MAX_ITEMS: usize = 1 << 16;
 
-/// The most items that are computed for one token. Real grammars need a hundredth of it.
-const MAX_WORK: usize = 50_000_000;
+/// The most items that are computed for one token, which takes about half a second. Real grammars need a
+/// tenth of it.
+const MAX_WORK: usize = 5_000_000;
 
 /// The origin of items that began in their own row.
 const HERE: u32 = u32::MAX;
