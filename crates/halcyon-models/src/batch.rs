@@ -170,7 +170,7 @@ impl Batch {
     }
 
     /// Adds proposed tokens to the last token of each request. Steps with a part of a prompt have none.
-    fn propose(&mut self, engine: &Engine, order: &[usize]) -> Result<()> {
+    fn propose(&mut self, engine: &mut Engine, order: &[usize]) -> Result<()> {
         let Some(s) = &mut self.speculation else { return Ok(()) };
         let tokens = |r: &Running| r.prompt_time.is_some() && r.rest.len() == 1;
         if order.is_empty() || !self.slots.iter().flatten().all(tokens) {
@@ -182,7 +182,7 @@ impl Batch {
             let Some(r) = &mut self.slots[sequence] else { continue };
             // Neither the request nor the step takes more than it may.
             let most = r.reserved.saturating_sub(engine.length(sequence) + 1).min(room);
-            let proposed = s.propose(sequence, &mut r.session, count.min(most))?;
+            let proposed = s.propose(engine, sequence, &mut r.session, count.min(most))?;
             r.proposed = proposed.len();
             room -= r.proposed;
             r.rest.extend(proposed);

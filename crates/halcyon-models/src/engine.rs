@@ -1,16 +1,18 @@
 //! Runs a decoder: the paged cache of keys and values, and for each stage one compiled plan for each number
 //! of rows and of rows whose logits are wanted.
 
+mod ahead;
 mod inputs;
 mod selected;
 pub(crate) mod stages;
 
 use crate::decoder::{CacheLayout, Decoder};
 use crate::grid;
+use ahead::Ahead;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Compiled, DType};
 pub(crate) use selected::Pending;
-use stages::{Runner, StepFn, Want};
+use stages::{Kind, Runner, StepFn, Want};
 use std::fmt;
 use std::sync::Arc;
 
@@ -70,8 +72,10 @@ pub struct Engine {
     lengths: Vec<usize>,
     /// The shortest length, apart from 0, to which each sequence can be cut.
     floors: Vec<usize>,
-    /// Whether activations are returned in place of logits.
-    activations: bool,
+    /// What steps give.
+    want: Want,
+    /// The model's own layer for further tokens.
+    ahead: Option<Box<Ahead>>,
     /// Whether feeds whose logits are all wanted have the rotations of tokens that are fed one by one.
     each: bool,
 }
@@ -89,13 +93,13 @@ impl Engine {
     /// `Error::Argument` for sizes of 0; the errors of [`Decoder::check_cache`]; errors of the device, such
     /// as out of memory.
     pub fn new(decoder: Arc<Decoder>, options: EngineOptions) -> Result<Engine> {
-        Engine::of(decoder, options, Want::Logits)
+        Engine::of(decoder, options, Want::only(Kind::Logits))
     }
 
     /// An engine whose [`Engine::feed`] returns the activations after the last norm, each of the hidden size,
     /// in place of logits.
     pub(crate) fn of_activations(decoder: Arc<Decoder>, options: EngineOptions) -> Result<Engine> {
-        Engine::of(decoder, options, Want::Activations)
+        Engine::of(decoder, options, Want::only(Kind::Activations))
     }
 
     fn of(decoder: Arc<Decoder>, options: EngineOptions, want: Want) -> Result<Engine> {
@@ -111,7 +115,8 @@ impl Engine {
             free: (1..pages as u32).rev().collect(),
             lengths: vec![0; o.sequences],
             floors: vec![0; o.sequences],
-            activations: want == Want::Activations,
+            want,
+            ahead: None,
             each: false,
             largest: None,
             decoder,
@@ -132,6 +137,7 @@ impl Engine {
     /// Whether the cache has its values. If the device failed during a step, they may be lost.
     pub fn is_whole(&self) -> bool {
         self.stages.iter().flat_map(|s| &s.states).all(|s| s.value().eval().is_ok())
+            && self.ahead.as_ref().is_none_or(|a| a.engine.is_whole())
     }
 
     /// Positions that a sequence has; 0 for one that does not exist.
@@ -165,6 +171,9 @@ impl Engine {
         self.lengths[sequence] = length;
         let keep = length.div_ceil(self.options.page);
         self.free.extend(self.pages[sequence].drain(keep..));
+        if let Some(a) = &mut self.ahead {
+            a.truncate(sequence, length);
+        }
         length
     }
 
@@ -221,7 +230,7 @@ impl Engine {
             let wanted = self.wanted(feeds, &lengths, &chunk);
             let logits = self.chunk(feeds, &lengths, &chunk, &wanted)?;
             let spec = &self.decoder.spec;
-            let size = if self.activations { spec.hidden } else { spec.vocabulary };
+            let size = if self.want.kind == Kind::Activations { spec.hidden } else { spec.vocabulary };
             for (r, z) in wanted.into_iter().zip(logits.chunks_exact(size)) {
                 out[chunk[r].0].extend_from_slice(z);
             }
@@ -320,7 +329,7 @@ impl Engine {
         wanted: &[usize],
     ) -> Result<Vec<f32>> {
         let rows = self.rows(feeds, lengths, rows, wanted)?;
-        let mut out = self.run(&rows, None)?;
+        let mut out = self.results(&rows, None)?;
         let z = out.pop().ok_or_else(|| Error::internal("a step has no result"))?;
         if wanted.is_empty() { Ok(vec![]) } else { z.to_vec::<f32>() }
     }

@@ -1,7 +1,7 @@
 //! The memory that a model needs, computed from its plans before anything is allocated.
 
 use crate::decoder::{CacheLayout, CacheShape, Decoder};
-use crate::engine::stages::{Want, handed_shapes, own_states, shared_shapes, stage_results};
+use crate::engine::stages::{Kind, Want, handed_shapes, own_states, shared_shapes, stage_results};
 use crate::engine::{EngineOptions, padded};
 use crate::grid;
 use crate::model::ModelFile;
@@ -68,7 +68,7 @@ impl MemoryNeed {
         options: EngineOptions,
         steps: &[StepSize],
     ) -> Result<MemoryNeed> {
-        MemoryNeed::of_results(decoder, index, options, steps, Want::Logits)
+        MemoryNeed::of_results(decoder, index, options, steps, Want::only(Kind::Logits))
     }
 
     /// [`MemoryNeed::of_device`] of an engine whose steps give `want`.
@@ -227,7 +227,7 @@ fn plan(
     let context = decoder.context().min(options.positions);
     let int = |dims: &[usize]| Tensor::placeholder(b, DType::I32, dims);
     let row = || int(&[size.rows]);
-    let handed = handed_shapes(decoder, stage, size.rows, size.logits.max(1));
+    let handed = handed_shapes(decoder, stage, (size.rows, size.logits.max(1)), want);
     let mut inputs: Vec<Tensor> =
         handed.iter().map(|dims| Tensor::placeholder(b, DType::F32, dims.as_slice())).collect();
     inputs.extend([row(), row(), row(), row()]);
@@ -244,6 +244,9 @@ fn plan(
         for t in grid::inputs(b, &rows, size.rows, options.sequences, kernel)? {
             inputs.push(Tensor::placeholder(b, t.dtype()?, t.dims()?.as_slice()));
         }
+    }
+    if decoder.is_ahead() {
+        inputs.push(Tensor::placeholder(b, DType::F32, [size.rows, decoder.spec.hidden]));
     }
     let takes = |t: &Tensor| -> Result<u64> {
         let bytes = t.dtype()?.bytes(t.dims()?.iter().product());

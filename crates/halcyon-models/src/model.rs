@@ -78,6 +78,19 @@ impl ModelFile {
     pub fn load_on<'a>(&self, placement: Placement, options: impl Into<LoadOptions<'a>>) -> Result<Decoder> {
         Decoder::load_on(placement, &self.source, self.spec.clone(), options)
     }
+
+    /// Loads the first layer that predicts further tokens, for a decoder of this model with these options;
+    /// `None` if the model has none. See [`crate::Speculation::ahead`].
+    ///
+    /// # Errors
+    /// The errors of [`Decoder::load`].
+    pub fn load_ahead<'a>(
+        &self,
+        decoder: &Decoder,
+        options: impl Into<LoadOptions<'a>>,
+    ) -> Result<Option<Decoder>> {
+        decoder.load_ahead(&self.source, options)
+    }
 }
 
 /// The tokenizer of a model; `None` if it has none.

@@ -22,11 +22,31 @@ pub struct Spec {
     /// Further inputs of the layers.
     pub per_layer: Option<PerLayer>,
     pub layers: Vec<Layer>,
+    /// Layers that predict further tokens (MTP). Their numbers follow those of [`Spec::layers`].
+    pub ahead: Vec<Layer>,
     pub final_norm: Norm,
     /// The logits are multiplied by this.
     pub logit_scale: Option<f64>,
     /// With `c`, a logit `z` becomes `c tanh(z / c)`.
     pub logit_cap: Option<f64>,
+}
+
+impl Spec {
+    /// A layer by its number among the decoder's layers and those that predict further tokens.
+    pub fn layer(&self, i: usize) -> Option<&Layer> {
+        self.layers.iter().chain(&self.ahead).nth(i)
+    }
+
+    /// The description in which the layers that predict further tokens are ordinary ones, as files list them.
+    pub(crate) fn listed(&self) -> Spec {
+        let layers = self.layers.iter().chain(&self.ahead).cloned().collect();
+        Spec { layers, ahead: vec![], ..self.clone() }
+    }
+
+    /// Makes the last `count` layers those that predict further tokens.
+    pub(crate) fn split_ahead(&mut self, count: usize) {
+        self.ahead = self.layers.split_off(self.layers.len().saturating_sub(count));
+    }
 }
 
 /// Inputs that each layer gets beside the activations: an embedding of the token and a product of its usual

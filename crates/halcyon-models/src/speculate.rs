@@ -7,9 +7,10 @@
 //! logits do not depend on the number of rows of a step; see [`Engine`].) How many tokens are proposed, and
 //! whether any are, only changes the time, and therefore may follow measured times.
 //!
-//! A draft model draws with the same numbers as the model. Where both have the same distribution, it
-//! proposes the token that the model chooses.
+//! A draft model draws with the same numbers as the model, and so does the model's own layer for further tokens.
+//! Where both have the same distribution, it proposes the token that the model chooses.
 
+use crate::decoder::Decoder;
 use crate::device_sample::Scores;
 use crate::engine::{Engine, Feed};
 use crate::generate::{GenerateOptions, Generation, Piece, Session};
@@ -19,6 +20,7 @@ use halcyon_text::Tokenizer;
 use std::collections::HashSet;
 use std::fmt;
 use std::ops::{ControlFlow, Deref};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The most tokens that are proposed at once. Recurrent layers cannot go back further.
@@ -43,6 +45,10 @@ trait Model {
     /// Adds tokens. Returns the logits after all of them, or after the last one.
     fn feed(&mut self, tokens: &[u32], all: bool) -> Result<Vec<f32>>;
     fn truncate(&mut self, length: usize);
+    /// Tokens that the model's own layer for further tokens proposes after `past`.
+    fn ahead(&mut self, _past: &[u32], _n: usize, _sampler: Sampler) -> Result<Vec<u32>> {
+        Ok(vec![])
+    }
     fn now(&self) -> Instant {
         Instant::now()
     }
@@ -69,6 +75,10 @@ impl Model for Sequence<'_> {
     fn truncate(&mut self, length: usize) {
         self.0.truncate(self.1, length);
     }
+
+    fn ahead(&mut self, past: &[u32], n: usize, sampler: Sampler) -> Result<Vec<u32>> {
+        self.0.propose_ahead(self.1, past, n, sampler)
+    }
 }
 
 /// Options of a [`Speculation`].
@@ -92,15 +102,24 @@ enum Draft {
     Lookup,
     /// A model with the same vocabulary, and the tokens that each of its sequences holds.
     Model(Box<Engine>, Vec<Vec<u32>>),
+    /// The model's own layer for further tokens.
+    Ahead,
     /// These tokens.
     #[cfg(test)]
     Fixed(Vec<u32>),
 }
 
 impl Draft {
-    fn propose(&mut self, sequence: usize, past: &[u32], n: usize, sampler: Sampler) -> Result<Vec<u32>> {
+    fn propose(
+        &mut self,
+        model: &mut dyn Model,
+        sequence: usize,
+        (past, n): (&[u32], usize),
+        sampler: Sampler,
+    ) -> Result<Vec<u32>> {
         match self {
             Draft::Lookup => Ok(lookup(past, n).to_vec()),
+            Draft::Ahead => model.ahead(past, n, sampler),
             Draft::Model(engine, held) => {
                 let o = engine.options();
                 // The sequences of the draft share its cache in equal parts.
@@ -148,6 +167,7 @@ impl fmt::Debug for Speculation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let draft = match &self.draft {
             Draft::Lookup => "lookup".to_string(),
+            Draft::Ahead => "ahead".into(),
             Draft::Model(engine, _) => format!("{engine:?}"),
             #[cfg(test)]
             Draft::Fixed(_) => "fixed".into(),
@@ -181,6 +201,22 @@ impl Speculation {
             return Err(Error::argument("speculation", what));
         }
         Ok(Speculation { draft: Draft::Model(Box::new(draft), vec![]), pace: Pace::new(options)? })
+    }
+
+    /// Proposes the tokens that the model's own layer for further tokens (MTP) predicts: `layer` is that of
+    /// [`crate::Decoder::load_ahead`]. `engine` follows all its sequences with the layer from now on, and they
+    /// become empty ([`Engine::look_ahead`]). Other engines get no proposals.
+    ///
+    /// # Errors
+    /// Those of [`Engine::look_ahead`]; `Error::Argument` for a number of tokens outside of 1 to 15.
+    pub fn ahead(
+        layer: Arc<Decoder>,
+        engine: &mut Engine,
+        options: SpeculationOptions,
+    ) -> Result<Speculation> {
+        let pace = Pace::new(options)?;
+        engine.look_ahead(Some(layer))?;
+        Ok(Speculation { draft: Draft::Ahead, pace })
     }
 
     /// What it brought so far.
@@ -259,7 +295,7 @@ impl Speculation {
         let base = model.length();
         let start = model.now();
         let count = self.pace.count(1).min(model.context().saturating_sub(base + 1));
-        let proposed = self.propose(sequence, session, count)?;
+        let proposed = self.proposals(model, sequence, session, count)?;
         let fed = [&[token], &proposed[..]].concat();
         let rows = Scores::All(model.feed(&fed, !proposed.is_empty())?);
         let verified = verify(session, &rows, &proposed, (base, model.context()), goes_on);
@@ -277,6 +313,17 @@ impl Speculation {
     /// At most `count` tokens that may follow those of a session.
     pub(crate) fn propose<T: Deref<Target = Tokenizer> + Clone>(
         &mut self,
+        engine: &mut Engine,
+        sequence: usize,
+        session: &mut Session<T>,
+        count: usize,
+    ) -> Result<Vec<u32>> {
+        self.proposals(&mut Sequence(engine, sequence), sequence, session, count)
+    }
+
+    fn proposals<T: Deref<Target = Tokenizer> + Clone>(
+        &mut self,
+        model: &mut dyn Model,
         sequence: usize,
         session: &mut Session<T>,
         count: usize,
@@ -285,7 +332,7 @@ impl Speculation {
             return Ok(vec![]);
         }
         let sampler = session.fork_sampler();
-        self.draft.propose(sequence, session.past(), count, sampler)
+        self.draft.propose(model, sequence, (session.past(), count), sampler)
     }
 
     /// How many tokens to propose for each of some sequences.
@@ -521,227 +568,4 @@ impl Pace {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::sample::Sampling;
-
-    /// Logits that depend on the last token only. A step takes a given time for itself and for each row.
-    struct Table {
-        logits: Vec<Vec<f32>>,
-        tokens: Vec<u32>,
-        context: usize,
-        now: Instant,
-        takes: [u64; 2],
-    }
-
-    fn step(proposed: usize, accepted: usize) -> Step {
-        Step { sequences: 1, proposed, accepted }
-    }
-
-    impl Model for Table {
-        fn length(&self) -> usize {
-            self.tokens.len()
-        }
-
-        fn context(&self) -> usize {
-            self.context
-        }
-
-        fn now(&self) -> Instant {
-            self.now
-        }
-
-        fn feed(&mut self, tokens: &[u32], all: bool) -> Result<Vec<f32>> {
-            self.tokens.extend(tokens);
-            self.now += Duration::from_millis(self.takes[0] + self.takes[1] * tokens.len() as u64);
-            assert!(self.length() <= self.context());
-            let rows = if all { tokens } else { &tokens[tokens.len() - 1..] };
-            Ok(rows.iter().flat_map(|t| self.logits[*t as usize].clone()).collect())
-        }
-
-        fn truncate(&mut self, length: usize) {
-            self.tokens.truncate(length);
-        }
-    }
-
-    const WORDS: usize = 5;
-
-    fn table(seed: u64) -> Table {
-        let mut rng = halcyon_test::Rng::new(seed);
-        let logits = (0..WORDS).map(|_| rng.f32s(WORDS).iter().map(|v| v * 3.0).collect()).collect();
-        Table { logits, tokens: vec![], context: 12, now: Instant::now(), takes: [10, 1] }
-    }
-
-    /// Samplers of which each step changes something.
-    fn sampling(seed: u64) -> Sampling {
-        Sampling {
-            temperature: 1.0,
-            top_k: 4,
-            top_p: 0.97,
-            min_p: 0.02,
-            repeat_penalty: 1.2,
-            presence_penalty: 0.1,
-            repeat_last: 3,
-            seed,
-            ..Sampling::default()
-        }
-    }
-
-    /// Proposals of a table in place of an engine.
-    fn generation(draft: Option<&mut Table>, target: &mut Table, sampling: Sampling, n: usize) -> Vec<u32> {
-        let options = GenerateOptions { max_tokens: Some(n), sampling, ..GenerateOptions::default() };
-        let Some(draft) = draft else { return generation_of(target, &options) };
-        let mut session: Session<&Tokenizer> = Session::new(None, &[0], &options).unwrap();
-        target.tokens.clear();
-        let logits = target.feed(&[0], false).unwrap();
-        let mut held = vec![];
-        draft.tokens.clear();
-        let mut piece = session.next(&logits, false).unwrap();
-        let mut s = Speculation::lookup(SpeculationOptions { most: 3, always: true }).unwrap();
-        while let Some(token) = piece.token.filter(|_| piece.finish.is_none()) {
-            let sampler = session.fork_sampler();
-            let proposed = drafted(draft, &mut held, session.past(), 3, sampler).unwrap();
-            assert_eq!(held, draft.tokens);
-            s.draft = Draft::Fixed(proposed);
-            piece = s.round(target, 0, &mut session, token, &mut |_| true).unwrap().last.unwrap().unwrap();
-        }
-        session.tokens().to_vec()
-    }
-
-    #[test]
-    fn drafts_do_not_change_the_distribution() {
-        let (mut target, mut draft) = (table(1), table(2));
-        let n = 20_000;
-        let mut counts = [0usize; WORDS * WORDS];
-        for seed in 0..n {
-            let tokens = generation(Some(&mut draft), &mut target, sampling(seed), 3);
-            counts[tokens[1] as usize * WORDS + tokens[2] as usize] += 1;
-        }
-        // The exact probabilities of the second and third token.
-        let mut want = [0f64; WORDS * WORDS];
-        let mut sampler = Sampler::new(&sampling(0)).unwrap();
-        let mut next =
-            |past: &[u32]| sampler.distribution(&target.logits[past[past.len() - 1] as usize], past).unwrap();
-        for (a, pa) in next(&[0]) {
-            for (b, pb) in next(&[0, a]) {
-                for (c, pc) in next(&[0, a, b]) {
-                    want[b as usize * WORDS + c as usize] += pa * pb * pc;
-                }
-            }
-        }
-        let (mut chi, mut cells) = (0.0, 0);
-        for (count, p) in counts.iter().zip(&want) {
-            match *p * n as f64 {
-                e if e > 5.0 => {
-                    chi += (*count as f64 - e).powi(2) / e;
-                    cells += 1;
-                }
-                e => assert!(*count as f64 <= 5.0 * e + 10.0),
-            }
-        }
-        assert!(cells > 10, "{cells}");
-        // With 24 degrees of freedom, above 51.2 once in a thousand seeds.
-        assert!(chi < 51.2, "{chi} in {cells} cells");
-    }
-
-    #[test]
-    fn drafts_do_not_change_the_tokens() {
-        let mut target = table(1);
-        for seed in 0..300 {
-            let mut s = sampling(seed);
-            if seed % 3 == 0 {
-                s.temperature = 0.0;
-            }
-            // The second draft is the model itself; 20 tokens fill the context.
-            for (mut draft, n) in [(table(2), 7), (table(1), 20)] {
-                let want = generation(None, &mut target, s.clone(), n);
-                assert_eq!(generation(Some(&mut draft), &mut target, s.clone(), n), want, "seed {seed}");
-                assert_eq!(want.len(), n.min(12));
-            }
-        }
-    }
-
-    #[test]
-    fn a_lookup_finds_the_latest_longest_match() {
-        assert_eq!(lookup(&[1, 2, 3, 9, 1, 2, 4, 8, 1, 2], 2), [4, 8]);
-        assert_eq!(lookup(&[5, 1, 2, 3, 9, 1, 2, 4, 5, 1, 2], 3), [3, 9, 1]);
-        assert_eq!(lookup(&[7, 7, 7, 7], 3), [7]);
-        assert!(lookup(&[1, 2, 3], 3).is_empty() && lookup(&[], 3).is_empty() && lookup(&[1], 3).is_empty());
-    }
-
-    /// A draft that is always wrong is asked less and less often, and its tokens are none of the text's.
-    #[test]
-    fn a_bad_draft_is_switched_off() {
-        let mut target = table(1);
-        (target.context, target.takes) = (2000, [10, 2]);
-        let options = GenerateOptions {
-            max_tokens: Some(1500),
-            sampling: Sampling { seed: 3, temperature: 1.0, ..Sampling::default() },
-            ..GenerateOptions::default()
-        };
-        let mut session: Session<&Tokenizer> = Session::new(None, &[0], &options).unwrap();
-        let want = generation_of(&mut target, &options);
-        target.tokens.clear();
-        let logits = target.feed(&[0], false).unwrap();
-        let mut s = Speculation::lookup(SpeculationOptions::default()).unwrap();
-        let mut piece = session.next(&logits, false).unwrap();
-        while let Some(token) = piece.token.filter(|_| piece.finish.is_none()) {
-            // Any token but the next one.
-            let wrong = want.get(session.tokens().len()).map_or(0, |t| (t + 1) % WORDS as u32);
-            s.draft = Draft::Fixed(vec![wrong; 7]);
-            piece =
-                s.round(&mut target, 0, &mut session, token, &mut |_| true).unwrap().last.unwrap().unwrap();
-        }
-        assert_eq!(session.tokens(), want);
-        let stats = s.stats();
-        assert_eq!(stats.accepted, 0);
-        // Attempts of 8 or 9 steps, with pauses of 16, 32, … 512 steps.
-        assert!(stats.verified >= ROUNDS && stats.verified < 80, "{stats:?}");
-        assert_eq!(stats.verified + stats.plain, 1499);
-    }
-
-    /// A text without proposals.
-    fn generation_of(target: &mut Table, options: &GenerateOptions) -> Vec<u32> {
-        let mut session: Session<&Tokenizer> = Session::new(None, &[0], options).unwrap();
-        target.tokens.clear();
-        let mut logits = target.feed(&[0], false).unwrap();
-        while let Some(token) = session.next(&logits, target.length() >= target.context()).unwrap().token {
-            if session.finish().is_some() {
-                break;
-            }
-            logits = target.feed(&[token], false).unwrap();
-        }
-        session.tokens().to_vec()
-    }
-
-    #[test]
-    fn proposals_stop_where_they_do_not_pay() {
-        let ms = Duration::from_millis;
-        let mut p = Pace::new(SpeculationOptions::default()).unwrap();
-        // Two plain steps first: one builds the plan, the other is measured.
-        for _ in 0..2 {
-            assert_eq!(p.count(1), 0);
-            p.record(step(0, 0), ms(10));
-        }
-        // Nothing is accepted, and a step takes longer.
-        let mut tried = 0;
-        while p.count(1) > 0 {
-            p.record(step(1, 0), ms(15));
-            tried += 1;
-        }
-        assert_eq!(tried, ROUNDS + 1);
-        assert!((1..PAUSE).all(|_| p.count(1) == 0));
-        assert!(p.count(1) > 0);
-        // All are accepted: more are proposed.
-        let mut p = Pace::new(SpeculationOptions::default()).unwrap();
-        (0..2).for_each(|_| p.record(step(0, 0), ms(10)));
-        for _ in 0..40 {
-            let n = p.count(1);
-            assert!(n > 0);
-            p.record(step(n, n), ms(15));
-        }
-        assert_eq!(p.count(1), 7);
-        assert!(p.stats().speed_up.is_some_and(|s| s > 4.0), "{:?}", p.stats());
-        assert!(Pace::new(SpeculationOptions { most: 16, always: false }).is_err());
-    }
-}
+mod tests;

@@ -1,7 +1,7 @@
 //! Finds weights, checks their shapes, and puts them on the backend.
 
-use super::Activations;
 use super::weights::{Matrix, NormWeights};
+use super::{Activations, LayerWeights, MixerWeights};
 use crate::lora::Lora;
 use crate::rope::Rope;
 use crate::source::{Source, Weights};
@@ -36,6 +36,29 @@ impl<'a> Loader<'a> {
 }
 
 impl Loader<'_> {
+    /// The weights of layer `i`, whose feed-forward part `feed_forward` loads.
+    pub(super) fn layer(
+        &self,
+        i: usize,
+        layer: &Layer,
+        feed_forward: &Loader<'_>,
+        ropes: &mut Rotations,
+    ) -> Result<LayerWeights> {
+        let mixer = match &layer.mixer {
+            Mixer::Attention(a) => MixerWeights::Attention(self.attention(i, a, ropes)?, a.clone()),
+            Mixer::Recurrent(r) => MixerWeights::Recurrent(Box::new(self.recurrent(i, r)?), *r),
+        };
+        let l = feed_forward;
+        let [before, after] = [self.norm_of(i, layer, 0)?, self.norm_of(i, layer, 1)?];
+        Ok(LayerWeights {
+            norms: [before, after, l.norm_of(i, layer, 2)?, l.norm_of(i, layer, 3)?],
+            mixer,
+            ffn: l.ffn(i, layer)?,
+            input: self.spec.per_layer.map(|p| l.own_input(i, layer, p)).transpose()?,
+            output_scale: l.vector(&format!("blk.{i}.layer_output_scale.weight"), &[1])?,
+        })
+    }
+
     /// Counts weights of a type.
     pub(super) fn count(&self, dtype: DType, dims: &[usize]) {
         self.bytes.set(self.bytes.get() + dtype.bytes(dims.iter().product()) as u64);

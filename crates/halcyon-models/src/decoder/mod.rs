@@ -4,6 +4,7 @@
 //! all rows are written to the cache first, then each row attends to the positions of its sequence up to its
 //! own. So one step can hold a chunk of one prompt, single tokens of many sequences, or both.
 
+mod ahead;
 mod attention;
 pub mod cache;
 pub(crate) mod ffn;
@@ -21,6 +22,7 @@ use crate::placement::{Placement, Stage};
 use crate::rope::Rope;
 use crate::source::Source;
 use crate::spec::*;
+use ahead::Joint;
 use attention::{AttentionWeights, cache_shapes};
 use ffn::FfnWeights;
 use halcyon::ir::error::Result;
@@ -70,6 +72,8 @@ pub struct Decoder {
     tied: bool,
     /// The different rotations of the layers.
     ropes: Vec<Rope>,
+    /// What joins embeddings with the activations of another decoder, if this one predicts further tokens.
+    joint: Option<Joint>,
 }
 
 /// What one step computes. All tensors are i32, unless their description has another type.
@@ -92,6 +96,9 @@ pub struct Rows<'a> {
     pub rotations: &'a [Tensor],
     /// For models with recurrent layers.
     pub grid: Option<Grid<'a>>,
+    /// f32 `[rows, hidden]`, for decoders that predict further tokens: activations after the last norm at the
+    /// positions before the tokens.
+    pub before: Option<&'a Tensor>,
 }
 
 /// The layout of the cache of keys and values.
@@ -185,22 +192,9 @@ impl Decoder {
         let mut bytes = vec![0];
         let mut layers = Vec::with_capacity(spec.layers.len());
         for (i, (layer, place)) in spec.layers.iter().zip(&placement.layers).enumerate() {
-            let l = on(place.mixer);
-            let mixer = match &layer.mixer {
-                Mixer::Attention(a) => MixerWeights::Attention(l.attention(i, a, &mut ropes)?, a.clone()),
-                Mixer::Recurrent(r) => MixerWeights::Recurrent(Box::new(l.recurrent(i, r)?), *r),
-            };
-            let [before, after] = [0, 1].map(|n| l.norm_of(i, layer, n));
-            bytes.push(l.bytes.get());
-            let l = on(place.feed_forward);
-            layers.push(LayerWeights {
-                norms: [before?, after?, l.norm_of(i, layer, 2)?, l.norm_of(i, layer, 3)?],
-                mixer,
-                ffn: l.ffn(i, layer)?,
-                input: spec.per_layer.map(|p| l.own_input(i, layer, p)).transpose()?,
-                output_scale: l.vector(&format!("blk.{i}.layer_output_scale.weight"), &[1])?,
-            });
-            bytes.push(l.bytes.get());
+            let (mixer, feed_forward) = (on(place.mixer), on(place.feed_forward));
+            layers.push(mixer.layer(i, layer, &feed_forward, &mut ropes)?);
+            bytes.extend([mixer.bytes.get(), feed_forward.bytes.get()]);
         }
         let l = on(placement.embedding);
         let embedding = l.matrix("token_embd", &[v, h])?;
@@ -232,6 +226,7 @@ impl Decoder {
             head,
             tied,
             ropes: ropes.ropes,
+            joint: None,
             layers,
             context,
             spec,

@@ -107,6 +107,9 @@ impl Decoder {
     /// The embeddings of the rows, and the layers' own inputs.
     fn embedded(&self, rows: Rows<'_>) -> Handed {
         let mut x = self.embedding.rows(rows.tokens);
+        if let (Some(joint), Some(before)) = (&self.joint, rows.before) {
+            x = joint.apply(&x, before);
+        }
         if let Some(scale) = self.spec.embedding_scale {
             x = x * scale;
         }

@@ -6,7 +6,7 @@ use halcyon::ir::error::Error;
 use halcyon::{BlockType, DType, RowMatmul, Tensor};
 
 /// A matrix of weights `[outputs, inputs]`, or several of them.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Matrix {
     pub(crate) data: Tensor,
     pub(crate) blocks: Option<BlockType>,
@@ -63,7 +63,7 @@ impl Matrix {
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct NormWeights {
     pub(crate) weight: Option<Tensor>,
     pub(crate) bias: Option<Tensor>,

@@ -57,6 +57,7 @@ impl Decoder {
             wanted: none,
             rotations: &rotations,
             grid: None,
+            before: None,
         };
         let layout = CacheLayout { pages: 0, page: length, dtype: DType::F32, sequences: batch };
         let states = vec![none.clone(); self.cache_shapes(layout).len()];

@@ -2,7 +2,7 @@
 
 use super::{Embedder, Model, SEQUENCES, engine_options};
 use crate::decoder::Decoder;
-use crate::engine::stages::Want;
+use crate::engine::stages::{Kind, Want};
 use crate::fit::{MemoryNeed, generation};
 use halcyon::ir::error::{Error, Result};
 
@@ -47,7 +47,13 @@ fn of_decoder(decoder: &Decoder, longest: usize) -> Result<(u64, u64)> {
     for s in &mut steps {
         (s.logits, s.sequences) = (s.rows, SEQUENCES.min(s.rows));
     }
-    let need = MemoryNeed::of_results(decoder, decoder.placement().head, options, &steps, Want::Activations)?;
+    let need = MemoryNeed::of_results(
+        decoder,
+        decoder.placement().head,
+        options,
+        &steps,
+        Want::only(Kind::Activations),
+    )?;
     let weights = need.copied.saturating_add(need.packed);
     Ok((weights, need.device().saturating_sub(weights)))
 }

@@ -1,8 +1,8 @@
 //! The inputs of a step.
 
 use super::{Engine, Feed, padded};
-use crate::decoder::Rows;
 use crate::decoder::cache::table_columns;
+use crate::decoder::{Decoder, Rows};
 use crate::grid::{self, Grid};
 use crate::rope::Rope;
 use halcyon::ir::error::{Error, Result};
@@ -19,8 +19,17 @@ pub(super) struct StepRows {
     wanted: Vec<i32>,
     /// Half the size of each rotation, and its cosines and sines.
     rotations: Vec<(usize, [Vec<f32>; 2])>,
+    /// For decoders that predict further tokens: [`Rows::before`].
+    pub(super) before: Vec<f32>,
     /// Sequence and position of each row that is used.
     at: Vec<(usize, usize)>,
+}
+
+impl StepRows {
+    /// The sequence and the token of each row that is used.
+    pub(super) fn used(&self) -> impl Iterator<Item = (usize, u32)> {
+        self.at.iter().zip(&self.token).map(|((sequence, _), token)| (*sequence, *token as u32))
+    }
 }
 
 impl Engine {
@@ -83,6 +92,7 @@ impl Engine {
             slot,
             table: ([self.pages.len(), columns], table),
             wanted: want,
+            before: vec![],
             at: places,
         })
     }
@@ -108,16 +118,23 @@ impl Engine {
         if let Some(kernel) = self.decoder.kernel() {
             inputs.extend(grid::inputs(backend, &rows.at, padded, self.options.sequences, kernel)?);
         }
+        if self.decoder.is_ahead() {
+            let hidden = self.decoder.spec.hidden;
+            let mut before = rows.before.clone();
+            before.resize(padded * hidden, 0.0);
+            inputs.push(Tensor::from_slice(backend, [padded, hidden], &before)?);
+        }
         Ok(inputs)
     }
 }
 
-/// The rows in a step's inputs, and the inputs after them: states. `ropes` is the number of rotations, and
-/// `grid` whether the model has recurrent layers.
-pub(super) fn split(x: &[Tensor], ropes: usize, grid: bool) -> Option<(Rows<'_>, &[Tensor])> {
+/// The rows in a step's inputs, and the inputs after them: states.
+pub(super) fn split<'a>(x: &'a [Tensor], model: &Decoder) -> Option<(Rows<'a>, &'a [Tensor])> {
     let [tokens, position, sequence, slot, table, wanted, rest @ ..] = x else { return None };
-    let (rotations, rest) = rest.split_at_checked(2 * ropes)?;
-    let (grid, rest) = rest.split_at_checked(if grid { Grid::COUNT } else { 0 })?;
+    let (rotations, rest) = rest.split_at_checked(2 * model.ropes().len())?;
+    let (grid, rest) = rest.split_at_checked(if model.kernel().is_some() { Grid::COUNT } else { 0 })?;
     let grid = Grid::of(grid);
-    Some((Rows { tokens, position, sequence, slot, table, wanted, rotations, grid }, rest))
+    let (before, rest) = rest.split_at_checked(usize::from(model.is_ahead()))?;
+    let before = before.first();
+    Some((Rows { tokens, position, sequence, slot, table, wanted, rotations, grid, before }, rest))
 }

@@ -1,7 +1,7 @@
 //! Steps of which only the largest logits are copied to the host.
 
 use super::inputs::StepRows;
-use super::stages::{self, Want};
+use super::stages::{self, Kind, Want};
 use super::{Engine, Feed};
 use crate::device_sample::Largest;
 use halcyon::ir::error::{Error, Result};
@@ -100,7 +100,7 @@ impl Engine {
             let wanted = self.wanted(feeds, &lengths, &step);
             let rows = self.rows(feeds, &lengths, &step, &wanted)?;
             if wanted.is_empty() {
-                self.run(&rows, None)?;
+                self.results(&rows, None)?;
                 continue;
             }
             let made = self.run_largest(&rows, k, 0)?.wait()?;
@@ -124,9 +124,13 @@ impl Engine {
         if self.largest.as_ref().is_none_or(|l| l.0 != k) {
             let (model, layout) = (&self.decoder, self.options.layout());
             let last = model.stages.len() - 1;
-            self.largest = Some(Box::new((k, stages::compile(model, last, layout, Want::Largest(k)))));
+            let want = Want { kind: Kind::Largest(k), ..self.want };
+            self.largest = Some(Box::new((k, stages::compile(model, last, layout, want))));
         }
-        let out = self.run(rows, self.largest.as_deref().map(|l| &l.1))?;
+        let largest = self.largest.take();
+        let made = self.results(rows, largest.as_deref().map(|l| &l.1));
+        self.largest = largest;
+        let out = made?;
         let [ids, values] = &out[..] else { return Err(Error::internal("a step lacks a result")) };
         Ok(Pending { ids: ids.clone(), values: values.clone(), k, sequence })
     }

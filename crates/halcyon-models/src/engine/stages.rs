@@ -14,18 +14,34 @@ pub(super) type StepFn = Box<dyn Fn(&[Tensor]) -> Vec<Tensor> + Send + Sync>;
 
 /// What the last stage of a step gives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Want {
-    /// Of the wanted rows.
+pub(crate) struct Want {
+    pub(crate) kind: Kind,
+    /// Whether the activations of all rows after the last norm are given too.
+    pub(crate) activations: bool,
+}
+
+impl Want {
+    /// Nothing beside this.
+    pub(crate) fn only(kind: Kind) -> Want {
+        Want { kind, activations: false }
+    }
+}
+
+/// The results for the rows that are wanted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
     Logits,
-    /// The activations of the wanted rows after the last norm.
+    /// The activations after the last norm.
     Activations,
-    /// The numbers and values of the largest logits of the wanted rows, and how many of each row.
+    /// Both.
+    Ahead,
+    /// The numbers and values of the largest logits, and how many of each row.
     Largest(usize),
 }
 
 /// A stage that runs.
 pub(super) struct Runner {
-    step: Compiled<StepFn>,
+    pub(super) step: Compiled<StepFn>,
     pub(super) states: Vec<State>,
 }
 
@@ -43,9 +59,11 @@ fn takes_inputs(model: &Decoder, stage: usize) -> bool {
     stage > 0 && model.spec.per_layer.is_some() && model.stages[stage].has_feed_forward(layers)
 }
 
-/// Whether only the head is computed after this stage, or in it: then it gets the wanted rows only.
-fn head_only(model: &Decoder, stage: usize) -> bool {
-    model.stages.get(stage).is_some_and(|s| s.parts.len() == 1 && !s.has_embedding())
+/// Whether only the head is computed after this stage, or in it: then it gets the wanted rows only, unless the
+/// activations of all rows are wanted.
+fn head_only(model: &Decoder, stage: usize, want: Want) -> bool {
+    !want.activations
+        && model.stages.get(stage).is_some_and(|s| s.parts.len() == 1 && !s.has_embedding())
         && stage + 1 == model.stages.len()
 }
 
@@ -67,8 +85,13 @@ pub(crate) fn own_states(model: &Decoder, stage: usize, layout: CacheLayout) -> 
 
 /// Dimensions of the tensors, all f32, that a stage gets from earlier ones in a step of `rows` rows of which
 /// `wanted` are wanted.
-pub(crate) fn handed_shapes(model: &Decoder, stage: usize, rows: usize, wanted: usize) -> Vec<Vec<usize>> {
-    let n = if head_only(model, stage) { wanted } else { rows };
+pub(crate) fn handed_shapes(
+    model: &Decoder,
+    stage: usize,
+    (rows, wanted): (usize, usize),
+    want: Want,
+) -> Vec<Vec<usize>> {
+    let n = if head_only(model, stage, want) { wanted } else { rows };
     let x = (stage > 0).then(|| vec![n, model.spec.hidden]);
     let own = model.spec.per_layer.filter(|_| takes_inputs(model, stage));
     x.into_iter().chain(own.map(|p| vec![rows, model.spec.layers.len(), p.size])).collect()
@@ -85,29 +108,31 @@ pub(crate) fn stage_results(
 ) -> Vec<Tensor> {
     let (handed, x) = x.split_at(handed_count(model, stage));
     let handed = handed.first().map(|x| Handed { x: x.clone(), inputs: handed.get(1).cloned() });
-    let Some((rows, states)) = split(x, model.ropes().len(), model.kernel().is_some()) else {
-        return vec![];
-    };
+    let Some((rows, states)) = split(x, model) else { return vec![] };
     let (shared, own) = states.split_at(shared_shapes(model, stage, layout).len());
     let (made, new) = model.run(stage, handed, rows, StageStates { own, shared, layout });
     let mut out = vec![];
     if stage + 1 < model.stages.len() {
-        out.push(if head_only(model, stage + 1) { made.x.gather(rows.wanted, 0) } else { made.x });
+        out.push(if head_only(model, stage + 1, want) { made.x.gather(rows.wanted, 0) } else { made.x });
         if stage == 0 {
             out.extend(made.inputs);
         }
         out.extend(new);
         return out;
     }
-    let x = model.finished(&made.x);
-    let x = if head_only(model, stage) { x } else { x.gather(rows.wanted, 0) };
-    match want {
-        Want::Activations => out.push(x),
-        Want::Logits => out.push(model.logits(&x)),
-        Want::Largest(k) => {
+    let all = model.finished(&made.x);
+    let x = if head_only(model, stage, want) { all.clone() } else { all.gather(rows.wanted, 0) };
+    match want.kind {
+        Kind::Activations => out.push(x),
+        Kind::Logits => out.push(model.logits(&x)),
+        Kind::Ahead => out.extend([model.logits(&x), x]),
+        Kind::Largest(k) => {
             let rows = x.dims().map_or(0, |d| d[0]);
             out.extend(device_sample::largest(&model.logits(&x), [rows, model.spec.vocabulary], k));
         }
+    }
+    if want.activations {
+        out.push(all);
     }
     out.extend(new);
     out

@@ -32,8 +32,12 @@ struct LayerChange {
 impl Changes {
     /// The changes that make `read`, the computation that the file's metadata mean, equal to `spec`.
     pub(super) fn between(spec: &Spec, read: &Spec, arch: &str) -> Result<Changes> {
-        let mut want = spec.clone();
+        let (mut want, read) = (spec.listed(), &read.listed());
         want.family = read.family;
+        if want.layers.len() != read.layers.len() {
+            let counts = [&want, read].map(|s| format!("{} layers", s.layers.len()));
+            return Err(refused(arch, "the model", &counts.into()));
+        }
         let shift = spec.final_norm.kind == NormKind::RmsPlusOne && read.final_norm.kind == NormKind::Rms;
         let pairs = want.layers.iter_mut().zip(&read.layers);
         let layers: Vec<LayerChange> = pairs.map(|(l, r)| layer_change(l, r)).collect();
@@ -57,7 +61,7 @@ impl Changes {
             part.edit.shift = self.shift && name.ends_with("norm.weight");
             return vec![part];
         };
-        let (Some(layer), Some(change)) = (spec.layers.get(i), self.layers.get(i)) else { return vec![part] };
+        let (Some(layer), Some(change)) = (spec.layer(i), self.layers.get(i)) else { return vec![part] };
         let own = name.splitn(3, '.').nth(2).unwrap_or("");
         match &layer.mixer {
             Mixer::Recurrent(r) => {
@@ -87,7 +91,7 @@ impl Changes {
         if (self.arch.as_str(), name) == ("lfm2", "output_norm.weight") {
             return alone("token_embd_norm.weight".into());
         }
-        let layer = super::mixture::layer(name).and_then(|i| spec.layers.get(i));
+        let layer = super::mixture::layer(name).and_then(|i| spec.layer(i));
         let (Some(layer), Some((stem, kind))) = (layer, name.rsplit_once('.')) else {
             return alone(name.into());
         };

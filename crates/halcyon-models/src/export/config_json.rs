@@ -156,9 +156,18 @@ pub(super) fn configuration(source: &Source, file: &Gguf, spec: &Spec, dtype: DT
             add(granite(&model));
             add(granite_hybrid(&model)?);
         }
-        "qwen3next" | "qwen35" | "qwen35moe" => add(deltanet(&model)?),
-        "deepseek2" => add(deepseek(&model)?),
-        "glm4moe" => add(json!({ "use_qk_norm": a.qk_norm.is_some() })),
+        "qwen3next" | "qwen35" | "qwen35moe" => {
+            add(deltanet(&model)?);
+            add(json!({ "mtp_num_hidden_layers": spec.ahead.len() }));
+        }
+        "deepseek2" => {
+            add(deepseek(&model)?);
+            add(json!({ "num_nextn_predict_layers": spec.ahead.len() }));
+        }
+        "glm4moe" => add(json!({
+            "use_qk_norm": a.qk_norm.is_some(),
+            "num_nextn_predict_layers": spec.ahead.len(),
+        })),
         "gpt-oss" => add(gpt_oss(&model)),
         "lfm2" => add(lfm2(&model)?),
         "smollm3" => {

@@ -49,11 +49,15 @@ impl Keys<'_> {
 /// The keys that describe the computation. What the architecture has no key for is not said; the caller reads
 /// the keys again and compares.
 pub(super) fn of_spec(spec: &Spec, arch: &str) -> Vec<(String, Value)> {
+    let (ahead, spec) = (spec.ahead.len(), &spec.listed());
     let mut k = Keys { arch, all: vec![] };
     k.size("vocab_size", spec.vocabulary);
     k.size("context_length", spec.context);
     k.size("embedding_length", spec.hidden);
     k.size("block_count", spec.layers.len());
+    if ahead > 0 {
+        k.size("nextn_predict_layers", ahead);
+    }
     let experts_only = |l: &Layer| matches!(l.ffn, Ffn::Experts(_));
     let dense: Vec<usize> = spec.layers.iter().filter(|l| !experts_only(l)).map(|l| l.inner).collect();
     match (&dense[..], spec.layers.first()) {

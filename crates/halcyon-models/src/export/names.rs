@@ -13,13 +13,20 @@ pub(super) fn names(spec: &Spec) -> Vec<String> {
         let inputs = ["per_layer_token_embd", "per_layer_model_proj", "per_layer_proj_norm"];
         all.extend(inputs.map(String::from));
     }
-    for (i, l) in spec.layers.iter().enumerate() {
+    for (i, l) in spec.layers.iter().chain(&spec.ahead).enumerate() {
         let own: &[&str] = if spec.per_layer.is_some() { &["inp_gate", "proj", "post_norm"] } else { &[] };
         let parts = [norms(l), mixer(l), ffn(l), own, &["layer_output_scale"]];
         all.extend(parts.concat().iter().map(|n| format!("blk.{i}.{n}")));
+        if i >= spec.layers.len() {
+            all.extend(AHEAD.map(|n| format!("blk.{i}.nextn.{n}")));
+        }
     }
     all.into_iter().flat_map(parts).collect()
 }
+
+/// What layers for further tokens have beside the parts of a layer.
+const AHEAD: [&str; 6] =
+    ["eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head_head", "shared_head_norm"];
 
 /// The names of all tensors that an encoder may have.
 pub(super) fn of_encoder(layers: usize) -> Vec<String> {

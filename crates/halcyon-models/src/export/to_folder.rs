@@ -84,7 +84,8 @@ pub fn write_folder(
     }
     let spec = family::spec(source)?;
     let config = config_json::configuration(source, file, &spec, dtype)?;
-    let own = family::from_config(&config, folder)?;
+    let mut own = family::from_config(&config, folder)?;
+    own.ahead.truncate(spec.ahead.len());
     let arch = file.metadata().str("general.architecture")?;
     let changes = Changes::between(&own, &spec, arch).map_err(|e| match e {
         Error::Unsupported { what, .. } => {
@@ -162,7 +163,7 @@ fn targets(reader: &mut Reader<'_>, own: &Spec, changes: &Changes) -> Result<Vec
 impl Reader<'_> {
     fn find(&self, name: &str) -> Result<Option<Weights>> {
         let Some(w) = self.source.find(self.spec, name)? else { return Ok(None) };
-        let layer = super::mixture::layer(name).and_then(|i| self.spec.layers.get(i));
+        let layer = super::mixture::layer(name).and_then(|i| self.spec.layer(i));
         match layer.filter(|_| name.ends_with(".ffn_up.weight")) {
             Some(l) => crate::source::gguf::up_of_joined(w, l.inner).map(Some),
             None => Ok(Some(w)),
@@ -172,7 +173,7 @@ impl Reader<'_> {
     /// The sizes of a canonical tensor in the folder; `None` if the model has none.
     fn dims(&self, own: &Spec, name: &str) -> Result<Option<Vec<usize>>> {
         let stem = name.splitn(3, '.').nth(2).unwrap_or("");
-        let layer = super::mixture::layer(name).and_then(|i| own.layers.get(i));
+        let layer = super::mixture::layer(name).and_then(|i| own.layer(i));
         let attention = layer.and_then(super::keys::attention);
         match (stem, attention.and_then(|a| Some((a, a.latent?)))) {
             // Folders have both in one matrix.

@@ -400,6 +400,14 @@ impl Base {
         })
     }
 
+    /// Adds layers that predict further tokens, which `config.json` counts apart. Returns their number.
+    pub(crate) fn add_ahead(&mut self, count: Option<usize>) -> usize {
+        // A hostile count is refused before memory is taken for it.
+        let count = count.unwrap_or(0).min(4097);
+        self.layers = self.layers.min(4097) + count;
+        count
+    }
+
     pub(crate) fn rms(&self) -> Norm {
         Norm { kind: NormKind::Rms, eps: self.eps }
     }
@@ -445,7 +453,8 @@ impl Base {
             embedding_norm: None,
             per_layer: None,
             // A hostile count is refused before memory is taken for it.
-            layers: vec![layer; self.layers.min(4097)],
+            layers: vec![layer; self.layers.min(2 * 4097)],
+            ahead: vec![],
             final_norm: self.rms(),
             logit_scale: None,
             logit_cap: None,

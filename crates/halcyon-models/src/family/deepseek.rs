@@ -43,7 +43,8 @@ fn experts(s: &mut Spec, first: usize, inner: usize, experts: &Experts) {
 
 fn hf(c: &Hf<'_>) -> Result<Spec> {
     let v3 = c.str("model_type")? == "deepseek_v3";
-    let base = Base::hf("deepseek2", c)?;
+    let mut base = Base::hf("deepseek2", c)?;
+    let ahead = base.add_ahead(c.maybe_usize("num_nextn_predict_layers")?);
     let mut s = base.spec();
     let turned = c.usize("qk_rope_head_dim")?;
     let mut rope = c.rope(turned, None)?;
@@ -83,13 +84,12 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
         ..llama::mixture(c.usize("n_routed_experts")?, c.usize("num_experts_per_tok")?)
     };
     experts(&mut s, c.maybe_usize("first_k_dense_replace")?.unwrap_or(0), inner, &e);
+    s.split_ahead(ahead);
     Ok(s)
 }
 
 fn gguf(m: &Meta<'_>) -> Result<Spec> {
-    let mut base = Base::gguf("deepseek2", m, Layout::Pairs)?;
-    // The last layers predict further tokens; they are not part of the decoder.
-    base.layers -= m.maybe_usize("nextn_predict_layers")?.unwrap_or(0).min(base.layers);
+    let base = Base::gguf("deepseek2", m, Layout::Pairs)?;
     let mut s = base.spec();
     let Some(mut rope) = base.rope.clone() else { return Ok(s) };
     let mut scale = 1.0;
@@ -132,5 +132,6 @@ fn gguf(m: &Meta<'_>) -> Result<Spec> {
         ..llama::mixture(m.maybe_usize("expert_count")?.unwrap_or(0), m.usize("expert_used_count")?)
     };
     experts(&mut s, m.maybe_usize("leading_dense_block_count")?.unwrap_or(0), inner, &e);
+    s.split_ahead(m.maybe_usize("nextn_predict_layers")?.unwrap_or(0));
     Ok(s)
 }

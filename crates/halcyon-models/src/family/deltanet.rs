@@ -32,6 +32,13 @@ pub(super) const QWEN3_5_MOE: Family = Family {
 fn hf(family: &'static str, c: &Hf<'_>) -> Result<Spec> {
     let mut base = Base::hf(family, c)?;
     super::only_silu(c)?;
+    // Qwen3-Next has no key for them. Whether they are there follows from the tensors.
+    let ahead = match c.maybe_usize("mtp_num_hidden_layers")? {
+        Some(n) => n,
+        None => c.maybe_usize("num_nextn_predict_layers")?.unwrap_or(1),
+    };
+    let ahead = base.add_ahead(Some(ahead));
+    let own = base.layers - ahead;
     base.rope = Some(c.rope_of(base.head, None, 0.25)?);
     let scan = Scan {
         kind: ScanKind::Delta,
@@ -44,8 +51,11 @@ fn hf(family: &'static str, c: &Hf<'_>) -> Result<Spec> {
     };
     let kernel = c.maybe_usize("linear_conv_kernel_dim")?.unwrap_or(4);
     let every = c.maybe_usize("full_attention_interval")?.unwrap_or(4).max(1);
-    let attends = |i: usize| c.layer_is(i, &["full_attention"]).unwrap_or((i + 1).is_multiple_of(every));
-    Ok(spec(&base, NormKind::RmsPlusOne, Recurrent { kernel, scan: Some(scan) }, &attends))
+    let attends =
+        |i: usize| i >= own || c.layer_is(i, &["full_attention"]).unwrap_or((i + 1).is_multiple_of(every));
+    let mut s = spec(&base, NormKind::RmsPlusOne, Recurrent { kernel, scan: Some(scan) }, &attends);
+    s.split_ahead(ahead);
+    Ok(s)
 }
 
 fn moe_hf(family: &'static str, c: &Hf<'_>) -> Result<Spec> {
@@ -70,14 +80,17 @@ fn moe_hf(family: &'static str, c: &Hf<'_>) -> Result<Spec> {
             (l.ffn, l.inner) = (Ffn::Experts(experts.clone()), inner);
         }
     }
+    if count > 0 {
+        s.ahead.iter_mut().for_each(|l| (l.ffn, l.inner) = (Ffn::Experts(experts.clone()), inner));
+    }
     Ok(s)
 }
 
 /// `tiled`: the order of value heads in files of Qwen 3.5.
 fn gguf(family: &'static str, m: &Meta<'_>, tiled: bool) -> Result<Spec> {
-    let mut base = Base::gguf(family, m, Layout::Half)?;
-    // The last layers predict further tokens; they are not part of the decoder.
-    base.layers -= m.maybe_usize("nextn_predict_layers")?.unwrap_or(0).min(base.layers);
+    let base = Base::gguf(family, m, Layout::Half)?;
+    let ahead = m.maybe_usize("nextn_predict_layers")?.unwrap_or(0).min(base.layers);
+    let own = base.layers - ahead;
     let (heads, inner) = (m.usize("ssm.time_step_rank")?, m.usize("ssm.inner_size")?);
     if heads == 0 || inner % heads != 0 {
         let what = format!("ssm.inner_size = {inner} is not a multiple of ssm.time_step_rank = {heads}");
@@ -95,12 +108,15 @@ fn gguf(family: &'static str, m: &Meta<'_>, tiled: bool) -> Result<Spec> {
     let every = m.maybe_usize("full_attention_interval")?.unwrap_or(4).max(1);
     let listed = m.pattern("attention.recurrent_layers");
     let attends = |i: usize| match listed.as_ref().and_then(|v| v.get(i)) {
+        _ if i >= own => true,
         Some(recurrent) => !recurrent,
         None => (i + 1).is_multiple_of(every),
     };
     let recurrent = Recurrent { kernel: m.usize("ssm.conv_kernel")?, scan: Some(scan) };
     // The file's norms contain the 1.
-    Ok(spec(&base, NormKind::Rms, recurrent, &attends))
+    let mut s = spec(&base, NormKind::Rms, recurrent, &attends);
+    s.split_ahead(ahead);
+    Ok(s)
 }
 
 fn moe_gguf(family: &'static str, m: &Meta<'_>, tiled: bool) -> Result<Spec> {
@@ -111,7 +127,7 @@ fn moe_gguf(family: &'static str, m: &Meta<'_>, tiled: bool) -> Result<Spec> {
         common_gate: true,
         ..llama::mixture(m.usize("expert_count")?, m.usize("expert_used_count")?)
     };
-    for (i, l) in s.layers.iter_mut().enumerate() {
+    for (i, l) in s.layers.iter_mut().chain(&mut s.ahead).enumerate() {
         if m.has(&format!("blk.{i}.ffn_gate_inp.weight")) {
             (l.ffn, l.inner) = (Ffn::Experts(experts.clone()), inner);
         }

@@ -10,6 +10,7 @@ pub(super) const FAMILY: Family =
 
 fn hf(c: &Hf<'_>) -> Result<Spec> {
     let mut base = Base::hf("glm4moe", c)?;
+    let ahead = base.add_ahead(c.maybe_usize("num_nextn_predict_layers")?);
     base.rope = Some(c.rope_of(base.head, None, 0.5)?);
     let mut s = base.spec();
     if c.flag("use_qk_norm") {
@@ -32,13 +33,12 @@ fn hf(c: &Hf<'_>) -> Result<Spec> {
     for l in s.layers.iter_mut().skip(dense) {
         (l.ffn, l.inner) = (Ffn::Experts(experts.clone()), inner);
     }
+    s.split_ahead(ahead);
     Ok(s)
 }
 
 fn gguf(m: &Meta<'_>) -> Result<Spec> {
-    let mut base = Base::gguf("glm4moe", m, Layout::Half)?;
-    // The last layers predict further tokens; they are not part of the decoder.
-    base.layers -= m.maybe_usize("nextn_predict_layers")?.unwrap_or(0).min(base.layers);
+    let base = Base::gguf("glm4moe", m, Layout::Half)?;
     let mut s = base.spec();
     if m.has("blk.0.attn_q_norm.weight") {
         s.norm_heads(base.rms());
@@ -58,5 +58,6 @@ fn gguf(m: &Meta<'_>) -> Result<Spec> {
     for l in s.layers.iter_mut().skip(dense) {
         (l.ffn, l.inner) = (Ffn::Experts(experts.clone()), inner);
     }
+    s.split_ahead(m.maybe_usize("nextn_predict_layers")?.unwrap_or(0));
     Ok(s)
 }

@@ -83,7 +83,15 @@ pub fn spec(source: &Source) -> Result<Spec> {
             let name = file.metadata().str("general.architecture")?;
             from_metadata(&Meta::new(file, name)?)
         }
-        Source::Folder(folder) => from_config(&folder.config, folder.path()),
+        Source::Folder(folder) => {
+            let mut spec = from_config(&folder.config, folder.path())?;
+            // A configuration may name layers for further tokens that were not saved.
+            let own = format!("layers.{}.eh_proj.", spec.layers.len());
+            if !folder.names().any(|n| n.contains(&own) || n.contains("mtp.fc.")) {
+                spec.ahead.clear();
+            }
+            Ok(spec)
+        }
     }
 }
 
@@ -228,7 +236,11 @@ fn check_recurrent(i: usize, r: &Recurrent) -> Result<()> {
 pub(crate) fn from_metadata(meta: &Meta<'_>) -> Result<Spec> {
     let found = FAMILIES.iter().find(|f| f.gguf.contains(&meta.arch));
     let family = found.ok_or_else(|| unknown(meta.arch, "general.architecture"))?;
-    let spec = (family.from_gguf)(meta)?;
+    let mut spec = (family.from_gguf)(meta)?;
+    // A file may name layers that it does not have.
+    if !meta.has(&format!("blk.{}.nextn.eh_proj.weight", spec.layers.len())) {
+        spec.ahead.clear();
+    }
     check(&spec)?;
     Ok(spec)
 }
@@ -249,8 +261,9 @@ fn unknown(name: &str, key: &str) -> Error {
 
 /// Limits that keep hostile configurations from using unbounded memory, and rules that the decoder relies on.
 pub(crate) fn check(s: &Spec) -> Result<()> {
-    if s.layers.is_empty() || s.layers.len() > 4096 {
-        return bad(format!("{} layers: expected 1 to 4096", s.layers.len()));
+    let count = s.layers.len() + s.ahead.len();
+    if s.layers.is_empty() || count > 4096 {
+        return bad(format!("{count} layers: expected 1 to 4096"));
     }
     for (name, n) in [("vocabulary", s.vocabulary), ("hidden size", s.hidden), ("context", s.context)] {
         if n == 0 || n > MAX << 4 {
@@ -261,7 +274,10 @@ pub(crate) fn check(s: &Spec) -> Result<()> {
         return bad(format!("inputs of layers of size {}", p.size));
     }
     let mut kernel = None;
-    for (i, l) in s.layers.iter().enumerate() {
+    if let Some(i) = s.ahead.iter().position(|l| !matches!(l.mixer, Mixer::Attention(_))) {
+        return bad(format!("layer {}, which predicts further tokens, is recurrent", s.layers.len() + i));
+    }
+    for (i, l) in s.layers.iter().chain(&s.ahead).enumerate() {
         if l.inner == 0 || l.inner > MAX {
             return bad(format!("layer {i}: a feed-forward part of size {}", l.inner));
         }

@@ -36,7 +36,7 @@ pub(super) fn find(file: &Gguf, spec: &Spec, name: &str) -> Result<Option<Weight
 fn part(file: &Gguf, spec: &Spec, name: &str) -> Option<(String, usize, usize)> {
     let (stem, kind) = name.rsplit_once('.')?;
     let (i, own) = stem.strip_prefix("blk.")?.split_once('.')?;
-    let layer = spec.layers.get(i.parse::<usize>().ok()?)?;
+    let layer = spec.layer(i.parse::<usize>().ok()?)?;
     let (q, k, v) = match &layer.mixer {
         Mixer::Attention(a) => {
             (a.heads * a.key * if a.gate { 2 } else { 1 }, a.shared * a.key, a.shared * a.value)
@@ -86,7 +86,7 @@ fn of_experts(file: &Gguf, name: &str) -> Result<Option<Weights>> {
 /// each projection for one key head, and the projections that are meant.
 fn grouped(spec: &Spec, name: &str) -> Option<(String, Vec<usize>, Range<usize>)> {
     let (i, own) = name.strip_suffix(".weight")?.strip_prefix("blk.")?.split_once('.')?;
-    let Mixer::Recurrent(r) = &spec.layers.get(i.parse::<usize>().ok()?)?.mixer else { return None };
+    let Mixer::Recurrent(r) = &spec.layer(i.parse::<usize>().ok()?)?.mixer else { return None };
     let s = r.scan.filter(|s| s.kind == ScanKind::Delta)?;
     let each = s.heads / s.shared;
     let (joined, sizes) = match own {

@@ -25,10 +25,13 @@ pub(super) fn recipes(spec: &Spec, name: &str) -> Vec<Recipe> {
         _ => {}
     }
     let Some((i, stem)) = stem.strip_prefix("blk.").and_then(|s| s.split_once('.')) else { return vec![] };
-    let Some((i, layer)) = i.parse().ok().and_then(|i: usize| Some((i, spec.layers.get(i)?))) else {
+    let Some((i, layer)) = i.parse().ok().and_then(|i: usize| Some((i, spec.layer(i)?))) else {
         return vec![];
     };
     let names = Names { spec, layer, i, part };
+    if let Some(own) = stem.strip_prefix("nextn.") {
+        return names.ahead(own);
+    }
     names.mixer(stem).or_else(|| names.ffn(stem)).unwrap_or_else(|| names.norm(stem))
 }
 
@@ -45,7 +48,35 @@ impl Names<'_> {
     /// The full names of `name` in the layer.
     fn exact(&self, name: &str) -> [String; 2] {
         let i = self.i;
+        if let Some(k) = self.own_number() {
+            return [format!("mtp.layers.{k}.{name}"), format!("mtp.layers.{k}.{name}")];
+        }
         [format!("layers.{i}.{name}"), format!("h.{i}.{name}")]
+    }
+
+    /// The number of the layer among those for further tokens, if folders of the family count these apart.
+    fn own_number(&self) -> Option<usize> {
+        let apart = matches!(self.spec.family, "qwen3next" | "qwen35" | "qwen35moe");
+        self.i.checked_sub(self.spec.layers.len()).filter(|_| apart)
+    }
+
+    /// What a layer for further tokens has before and after the ordinary parts of a layer.
+    fn ahead(&self, stem: &str) -> Vec<Recipe> {
+        let part = self.part;
+        let whole = |name: &str| vec![Recipe::Plain(format!("mtp.{name}.{part}"))];
+        match (stem, self.own_number()) {
+            // These exist once, for all layers.
+            ("eh_proj", Some(0)) => whole("fc"),
+            ("enorm", Some(0)) => whole("pre_fc_norm_embedding"),
+            ("hnorm", Some(0)) => whole("pre_fc_norm_hidden"),
+            ("shared_head_norm", Some(0)) => whole("norm"),
+            ("embed_tokens", Some(0)) => whole("embed_tokens"),
+            (_, Some(_)) => vec![],
+            ("shared_head_norm", None) => self.plain(&["shared_head.norm"]),
+            ("shared_head_head", None) => self.plain(&["shared_head.head"]),
+            ("eh_proj" | "enorm" | "hnorm" | "embed_tokens", None) => self.plain(&[stem]),
+            _ => vec![],
+        }
     }
 
     /// The full names of weight or bias of `name`.

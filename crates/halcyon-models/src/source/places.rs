@@ -107,7 +107,7 @@ pub(crate) fn places(spec: &Spec, name: &str, dims: &[usize]) -> Vec<Place> {
     let Some((_, recipe)) = best else { return vec![] };
     let prefix = match spec.family {
         // The output matrix belongs to no part of the model.
-        _ if name.starts_with("output.") => "",
+        _ if name.starts_with("output.") || recipe.name().starts_with("mtp.") => "",
         "gpt2" | "falcon" => "transformer.",
         "bert" | "xlm-roberta" => "",
         _ => "model.",

@@ -1,6 +1,7 @@
 //! Tests of language models on the devices of this machine.
 
 mod adapters;
+mod ahead;
 mod batch;
 mod cache;
 mod common;
