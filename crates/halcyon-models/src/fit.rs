@@ -107,6 +107,41 @@ impl MemoryNeed {
         Ok(need)
     }
 
+    /// The need of an engine that proposes up to `most` tokens at once with a layer for further tokens
+    /// ([`Decoder::load_ahead`]), in addition to that of the model's engine with these options.
+    ///
+    /// # Errors
+    /// Errors of [`Decoder::check_cache`] and of planning.
+    pub fn of_ahead(layer: &Decoder, options: EngineOptions, most: usize) -> Result<MemoryNeed> {
+        // Of all steps, only the last row's logits are computed.
+        let one = |s: StepSize| StepSize { logits: 1, sequences: 1, ..s };
+        let mut steps: Vec<StepSize> =
+            generation(layer, options).into_iter().chain(verification(most)).map(one).collect();
+        steps.push(StepSize { rows: 1, logits: 1, sequences: 1 });
+        steps.sort_by_key(|s| s.rows);
+        steps.dedup();
+        let mut need = MemoryNeed::of_results(layer, 0, options, &steps, Want::only(Kind::Ahead))?;
+        let b = &layer.placement().devices[0];
+        let hidden = layer.spec.hidden;
+        // Matrices that the model has too.
+        let inputs =
+            [Tensor::placeholder(b, DType::I32, [1]), Tensor::placeholder(b, DType::F32, [1, hidden])];
+        let results = layer.shared_results(&inputs[0], &inputs[1]);
+        if !results.is_empty() {
+            let fit = b.fit_of(&inputs, &[false; 2], &results, None)?;
+            need.in_place = need.in_place.saturating_sub(fit.weights_in_place);
+            need.copied = need.copied.saturating_sub(fit.weights);
+            need.packed = need.packed.saturating_sub(fit.packed);
+        }
+        // The model's steps give the activations of all rows.
+        let rows = steps.iter().map(|s| s.rows).max().unwrap_or(1);
+        let bytes = rows.saturating_mul(hidden).saturating_mul(4);
+        need.io = need.io.saturating_add(b.device().footprint(bytes, Tag::Io) as u64);
+        // The activations that wait are on the host.
+        need.host = need.host.saturating_add(bytes.saturating_mul(2) as u64);
+        Ok(need)
+    }
+
     /// The need of the steps of a generation: chunks of a prompt, and single tokens of all sequences.
     ///
     /// # Errors

@@ -45,7 +45,7 @@ Examples:
   halcyon man man1";
 
 /// Options that `-h` omits, in addition to those whose definition has `hide_short_help`.
-const RARE: [&str; 52] = [
+const RARE: [&str; 53] = [
     "max_iterations",
     "allow_external_links",
     "format",
@@ -89,6 +89,7 @@ const RARE: [&str; 52] = [
     "draft",
     "draft_max",
     "lookup",
+    "mtp",
     "lora",
     "lora_scaled",
     "typical",

@@ -1,7 +1,7 @@
 //! Arguments of the commands for language models.
 
 use super::{BackendArgs, HubArgs, LoraArgs};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use halcyon::{Error, Result};
 use std::path::PathBuf;
 
@@ -118,6 +118,8 @@ pub(crate) struct LanguageFitArgs {
     #[arg(long, visible_alias = "model-draft", value_name = "MODEL")]
     pub draft: Option<PathBuf>,
     #[command(flatten)]
+    pub mtp: MtpArgs,
+    #[command(flatten)]
     pub place: PlaceArgs,
 }
 
@@ -130,6 +132,7 @@ impl LanguageFitArgs {
             ("--chunk", self.chunk.is_some()),
             ("--lora", !self.lora.is_empty()),
             ("--draft", self.draft.is_some()),
+            ("--mtp", self.mtp.mtp != Mtp::Auto),
             ("--offline", self.hub.offline),
             ("--gpu-layers", self.place.gpu_layers.is_some()),
             ("--split", self.place.split.is_some()),
@@ -234,6 +237,26 @@ pub(crate) struct SpeculationArgs {
     /// The most tokens that are proposed at once, up to 15
     #[arg(long, value_name = "N", default_value_t = 7)]
     pub draft_max: usize,
+    #[command(flatten)]
+    pub mtp: MtpArgs,
+}
+
+/// Whether the model's own layer for further tokens is used.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mtp {
+    /// If the model has one, and it fits into memory
+    Auto,
+    #[value(alias = "draft-mtp")]
+    On,
+    #[value(alias = "none")]
+    Off,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct MtpArgs {
+    /// Whether the model's own layer for further tokens (MTP) proposes them; the text stays the same
+    #[arg(long, visible_alias = "spec-type", value_name = "WHEN", value_enum, default_value_t = Mtp::Auto)]
+    pub mtp: Mtp,
 }
 
 #[derive(Args, Debug)]

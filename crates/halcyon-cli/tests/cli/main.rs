@@ -25,6 +25,8 @@ mod language_fit;
 #[cfg(feature = "language")]
 mod language_flags;
 #[cfg(feature = "language")]
+mod language_mtp;
+#[cfg(feature = "language")]
 mod language_split;
 mod loops;
 mod mistakes;

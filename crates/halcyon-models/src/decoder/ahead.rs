@@ -26,6 +26,8 @@ pub(super) struct Joint {
     before: NormWeights,
     /// `[hidden, 2 * hidden]`.
     product: Matrix,
+    /// Whether the embedding's matrix and the head are those of the main decoder.
+    shared: [bool; 2],
 }
 
 impl Joint {
@@ -54,7 +56,8 @@ impl Decoder {
         let l = Loader { moves: several, ..Loader::new(source, &self.spec, backend, activations, lora) };
         let name = |own: &str| format!("blk.{n}.nextn.{own}");
         let mut ropes = Rotations::default();
-        let joint = Joint {
+        let mut joint = Joint {
+            shared: [false; 2],
             embedding: l.norm(&name("enorm"), h, self.spec.final_norm)?,
             before: l.norm(&name("hnorm"), h, self.spec.final_norm)?,
             product: l.matrix(&name("eh_proj"), &[h, 2 * h])?,
@@ -69,14 +72,20 @@ impl Decoder {
         let same = self.placement.embedding == self.placement.head;
         let embedding = match own_matrix(&l, &name("embed_tokens"), "token_embd")? {
             Some(own) => own,
-            None if same => self.embedding.clone(),
+            None if same => {
+                joint.shared[0] = true;
+                self.embedding.clone()
+            }
             None => l.matrix("token_embd", &[self.spec.vocabulary, h])?,
         };
         let embeddings = l.bytes.get() - before;
         let main = if self.tied { "token_embd" } else { "output" };
         let head = match own_matrix(&l, &name("shared_head_head"), main)? {
             Some(own) => own,
-            None => self.head.as_ref().unwrap_or(&self.embedding).clone(),
+            None => {
+                joint.shared[1] = true;
+                self.head.as_ref().unwrap_or(&self.embedding).clone()
+            }
         };
         let rest = l.bytes.get() - layers - embeddings;
         let spec = Spec { layers: vec![layer.clone()], ahead: vec![], ..self.spec.clone() };
@@ -98,6 +107,14 @@ impl Decoder {
             joint: Some(joint),
             spec,
         }))
+    }
+
+    /// What the matrices compute that this decoder shares with the main one, of a token and of activations.
+    pub(crate) fn shared_results(&self, token: &Tensor, x: &Tensor) -> Vec<Tensor> {
+        let [embedding, head] = self.joint.as_ref().map_or([false; 2], |j| j.shared);
+        let embedding = embedding.then(|| self.embedding.rows(token));
+        let head = self.head.as_ref().filter(|_| head).map(|h| h.apply(x));
+        embedding.into_iter().chain(head).collect()
     }
 
     /// Whether steps need the activations of another decoder ([`super::Rows::before`]).

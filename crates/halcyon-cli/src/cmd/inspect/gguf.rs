@@ -4,6 +4,7 @@ use super::show::{by_type_json, parameters, plural, weight_json, weight_rows};
 use crate::args::InspectArgs;
 use crate::report::{self, short, size, table};
 use halcyon::Result;
+use halcyon::summary::grouped;
 use halcyon_formats::gguf::{Array, Gguf, Tensor, Value};
 use halcyon_formats::onnx::Weight;
 use serde_json::{Map, Value as Json, json};
@@ -35,6 +36,29 @@ fn architecture(f: &Gguf) -> Option<&str> {
     f.metadata().str("general.architecture").ok()
 }
 
+/// The last layers, which predict further tokens.
+struct Ahead {
+    layers: usize,
+    parameters: u64,
+    bytes: u64,
+}
+
+/// The layers that predict further tokens, if the file has some.
+fn ahead(f: &Gguf) -> Option<Ahead> {
+    let number = |key: &str| f.metadata().u64(&format!("{}.{key}", architecture(f)?)).ok();
+    let count = number("nextn_predict_layers")?;
+    let first = number("block_count")?.checked_sub(count)?;
+    let mut a = Ahead { layers: usize::try_from(count).ok()?, parameters: 0, bytes: 0 };
+    for t in f.tensors() {
+        let layer = t.name().strip_prefix("blk.").and_then(|n| n.split_once('.')).map(|n| n.0.parse::<u64>());
+        if layer.is_some_and(|l| l.is_ok_and(|l| l >= first)) {
+            a.parameters += t.info.elements() as u64;
+            a.bytes += t.data.len() as u64;
+        }
+    }
+    (a.parameters > 0).then_some(a)
+}
+
 fn text(a: &InspectArgs, f: &Gguf, weights: &[Weight]) -> String {
     let mut out = format!(
         "{}: GGUF version {}, {}{}\n",
@@ -44,6 +68,11 @@ fn text(a: &InspectArgs, f: &Gguf, weights: &[Weight]) -> String {
         if f.paths().len() > 1 { format!(" in {} files", f.paths().len()) } else { String::new() },
     );
     let _ = writeln!(out, "  architecture: {}", architecture(f).map_or("not given".into(), report::name));
+    if let Some(a) = ahead(f) {
+        let (layers, parameters) = (plural(a.layers, "layer"), grouped(a.parameters));
+        let _ =
+            writeln!(out, "  further tokens: {layers} (MTP) with {parameters} parameters, {}", size(a.bytes));
+    }
     out += &parameters(weights);
     let keys = f.metadata().entries();
     let _ = writeln!(out, "\nmetadata: {}", plural(keys.len(), "value"));
@@ -100,6 +129,9 @@ fn json(a: &InspectArgs, f: &Gguf, weights: &[Weight]) -> Json {
         "architecture": architecture(f),
         "metadata": metadata,
         "parameters": by_type_json(weights),
+        "further_tokens": ahead(f).map(|a| {
+            json!({ "layers": a.layers, "parameters": a.parameters, "bytes": a.bytes })
+        }),
         "tensors": weights.iter().map(weight_json).collect::<Vec<_>>(),
     })
 }

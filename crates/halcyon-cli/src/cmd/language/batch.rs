@@ -1,7 +1,7 @@
 //! `halcyon generate --prompts`: continues many prompts together.
 
 use super::{Defaults, FAST, constrain::demand, generation_json, options, start};
-use crate::args::GenerateArgs;
+use crate::args::{GenerateArgs, Mtp};
 use crate::report;
 use halcyon::{Error, Result};
 use halcyon_formats::input;
@@ -16,10 +16,11 @@ use std::time::Instant;
 const PARALLEL: usize = 8;
 
 pub(super) fn main(a: &GenerateArgs, file: &Path) -> Result<u8> {
-    if a.speculation.draft.is_some() || a.speculation.lookup {
+    let s = &a.speculation;
+    if s.draft.is_some() || s.lookup || s.mtp.mtp == Mtp::On {
         return Err(Error::argument(
             "--prompts",
-            "it computes one token per sequence and step; leave out --draft and --lookup",
+            "it computes one token per sequence and step; leave out --draft, --lookup and --mtp",
         ));
     }
     let mut options = options(&a.sampling)?;

@@ -3,7 +3,7 @@
 use super::place::{self, Devices};
 use super::speculate::Draft;
 use super::{context_of, hub, kv_dtype, tokenizer};
-use crate::args::FitArgs;
+use crate::args::{FitArgs, Mtp};
 use crate::cmd::{backend_json, backend_text};
 use crate::report::{self, size, table};
 use halcyon::host::{self, MemorySampler};
@@ -100,20 +100,19 @@ pub(super) fn check(file: &ModelFile, decoder: &Decoder, options: EngineOptions,
 /// `Error::OutOfMemory` with what to change.
 pub(super) fn check_proposals(
     file: &ModelFile,
-    decoder: &Decoder,
-    options: EngineOptions,
+    (decoder, options): (&Decoder, EngineOptions),
     draft: Option<&Draft>,
     most: usize,
 ) -> Result<()> {
     let stored = file.stored();
-    let more = draft.map_or(0, |d| rough(&d.decoder, &d.file.stored(), d.options, false));
+    let more = draft.map_or(0, |d| rough(&d.decoder, &d.stored(), d.options, false));
     let rough = rough(decoder, &stored, options, false).saturating_add(more);
     let rooms: Vec<Room> = decoder.placement().devices.iter().map(Room::of).collect();
     if rooms.iter().all(|r| r.free.is_none_or(|free| rough <= free)) {
         return Ok(());
     }
     let needs = needs(decoder, options, &with_verification(decoder, options, most))?;
-    let own = draft.map(|d| MemoryNeed::of_generation(&d.decoder, d.options)).transpose()?;
+    let own = draft.map(|d| d.need(most)).transpose()?;
     let own = own.map_or(0, |n| n.device());
     refused_with_draft(&needs, decoder, &stored, &rooms, (options, own)).map_or(Ok(()), Err)
 }
@@ -134,7 +133,8 @@ fn refused_with_draft(
         Error::OutOfMemory { device, what, requested, free, total, next } => {
             let draft =
                 if own > 0 { format!(", next to its draft, which needs {own}") } else { String::new() };
-            let (what, next) = (what + &draft, format!("Leave out --draft or --lookup. Or: {next}"));
+            let (what, next) =
+                (what + &draft, format!("Leave out --draft or --lookup, or give --mtp off. Or: {next}"));
             Error::OutOfMemory { device, what, requested, free, total, next }
         }
         other => other,
@@ -311,6 +311,8 @@ struct Report<'a> {
     adapters: u64,
     /// The need of the draft on the device that computes the logits, and the bytes of its files.
     draft: Option<(MemoryNeed, u64)>,
+    /// Whether this is the model's own layer for further tokens.
+    own: bool,
     rooms: Vec<Room>,
     placement: Value,
     placed: String,
@@ -365,15 +367,18 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         Err(e) => return Err(e),
     };
     let rooms: Vec<Room> = decoder.placement().devices.iter().map(Room::of).collect();
-    let draft = l.draft.as_deref().map(|p| Draft::open(p, &l.hub, &file, (&decoder, options))).transpose()?;
+    let most = SpeculationOptions::default().most;
+    let draft = match &l.draft {
+        Some(p) => Some(Draft::open(p, &l.hub, &file, (&decoder, options))?),
+        None if l.mtp.mtp == Mtp::On => Draft::own(Mtp::On, &file, (&decoder, options), load)?,
+        None => Draft::own_checked(l.mtp.mtp, &file, (&decoder, options), load, most)?,
+    };
     let steps = match &draft {
-        Some(_) => with_verification(&decoder, options, SpeculationOptions::default().most),
+        Some(_) => with_verification(&decoder, options, most),
         None => generation(&decoder, options),
     };
     let needs = needs(&decoder, options, &steps)?;
-    let of_draft = |d: &Draft| {
-        Ok::<_, Error>((MemoryNeed::of_generation(&d.decoder, d.options)?, d.file.stored().bytes))
-    };
+    let of_draft = |d: &Draft| Ok::<_, Error>((d.need(most)?, d.stored().bytes));
     // Its description stays in memory, as in a generation.
     let drafts = draft.as_ref().map(of_draft).transpose()?;
     let stored = file.stored();
@@ -399,6 +404,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         needs,
         adapters,
         draft: drafts,
+        own: draft.as_ref().is_some_and(Draft::is_own),
         rooms,
         placement: place::to_json(&decoder, options, devices.why()),
         placed: place::text(&decoder, options, devices.why()),
@@ -529,8 +535,13 @@ impl Report<'_> {
         }
         let head = self.decoder.placement().head;
         if let Some((d, files)) = &self.draft {
-            rows.push(row("draft", *files, "in its files".into()));
-            rows.push(row("", d.device(), format!("on {}", self.decoder.backend().id())));
+            let on = format!("on {}", self.decoder.backend().id());
+            if self.own {
+                rows.push(row("mtp", d.device(), format!("the layer for further tokens, {on}")));
+            } else {
+                rows.push(row("draft", *files, "in its files".into()));
+                rows.push(row("", d.device(), on));
+            }
         }
         rows.push(row("process", self.process.0, "program, tokenizer, descriptions and plans".into()));
         for (i, (b, n, _)) in self.devices().enumerate() {
@@ -613,7 +624,9 @@ impl Report<'_> {
             "io": self.sum(|n| n.io),
             "host": self.sum(|n| n.host),
             "adapters": self.adapters,
-            "draft": self.draft.as_ref().map(|(d, files)| json!({ "device": d.device(), "stored": files })),
+            "draft": self.draft.as_ref().map(|(d, files)| {
+                json!({ "device": d.device(), "stored": files, "own_layer": self.own })
+            }),
             "peak": {
                 "device": self.on_devices(), "process": self.process.0, "planning": self.planning,
                 "anonymous": self.anonymous(), "with_file_pages": self.resident(),

@@ -20,14 +20,14 @@ mod speculate;
 mod thinking;
 pub(crate) mod tokenize;
 
-use crate::args::{LanguageArgs, SamplingArgs, SpeculationArgs};
+use crate::args::{LanguageArgs, Mtp, SamplingArgs, SpeculationArgs};
 use crate::report;
 use halcyon::hal::driver_output;
 use halcyon::{DType, Error, Result};
 use halcyon_formats::npy;
 use halcyon_models::{
-    Activations, Engine, EngineOptions, GenerateOptions, Generation, LoadOptions, Lora, ModelFile, Sampling,
-    StepName,
+    Activations, Decoder, Engine, EngineOptions, GenerateOptions, Generation, LoadOptions, Lora, ModelFile,
+    Sampling, StepName,
 };
 use halcyon_text::Tokenizer;
 use serde_json::{Value, json};
@@ -50,6 +50,8 @@ pub(super) struct Running {
     pub placement: Value,
     /// The draft of [`start_with`].
     draft: Option<Draft>,
+    /// The layer for further tokens that the engine follows.
+    ahead: Option<Arc<Decoder>>,
 }
 
 /// The type of cached keys and values.
@@ -127,17 +129,36 @@ pub(super) fn start_with(
     let lora = Lora::load_all(&a.lora.places()?, &file, devices.first())?;
     let load = LoadOptions { context, activations, lora: lora.as_ref() };
     let decoder = devices.load(&file, load, options, defaults.all)?;
-    let draft = speculation.and_then(|s| s.draft.as_deref());
-    let draft = draft.map(|path| Draft::open(path, &a.hub, &file, (&decoder, options))).transpose()?;
-    if let Some(s) = speculation.filter(|s| s.lookup || s.draft.is_some()) {
-        fit::check_proposals(&file, &decoder, options, draft.as_ref(), s.draft_max)?;
-    }
+    let draft = match speculation {
+        Some(s) => draft(a, s, (&file, load), (&decoder, options))?,
+        None => None,
+    };
     let decoder = Arc::new(decoder);
     if report::verbose() {
         report::note(&place::text(&decoder, options, devices.why()));
     }
     let placement = place::to_json(&decoder, options, devices.why());
-    Ok(Running { engine: Engine::new(decoder, options)?, file, options, placement, draft })
+    Ok(Running { engine: Engine::new(decoder, options)?, file, options, placement, draft, ahead: None })
+}
+
+/// Loads what proposes tokens, unless that is a lookup. Fails if the model does not fit with it; a layer for
+/// further tokens that was not asked for is left out then.
+fn draft(
+    a: &LanguageArgs,
+    s: &SpeculationArgs,
+    (file, load): (&ModelFile, LoadOptions<'_>),
+    both: (&Decoder, EngineOptions),
+) -> Result<Option<Draft>> {
+    let mtp = s.mtp.mtp;
+    if s.lookup || s.draft.is_some() {
+        if mtp == Mtp::On {
+            return Err(Error::argument("--mtp", "the model's own layer, --draft or --lookup: choose one"));
+        }
+        let draft = s.draft.as_deref().map(|path| Draft::open(path, &a.hub, file, both)).transpose()?;
+        fit::check_proposals(file, both, draft.as_ref(), s.draft_max)?;
+        return Ok(draft);
+    }
+    Draft::own_checked(mtp, file, both, load, s.draft_max)
 }
 
 /// No cache has more positions, so that its sizes can be computed.
@@ -170,6 +191,7 @@ impl Running {
         self.engine.truncate(0, 0);
         if !self.engine.is_whole() {
             self.engine = Engine::new(self.engine.decoder().clone(), self.options)?;
+            self.engine.look_ahead(self.ahead.clone())?;
         }
         Ok(())
     }

@@ -1,18 +1,22 @@
-//! `--draft` and `--lookup`.
+//! `--draft`, `--lookup` and `--mtp`.
 
 use super::{Running, fit, hub};
-use crate::args::{HubArgs, SpeculationArgs};
+use crate::args::{HubArgs, Mtp, SpeculationArgs};
 use crate::report;
 use halcyon::{Error, Result};
-use halcyon_models::{Decoder, Engine, EngineOptions, ModelFile, Speculation, SpeculationOptions};
+use halcyon_models::fit::{MemoryNeed, StoredWeights};
+use halcyon_models::{
+    Decoder, Engine, EngineOptions, LoadOptions, ModelFile, Speculation, SpeculationOptions,
+};
 use halcyon_text::Tokenizer;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
 
-/// A loaded draft model. Nothing is allocated for it yet.
+/// A loaded draft model, or the model's own layer for further tokens. Nothing is allocated for it yet.
 pub(super) struct Draft {
-    pub file: ModelFile,
+    /// `None`: the layer is in the model's own file.
+    file: Option<ModelFile>,
     pub decoder: Decoder,
     pub options: EngineOptions,
 }
@@ -37,7 +41,66 @@ impl Draft {
         let options = EngineOptions { sequences: 1, positions: context, ..options };
         fit::check_host(&file)?;
         let decoder = file.load(decoder.backend(), context)?;
-        Ok(Draft { file, decoder, options })
+        Ok(Draft { file: Some(file), decoder, options })
+    }
+
+    /// Loads the model's own layer for further tokens, if it has one and `mtp` allows it.
+    pub(super) fn own(
+        mtp: Mtp,
+        model: &ModelFile,
+        (decoder, options): (&Decoder, EngineOptions),
+        load: LoadOptions<'_>,
+    ) -> Result<Option<Draft>> {
+        let layer = match mtp {
+            Mtp::Off => None,
+            Mtp::Auto | Mtp::On => model.load_ahead(decoder, load)?,
+        };
+        if layer.is_none() && mtp == Mtp::On {
+            let what = format!("--mtp on for {}", model.path.display());
+            return Err(Error::unsupported(
+                format!("{what}, which has no layer that predicts further tokens"),
+                "Leave out --mtp, or give --draft or --lookup",
+            ));
+        }
+        Ok(layer.map(|decoder| Draft { file: None, decoder, options }))
+    }
+
+    /// [`Draft::own`] if it fits with the steps that check up to `most` tokens. A layer that was not asked for
+    /// is left out if it does not, with a note.
+    pub(super) fn own_checked(
+        mtp: Mtp,
+        model: &ModelFile,
+        both: (&Decoder, EngineOptions),
+        load: LoadOptions<'_>,
+        most: usize,
+    ) -> Result<Option<Draft>> {
+        let Some(own) = Draft::own(mtp, model, both, load)? else { return Ok(None) };
+        match fit::check_proposals(model, both, Some(&own), most) {
+            Err(e @ Error::OutOfMemory { .. }) if mtp == Mtp::Auto => {
+                let why = report::message(&e);
+                report::note(&format!("the layer for further tokens is left out, as with --mtp off: {why}"));
+                Ok(None)
+            }
+            checked => checked.map(|()| Some(own)),
+        }
+    }
+
+    /// Whether this is the model's own layer.
+    pub(super) fn is_own(&self) -> bool {
+        self.file.is_none()
+    }
+
+    /// The sizes of the weights in its own files.
+    pub(super) fn stored(&self) -> StoredWeights {
+        self.file.as_ref().map(ModelFile::stored).unwrap_or_default()
+    }
+
+    /// The memory that it needs to propose up to `most` tokens at once.
+    pub(super) fn need(&self, most: usize) -> Result<MemoryNeed> {
+        match self.file {
+            Some(_) => MemoryNeed::of_generation(&self.decoder, self.options),
+            None => MemoryNeed::of_ahead(&self.decoder, self.options, most),
+        }
     }
 }
 
@@ -48,6 +111,11 @@ pub(super) fn speculation(a: &SpeculationArgs, m: &mut Running) -> Result<Option
         return Speculation::lookup(options).map(Some);
     }
     let Some(draft) = m.draft.take() else { return Ok(None) };
+    if draft.is_own() {
+        let layer = Arc::new(draft.decoder);
+        m.ahead = Some(layer.clone());
+        return Speculation::ahead(layer, &mut m.engine, options).map(Some);
+    }
     let draft = Engine::new(Arc::new(draft.decoder), draft.options)?;
     Speculation::with_model(draft, &m.engine, options).map(Some)
 }

@@ -95,6 +95,14 @@ fn the_layer_computes_the_stored_logits() {
         let mut options =
             WriteOptions { threads: None, requantise: false, interrupted: &|| false, progress: &mut || {} };
         write(&content, &types, &file, &mut options).unwrap();
+        let layer = format!("blk.{}.nextn.", ModelFile::open(&from).unwrap().spec.layers.len());
+        let all = content.tensors.iter().filter_map(|t| t.info.name.strip_prefix(&layer));
+        let all: Vec<&str> = all.filter_map(|n| n.strip_suffix(".weight")).collect();
+        // The names of llama.cpp's converter, in their order.
+        let own = ["eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm"];
+        let shared = name.starts_with("qwen");
+        let want = own.into_iter().filter(|n| !shared || !["embed_tokens", "shared_head_head"].contains(n));
+        assert!(want.eq(all), "{name}");
         compare(&format!("{name} as a file"), &logits(&file, &c), &c.logits);
         write_folder(&ModelFile::open(&file).unwrap().source, &back, DType::F32, &|| false, &mut |_| {})
             .unwrap();
