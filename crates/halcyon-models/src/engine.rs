@@ -1,7 +1,7 @@
 //! Runs a decoder: the paged cache of keys and values, and for each stage one compiled plan for each number
 //! of rows and of rows whose logits are wanted.
 
-mod ahead;
+pub(crate) mod ahead;
 mod inputs;
 mod selected;
 pub(crate) mod stages;

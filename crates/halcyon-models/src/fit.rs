@@ -1,6 +1,7 @@
 //! The memory that a model needs, computed from its plans before anything is allocated.
 
 use crate::decoder::{CacheLayout, CacheShape, Decoder};
+use crate::engine::ahead::WAITING;
 use crate::engine::stages::{Kind, Want, handed_shapes, own_states, shared_shapes, stage_results};
 use crate::engine::{EngineOptions, padded};
 use crate::grid;
@@ -117,7 +118,9 @@ impl MemoryNeed {
         let one = |s: StepSize| StepSize { logits: 1, sequences: 1, ..s };
         let mut steps: Vec<StepSize> =
             generation(layer, options).into_iter().chain(verification(most)).map(one).collect();
-        steps.push(StepSize { rows: 1, logits: 1, sequences: 1 });
+        // While nothing is proposed, tokens are computed in groups.
+        let group = padded(WAITING.min(options.chunk));
+        steps.extend([1, group].map(|rows| StepSize { rows, logits: 1, sequences: 1 }));
         steps.sort_by_key(|s| s.rows);
         steps.dedup();
         let mut need = MemoryNeed::of_results(layer, 0, options, &steps, Want::only(Kind::Ahead))?;

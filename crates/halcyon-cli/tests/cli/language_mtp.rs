@@ -12,9 +12,13 @@ const HIDDEN: usize = 256;
 const VOCABULARY: usize = 2000;
 const LAYERS: usize = 4;
 
-/// A GLM-4 model of `LAYERS` layers, the last of which predicts further tokens if `ahead`. Each token alone
-/// decides what follows, and the layer knows this: between embedding and output, nothing is added.
-fn model(dir: &Path, ahead: bool) -> PathBuf {
+/// The norms of a layer for further tokens.
+const NORMS: [&str; 3] = ["enorm", "hnorm", "shared_head_norm"];
+
+/// A GLM-4 model of `LAYERS` layers, the last of which predicts further tokens if it has `norms` for that. Each
+/// token alone decides what follows, and the layer knows this: between embedding and output, nothing is added.
+fn model(dir: &Path, norms: &[&str]) -> PathBuf {
+    let ahead = !norms.is_empty();
     let sizes = [
         ("context_length", 4096),
         ("embedding_length", HIDDEN),
@@ -64,7 +68,7 @@ fn model(dir: &Path, ahead: bool) -> PathBuf {
     }
     if ahead {
         let own = |name: &str| format!("blk.{}.nextn.{name}", LAYERS - 1);
-        for name in ["enorm", "hnorm", "shared_head_norm"] {
+        for name in norms {
             add(own(name), &[HIDDEN], vec![1.0; HIDDEN]);
         }
         let (rows, columns) = (HIDDEN, 2 * HIDDEN);
@@ -72,7 +76,7 @@ fn model(dir: &Path, ahead: bool) -> PathBuf {
         add(own("eh_proj"), &[rows, columns], eye.collect());
     }
     let all: Vec<(TensorInfo, &[u8])> = tensors.iter().map(|(t, b)| (t.clone(), &b[..])).collect();
-    let to = dir.join(if ahead { "ahead.gguf" } else { "plain.gguf" });
+    let to = dir.join(format!("{}.gguf", norms.len()));
     std::fs::write(&to, gguf::encode(&metadata, &all).expect("a file")).expect("written");
     to
 }
@@ -96,7 +100,7 @@ fn figure(v: &Value, at: &str) -> u64 {
 #[test]
 fn a_layer_for_further_tokens_proposes_them() {
     let dir = tempfile::tempdir().expect("a folder");
-    let (path, ids) = (model(dir.path(), true), prompt(dir.path()));
+    let (path, ids) = (model(dir.path(), &NORMS), prompt(dir.path()));
     let run = |more: &[&str]| {
         let ran =
             ["generate", text(&path), "--prompt-tokens", text(&ids), "-n", "60", "--temp", "0", "-c", "512"];
@@ -121,18 +125,26 @@ fn a_layer_for_further_tokens_proposes_them() {
     let own = figure(&inspected, "/further_tokens/parameters");
     assert_eq!(own, (7 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN + 5 * HIDDEN) as u64);
     // A model without such a layer.
-    let plain = model(dir.path(), false);
-    let d = command(&["generate", text(&plain), "--prompt-tokens", text(&ids), "-n", "2", "--mtp", "on"]);
-    assert!(
-        d.code != 0 && d.json()["error"]["message"].as_str().is_some_and(|m| m.contains("no layer")),
-        "{d:?}"
-    );
+    let plain = model(dir.path(), &[]);
+    let on = |path: &Path, mtp: &str| {
+        let ran = ["generate", text(path), "--prompt-tokens", text(&ids), "-n", "4", "--mtp", mtp];
+        command(&ran)
+    };
+    let said = |d: &Done| d.json()["error"]["message"].as_str().unwrap_or_default().to_string();
+    let d = on(&plain, "on");
+    assert!(d.code != 0 && said(&d).contains("no layer"), "{d:?}");
+    // One that lacks a tensor is not used, unless it was asked for.
+    let broken = model(dir.path(), &NORMS[..1]);
+    let d = on(&broken, "auto").ok();
+    assert!(d.json().get("speculation").is_none() && d.err.contains("hnorm"), "{d:?}");
+    let d = on(&broken, "on");
+    assert!(d.code != 0 && said(&d).contains("hnorm"), "{d:?}");
 }
 
 #[test]
 fn a_layer_for_further_tokens_counts() {
     let dir = tempfile::tempdir().expect("a folder");
-    let (path, ids) = (model(dir.path(), true), prompt(dir.path()));
+    let (path, ids) = (model(dir.path(), &NORMS), prompt(dir.path()));
     let sizes = ["-c", "512", "--chunk", "64"];
     let fit = |more: &[&str]| command(&[&["fit", text(&path)], &sizes[..], more].concat());
     let run = |more: &[&str]| {

@@ -17,7 +17,7 @@ use halcyon::{Compiled, Tensor};
 use std::sync::Arc;
 
 /// Positions that wait at most before the layer computes them, beside those of the last step.
-const WAITING: usize = 64;
+pub(crate) const WAITING: usize = 64;
 
 /// The layer with its cache.
 pub(super) struct Ahead {

@@ -156,18 +156,9 @@ pub(super) fn configuration(source: &Source, file: &Gguf, spec: &Spec, dtype: DT
             add(granite(&model));
             add(granite_hybrid(&model)?);
         }
-        "qwen3next" | "qwen35" | "qwen35moe" => {
-            add(deltanet(&model)?);
-            add(json!({ "mtp_num_hidden_layers": spec.ahead.len() }));
-        }
-        "deepseek2" => {
-            add(deepseek(&model)?);
-            add(json!({ "num_nextn_predict_layers": spec.ahead.len() }));
-        }
-        "glm4moe" => add(json!({
-            "use_qk_norm": a.qk_norm.is_some(),
-            "num_nextn_predict_layers": spec.ahead.len(),
-        })),
+        "qwen3next" | "qwen35" | "qwen35moe" => add(deltanet(&model)?),
+        "deepseek2" => add(deepseek(&model)?),
+        "glm4moe" => add(json!({ "use_qk_norm": a.qk_norm.is_some() })),
         "gpt-oss" => add(gpt_oss(&model)),
         "lfm2" => add(lfm2(&model)?),
         "smollm3" => {
@@ -185,6 +176,11 @@ pub(super) fn configuration(source: &Source, file: &Gguf, spec: &Spec, dtype: DT
         })),
         "falcon" => add(falcon(&model)?),
         _ => {}
+    }
+    match (spec.ahead.len(), spec.family) {
+        (0, _) => {}
+        (n, "deepseek2" | "glm4moe") => add(json!({ "num_nextn_predict_layers": n })),
+        (n, _) => add(json!({ "mtp_num_hidden_layers": n })),
     }
     if spec.family != "gemma4" {
         add(rotation(&model)?);

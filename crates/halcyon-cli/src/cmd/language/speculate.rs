@@ -53,7 +53,12 @@ impl Draft {
     ) -> Result<Option<Draft>> {
         let layer = match mtp {
             Mtp::Off => None,
-            Mtp::Auto | Mtp::On => model.load_ahead(decoder, load)?,
+            Mtp::On => model.load_ahead(decoder, load)?,
+            // Without it the model works as well.
+            Mtp::Auto => model.load_ahead(decoder, load).unwrap_or_else(|e| {
+                report::warn(&format!("the layer for further tokens is not used: {}", report::message(&e)));
+                None
+            }),
         };
         if layer.is_none() && mtp == Mtp::On {
             let what = format!("--mtp on for {}", model.path.display());
