@@ -2,6 +2,8 @@
 
 mod backend;
 mod bench;
+#[cfg(feature = "language")]
+mod cache;
 mod check;
 pub(crate) mod common;
 #[cfg(feature = "language")]
@@ -23,6 +25,8 @@ mod tune;
 use crate::cmd::Command;
 pub(crate) use backend::*;
 pub(crate) use bench::*;
+#[cfg(feature = "language")]
+pub(crate) use cache::CacheArgs;
 pub(crate) use check::*;
 use clap::Parser;
 pub(crate) use common::Verbosity;

@@ -47,6 +47,10 @@ impl SafeTensors {
     /// Like [`SafeTensors::open`], for a file in memory; `file` names it in errors.
     pub fn parse(data: Bytes, file: &str) -> Result<SafeTensors> {
         let fail = |what: String| bad(file, format!("safetensors header: {what}"));
+        if data.is_empty() {
+            let what = "this is an empty file. Its download or export has failed: make the file again";
+            return Err(bad(file, what));
+        }
         let len = data
             .first_chunk::<8>()
             .map(|b| u64::from_le_bytes(*b))

@@ -141,7 +141,7 @@ impl Hub {
         })
     }
 
-    /// The folder or the GGUF file of a model; of a split file, the first part. Files that are not in the
+    /// The folder or the GGUF file of a model or of adapters; of a split file, the first part. Files that are not in the
     /// cache are downloaded; `progress` is called with each part of a file.
     ///
     /// # Errors
@@ -224,7 +224,9 @@ impl Hub {
             }
             // Programs that need no tokenizer do not fetch it.
             Wanted::Folder { .. } => {
-                (folder.clone(), needed::by_folder(&folder)?, files.contains("tokenizer.json"))
+                // Adapters have none.
+                let sure = files.contains("tokenizer.json") || !files.contains("config.json");
+                (folder.clone(), needed::by_folder(&folder)?, sure)
             }
         };
         Ok(match parts.iter().find(|n| !files.contains(*n)) {

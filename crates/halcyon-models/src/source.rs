@@ -15,8 +15,10 @@ pub use folder::Folder;
 pub(crate) use folder::json;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{BlockType, ConstData, DType};
+use halcyon_formats::foreign::{self, Foreign};
 use halcyon_formats::gguf::Gguf;
 pub(crate) use places::{Place, places};
+use std::io::Read;
 use std::path::Path;
 
 /// An open model.
@@ -98,7 +100,7 @@ impl Source {
         if path.is_dir() {
             return Ok(Source::Folder(Folder::open(path)?));
         }
-        Ok(Source::Gguf(Gguf::open(path)?))
+        Gguf::open(path).map(Source::Gguf).map_err(|e| no_gguf(path, e))
     }
 
     /// What the user should know before the weights are loaded.
@@ -139,6 +141,36 @@ impl Source {
             }
         }
     }
+}
+
+/// The error `e` of a file that cannot be opened as a GGUF file, with what it is instead.
+fn no_gguf(path: &Path, e: Error) -> Error {
+    let Error::Format { file, what } = e else { return e };
+    let mut head = vec![];
+    let read = std::fs::File::open(path).and_then(|f| f.take(1 << 16).read_to_end(&mut head));
+    if read.is_err() || head.starts_with(b"GGUF") {
+        return Error::Format { file, what };
+    }
+    if head.len() < 4 && !head.is_empty() {
+        let what = format!("not a GGUF file: it has only {} bytes. Download or make it again", head.len());
+        return Error::Format { file, what };
+    }
+    let what = match foreign::kind(&head) {
+        // A safetensors file is recognised by its whole length.
+        None if path.extension().is_some_and(|x| x == "safetensors") => {
+            "not a GGUF file: this is a safetensors file. Give the folder in which it and config.json are"
+                .into()
+        }
+        Some(k @ Foreign::SafeTensors) => {
+            format!("not a GGUF file: this is {k}. Give the folder in which it and config.json are")
+        }
+        Some(k @ (Foreign::Empty | Foreign::GitLfs | Foreign::Html)) => {
+            format!("not a GGUF file: this is {k}. {}", k.advice())
+        }
+        Some(k) => format!("not a GGUF file: this is {k}. Give a GGUF file, or a folder with config.json"),
+        None => what,
+    };
+    Error::Format { file, what }
 }
 
 /// The values of `data` as f32.

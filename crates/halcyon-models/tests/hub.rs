@@ -80,7 +80,9 @@ fn files_in_the_cache_need_no_network() {
     ];
     let modules = r#"[{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1_Pooling"}]"#;
     let embedder = [folder[0], folder[1], ("modules.json", modules), ("1_Pooling/config.json", "{}")];
+    let adapters = [("adapter_config.json", "{}"), ("adapter_model.safetensors", ""), ("README.md", "")];
     let cases: &[(&[(&str, &str)], &str, &str)] = &[
+        (&adapters, "hf:org/repo", ""),
         (&one, "hf:org/repo", "m-Q4_0.gguf"),
         (&many, "hf:org/repo", "m-Q4_K_M.gguf"),
         (&many, "hf:org/repo:q4_0", "m-Q4_0.gguf"),
@@ -107,6 +109,7 @@ fn files_in_the_cache_need_no_network() {
         (&one[..], "hf:org/other"),
         (&split[..1], "hf:org/repo"),
         (&folder[..1], "hf:org/repo"),
+        (&adapters[..1], "hf:org/repo"),
         (&sharded[..4], "hf:org/repo"),
         (&embedder[..3], "hf:org/repo"),
     ] {

@@ -1,5 +1,6 @@
 //! Arguments of the commands that write files of language models.
 
+use super::cache::positive;
 use super::{HubArgs, LoraArgs};
 use clap::Args;
 use std::num::NonZero;
@@ -40,11 +41,14 @@ pub(crate) struct QuantizeModelArgs {
     #[arg(long)]
     pub allow_requantize: bool,
     /// Threads. Default: one per processor
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<NonZero<usize>>,
     /// Lists the tensors with their types and sizes, and writes nothing
     #[arg(long)]
     pub dry_run: bool,
+    /// Replaces OUT if it is a file that exists
+    #[arg(long)]
+    pub overwrite: bool,
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,
@@ -78,8 +82,11 @@ pub(crate) struct ConvertArgs {
     #[command(flatten)]
     pub lora: LoraArgs,
     /// Threads. Default: one per processor
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<NonZero<usize>>,
+    /// Replaces OUT if it is a file that exists
+    #[arg(long)]
+    pub overwrite: bool,
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,

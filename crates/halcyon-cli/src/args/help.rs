@@ -131,6 +131,8 @@ fn finished(c: Command, groups: &[(&'static str, Vec<String>)]) -> Command {
             true => a.hide_short_help(true),
             false => a,
         };
+        // A number with a sign is a value, and its option says what is wrong with it.
+        let a = if a.get_action().takes_values() { a.allow_negative_numbers(true) } else { a };
         match (a.get_help().map(StyledStr::to_string), a.get_long_help()) {
             (Some(text), None) => a.help(first_sentence(&text).to_string()).long_help(text),
             _ => a,

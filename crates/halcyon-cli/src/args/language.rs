@@ -1,19 +1,10 @@
 //! Arguments of the commands for language models.
 
-use super::{BackendArgs, HubArgs, LoraArgs};
+use super::cache::{Seed, seed, whole};
+use super::{BackendArgs, CacheArgs, HubArgs, LoraArgs};
 use clap::{Args, ValueEnum};
 use halcyon::{Error, Result};
 use std::path::PathBuf;
-
-/// A whole number that is not negative. `-1`, which other programs take for "no limit", is refused with the
-/// way to say so here.
-fn whole<T: std::str::FromStr>(s: &str) -> std::result::Result<T, String> {
-    let what = match s {
-        "-1" => "expected a whole number that is not negative; leave the option out for its default",
-        _ => "expected a whole number that is not negative, and not too large",
-    };
-    s.parse().map_err(|_| what.to_string())
-}
 
 /// The model, and how it is run.
 #[derive(Args, Debug)]
@@ -25,20 +16,8 @@ pub(crate) struct LanguageArgs {
     /// The same as MODEL
     #[arg(short = 'm', long = "model", value_name = "MODEL", conflicts_with = "model")]
     pub model_file: Option<PathBuf>,
-    /// Positions for which the cache has room; 0: as many as the model was made for. Default: 4096, or fewer
-    /// if the model was made for fewer; `perplexity` 512; `logits` and `bench llm` as many as they need
-    #[arg(
-        short = 'c',
-        long,
-        visible_aliases = ["ctx-size", "num-ctx"],
-        value_name = "N",
-        value_parser = whole::<usize>,
-        allow_negative_numbers = true
-    )]
-    pub context: Option<usize>,
-    /// Type of the cached keys and values: f32, f16, bf16 or q8_0. Default: f16, for `logits` f32
-    #[arg(long, value_name = "TYPE")]
-    pub kv_dtype: Option<String>,
+    #[command(flatten)]
+    pub cache: CacheArgs,
     /// How activations are rounded in products with quantised weights: fast (to 8 bits, as llama.cpp does) or
     /// fine (to 15 bits; up to twice the time of a prompt). Only kernels of the CPU round them. Default: fine
     /// for `chat`, `logits` and `perplexity`, otherwise fast
@@ -46,9 +25,6 @@ pub(crate) struct LanguageArgs {
     pub activations: Option<String>,
     #[command(flatten)]
     pub lora: LoraArgs,
-    /// The most tokens of a prompt that are computed at once
-    #[arg(long, visible_aliases = ["batch-size"], value_name = "N", default_value_t = 512)]
-    pub chunk: usize,
     #[command(flatten)]
     pub place: PlaceArgs,
     #[command(flatten)]
@@ -85,7 +61,7 @@ pub(crate) struct PlaceArgs {
     #[arg(long, conflicts_with = "n_cpu_moe")]
     pub cpu_moe: bool,
     /// Keeps the feed-forward parts with experts of the first N layers on the CPU
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>)]
     pub n_cpu_moe: Option<usize>,
 }
 
@@ -95,23 +71,8 @@ pub(crate) struct PlaceArgs {
 pub(crate) struct LanguageFitArgs {
     #[command(flatten)]
     pub hub: HubArgs,
-    /// Positions of each sequence; 0: as many as the model was made for. Default: 4096, or fewer if the model
-    /// was made for fewer
-    #[arg(
-        short = 'c',
-        long,
-        visible_aliases = ["ctx-size", "num-ctx"],
-        value_name = "N",
-        value_parser = whole::<usize>,
-        allow_negative_numbers = true
-    )]
-    pub context: Option<usize>,
-    /// Type of the cached keys and values: f32, f16, bf16 or q8_0. Default: f16
-    #[arg(long, value_name = "TYPE")]
-    pub kv_dtype: Option<String>,
-    /// The most tokens of a prompt that are computed at once. Default: 512
-    #[arg(long, visible_aliases = ["batch-size"], value_name = "N")]
-    pub chunk: Option<usize>,
+    #[command(flatten)]
+    pub cache: CacheArgs,
     #[command(flatten)]
     pub lora: LoraArgs,
     /// Smaller model that proposes tokens, in memory next to the model
@@ -127,9 +88,9 @@ impl LanguageFitArgs {
     /// Refuses these options for a model of another kind.
     pub(crate) fn refuse(&self) -> Result<()> {
         let given = [
-            ("--context", self.context.is_some()),
-            ("--kv-dtype", self.kv_dtype.is_some()),
-            ("--chunk", self.chunk.is_some()),
+            ("--context", self.cache.context.is_some()),
+            ("--kv-dtype", self.cache.kv_dtype.is_some()),
+            ("--chunk", self.cache.chunk.is_some()),
             ("--lora", !self.lora.is_empty()),
             ("--draft", self.draft.is_some()),
             ("--mtp", self.mtp.mtp != Mtp::Auto),
@@ -155,26 +116,18 @@ pub(crate) struct SamplingArgs {
         long,
         visible_aliases = ["n-predict", "num-predict"],
         value_name = "N",
-        value_parser = whole::<usize>,
-        allow_negative_numbers = true
+        value_parser = whole::<usize>
     )]
     pub max_tokens: Option<usize>,
     /// Divides the logits; 0 always takes the most probable token
-    #[arg(
-        long,
-        visible_alias = "temp",
-        value_name = "T",
-        default_value_t = 0.8,
-        allow_negative_numbers = true
-    )]
+    #[arg(long, visible_alias = "temp", value_name = "T", default_value_t = 0.8)]
     pub temperature: f32,
     /// Draws only among the K most probable tokens; 0: all
     #[arg(
         long,
         value_name = "K",
         default_value_t = 40,
-        value_parser = whole::<usize>,
-        allow_negative_numbers = true
+        value_parser = whole::<usize>
     )]
     pub top_k: usize,
     /// Draws only among typical tokens that together reach this probability; 1: all. Typical tokens have
@@ -182,35 +135,34 @@ pub(crate) struct SamplingArgs {
     #[arg(long, visible_alias = "typical-p", value_name = "P", default_value_t = 1.0)]
     pub typical: f32,
     /// Draws only among the most probable tokens that together reach this probability
-    #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true)]
+    #[arg(long, value_name = "P", default_value_t = 0.95)]
     pub top_p: f32,
     /// Draws only among tokens that are at least P times as probable as the most probable one
-    #[arg(long, value_name = "P", default_value_t = 0.05, allow_negative_numbers = true)]
+    #[arg(long, value_name = "P", default_value_t = 0.05)]
     pub min_p: f32,
     /// Makes tokens less probable that occurred in the last 64; 1: no change
-    #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "X", default_value_t = 1.0)]
     pub repeat_penalty: f32,
     /// Subtracted from the logits of tokens that occurred in the last 64
-    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "X", default_value_t = 0.0)]
     pub presence_penalty: f32,
     /// Subtracted from the logits of tokens for each time that they occurred in the last 64
-    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "X", default_value_t = 0.0)]
     pub frequency_penalty: f32,
     /// The steps in their order, separated by ; or ,. Default:
     /// penalties;top_k;typ_p;top_p;min_p;temperature. A step that is not named is left out
     #[arg(long, value_name = "LIST")]
     pub samplers: Option<String>,
-    /// Seed of the draws. The same seed gives the same text on the same device. Default: a new one, which -v
-    /// prints
+    /// Seed of the draws. The same seed gives the same text on the same device. Default, and for -1: a new
+    /// one, which -v prints
     #[arg(
         short = 's',
         long = "seed",
         id = "draw_seed",
         value_name = "N",
-        value_parser = whole::<u64>,
-        allow_negative_numbers = true
+        value_parser = seed
     )]
-    pub draw_seed: Option<u64>,
+    pub draw_seed: Option<Seed>,
     /// Ends the text at this string, which is not printed; repeatable
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
@@ -235,7 +187,7 @@ pub(crate) struct SpeculationArgs {
     #[arg(long)]
     pub lookup: bool,
     /// The most tokens that are proposed at once, up to 15
-    #[arg(long, value_name = "N", default_value_t = 7)]
+    #[arg(long, value_name = "N", default_value_t = 7, value_parser = whole::<usize>)]
     pub draft_max: usize,
     #[command(flatten)]
     pub mtp: MtpArgs,
@@ -274,7 +226,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "prompt_tokens"])]
     pub prompts: Option<PathBuf>,
     /// The most prompts of --prompts that are computed at once. Default: 8
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>)]
     pub parallel: Option<usize>,
     #[command(flatten)]
     pub sampling: SamplingArgs,
@@ -323,7 +275,7 @@ pub(crate) struct ChatArgs {
 }
 
 const CHAT: &str = "\
-Type a message and press Enter. A line that ends with \\ continues on the next line. /help lists the commands of the chat. Ctrl-C stops an \
+Type a message and press Enter. A line that ends with \\ continues on the next line, and a message between \"\"\" and \"\"\" has several lines and is never a command. /help lists the commands of the chat. Ctrl-C stops an \
 answer, Ctrl-D or /quit ends the chat. What the model thinks is dimmed on a terminal. If the context is full, the oldest messages are dropped, and a note says so.
 
 Examples:
@@ -379,7 +331,7 @@ pub(crate) struct EmbedArgs {
     #[arg(long, value_name = "NAME")]
     pub prompt_name: Option<String>,
     /// The most tokens of a text; longer texts are cut. Default: as the model says
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>)]
     pub max_tokens: Option<usize>,
     /// File for the embeddings: .npy, f32 [texts, size]
     #[arg(short = 'o', long, value_name = "FILE")]
@@ -451,10 +403,10 @@ pub(crate) struct BenchLlmArgs {
     #[command(flatten)]
     pub language: LanguageArgs,
     /// Tokens of a prompt; 0: prompts are not measured
-    #[arg(short = 'p', long, visible_alias = "n-prompt", value_name = "N", default_value_t = 512)]
+    #[arg(short = 'p', long, visible_alias = "n-prompt", value_name = "N", default_value_t = 512, value_parser = whole::<usize>)]
     pub prompt: usize,
     /// Tokens to generate; 0: generation is not measured
-    #[arg(short = 'n', long, visible_alias = "n-gen", value_name = "N", default_value_t = 128)]
+    #[arg(short = 'n', long, visible_alias = "n-gen", value_name = "N", default_value_t = 128, value_parser = whole::<usize>)]
     pub generate: usize,
     /// Positions before those that are measured, with commas between
     #[arg(
@@ -463,11 +415,12 @@ pub(crate) struct BenchLlmArgs {
         visible_alias = "n-depth",
         value_name = "N,…",
         value_delimiter = ',',
-        default_value = "0"
+        default_value = "0",
+        value_parser = whole::<usize>
     )]
     pub depth: Vec<usize>,
     /// Number of measured runs of each test
-    #[arg(short = 'r', long, visible_alias = "repetitions", value_name = "N", default_value_t = 5)]
+    #[arg(short = 'r', long, visible_alias = "repetitions", value_name = "N", default_value_t = 5, value_parser = whole::<u32>)]
     pub repeat: u32,
     /// Prints one JSON object
     #[arg(long)]

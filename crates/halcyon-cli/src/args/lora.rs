@@ -7,7 +7,8 @@ use std::path::PathBuf;
 /// Low-rank adapters, each with a factor.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct LoraArgs {
-    /// Low-rank adapters: a folder in PEFT's format, or a GGUF file as llama.cpp has it; repeatable
+    /// Low-rank adapters: a folder in PEFT's format, a GGUF file as llama.cpp has it, or a name
+    /// (hf:ORG/REPO[:FILE]); repeatable
     #[arg(long, value_name = "PATH")]
     pub lora: Vec<PathBuf>,
     /// The same, with a factor for what the adapters add; repeatable

@@ -29,7 +29,10 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     }
     a.backend.check()?;
     let watch = MemorySampler::start(Duration::from_millis(2));
-    let model = super::open(&a.model)?;
+    let model = super::open(&a.model);
+    #[cfg(feature = "language")]
+    let model = model.map_err(|e| super::language::fit::no_model(&a.model, e));
+    let model = model?;
     #[cfg(feature = "language")]
     a.language.refuse()?;
     let backend = a.backend.open(false)?;

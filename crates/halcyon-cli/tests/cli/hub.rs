@@ -42,7 +42,7 @@ fn each_command_takes_the_name_of_a_model() {
         (&["bench", "llm", "NAME", "-p", "4", "-n", "0", "-r", "1"], true),
         (&["tokenize", "NAME", "once"], false),
         (&["inspect", "NAME"], false),
-        (&["convert", "NAME", "out.gguf", "--dtype", "f16"], false),
+        (&["convert", "NAME", "out.gguf", "--dtype", "f16", "--overwrite"], false),
         (&["quantize", "NAME", "--type", "q8_0", "--dry-run"], false),
     ];
     for (args, device) in cases {

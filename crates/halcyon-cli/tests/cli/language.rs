@@ -274,7 +274,7 @@ fn wrong_input_is_named() {
     generate("tiny.gguf", &["--temp", "-1"]).code_is(2, "temperature");
     at(&dir, &["generate", "tiny.gguf", "-p", "x", "-n", "-1"]).code_is(2, "not negative");
     generate("tiny.gguf", &["-c", "-1"]).code_is(2, "not negative");
-    generate("tiny.gguf", &["--seed", "-1"]).code_is(2, "not negative");
+    generate("tiny.gguf", &["--seed", "-2"]).code_is(2, "not negative");
     generate("tiny.gguf", &["-c", "99999999999"]).fails(2, &["--context", "at most"]);
     let schema = generate("tiny.gguf", &["--json-schema", "{\"type\":"]);
     schema.fails(1, &["JSON schema: JSON:", "line 1"]);

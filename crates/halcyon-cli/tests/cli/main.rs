@@ -21,6 +21,8 @@ mod inspect;
 #[cfg(feature = "language")]
 mod language;
 #[cfg(feature = "language")]
+mod language_files;
+#[cfg(feature = "language")]
 mod language_fit;
 #[cfg(feature = "language")]
 mod language_flags;

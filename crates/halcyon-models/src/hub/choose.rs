@@ -19,6 +19,9 @@ const BESIDE: &[&str] = &[
     "config_sentence_transformers.json",
 ];
 
+/// The files of adapters in PEFT's format.
+const ADAPTERS: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
+
 /// The files of a model.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Wanted {
@@ -113,6 +116,9 @@ pub(super) fn choose(name: &HubName, files: &BTreeSet<String>) -> Result<Wanted>
     let usual: Vec<&str> = stems.iter().copied().filter(|s| is(s, USUAL)).collect();
     match (stems.iter().copied().collect::<Vec<_>>().as_slice(), &usual[..]) {
         ([one], _) | (_, [one]) => parts(files, name, one),
+        ([], _) if ADAPTERS.iter().all(|f| files.contains(*f)) => {
+            Ok(Wanted::Folder { beside: ADAPTERS.map(String::from).to_vec() })
+        }
         ([], _) => bad("has neither GGUF files nor config.json with model.safetensors".into()),
         _ => bad(format!("has several GGUF files; name one as hf:{}:NAME: {}", name.repo, listed())),
     }

@@ -19,8 +19,11 @@ pub(super) fn by_folder(folder: &Path) -> Result<Vec<String>> {
 
 fn weights(folder: &Path) -> Result<Vec<String>> {
     let index = folder.join("model.safetensors.index.json");
+    let has = |name: &str| folder.join(name).is_file();
     if !index.is_file() {
-        return Ok(vec!["model.safetensors".into()]);
+        // A folder of adapters has no model.
+        let adapters = has("adapter_config.json") && !has("config.json");
+        return Ok(vec![if adapters { "adapter_model.safetensors" } else { "model.safetensors" }.into()]);
     }
     let bad = |what: String| Error::Format { file: index.display().to_string(), what };
     let json = json(&index)?;

@@ -57,8 +57,13 @@ impl Folder {
     pub fn open(path: &Path) -> Result<Folder> {
         let config = path.join("config.json");
         if !config.is_file() {
-            let what =
-                "the folder has no config.json; a model's folder has config.json and safetensors files";
+            let adapters = path.join("adapter_config.json").is_file();
+            let what = match adapters {
+                true => "the folder has adapters and no model; give the model, and the folder with --lora",
+                false => {
+                    "the folder has no config.json; a model's folder has config.json and safetensors files"
+                }
+            };
             return Err(io(path, what));
         }
         let file = config;

@@ -1,7 +1,7 @@
 //! `halcyon bench llm`: tokens per second, by llama-bench's protocol: a prompt of random tokens, then single
 //! tokens, each after a given number of positions.
 
-use super::{FAST, start};
+use super::{FAST, MAX_CONTEXT, start};
 use crate::args::BenchLlmArgs;
 use crate::report;
 use halcyon::{Error, Result};
@@ -14,11 +14,17 @@ pub(crate) fn main(a: &BenchLlmArgs) -> Result<u8> {
         return Err(Error::argument("bench llm", "there is nothing to measure"));
     }
     let deepest = a.depth.iter().copied().max().unwrap_or(0);
-    let mut m = start(&a.language, Some(deepest + a.prompt.max(a.generate).max(1)), FAST)?;
+    let positions = deepest.saturating_add(a.prompt.max(a.generate).max(1));
+    if positions > MAX_CONTEXT {
+        let what = format!("{positions} positions, depth included; at most {MAX_CONTEXT}");
+        return Err(Error::argument("bench llm", what));
+    }
+    let chunk = a.language.cache.chunk()?;
+    let mut m = start(&a.language, Some(positions), FAST)?;
     let (mut rows, mut lines) = (vec![], vec![]);
     let backend = m.devices();
     for depth in &a.depth {
-        let tests = [("pp", a.prompt, a.language.chunk), ("tg", a.generate, 1)];
+        let tests = [("pp", a.prompt, chunk), ("tg", a.generate, 1)];
         for (name, n, step) in tests.into_iter().filter(|(_, n, _)| *n > 0) {
             let label = if *depth == 0 { format!("{name}{n}") } else { format!("{name}{n} @ d{depth}") };
             let mut rates = vec![];

@@ -81,16 +81,16 @@ pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
     }
     loop {
         interrupt::doing(if terminal { Doing::Waiting } else { Doing::Loading });
-        let Some(line) = input.next()? else { return Ok(0) };
-        let text = line.trim();
+        let Some(typed) = input.next()? else { return Ok(0) };
+        let text = typed.text.trim();
         if text.is_empty() {
             continue;
         }
         interrupt::doing(Doing::Answering);
         let done = match text.strip_prefix('/') {
-            Some(command) => chat.command(command),
-            None => {
-                chat.messages.push(Message::new("user", line.as_str()));
+            Some(command) if !typed.quoted => chat.command(command),
+            _ => {
+                chat.messages.push(Message::new("user", typed.text.as_str()));
                 chat.answer().map(|()| false)
             }
         };

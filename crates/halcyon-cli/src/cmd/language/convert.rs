@@ -23,7 +23,7 @@ pub(crate) fn main(a: &ConvertArgs) -> Result<u8> {
             return Err(Error::argument("--dtype", format!("'{other}': expected f32, f16 or bf16")));
         }
     };
-    let mut input = Input::open(&hub::local(&a.model, &a.hub)?, &a.lora)?;
+    let mut input = Input::open(&hub::local(&a.model, &a.hub)?, &hub::adapters(&a.lora, &a.hub)?)?;
     let is_file = a.output == Path::new("-")
         || a.output.is_file()
         || a.output.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
@@ -62,7 +62,13 @@ fn to_gguf(a: &ConvertArgs, input: &mut Input, dtype: Option<DType>) -> Result<u
         }
     };
     // Decoding blocks is what the user asked for.
-    let how = Writing { inputs: &inputs, threads: a.threads, requantise: true, json: a.json };
+    let how = Writing {
+        inputs: &inputs,
+        overwrite: a.overwrite,
+        threads: a.threads,
+        requantise: true,
+        json: a.json,
+    };
     Plan { content: &content, types: &types, file }.write(&a.output, &how)
 }
 

@@ -8,6 +8,7 @@ use crate::cmd::{backend_json, backend_text};
 use crate::report::{self, size, table};
 use halcyon::host::{self, MemorySampler};
 use halcyon::{Backend, DType, Error, Result};
+use halcyon_formats::foreign::{self, Foreign};
 use halcyon_formats::sniff::{self, Kind};
 use halcyon_models::fit::{MemoryNeed, StepSize, StoredWeights, generation, verification};
 use halcyon_models::{Decoder, EngineOptions, LoadOptions, Lora, ModelFile, SpeculationOptions, cache_name};
@@ -24,13 +25,32 @@ const TYPES: [(&str, f64); 5] =
 /// Types of the cache that are suggested.
 const CACHES: [DType; 2] = [DType::F32, DType::F16];
 
-/// Whether a path is a language model's: a GGUF file, or a folder.
+/// Whether a path is a language model's: a GGUF file, or a folder. The name counts too, so that an empty file
+/// is called what it was meant to be.
 pub(crate) fn is_model(path: &Path) -> bool {
     let mut head = [0; 4];
+    let named = |e: &std::ffi::OsStr| e.eq_ignore_ascii_case("gguf") || e.eq_ignore_ascii_case("safetensors");
     hub::is_name(path)
         || path.is_dir()
+        || path.extension().is_some_and(named)
         || std::fs::File::open(path).and_then(|mut f| f.read_exact(&mut head)).is_ok()
             && sniff::kind(&head) == Some(Kind::Gguf)
+}
+
+/// The error `e` of a file that is no ONNX model, if the file cannot have been meant as one either.
+pub(crate) fn no_model(path: &Path, e: Error) -> Error {
+    let mut head = vec![];
+    let read = std::fs::File::open(path).and_then(|f| f.take(1 << 16).read_to_end(&mut head));
+    match (&e, read.ok().and_then(|_| foreign::kind(&head))) {
+        (Error::Format { .. }, Some(k @ (Foreign::Text | Foreign::Json | Foreign::Empty))) => Error::Format {
+            file: path.display().to_string(),
+            what: format!(
+                "not an ONNX model and not a GGUF file: this is {k}. Give a model's file, or a folder with \
+                 config.json and safetensors files"
+            ),
+        },
+        _ => e,
+    }
 }
 
 /// The free memory of a device and of the host.
@@ -330,18 +350,15 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         return Err(Error::argument(what, "a language model has no such option; see --context and --batch"));
     }
     let l = &a.language;
-    let chunk = l.chunk.unwrap_or(512);
-    if chunk == 0 {
-        return Err(Error::argument("--chunk", "must be at least 1"));
-    }
+    let chunk = l.cache.chunk()?;
     let file = ModelFile::open(&hub::local(&a.model, &l.hub)?)?;
     let mut devices = Devices::open(&l.place, &a.backend, &file)?;
     let batch = a.batch.unwrap_or(1) as usize;
-    let each = context_of(&file, l.context)?;
+    let each = context_of(&file, l.cache.context)?;
     let options = EngineOptions {
         sequences: batch,
         positions: each.saturating_mul(batch),
-        cache: kv_dtype(l.kv_dtype.as_deref().unwrap_or("f16"))?,
+        cache: kv_dtype(l.cache.kv_dtype.as_deref().unwrap_or("f16"))?,
         chunk,
         ..EngineOptions::default()
     };
@@ -349,7 +366,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     // Adapters are read, because what they take follows from their files alone.
     let allocated = || devices.first().memory().allocated;
     let before = allocated();
-    let lora = Lora::load_all(&l.lora.places()?, &file, devices.first())?;
+    let lora = Lora::load_all(&hub::adapters(&l.lora, &l.hub)?, &file, devices.first())?;
     let adapters = allocated().saturating_sub(before);
     let (load, all) = (LoadOptions { lora: lora.as_ref(), ..LoadOptions::from(each) }, false);
     let loaded = devices.load(&file, load, options, all);

@@ -1,6 +1,6 @@
 //! Models by name: `hf:ORG/REPO`.
 
-use crate::args::HubArgs;
+use crate::args::{HubArgs, LoraArgs};
 use crate::report;
 use halcyon::hal::driver_output;
 use halcyon::{Error, Result};
@@ -22,6 +22,11 @@ pub(crate) fn local(model: &Path, a: &HubArgs) -> Result<PathBuf> {
     let path = hub.find(&name, &mut |p| shown.set(p));
     shown.end();
     path
+}
+
+/// The places of adapters on this machine, and their factors.
+pub(crate) fn adapters(lora: &LoraArgs, a: &HubArgs) -> Result<Vec<(PathBuf, f32)>> {
+    lora.places()?.into_iter().map(|(place, factor)| Ok((local(&place, a)?, factor))).collect()
 }
 
 /// As [`local`], but a folder with one file of weights is that file.

@@ -1,5 +1,6 @@
 //! `halcyon logits`: writes the logits of tokens.
 
+use super::outfile::{files_of, refuse_inputs};
 use super::{EXACT, start, tokens};
 use crate::args::LogitsArgs;
 use crate::report;
@@ -8,6 +9,9 @@ use halcyon_formats::npy;
 use halcyon_models::Feed;
 
 pub(crate) fn main(a: &LogitsArgs) -> Result<u8> {
+    let mut inputs = files_of(&a.language.path());
+    inputs.push(a.tokens.clone());
+    refuse_inputs(&inputs, &a.output, "--output")?;
     let ids = tokens(&a.tokens)?;
     if ids.is_empty() {
         return Err(Error::argument("--tokens", "the file has no tokens"));

@@ -1,6 +1,6 @@
 //! Adapters in the commands that write models.
 
-use crate::args::LoraArgs;
+use super::outfile::files_of;
 use crate::report;
 use halcyon::{Backend, Result};
 use halcyon_formats::gguf::GgmlType;
@@ -11,18 +11,21 @@ use std::path::{Path, PathBuf};
 /// A model, perhaps with adapters.
 pub(super) enum Input {
     Plain(Box<Source>),
-    Merged(Box<(ModelFile, Lora)>),
+    Merged(Box<(ModelFile, Lora, Vec<PathBuf>)>),
 }
 
 impl Input {
-    pub(super) fn open(path: &Path, lora: &LoraArgs) -> Result<Input> {
-        let places = lora.places()?;
+    /// Opens a model, with the adapters in these places and their factors.
+    pub(super) fn open(path: &Path, places: &[(PathBuf, f32)]) -> Result<Input> {
         if places.is_empty() {
             return Ok(Input::Plain(Box::new(Source::open(path)?)));
         }
         let (file, cpu) = (ModelFile::open(path)?, Backend::cpu()?);
-        match Lora::load_all(&places, &file, &cpu)? {
-            Some(lora) => Ok(Input::Merged(Box::new((file, lora)))),
+        match Lora::load_all(places, &file, &cpu)? {
+            Some(lora) => {
+                let files = places.iter().flat_map(|(p, _)| files_of(p)).collect();
+                Ok(Input::Merged(Box::new((file, lora, files))))
+            }
             None => Ok(Input::Plain(Box::new(file.source))),
         }
     }
@@ -34,12 +37,16 @@ impl Input {
         }
     }
 
-    /// The model's GGUF files.
+    /// The files that are read: those of the model and of the adapters.
     pub(super) fn files(&self) -> Vec<PathBuf> {
-        match self.source() {
+        let mut all = match self.source() {
             Source::Gguf(file) => file.paths().to_vec(),
-            Source::Folder(_) => vec![],
+            Source::Folder(folder) => files_of(folder.path()),
+        };
+        if let Input::Merged(m) = self {
+            all.extend(m.2.iter().cloned());
         }
+        all
     }
 
     /// The content, and the types that its tensors have without adapters.

@@ -13,6 +13,7 @@ pub(crate) mod hub;
 mod interrupt;
 pub(crate) mod logits;
 mod merge;
+mod outfile;
 pub(crate) mod perplexity;
 mod place;
 pub(crate) mod quantize;
@@ -109,13 +110,11 @@ pub(super) fn start_with(
     speculation: Option<&SpeculationArgs>,
 ) -> Result<Running> {
     a.backend.check()?;
-    let dtype = kv_dtype(a.kv_dtype.as_deref().unwrap_or(defaults.kv_dtype))?;
+    let dtype = kv_dtype(a.cache.kv_dtype.as_deref().unwrap_or(defaults.kv_dtype))?;
     let activations = a.activations.as_deref().map_or(Ok(defaults.activations), activations)?;
-    if a.chunk == 0 {
-        return Err(Error::argument("--chunk", "must be at least 1"));
-    }
+    let chunk = a.cache.chunk()?;
     let file = ModelFile::open(&hub::local(&a.path(), &a.hub)?)?;
-    let context = context_of(&file, context.or(a.context))?;
+    let context = context_of(&file, context.or(a.cache.context))?;
     for w in file.warnings()? {
         report::warn(&w);
     }
@@ -124,9 +123,8 @@ pub(super) fn start_with(
     let positions = context.checked_mul(sequences).ok_or_else(|| {
         Error::argument("--parallel", format!("{sequences} sequences of {context} positions are too many"))
     })?;
-    let options =
-        EngineOptions { sequences, positions, cache: dtype, chunk: a.chunk, ..EngineOptions::default() };
-    let lora = Lora::load_all(&a.lora.places()?, &file, devices.first())?;
+    let options = EngineOptions { sequences, positions, cache: dtype, chunk, ..EngineOptions::default() };
+    let lora = Lora::load_all(&hub::adapters(&a.lora, &a.hub)?, &file, devices.first())?;
     let load = LoadOptions { context, activations, lora: lora.as_ref() };
     let decoder = devices.load(&file, load, options, defaults.all)?;
     let draft = match speculation {
@@ -218,7 +216,7 @@ fn tokenizer(file: &ModelFile) -> Result<Tokenizer> {
 
 /// The options of a generation. Draws a seed if none is given.
 pub(super) fn options(a: &SamplingArgs) -> Result<GenerateOptions> {
-    let seed = a.draw_seed.unwrap_or_else(|| {
+    let seed = a.draw_seed.and_then(|s| s.0).unwrap_or_else(|| {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let seed = now.map_or(0, |t| t.as_nanos() as u64) ^ u64::from(std::process::id()) << 32;
         if report::verbose() && a.temperature != 0.0 {

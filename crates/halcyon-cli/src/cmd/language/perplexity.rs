@@ -13,7 +13,7 @@ const WINDOW: usize = 512;
 
 pub(crate) fn main(a: &PerplexityArgs) -> Result<u8> {
     let text = input::text(&a.text)?;
-    let window = a.language.context.filter(|n| *n > 0).unwrap_or(WINDOW);
+    let window = a.language.cache.context.filter(|n| *n > 0).unwrap_or(WINDOW);
     if window < 2 {
         return Err(Error::argument("--context", "a window has at least 2 positions"));
     }

@@ -2,6 +2,7 @@
 
 use super::hub;
 use super::merge::Input;
+use super::outfile::{refuse_existing, refuse_inputs};
 use crate::args::QuantizeModelArgs;
 use crate::cmd::train::watched;
 use crate::report::{self, size};
@@ -17,7 +18,7 @@ use std::time::Instant;
 
 pub(crate) fn main(a: &QuantizeModelArgs) -> Result<u8> {
     let options = options(a)?;
-    let mut input = Input::open(&hub::local(&a.model, &a.hub)?, &a.lora)?;
+    let mut input = Input::open(&hub::local(&a.model, &a.hub)?, &hub::adapters(&a.lora, &a.hub)?)?;
     let inputs = input.files();
     let (mut content, _) = input.content()?;
     content.warnings.iter().for_each(|w| report::warn(w));
@@ -29,7 +30,13 @@ pub(crate) fn main(a: &QuantizeModelArgs) -> Result<u8> {
             false => report::print(&plan.list()).map(|()| 0),
         };
     };
-    let how = Writing { inputs: &inputs, threads: a.threads, requantise: a.allow_requantize, json: a.json };
+    let how = Writing {
+        inputs: &inputs,
+        overwrite: a.overwrite,
+        threads: a.threads,
+        requantise: a.allow_requantize,
+        json: a.json,
+    };
     plan.write(path, &how)
 }
 
@@ -79,8 +86,9 @@ pub(super) struct Plan<'a> {
 
 /// How it is written.
 pub(super) struct Writing<'a> {
-    /// The files of the model that is read.
+    /// The files that are read.
     pub inputs: &'a [PathBuf],
+    pub overwrite: bool,
     pub threads: Option<NonZero<usize>>,
     pub requantise: bool,
     pub json: bool,
@@ -145,7 +153,8 @@ impl Plan<'_> {
         if piped && how.json {
             return Err(Error::argument("--json", "the model goes to standard output; choose one"));
         }
-        refuse_own_input(how.inputs, path)?;
+        refuse_inputs(how.inputs, path, "OUT")?;
+        refuse_existing(path, how.overwrite)?;
         let (start, interrupt) = (Instant::now(), watched()?);
         let mut bar = report::Progress::bar("tensors", self.types.len() as u64);
         let mut options = WriteOptions {
@@ -179,15 +188,4 @@ impl Plan<'_> {
         }
         Ok(0)
     }
-}
-
-/// Refuses to replace a file that is being read.
-fn refuse_own_input(inputs: &[PathBuf], path: &Path) -> Result<()> {
-    let real = |p: &Path| p.canonicalize().ok();
-    let target = real(path);
-    if target.is_some() && inputs.iter().any(|p| real(p) == target) {
-        let what = format!("{} is the model itself; name another file", path.display());
-        return Err(Error::argument("OUT", what));
-    }
-    Ok(())
 }

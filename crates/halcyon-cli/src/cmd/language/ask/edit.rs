@@ -1,5 +1,6 @@
 //! Editing of messages on a terminal, and their history.
 
+use super::{Typed, complete, typed};
 use crate::args::ChatArgs;
 use crate::report;
 use halcyon::{Error, Result};
@@ -14,8 +15,6 @@ use std::path::PathBuf;
 
 /// Messages that the history keeps.
 const KEPT: usize = 1000;
-/// Begins and ends a message of several lines.
-const QUOTES: &str = "\"\"\"";
 
 /// An editor of messages with their history.
 pub(super) struct Editing {
@@ -42,23 +41,6 @@ impl Validator for Lines {
             true => ValidationResult::Valid(None),
             false => ValidationResult::Incomplete,
         })
-    }
-}
-
-/// Whether a message needs no further line.
-fn complete(text: &str) -> bool {
-    match text.trim_start().strip_prefix(QUOTES) {
-        Some(rest) => rest.trim_end().ends_with(QUOTES),
-        None => !text.ends_with('\\'),
-    }
-}
-
-/// The message of a complete text: without the quotes around it, or the \ before ends of lines.
-fn unquoted(text: &str) -> String {
-    let quoted = text.trim().strip_prefix(QUOTES).and_then(|t| t.strip_suffix(QUOTES));
-    match quoted {
-        Some(inner) => inner.strip_prefix('\n').unwrap_or(inner).trim_end_matches('\n').into(),
-        None => text.replace("\\\n", "\n"),
     }
 }
 
@@ -96,7 +78,7 @@ impl Editing {
     }
 
     /// The next message; `None` at the end of the input.
-    pub(super) fn next(&mut self) -> Result<Option<String>> {
+    pub(super) fn next(&mut self) -> Result<Option<Typed>> {
         loop {
             match self.editor.readline("> ") {
                 Ok(text) => {
@@ -104,7 +86,7 @@ impl Editing {
                     if let Ok(true) = self.editor.add_history_entry(text.as_str()) {
                         self.keep();
                     }
-                    return Ok(Some(unquoted(&text)));
+                    return Ok(Some(typed(&text)));
                 }
                 Err(ReadlineError::Eof) => return Ok(None),
                 Err(ReadlineError::Interrupted) => report::note("Ctrl-D or /quit ends the chat"),
@@ -122,30 +104,6 @@ impl Editing {
         if let Err(e) = kept {
             report::warn(&format!("the history {} cannot be written: {e}", report::path_text(file)));
             self.history = None;
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn messages_have_several_lines_with_quotes_or_a_backslash() {
-        for (text, message) in [
-            ("hello", "hello"),
-            ("a\\\nb", "a\nb"),
-            ("\"\"\"a\nb\"\"\"", "a\nb"),
-            (" \"\"\"\na\n\nb\\\n\"\"\" ", "a\n\nb\\"),
-            ("\"\"\"one\"\"\"", "one"),
-            ("say \"\"\"", "say \"\"\""),
-            ("", ""),
-        ] {
-            assert!(complete(text), "{text}");
-            assert_eq!(unquoted(text), message, "{text}");
-        }
-        for open in ["a\\", "\"\"\"", "\"\"\"a\nb", "\"\"\"a\"\" "] {
-            assert!(!complete(open), "{open}");
         }
     }
 }
