@@ -2,6 +2,7 @@
 
 use super::composite::{CompositeGradient, CompositeKind, CompositeRow};
 use super::count;
+use crate::blocks::BlockType;
 use crate::composite::{Attr, Composite, attrs, float};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -11,6 +12,9 @@ use crate::shape::Dim;
 use crate::target::Operand;
 
 const NAME: &str = "cached_attention";
+
+/// The format of keys and values in u8.
+const BLOCKS: BlockType = BlockType::Q8_0;
 
 pub(super) static CACHED_ATTENTION: CompositeRow = CompositeRow {
     name: NAME,
@@ -47,9 +51,10 @@ pub struct CachedAttention {
 /// The operands of [`Graph::cached_attention`].
 #[derive(Clone, Copy, Debug)]
 pub struct CacheOperands {
-    /// Keys `[pages, key heads, page, size]`: f32, f16 or bf16.
+    /// Keys `[pages, key heads, page, size]`: f32, f16, bf16, or u8 with the bytes of blocks of
+    /// [`BlockType::Q8_0`] in place of the size.
     pub keys: NodeId,
-    /// Values `[pages, key heads, page, value size]`, of the type of the keys.
+    /// Values `[pages, key heads, page, value size]`, of one of the types of keys.
     pub values: NodeId,
     /// i32 `[sequences, n]`: the pages of each sequence, in the order of positions.
     pub table: NodeId,
@@ -96,15 +101,25 @@ impl Graph {
         if self.dtype(q) != DType::F32 {
             return Err(dtype_error(self.dtype(q), "queries are f32").at(&self.span));
         }
-        let kept = self.dtype(keys);
-        if !matches!(kept, DType::F32 | DType::F16 | DType::BF16) || self.dtype(values) != kept {
-            return Err(dtype_error(kept, "keys and values are both f32, f16 or bf16").at(&self.span));
+        let kept = |d: DType| matches!(d, DType::F32 | DType::F16 | DType::BF16 | DType::U8);
+        if let Some(d) = [keys, values].map(|x| self.dtype(x)).into_iter().find(|d| !kept(*d)) {
+            let want = "keys and values are f32, f16, bf16, or u8 for blocks of q8_0";
+            return Err(dtype_error(d, want).at(&self.span));
         }
         if let Some(i) = [table, sequence, position].into_iter().find(|i| self.dtype(*i) != DType::I32) {
             return Err(dtype_error(self.dtype(i), "tables and positions are i32").at(&self.span));
         }
         let known = |x: NodeId| self.shape(x).known();
-        let all = (known(q), known(keys), known(values), known(table), known(sequence), known(position));
+        // The shape of keys or values, with elements in place of bytes.
+        let cached = |x: NodeId| {
+            let mut shape = known(x)?;
+            if self.dtype(x) == DType::U8 {
+                let last = shape.last_mut()?;
+                *last = BLOCKS.elements_of(*last)?;
+            }
+            Some(shape)
+        };
+        let all = (known(q), cached(keys), cached(values), known(table), known(sequence), known(position));
         let fits = match &all {
             (Some(q), Some(k), Some(v), Some(t), Some(s), Some(p)) => {
                 let ranks = q.len() == 3 && k.len() == 4 && v.len() == 4 && t.len() == 2;
@@ -124,7 +139,8 @@ impl Graph {
             let s = |x: NodeId| self.shape(x).to_string();
             let what = format!(
                 "queries {}, keys {}, values {}, table {}, sequences {}, positions {}: expected [rows, heads, d], \
-                 [pages, key heads, page, d], [pages, key heads, page, dv], [sequences, n], [rows], [rows]",
+                 [pages, key heads, page, d], [pages, key heads, page, dv], [sequences, n], [rows], [rows], where \
+                 u8 has the bytes of whole blocks of {BLOCKS} in place of d or dv",
                 s(q),
                 s(keys),
                 s(values),
@@ -173,7 +189,10 @@ fn body(g: &mut Graph, x: &[NodeId], s: &Sizes, o: &CachedAttention) -> Result<N
     let (q, table, sequence, position) = (x[0], x[3], x[4], x[5]);
     // The cached rows of each query: [rows, key heads, reach, size].
     let gathered = |g: &mut Graph, cache: NodeId, size: usize| -> Result<NodeId> {
-        let pages = g.gather(cache, table, 0)?;
+        let mut pages = g.gather(cache, table, 0)?;
+        if g.dtype(pages) == DType::U8 {
+            pages = g.decode_blocks(pages, BLOCKS)?;
+        }
         let by_head = g.permute(pages, &[0, 2, 1, 3, 4])?;
         let joined = g.reshape(by_head, [s.sequences, s.shared, s.reach, size])?;
         let rows = g.gather(joined, sequence, 0)?;

@@ -377,8 +377,10 @@ pub fn language_models() -> Vec<Kernel> {
         add(caps, x, &|g, x| g.row_matmul(x[0], x[1], Some(BlockType::Q4_K), Some(x[2])).unwrap());
     }
     for caps in [&gpu, &whole, &cpu] {
-        for (d, size) in [(DType::F32, 64), (DType::F16, 128), (DType::BF16, 50)] {
-            let cache: &[usize] = &[40, 2, 16, size];
+        let types = [(DType::F32, 64), (DType::F16, 128), (DType::BF16, 50), (DType::U8, 96)];
+        for (d, size) in types {
+            let columns = if d == DType::U8 { BlockType::Q8_0.bytes_of(size).unwrap() } else { size };
+            let cache: &[usize] = &[40, 2, 16, columns];
             let ints: &[usize] = &[3];
             let x: &[(DType, &[usize])] = &[
                 (DType::F32, &[3, 8, size]),

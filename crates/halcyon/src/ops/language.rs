@@ -9,9 +9,10 @@ use halcyon_ir::ops::{CacheOperands, CachedAttention, RowMatmul};
 /// [`Tensor::cached_attention`].
 #[derive(Clone, Copy, Debug)]
 pub struct Cache<'a> {
-    /// `[pages, key heads, page, size]`: f32, f16 or bf16.
+    /// `[pages, key heads, page, size]`: f32, f16, bf16, or u8 with the bytes of blocks of
+    /// [`BlockType::Q8_0`] in place of the size.
     pub keys: &'a Tensor,
-    /// `[pages, key heads, page, value size]`, of the type of the keys.
+    /// `[pages, key heads, page, value size]`, of one of the types of keys.
     pub values: &'a Tensor,
     /// i32 `[sequences, n]`: the pages of each sequence, in the order of positions.
     pub table: &'a Tensor,

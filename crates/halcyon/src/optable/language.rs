@@ -94,7 +94,8 @@ struct Sizes {
 fn cached(
     name: &str,
     s: Sizes,
-    kept: DType,
+    // Types of keys and of values; u8 are blocks.
+    kept: [DType; 2],
     options: CachedAttention,
     positions: &[i64],
     sinks: bool,
@@ -104,14 +105,12 @@ fn cached(
     let table = x([2, 3]).of(DType::I32).fill(Fill::Values(vec![4.0, 1.0, 6.0, 2.0, 5.0, 3.0]));
     let sequence = ints((0..s.rows).map(|i| (i % 2) as f64).collect(), s.rows);
     let position = ints(positions.iter().map(|p| *p as f64).collect(), s.rows);
-    let mut ins = vec![
-        x([s.rows, s.heads, s.key]),
-        x([pages, s.shared, s.page, s.key]).of(kept),
-        x([pages, s.shared, s.page, s.value]).of(kept),
-        table,
-        sequence,
-        position,
-    ];
+    let cache = |d: DType, size: usize| {
+        let dims = [pages, s.shared, s.page, size];
+        if d == DType::U8 { blocks(BlockType::Q8_0, dims) } else { x(dims).of(d) }
+    };
+    let (keys, values) = (cache(kept[0], s.key), cache(kept[1], s.value));
+    let mut ins = vec![x([s.rows, s.heads, s.key]), keys, values, table, sequence, position];
     if sinks {
         ins.push(x([s.heads]));
     }
@@ -129,27 +128,31 @@ fn cached(
 }
 
 fn cached_attention() -> Row {
+    use DType::{BF16, F16, F32, U8};
     let plain = CachedAttention { scale: 0.3, softcap: None, window: None };
     let s = |rows, heads, shared| Sizes { rows, heads, shared, page: 4, key: 12, value: 12 };
     let all = CachedAttention { softcap: Some(5.0), window: Some(4), ..plain };
+    let other = Sizes { rows: 3, heads: 3, shared: 1, page: 4, key: 20, value: 7 };
+    // Numbers in these blocks are up to 16.
+    let small = CachedAttention { scale: 0.01, ..plain };
+    let b = |rows, heads, shared| Sizes { key: 64, value: 32, ..s(rows, heads, shared) };
+    let each = CachedAttention { scale: 0.01, ..all };
     row(
         CompositeKind::CachedAttention,
         f32s(),
         Tol::Norm(64.0),
         [
-            cached("one row", s(1, 2, 2), DType::F32, plain, &[7], false),
-            cached("rows of two sequences", s(5, 4, 2), DType::F32, plain, &[0, 11, 3, 5, 10], false),
-            cached("f16", s(3, 4, 1), DType::F16, plain, &[9, 2, 4], false),
-            cached("bf16 with unused rows", s(4, 2, 1), DType::BF16, plain, &[9, -1, 0, -1], false),
-            cached("window, cap and sinks", s(6, 6, 3), DType::F32, all, &[0, 1, 5, 11, 8, 4], true),
-            cached(
-                "other sizes of values",
-                Sizes { rows: 3, heads: 3, shared: 1, page: 4, key: 20, value: 7 },
-                DType::F32,
-                plain,
-                &[3, 11, 6],
-                false,
-            ),
+            cached("one row", s(1, 2, 2), [F32, F32], plain, &[7], false),
+            cached("rows of two sequences", s(5, 4, 2), [F32, F32], plain, &[0, 11, 3, 5, 10], false),
+            cached("f16", s(3, 4, 1), [F16, F16], plain, &[9, 2, 4], false),
+            cached("bf16 with unused rows", s(4, 2, 1), [BF16, BF16], plain, &[9, -1, 0, -1], false),
+            cached("window, cap and sinks", s(6, 6, 3), [F32, F32], all, &[0, 1, 5, 11, 8, 4], true),
+            cached("other sizes of values", other, [F32, F32], plain, &[3, 11, 6], false),
+            cached("one row, blocks", b(1, 6, 2), [U8, U8], small, &[11], false),
+            cached("rows, blocks", b(5, 4, 2), [U8, U8], small, &[0, 11, 3, -1, 10], false),
+            cached("window, cap and sinks, blocks", b(4, 3, 3), [U8, U8], each, &[0, 11, 7, 2], true),
+            cached("keys in blocks, values in f16", b(3, 4, 1), [U8, F16], small, &[9, 2, 4], false),
+            cached("keys in f32, values in blocks", b(3, 2, 2), [F32, U8], plain, &[11, 0, 5], false),
         ],
     )
 }

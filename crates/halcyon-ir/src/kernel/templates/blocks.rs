@@ -35,8 +35,9 @@ pub(crate) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// Declares the operand as the kernel's next buffer, with its offset and strides as parameters.
-    pub(crate) fn declare(t: &'a Template, ty: BlockType, x: &Operand) -> Rows<'a> {
+    /// Declares the operand as the kernel's next buffer, with its offset and strides as parameters, whose
+    /// names begin with `name`.
+    pub(crate) fn declare(t: &'a Template, name: &str, ty: BlockType, x: &Operand) -> Rows<'a> {
         let v = &x.view;
         let lead = v.rank() - 1;
         let placed = |a: isize| {
@@ -51,8 +52,8 @@ impl<'a> Rows<'a> {
             _ => DType::U32,
         };
         let buf = t.b.raw_buffer(element, false);
-        let offset = t.size("wo", v.offset as i64);
-        let strides = (0..lead).map(|k| t.size(&format!("ws{k}"), v.strides[k] as i64)).collect();
+        let offset = t.size(&format!("{name}o"), v.offset as i64);
+        let strides = (0..lead).map(|k| t.size(&format!("{name}s{k}"), v.strides[k] as i64)).collect();
         Rows { b: &t.b, ty, buf, align, offset, strides }
     }
 
@@ -179,16 +180,18 @@ impl<'a> Block<'a> {
             BlockType::IQ4_NL => self.nibbles(u, 2, None),
             BlockType::IQ4_XS => self.nibbles(u, 8, None),
             BlockType::MXFP4 => self.nibbles(u, 1, None),
-            BlockType::Q8_0 => {
-                let first = u * 16;
-                vec![self.strip(first, b.index(0), self.words(first + 2, 4))]
-            }
+            BlockType::Q8_0 => vec![self.bytes(u * 16, 4)],
             BlockType::Q2_K => self.pairs(u, 16, None),
             BlockType::Q3_K => self.pairs(u, 32, Some(0)),
             BlockType::Q4_K => self.halves(u, 16, None),
             BlockType::Q5_K => self.halves(u, 48, Some(16)),
             BlockType::Q6_K => self.six(u),
         }
+    }
+
+    /// `n` words of codes of a block of `q8_0`, from element `first` on, a multiple of 4.
+    pub(crate) fn bytes(&self, first: E<'a>, n: usize) -> Strip<'a> {
+        self.strip(first, self.b.index(0), self.words(first + 2, n))
     }
 
     fn strip(&self, first: E<'a>, group: E<'a>, words: Vec<E<'a>>) -> Strip<'a> {
@@ -390,7 +393,7 @@ pub(crate) fn decode(ty: BlockType, x: &Operand, out: &Operand, caps: &Caps) -> 
         return Err(Error::argument("decode_blocks", what));
     }
     let t = Template::new("decode_blocks", GROUP, &[x, out]);
-    let rows = Rows::declare(&t, ty, x);
+    let rows = Rows::declare(&t, "w", ty, x);
     let ao = t.output(out);
     let b = &t.b;
     let (elements, per) = (ty.row().elements, units(ty));

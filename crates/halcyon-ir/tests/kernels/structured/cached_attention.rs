@@ -1,6 +1,8 @@
 //! Attention over a paged cache.
 
 use super::harness::*;
+use super::linear::blocks;
+use halcyon_ir::blocks::BlockType;
 use halcyon_ir::kernel::lower::{Lowered, lower_op};
 use halcyon_ir::layout::View;
 use halcyon_ir::ops::{CacheOperands, CachedAttention};
@@ -24,7 +26,8 @@ fn all_devices() -> Vec<Caps> {
 
 #[derive(Clone, Copy)]
 struct Case {
-    d: DType,
+    /// Types of keys and of values; u8 are blocks.
+    d: [DType; 2],
     /// Query heads, key heads, size of a key and of a value.
     heads: [usize; 2],
     sizes: [usize; 2],
@@ -40,7 +43,12 @@ impl Case {
     /// Random operands for rows at the given sequences and positions.
     fn inputs(&self, rng: &mut Rng, rows: &[(i32, i32)], spread: bool) -> Vec<Input> {
         let [pages, page, each] = self.pages;
-        let mut cache = |size: usize| {
+        let mut cache = |d: DType, size: usize| {
+            let lead = [pages, self.heads[1], page];
+            if d == DType::U8 {
+                let (offset, gap) = if spread { (3, 5) } else { (0, 0) };
+                return blocks(rng, BlockType::Q8_0, &lead, size, offset, gap);
+            }
             let shape = [pages, self.heads[1], page, size];
             let view = match spread {
                 // Rows that are not aligned.
@@ -49,9 +57,9 @@ impl Case {
                 }
                 false => View::dense(&shape),
             };
-            Input::random(rng, self.d, view)
+            Input::random(rng, d, view)
         };
-        let (keys, values) = (cache(self.sizes[0]), cache(self.sizes[1]));
+        let (keys, values) = (cache(self.d[0], self.sizes[0]), cache(self.d[1], self.sizes[1]));
         let ints = |rng: &mut Rng, shape: &[usize], f: &dyn Fn(usize) -> i32| {
             let mut x = Input::dense(rng, DType::I32, shape);
             (0..shape.iter().product()).for_each(|i| x.set(i, f64::from(f(i))));
@@ -97,27 +105,44 @@ impl Case {
 #[test]
 fn cached_attention() {
     let mut rng = Rng::new(1);
-    let base =
-        Case { d: DType::F32, heads: [4, 2], sizes: [8, 8], pages: [9, 5, 3], options: PLAIN, sinks: false };
+    let base = Case {
+        d: [DType::F32; 2],
+        heads: [4, 2],
+        sizes: [8, 8],
+        pages: [9, 5, 3],
+        options: PLAIN,
+        sinks: false,
+    };
     let capped = CachedAttention { softcap: Some(1.5), ..PLAIN };
     let near = CachedAttention { window: Some(4), ..PLAIN };
     let cases = [
         base,
-        Case { heads: [6, 1], sizes: [7, 5], d: DType::F16, options: capped, ..base },
-        Case { heads: [8, 2], sizes: [32, 24], d: DType::BF16, options: near, sinks: true, ..base },
-        Case { heads: [3, 3], sizes: [16, 40], d: DType::F16, sinks: true, ..base },
+        Case { heads: [6, 1], sizes: [7, 5], d: [DType::F16; 2], options: capped, ..base },
+        Case { heads: [8, 2], sizes: [32, 24], d: [DType::BF16; 2], options: near, sinks: true, ..base },
+        Case { heads: [3, 3], sizes: [16, 40], d: [DType::F16; 2], sinks: true, ..base },
         Case { heads: [5, 1], sizes: [1, 1], options: near, ..base },
         // Several parts.
         Case { heads: [2, 1], sizes: [8, 16], pages: [50, 16, 40], sinks: true, ..base },
         Case {
             heads: [2, 1],
             pages: [50, 16, 40],
-            d: DType::F16,
+            d: [DType::F16; 2],
             options: CachedAttention { window: Some(300), ..near },
             ..base
         },
     ];
-    for (n, c) in cases.iter().enumerate() {
+    let small = CachedAttention { scale: 0.05, ..PLAIN };
+    let bytes = Case { d: [DType::U8; 2], sizes: [64, 32], options: small, ..base };
+    let blocks = [
+        bytes,
+        Case { heads: [6, 1], sizes: [32, 96], options: CachedAttention { scale: 0.05, ..capped }, ..bytes },
+        Case { heads: [3, 3], sizes: [96, 64], sinks: true, pages: [50, 16, 40], ..bytes },
+        // Keys and values of different types.
+        Case { d: [DType::U8, DType::F16], sizes: [32, 20], ..bytes },
+        Case { d: [DType::F32, DType::U8], options: CachedAttention { scale: 0.05, ..near }, ..bytes },
+        Case { d: [DType::F16, DType::F32], sizes: [7, 9], ..base },
+    ];
+    for (n, c) in cases.iter().chain(&blocks).enumerate() {
         let last = (c.pages[1] * c.pages[2]) as i32 - 1;
         let rows = [(0, last), (2, 0), (1, -1), (1, last / 2)];
         for (rows, spread) in [(&rows[..], false), (&rows[..1], true), (&rows[3..], false)] {
@@ -131,8 +156,14 @@ fn cached_attention() {
 #[test]
 fn bad_positions_set_the_fault_word() {
     let mut rng = Rng::new(2);
-    let c =
-        Case { d: DType::F32, heads: [2, 1], sizes: [8, 8], pages: [9, 5, 3], options: PLAIN, sinks: false };
+    let c = Case {
+        d: [DType::F32; 2],
+        heads: [2, 1],
+        sizes: [8, 8],
+        pages: [9, 5, 3],
+        options: PLAIN,
+        sinks: false,
+    };
     for caps in all_devices() {
         for (row, page, bad) in [
             ((0, 14), 0, false),
@@ -156,15 +187,16 @@ fn bad_positions_set_the_fault_word() {
 fn cached_attention_is_batch_invariant() {
     let mut rng = Rng::new(3);
     let base = Case {
-        d: DType::F16,
+        d: [DType::F16; 2],
         heads: [4, 1],
         sizes: [16, 16],
         pages: [50, 16, 40],
         options: PLAIN,
         sinks: true,
     };
-    let near = Case { d: DType::F32, options: CachedAttention { window: Some(290), ..PLAIN }, ..base };
-    for c in [base, near] {
+    let near = Case { d: [DType::F32; 2], options: CachedAttention { window: Some(290), ..PLAIN }, ..base };
+    let bytes = Case { d: [DType::U8; 2], sizes: [32, 64], ..base };
+    for c in [base, near, bytes, Case { d: [DType::F32, DType::U8], ..bytes }] {
         let rows = [(0, 639), (1, 0), (2, 300), (1, -1), (0, 255), (1, 256), (2, 511), (0, 17)];
         let x = c.inputs(&mut rng, &rows, false);
         let mut gpus: Vec<Vec<u8>> = vec![];

@@ -17,20 +17,21 @@
 //! later.
 
 mod block;
+mod pack;
 
 use crate::Declined;
 use crate::cpu::library::calls::{dense, like};
-use crate::cpu::library::simd::{Simd, Sizes as Vectors, Storage, dispatch_simd};
+use crate::cpu::library::simd::{Simd, Sizes as Vectors, dispatch_simd};
 use crate::cpu::library::{CpuKernel, Fault, Run};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{AssertSync, SharedConst, SharedMut, Team};
 use crate::cpu::vmath;
 use crate::library_call::CallForm;
-use block::{BlockRows, Partial, Room, Seen, block_result, prefetch, wide};
+use block::{BlockRows, Partial, Room, Seen, block_result, wide};
 use halcyon_ir::DType;
 use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::View;
-use half::{bf16, f16};
+use pack::{Kept, Numbers};
 
 /// Positions of a block.
 const BLOCK: usize = 256;
@@ -76,10 +77,10 @@ impl Cached {
 
 /// The dense operands of a call. Their shapes are those of [`halcyon_ir::Graph::cached_attention`].
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Operands<T> {
+pub(crate) struct Operands {
     pub q: SharedConst<f32>,
-    pub keys: SharedConst<T>,
-    pub values: SharedConst<T>,
+    pub keys: Numbers,
+    pub values: Numbers,
     pub table: SharedConst<i32>,
     pub sequence: SharedConst<i32>,
     pub position: SharedConst<i32>,
@@ -97,19 +98,23 @@ pub(crate) fn call(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
     else {
         return because("six or seven operands are needed");
     };
-    let (kept, sinks) = (keys.dtype, call.inputs.get(6));
+    let sinks = call.inputs.get(6);
     let floats = [q].into_iter().chain(sinks).all(|o| o.dtype == DType::F32);
     let ints = [table, sequence, position].iter().all(|o| o.dtype == DType::I32);
-    if !floats || !ints || values.dtype != kept || !matches!(kept, DType::F32 | DType::F16 | DType::BF16) {
+    let (Some(k), Some(v), true) = (Kept::of(keys.dtype), Kept::of(values.dtype), floats && ints) else {
         return because("the operands have other types");
-    }
+    };
     let shapes = [q, keys, values, table].map(|o| &o.view.shape[..]);
-    let [&[rows, heads, d], &[pages, shared, page, size], &[.., dv], &[sequences, columns]] = shapes else {
+    let [&[rows, heads, d], &[pages, shared, page, size], &[.., width], &[sequences, columns]] = shapes
+    else {
         return because("the operands have other ranks");
+    };
+    let (Some(size), Some(dv)) = (k.elements(size), v.elements(width)) else {
+        return because("keys or values are not whole blocks");
     };
     let is = |o: &crate::Operand, shape: &[usize]| o.view.shape[..] == *shape;
     if size != d
-        || !is(values, &[pages, shared, page, dv])
+        || !is(values, &[pages, shared, page, width])
         || shared == 0
         || !heads.is_multiple_of(shared)
         || !is(sequence, &[rows])
@@ -130,24 +135,22 @@ pub(crate) fn call(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
     CpuKernel::new(format!("cpu.{}.{}", c.kind, isa.name()), call, move |r| {
         // SAFETY: the operands are dense and have the types and the shapes checked above. `CpuKernel::run`
         // has checked that they lie in their buffers, and that the output shares no buffer with an input.
-        unsafe {
-            match kept {
-                DType::F16 => run::<f16>(r, &a, &views),
-                DType::BF16 => run::<bf16>(r, &a, &views),
-                _ => run::<f32>(r, &a, &views),
-            }
-        }
+        unsafe { run(r, &a, &views, [k, v]) }
     })
 }
 
 /// # Safety
 /// The contract of [`cached_attention`] for the operands in the buffers of `r`.
-unsafe fn run<T: Storage>(r: &Run<'_>, a: &Cached, views: &[View]) {
+unsafe fn run(r: &Run<'_>, a: &Cached, views: &[View], kept: [Kept; 2]) {
+    let numbers = |i: usize| Numbers {
+        at: SharedConst((r.bufs[i].ptr as *const u8).wrapping_offset(views[i].offset * kept[i - 1].step())),
+        kept: kept[i - 1],
+    };
     let ints = |i: usize| SharedConst(r.ptr::<i32>(i, &views[i]));
     let operands = Operands {
         q: SharedConst(r.ptr::<f32>(0, &views[0])),
-        keys: SharedConst(r.ptr::<T>(1, &views[1])),
-        values: SharedConst(r.ptr::<T>(2, &views[2])),
+        keys: numbers(1),
+        values: numbers(2),
         table: ints(3),
         sequence: ints(4),
         position: ints(5),
@@ -159,9 +162,9 @@ unsafe fn run<T: Storage>(r: &Run<'_>, a: &Cached, views: &[View]) {
 }
 
 /// What all parts of a call share.
-struct Job<'a, T> {
+struct Job<'a> {
     a: &'a Cached,
-    operands: Operands<T>,
+    operands: Operands,
     fault: Fault<'a>,
     /// The rows in use, ordered by sequence and position.
     rows: Vec<Row>,
@@ -224,11 +227,11 @@ fn clamped(i: i32, n: usize, fault: Fault<'_>) -> usize {
 /// The operands are dense, have the shapes that `a` gives and are readable, but positions of the cache that
 /// no row sees are not read. `y` is writable and overlaps nothing else. If `a.rows > 0`, the table addresses
 /// at least one position, `a.pages > 0`, and `a.heads` is a multiple of `a.shared > 0`.
-pub(crate) unsafe fn cached_attention<T: Storage>(
+pub(crate) unsafe fn cached_attention(
     team: &Team,
     isa: Isa,
     a: &Cached,
-    operands: Operands<T>,
+    operands: Operands,
     fault: Fault<'_>,
 ) {
     if a.rows * a.heads * a.dv == 0 {
@@ -281,7 +284,7 @@ pub(crate) unsafe fn cached_attention<T: Storage>(
 ///
 /// # Safety
 /// The contract of [`cached_attention`].
-unsafe fn used_rows<T>(a: &Cached, o: &Operands<T>, fault: Fault<'_>) -> Vec<Row> {
+unsafe fn used_rows(a: &Cached, o: &Operands, fault: Fault<'_>) -> Vec<Row> {
     let reach = a.columns.saturating_mul(a.page);
     let mut rows = Vec::with_capacity(a.rows);
     for row in 0..a.rows {
@@ -355,20 +358,20 @@ dispatch_simd! {
     /// The contract of [`cached_attention`] for the operands of `job`. `own` is writable for the floats of
     /// [`Room`] and used by no other thread. No other thread uses the blocks of the part in [`Job::kept`], or
     /// the rows of `y` if nothing is kept.
-    unsafe fn compute_part[T: Storage][T](isa, job: &Job<'_, T>, part: &Part, own: *mut f32) = compute_body
+    unsafe fn compute_part[][](isa, job: &Job<'_>, part: &Part, own: *mut f32) = compute_body
 }
 dispatch_simd! {
     /// Merges the kept results of the blocks of a part's tile, and stores the rows of `y`.
     ///
     /// # Safety
     /// The contract of [`compute_part`]; the results of all blocks of the tile are kept.
-    unsafe fn merge_part[T: Storage][T](isa, job: &Job<'_, T>, part: &Part, own: *mut f32) = merge_body
+    unsafe fn merge_part[][](isa, job: &Job<'_>, part: &Part, own: *mut f32) = merge_body
 }
 
 /// # Safety
 /// The contract of [`compute_part`]; the caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn compute_body<S: Simd, T: Storage>(job: &Job<'_, T>, part: &Part, own: *mut f32) {
+unsafe fn compute_body<S: Simd>(job: &Job<'_>, part: &Part, own: *mut f32) {
     let (a, tile) = (job.a, &job.tiles[part.tile]);
     let (room, wide, n) = (Room::new(S::W, a), wide(S::W, a), tile.queries());
     let rows = &job.rows[tile.first..tile.first + tile.rows];
@@ -385,11 +388,11 @@ unsafe fn compute_body<S: Simd, T: Storage>(job: &Job<'_, T>, part: &Part, own: 
         }
         let merged = Partial::at(own.add(room.merged), n);
         if part.kept.is_none() {
-            begin::<S, T>(job, part, merged);
+            begin::<S>(job, part, merged);
         }
         let mut next = BlockRows::new(job, part, part.blocks.0);
         for j in next.seen.all.0..next.seen.all.1 {
-            prefetch::<S, T>(job.operands.keys, next.at[j], a.d);
+            job.operands.keys.prefetch::<S>(next.at[j], a.d);
         }
         for block in part.blocks.0..part.blocks.1 {
             let now = next;
@@ -402,13 +405,13 @@ unsafe fn compute_body<S: Simd, T: Storage>(job: &Job<'_, T>, part: &Part, own: 
             }
             let kept = part.kept.map(|k| job.kept.get().add(k + (block - tile.blocks.0) * n * (wide + 2)));
             let result = Partial::at(kept.unwrap_or(own.add(room.block)), n);
-            block_result::<S, T>(job, n, (&now, &next), own, result);
+            block_result::<S>(job, n, (&now, &next), own, result);
             if kept.is_none() {
                 merge::<S>(n, wide, &now.seen, result, merged);
             }
         }
         if part.kept.is_none() {
-            finish::<S, T>(job, part, merged);
+            finish::<S>(job, part, merged);
         }
     }
 }
@@ -416,7 +419,7 @@ unsafe fn compute_body<S: Simd, T: Storage>(job: &Job<'_, T>, part: &Part, own: 
 /// # Safety
 /// The contract of [`merge_part`]; the caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn merge_body<S: Simd, T: Storage>(job: &Job<'_, T>, part: &Part, own: *mut f32) {
+unsafe fn merge_body<S: Simd>(job: &Job<'_>, part: &Part, own: *mut f32) {
     let tile = &job.tiles[part.tile];
     let (room, wide, n) = (Room::new(S::W, job.a), wide(S::W, job.a), tile.queries());
     let rows = &job.rows[tile.first..tile.first + tile.rows];
@@ -424,7 +427,7 @@ unsafe fn merge_body<S: Simd, T: Storage>(job: &Job<'_, T>, part: &Part, own: *m
     // SAFETY: `own` has the pieces of `Room`, and `kept` the results of all blocks of the tile.
     unsafe {
         let merged = Partial::at(own.add(room.merged), n);
-        begin::<S, T>(job, part, merged);
+        begin::<S>(job, part, merged);
         for block in tile.blocks.0..tile.blocks.1 {
             let seen = Seen::new(rows, tile.heads, block);
             if seen.all.0 < seen.all.1 {
@@ -432,7 +435,7 @@ unsafe fn merge_body<S: Simd, T: Storage>(job: &Job<'_, T>, part: &Part, own: *m
                 merge::<S>(n, wide, &seen, Partial::at(job.kept.get().add(at), n), merged);
             }
         }
-        finish::<S, T>(job, part, merged);
+        finish::<S>(job, part, merged);
     }
 }
 
@@ -441,7 +444,7 @@ unsafe fn merge_body<S: Simd, T: Storage>(job: &Job<'_, T>, part: &Part, own: *m
 /// # Safety
 /// `to` is writable for the queries of the part's tile; the sinks are readable.
 #[inline(always)]
-unsafe fn begin<S: Simd, T: Storage>(job: &Job<'_, T>, part: &Part, to: Partial) {
+unsafe fn begin<S: Simd>(job: &Job<'_>, part: &Part, to: Partial) {
     let (a, tile) = (job.a, &job.tiles[part.tile]);
     // SAFETY: the contract makes the result writable, and a head of the tile is below `a.heads`.
     unsafe {
@@ -507,7 +510,7 @@ unsafe fn merge<S: Simd>(n: usize, wide: usize, seen: &Seen, block: Partial, to:
 /// The rows of `y` are writable and used by no other thread; `from` is valid for the queries of the tile. The
 /// caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn finish<S: Simd, T: Storage>(job: &Job<'_, T>, part: &Part, from: Partial) {
+unsafe fn finish<S: Simd>(job: &Job<'_>, part: &Part, from: Partial) {
     let (a, tile) = (job.a, &job.tiles[part.tile]);
     for i in 0..tile.queries() {
         let row = job.rows[tile.first + i / tile.heads].row;

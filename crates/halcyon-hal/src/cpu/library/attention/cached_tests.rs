@@ -1,14 +1,15 @@
 use super::*;
 use crate::cpu::library::testing::*;
+use halcyon_ir::blocks::BlockType;
 use half::{bf16, f16};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// A random call. Positions of the cache that no row sees are NaN.
-struct Case<T> {
+struct Case {
     a: Cached,
     q: Vec<f32>,
-    keys: Vec<T>,
-    values: Vec<T>,
+    keys: Store,
+    values: Store,
     table: Vec<i32>,
     sequence: Vec<i32>,
     position: Vec<i32>,
@@ -16,32 +17,86 @@ struct Case<T> {
     side: Side,
 }
 
-trait Number: Storage {
-    fn of(x: f32) -> Self;
+/// Keys or values: the bytes of the operand, and the numbers that they mean.
+struct Store {
+    kept: Kept,
+    /// Numbers of a row.
+    n: usize,
+    bytes: Vec<u8>,
+    numbers: Vec<f32>,
 }
-impl Number for f32 {
-    fn of(x: f32) -> f32 {
-        x
+
+impl Store {
+    fn new(kept: Kept, rows: usize, n: usize) -> Store {
+        // A scale of these bytes is NaN, as are f32, f16 and bf16.
+        Store { kept, n, bytes: vec![0xff; rows * kept.bytes(n)], numbers: vec![f32::NAN; rows * n] }
+    }
+
+    fn set(&mut self, row: usize, x: &[f32]) {
+        let (size, n) = (self.kept.bytes(self.n), self.n);
+        let (to, numbers) =
+            (&mut self.bytes[row * size..(row + 1) * size], &mut self.numbers[row * n..(row + 1) * n]);
+        match self.kept {
+            Kept::Q8_0 => {
+                BlockType::Q8_0.encode(x, to);
+                // The encoder has positive scales only.
+                to[1] ^= 0x80;
+                return BlockType::Q8_0.decode(to, numbers);
+            }
+            Kept::F32 => {
+                x.iter().zip(to.chunks_mut(4)).for_each(|(x, to)| to.copy_from_slice(&x.to_le_bytes()))
+            }
+            Kept::F16 => {
+                let bits = x.iter().map(|x| f16::from_f32(*x).to_le_bytes());
+                bits.zip(to.chunks_mut(2)).for_each(|(b, to)| to.copy_from_slice(&b));
+            }
+            Kept::BF16 => {
+                let bits = x.iter().map(|x| bf16::from_f32(*x).to_le_bytes());
+                bits.zip(to.chunks_mut(2)).for_each(|(b, to)| to.copy_from_slice(&b));
+            }
+        }
+        for (x, y) in x.iter().zip(numbers) {
+            *y = match self.kept {
+                Kept::F16 => f16::from_f32(*x).to_f32(),
+                Kept::BF16 => bf16::from_f32(*x).to_f32(),
+                _ => *x,
+            };
+        }
+    }
+
+    fn fill(&mut self, mut f: impl FnMut() -> f32) {
+        for row in 0..self.numbers.len() / self.n {
+            let x: Vec<f32> = (0..self.n).map(|_| f()).collect();
+            self.set(row, &x);
+        }
+    }
+
+    fn row(&self, row: usize) -> &[f32] {
+        &self.numbers[row * self.n..(row + 1) * self.n]
     }
 }
-impl Number for f16 {
-    fn of(x: f32) -> f16 {
-        f16::from_f32(x)
-    }
-}
-impl Number for bf16 {
-    fn of(x: f32) -> bf16 {
-        bf16::from_f32(x)
-    }
-}
+
+/// Types of keys and of values.
+const TYPES: [[Kept; 2]; 6] = [
+    [Kept::F32, Kept::F32],
+    [Kept::F16, Kept::F16],
+    [Kept::BF16, Kept::BF16],
+    [Kept::Q8_0, Kept::Q8_0],
+    [Kept::Q8_0, Kept::F16],
+    [Kept::F32, Kept::Q8_0],
+];
 
 fn pick<T: Copy>(rng: &mut Rng, from: &[T]) -> T {
     from[rng.below(from.len())]
 }
 
-impl<T: Number> Case<T> {
+impl Case {
     /// `reach` is the largest number of positions of a sequence, rounded up to whole pages.
-    fn new(rng: &mut Rng, rows: usize, reach: usize) -> Case<T> {
+    fn new(rng: &mut Rng, kept: [Kept; 2], rows: usize, reach: usize) -> Case {
+        let sizes = kept.map(|k| match k {
+            Kept::Q8_0 => [32, 32, 64, 64, 96, 128],
+            _ => [1, 12, 31, 64, 80, 128],
+        });
         let page = pick(rng, &[1, 4, 5, 16, 64]);
         let (shared, group) = (pick(rng, &[1, 2, 3]), pick(rng, &[1, 1, 2, 3, 7, 8]));
         let (sequences, columns) = (1 + rng.below(3), reach.div_ceil(page));
@@ -49,8 +104,8 @@ impl<T: Number> Case<T> {
             rows,
             heads: shared * group,
             shared,
-            d: pick(rng, &[1, 12, 31, 64, 80, 128]),
-            dv: pick(rng, &[1, 12, 33, 64, 80, 128]),
+            d: pick(rng, &sizes[0]),
+            dv: pick(rng, &sizes[1]),
             pages: sequences * columns + 1,
             page,
             sequences,
@@ -81,8 +136,8 @@ impl<T: Number> Case<T> {
         let mut case = Case {
             a,
             q: rng.vec(rows * a.heads * a.d),
-            keys: vec![T::of(f32::NAN); a.pages * shared * page * a.d],
-            values: vec![T::of(f32::NAN); a.pages * shared * page * a.dv],
+            keys: Store::new(kept[0], a.pages * shared * page, a.d),
+            values: Store::new(kept[1], a.pages * shared * page, a.dv),
             table,
             sequence,
             position,
@@ -94,9 +149,10 @@ impl<T: Number> Case<T> {
                 for h in 0..shared {
                     let at = case.place(row, h, j);
                     // A position that an earlier row sees keeps its key and value.
-                    if a.d > 0 && case.keys[at * a.d].widen().is_nan() {
-                        case.keys[at * a.d..(at + 1) * a.d].fill_with(|| T::of(rng.f32()));
-                        case.values[at * a.dv..(at + 1) * a.dv].fill_with(|| T::of(rng.f32()));
+                    if case.keys.row(at)[0].is_nan() {
+                        let (k, v) = (rng.vec(a.d), rng.vec(a.dv));
+                        case.keys.set(at, &k);
+                        case.values.set(at, &v);
                     }
                 }
             }
@@ -122,8 +178,8 @@ impl<T: Number> Case<T> {
         let n = a.heads * a.d;
         let q: Vec<f32> = which.iter().flat_map(|r| &self.q[r * n..(r + 1) * n]).copied().collect();
         let pick = |x: &[i32]| which.iter().map(|r| x[*r]).collect::<Vec<i32>>();
-        let (q, keys, values) =
-            (Guarded::new(&q, side), Guarded::new(&self.keys, side), Guarded::new(&self.values, side));
+        let bytes = |s: &Store| Guarded::new(&s.bytes, side);
+        let (q, keys, values) = (Guarded::new(&q, side), bytes(&self.keys), bytes(&self.values));
         let (table, sinks) = (Guarded::new(&self.table, side), Guarded::new(&self.sinks, side));
         let sequence = Guarded::new(&pick(&self.sequence), side);
         let position = Guarded::new(&pick(&self.position), side);
@@ -131,8 +187,8 @@ impl<T: Number> Case<T> {
         let word = AtomicU32::new(0);
         let operands = Operands {
             q: SharedConst(q.ptr()),
-            keys: SharedConst(keys.ptr()),
-            values: SharedConst(values.ptr()),
+            keys: Numbers { at: SharedConst(keys.ptr()), kept: self.keys.kept },
+            values: Numbers { at: SharedConst(values.ptr()), kept: self.values.kept },
             table: SharedConst(table.ptr()),
             sequence: SharedConst(sequence.ptr()),
             position: SharedConst(position.ptr()),
@@ -154,8 +210,8 @@ impl<T: Number> Case<T> {
         let mut scores: Vec<f64> = self
             .sees(row)
             .map(|j| {
-                let k = &self.keys[self.place(row, h, j) * a.d..][..a.d];
-                let dot: f64 = q.iter().zip(k).map(|(q, k)| *q as f64 * k.widen() as f64).sum();
+                let k = self.keys.row(self.place(row, h, j));
+                let dot: f64 = q.iter().zip(k).map(|(q, k)| *q as f64 * *k as f64).sum();
                 let s = dot * a.scale as f64;
                 a.softcap.map_or(s, |c| c as f64 * (s / c as f64).tanh())
             })
@@ -165,8 +221,8 @@ impl<T: Number> Case<T> {
         let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
         let mut y = vec![0.0; a.dv];
         for (j, s) in self.sees(row).zip(&scores) {
-            let v = &self.values[self.place(row, h, j) * a.dv..][..a.dv];
-            y.iter_mut().zip(v).for_each(|(y, v)| *y += (s - top).exp() / sum * v.widen() as f64);
+            let v = self.values.row(self.place(row, h, j));
+            y.iter_mut().zip(v).for_each(|(y, v)| *y += (s - top).exp() / sum * *v as f64);
         }
         y
     }
@@ -178,8 +234,8 @@ fn shuffle<T>(rng: &mut Rng, x: &mut [T]) {
     }
 }
 
-fn follows_f64<T: Number>(rng: &mut Rng, team: &Team, isa: Isa, (rows, reach): (usize, usize)) {
-    let case = Case::<T>::new(rng, rows, reach);
+fn follows_f64(rng: &mut Rng, kept: [Kept; 2], team: &Team, isa: Isa, (rows, reach): (usize, usize)) {
+    let case = Case::new(rng, kept, rows, reach);
     let (y, fault) = case.run(team, isa, &(0..rows).collect::<Vec<_>>());
     assert!(!fault, "{:?}", case.a);
     for (i, y) in y.chunks_exact(case.a.dv).enumerate() {
@@ -198,9 +254,7 @@ fn cached_attention_follows_f64_between_guard_pages() {
         for isa in Isa::available() {
             for _ in 0..10 {
                 let size = pick(&mut rng, &[(1, 20), (1, 700), (5, 300), (30, 40), (20, 520)]);
-                follows_f64::<f32>(&mut rng, &team, isa, size);
-                follows_f64::<f16>(&mut rng, &team, isa, size);
-                follows_f64::<bf16>(&mut rng, &team, isa, size);
+                TYPES.iter().for_each(|kept| follows_f64(&mut rng, *kept, &team, isa, size));
             }
         }
     }
@@ -210,13 +264,15 @@ fn cached_attention_follows_f64_between_guard_pages() {
 fn prompts_follow_f64() {
     let mut rng = Rng::new();
     let team = Team::new(3);
-    for isa in Isa::available() {
-        let mut case = Case::<f16>::new(&mut rng, 300, 300);
+    for (isa, kept) in
+        Isa::available().into_iter().flat_map(|isa| [TYPES[1], TYPES[3]].map(|kept| (isa, kept)))
+    {
+        let mut case = Case::new(&mut rng, kept, 300, 300);
         // All rows belong to one sequence. Its cache is that of a row which sees everything.
         case.sequence.fill(0);
         case.position = (0..300).collect();
-        case.keys.fill_with(|| f16::from_f32(rng.f32()));
-        case.values.fill_with(|| f16::from_f32(rng.f32()));
+        case.keys.fill(|| rng.f32());
+        case.values.fill(|| rng.f32());
         let (y, fault) = case.run(&team, isa, &(0..300).collect::<Vec<_>>());
         assert!(!fault);
         for _ in 0..100 {
@@ -229,8 +285,8 @@ fn prompts_follow_f64() {
     }
 }
 
-fn is_invariant<T: Number>(rng: &mut Rng, teams: &[Team; 2], isa: Isa, (rows, reach): (usize, usize)) {
-    let case = Case::<T>::new(rng, rows, reach);
+fn is_invariant(rng: &mut Rng, kept: [Kept; 2], teams: &[Team; 2], isa: Isa, (rows, reach): (usize, usize)) {
+    let case = Case::new(rng, kept, rows, reach);
     let n = case.a.heads * case.a.dv;
     let all: Vec<usize> = (0..rows).collect();
     let (want, _) = case.run(&teams[0], isa, &all);
@@ -266,9 +322,7 @@ fn rows_do_not_depend_on_others() {
     for isa in Isa::available() {
         for _ in 0..6 {
             let size = pick(&mut rng, &[(2, 900), (12, 300), (30, 40), (17, 600)]);
-            is_invariant::<f32>(&mut rng, &teams, isa, size);
-            is_invariant::<f16>(&mut rng, &teams, isa, size);
-            is_invariant::<bf16>(&mut rng, &teams, isa, size);
+            TYPES.iter().for_each(|kept| is_invariant(&mut rng, *kept, &teams, isa, size));
         }
     }
 }
@@ -278,9 +332,9 @@ fn indices_out_of_range_are_clamped_and_reported() {
     let mut rng = Rng::new();
     let team = Team::new(1);
     for isa in Isa::available() {
-        let mut case = Case::<f32>::new(&mut rng, 3, 40);
-        case.keys.fill_with(|| rng.f32());
-        case.values.fill_with(|| rng.f32());
+        let mut case = Case::new(&mut rng, TYPES[0], 3, 40);
+        case.keys.fill(|| rng.f32());
+        case.values.fill(|| rng.f32());
         case.position = vec![3, 5, 7];
         assert!(!case.run(&team, isa, &[0, 1, 2]).1);
         let reach = (case.a.columns * case.a.page) as i32;
@@ -326,30 +380,32 @@ fn scores_that_are_not_finite_have_the_results_of_a_softmax() {
     let mut rng = Rng::new();
     let team = Team::new(1);
     for isa in Isa::available() {
-        let mut case = Case::<f32>::new(&mut rng, 2, 600);
+        let mut case = Case::new(&mut rng, TYPES[0], 2, 600);
         case.a = Cached { window: None, softcap: None, ..case.a };
         case.sequence = vec![0, 0];
         case.position = vec![300, 301];
         case.sinks.clear();
         case.q.fill(1.0);
-        case.keys.fill(1.0);
-        case.values.fill(2.0);
-        let d = case.a.d;
+        case.keys.fill(|| 1.0);
+        case.values.fill(|| 2.0);
+        let mut key = vec![1.0; case.a.d];
         // A NaN in the last key is seen by the second row only.
         let last = case.place(1, 0, 301);
-        case.keys[last * d] = f32::NAN;
+        key[0] = f32::NAN;
+        case.keys.set(last, &key);
         let (heads, dv) = (case.a.group(), case.a.dv);
         let (y, _) = case.run(&team, isa, &[0, 1]);
         assert!(y[..heads * dv].iter().all(|y| (*y - 2.0).abs() < 1e-5), "{isa:?}");
         let second = &y[case.a.heads * dv..][..heads * dv];
         assert!(second.iter().all(|y| y.is_nan()), "{isa:?}");
         // A weight of 0 for one position; all weights 0; no position at all.
-        case.keys[last * d] = f32::NEG_INFINITY;
+        key[0] = f32::NEG_INFINITY;
+        case.keys.set(last, &key);
         let (y, _) = case.run(&team, isa, &[0, 1]);
         assert!(y.iter().all(|y| (*y - 2.0).abs() < 1e-5), "{isa:?}");
-        case.keys.fill(f32::NEG_INFINITY);
+        case.keys.fill(|| f32::NEG_INFINITY);
         assert!(case.run(&team, isa, &[0, 1]).0.iter().all(|y| y.is_nan()));
-        case.keys.fill(1.0);
+        case.keys.fill(|| 1.0);
         case.a.window = Some(0);
         assert!(case.run(&team, isa, &[0, 1]).0.iter().all(|y| y.is_nan()));
         case.sinks = vec![0.5; case.a.heads];

@@ -143,4 +143,32 @@ impl Simd for Avx2 {
             }
         }
     }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> __m256 {
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p as *const __m128i))) }
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(x: f16) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_set1_epi16(x.to_bits() as i16)) }
+    }
+    #[inline(always)]
+    unsafe fn turn_i8(rows: &[*const i8; 16], scale: __m256, dst: *mut f32, stride: usize) {
+        // Four bytes are turned as one lane, and separated later.
+        unsafe {
+            let mut r = [_mm256_setzero_ps(); 16];
+            for i in 0..8 {
+                r[i] = _mm256_castsi256_ps(_mm256_loadu_si256(rows[i] as *const __m256i));
+            }
+            Self::turn(&mut r);
+            for g in 0..8 {
+                let x = _mm256_castps_si256(r[g]);
+                let bytes =
+                    [_mm256_slli_epi32::<24>(x), _mm256_slli_epi32::<16>(x), _mm256_slli_epi32::<8>(x), x];
+                for e in 0..4 {
+                    let v = _mm256_cvtepi32_ps(_mm256_srai_epi32::<24>(bytes[e]));
+                    _mm256_storeu_ps(dst.add((4 * g + e) * stride), _mm256_mul_ps(v, scale));
+                }
+            }
+        }
+    }
 }

@@ -99,6 +99,54 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p as *const __m128i))) }
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(x: f16) -> __m512 {
+        unsafe { _mm512_cvtph_ps(_mm256_set1_epi16(x.to_bits() as i16)) }
+    }
+    #[inline(always)]
+    unsafe fn turn_i8(rows: &[*const i8; 16], scale: __m512, dst: *mut f32, stride: usize) {
+        // Four bytes are turned as one lane, and separated later. A vector has 32 bytes of two rows, chosen
+        // such that the last exchange of 128-bit blocks gives the rows in order.
+        unsafe {
+            let half = |i: usize| _mm256_loadu_si256(rows[i] as *const __m256i);
+            let mut a = [_mm512_setzero_si512(); 8];
+            for i in 0..8 {
+                let low = if i < 4 { i } else { i + 4 };
+                a[i] = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(half(low)), half(low + 4));
+            }
+            let mut b = a;
+            for i in 0..4 {
+                b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+                b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+            }
+            // a[4 g + c] holds columns c and 4 + c of rows 8 g .. 8 g + 4, then of the next four rows.
+            for g in 0..2 {
+                for h in 0..2 {
+                    let (x, y) = (b[4 * g + h], b[4 * g + 2 + h]);
+                    a[4 * g + 2 * h] = _mm512_unpacklo_epi64(x, y);
+                    a[4 * g + 2 * h + 1] = _mm512_unpackhi_epi64(x, y);
+                }
+            }
+            for g in 0..8 {
+                let (x, y) = (a[g % 4], a[4 + g % 4]);
+                let x = match g < 4 {
+                    true => _mm512_shuffle_i32x4::<0x88>(x, y),
+                    false => _mm512_shuffle_i32x4::<0xdd>(x, y),
+                };
+                let bytes =
+                    [_mm512_slli_epi32::<24>(x), _mm512_slli_epi32::<16>(x), _mm512_slli_epi32::<8>(x), x];
+                for e in 0..4 {
+                    let v = _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(bytes[e]));
+                    _mm512_storeu_ps(dst.add((4 * g + e) * stride), _mm512_mul_ps(v, scale));
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
     unsafe fn sum(v: __m512) -> f32 {
         unsafe {
             let v = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));

@@ -118,6 +118,36 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// The caller is compiled for this instruction set; `p` has W readable elements, not necessarily aligned.
     unsafe fn load_bf16(p: *const bf16) -> Self::V;
+    /// W signed bytes as floats.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set; `p` has W readable bytes.
+    unsafe fn load_i8(p: *const i8) -> Self::V;
+    /// `x` in every lane.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set.
+    unsafe fn splat_f16(x: f16) -> Self::V;
+    /// Transposes 32 signed bytes of each of the first W rows, and multiplies them by the row's scale:
+    /// `dst[k * stride + r] = rows[r][k] * scale[r]` for `r < W`, `k < 32`.
+    ///
+    /// # Safety
+    /// The caller is compiled for this instruction set; 32 bytes of each row are readable, and the named
+    /// elements of `dst` are writable.
+    #[inline(always)]
+    unsafe fn turn_i8(rows: &[*const i8; 16], scale: Self::V, dst: *mut f32, stride: usize) {
+        let mut s = [0f32; 16];
+        // SAFETY: `s` has 16 floats, at least W. The contract makes the bytes readable and the elements
+        // writable.
+        unsafe {
+            Self::store(s.as_mut_ptr(), scale);
+            for k in 0..32 {
+                for r in 0..Self::W {
+                    *dst.add(k * stride + r) = f32::from(*rows[r].add(k)) * s[r];
+                }
+            }
+        }
+    }
     /// `dst[k * stride + r] = src[r * rs + k]` for `r < rows`, `k < kc`, where `rows <= W`.
     ///
     /// # Safety

@@ -86,4 +86,13 @@ impl Simd for Portable {
         // SAFETY: the contract of `load_bf16` makes 4 elements at `p` readable.
         std::array::from_fn(|i| f32::from_bits((unsafe { p.add(i).read_unaligned() }.to_bits() as u32) << 16))
     }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> [f32; 4] {
+        // SAFETY: the contract of `load_i8` makes 4 bytes at `p` readable.
+        std::array::from_fn(|i| f32::from(unsafe { *p.add(i) }))
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(x: f16) -> [f32; 4] {
+        [x.to_f32(); 4]
+    }
 }

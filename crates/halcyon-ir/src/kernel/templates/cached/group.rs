@@ -34,7 +34,8 @@ pub(super) struct Layout {
     /// Vectors of four elements of a query and of a result.
     key: u32,
     value: u32,
-    /// Vectors of a read.
+    /// Vectors of a read of keys, and of values.
+    key_per: u32,
     per: u32,
     /// Work-items of a slice, and slices.
     columns: u32,
@@ -51,13 +52,13 @@ impl Layout {
             return None;
         }
         let [key, value] = p.quads();
-        let per = p.run / 4;
+        let [key_per, per] = p.runs.map(|run| run / 4);
         let columns = (value / per).max(1).next_power_of_two();
         let all = [(128, HEADS), (128, 2), (128, 1), (64, 1), (32, 1)];
         let mut l = all.into_iter().find_map(|(items, most)| {
             let heads = p.together(most) as u32;
             let slices = items / columns;
-            let l = Layout { items, heads, key, value, per, columns, slices, split: false };
+            let l = Layout { items, heads, key, value, key_per, per, columns, slices, split: false };
             let bytes = l.words() as u64 * 4;
             // 64-bit places take twice the space.
             let fits = bytes + u64::from(l.part()) * 4 <= u64::from(caps.workgroup_memory);
@@ -292,10 +293,10 @@ impl<'a> Cx<'a, '_> {
         let (b, l) = (self.b, &self.l);
         let sums: Vec<_> = (0..l.heads).map(|_| b.var_of(Ty::F32x4, 0.0)).collect();
         // Several reads per iteration are in flight together.
-        let reads = [4, 2].into_iter().find(|n| l.key.is_multiple_of(l.per * n)).unwrap_or(1);
-        b.for_(0, i64::from(l.key), l.per * reads, |i| {
+        let reads = [4, 2].into_iter().find(|n| l.key.is_multiple_of(l.key_per * n)).unwrap_or(1);
+        b.for_(0, i64::from(l.key), l.key_per * reads, |i| {
             let x: Vec<E<'a>> = (0..reads)
-                .flat_map(|n| self.io.keys.load(b, key, b.let_((i + i64::from(n * l.per)) * 4)))
+                .flat_map(|n| self.io.keys.load(b, key, b.let_((i + i64::from(n * l.key_per)) * 4)))
                 .collect();
             for (v, x) in x.into_iter().enumerate() {
                 for (h, sum) in (0..l.heads).zip(&sums) {

@@ -29,7 +29,7 @@ fn write(t: &Kernel, p: &Problem<'_>) {
     let (rows, heads, shared) =
         (t.size("rows", p.rows), t.size("heads", p.heads), t.size("shared", p.shared));
     let [kq, vq] = p.quads();
-    let per = p.run / 4;
+    let [key_per, per] = p.runs.map(|run| run / 4);
     let query = b.private(Ty::F32x4, kq.max(1));
     let acc = b.private(Ty::F32x4, vq.max(1));
     let weight = b.private(Ty::F32, PART);
@@ -56,7 +56,7 @@ fn write(t: &Kernel, p: &Problem<'_>) {
                 let (key, value) = io.place(&row, head, j);
                 place.store(j - base, value);
                 let dot = b.var(zero);
-                b.for_(0, i64::from(kq), per, |i| {
+                b.for_(0, i64::from(kq), key_per, |i| {
                     for (v, x) in io.keys.load(b, key, b.let_(i * 4)).into_iter().enumerate() {
                         dot.set(query.load(i + v).fma(x, dot.get()));
                     }

@@ -11,8 +11,11 @@
 mod group;
 mod item;
 
+use super::blocks::Rows;
 use super::common::{arity, unmasked};
 use super::gather::checked;
+use crate::DType;
+use crate::blocks::BlockType;
 use crate::composite::CompositeKind;
 use crate::kernel::access::{Access, Template as Kernel};
 use crate::kernel::ir::Ty;
@@ -26,6 +29,9 @@ use crate::target::{Caps, Declined, Operand};
 pub(crate) static TEMPLATE: Template = Template { lower, tuning: None };
 
 const NEG_INF: f64 = f64::NEG_INFINITY;
+/// The format of keys and values in u8, and the elements of its blocks that are read at a time.
+const BLOCKS: BlockType = BlockType::Q8_0;
+const RUN: usize = 8;
 
 /// Lowers the composite `cached_attention`.
 ///
@@ -71,8 +77,8 @@ struct Problem<'o> {
     sequences: usize,
     /// Positions that a row of the table can address.
     reach: usize,
-    /// Elements of a key or value that are read at a time.
-    run: u32,
+    /// Elements of a key, and of a value, that are read at a time.
+    runs: [u32; 2],
     /// Whether keys, and values, can be read 16 bytes at a time.
     vectors: [bool; 2],
 }
@@ -80,9 +86,12 @@ struct Problem<'o> {
 impl<'o> Problem<'o> {
     fn new(inputs: &'o [Operand], out: &'o Operand, options: CachedAttention) -> Problem<'o> {
         let shape = |i: usize| &inputs[i].view.shape;
-        let run = 16 / inputs[1].dtype.size();
+        let runs = [1, 2].map(|i| match inputs[i].dtype {
+            DType::U8 => RUN,
+            other => 16 / other.size(),
+        });
         let vectors = [1, 2].map(|i| {
-            let v = &inputs[i].view;
+            let (v, run) = (&inputs[i].view, runs[i - 1]);
             let placed = |k: usize| v.shape[k] == 1 || v.strides[k] % run as isize == 0;
             v.shape[3].is_multiple_of(run) && v.offset % run as isize == 0 && (0..3).all(placed)
         });
@@ -94,10 +103,10 @@ impl<'o> Problem<'o> {
             heads: shape(0)[1],
             shared: shape(0)[1] / shape(1)[1],
             key: shape(0)[2],
-            value: shape(2)[3],
+            value: out.view.shape[2],
             sequences: shape(3)[0],
             reach: shape(3)[1] * shape(1)[2],
-            run: run as u32,
+            runs: runs.map(|n| n as u32),
             vectors,
         }
     }
@@ -108,7 +117,8 @@ impl<'o> Problem<'o> {
 
     /// Vectors of four elements of a key and of a value, both padded to whole reads.
     fn quads(&self) -> [u32; 2] {
-        [self.key, self.value].map(|n| (n as u32).next_multiple_of(self.run) / 4)
+        let [k, v] = self.runs;
+        [(self.key, k), (self.value, v)].map(|(n, run)| (n as u32).next_multiple_of(run) / 4)
     }
 
     /// Largest divisor of `shared` that is at most `most`.
@@ -119,34 +129,60 @@ impl<'o> Problem<'o> {
 
 /// Keys or values.
 struct Cache<'a> {
-    buf: Buf,
-    /// Strides of pages, heads and positions.
-    strides: [E<'a>; 3],
+    place: Place<'a>,
     size: E<'a>,
     run: u32,
-    vectors: bool,
+}
+
+/// Where keys or values are.
+enum Place<'a> {
+    Floats {
+        buf: Buf,
+        /// Strides of pages, heads and positions.
+        strides: [E<'a>; 3],
+        vectors: bool,
+    },
+    Blocks(Rows<'a>),
 }
 
 impl<'a> Cache<'a> {
     fn declare(t: &'a Kernel, o: &Operand, name: &str, run: u32, vectors: bool) -> Cache<'a> {
+        if o.dtype == DType::U8 {
+            let rows = Rows::declare(t, name, BLOCKS, o);
+            let size = BLOCKS.elements_of(o.view.shape[3]).unwrap_or(0);
+            return Cache { place: Place::Blocks(rows), size: t.size(&format!("{name}_size"), size), run };
+        }
         let buf = t.b.buffer(o.dtype, false);
         t.value(&format!("o{}", buf.id.0), o.view.offset as i64);
-        let strides = [0, 1, 2].map(|k| t.size(&format!("{name}{k}"), o.view.strides[k] as i64));
-        Cache { buf, strides, size: t.size(&format!("{name}_size"), o.view.shape[3]), run, vectors }
+        let strides = [0, 1, 2].map(|k| t.size(&format!("{name}s{k}"), o.view.strides[k] as i64));
+        let place = Place::Floats { buf, strides, vectors };
+        Cache { place, size: t.size(&format!("{name}_size"), o.view.shape[3]), run }
     }
 
+    /// Where a row starts, in elements or in bytes.
     fn at(&self, b: &'a Builder, page: E<'a>, head: E<'a>, slot: E<'a>) -> E<'a> {
-        b.let_(page * self.strides[0] + head * self.strides[1] + slot * self.strides[2])
+        match &self.place {
+            Place::Floats { strides: [p, h, s], .. } => b.let_(page * *p + head * *h + slot * *s),
+            Place::Blocks(rows) => rows.row(&[page, head, slot]),
+        }
     }
 
     /// One read: the elements from `first` on of the row at `row`, as vectors of four. Elements past the
     /// row's end are zero.
     fn load(&self, b: &'a Builder, row: E<'a>, first: E<'a>) -> Vec<E<'a>> {
-        let x = match self.vectors {
-            true => b.load_run(self.buf, row + first, self.run),
-            false => (0..self.run)
-                .map(|e| b.load_if(self.buf, row + first + e, (first + e).lt(self.size)))
-                .collect(),
+        let x: Vec<E<'a>> = match &self.place {
+            Place::Floats { buf, vectors: true, .. } => b.load_run(*buf, row + first, self.run),
+            Place::Floats { buf, .. } => {
+                (0..self.run).map(|e| b.load_if(*buf, row + first + e, (first + e).lt(self.size))).collect()
+            }
+            // A row has whole blocks.
+            Place::Blocks(rows) => {
+                let elements = BLOCKS.row().elements as i64;
+                let block = rows.block(row, b.let_(first.idiv(elements)));
+                let strip = block.bytes(b.let_(first.imod(elements)), self.run as usize / 4);
+                let scale = b.let_(strip.scale.to(Ty::F32x4));
+                return (0..strip.words.len()).map(|i| b.let_(strip.codes(b, i) * scale)).collect();
+            }
         };
         x.chunks(4).map(|x| b.let_(b.vector(x))).collect()
     }
@@ -191,8 +227,8 @@ fn declare<'a>(
 ) -> (Io<'a>, Option<Access<'a>>, Option<Access<'a>>, Option<Buf>) {
     let (b, x) = (&t.b, p.inputs);
     let q = t.input(&x[0]);
-    let keys = Cache::declare(t, &x[1], "ks", p.run, p.vectors[0]);
-    let values = Cache::declare(t, &x[2], "vs", p.run, p.vectors[1]);
+    let keys = Cache::declare(t, &x[1], "k", p.runs[0], p.vectors[0]);
+    let values = Cache::declare(t, &x[2], "v", p.runs[1], p.vectors[1]);
     let (table, sequence, position) = (t.input(&x[3]), t.input(&x[4]), t.input(&x[5]));
     let sinks = x.get(6).filter(|_| !parts).map(|o| t.input(o));
     let y = (!parts).then(|| t.output(p.out));

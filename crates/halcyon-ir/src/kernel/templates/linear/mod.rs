@@ -267,7 +267,7 @@ impl<'a> Weights<'a> {
         let v = &p.w.view;
         let lead = v.rank() - 1;
         if let Some(ty) = p.blocks {
-            return Weights::Blocks { ty, rows: Rows::declare(t, ty, p.w) };
+            return Weights::Blocks { ty, rows: Rows::declare(t, "w", ty, p.w) };
         }
         let run = (16 / p.w.dtype.size()) as isize;
         let placed = |k: usize| v.shape[k] == 1 || v.strides[k] % run == 0;

@@ -1,8 +1,8 @@
 //! The result of one block of positions for the queries of a tile. [`super`] describes blocks and tiles.
 
+use super::pack::{pack_keys, pack_values};
 use super::{BLOCK, Cached, Job, Part, QUERIES, Row, clamped};
-use crate::cpu::library::simd::{Simd, Storage};
-use crate::cpu::team::SharedConst;
+use crate::cpu::library::simd::Simd;
 use crate::cpu::vmath;
 
 /// Floats from one row of scores to the next. This is an odd number of cache lines, so that the elements of a
@@ -14,7 +14,7 @@ const STRIP: usize = 32;
 /// Largest number of rows of a register tile.
 const MOST_ROWS: usize = 12;
 /// Vectors per row of a register tile.
-const NV: usize = 2;
+pub(super) const NV: usize = 2;
 
 /// Offsets in floats of the parts of a thread's scratch memory.
 pub(super) struct Room {
@@ -109,7 +109,7 @@ impl BlockRows {
 
     /// # Safety
     /// The contract of [`super::compute_part`].
-    pub(super) unsafe fn new<T: Storage>(job: &Job<'_, T>, part: &Part, block: usize) -> BlockRows {
+    pub(super) unsafe fn new(job: &Job<'_>, part: &Part, block: usize) -> BlockRows {
         let (a, tile) = (job.a, &job.tiles[part.tile]);
         let rows = &job.rows[tile.first..tile.first + tile.rows];
         let mut this = BlockRows { seen: Seen::new(rows, tile.heads, block), at: [0; BLOCK] };
@@ -128,21 +128,6 @@ impl BlockRows {
             j += run;
         }
         this
-    }
-}
-
-/// Prefetches row `at` of `n` elements.
-///
-/// # Safety
-/// The caller is compiled for the instruction set of `S`.
-#[inline(always)]
-pub(super) unsafe fn prefetch<S: Simd, T>(x: SharedConst<T>, at: usize, n: usize) {
-    /// Bytes of a cache line.
-    const LINE: usize = 64;
-    let row = x.get().wrapping_add(at * n);
-    for byte in (0..n * size_of::<T>()).step_by(LINE) {
-        // SAFETY: a prefetch may have any address.
-        unsafe { S::prefetch(row.wrapping_byte_add(byte) as *const f32) };
     }
 }
 
@@ -175,8 +160,8 @@ fn tile_rows<S: Simd>(left: usize) -> usize {
 /// The contract of [`super::compute_part`]. `own` holds the queries, and `to` has room for the result. The
 /// caller is compiled for the instruction set of `S`.
 #[inline(always)]
-pub(super) unsafe fn block_result<S: Simd, T: Storage>(
-    job: &Job<'_, T>,
+pub(super) unsafe fn block_result<S: Simd>(
+    job: &Job<'_>,
     n: usize,
     (block, next): (&BlockRows, &BlockRows),
     own: *mut f32,
@@ -191,7 +176,7 @@ pub(super) unsafe fn block_result<S: Simd, T: Storage>(
         let (qs, ks, vs) = (own.add(room.queries), own.add(room.keys), own.add(room.values));
         let s = own.add(room.scores);
         for p in seen.all.0 / nr..seen.all.1.div_ceil(nr) {
-            pack_keys::<S, T>(job, block, p * nr, ks);
+            pack_keys::<S>(job, block, p * nr, ks);
             let mut i = 0;
             while i < n {
                 let rows = tile_rows::<S>(n - i);
@@ -210,7 +195,7 @@ pub(super) unsafe fn block_result<S: Simd, T: Storage>(
         let strip = if n <= MOST_ROWS { STRIP } else { BLOCK };
         for from in (seen.all.0 / strip * strip..seen.all.1).step_by(strip) {
             let (near, fresh) = ((from, from + strip), from <= seen.all.0);
-            pack_values::<S, T>(job, block, next, near, vs);
+            pack_values::<S>(job, block, next, near, vs);
             // Positions are counted from the first of the block, but a panel begins with the strip.
             let vs = vs.wrapping_sub(from * nr);
             for j in (0..wide).step_by(nr) {
@@ -221,95 +206,6 @@ pub(super) unsafe fn block_result<S: Simd, T: Storage>(
                     let out = (to.out.wrapping_add(i * wide + j), wide);
                     value_rows::<S>((seen, i, rows), near, s, v, out, fresh);
                     i += rows;
-                }
-            }
-        }
-    }
-}
-
-/// Copies the keys of positions `at..at + NV W` of a block to a panel, transposed: one row per feature. Keys
-/// that are not seen become 0. Prefetches the values of these positions.
-///
-/// # Safety
-/// The seen keys are readable; `to` is writable for a panel. The caller is compiled for the instruction set
-/// of `S`.
-#[inline(always)]
-unsafe fn pack_keys<S: Simd, T: Storage>(job: &Job<'_, T>, block: &BlockRows, at: usize, to: *mut f32) {
-    let (d, nr) = (job.a.d, NV * S::W);
-    let (first, end) = block.seen.all;
-    // SAFETY: the rows of seen keys have `d` features. A panel has `nr` columns and `d` rows.
-    unsafe {
-        for j in at.max(first)..(at + nr).min(end) {
-            prefetch::<S, T>(job.operands.values, block.at[j], job.a.dv);
-        }
-        // The whole panel is written, so that tiles read no uninitialised memory.
-        for j in (at..at + nr).step_by(S::W) {
-            let to = to.add(j - at);
-            let mut rows = [job.operands.keys.get(); 16];
-            for i in 0..S::W {
-                rows[i] = rows[i].wrapping_add(block.at[j + i] * d);
-            }
-            let whole = if first <= j && j + S::W <= end { d / S::W * S::W } else { 0 };
-            for k in (0..whole).step_by(S::W) {
-                let mut r = [S::zero(); 16];
-                for i in 0..S::W {
-                    r[i] = T::load::<S>(rows[i].add(k));
-                }
-                S::turn(&mut r);
-                for i in 0..S::W {
-                    S::store(to.add((k + i) * nr), r[i]);
-                }
-            }
-            for k in (whole..d).step_by(S::W) {
-                let n = (d - k).min(S::W);
-                let mut r = [S::zero(); 16];
-                for i in first.max(j)..end.min(j + S::W) {
-                    r[i - j] = T::load_part::<S>(rows[i - j].add(k), n);
-                }
-                S::turn(&mut r);
-                for i in 0..n {
-                    S::store(to.add((k + i) * nr), r[i]);
-                }
-            }
-        }
-    }
-}
-
-/// Copies the seen values of positions `from..end` of a block to panels of `NV W` features: a panel has
-/// one row per position. Features past the last one become 0. Prefetches the keys of the next block.
-///
-/// # Safety
-/// The seen values are readable; `to` is writable for [`wide`] floats per position of `from..end`. The caller
-/// is compiled for the instruction set of `S`.
-#[inline(always)]
-unsafe fn pack_values<S: Simd, T: Storage>(
-    job: &Job<'_, T>,
-    block: &BlockRows,
-    next: &BlockRows,
-    (from, end): (usize, usize),
-    to: *mut f32,
-) {
-    let (dv, nr) = (job.a.dv, NV * S::W);
-    let within = |seen: (usize, usize)| from.max(seen.0)..end.min(seen.1);
-    let whole = dv / nr * nr;
-    // SAFETY: a row has `dv` values, and panels cover `wide` features of every position.
-    unsafe {
-        for j in within(next.seen.all) {
-            prefetch::<S, T>(job.operands.keys, next.at[j], job.a.d);
-        }
-        for j in within(block.seen.all) {
-            let row = job.operands.values.get().add(block.at[j] * dv);
-            let mut to = to.add((j - from) * nr);
-            for k in (0..whole).step_by(nr) {
-                for v in 0..NV {
-                    S::store(to.add(v * S::W), T::load::<S>(row.add(k + v * S::W)));
-                }
-                to = to.wrapping_add(nr * (end - from));
-            }
-            if whole < dv {
-                for v in 0..NV {
-                    let k = (whole + v * S::W).min(dv);
-                    S::store(to.add(v * S::W), T::load_part::<S>(row.add(k), (dv - k).min(S::W)));
                 }
             }
         }
