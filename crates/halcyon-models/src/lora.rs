@@ -10,16 +10,16 @@ mod several;
 
 pub(crate) use difference::Difference;
 
-use crate::export::Turn;
 use crate::model::ModelFile;
 use crate::sample::uniform;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, ConstData, DType, Tensor};
 use halcyon_nn::{Module, Param};
+use order::Moved;
 use std::collections::BTreeMap;
 
 /// Matrices that can have an adapter, by their names in a layer.
-const STEMS: [&str; 12] = [
+const STEMS: [&str; 23] = [
     "attn_q",
     "attn_k",
     "attn_v",
@@ -32,6 +32,17 @@ const STEMS: [&str; 12] = [
     "ffn_down",
     "ffn_gate_inp",
     "attn_kv_b",
+    "attn_qkv",
+    "attn_gate",
+    "ssm_beta",
+    "ssm_alpha",
+    "ssm_in",
+    "ssm_out",
+    "shortconv.in_proj",
+    "shortconv.out_proj",
+    "ffn_gate_shexp",
+    "ffn_up_shexp",
+    "ffn_down_shexp",
 ];
 
 /// How adapters are made.
@@ -108,9 +119,9 @@ pub struct Lora {
     /// The names in Hugging Face's layout, by canonical name.
     #[module(skip)]
     names: BTreeMap<String, String>,
-    /// How rows of `B` become those of folders, where the model's file has another order.
+    /// How adapters get the order of folders, where the model's file has another one.
     #[module(skip)]
-    turns: BTreeMap<String, Turn>,
+    turns: BTreeMap<String, Moved>,
     #[module(skip)]
     rank: usize,
     #[module(skip)]

@@ -12,6 +12,8 @@
 //! step. In DeltaNet, `u_j` is what the value at `j` adds to what is already stored for its key; it depends
 //! on earlier `u` of the chunk, which is a triangular system of equations (Yang et al. 2024).
 
+mod whole;
+
 use super::CacheShape;
 use super::load::{Loader, expect};
 use super::weights::{Matrix, NormWeights};
@@ -44,9 +46,10 @@ struct ScanWeights {
     masks: Masks,
 }
 
-/// Constant squares, f32 `[CHUNK, CHUNK]`.
+/// Constant squares, f32 `[size, size]`, for chunks of `size` positions.
 #[derive(Debug)]
 struct Masks {
+    size: usize,
     /// 1 where the column is not after the row.
     past: Tensor,
     identity: Tensor,
@@ -55,16 +58,17 @@ struct Masks {
 }
 
 impl Masks {
-    fn new(b: &Backend) -> Result<Masks> {
+    /// `size` is a power of two.
+    fn new(b: &Backend, size: usize) -> Result<Masks> {
         let square = |f: &dyn Fn(usize, usize) -> bool| -> Result<Tensor> {
-            let one = |i: usize| f32::from(u8::from(f(i / CHUNK, i % CHUNK)));
-            let values: Vec<f32> = (0..CHUNK * CHUNK).map(one).collect();
-            Ok(Tensor::constant(b, &ConstData::from_slice(&[CHUNK, CHUNK], &values)?))
+            let one = |i: usize| f32::from(u8::from(f(i / size, i % size)));
+            let values: Vec<f32> = (0..size * size).map(one).collect();
+            Ok(Tensor::constant(b, &ConstData::from_slice(&[size, size], &values)?))
         };
-        let quarter =
-            |size: usize| square(&|r, c| r / size == c / size && r % size >= size / 2 && c % size < size / 2);
-        let sizes = std::iter::successors(Some(2), |n| Some(2 * n)).take_while(|n| *n <= CHUNK);
+        let quarter = |n: usize| square(&|r, c| r / n == c / n && r % n >= n / 2 && c % n < n / 2);
+        let sizes = std::iter::successors(Some(2), |n| Some(2 * n)).take_while(|n| *n <= size);
         Ok(Masks {
+            size,
             past: square(&|r, c| c <= r)?,
             identity: square(&|r, c| c == r)?,
             quarters: sizes.map(quarter).collect::<Result<_>>()?,
@@ -144,7 +148,7 @@ impl Loader<'_> {
             step_bias: self.values(&format!("{p}.ssm_dt.bias"), &[s.heads])?,
             skip,
             norm,
-            masks: Masks::new(self.backend)?,
+            masks: Masks::new(self.backend, CHUNK)?,
         };
         Ok(RecurrentWeights {
             input,
@@ -192,42 +196,39 @@ pub(super) struct RecurrentStep<'a> {
     pub(super) slots: usize,
 }
 
-/// The inputs of a scan in the places of a grid of `n` chunks. The two head axes are those of [`Scan::axes`].
+/// The inputs of a scan over `n` chunks of `size` positions: first the first chunk of each sequence, then the
+/// second one, and so on. The two head axes are those of [`Scan::axes`].
 struct Inputs {
-    /// `[n, heads, CHUNK, key]`.
+    /// `[n, heads, size, key]`.
     q: Tensor,
     k: Tensor,
-    /// `[n, heads, CHUNK, value]`.
+    /// `[n, heads, size, value]`.
     v: Tensor,
-    /// The logarithms of the factors of the matrices, `[n, heads, CHUNK]`.
+    /// The logarithms of the factors of the matrices, `[n, heads, size]`.
     decay: Tensor,
-    /// What the part of a position is multiplied by, `[n, heads, CHUNK, 1]`.
+    /// What the part of a position is multiplied by, `[n, heads, size, 1]`.
     strength: Tensor,
 }
 
 impl RecurrentStep<'_> {
     /// The results for the rows, `[rows, hidden]`, and the new states.
     pub(super) fn run(&self, x: &Tensor, states: &[Tensor]) -> (Tensor, Vec<Tensor>) {
-        let (input, gate) = self.project(x);
+        let (input, gate) = self.w.project(self.r, x);
         let n = self.chunks();
         let (window, ring) = self.window(&input, &states[0]);
         let Some((s, w)) = self.r.scan.as_ref().zip(self.w.scan.as_ref()) else {
             let hidden = last(&input);
-            let y = self.convolve(&window, hidden).reshape([n * CHUNK, hidden]).gather(self.grid.back, 0);
+            let y = self.w.convolve(&window, hidden).reshape([n * CHUNK, hidden]).gather(self.grid.back, 0);
             return (self.w.output.apply(&(gate * y)), vec![ring]);
         };
         let valid = self.grid.valid.reshape([n, CHUNK, 1]);
-        let mixed = self.convolve(&window, s.channels()).silu() * &valid;
+        let mixed = self.w.convolve(&window, s.channels()).silu() * &valid;
         let extras = window.narrow(1, self.r.kernel - 1, CHUNK).narrow(2, s.channels(), s.extras());
-        let inputs = self.inputs(s, w, &mixed, &extras, &valid);
+        let inputs = w.inputs(s, &mixed, &extras, Some(&valid));
         let (y, matrices) = self.scan(s, &w.masks, &inputs, &states[1]);
         let inner = s.heads * s.value;
-        let mut y = y.permute(&[0, 3, 1, 2, 4]).reshape([n * CHUNK, inner]);
-        if let Some(skip) = &w.skip {
-            let v = mixed.narrow(2, 0, inner).reshape([n * CHUNK, s.heads, s.value]);
-            y = y + (v * skip).reshape([n * CHUNK, inner]);
-        }
-        let y = self.normed(s, w, y.gather(self.grid.back, 0), gate);
+        let y = w.skipped(s, y.permute(&[0, 3, 1, 2, 4]).reshape([n * CHUNK, inner]), &mixed);
+        let y = w.normed(s, y.gather(self.grid.back, 0), gate);
         (self.w.output.apply(&y), vec![ring, matrices])
     }
 
@@ -239,23 +240,6 @@ impl RecurrentStep<'_> {
     /// Sequences of the grid.
     fn width(&self) -> usize {
         self.grid.start.dims().map_or(0, |d| d[0])
-    }
-
-    /// What the ring keeps of the rows, and the gate of their results.
-    fn project(&self, x: &Tensor) -> (Tensor, Tensor) {
-        let all: Vec<Tensor> = self.w.input.iter().map(|m| m.apply(x)).collect();
-        match (&self.r.scan, &self.w.gate) {
-            (None, _) => {
-                let h = last(x);
-                let part = |i: usize| all[0].narrow(1, i * h, h);
-                (part(0) * part(2), part(1))
-            }
-            (Some(_), Some(gate)) => (Tensor::cat(&all, 1), gate.apply(x)),
-            (Some(s), None) => {
-                let inner = s.heads * s.value;
-                (all[0].narrow(1, inner, s.channels() + s.extras()), all[0].narrow(1, 0, inner))
-            }
-        }
     }
 
     /// The inputs in the places of the grid and before them, `[chunks, CHUNK + kernel - 1, size]`, and the
@@ -270,100 +254,63 @@ impl RecurrentStep<'_> {
         (window, state.scatter_rows(self.grid.ring, input, 0, ScatterKind::Set))
     }
 
-    /// `[chunks, CHUNK, channels]`.
-    fn convolve(&self, window: &Tensor, channels: usize) -> Tensor {
-        let x = window.narrow(2, 0, channels);
-        let tap = |(j, t): (usize, &Tensor)| x.narrow(1, j, CHUNK) * t;
-        let sum = self.w.taps.iter().enumerate().map(tap).reduce(|a, b| a + b);
-        match (sum, &self.w.bias) {
-            (Some(y), Some(b)) => y + b,
-            (Some(y), None) => y,
-            (None, _) => x,
-        }
-    }
-
-    fn inputs(&self, s: &Scan, w: &ScanWeights, mixed: &Tensor, extras: &Tensor, valid: &Tensor) -> Inputs {
-        let n = self.chunks();
-        let ([a, b], [ka, kb]) = s.axes();
-        let (keys, inner) = (s.shared * s.key, s.heads * s.value);
-        let part = |first: usize, dims: [usize; 5]| {
-            let size = dims[2] * dims[3] * dims[4];
-            mixed.narrow(2, first, size).reshape(dims).permute(&[0, 2, 3, 1, 4])
-        };
-        let key = |first: usize| part(first, [n, CHUNK, ka, kb, s.key]);
-        let value = |first: usize| part(first, [n, CHUNK, a, b, s.value]);
-        let head = |t: Tensor| t.reshape([n, CHUNK, a, b]).permute(&[0, 2, 3, 1]);
-        let extra = |i: usize| extras.narrow(2, i * s.heads, s.heads);
-        match s.kind {
-            ScanKind::Delta => {
-                // Queries and keys are divided by their length, and queries by the root of their size.
-                let size = s.key as f64;
-                let unit = |x: Tensor, by: f64| {
-                    let weight = Tensor::full(x.backend(), [s.key], by, DType::F32);
-                    x.rms_norm(&weight, 1e-6 / size)
-                };
-                let step = softplus(&(extra(1) + &w.step_bias)) * &w.rate * valid;
-                Inputs {
-                    q: unit(key(0), 1.0 / size),
-                    k: unit(key(keys), 1.0 / size.sqrt()),
-                    v: value(2 * keys),
-                    decay: head(step),
-                    strength: head(extra(0).sigmoid() * valid).reshape([n, a, b, CHUNK, 1]),
-                }
-            }
-            ScanKind::Mamba { limit: (low, high) } => {
-                let mut step = softplus(&(extra(0) + &w.step_bias));
-                if low > 0.0 || high.is_finite() {
-                    step = step.clamp(low, high);
-                }
-                let step = step * valid;
-                Inputs {
-                    q: key(inner + keys),
-                    k: key(inner),
-                    v: value(0),
-                    decay: head(&step * &w.rate),
-                    strength: head(step).reshape([n, a, b, CHUNK, 1]),
-                }
-            }
-        }
-    }
-
     /// The results in the places of the grid, `[chunks, heads, CHUNK, value]`, and the new matrices.
     fn scan(&self, s: &Scan, masks: &Masks, x: &Inputs, state: &Tensor) -> (Tensor, Tensor) {
         let ([a, b], _) = s.axes();
-        let (n, width) = (self.chunks(), self.width());
-        let sum = x.decay.cumsum(-1);
-        let pairs = sum.reshape([n, a, b, CHUNK, 1]) - sum.reshape([n, a, b, 1, CHUNK]);
-        // Pairs of which the second is later have no factor; its exponent could be too large.
-        let factors = pairs.minimum(0.0).exp() * &masks.past;
-        let kt = x.k.transpose(-1, -2);
-        let attention = x.q.matmul(&kt) * &factors;
-        let whole = sum.narrow(3, CHUNK - 1, 1);
-        let full = self.grid.full.reshape([n, 1, 1, 1]);
-        let one = Tensor::scalar(sum.backend(), 1.0, DType::F32);
-        // A chunk that is not complete leaves the matrices as they are.
-        let kept = full.gt(0.5).select(&whole.exp(), &one).reshape([n, a, b, 1, 1]);
-        let to_end = (&whole - &sum).exp() * &full;
-        let added = (&x.k * to_end.reshape([n, a, b, CHUNK, 1])).transpose(-1, -2);
-        let from_start = sum.exp().reshape([n, a, b, CHUNK, 1]);
-        // Products are part of the operands of matrix products, and not of the sums of their results: a
-        // compiler may contract a product with a sum, in one kernel and not in another.
-        let mut values = &x.v * &x.strength;
-        let queries = &x.q * &from_start;
-        // What the matrices return for the keys, as DeltaNet takes it away.
-        let returned = matches!(s.kind, ScanKind::Delta).then(|| {
-            let solved = Self::solved(masks, &(x.k.matmul(&kt) * &factors * &x.strength));
-            values = solved.matmul(&values);
-            solved.matmul(&(&x.k * (&from_start * &x.strength)))
-        });
+        let width = self.width();
         let keep = self.grid.keep.reshape([width, 1]);
-        let zero = Tensor::scalar(sum.backend(), 0.0, DType::F32);
-        let mut matrices = keep
+        let zero = Tensor::scalar(state.backend(), 0.0, DType::F32);
+        let start = keep
             .gt(0.5)
             .select(&state.gather(self.grid.start, 0), &zero)
             .reshape([width, a, b, s.key, s.value]);
+        let full = self.grid.full.reshape([self.chunks(), 1, 1, 1]);
+        let (results, after) = x.scan(s, masks, Some(&full), start);
+        let after: Vec<Tensor> =
+            after.iter().map(|m| m.reshape([width, s.heads * s.key * s.value])).collect();
+        let state = state.scatter_rows(self.grid.write, &Tensor::cat(&after, 0), 0, ScatterKind::Set);
+        (results, state)
+    }
+}
+
+impl Inputs {
+    /// The results `[n, heads, size, value]`, and the matrices `[sequences, heads, key, value]` after each
+    /// chunk of the sequences; `start` are those before the first one. `full`, f32 `[n, 1, 1, 1]`, is 1 for
+    /// chunks that are complete, else 0; without it, all are.
+    fn scan(&self, s: &Scan, masks: &Masks, full: Option<&Tensor>, start: Tensor) -> (Tensor, Vec<Tensor>) {
+        let ([a, b], _) = s.axes();
+        let (n, size) = (self.q.dims().map_or(0, |d| d[0]), masks.size);
+        let width = start.dims().map_or(1, |d| d[0]).max(1);
+        let sum = self.decay.cumsum(-1);
+        let pairs = sum.reshape([n, a, b, size, 1]) - sum.reshape([n, a, b, 1, size]);
+        // Pairs of which the second is later have no factor; its exponent could be too large.
+        let factors = pairs.minimum(0.0).exp() * &masks.past;
+        let kt = self.k.transpose(-1, -2);
+        let attention = self.q.matmul(&kt) * &factors;
+        let whole = sum.narrow(3, size - 1, 1);
+        let (mut kept, mut to_end) = (whole.exp(), (&whole - &sum).exp());
+        // A chunk that is not complete leaves the matrices as they are.
+        if let Some(full) = full {
+            let one = Tensor::scalar(sum.backend(), 1.0, DType::F32);
+            kept = full.gt(0.5).select(&kept, &one);
+            to_end = to_end * full;
+        }
+        let kept = kept.reshape([n, a, b, 1, 1]);
+        let added = (&self.k * to_end.reshape([n, a, b, size, 1])).transpose(-1, -2);
+        let from_start = sum.exp().reshape([n, a, b, size, 1]);
+        // Products are part of the operands of matrix products, and not of the sums of their results: a
+        // compiler may contract a product with a sum, in one kernel and not in another.
+        let mut values = &self.v * &self.strength;
+        let queries = &self.q * &from_start;
+        // What the matrices return for the keys, as DeltaNet takes it away.
+        let returned = matches!(s.kind, ScanKind::Delta).then(|| {
+            let solved = masks.solved(&(self.k.matmul(&kt) * &factors * &self.strength));
+            values = solved.matmul(&values);
+            solved.matmul(&(&self.k * (&from_start * &self.strength)))
+        });
+        let mut matrices = start;
         let (mut results, mut after) = (vec![], vec![]);
-        for d in 0..n / width.max(1) {
+        for d in 0..n / width {
             let of = |t: &Tensor| t.narrow(0, d * width, width);
             let u = match &returned {
                 Some(keys) => of(&values) - of(keys).matmul(&matrices),
@@ -371,18 +318,19 @@ impl RecurrentStep<'_> {
             };
             results.push(of(&queries).matmul(&matrices) + of(&attention).matmul(&u));
             matrices = matrices * of(&kept) + of(&added).matmul(&u);
-            after.push(matrices.reshape([width, s.heads * s.key * s.value]));
+            after.push(matrices.clone());
         }
-        let state = state.scatter_rows(self.grid.write, &Tensor::cat(&after, 0), 0, ScatterKind::Set);
-        (Tensor::cat(&results, 0), state)
+        (Tensor::cat(&results, 0), after)
     }
+}
 
+impl Masks {
     /// The inverse of `1 + L`, where `L` is the part of `system` below the diagonal. The inverses of blocks
     /// of 1, 2, 4, … rows on the diagonal follow from each other. Unlike a series of powers, this stays exact
     /// if the keys of a chunk are almost equal.
-    fn solved(masks: &Masks, system: &Tensor) -> Tensor {
-        let mut inverse = masks.identity.clone();
-        for (i, quarter) in masks.quarters.iter().enumerate() {
+    fn solved(&self, system: &Tensor) -> Tensor {
+        let mut inverse = self.identity.clone();
+        for (i, quarter) in self.quarters.iter().enumerate() {
             let part = system * quarter;
             // The first blocks have one row, and their inverse is 1.
             let next = match i {
@@ -393,19 +341,114 @@ impl RecurrentStep<'_> {
         }
         inverse
     }
+}
+
+impl RecurrentWeights {
+    /// What is convolved and scanned of the rows, and the gate of their results.
+    fn project(&self, r: &Recurrent, x: &Tensor) -> (Tensor, Tensor) {
+        let all: Vec<Tensor> = self.input.iter().map(|m| m.apply(x)).collect();
+        match (&r.scan, &self.gate) {
+            (None, _) => {
+                let h = last(x);
+                let part = |i: usize| all[0].narrow(1, i * h, h);
+                (part(0) * part(2), part(1))
+            }
+            (Some(_), Some(gate)) => (Tensor::cat(&all, 1), gate.apply(x)),
+            (Some(s), None) => {
+                let inner = s.heads * s.value;
+                (all[0].narrow(1, inner, s.channels() + s.extras()), all[0].narrow(1, 0, inner))
+            }
+        }
+    }
+
+    /// Of `[n, size + kernel - 1, …]` the first channels, `[n, size, channels]`.
+    fn convolve(&self, window: &Tensor, channels: usize) -> Tensor {
+        let x = window.narrow(2, 0, channels);
+        let size = window.dims().map_or(0, |d| (d[1] + 1).saturating_sub(self.taps.len()));
+        let tap = |(j, t): (usize, &Tensor)| x.narrow(1, j, size) * t;
+        let sum = self.taps.iter().enumerate().map(tap).reduce(|a, b| a + b);
+        match (sum, &self.bias) {
+            (Some(y), Some(b)) => y + b,
+            (Some(y), None) => y,
+            (None, _) => x,
+        }
+    }
+}
+
+impl ScanWeights {
+    /// The inputs of a scan. `mixed` is `[n, size, channels]`, and `extras` `[n, size, …]`. `valid`, f32
+    /// `[n, size, 1]`, is 1 for places that have a row, else 0; without it, all have one.
+    fn inputs(&self, s: &Scan, mixed: &Tensor, extras: &Tensor, valid: Option<&Tensor>) -> Inputs {
+        let (n, size) = mixed.dims().map_or((0, 0), |d| (d[0], d[1]));
+        let valid = |x: Tensor| match valid {
+            Some(v) => x * v,
+            None => x,
+        };
+        let ([a, b], [ka, kb]) = s.axes();
+        let (keys, inner) = (s.shared * s.key, s.heads * s.value);
+        let part = |first: usize, dims: [usize; 5]| {
+            let count = dims[2] * dims[3] * dims[4];
+            mixed.narrow(2, first, count).reshape(dims).permute(&[0, 2, 3, 1, 4])
+        };
+        let key = |first: usize| part(first, [n, size, ka, kb, s.key]);
+        let value = |first: usize| part(first, [n, size, a, b, s.value]);
+        let head = |t: Tensor| t.reshape([n, size, a, b]).permute(&[0, 2, 3, 1]);
+        let extra = |i: usize| extras.narrow(2, i * s.heads, s.heads);
+        match s.kind {
+            ScanKind::Delta => {
+                // Queries and keys are divided by their length, and queries by the root of their size.
+                let width = s.key as f64;
+                let unit = |x: Tensor, by: f64| {
+                    let weight = Tensor::full(x.backend(), [s.key], by, DType::F32);
+                    x.rms_norm(&weight, 1e-6 / width)
+                };
+                let step = softplus(&(extra(1) + &self.step_bias)) * &self.rate;
+                Inputs {
+                    q: unit(key(0), 1.0 / width),
+                    k: unit(key(keys), 1.0 / width.sqrt()),
+                    v: value(2 * keys),
+                    decay: head(valid(step)),
+                    strength: head(valid(extra(0).sigmoid())).reshape([n, a, b, size, 1]),
+                }
+            }
+            ScanKind::Mamba { limit: (low, high) } => {
+                let mut step = softplus(&(extra(0) + &self.step_bias));
+                if low > 0.0 || high.is_finite() {
+                    step = step.clamp(low, high);
+                }
+                let step = valid(step);
+                Inputs {
+                    q: key(inner + keys),
+                    k: key(inner),
+                    v: value(0),
+                    decay: head(&step * &self.rate),
+                    strength: head(step).reshape([n, a, b, size, 1]),
+                }
+            }
+        }
+    }
+
+    /// The results `[rows, heads * value]` with the part of the values that skips the scan. `mixed` is
+    /// `[n, size, channels]`, with as many rows.
+    fn skipped(&self, s: &Scan, y: Tensor, mixed: &Tensor) -> Tensor {
+        let Some(skip) = &self.skip else { return y };
+        let (rows, inner) = (y.dims().map_or(0, |d| d[0]), s.heads * s.value);
+        let v = mixed.narrow(2, 0, inner).reshape([rows, s.heads, s.value]);
+        y + (v * skip).reshape([rows, inner])
+    }
 
     /// Norm and gate of the results `[rows, heads * value]`.
-    fn normed(&self, s: &Scan, w: &ScanWeights, y: Tensor, gate: Tensor) -> Tensor {
+    fn normed(&self, s: &Scan, y: Tensor, gate: Tensor) -> Tensor {
         let (rows, inner) = (y.dims().map_or(0, |d| d[0]), s.heads * s.value);
         match s.kind {
             ScanKind::Delta => {
-                w.norm.apply(&y.reshape([rows, s.heads, s.value])).reshape([rows, inner]) * gate.silu()
+                self.norm.apply(&y.reshape([rows, s.heads, s.value])).reshape([rows, inner]) * gate.silu()
             }
             ScanKind::Mamba { .. } => {
                 let y = y * gate.silu();
-                let plain = NormWeights { weight: None, bias: None, spec: w.norm.spec };
+                let plain = NormWeights { weight: None, bias: None, spec: self.norm.spec };
                 let y = plain.apply(&y.reshape([rows, s.shared, inner / s.shared])).reshape([rows, inner]);
-                match &w.norm.weight {
+                match &self.norm.weight {
                     Some(weight) => y * weight,
                     None => y,
                 }

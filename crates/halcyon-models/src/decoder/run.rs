@@ -166,9 +166,13 @@ fn mix(
         (MixerWeights::Recurrent(w, r), Some(grid)) => {
             RecurrentStep { r, w, grid, slots: layout.sequences }.run(x, states)
         }
-        (MixerWeights::Recurrent(..), None) => {
-            let missing = || Error::argument("step", "a model with recurrent layers needs `Rows::grid`");
-            (x.narrow(0, 0, usize::MAX).map_error(|_| missing()), states.to_vec())
+        (MixerWeights::Recurrent(w, r), None) => {
+            let y = match layout.pages {
+                // Whole sequences.
+                0 => w.whole(r, x, layout.page),
+                _ => Err(Error::argument("step", "a model with recurrent layers needs `Rows::grid`")),
+            };
+            (y.unwrap_or_else(|e| x.narrow(0, 0, usize::MAX).map_error(|_| e)), states.to_vec())
         }
     }
 }

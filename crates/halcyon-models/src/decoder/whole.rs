@@ -3,7 +3,6 @@
 use super::attention::AttentionStep;
 use super::run::StageStates;
 use super::{CacheLayout, Decoder, Rows};
-use crate::spec::Mixer;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{ConstData, DType, Tensor};
 
@@ -13,7 +12,7 @@ impl Decoder {
     ///
     /// # Errors
     /// `Error::Shape` if `tokens` has other axes; `Error::Argument` for sequences longer than the context;
-    /// `Error::Unsupported` for models with recurrent layers, and for models on several devices.
+    /// `Error::Unsupported` for models on several devices.
     pub fn sequence_logits(&self, tokens: &Tensor) -> Result<Tensor> {
         let dims = tokens.dims()?;
         let [batch, length] = dims[..] else {
@@ -22,10 +21,6 @@ impl Decoder {
         if length == 0 || length > self.context() {
             let what = format!("{length} tokens, but the context has {}", self.context());
             return Err(Error::argument("sequence_logits", what));
-        }
-        if !self.spec.layers.iter().all(|l| matches!(l.mixer, Mixer::Attention(_))) {
-            let what = format!("training of {}, which has recurrent layers", self.spec.family);
-            return Err(Error::unsupported(what, "Train a model whose layers are attention"));
         }
         if self.stages.len() > 1 {
             let what = format!("training on {} devices", self.placement.devices.len());

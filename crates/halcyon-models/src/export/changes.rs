@@ -246,23 +246,26 @@ fn scan(part: &mut Part, s: &Scan, own: &str, tiled: bool) {
             _ => {}
         }
     }
-    if !tiled {
-        return;
+    if tiled {
+        part.edit.pick = tiled_pick(s, own.strip_suffix(".weight").unwrap_or(own));
     }
-    // Value head `t` of the file belongs to key head `t % shared`.
+}
+
+/// The order that a matrix or vector of a scan gets where value head `t` belongs to key head `t % shared`.
+pub(crate) fn tiled_pick(s: &Scan, own: &str) -> Pick {
     let order: Vec<usize> =
         (0..s.heads).map(|t| t % s.shared * (s.heads / s.shared) + t / s.shared).collect();
     let rows = |first: usize, unit: usize| {
         let moved = order.iter().flat_map(move |h| (0..unit).map(move |r| first + h * unit + r));
         Pick::Rows((0..first).chain(moved).collect())
     };
-    part.edit.pick = match own {
-        "attn_qkv.weight" | "ssm_conv1d.weight" => rows(2 * s.shared * s.key, s.value),
-        "attn_gate.weight" => rows(0, s.value),
-        "ssm_beta.weight" | "ssm_alpha.weight" | "ssm_a" | "ssm_dt.bias" => rows(0, 1),
-        "ssm_out.weight" => Pick::Columns { unit: s.value, order },
+    match own {
+        "attn_qkv" | "ssm_conv1d" => rows(2 * s.shared * s.key, s.value),
+        "attn_gate" => rows(0, s.value),
+        "ssm_beta" | "ssm_alpha" | "ssm_a" | "ssm_dt.bias" => rows(0, 1),
+        "ssm_out" => Pick::Columns { unit: s.value, order },
         _ => Pick::All,
-    };
+    }
 }
 
 /// Another order of the rows of heads of `key` rows, of which `size` from `first` on are rotated: rows `i`

@@ -18,9 +18,10 @@ mod tokenizer_json;
 mod vocabulary;
 mod write;
 
-pub(crate) use changes::Turn;
+pub(crate) use changes::{Turn, tiled_pick};
 pub use content::{Content, Entry};
 pub use merged::{merged_content, write_merged_folder};
 pub use mixture::{FILE_TYPES, FileType, MixtureOptions, TypeRule, choose, is_quantised};
+pub(crate) use outputs::Pick;
 pub use to_folder::{FolderWritten, write_folder};
 pub use write::{WriteOptions, Written, write};

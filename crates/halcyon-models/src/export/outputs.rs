@@ -50,7 +50,7 @@ impl Default for Edit {
 
 /// The elements that are kept, in their order.
 #[derive(Clone, Debug)]
-pub(super) enum Pick {
+pub(crate) enum Pick {
     All,
     /// These rows; of a vector these elements.
     Rows(Vec<usize>),

@@ -1,6 +1,6 @@
 //! Adapters in PEFT's files.
 
-use super::order::{self, RowOrder};
+use super::order::{self, FileOrder};
 use super::{Adapter, Lora, STEMS};
 use crate::model::ModelFile;
 use crate::source::floats;
@@ -71,14 +71,14 @@ pub(super) fn adapters_of(
     path: &Path,
     file: &ModelFile,
     backend: &Backend,
-    from: RowOrder,
+    from: FileOrder,
     scale: &dyn Fn(usize) -> f32,
     take: &mut dyn FnMut(&str, &str, &str) -> Result<Option<Values>>,
 ) -> Result<Option<Lora>> {
     let (mut adapters, mut kept) = (BTreeMap::new(), BTreeMap::new());
     let (mut turns, mut most) = (BTreeMap::new(), 0);
     for (stem, name) in names(file) {
-        let (a, b) = match (take(&stem, &name, "A")?, take(&stem, &name, "B")?) {
+        let (mut a, mut b) = match (take(&stem, &name, "A")?, take(&stem, &name, "B")?) {
             (Some(a), Some(b)) => (a, b),
             (None, None) => continue,
             _ => return Err(bad(path, format!("the adapter of '{name}' has one of its two matrices"))),
@@ -90,10 +90,12 @@ pub(super) fn adapters_of(
             return Err(bad(path, format!("the adapter of '{name}' has ranks {rank} and {other}")));
         }
         most = most.max(rank);
-        let b = order::to_model(file, &stem, from, b.1, outputs);
+        if let Some(m) = order::to_model(file, &stem, from) {
+            m.apply(rank, &mut a.1, &mut b.1);
+        }
         let adapter = Adapter {
             a: Param::new(Tensor::from_slice(backend, [rank, inputs], &a.1)?),
-            b: Param::new(Tensor::from_slice(backend, [outputs, rank], &b)?),
+            b: Param::new(Tensor::from_slice(backend, [outputs, rank], &b.1)?),
             scale: scale(rank),
         };
         let found = file.source.find(&file.spec, &format!("{stem}.weight"))?;
@@ -135,7 +137,7 @@ impl Lora {
             let t = weights.get(&name)?;
             Ok(Some((t.dims.to_vec(), floats(&t)?)))
         };
-        let lora = adapters_of(folder, file, backend, RowOrder::Folder, &scale, &mut take)?;
+        let lora = adapters_of(folder, file, backend, FileOrder::Folder, &scale, &mut take)?;
         if let Some(name) = rest.first() {
             let what = format!("the adapter tensor '{name}' with this {} model", file.spec.family);
             return Err(Error::unsupported(what, "Merge the adapters with PEFT"));
@@ -153,11 +155,13 @@ impl Lora {
         let mut tensors = vec![];
         for (stem, adapter) in &self.adapters {
             let name = &self.names[stem];
-            for (which, p) in [("A", &adapter.a), ("B", &adapter.b)] {
-                let (dims, mut values) = (p.value().dims()?, p.value().cast(DType::F32).to_vec::<f32>()?);
-                if which == "B" {
-                    values = order::to_folder(self.turns.get(stem), values, dims[0]);
-                }
+            let values = |p: &Param| p.value().cast(DType::F32).to_vec::<f32>();
+            let (mut a, mut b) = (values(&adapter.a)?, values(&adapter.b)?);
+            if let Some(m) = self.turns.get(stem) {
+                m.apply(adapter.rank()?, &mut a, &mut b);
+            }
+            for (which, p, values) in [("A", &adapter.a, a), ("B", &adapter.b, b)] {
+                let dims = p.value().dims()?;
                 let name = format!("{PREFIX}{name}.lora_{which}.weight");
                 tensors.push((name, ConstData::from_slice(&dims, &values)?));
             }

@@ -2,7 +2,7 @@
 
 use super::Lora;
 use super::files::{adapters_of, bad};
-use super::order::RowOrder;
+use super::order::FileOrder;
 use crate::model::ModelFile;
 use crate::source::Source;
 use halcyon::Backend;
@@ -56,7 +56,7 @@ pub(super) fn load(path: &Path, file: &ModelFile, backend: &Backend) -> Result<L
         let found = source.find(&file.spec, &name)?;
         found.map(|w| Ok((w.dims(), w.floats()?))).transpose()
     };
-    let lora = adapters_of(path, file, backend, RowOrder::Gguf, &scale, &mut take)?;
+    let lora = adapters_of(path, file, backend, FileOrder::Gguf, &scale, &mut take)?;
     match rest.first() {
         Some(name) => {
             let what = format!("the adapter tensor '{name}' with this {} model", file.spec.family);

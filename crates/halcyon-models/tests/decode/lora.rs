@@ -35,8 +35,9 @@ fn cpu() -> Backend {
 #[test]
 fn whole_sequences_have_the_logits_of_steps() {
     let b = cpu();
-    let families = ["llama", "gemma2", "gpt_oss", "falcon", "qwen3_moe", "gpt2", "llama-dynamic"];
-    for family in families {
+    let attention = ["llama", "gemma2", "gpt_oss", "falcon", "qwen3_moe", "gpt2", "llama-dynamic"];
+    let recurrent = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid", "lfm2"];
+    for family in attention.into_iter().chain(recurrent) {
         let dir = data("data").join(family);
         let source = Source::open(&dir).expect("the model opens");
         let decoder = decoder(&b, &source, 64);

@@ -11,6 +11,7 @@ mod generator;
 mod hostile;
 mod lora;
 mod quantised;
+mod recurrent_training;
 mod split;
 mod stored;
 mod stories;
