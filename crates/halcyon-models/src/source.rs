@@ -12,7 +12,7 @@ mod quantised;
 use crate::spec::Spec;
 use bytes::Bytes;
 pub use folder::Folder;
-pub(crate) use folder::json;
+pub(crate) use folder::{json, module_names};
 use halcyon::ir::error::{Error, Result};
 use halcyon::{BlockType, ConstData, DType};
 use halcyon_formats::foreign::{self, Foreign};
@@ -137,7 +137,13 @@ impl Source {
                 let name = format!("{stem}.weight");
                 file.tensor(&name).ok()?;
                 let first = names::recipes(spec, &name).into_iter().next()?;
-                Some(format!("model.{}", first.plain()?.strip_suffix(".weight")?))
+                // Encoders are trained without a head, whose part of the names is `model`.
+                let prefix = match spec.family {
+                    "bert" | "xlm-roberta" | "modernbert" => "",
+                    _ if stem == "output" => "",
+                    _ => "model.",
+                };
+                Some(format!("{prefix}{}", first.plain()?.strip_suffix(".weight")?))
             }
         }
     }

@@ -34,7 +34,7 @@ pub struct EmbedOptions {
     pub prompt: Option<String>,
     /// The most tokens of a text; longer texts are cut. `None`: as the model's configuration says.
     pub max_tokens: Option<usize>,
-    /// Places of adapters (see [`Lora::load`]) of a decoder, each with a factor.
+    /// Places of adapters (see [`Lora::load`]), each with a factor.
     pub adapters: Vec<(PathBuf, f32)>,
 }
 
@@ -107,10 +107,6 @@ impl Embedder {
             (None, Some(d)) => d.context,
             (None, None) => 0,
         };
-        if encoder.is_some() && !options.adapters.is_empty() {
-            let next = "Use a decoder, or a model into which the adapters are merged";
-            return Err(Error::unsupported("adapters of encoders", next));
-        }
         let mut config = match options.pooling {
             // The configuration's own way may be one that is not supported.
             Some(p) if folder.is_none() => Config { pooling: vec![p], ..Config::default() },
@@ -139,7 +135,10 @@ impl Embedder {
         let tokenizer = crate::model::tokenizer(&source)?;
         let model = match (encoder, decoder) {
             (Some(spec), _) => {
-                Model::Encoder(EncoderEngine::new(Arc::new(Encoder::load(backend, &source, spec)?)))
+                let file = ModelFile { path: place, source, spec: spec.body.clone() };
+                let lora = Lora::load_all(&options.adapters, &file, backend)?;
+                let encoder = Encoder::load(backend, &file.source, spec, lora.as_ref())?;
+                Model::Encoder(EncoderEngine::new(Arc::new(encoder)))
             }
             (None, Some(spec)) => {
                 let file = ModelFile { path: place, source, spec };

@@ -14,6 +14,7 @@ use crate::decoder::ffn::FfnWeights;
 use crate::decoder::load::{Loader, Rotations, expect};
 use crate::decoder::weights::{Matrix, NormWeights};
 use crate::family::{Base, Hf, Meta};
+use crate::lora::Lora;
 use crate::rope::Rope;
 use crate::source::Source;
 use crate::spec::{Norm, Spec};
@@ -159,13 +160,18 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// Loads the weights of an encoder.
+    /// Loads the weights of an encoder. The products of adapters are added to those of the matrices.
     ///
     /// # Errors
     /// `Error::Argument` for a tensor that is missing; `Error::Shape` for one whose shape does not follow
-    /// from the configuration; errors of reading.
-    pub fn load(backend: &Backend, source: &Source, spec: EncoderSpec) -> Result<Encoder> {
-        let l = Loader::new(source, &spec.body, backend, Activations::Fine, None);
+    /// from the configuration, or for an adapter that does not fit its matrix; errors of reading.
+    pub fn load(
+        backend: &Backend,
+        source: &Source,
+        spec: EncoderSpec,
+        lora: Option<&Lora>,
+    ) -> Result<Encoder> {
+        let l = Loader::new(source, &spec.body, backend, Activations::Fine, lora);
         let (h, norm) = (spec.body.hidden, spec.norm);
         let mut ropes = Rotations::default();
         let mut layers = vec![];

@@ -3,7 +3,7 @@
 use super::order::{self, FileOrder};
 use super::{Adapter, Lora, STEMS};
 use crate::model::ModelFile;
-use crate::source::floats;
+use crate::source::{floats, module_names};
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, ConstData, DType, Tensor};
 use halcyon_formats::safetensors::{self, SafeTensors};
@@ -17,11 +17,12 @@ const WEIGHTS: &str = "adapter_model.safetensors";
 /// What PEFT puts before the names of modules.
 const PREFIX: &str = "base_model.model.";
 
-/// Canonical names of the matrices of all layers that can have an adapter, with the names of Hugging Face's
-/// modules. A matrix that is stored together with another one is left out.
+/// Canonical names of the matrices that can have an adapter, with the names of Hugging Face's modules. A matrix
+/// that is stored together with another one is left out, and so is a head that is the embedding's matrix.
 pub(super) fn names(file: &ModelFile) -> Vec<(String, String)> {
     let layers = 0..file.spec.layers.len();
     let stems = layers.flat_map(|i| STEMS.map(|s| format!("blk.{i}.{s}")));
+    let stems = stems.chain(["output".to_string()]);
     stems.filter_map(|stem| Some((stem.clone(), file.source.module(&file.spec, &stem)?))).collect()
 }
 
@@ -130,10 +131,9 @@ impl Lora {
         let weights = SafeTensors::open(&folder.join(WEIGHTS))?;
         let mut rest: BTreeSet<String> = weights.names().map(str::to_string).collect();
         let mut take = |_: &str, name: &str, which: &str| -> Result<Option<Values>> {
-            let name = format!("{PREFIX}{name}.lora_{which}.weight");
-            if !rest.remove(&name) {
-                return Ok(None);
-            }
+            // What stands before the names depends on the class with which a model was trained.
+            let mut all = module_names(name).map(|n| format!("{PREFIX}{n}.lora_{which}.weight"));
+            let Some(name) = all.find(|n| rest.remove(n)) else { return Ok(None) };
             let t = weights.get(&name)?;
             Ok(Some((t.dims.to_vec(), floats(&t)?)))
         };

@@ -240,6 +240,9 @@ impl Folder {
 
     /// The name of the module that is stored as it is used; see [`crate::source::Source::module`].
     pub(super) fn module(&self, spec: &Spec, stem: &str) -> Option<String> {
+        if stem == "output" && self.ties() {
+            return None;
+        }
         let recipes = recipes(spec, &format!("{stem}.weight"));
         let names = recipes.iter().flat_map(|r| PREFIXES.iter().map(move |p| (r, r.source(p))));
         let (recipe, name) = names.into_iter().find(|(_, n)| self.has(n))?;
@@ -272,6 +275,13 @@ struct Part {
     weights: Weights,
     /// Whether the last axis is that of the inputs, whatever the family stores. Quantised matrices are so.
     by_rows: bool,
+}
+
+/// The names that a module may have, by how its model was saved.
+pub(crate) fn module_names(name: &str) -> impl Iterator<Item = String> {
+    let bare = PREFIXES.iter().filter_map(|p| name.strip_prefix(p)).min_by_key(|n| n.len());
+    let bare = bare.unwrap_or(name).to_string();
+    std::iter::once(name.to_string()).chain(PREFIXES.iter().map(move |p| format!("{p}{bare}")))
 }
 
 /// What stands before the names of tensors, by how the model was saved.

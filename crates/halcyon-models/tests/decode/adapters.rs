@@ -97,7 +97,8 @@ fn adapters_have_the_same_effect_in_all_files() {
     let file = as_gguf(&folder, &dir.path().join("m.gguf"), None);
     let plain = logits(&b, &folder, None);
     // Adapters of the GGUF file, as a GGUF file and as PEFT's folder, on both.
-    let own = random(&file, &b, &["[qkv]_proj", "down_proj"], 5);
+    let own = random(&file, &b, &["[qkv]_proj", "down_proj", "lm_head"], 5);
+    assert!(own.adapter("output").is_some(), "the head has an adapter");
     let want = logits(&b, &file, Some(&own));
     assert!(differ(&plain, &want) > 0.1, "the adapters matter");
     let (gguf, peft) = (dir.path().join("adapter.gguf"), dir.path().join("adapter"));
@@ -165,7 +166,9 @@ fn merged_models_have_the_logits_of_base_and_adapters() {
     let path = |name: &str| dir.path().join(name);
     for family in ["llama", "gemma3"] {
         let folder = || ModelFile::open(&data("data").join(family)).expect("a model");
-        let lora = random(&folder(), &b, &["[qkvo]_proj", "*_proj"], 3);
+        let lora = random(&folder(), &b, &["[qkvo]_proj", "*_proj", "lm_head"], 3);
+        // Gemma 3 has the embedding as its head.
+        assert_eq!(lora.adapter("output").is_some(), family == "llama");
         let peft = path(&format!("{family}-adapter"));
         lora.save(&peft, "base").expect("written");
         let want = logits(&b, &folder(), Some(&lora));

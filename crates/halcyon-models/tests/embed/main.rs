@@ -1,3 +1,4 @@
 //! Embeddings: encoders and decoders, pooling, and the files of sentence-transformers.
 
+mod adapters;
 mod stored;

@@ -16,7 +16,7 @@ pub(crate) fn folder(name: &str) -> PathBuf {
 fn engine(b: &Backend, dir: &Path) -> EncoderEngine {
     let source = Source::open(dir).expect("the model opens");
     let spec = EncoderSpec::of(&source).expect("the configuration is valid").expect("an encoder");
-    EncoderEngine::new(Arc::new(Encoder::load(b, &source, spec).expect("the weights are loaded")))
+    EncoderEngine::new(Arc::new(Encoder::load(b, &source, spec, None).expect("the weights are loaded")))
 }
 
 struct Stored(Npz);
