@@ -19,7 +19,7 @@ use order::Moved;
 use std::collections::BTreeMap;
 
 /// Matrices that can have an adapter, by their names in a layer.
-const STEMS: [&str; 23] = [
+const STEMS: [&str; 26] = [
     "attn_q",
     "attn_k",
     "attn_v",
@@ -43,6 +43,9 @@ const STEMS: [&str; 23] = [
     "ffn_gate_shexp",
     "ffn_up_shexp",
     "ffn_down_shexp",
+    "ffn_gate_exps",
+    "ffn_up_exps",
+    "ffn_down_exps",
 ];
 
 /// How adapters are made.
@@ -65,12 +68,12 @@ impl Default for LoraOptions {
     }
 }
 
-/// The adapter of one matrix.
+/// The adapter of one matrix, or of the matrices of all experts of a layer.
 #[derive(Clone, Debug, Module)]
 pub struct Adapter {
-    /// f32 `[rank, inputs]`.
+    /// f32 `[rank, inputs]`, or `[experts, rank, inputs]`.
     pub a: Param,
-    /// f32 `[outputs, rank]`.
+    /// f32 `[outputs, rank]`, or `[experts, outputs, rank]`.
     pub b: Param,
     #[module(skip)]
     scale: f32,
@@ -80,6 +83,12 @@ impl Adapter {
     /// The adapter's product for rows `[n, inputs]`.
     pub(crate) fn apply(&self, x: &Tensor) -> Tensor {
         x.row_matmul(&self.a.value(), None, None).row_matmul(&self.b.value(), None, None) * self.scale
+    }
+
+    /// The product for rows of which each has its own expert.
+    pub(crate) fn apply_which(&self, x: &Tensor, which: &Tensor) -> Tensor {
+        let inner = x.row_matmul(&self.a.value(), None, Some(which));
+        inner.row_matmul(&self.b.value(), None, Some(which)) * self.scale
     }
 
     /// A copy on another backend, which does not follow the training of this one.
@@ -93,13 +102,19 @@ impl Adapter {
     /// # Errors
     /// The error of a failed value.
     pub fn rank(&self) -> Result<usize> {
-        Ok(self.a.value().dims()?[0])
+        let dims = self.a.value().dims()?;
+        Ok(dims[dims.len() - 2])
     }
 
     /// Fails unless the adapter fits a matrix of `dims`.
     pub(crate) fn check(&self, stem: &str, dims: &[usize]) -> Result<()> {
         let (a, b) = (self.a.value().dims()?, self.b.value().dims()?);
-        match dims.len() == 2 && a[1] == dims[1] && b[0] == dims[0] && a[0] == b[1] {
+        let fits = match (dims, &a[..], &b[..]) {
+            (&[n, k], &[r, inputs], &[outputs, s]) => (n, k, r) == (outputs, inputs, s),
+            (&[e, n, k], &[f, r, inputs], &[g, outputs, s]) => (e, e, n, k, r) == (f, g, outputs, inputs, s),
+            _ => false,
+        };
+        match fits {
             true => Ok(()),
             false => {
                 let what =
@@ -158,15 +173,19 @@ impl Lora {
                 continue;
             }
             let Some(w) = file.source.find(&file.spec, &format!("{stem}.weight"))? else { continue };
-            let [outputs, inputs] = w.dims()[..] else { continue };
+            let dims = w.dims();
+            let [lead @ .., outputs, inputs] = &dims[..] else { continue };
+            let (outputs, inputs) = (*outputs, *inputs);
             let bound = 1.0 / (inputs as f64).sqrt();
             // Each matrix has draws of its own, whatever else has an adapter.
             let seed = stem.bytes().fold(options.seed, |s, b| s.wrapping_mul(0x100_0000_01b3) ^ u64::from(b));
             let draw = |i: usize| ((2.0 * uniform(seed, i as u64) - 1.0) * bound) as f32;
-            let a: Vec<f32> = (0..options.rank * inputs).map(draw).collect();
+            let (down, up) =
+                ([lead, &[options.rank, inputs]].concat(), [lead, &[outputs, options.rank]].concat());
+            let a: Vec<f32> = (0..down.iter().product()).map(draw).collect();
             let adapter = Adapter {
-                a: Param::new(Tensor::from_slice(backend, [options.rank, inputs], &a)?),
-                b: Param::new(Tensor::zeros(backend, [outputs, options.rank], DType::F32)),
+                a: Param::new(Tensor::from_slice(backend, &down[..], &a)?),
+                b: Param::new(Tensor::zeros(backend, &up[..], DType::F32)),
                 scale: options.alpha / options.rank as f32,
             };
             lora.names.insert(stem.clone(), name);

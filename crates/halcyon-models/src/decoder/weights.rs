@@ -47,6 +47,10 @@ impl Matrix {
     /// Multiplies each row by its own matrix.
     pub(crate) fn apply_which(&self, x: &Tensor, which: &Tensor) -> Tensor {
         let y = x.row_matmul(&self.data, self.options(), Some(which));
+        let y = match &self.adapter {
+            Some(a) => y + a.apply_which(x, which),
+            None => y,
+        };
         match &self.bias {
             Some(b) => y + b.gather(which, 0),
             None => y,

@@ -5,7 +5,7 @@ use super::to_folder::{FolderWritten, Unfinished, encoded, too_large};
 use super::write;
 use crate::lora::Lora;
 use crate::model::ModelFile;
-use crate::source::{Source, floats};
+use crate::source::{Folder, Source, floats};
 use bytes::Bytes;
 use halcyon::DType;
 use halcyon::ir::error::{Error, Result};
@@ -25,10 +25,7 @@ pub fn merged_content<'a>(file: &'a mut ModelFile, lora: &Lora) -> Result<(Conte
     let types: HashMap<String, GgmlType> =
         Content::of(&file.source)?.tensors.iter().map(|t| (t.info.name.clone(), t.info.ty)).collect();
     if let Source::Folder(folder) = &mut file.source {
-        for (stem, d) in differences {
-            let module = lora.modules().get(&stem).cloned().unwrap_or_default();
-            folder.add(format!("{module}.weight"), d);
-        }
+        add(folder, lora)?;
         let content = Content::of(&file.source)?;
         let kept = content.tensors.iter().map(|t| types.get(&t.info.name).copied().unwrap_or(t.info.ty));
         let kept = kept.collect();
@@ -53,6 +50,21 @@ pub fn merged_content<'a>(file: &'a mut ModelFile, lora: &Lora) -> Result<(Conte
         });
     }
     Ok((content, kept))
+}
+
+/// Adds what adapters add to the tensors of a folder.
+fn add(folder: &mut Folder, lora: &Lora) -> Result<()> {
+    for (stem, d) in lora.differences()? {
+        let module = lora.modules().get(&stem).cloned().unwrap_or_default();
+        if !module.contains("{}") {
+            folder.add(format!("{module}.weight"), d);
+            continue;
+        }
+        for (e, d) in d.of_experts().enumerate() {
+            folder.add(format!("{}.weight", module.replace("{}", &e.to_string())), d);
+        }
+    }
+    Ok(())
 }
 
 /// Writes a folder's model with merged adapters as a new folder. Other files of the folder are copied.
@@ -81,10 +93,7 @@ pub fn write_merged_folder(
     if let Some(other) = dtype.filter(|d| !matches!(d, DType::F32 | DType::F16 | DType::BF16)) {
         return Err(Error::argument("convert", format!("{other}: expected f32, f16 or bf16")));
     }
-    for (stem, d) in lora.differences()? {
-        let module = lora.modules().get(&stem).cloned().unwrap_or_default();
-        folder.add(format!("{module}.weight"), d);
-    }
+    add(folder, lora)?;
     let mut names: Vec<&str> = folder.names().collect();
     names.sort_unstable();
     let kind = |own: DType| match own {

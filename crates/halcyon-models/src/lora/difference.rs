@@ -6,13 +6,14 @@ use halcyon::{ConstData, DType};
 use halcyon_nn::Param;
 use std::collections::BTreeMap;
 
-/// `scale B A` as its two factors.
+/// `scale B A` as its two factors, perhaps for each of several experts.
 #[derive(Clone, Debug)]
 pub(crate) struct Difference {
+    experts: usize,
     rank: usize,
-    /// `[rank, inputs]`.
+    /// `[experts, rank, inputs]`.
     a: Vec<f32>,
-    /// `scale B`, `[outputs, rank]`.
+    /// `scale B`, `[experts, outputs, rank]`.
     b: Vec<f32>,
 }
 
@@ -21,16 +22,32 @@ impl Difference {
         let values = |p: &Param| p.value().cast(DType::F32).to_vec::<f32>();
         let mut b = values(&adapter.b)?;
         b.iter_mut().for_each(|v| *v *= adapter.scale);
-        Ok(Difference { rank: adapter.rank()?, a: values(&adapter.a)?, b })
+        let dims = adapter.a.value().dims()?;
+        let experts = if dims.len() > 2 { dims[0] } else { 1 };
+        Ok(Difference { experts, rank: adapter.rank()?, a: values(&adapter.a)?, b })
     }
 
-    /// Adds the product to a matrix `[outputs, inputs]`, row after row.
+    /// That of each expert.
+    pub(crate) fn of_experts(&self) -> impl Iterator<Item = Difference> {
+        let (a, b) = (self.a.len() / self.experts, self.b.len() / self.experts);
+        self.a.chunks_exact(a.max(1)).zip(self.b.chunks_exact(b.max(1))).map(|(a, b)| Difference {
+            experts: 1,
+            rank: self.rank,
+            a: a.to_vec(),
+            b: b.to_vec(),
+        })
+    }
+
+    /// Adds the products to matrices `[experts, outputs, inputs]`, row after row.
     pub(crate) fn add_to(&self, matrix: &mut [f32]) {
-        let inputs = self.a.len() / self.rank;
+        let one = self.a.len() / self.experts;
+        let inputs = one / self.rank;
+        let outputs = self.b.len() / self.experts / self.rank;
         let mut sums = vec![0f64; inputs];
-        for (row, b) in matrix.chunks_exact_mut(inputs).zip(self.b.chunks_exact(self.rank)) {
+        for (i, (row, b)) in matrix.chunks_exact_mut(inputs).zip(self.b.chunks_exact(self.rank)).enumerate() {
             sums.fill(0.0);
-            for (b, a) in b.iter().zip(self.a.chunks_exact(inputs)) {
+            let first = i / outputs.max(1) * one;
+            for (b, a) in b.iter().zip(self.a[first..first + one].chunks_exact(inputs)) {
                 sums.iter_mut().zip(a).for_each(|(s, a)| *s += f64::from(*b) * f64::from(*a));
             }
             row.iter_mut().zip(&sums).for_each(|(v, s)| *v = (f64::from(*v) + s) as f32);

@@ -19,11 +19,14 @@ const PREFIX: &str = "base_model.model.";
 
 /// Canonical names of the matrices that can have an adapter, with the names of Hugging Face's modules. A matrix
 /// that is stored together with another one is left out, and so is a head that is the embedding's matrix.
+/// `{}` in a name stands for the number of an expert.
 pub(super) fn names(file: &ModelFile) -> Vec<(String, String)> {
     let layers = 0..file.spec.layers.len();
     let stems = layers.flat_map(|i| STEMS.map(|s| format!("blk.{i}.{s}")));
     let stems = stems.chain(["output".to_string()]);
-    stems.filter_map(|stem| Some((stem.clone(), file.source.module(&file.spec, &stem)?))).collect()
+    let named = stems.filter_map(|stem| Some((stem.clone(), file.source.module(&file.spec, &stem)?)));
+    // Experts whose matrices a folder stores together are no modules.
+    named.filter(|(stem, name)| stem.ends_with("_exps") == name.contains("{}")).collect()
 }
 
 pub(super) fn bad(path: &Path, what: impl Into<String>) -> Error {
@@ -84,7 +87,7 @@ pub(super) fn adapters_of(
             (None, None) => continue,
             _ => return Err(bad(path, format!("the adapter of '{name}' has one of its two matrices"))),
         };
-        let (&[rank, inputs], &[outputs, other]) = (&a.0[..], &b.0[..]) else {
+        let (&[.., rank, _], &[.., _, other]) = (&a.0[..], &b.0[..]) else {
             return Err(bad(path, format!("the adapter of '{name}' has no two matrices")));
         };
         if rank != other || rank == 0 {
@@ -95,8 +98,8 @@ pub(super) fn adapters_of(
             m.apply(rank, &mut a.1, &mut b.1);
         }
         let adapter = Adapter {
-            a: Param::new(Tensor::from_slice(backend, [rank, inputs], &a.1)?),
-            b: Param::new(Tensor::from_slice(backend, [outputs, rank], &b.1)?),
+            a: Param::new(Tensor::from_slice(backend, &a.0[..], &a.1)?),
+            b: Param::new(Tensor::from_slice(backend, &b.0[..], &b.1)?),
             scale: scale(rank),
         };
         let found = file.source.find(&file.spec, &format!("{stem}.weight"))?;
@@ -107,6 +110,27 @@ pub(super) fn adapters_of(
     }
     let alpha = if most > 0 { scale(most) * most as f32 } else { 0.0 };
     Ok((most > 0).then_some(Lora { adapters, names: kept, turns, rank: most, alpha }))
+}
+
+/// Experts of the layer of a matrix.
+fn experts(file: &ModelFile, stem: &str) -> usize {
+    let layer = stem.split('.').nth(1).and_then(|i| i.parse::<usize>().ok());
+    let layer = layer.and_then(|i| file.spec.layers.get(i));
+    layer.and_then(|l| l.experts()).map_or(0, |(e, _)| e.count)
+}
+
+/// The values of all experts, one after the other; zeros for those without an adapter. `None` if none has one.
+fn stacked(parts: Vec<Option<Values>>) -> std::result::Result<Option<Values>, String> {
+    let Some(dims) = parts.iter().flatten().next().map(|(dims, _)| dims.clone()) else { return Ok(None) };
+    let (count, mut all) = (parts.len(), vec![]);
+    for part in parts {
+        match part {
+            Some((other, _)) if other != dims => return Err(format!("{dims:?} and {other:?} differ")),
+            Some((_, values)) => all.extend(values),
+            None => all.resize(all.len() + dims.iter().product::<usize>(), 0.0),
+        }
+    }
+    Ok(Some(([&[count], &dims[..]].concat(), all)))
 }
 
 impl Lora {
@@ -130,12 +154,20 @@ impl Lora {
         let scale = scale(&config, &path)?;
         let weights = SafeTensors::open(&folder.join(WEIGHTS))?;
         let mut rest: BTreeSet<String> = weights.names().map(str::to_string).collect();
-        let mut take = |_: &str, name: &str, which: &str| -> Result<Option<Values>> {
+        let mut one = |name: &str, which: &str| -> Result<Option<Values>> {
             // What stands before the names depends on the class with which a model was trained.
             let mut all = module_names(name).map(|n| format!("{PREFIX}{n}.lora_{which}.weight"));
             let Some(name) = all.find(|n| rest.remove(n)) else { return Ok(None) };
             let t = weights.get(&name)?;
             Ok(Some((t.dims.to_vec(), floats(&t)?)))
+        };
+        let mut take = |stem: &str, name: &str, which: &str| match name.contains("{}") {
+            false => one(name, which),
+            true => {
+                let of = |e: usize| one(&name.replace("{}", &e.to_string()), which);
+                let parts = (0..experts(file, stem)).map(of).collect::<Result<Vec<_>>>()?;
+                stacked(parts).map_err(|e| bad(folder, format!("the adapters of '{name}': {e}")))
+            }
         };
         let lora = adapters_of(folder, file, backend, FileOrder::Folder, &scale, &mut take)?;
         if let Some(name) = rest.first() {
@@ -162,8 +194,17 @@ impl Lora {
             }
             for (which, p, values) in [("A", &adapter.a, a), ("B", &adapter.b, b)] {
                 let dims = p.value().dims()?;
-                let name = format!("{PREFIX}{name}.lora_{which}.weight");
-                tensors.push((name, ConstData::from_slice(&dims, &values)?));
+                let file = |name: &str| format!("{PREFIX}{name}.lora_{which}.weight");
+                match &dims[..] {
+                    [experts, rest @ ..] if rest.len() == 2 => {
+                        let one = (values.len() / experts.max(&1)).max(1);
+                        for (e, v) in values.chunks_exact(one).enumerate() {
+                            let name = file(&name.replace("{}", &e.to_string()));
+                            tensors.push((name, ConstData::from_slice(rest, v)?));
+                        }
+                    }
+                    _ => tensors.push((file(name), ConstData::from_slice(&dims, &values)?)),
+                }
             }
         }
         let all: Vec<(&str, &ConstData)> = tensors.iter().map(|(n, t)| (n.as_str(), t)).collect();

@@ -8,14 +8,15 @@ use halcyon_nn::Param;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// The factors `A` and `B` of a sum of products, side by side.
+/// The factors `A` and `B` of a sum of products, side by side, for each expert or for one matrix.
 struct Sum {
     rank: usize,
+    /// Axes before the last two: none, or the experts.
+    lead: Vec<usize>,
     inputs: usize,
     outputs: usize,
-    a: Vec<f32>,
-    /// `B` of each product, `[outputs, rank]`.
-    b: Vec<(usize, Vec<f32>)>,
+    /// The rank of each product, `A` `[experts, rank, inputs]` and `B` `[experts, outputs, rank]`.
+    parts: Vec<(usize, Vec<f32>, Vec<f32>)>,
 }
 
 impl Sum {
@@ -23,24 +24,30 @@ impl Sum {
         let values = |p: &Param| p.value().cast(DType::F32).to_vec::<f32>();
         let mut b = values(&adapter.b)?;
         b.iter_mut().for_each(|v| *v *= adapter.scale * factor);
-        self.a.extend(values(&adapter.a)?);
         let rank = adapter.rank()?;
-        self.b.push((rank, b));
+        self.parts.push((rank, values(&adapter.a)?, b));
         self.rank += rank;
         Ok(())
     }
 
     /// One adapter of `rank`, which is at least the sum of all ranks. The rest is zeros.
-    fn adapter(mut self, backend: &Backend, rank: usize) -> Result<Adapter> {
-        self.a.resize(rank * self.inputs, 0.0);
-        let mut b = Vec::with_capacity(rank * self.outputs);
-        for row in 0..self.outputs {
-            self.b.iter().for_each(|(n, v)| b.extend_from_slice(&v[row * n..(row + 1) * n]));
+    fn adapter(self, backend: &Backend, rank: usize) -> Result<Adapter> {
+        let experts: usize = self.lead.iter().product();
+        let (mut a, mut b) = (vec![], vec![]);
+        for e in 0..experts {
+            for (n, v, _) in &self.parts {
+                a.extend_from_slice(&v[e * n * self.inputs..(e + 1) * n * self.inputs]);
+            }
+            a.resize((e + 1) * rank * self.inputs, 0.0);
+        }
+        for row in 0..experts * self.outputs {
+            self.parts.iter().for_each(|(n, _, v)| b.extend_from_slice(&v[row * n..(row + 1) * n]));
             b.resize((row + 1) * rank, 0.0);
         }
+        let dims = |last: [usize; 2]| [&self.lead[..], &last[..]].concat();
         Ok(Adapter {
-            a: Param::new(Tensor::from_slice(backend, [rank, self.inputs], &self.a)?),
-            b: Param::new(Tensor::from_slice(backend, [self.outputs, rank], &b)?),
+            a: Param::new(Tensor::from_slice(backend, dims([rank, self.inputs]), &a)?),
+            b: Param::new(Tensor::from_slice(backend, dims([self.outputs, rank]), &b)?),
             scale: 1.0,
         })
     }
@@ -63,11 +70,12 @@ impl Lora {
         let (mut sums, mut names) = (BTreeMap::<String, Sum>::new(), BTreeMap::new());
         for (lora, factor) in &parts {
             for (stem, adapter) in &lora.adapters {
-                let inputs = adapter.a.value().dims()?[1];
-                let outputs = adapter.b.value().dims()?[0];
-                let new = || Sum { rank: 0, inputs, outputs, a: vec![], b: vec![] };
+                let (down, up) = (adapter.a.value().dims()?, adapter.b.value().dims()?);
+                let ([lead @ .., _, inputs], [.., outputs, _]) = (&down[..], &up[..]) else { continue };
+                let (inputs, outputs) = (*inputs, *outputs);
+                let new = || Sum { rank: 0, lead: lead.to_vec(), inputs, outputs, parts: vec![] };
                 let sum = sums.entry(stem.clone()).or_insert_with(new);
-                if (sum.inputs, sum.outputs) != (inputs, outputs) {
+                if (sum.inputs, sum.outputs, &sum.lead[..]) != (inputs, outputs, lead) {
                     let what = format!("the adapters of '{stem}' belong to matrices of different sizes");
                     return Err(Error::shape("lora", what));
                 }

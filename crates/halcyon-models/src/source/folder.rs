@@ -194,6 +194,7 @@ impl Folder {
         let (mut bytes, mut first) = (Vec::new(), None::<Weights>);
         for (name, stored) in names.iter().zip(stored) {
             let next = match (stored, form) {
+                _ if self.differences.contains_key(name) => self.get(name)?.weights,
                 (Some((_, stored)), Some(form)) => stored.make(form)?,
                 _ => Weights { data: self.plain(name)?, blocks: None },
             };
@@ -246,8 +247,14 @@ impl Folder {
         let recipes = recipes(spec, &format!("{stem}.weight"));
         let names = recipes.iter().flat_map(|r| PREFIXES.iter().map(move |p| (r, r.source(p))));
         let (recipe, name) = names.into_iter().find(|(_, n)| self.has(n))?;
-        recipe.plain()?;
-        Some(name.strip_suffix(".weight")?.to_string())
+        match recipe {
+            Recipe::Plain(_) => Some(name.strip_suffix(".weight")?.to_string()),
+            Recipe::Stack(own, _) => {
+                let prefix = name.strip_suffix(&recipe.name())?;
+                Some(format!("{prefix}{}", own.strip_suffix(".weight")?))
+            }
+            _ => None,
+        }
     }
 
     pub(super) fn find(&self, spec: &Spec, name: &str) -> Result<Option<Weights>> {
@@ -345,10 +352,10 @@ impl Recipe {
         }
     }
 
-    /// The name, if the tensor is stored as it is used.
+    /// The name, if the tensor is stored as it is used, or if each expert's is. `{}` is an expert's number.
     pub(super) fn plain(&self) -> Option<&str> {
         match self {
-            Recipe::Plain(n) => Some(n),
+            Recipe::Plain(n) | Recipe::Stack(n, _) => Some(n),
             _ => None,
         }
     }

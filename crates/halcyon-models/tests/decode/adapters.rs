@@ -5,6 +5,7 @@ use crate::common::*;
 use halcyon::BlockType;
 use halcyon::prelude::*;
 use halcyon_formats::gguf::{self, GgmlType, TensorInfo, Value};
+use halcyon_formats::safetensors::{self, SafeTensors};
 use halcyon_models::export::{Content, WriteOptions, merged_content, write, write_merged_folder};
 use halcyon_models::{Decoder, EmbedOptions, Embedder, LoadOptions, Lora, LoraOptions, ModelFile, Source};
 use halcyon_nn::{CrossEntropyOptions, ModuleExt, cross_entropy, loss_and_grads};
@@ -25,7 +26,7 @@ fn written(content: &Content<'_>, types: &[GgmlType], to: &Path) {
 /// The model as a GGUF file, its matrices in `blocks`, or in the types of the folder.
 fn as_gguf(model: &ModelFile, to: &Path, blocks: Option<GgmlType>) -> ModelFile {
     let content = Content::of(&model.source).expect("a content");
-    let ty = |t: &TensorInfo| blocks.filter(|_| t.shape.len() == 2).unwrap_or(t.ty);
+    let ty = |t: &TensorInfo| blocks.filter(|_| t.shape.len() >= 2).unwrap_or(t.ty);
     let types: Vec<GgmlType> = content.tensors.iter().map(|t| ty(&t.info)).collect();
     written(&content, &types, to);
     ModelFile::open(to).expect("a model")
@@ -119,6 +120,72 @@ fn adapters_have_the_same_effect_in_all_files() {
     assert!(differ(&want, &logits(&b, &file, Some(&read))) < 1e-4);
 }
 
+/// A model whose experts have tensors of their own, and that GGUF files can describe.
+fn with_experts(dir: &Path) -> PathBuf {
+    let (from, to) = (data("data/qwen3_moe"), dir.join("experts"));
+    std::fs::create_dir_all(&to).expect("a folder");
+    std::fs::copy(from.join("model.safetensors"), to.join("model.safetensors")).expect("copied");
+    let config = std::fs::read_to_string(from.join("config.json")).expect("text");
+    let new = config.replace("\"norm_topk_prob\": false", "\"norm_topk_prob\": true");
+    assert_ne!(new, config);
+    std::fs::write(to.join("config.json"), new).expect("written");
+    to
+}
+
+/// Experts' adapters: a module for each expert in PEFT's folders, one tensor for all in GGUF files.
+#[test]
+fn adapters_of_experts_have_the_same_effect_in_all_files() {
+    let (b, dir) = (Backend::cpu().expect("the CPU"), tempfile::tempdir().expect("a folder"));
+    let folder = ModelFile::open(&with_experts(dir.path())).expect("a model");
+    let file = as_gguf(&folder, &dir.path().join("m.gguf"), None);
+    let own = random(&folder, &b, &["gate_proj", "up_proj", "down_proj"], 5);
+    assert!(own.adapter("blk.1.ffn_gate_exps").is_some());
+    let (plain, want) = (logits(&b, &folder, None), logits(&b, &folder, Some(&own)));
+    assert!(differ(&plain, &want) > 0.1, "the adapters matter");
+    let (gguf, peft) = (dir.path().join("adapter.gguf"), dir.path().join("adapter"));
+    adapter_file(&own, &gguf, &[("general.architecture", Value::from("qwen3moe"))]);
+    own.save(&peft, "base").expect("written");
+    // PEFT's formula for one expert, from the stored files.
+    let stored = SafeTensors::open(&peft.join("adapter_model.safetensors")).expect("adapters");
+    let part = |which: &str| {
+        let name = format!("base_model.model.model.layers.1.mlp.experts.2.up_proj.lora_{which}.weight");
+        let t = stored.get(&name).expect("a module of the expert");
+        (t.dims.to_vec(), t.to_vec::<f32>())
+    };
+    let ((a_dims, a), (b_dims, up)) = (part("A"), part("B"));
+    let base = folder.source.find(&folder.spec, "blk.1.ffn_up_exps.weight").expect("read").expect("experts");
+    let base = base.floats().expect("values");
+    let merged = own.merged(&folder, "blk.1.ffn_up_exps").expect("merged").expect("an adapter");
+    let merged = merged.to_vec::<f32>();
+    let (rank, inputs, outputs) = (a_dims[0], a_dims[1], b_dims[0]);
+    for (row, column) in [(0, 0), (3, 5), (outputs - 1, inputs - 1)] {
+        let sum: f32 = (0..rank).map(|r| up[row * rank + r] * a[r * inputs + column]).sum();
+        let at = (2 * outputs + row) * inputs + column;
+        let want = base[at] + 16.0 / rank as f32 * sum;
+        assert!((merged[at] - want).abs() < 1e-5, "{row} {column}: {} {want}", merged[at]);
+    }
+    for place in [&gguf, &peft] {
+        for model in [&file, &folder] {
+            for scales in [&[1.0][..], &[0.25, 0.75]] {
+                let places: Vec<_> = scales.iter().map(|s| (place.clone(), *s)).collect();
+                let lora = Lora::load_all(&places, model, &b).expect("adapters");
+                let d = differ(&want, &logits(&b, model, lora.as_ref()));
+                assert!(d < 1e-4, "{place:?} on {:?}: {d:e}", model.path);
+            }
+        }
+    }
+    // A folder may have adapters of some experts only.
+    let names: Vec<String> = stored.names().filter(|n| n.contains("experts.1.")).map(String::from).collect();
+    let some: Vec<_> = names.iter().map(|n| (n.as_str(), stored.get(n).expect("values"))).collect();
+    let some: Vec<_> = some.iter().map(|(n, t)| (*n, t)).collect();
+    safetensors::write(&peft.join("adapter_model.safetensors"), &some, &Default::default()).expect("written");
+    let read = Lora::load(&peft, &folder, &b).expect("adapters");
+    let merged = read.merged(&folder, "blk.1.ffn_up_exps").expect("merged").expect("an adapter");
+    let (merged, one) = (merged.to_vec::<f32>(), outputs * inputs);
+    assert_eq!(bits(&merged[..one]), bits(&base[..one]), "the first expert has no adapter");
+    assert!(merged[one..2 * one] != base[one..2 * one]);
+}
+
 #[test]
 fn sums_of_adapters_add_what_each_adds_by_its_scale() {
     let (b, dir) = (Backend::cpu().expect("the CPU"), tempfile::tempdir().expect("a folder"));
@@ -164,11 +231,16 @@ fn sums_of_adapters_add_what_each_adds_by_its_scale() {
 fn merged_models_have_the_logits_of_base_and_adapters() {
     let (b, dir) = (Backend::cpu().expect("the CPU"), tempfile::tempdir().expect("a folder"));
     let path = |name: &str| dir.path().join(name);
-    for family in ["llama", "gemma3"] {
-        let folder = || ModelFile::open(&data("data").join(family)).expect("a model");
+    for family in ["llama", "gemma3", "qwen3_moe"] {
+        let place = match family {
+            "qwen3_moe" => with_experts(dir.path()),
+            other => data("data").join(other),
+        };
+        let folder = || ModelFile::open(&place).expect("a model");
         let lora = random(&folder(), &b, &["[qkvo]_proj", "*_proj", "lm_head"], 3);
         // Gemma 3 has the embedding as its head.
-        assert_eq!(lora.adapter("output").is_some(), family == "llama");
+        assert_eq!(lora.adapter("output").is_some(), family != "gemma3");
+        assert_eq!(lora.adapter("blk.1.ffn_up_exps").is_some(), family == "qwen3_moe");
         let peft = path(&format!("{family}-adapter"));
         lora.save(&peft, "base").expect("written");
         let want = logits(&b, &folder(), Some(&lora));
@@ -179,13 +251,15 @@ fn merged_models_have_the_logits_of_base_and_adapters() {
             assert!(d < bound, "{family} {what}: {d:e}");
         };
         // To a folder, in f32 and in the folder's own types.
-        for (dtype, bound) in [(Some(DType::F32), 1e-4), (None, 0.05)] {
+        // Rounding to bf16 moves the weights of chosen experts too.
+        let rounded = if family == "qwen3_moe" { 0.15 } else { 0.05 };
+        for (dtype, bound) in [(Some(DType::F32), 1e-4), (None, rounded)] {
             let to = path(&format!("{family}-{dtype:?}"));
             let mut steps = 0;
             let done =
                 write_merged_folder(&mut folder(), &lora, (&to, dtype), &|| false, &mut |_| steps += 1);
             assert_eq!(done.expect("written").tensors, steps);
-            check("folder", &to, bound);
+            check(&format!("folder {dtype:?}"), &to, bound);
         }
         // To a GGUF file.
         let to = path(&format!("{family}.gguf"));
