@@ -276,8 +276,10 @@ fn plan(
         inputs.extend([angles(), angles()]);
     }
     if let Some(kernel) = decoder.kernel() {
-        let at = |r: usize| if size.sequences > 1 { (r, 0) } else { (0, r) };
+        // The last rows of chunks: complete chunks take more memory.
         let tokens = if size.sequences > 1 { size.sequences } else { size.rows };
+        let first = size.rows.next_multiple_of(grid::CHUNK) - size.rows;
+        let at = |r: usize| if size.sequences > 1 { (r, grid::CHUNK - 1) } else { (0, first + r) };
         let rows: Vec<(usize, usize)> = (0..tokens).map(at).collect();
         for t in grid::inputs(b, &rows, size.rows, options.sequences, kernel)? {
             inputs.push(Tensor::placeholder(b, t.dtype()?, t.dims()?.as_slice()));

@@ -4,7 +4,8 @@
 //! chunks of some sequences, and always computes whole chunks. Earlier rows of a chunk come from a ring of
 //! inputs that each sequence keeps, later rows are empty. So the bits of a row depend on the positions of its
 //! sequence only, not on how a prompt was cut into steps, nor on other sequences. The price is that a step of
-//! one token computes the recurrent part of 16 rows.
+//! one token computes the recurrent part of 16 rows. It computes the matrices after the chunk only if its token
+//! is the chunk's last one.
 //!
 //! A layer keeps the matrices at the beginning of the last two chunks. So a sequence can go back by at least
 //! 16 positions.
@@ -48,11 +49,11 @@ pub struct Grid<'a> {
     pub valid: &'a Tensor,
     /// f32 `[d, w]`: 1 for chunks that are complete after the step, else 0.
     pub full: &'a Tensor,
-    /// `[w]`: where the matrices at the beginning of the first chunk are, `2 * sequence + chunk % 2`.
+    /// `[w]`: where the matrices at the beginning of the first chunk are, `2 * sequence + chunk % 2`. If the
+    /// chunk begins the sequence, they are 0, as in the last row of the state, which no step writes.
     pub start: &'a Tensor,
-    /// f32 `[w]`: 0 if the first chunk begins the sequence, so that its matrices are 0, else 1.
-    pub keep: &'a Tensor,
-    /// `[d * w]`: where the matrices after each chunk are written.
+    /// `[d * w]`: where the matrices after each chunk are written; `[0]` if no chunk is complete after the
+    /// step, so that it need not compute them.
     pub write: &'a Tensor,
     /// `[rows]`: the place of each row.
     pub back: &'a Tensor,
@@ -60,12 +61,12 @@ pub struct Grid<'a> {
 
 impl<'a> Grid<'a> {
     /// Tensors of a grid.
-    pub(crate) const COUNT: usize = 9;
+    pub(crate) const COUNT: usize = 8;
 
     /// The grid of the tensors that [`inputs`] makes.
     pub(crate) fn of(x: &'a [Tensor]) -> Option<Grid<'a>> {
-        let [ring, sequences, window, valid, full, start, keep, write, back] = x else { return None };
-        Some(Grid { ring, sequences, window, valid, full, start, keep, write, back })
+        let [ring, sequences, window, valid, full, start, write, back] = x else { return None };
+        Some(Grid { ring, sequences, window, valid, full, start, write, back })
     }
 }
 
@@ -118,15 +119,16 @@ pub(crate) fn inputs(
     let mut window = vec![zero; depth * width * (CHUNK + lead)];
     let mut valid = vec![0f32; depth * width * CHUNK];
     let mut full = vec![0f32; depth * width];
-    let mut start = vec![2 * slots as i32; width];
-    let mut keep = vec![0f32; width];
-    let mut write = vec![2 * slots as i32; depth * width];
+    let (none, zeros) = (2 * slots as i32, 2 * slots as i32 + 1);
+    let mut start = vec![zeros; width];
+    let mut write = vec![none; depth * width];
     let mut back = vec![0i32; padded];
     for (w, run) in runs.iter().enumerate() {
         let first = run.first_chunk();
         sequences[w] = run.sequence as i32;
-        start[w] = (2 * run.sequence + first % 2) as i32;
-        keep[w] = if first > 0 { 1.0 } else { 0.0 };
+        if first > 0 {
+            start[w] = (2 * run.sequence + first % 2) as i32;
+        }
         let complete = run.end() / CHUNK - first;
         for d in 0..run.chunks() {
             let (at, begin) = (d * width + w, (first + d) * CHUNK);
@@ -159,6 +161,9 @@ pub(crate) fn inputs(
             }
         }
     }
+    if full.iter().all(|f| *f == 0.0) {
+        write.clear();
+    }
     let ints = |dims: &[usize], v: &[i32]| Tensor::from_slice(backend, dims, v);
     let floats = |dims: &[usize], v: &[f32]| Tensor::from_slice(backend, dims, v);
     Ok(vec![
@@ -168,8 +173,7 @@ pub(crate) fn inputs(
         floats(&[depth * width, CHUNK], &valid)?,
         floats(&[depth, width], &full)?,
         ints(&[width], &start)?,
-        floats(&[width], &keep)?,
-        ints(&[depth * width], &write)?,
+        ints(&[write.len()], &write)?,
         ints(&[padded], &back)?,
     ])
 }
@@ -204,4 +208,29 @@ pub(crate) fn steps(feeds: &[Feed<'_>], lengths: &[usize], chunk: usize) -> Vec<
         steps.push(step);
     }
     steps
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use halcyon::BackendType;
+
+    /// Where a step writes matrices, and where it reads them.
+    fn rows_of(rows: &[(usize, usize)]) -> [Vec<i32>; 2] {
+        let b = Backend::new(BackendType::Cpu).unwrap();
+        let made = inputs(&b, rows, rows.len().next_power_of_two(), 3, 4).unwrap();
+        let grid = Grid::of(&made).unwrap();
+        [grid.write, grid.start].map(|t| t.to_vec().unwrap())
+    }
+
+    #[test]
+    fn only_complete_chunks_write_matrices() {
+        // The second chunk of sequence 1, and the first one of sequence 2.
+        let rows = [(1, 20), (2, 3)];
+        assert_eq!(rows_of(&rows), [vec![], vec![3, 7]]);
+        let rows = [(1, 20), (2, 15)];
+        assert_eq!(rows_of(&rows), [vec![6, 5], vec![3, 7]]);
+        let rows: Vec<(usize, usize)> = (0..40).map(|p| (0, p)).collect();
+        assert_eq!(rows_of(&rows), [vec![1, 0, 6, 6], vec![7]]);
+    }
 }

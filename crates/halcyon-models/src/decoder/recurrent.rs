@@ -234,12 +234,17 @@ impl RecurrentStep<'_> {
 
     /// Chunks of the grid.
     fn chunks(&self) -> usize {
-        self.grid.write.dims().map_or(0, |d| d[0])
+        self.grid.full.dims().map_or(0, |d| d[0] * d[1])
+    }
+
+    /// Whether a chunk is complete after the step.
+    fn completes(&self) -> bool {
+        self.grid.write.dims().map_or(0, |d| d[0]) > 0
     }
 
     /// Sequences of the grid.
     fn width(&self) -> usize {
-        self.grid.start.dims().map_or(0, |d| d[0])
+        self.grid.full.dims().map_or(0, |d| d[1])
     }
 
     /// The inputs in the places of the grid and before them, `[chunks, CHUNK + kernel - 1, size]`, and the
@@ -258,14 +263,15 @@ impl RecurrentStep<'_> {
     fn scan(&self, s: &Scan, masks: &Masks, x: &Inputs, state: &Tensor) -> (Tensor, Tensor) {
         let ([a, b], _) = s.axes();
         let width = self.width();
-        let keep = self.grid.keep.reshape([width, 1]);
-        let zero = Tensor::scalar(state.backend(), 0.0, DType::F32);
-        let start = keep
-            .gt(0.5)
-            .select(&state.gather(self.grid.start, 0), &zero)
-            .reshape([width, a, b, s.key, s.value]);
+        let start = state.gather(self.grid.start, 0).reshape([width, a, b, s.key, s.value]);
         let full = self.grid.full.reshape([self.chunks(), 1, 1, 1]);
         let (results, after) = x.scan(s, masks, Some(&full), start);
+        if !self.completes() {
+            // The matrices after the chunk are not computed, because nothing reads them. Writing no rows keeps
+            // the state's memory; the state itself as a result would be a copy.
+            let none = state.narrow(0, 0, 0);
+            return (results, state.scatter_rows(self.grid.write, &none, 0, ScatterKind::Set));
+        }
         let after: Vec<Tensor> =
             after.iter().map(|m| m.reshape([width, s.heads * s.key * s.value])).collect();
         let state = state.scatter_rows(self.grid.write, &Tensor::cat(&after, 0), 0, ScatterKind::Set);
