@@ -106,17 +106,20 @@ fn parse() -> Result<Cli, clap::Error> {
     Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut command))
 }
 
-/// Arguments with llama.cpp's `-ngl N` as `--gpu-layers N`: an option of one dash has one letter here.
+/// Names of llama.cpp that have one dash and several letters, which clap does not know, and the same options here.
+const SHORT: [(&str, &str); 3] =
+    [("-ngl", "--gpu-layers"), ("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v")];
+
+/// Arguments with the names of [`SHORT`] replaced: `-ngl N` is `--gpu-layers N`.
 fn rewritten(args: impl Iterator<Item = OsString>) -> impl Iterator<Item = OsString> {
     let mut ended = false;
     args.map(move |a| {
         ended |= a == "--";
-        match a.to_str().and_then(|t| t.strip_prefix("-ngl")) {
-            Some(rest) if !ended && (rest.is_empty() || rest.starts_with('=')) => {
-                format!("--gpu-layers{rest}").into()
-            }
-            _ => a,
-        }
+        let name = |(short, long): &(&str, &str)| {
+            let rest = a.to_str()?.strip_prefix(short)?;
+            (rest.is_empty() || rest.starts_with('=')).then(|| format!("{long}{rest}").into())
+        };
+        SHORT.iter().find_map(name).filter(|_| !ended).unwrap_or_else(|| a.clone())
     })
 }
 

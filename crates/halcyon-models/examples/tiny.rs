@@ -33,7 +33,7 @@ fn one(backend: &Backend, dir: &Path) -> Result<(f64, f64, usize, usize)> {
         let options = EngineOptions {
             positions: context,
             page: 4,
-            cache: DType::F32,
+            cache: DType::F32.into(),
             chunk,
             ..EngineOptions::default()
         };

@@ -6,6 +6,7 @@ mod inputs;
 mod selected;
 pub(crate) mod stages;
 
+use crate::decoder::cache::CacheTypes;
 use crate::decoder::{CacheLayout, Decoder};
 use crate::grid;
 use ahead::Ahead;
@@ -28,15 +29,15 @@ pub struct EngineOptions {
     pub positions: usize,
     /// Positions per page of the cache.
     pub page: usize,
-    /// f32, f16 or bf16, or u8 for blocks of Q8_0.
-    pub cache: DType,
+    /// The types of cached keys and values; `DType::F16.into()` is f16 for both.
+    pub cache: CacheTypes,
     /// The most rows of a step: longer prompts are computed in chunks.
     pub chunk: usize,
 }
 
 impl Default for EngineOptions {
     fn default() -> EngineOptions {
-        EngineOptions { sequences: 1, positions: 4096, page: 32, cache: DType::F16, chunk: 512 }
+        EngineOptions { sequences: 1, positions: 4096, page: 32, cache: DType::F16.into(), chunk: 512 }
     }
 }
 
@@ -45,7 +46,7 @@ impl EngineOptions {
     pub fn layout(&self) -> CacheLayout {
         // Page 0 belongs to no sequence, and each sequence may leave its last page partly empty.
         let pages = self.positions.div_ceil(self.page.max(1)).saturating_add(self.sequences);
-        CacheLayout { pages, page: self.page, dtype: self.cache, sequences: self.sequences }
+        CacheLayout { pages, page: self.page, types: self.cache, sequences: self.sequences }
     }
 }
 

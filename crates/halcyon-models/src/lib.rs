@@ -40,7 +40,7 @@ pub mod worker;
 pub use batch::{Batch, Event, Request};
 pub use chain::{Candidates, SampleStep, StepName, TokenMask};
 pub use constrain::{Constraint, Mark};
-pub use decoder::cache::cache_name;
+pub use decoder::cache::{CacheTypes, cache_name};
 pub use decoder::{Activations, CacheLayout, CacheShape, Decoder, LoadOptions, Rows};
 pub use embed::{EmbedOptions, Embedder, Pooling};
 pub use encoder::{Encoder, EncoderEngine, EncoderSpec};

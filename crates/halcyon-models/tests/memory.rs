@@ -102,7 +102,8 @@ fn s1_07_the_estimate_is_what_a_model_takes() {
         let backend = Backend::cpu().expect("a device");
         let model = ModelFile::open(&path).expect("a model");
         let decoder = Arc::new(model.load(&backend, positions).expect("loaded"));
-        let options = EngineOptions { positions, cache: DType::F32, chunk: 1, ..EngineOptions::default() };
+        let options =
+            EngineOptions { positions, cache: DType::F32.into(), chunk: 1, ..EngineOptions::default() };
         let single = StepSize { rows: 1, logits: 1, sequences: 1 };
         let need = MemoryNeed::of(&decoder, options, &[single]).expect("planned");
         assert_eq!(backend.memory().allocated, 0, "planning allocates nothing");

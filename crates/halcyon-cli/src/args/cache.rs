@@ -47,6 +47,13 @@ pub(crate) struct CacheArgs {
     /// Type of the cached keys and values: f32, f16, bf16 or q8_0. Default: f16, for `logits` f32
     #[arg(long, value_name = "TYPE")]
     pub kv_dtype: Option<String>,
+    /// Type of the cached keys, as in llama.cpp (also -ctk). Default: that of --kv-dtype. With latent
+    /// attention, keys serve as values, so their type counts for both
+    #[arg(long, value_name = "TYPE")]
+    pub cache_type_k: Option<String>,
+    /// Type of the cached values, as in llama.cpp (also -ctv). Default: that of --kv-dtype
+    #[arg(long, value_name = "TYPE")]
+    pub cache_type_v: Option<String>,
     /// The most tokens of a prompt that are computed at once. Default: 512
     #[arg(long, visible_aliases = ["batch-size"], value_name = "N", value_parser = whole::<usize>)]
     pub chunk: Option<usize>,

@@ -45,7 +45,7 @@ Examples:
   halcyon man man1";
 
 /// Options that `-h` omits, in addition to those whose definition has `hide_short_help`.
-const RARE: [&str; 53] = [
+const RARE: [&str; 55] = [
     "max_iterations",
     "allow_external_links",
     "format",
@@ -77,6 +77,8 @@ const RARE: [&str; 53] = [
     "model_file",
     "chunk",
     "kv_dtype",
+    "cache_type_k",
+    "cache_type_v",
     "repeat_penalty",
     "presence_penalty",
     "frequency_penalty",

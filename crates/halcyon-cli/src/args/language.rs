@@ -90,6 +90,8 @@ impl LanguageFitArgs {
         let given = [
             ("--context", self.cache.context.is_some()),
             ("--kv-dtype", self.cache.kv_dtype.is_some()),
+            ("--cache-type-k", self.cache.cache_type_k.is_some()),
+            ("--cache-type-v", self.cache.cache_type_v.is_some()),
             ("--chunk", self.cache.chunk.is_some()),
             ("--lora", !self.lora.is_empty()),
             ("--draft", self.draft.is_some()),

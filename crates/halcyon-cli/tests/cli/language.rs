@@ -267,6 +267,7 @@ fn wrong_input_is_named() {
     generate("empty", &[]).fails(1, &["config.json"]);
     generate("mamba.gguf", &[]).fails(3, &["mamba9", "Known architectures", "llama", "gpt-oss"]);
     generate("tiny.gguf", &["--kv-dtype", "q5_0"]).fails(2, &["--kv-dtype", "f32, f16, bf16 or q8_0"]);
+    generate("tiny.gguf", &["-ctv", "q4_0"]).fails(2, &["--cache-type-v", "'q4_0'", "q8_0"]);
     generate("tiny.gguf", &["--chunk", "0"]).fails(2, &["--chunk"]);
     generate("tiny.gguf", &["--temperature=-1"]).code_is(2, "temperature");
     generate("tiny.gguf", &["--top-p", "2"]).code_is(2, "top");

@@ -179,6 +179,7 @@ fn wrong_options_of_fit_are_said() {
     fit(text(&path), &["--input", "x=3"]).fails(2, &["--input"]);
     fit(text(&path), &["--kv-dtype", "i8"]).fails(2, &["i8", "f16"]);
     fit(text(&path), &["--chunk", "0"]).fails(2, &["--chunk"]);
+    fit("models/digits.onnx", &["-ctk", "f16"]).fails(2, &["--cache-type-k", "language models"]);
     fit("models/digits.onnx", &["-c", "8"]).fails(2, &["--context", "language models"]);
     fit(text(dir.path()), &[]).fails(1, &["config.json"]);
     let said = fit(text(&path), &["--batch", "3", "-c", "64"]).ok().out;

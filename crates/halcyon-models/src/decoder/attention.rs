@@ -1,10 +1,10 @@
 //! Attention over the paged cache.
 
-use super::cache::{Decoded, columns, encoded};
+use super::cache::{columns, encoded};
 use super::latent::LatentWeights;
 use super::load::{Loader, Rotations};
 use super::weights::{Matrix, NormWeights};
-use super::{CacheLayout, Rows};
+use super::{CacheLayout, CacheShape, Rows};
 use crate::rope::{Layout, Scaling};
 use crate::spec::*;
 use halcyon::ir::error::{Error, Result};
@@ -39,13 +39,14 @@ struct KeyValues {
 
 /// The states of a layer: keys and values, each `[pages * heads * page, size]`, or bytes in place of the size
 /// if the cache is in blocks.
-pub(super) fn cache_shapes(a: &Attention, c: CacheLayout) -> Vec<[usize; 2]> {
+pub(super) fn cache_shapes(a: &Attention, c: CacheLayout) -> Vec<CacheShape> {
     let rows = c.pages * a.shared * c.page;
+    let of = |size: usize, dtype: DType| CacheShape { dims: [rows, columns(dtype, size)], dtype };
     match (a.keys_of, &a.latent) {
         (Some(_), _) => vec![],
         // The vector is the first part of the key, so keys and values are one state.
-        (None, Some(_)) => vec![[rows, columns(c.dtype, a.key)]],
-        (None, None) => [a.key, a.value].map(|n| [rows, columns(c.dtype, n)]).into(),
+        (None, Some(_)) => vec![of(a.key, c.types.keys)],
+        (None, None) => vec![of(a.key, c.types.keys), of(a.value, c.types.values)],
     }
 }
 
@@ -154,7 +155,8 @@ impl AttentionStep<'_> {
                 let v = v.reshape([n, a.shared, a.value]);
                 let v = kv.v_norm.as_ref().map_or_else(|| v.clone(), |norm| norm.apply(&v));
                 let k = self.heads(k, a.shared, &kv.k_norm, w.rotation);
-                vec![self.write(keys, &k, a.key), self.write(values, &v, a.value)]
+                let c = self.layout.types;
+                vec![self.write(keys, &k, a.key, c.keys), self.write(values, &v, a.value, c.values)]
             }
             _ => vec![],
         };
@@ -175,13 +177,15 @@ impl AttentionStep<'_> {
         if self.is_whole() {
             return self.attend_whole(q, keys, values, sinks);
         }
-        let a = self.a;
-        let (Decoded { cache: keys, table }, Decoded { cache: values, .. }) =
-            (self.readable(keys), self.readable(values));
+        let (a, CacheLayout { pages, page, .. }) = (self.a, self.layout);
+        let paged = |state: &Tensor| {
+            let columns = state.dims().map_or(0, |d| d[1]);
+            state.reshape([pages, a.shared, page, columns])
+        };
         let cache = Cache {
-            keys: &keys,
-            values: &values,
-            table: &table,
+            keys: &paged(keys),
+            values: &paged(values),
+            table: self.rows.table,
             sequence: self.rows.sequence,
             position: self.rows.position,
             sinks,
@@ -234,9 +238,9 @@ impl AttentionStep<'_> {
         }
     }
 
-    /// The cache `[pages * heads * page, size]` with `new` `[rows, heads, size]` in its slots.
+    /// The cache `[pages * heads * page, size]` of type `dtype` with `new` `[rows, heads, size]` in its slots.
     /// Without a cache, `new` itself, `[rows * heads, size]`.
-    pub(super) fn write(&self, cache: &Tensor, new: &Tensor, size: usize) -> Tensor {
+    pub(super) fn write(&self, cache: &Tensor, new: &Tensor, size: usize, dtype: DType) -> Tensor {
         if self.is_whole() {
             return new.reshape([self.count() * self.a.shared, size]);
         }
@@ -249,7 +253,7 @@ impl AttentionStep<'_> {
         let head = Tensor::arange(b, heads, DType::I32).reshape([1, heads]);
         let at = (which * int(heads) + head) * int(page) + offset;
         let rows = new.reshape([n * heads, size]);
-        let rows = match self.layout.dtype {
+        let rows = match dtype {
             DType::U8 => encoded(&rows, n * heads, size),
             other => rows.cast(other),
         };

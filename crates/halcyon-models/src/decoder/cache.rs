@@ -1,20 +1,45 @@
-//! The cache in blocks of Q8_0: keys and values are rounded to 8 bits when they are written, and decoded when
-//! a step reads them.
+//! The types of cached keys and values. In blocks of Q8_0 they are rounded to 8 bits when they are written, and
+//! attention reads the blocks.
 //!
 //! A row of a state holds the bytes of a head's blocks, as GGUF files and llama.cpp store them: a factor in
 //! f16, `d = largest / 127`, and 32 integers, `x / d` rounded to nearest, halves away from zero. Rounding,
 //! decoding and attention compute each row for itself, so the bits of a result do not depend on other rows.
 
-use super::attention::AttentionStep;
-use super::{CacheLayout, Decoder};
+use super::Decoder;
 use crate::spec::Mixer;
 use halcyon::ir::error::{Error, Result};
 use halcyon::{BlockType, DType, Tensor};
+use std::fmt;
 
 const FORMAT: BlockType = BlockType::Q8_0;
 
 /// Elements of a block.
 const BLOCK: usize = 32;
+
+/// The types of cached keys and values: f32, f16, bf16, or u8 for blocks of Q8_0. With latent attention, keys
+/// serve as values, and only their type counts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CacheTypes {
+    pub keys: DType,
+    pub values: DType,
+}
+
+/// One type for both.
+impl From<DType> for CacheTypes {
+    fn from(dtype: DType) -> CacheTypes {
+        CacheTypes { keys: dtype, values: dtype }
+    }
+}
+
+impl fmt::Display for CacheTypes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [keys, values] = [self.keys, self.values].map(cache_name);
+        match keys == values {
+            true => f.write_str(&keys),
+            false => write!(f, "{keys} (keys) and {values} (values)"),
+        }
+    }
+}
 
 /// Columns of a state whose rows hold `size` numbers.
 pub(super) fn columns(dtype: DType, size: usize) -> usize {
@@ -31,23 +56,23 @@ pub fn cache_name(dtype: DType) -> String {
 }
 
 impl Decoder {
-    /// Whether keys and values can be cached in this type: f32, f16, bf16, or u8 for blocks of Q8_0.
-    /// Recurrent layers keep their states in f32 with each of them.
+    /// Whether keys and values can be cached in these types. Recurrent layers keep their states in f32 with
+    /// each of them.
     ///
     /// # Errors
     /// `Error::Argument` for another type; `Error::Unsupported` if the sizes of heads are not whole blocks.
-    pub fn check_cache(&self, dtype: DType) -> Result<()> {
-        if matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
-            return Ok(());
-        }
-        if dtype != DType::U8 {
-            let what = format!("a cache in {dtype}: expected f32, f16, bf16, or u8 for q8_0");
+    pub fn check_cache(&self, types: impl Into<CacheTypes>) -> Result<()> {
+        let types = types.into();
+        let kept = |d: &DType| matches!(d, DType::F32 | DType::F16 | DType::BF16 | DType::U8);
+        if let Some(d) = [types.keys, types.values].into_iter().find(|d| !kept(d)) {
+            let what = format!("a cache in {d}: expected f32, f16, bf16, or u8 for q8_0");
             return Err(Error::argument("engine", what));
         }
         for (i, layer) in self.spec.layers.iter().enumerate() {
             let Mixer::Attention(a) = &layer.mixer else { continue };
-            let values = if a.latent.is_some() { a.key } else { a.value };
-            if let Some(size) = [a.key, values].into_iter().find(|n| !n.is_multiple_of(BLOCK)) {
+            let values = (a.value, if a.latent.is_some() { DType::F32 } else { types.values });
+            let whole = |(n, d): &(usize, DType)| *d != DType::U8 || n.is_multiple_of(BLOCK);
+            if let Some((size, _)) = [(a.key, types.keys), values].into_iter().find(|x| !whole(x)) {
                 return Err(Error::unsupported(
                     format!(
                         "a cache in q8_0 for heads of size {size}, as layer {i} has, because a block has {BLOCK} numbers"
@@ -82,48 +107,6 @@ pub(super) fn encoded(x: &Tensor, n: usize, size: usize) -> Tensor {
     let low = bits - &high * &part;
     let [low, high] = [low, high].map(|t| t.cast(DType::U8));
     Tensor::cat(&[&low, &high, &code], 2).reshape([n, groups * FORMAT.row().bytes])
-}
-
-/// Keys or values to attend to.
-pub(super) struct Decoded {
-    /// `[pages, key heads, page, size]`.
-    pub(super) cache: Tensor,
-    /// The pages of each sequence among them.
-    pub(super) table: Tensor,
-}
-
-impl AttentionStep<'_> {
-    /// A state to attend to. Of a cache in blocks, the pages of the table are decoded to f32.
-    pub(super) fn readable(&self, state: &Tensor) -> Decoded {
-        let (shared, CacheLayout { pages, page, dtype, .. }) = (self.a.shared, self.layout);
-        let columns = state.dims().map_or(0, |d| d[1]);
-        let table = self.rows.table;
-        if dtype != DType::U8 {
-            return Decoded { cache: state.reshape([pages, shared, page, columns]), table: table.clone() };
-        }
-        let [sequences, each] = table.dims().map_or([1, 1], |d| [d[0], d[1]]);
-        let listed = sequences * each;
-        if listed + sequences >= pages {
-            let cache = state.reshape([pages, shared, page, columns]).decode_blocks(FORMAT);
-            return Decoded { cache, table: table.clone() };
-        }
-        let chosen = state.reshape([pages, shared * page * columns]).gather(&table.reshape([listed]), 0);
-        let cache = chosen.reshape([listed, shared, page, columns]).decode_blocks(FORMAT);
-        let own = Tensor::arange(state.backend(), listed, DType::I32).reshape([sequences, each]);
-        Decoded { cache, table: own }
-    }
-}
-
-/// The number of pages of a sequence that a step's table holds, if the longest sequence has `used` and the
-/// context `most`. A cache in blocks is decoded as far as the table reaches, so that few different tables
-/// grow with the text.
-pub(crate) fn table_columns(dtype: DType, used: usize, most: usize) -> usize {
-    /// The fewest pages: shorter tables would save little, and each number of pages is a plan of its own.
-    const FEWEST: usize = 16;
-    match dtype {
-        DType::U8 => used.max(FEWEST).next_power_of_two().min(most),
-        _ => most,
-    }
 }
 
 #[cfg(test)]
@@ -170,13 +153,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn tables_grow_by_doubling() {
-        let all: Vec<usize> = [1, 16, 17, 33, 100].map(|n| table_columns(DType::U8, n, 100)).into();
-        assert_eq!(all, [16, 16, 32, 64, 100]);
-        assert_eq!(table_columns(DType::F16, 1, 100), 100);
-        assert_eq!(table_columns(DType::U8, 1, 3), 3);
     }
 }

@@ -108,7 +108,7 @@ impl AttentionStep<'_> {
         let vector = w.kv_norm.apply(&both.narrow(-1, 0, l.rank)).reshape([n, 1, l.rank]);
         let rest = both.narrow(-1, l.rank, turned).reshape([n, 1, turned]);
         let rest = self.rotate(rest, 1, turned, w.rotation);
-        let keys = self.write(state, &Tensor::cat(&[&vector, &rest], 2), a.key);
+        let keys = self.write(state, &Tensor::cat(&[&vector, &rest], 2), a.key, self.layout.types.keys);
         // Keys serve as values, so that there is one state. The rotated part of the result has no meaning.
         let y = self.attend(&q, &keys, &keys, None).narrow(-1, 0, l.rank);
         let y = w.v.apply_which(&y.reshape([n * heads, l.rank]), &which).reshape([n, heads * l.value]);

@@ -24,6 +24,7 @@ use crate::source::Source;
 use crate::spec::*;
 use ahead::Joint;
 use attention::{AttentionWeights, cache_shapes};
+use cache::CacheTypes;
 use ffn::FfnWeights;
 use halcyon::ir::error::Result;
 use halcyon::{Backend, DType, Tensor};
@@ -108,8 +109,7 @@ pub struct CacheLayout {
     pub pages: usize,
     /// Positions per page.
     pub page: usize,
-    /// f32, f16 or bf16, or u8 for blocks of Q8_0.
-    pub dtype: DType,
+    pub types: CacheTypes,
     /// Sequences at a time.
     pub sequences: usize,
 }
@@ -268,10 +268,7 @@ impl Decoder {
 
     pub(crate) fn layer_shapes(&self, l: &Layer, c: CacheLayout) -> Vec<CacheShape> {
         match &l.mixer {
-            Mixer::Attention(a) => {
-                let of = |dims| CacheShape { dims, dtype: c.dtype };
-                cache_shapes(a, c).into_iter().map(of).collect()
-            }
+            Mixer::Attention(a) => cache_shapes(a, c),
             Mixer::Recurrent(r) => recurrent::cache_shapes(r, self.spec.hidden, c.sequences),
         }
     }

@@ -54,7 +54,7 @@ impl Decoder {
             grid: None,
             before: None,
         };
-        let layout = CacheLayout { pages: 0, page: length, dtype: DType::F32, sequences: batch };
+        let layout = CacheLayout { pages: 0, page: length, types: DType::F32.into(), sequences: batch };
         let states = vec![none.clone(); self.cache_shapes(layout).len()];
         let (handed, _) = self.run(0, None, rows, StageStates { own: &states, shared: &[], layout });
         Ok(self.logits(&self.finished(&handed.x)))

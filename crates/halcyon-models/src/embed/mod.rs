@@ -285,7 +285,7 @@ impl Embedder {
 /// The options of an engine for texts of at most `longest` tokens.
 fn engine_options(longest: usize) -> EngineOptions {
     let positions = longest.next_power_of_two().max(POSITIONS);
-    EngineOptions { sequences: SEQUENCES, positions, cache: DType::F32, ..EngineOptions::default() }
+    EngineOptions { sequences: SEQUENCES, positions, cache: DType::F32.into(), ..EngineOptions::default() }
 }
 
 /// The activations after the last norm for each token of each text, or for the last one.

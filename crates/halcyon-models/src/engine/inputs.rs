@@ -1,7 +1,6 @@
 //! The inputs of a step.
 
 use super::{Engine, Feed, padded};
-use crate::decoder::cache::table_columns;
 use crate::decoder::{Decoder, Rows};
 use crate::grid::{self, Grid};
 use crate::rope::Rope;
@@ -69,8 +68,7 @@ impl Engine {
                 self.floors[s] = self.floors[s].max(grid::floor(at + 1));
             }
         }
-        let used = self.pages.iter().map(Vec::len).max().unwrap_or(0);
-        let columns = table_columns(self.options.cache, used, self.context().div_ceil(page));
+        let columns = self.context().div_ceil(page);
         let mut table = vec![0i32; self.pages.len() * columns];
         for (s, pages) in self.pages.iter().enumerate() {
             for (p, page) in pages.iter().enumerate() {

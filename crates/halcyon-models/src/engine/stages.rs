@@ -262,7 +262,12 @@ mod tests {
         let [a, b] = [(); 2].map(|()| Backend::new(BackendType::Cpu).unwrap());
         let hidden = |p: Placement| {
             let decoder = Decoder::load_on(p, &source, spec.clone(), 64).unwrap();
-            let o = EngineOptions { positions: 64, cache: DType::F32, chunk: 4, ..EngineOptions::default() };
+            let o = EngineOptions {
+                positions: 64,
+                cache: DType::F32.into(),
+                chunk: 4,
+                ..EngineOptions::default()
+            };
             let mut e = Engine::of_activations(Arc::new(decoder), o).unwrap();
             e.feed(&[Feed { sequence: 0, tokens: &[1, 2, 3, 4, 5, 6], all: true }]).unwrap().remove(0)
         };

@@ -96,7 +96,8 @@ fn generators_with_the_layer_generate_the_same() {
     let b = Backend::cpu().expect("the CPU");
     for name in ["glm4_moe", "qwen3_next"] {
         let [main, layer] = both(&b, &open(dir.path(), name), 80);
-        let sizes = EngineOptions { sequences: 2, positions: 160, page: 4, cache: DType::F32, chunk: 64 };
+        let sizes =
+            EngineOptions { sequences: 2, positions: 160, page: 4, cache: DType::F32.into(), chunk: 64 };
         let made = || Generator::new(Engine::new(main.clone(), sizes).expect("an engine"), None, None);
         let prompts: Vec<Vec<u32>> = (0..3).map(|i| (0..20 + i).map(|t| t * 7 % 30 + i).collect()).collect();
         let o = options(3, 30);

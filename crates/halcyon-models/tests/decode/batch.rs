@@ -5,7 +5,7 @@ use crate::stored::folder;
 use halcyon::BlockType;
 use halcyon::prelude::*;
 use halcyon_formats::gguf::TensorInfo;
-use halcyon_models::{Decoder, Engine, Feed, Source};
+use halcyon_models::{CacheTypes, Decoder, Engine, Feed, Source};
 use halcyon_test::{Rng, devices};
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ fn step(e: &mut Engine, tokens: &[&[u32]]) -> Vec<Vec<u32>> {
 }
 
 /// Runs prompts together.
-fn together(decoder: &Arc<Decoder>, prompts: &[Vec<u32>], chunk: usize, cache: DType) -> Vec<Logits> {
+fn together(decoder: &Arc<Decoder>, prompts: &[Vec<u32>], chunk: usize, cache: CacheTypes) -> Vec<Logits> {
     let mut e = engine_in(cache, decoder, prompts.len(), chunk);
     let first: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
     // Any token may follow; here it is the prompt's first one.
@@ -49,17 +49,18 @@ fn llama(b: &Backend, sizes: &[usize], (types, tensors): &(&str, Vec<(TensorInfo
 
 /// Compares batches of these sizes with runs of one prompt.
 pub(crate) fn invariant(decoder: &Arc<Decoder>, all: &[Vec<u32>], sizes: &[usize], who: &str) {
-    compare(decoder, all, sizes, DType::F32, who);
+    compare(decoder, all, sizes, DType::F32.into(), who);
 }
 
-/// The same with a cache of another type. Some prompts are so long that their tables differ in size.
-pub(crate) fn invariant_in(decoder: &Arc<Decoder>, sizes: &[usize], cache: DType) {
+/// The same with a cache of another type. Some prompts are longer.
+pub(crate) fn invariant_in(decoder: &Arc<Decoder>, sizes: &[usize], cache: impl Into<CacheTypes>) {
+    let cache = cache.into();
     let most = sizes.iter().copied().max().expect("a size");
     let all = prompts(most, 60, decoder.spec.vocabulary);
     compare(decoder, &all, sizes, cache, &format!("{} {cache}", decoder.backend().id()));
 }
 
-fn compare(decoder: &Arc<Decoder>, all: &[Vec<u32>], sizes: &[usize], cache: DType, who: &str) {
+fn compare(decoder: &Arc<Decoder>, all: &[Vec<u32>], sizes: &[usize], cache: CacheTypes, who: &str) {
     let solo = |p: &Vec<u32>| together(decoder, std::slice::from_ref(p), 512, cache).remove(0);
     let alone: Vec<Logits> = all.iter().map(solo).collect();
     for &n in sizes {

@@ -4,7 +4,7 @@
 use halcyon::BlockType;
 use halcyon::prelude::*;
 use halcyon_formats::gguf::{self, GgmlType, Gguf, TensorInfo, Value};
-use halcyon_models::{Decoder, Engine, EngineOptions, Feed, Source, family};
+use halcyon_models::{CacheTypes, Decoder, Engine, EngineOptions, Feed, Source, family};
 use halcyon_test::Rng;
 use std::sync::Arc;
 
@@ -16,11 +16,11 @@ pub(crate) fn decoder(b: &Backend, source: &Source, context: usize) -> Arc<Decod
 
 /// An engine with a cache in f32 and pages of 4 positions, so that short texts have several.
 pub(crate) fn engine(decoder: &Arc<Decoder>, sequences: usize, chunk: usize) -> Engine {
-    engine_in(DType::F32, decoder, sequences, chunk)
+    engine_in(DType::F32.into(), decoder, sequences, chunk)
 }
 
 /// An engine with a cache of this type and pages of 4 positions.
-pub(crate) fn engine_in(cache: DType, decoder: &Arc<Decoder>, sequences: usize, chunk: usize) -> Engine {
+pub(crate) fn engine_in(cache: CacheTypes, decoder: &Arc<Decoder>, sequences: usize, chunk: usize) -> Engine {
     let positions = decoder.context() * sequences;
     let options = EngineOptions { sequences, positions, page: 4, cache, chunk };
     Engine::new(decoder.clone(), options).expect("an engine")

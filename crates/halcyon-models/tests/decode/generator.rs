@@ -20,7 +20,7 @@ pub(crate) fn generator(b: &Backend, sequences: usize, positions: usize, chunk: 
     let model = ModelFile { path: "random.gguf".into(), source, spec };
     let tokenizer = model.tokenizer().expect("a valid tokenizer").expect("a tokenizer");
     let template = model.template(&tokenizer).expect("a template");
-    let options = EngineOptions { sequences, positions, page: 4, cache: DType::F32, chunk };
+    let options = EngineOptions { sequences, positions, page: 4, cache: DType::F32.into(), chunk };
     let engine = Engine::new(Arc::new(model.load(b, 64).expect("the weights load")), options);
     Generator::new(engine.expect("an engine"), Some(tokenizer), Some(template))
 }
@@ -86,7 +86,8 @@ fn parts_of_a_prompt_are_rotated_as_the_whole_prompt() {
     let decoder = decoder(&cpu(), &source, 96);
     let prompt: Vec<u32> = (0..80).map(|i| i * 7 % 90).collect();
     let engine = |chunk| {
-        let options = EngineOptions { sequences: 2, positions: 160, page: 4, cache: DType::F32, chunk };
+        let options =
+            EngineOptions { sequences: 2, positions: 160, page: 4, cache: DType::F32.into(), chunk };
         Engine::new(decoder.clone(), options).expect("an engine")
     };
     let options = GenerateOptions { max_tokens: Some(8), sampling: Sampling::greedy(), ..Default::default() };

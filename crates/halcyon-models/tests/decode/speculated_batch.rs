@@ -136,7 +136,7 @@ fn drafts_in_batches_work_with_other_layers() {
         let decoder = decoder(&b, &Source::open(&folder(family)).expect("the model opens"), 80);
         let made = || {
             let options =
-                EngineOptions { sequences: 2, positions: 160, page: 4, cache: DType::F32, chunk: 64 };
+                EngineOptions { sequences: 2, positions: 160, page: 4, cache: DType::F32.into(), chunk: 64 };
             Generator::new(Engine::new(decoder.clone(), options).expect("an engine"), None, None)
         };
         let prompts: Vec<Vec<u32>> = (0..3).map(|i| (0..20 + i).map(|t| t * 7 % 30 + i).collect()).collect();

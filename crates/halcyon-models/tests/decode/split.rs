@@ -39,7 +39,7 @@ fn placements(a: &Backend, b: &Backend, source: &Source) -> Vec<(&'static str, P
     let probe = decoder(a, source, 64);
     let spec = &probe.spec;
     let n = spec.layers.len();
-    let layout = CacheLayout { pages: 8, page: 4, dtype: DType::F32, sequences: 1 };
+    let layout = CacheLayout { pages: 8, page: 4, types: DType::F32.into(), sequences: 1 };
     let two = [a.clone(), b.clone()];
     let mut all = vec![];
     match Placement::by_shares(&two, &[1.0, 1.0], &probe, layout) {
@@ -213,7 +213,7 @@ fn shares_decide_where_layers_go() {
     let (a, b) = (cpu(), cpu());
     let source = Source::open(&folder("smollm3")).expect("the model opens");
     let probe = decoder(&a, &source, 64);
-    let layout = CacheLayout { pages: 8, page: 4, dtype: DType::F32, sequences: 1 };
+    let layout = CacheLayout { pages: 8, page: 4, types: DType::F32.into(), sequences: 1 };
     let layers = |devices: usize, shares: &[f64]| -> Result<Vec<usize>> {
         let devices: Vec<Backend> = (0..devices).map(|i| [&a, &b][i % 2].clone()).collect();
         let p = Placement::by_shares(&devices, shares, &probe, layout)?;

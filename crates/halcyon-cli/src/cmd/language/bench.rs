@@ -5,7 +5,7 @@ use super::{FAST, MAX_CONTEXT, start};
 use crate::args::BenchLlmArgs;
 use crate::report;
 use halcyon::{Error, Result};
-use halcyon_models::{Engine, Feed};
+use halcyon_models::{Engine, Feed, cache_name};
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -44,10 +44,11 @@ pub(crate) fn main(a: &BenchLlmArgs) -> Result<u8> {
         }
     }
     if a.json {
-        let spec = &m.file.spec;
+        let (spec, types) = (&m.file.spec, m.engine.options().cache);
         report::print_json(&json!({
             "model": report::path(&a.language.path()), "architecture": spec.family, "backend": backend,
-            "placement": m.placement, "results": Value::Array(rows),
+            "placement": m.placement,
+            "type_k": cache_name(types.keys), "type_v": cache_name(types.values), "results": Value::Array(rows),
         }))?;
     } else {
         lines.insert(0, vec!["test".into(), "tokens/s".into()]);

@@ -2,7 +2,7 @@
 
 use super::place::{self, Devices};
 use super::speculate::Draft;
-use super::{context_of, hub, kv_dtype, tokenizer};
+use super::{cache_types, context_of, hub, tokenizer};
 use crate::args::{FitArgs, Mtp};
 use crate::cmd::{backend_json, backend_text};
 use crate::report::{self, size, table};
@@ -260,8 +260,8 @@ fn advice(
     if each > 0 && need.position > 0 {
         ways.push(format!("give --context {each} (the largest that fits)"));
     }
-    if options.cache == DType::F32 {
-        let f16 = EngineOptions { cache: DType::F16, ..options };
+    if options.cache == DType::F32.into() {
+        let f16 = EngineOptions { cache: DType::F16.into(), ..options };
         let most = need.largest_context(decoder, f16, free);
         match most.saturating_mul(options.sequences) >= options.positions {
             true => ways.push("give --kv-dtype f16".into()),
@@ -358,7 +358,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     let options = EngineOptions {
         sequences: batch,
         positions: each.saturating_mul(batch),
-        cache: kv_dtype(l.cache.kv_dtype.as_deref().unwrap_or("f16"))?,
+        cache: cache_types(&l.cache, "f16")?,
         chunk,
         ..EngineOptions::default()
     };
@@ -487,7 +487,7 @@ impl Report<'_> {
     /// The largest context of each sequence that fits on all devices, by type of the cache. The cache of a
     /// draft has the chosen context.
     fn largest(&self, cache: DType) -> Option<usize> {
-        let options = EngineOptions { cache, ..self.options };
+        let options = EngineOptions { cache: cache.into(), ..self.options };
         let head = self.decoder.placement().head;
         let draft = |i: usize| self.draft.as_ref().filter(|_| i == head).map_or(0, |(d, _)| d.device());
         let each = self.devices().enumerate().filter_map(|(i, (_, n, r))| {
@@ -522,7 +522,7 @@ impl Report<'_> {
             "sizes    {} of {} positions, cache in {}, steps of up to {} tokens",
             if o.sequences == 1 { "one sequence".into() } else { format!("{} sequences", o.sequences) },
             o.positions / o.sequences,
-            cache_name(o.cache),
+            o.cache,
             o.chunk
         );
         let row = |what: &str, bytes: u64, note: String| vec![what.to_string(), size(bytes), note];
@@ -629,7 +629,9 @@ impl Report<'_> {
             "devices": self.devices().map(device).collect::<Vec<Value>>(),
             "context": o.positions / o.sequences,
             "batch": o.sequences,
-            "kv_dtype": cache_name(o.cache),
+            "kv_dtype": (o.cache.keys == o.cache.values).then(|| cache_name(o.cache.keys)),
+            "cache_type_k": cache_name(o.cache.keys),
+            "cache_type_v": cache_name(o.cache.values),
             "chunk": o.chunk,
             "weights": {
                 "stored": self.stored.bytes, "in_place": self.sum(|n| n.in_place),

@@ -21,14 +21,14 @@ mod speculate;
 mod thinking;
 pub(crate) mod tokenize;
 
-use crate::args::{LanguageArgs, Mtp, SamplingArgs, SpeculationArgs};
+use crate::args::{CacheArgs, LanguageArgs, Mtp, SamplingArgs, SpeculationArgs};
 use crate::report;
 use halcyon::hal::driver_output;
 use halcyon::{DType, Error, Result};
 use halcyon_formats::npy;
 use halcyon_models::{
-    Activations, Decoder, Engine, EngineOptions, GenerateOptions, Generation, LoadOptions, Lora, ModelFile,
-    Sampling, StepName,
+    Activations, CacheTypes, Decoder, Engine, EngineOptions, GenerateOptions, Generation, LoadOptions, Lora,
+    ModelFile, Sampling, StepName,
 };
 use halcyon_text::Tokenizer;
 use serde_json::{Value, json};
@@ -55,15 +55,25 @@ pub(super) struct Running {
     ahead: Option<Arc<Decoder>>,
 }
 
-/// The type of cached keys and values.
-fn kv_dtype(name: &str) -> Result<DType> {
+/// The types of cached keys and values. `default` is the type of both.
+fn cache_types(a: &CacheArgs, default: &str) -> Result<CacheTypes> {
+    let of = |option: &str, name: &Option<String>| match (name, &a.kv_dtype) {
+        (Some(name), _) => kv_dtype(option, name),
+        (None, both) => kv_dtype("--kv-dtype", both.as_deref().unwrap_or(default)),
+    };
+    let keys = of("--cache-type-k", &a.cache_type_k)?;
+    Ok(CacheTypes { keys, values: of("--cache-type-v", &a.cache_type_v)? })
+}
+
+/// The type of this name, which `option` has.
+fn kv_dtype(option: &str, name: &str) -> Result<DType> {
     match name {
         "f32" => Ok(DType::F32),
         "f16" => Ok(DType::F16),
         "bf16" => Ok(DType::BF16),
         // Blocks are bytes.
         "q8_0" => Ok(DType::U8),
-        other => Err(Error::argument("--kv-dtype", format!("'{other}': expected f32, f16, bf16 or q8_0"))),
+        other => Err(Error::argument(option, format!("'{other}': expected f32, f16, bf16 or q8_0"))),
     }
 }
 
@@ -110,7 +120,7 @@ pub(super) fn start_with(
     speculation: Option<&SpeculationArgs>,
 ) -> Result<Running> {
     a.backend.check()?;
-    let dtype = kv_dtype(a.cache.kv_dtype.as_deref().unwrap_or(defaults.kv_dtype))?;
+    let cache = cache_types(&a.cache, defaults.kv_dtype)?;
     let activations = a.activations.as_deref().map_or(Ok(defaults.activations), activations)?;
     let chunk = a.cache.chunk()?;
     let file = ModelFile::open(&hub::local(&a.path(), &a.hub)?)?;
@@ -123,7 +133,7 @@ pub(super) fn start_with(
     let positions = context.checked_mul(sequences).ok_or_else(|| {
         Error::argument("--parallel", format!("{sequences} sequences of {context} positions are too many"))
     })?;
-    let options = EngineOptions { sequences, positions, cache: dtype, chunk, ..EngineOptions::default() };
+    let options = EngineOptions { sequences, positions, cache, chunk, ..EngineOptions::default() };
     let lora = Lora::load_all(&hub::adapters(&a.lora, &a.hub)?, &file, devices.first())?;
     let load = LoadOptions { context, activations, lora: lora.as_ref() };
     let decoder = devices.load(&file, load, options, defaults.all)?;

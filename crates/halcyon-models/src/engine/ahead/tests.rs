@@ -43,7 +43,7 @@ fn decoders(path: &Path) -> [Arc<Decoder>; 2] {
 }
 
 fn options(chunk: usize) -> EngineOptions {
-    EngineOptions { positions: 64, page: 4, cache: DType::F32, chunk, ..EngineOptions::default() }
+    EngineOptions { positions: 64, page: 4, cache: DType::F32.into(), chunk, ..EngineOptions::default() }
 }
 
 /// The logits at each position of the prompt, then those of each proposal.
