@@ -1,4 +1,5 @@
 //! Embeddings: encoders and decoders, pooling, and the files of sentence-transformers.
 
 mod adapters;
+mod lasttoken;
 mod stored;
