@@ -106,7 +106,8 @@ fn parse() -> Result<Cli, clap::Error> {
     Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut command))
 }
 
-/// Names of llama.cpp that have one dash and several letters, which clap does not know, and the same options here.
+/// Names of llama.cpp that have one dash and several letters, which clap does not know, and the same options
+/// here.
 const SHORT: [(&str, &str); 3] =
     [("-ngl", "--gpu-layers"), ("-ctk", "--cache-type-k"), ("-ctv", "--cache-type-v")];
 

@@ -4,8 +4,8 @@
 //! chunks of some sequences, and always computes whole chunks. Earlier rows of a chunk come from a ring of
 //! inputs that each sequence keeps, later rows are empty. So the bits of a row depend on the positions of its
 //! sequence only, not on how a prompt was cut into steps, nor on other sequences. The price is that a step of
-//! one token computes the recurrent part of 16 rows. It computes the matrices after the chunk only if its token
-//! is the chunk's last one.
+//! one token computes the recurrent part of 16 rows. It computes the matrices after the chunk only if its
+//! token is the chunk's last one.
 //!
 //! A layer keeps the matrices at the beginning of the last two chunks. So a sequence can go back by at least
 //! 16 positions.

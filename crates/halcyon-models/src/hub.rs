@@ -141,8 +141,8 @@ impl Hub {
         })
     }
 
-    /// The folder or the GGUF file of a model or of adapters; of a split file, the first part. Files that are not in the
-    /// cache are downloaded; `progress` is called with each part of a file.
+    /// The folder or the GGUF file of a model or of adapters; of a split file, the first part. Files that are
+    /// not in the cache are downloaded; `progress` is called with each part of a file.
     ///
     /// # Errors
     /// `Error::Io` if files are missing and cannot be downloaded; `Error::Argument` if the repository has no

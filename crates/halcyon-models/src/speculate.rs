@@ -7,8 +7,8 @@
 //! logits do not depend on the number of rows of a step; see [`Engine`].) How many tokens are proposed, and
 //! whether any are, only changes the time, and therefore may follow measured times.
 //!
-//! A draft model draws with the same numbers as the model, and so does the model's own layer for further tokens.
-//! Where both have the same distribution, it proposes the token that the model chooses.
+//! A draft model draws with the same numbers as the model, and so does the model's own layer for further
+//! tokens. Where both have the same distribution, it proposes the token that the model chooses.
 
 use crate::decoder::Decoder;
 use crate::device_sample::Scores;
@@ -204,8 +204,8 @@ impl Speculation {
     }
 
     /// Proposes the tokens that the model's own layer for further tokens (MTP) predicts: `layer` is that of
-    /// [`crate::Decoder::load_ahead`]. `engine` follows all its sequences with the layer from now on, and they
-    /// become empty ([`Engine::look_ahead`]). Other engines get no proposals.
+    /// [`crate::Decoder::load_ahead`]. `engine` follows all its sequences with the layer from now on, and
+    /// they become empty ([`Engine::look_ahead`]). Other engines get no proposals.
     ///
     /// # Errors
     /// Those of [`Engine::look_ahead`]; `Error::Argument` for a number of tokens outside of 1 to 15.

@@ -15,8 +15,9 @@ const LAYERS: usize = 4;
 /// The norms of a layer for further tokens.
 const NORMS: [&str; 3] = ["enorm", "hnorm", "shared_head_norm"];
 
-/// A GLM-4 model of `LAYERS` layers, the last of which predicts further tokens if it has `norms` for that. Each
-/// token alone decides what follows, and the layer knows this: between embedding and output, nothing is added.
+/// A GLM-4 model of `LAYERS` layers, the last of which predicts further tokens if it has `norms` for that.
+/// Each token alone decides what follows, and the layer knows this: between embedding and output, nothing is
+/// added.
 fn model(dir: &Path, norms: &[&str]) -> PathBuf {
     let ahead = !norms.is_empty();
     let sizes = [

@@ -78,8 +78,8 @@ impl Net {
     }
 }
 
-/// Checks the errors of random networks. A few may be large, because some networks have results that are small
-/// differences of large values. In 10,000 runs the medians were at most 1.05 %.
+/// Checks the errors of random networks. A few may be large, because some networks have results that are
+/// small differences of large values. In 10,000 runs the medians were at most 1.05 %.
 fn small(mut errors: Vec<f64>) {
     errors.sort_by(f64::total_cmp);
     let at = |part: f64| errors[(errors.len() as f64 * part) as usize];

@@ -238,8 +238,8 @@ impl AttentionStep<'_> {
         }
     }
 
-    /// The cache `[pages * heads * page, size]` of type `dtype` with `new` `[rows, heads, size]` in its slots.
-    /// Without a cache, `new` itself, `[rows * heads, size]`.
+    /// The cache `[pages * heads * page, size]` of type `dtype` with `new` `[rows, heads, size]` in its
+    /// slots. Without a cache, `new` itself, `[rows * heads, size]`.
     pub(super) fn write(&self, cache: &Tensor, new: &Tensor, size: usize, dtype: DType) -> Tensor {
         if self.is_whole() {
             return new.reshape([self.count() * self.a.shared, size]);

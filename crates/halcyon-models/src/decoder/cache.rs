@@ -1,5 +1,5 @@
-//! The types of cached keys and values. In blocks of Q8_0 they are rounded to 8 bits when they are written, and
-//! attention reads the blocks.
+//! The types of cached keys and values. In blocks of Q8_0 they are rounded to 8 bits when they are written,
+//! and attention reads the blocks.
 //!
 //! A row of a state holds the bytes of a head's blocks, as GGUF files and llama.cpp store them: a factor in
 //! f16, `d = largest / 127`, and 32 integers, `x / d` rounded to nearest, halves away from zero. Rounding,

@@ -267,8 +267,8 @@ impl RecurrentStep<'_> {
         let full = self.grid.full.reshape([self.chunks(), 1, 1, 1]);
         let (results, after) = x.scan(s, masks, Some(&full), start);
         if !self.completes() {
-            // The matrices after the chunk are not computed, because nothing reads them. Writing no rows keeps
-            // the state's memory; the state itself as a result would be a copy.
+            // The matrices after the chunk are not computed, because nothing reads them. Writing no rows
+            // keeps the state's memory; the state itself as a result would be a copy.
             let none = state.narrow(0, 0, 0);
             return (results, state.scatter_rows(self.grid.write, &none, 0, ScatterKind::Set));
         }

@@ -78,7 +78,8 @@ impl Ahead {
 
 impl Engine {
     /// Follows all sequences with the model's own layer for further tokens from now on
-    /// ([`Decoder::load_ahead`]), so that it can propose tokens; `None` ends this. All sequences become empty.
+    /// ([`Decoder::load_ahead`]), so that it can propose tokens; `None` ends this. All sequences become
+    /// empty.
     ///
     /// # Errors
     /// `Error::Argument` for a layer of another model; errors of the device, such as out of memory.

@@ -59,8 +59,8 @@ fn takes_inputs(model: &Decoder, stage: usize) -> bool {
     stage > 0 && model.spec.per_layer.is_some() && model.stages[stage].has_feed_forward(layers)
 }
 
-/// Whether only the head is computed after this stage, or in it: then it gets the wanted rows only, unless the
-/// activations of all rows are wanted.
+/// Whether only the head is computed after this stage, or in it: then it gets the wanted rows only, unless
+/// the activations of all rows are wanted.
 fn head_only(model: &Decoder, stage: usize, want: Want) -> bool {
     !want.activations
         && model.stages.get(stage).is_some_and(|s| s.parts.len() == 1 && !s.has_embedding())

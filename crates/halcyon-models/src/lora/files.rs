@@ -17,9 +17,9 @@ const WEIGHTS: &str = "adapter_model.safetensors";
 /// What PEFT puts before the names of modules.
 const PREFIX: &str = "base_model.model.";
 
-/// Canonical names of the matrices that can have an adapter, with the names of Hugging Face's modules. A matrix
-/// that is stored together with another one is left out, and so is a head that is the embedding's matrix.
-/// `{}` in a name stands for the number of an expert.
+/// Canonical names of the matrices that can have an adapter, with the names of Hugging Face's modules. A
+/// matrix that is stored together with another one is left out, and so is a head that is the embedding's
+/// matrix. `{}` in a name stands for the number of an expert.
 pub(super) fn names(file: &ModelFile) -> Vec<(String, String)> {
     let layers = 0..file.spec.layers.len();
     let stems = layers.flat_map(|i| STEMS.map(|s| format!("blk.{i}.{s}")));
@@ -119,7 +119,8 @@ fn experts(file: &ModelFile, stem: &str) -> usize {
     layer.and_then(|l| l.experts()).map_or(0, |(e, _)| e.count)
 }
 
-/// The values of all experts, one after the other; zeros for those without an adapter. `None` if none has one.
+/// The values of all experts, one after the other; zeros for those without an adapter. `None` if none has
+/// one.
 fn stacked(parts: Vec<Option<Values>>) -> std::result::Result<Option<Values>, String> {
     let Some(dims) = parts.iter().flatten().next().map(|(dims, _)| dims.clone()) else { return Ok(None) };
     let (count, mut all) = (parts.len(), vec![]);

@@ -70,8 +70,8 @@ impl Draft {
         Ok(layer.map(|decoder| Draft { file: None, decoder, options }))
     }
 
-    /// [`Draft::own`] if it fits with the steps that check up to `most` tokens. A layer that was not asked for
-    /// is left out if it does not, with a note.
+    /// [`Draft::own`] if it fits with the steps that check up to `most` tokens. A layer that was not asked
+    /// for is left out if it does not, with a note.
     pub(super) fn own_checked(
         mtp: Mtp,
         model: &ModelFile,

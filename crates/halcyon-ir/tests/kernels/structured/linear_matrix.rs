@@ -46,7 +46,8 @@ fn product(inputs: &[Input], options: RowMatmul, (caps, language): &(Caps, Langu
     run(&low, inputs, &out, caps.subgroup.unwrap(), 5)
 }
 
-/// Compares a product on all devices with the reference. `tol` is in epsilons, relative to the largest result.
+/// Compares a product on all devices with the reference. `tol` is in epsilons, relative to the largest
+/// result.
 fn check(inputs: &[Input], options: RowMatmul, tol: f64, what: &str) {
     let (_, ty, want) = reference(inputs, |g, x| g.row_matmul(x[0], x[1], options, None));
     for device in units() {
@@ -57,7 +58,8 @@ fn check(inputs: &[Input], options: RowMatmul, tol: f64, what: &str) {
 
 const SHAPES: [[usize; 2]; 6] = [[1, 20], [5, 16], [17, 37], [33, 9], [70, 66], [150, 70]];
 
-/// One part of bf16 rounds both operands to 8 bits. With two parts, exchanged weights or scales would be seen.
+/// One part of bf16 rounds both operands to 8 bits. With two parts, exchanged weights or scales would be
+/// seen.
 #[test]
 fn blocks_on_matrix_units() {
     let mut rng = Rng::new(21);

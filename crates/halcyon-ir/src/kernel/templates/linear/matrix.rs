@@ -74,8 +74,8 @@ impl Tile {
     }
 }
 
-/// Tiles, from the fewest rows to the most. Of those with the same rows, the one with the most slices at a time
-/// is the first, because it reads the most weights at a time.
+/// Tiles, from the fewest rows to the most. Of those with the same rows, the one with the most slices at a
+/// time is the first, because it reads the most weights at a time.
 const TILES: &[Tile] = &[
     Tile::new([16, 16], [1, 1], 8),
     Tile::new([16, 16], [1, 1], 4),
