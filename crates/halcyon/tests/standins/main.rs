@@ -47,6 +47,8 @@ impl Held {
         let at = all.iter().position(|s| s.driver.kind() == kind)?;
         let turn = TURNS[at].lock().unwrap_or_else(|e| e.into_inner());
         let s = all[at].clone();
+        // The streams of the last test may take a moment to release the context. A failed test may keep it.
+        soon(|| held(&s) == [0; 6]);
         Some(Held { before: held(&s), s, kind, start: Instant::now(), _turn: turn })
     }
 
