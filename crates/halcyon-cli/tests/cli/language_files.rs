@@ -59,6 +59,9 @@ fn models_are_replaced_on_request_only() {
 fn inputs_are_never_replaced() {
     let dir = folder();
     at(&dir, &["convert", "tiny.gguf", "made"]).ok();
+    fs::create_dir(dir.path().join("made/1_Pooling")).expect("a folder");
+    fs::write(dir.path().join("made/1_Pooling/config.json"), r#"{"pooling_mode_mean_tokens": true}"#)
+        .expect("written");
     let before: Vec<Vec<u8>> = ["tiny.gguf", "ids.npy", "text.txt", "made/model.safetensors"]
         .map(|n| fs::read(dir.path().join(n)).expect("a file"))
         .to_vec();
@@ -69,7 +72,9 @@ fn inputs_are_never_replaced() {
         &["logits", "tiny.gguf", "--tokens", "ids.npy", "-o", "tiny.gguf"],
         &["logits", "tiny.gguf", "--tokens", "ids.npy", "-o", "ids.npy"],
         &["logits", "made", "--tokens", "ids.npy", "-o", "made/model.safetensors"],
+        &["logits", "tiny.gguf", "--tokens", "ids.npy", "--lora", "text.txt", "-o", "text.txt"],
         &["embed", "tiny.gguf", "--tokens", "ids.npy", "-o", "ids.npy"],
+        &["embed", "made", "--tokens", "ids.npy", "-o", "made/1_Pooling/config.json"],
         &["embed", "tiny.gguf", "--file", "text.txt", "-o", "text.txt"],
         &["embed", "tiny.gguf", "hello", "-o", "tiny.gguf"],
     ] {

@@ -40,7 +40,7 @@ impl Joint {
 impl Decoder {
     /// The decoder of the first layer that predicts further tokens, on the device that computes the logits;
     /// `None` if the model has no such layer. `options` are those of this decoder. Matrices for embeddings
-    /// and logits that the two have in common are in memory once.
+    /// and logits that the two have in common are in memory once on that device.
     ///
     /// # Errors
     /// The errors of [`Decoder::load`].
@@ -72,9 +72,10 @@ impl Decoder {
         let same = self.placement.embedding == self.placement.head;
         let embedding = match own_matrix(&l, &name("embed_tokens"), "token_embd")? {
             Some(own) => own,
-            None if same => {
+            None if same || self.tied => {
                 joint.shared[0] = true;
-                self.embedding.clone()
+                // With tied embeddings, the device that computes the logits has the matrix as its head.
+                self.head.as_ref().filter(|_| !same).unwrap_or(&self.embedding).clone()
             }
             None => l.matrix("token_embd", &[self.spec.vocabulary, h])?,
         };

@@ -58,7 +58,11 @@ impl Ahead {
             let tokens = std::mem::take(&mut w.tokens);
             let rest = w.activations.split_off(tokens.len() * hidden);
             let before = std::mem::replace(&mut w.activations, rest);
-            self.engine.feed_after(sequence, &tokens, &before)?;
+            if let Err(e) = self.engine.feed_after(sequence, &tokens, &before) {
+                w.tokens.splice(0..0, tokens);
+                w.activations.splice(0..0, before);
+                return Err(e);
+            }
         }
         Ok(())
     }

@@ -262,6 +262,9 @@ fn unknown(name: &str, key: &str) -> Error {
 /// Limits that keep hostile configurations from using unbounded memory, and rules that the decoder relies on.
 pub(crate) fn check(s: &Spec) -> Result<()> {
     let count = s.layers.len() + s.ahead.len();
+    if s.layers.is_empty() && count > 0 {
+        return bad(format!("{count} layers, all of which predict further tokens"));
+    }
     if s.layers.is_empty() || count > 4096 {
         return bad(format!("{count} layers: expected 1 to 4096"));
     }

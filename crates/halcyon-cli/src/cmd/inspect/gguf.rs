@@ -48,6 +48,8 @@ fn ahead(f: &Gguf) -> Option<Ahead> {
     let number = |key: &str| f.metadata().u64(&format!("{}.{key}", architecture(f)?)).ok();
     let count = number("nextn_predict_layers")?;
     let first = number("block_count")?.checked_sub(count)?;
+    // Without it, the layer cannot be computed, and models are loaded without it.
+    f.tensors().iter().find(|t| t.name() == format!("blk.{first}.nextn.eh_proj.weight"))?;
     let mut a = Ahead { layers: usize::try_from(count).ok()?, parameters: 0, bytes: 0 };
     for t in f.tensors() {
         let layer = t.name().strip_prefix("blk.").and_then(|n| n.split_once('.')).map(|n| n.0.parse::<u64>());

@@ -1,6 +1,6 @@
 //! `halcyon embed`: a vector for each text.
 
-use super::outfile::{files_of, refuse_inputs};
+use super::outfile::{files_with, refuse_inputs};
 use super::{hub, text_or_stdin};
 use crate::args::EmbedArgs;
 use crate::report;
@@ -8,7 +8,7 @@ use halcyon::{ConstData, Error, Result};
 use halcyon_formats::npy;
 use halcyon_models::{EmbedOptions, Embedder, Pooling};
 use serde_json::json;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The most bytes of a file with texts.
 const MAX_FILE: u64 = 256 << 20;
@@ -62,11 +62,8 @@ pub(crate) fn main(a: &EmbedArgs) -> Result<u8> {
         adapters: hub::adapters(&a.lora, &a.hub)?,
     };
     if let Some(out) = &a.output {
-        let inputs: Vec<PathBuf> = [Some(&a.model), a.file.as_ref(), a.tokens.as_ref()]
-            .into_iter()
-            .flatten()
-            .flat_map(|p| files_of(p))
-            .collect();
+        let mut inputs = files_with(&hub::local(&a.model, &a.hub)?, &options.adapters);
+        inputs.extend(a.file.iter().chain(&a.tokens).cloned());
         refuse_inputs(&inputs, out, "--output")?;
     }
     let texts = match &a.file {

@@ -2,7 +2,7 @@
 
 use super::place::{self, Devices};
 use super::speculate::Draft;
-use super::{cache_types, context_of, hub, tokenizer};
+use super::{ONE_WAY, cache_types, context_of, hub, tokenizer};
 use crate::args::{FitArgs, Mtp};
 use crate::cmd::{backend_json, backend_text};
 use crate::report::{self, size, table};
@@ -386,6 +386,7 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     let rooms: Vec<Room> = decoder.placement().devices.iter().map(Room::of).collect();
     let most = SpeculationOptions::default().most;
     let draft = match &l.draft {
+        Some(_) if l.mtp.mtp == Mtp::On => return Err(Error::argument("--mtp", ONE_WAY)),
         Some(p) => Some(Draft::open(p, &l.hub, &file, (&decoder, options))?),
         None if l.mtp.mtp == Mtp::On => Draft::own(Mtp::On, &file, (&decoder, options), load)?,
         None => Draft::own_checked(l.mtp.mtp, &file, (&decoder, options), load, most)?,

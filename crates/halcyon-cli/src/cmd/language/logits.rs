@@ -1,7 +1,7 @@
 //! `halcyon logits`: writes the logits of tokens.
 
-use super::outfile::{files_of, refuse_inputs};
-use super::{EXACT, start, tokens};
+use super::outfile::{files_with, refuse_inputs};
+use super::{EXACT, hub, start, tokens};
 use crate::args::LogitsArgs;
 use crate::report;
 use halcyon::{ConstData, Error, Result};
@@ -9,7 +9,8 @@ use halcyon_formats::npy;
 use halcyon_models::Feed;
 
 pub(crate) fn main(a: &LogitsArgs) -> Result<u8> {
-    let mut inputs = files_of(&a.language.path());
+    let l = &a.language;
+    let mut inputs = files_with(&hub::local(&l.path(), &l.hub)?, &hub::adapters(&l.lora, &l.hub)?);
     inputs.push(a.tokens.clone());
     refuse_inputs(&inputs, &a.output, "--output")?;
     let ids = tokens(&a.tokens)?;

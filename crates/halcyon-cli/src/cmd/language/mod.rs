@@ -61,6 +61,8 @@ fn cache_types(a: &CacheArgs, default: &str) -> Result<CacheTypes> {
         (Some(name), _) => kv_dtype(option, name),
         (None, both) => kv_dtype("--kv-dtype", both.as_deref().unwrap_or(default)),
     };
+    // It is wrong even if the other two options replace it.
+    of("--kv-dtype", &None)?;
     let keys = of("--cache-type-k", &a.cache_type_k)?;
     Ok(CacheTypes { keys, values: of("--cache-type-v", &a.cache_type_v)? })
 }
@@ -149,6 +151,9 @@ pub(super) fn start_with(
     Ok(Running { engine: Engine::new(decoder, options)?, file, options, placement, draft, ahead: None })
 }
 
+/// Why `--mtp on` is refused beside other proposals.
+const ONE_WAY: &str = "the model's own layer, --draft or --lookup: choose one";
+
 /// Loads what proposes tokens, unless that is a lookup. Fails if the model does not fit with it; a layer for
 /// further tokens that was not asked for is left out then.
 fn draft(
@@ -160,7 +165,7 @@ fn draft(
     let mtp = s.mtp.mtp;
     if s.lookup || s.draft.is_some() {
         if mtp == Mtp::On {
-            return Err(Error::argument("--mtp", "the model's own layer, --draft or --lookup: choose one"));
+            return Err(Error::argument("--mtp", ONE_WAY));
         }
         let draft = s.draft.as_deref().map(|path| Draft::open(path, &a.hub, file, both)).transpose()?;
         fit::check_proposals(file, both, draft.as_ref(), s.draft_max)?;

@@ -1,15 +1,27 @@
 //! What the commands may write over: never a file that they read, and a model only on request.
 
 use halcyon::{Error, Result};
+use halcyon_formats::gguf::Gguf;
 use halcyon_formats::output::{Place, place};
 use std::path::{Path, PathBuf};
 
-/// The files of an input: of a folder all that are in it.
+/// The files of an input: all parts of a GGUF file, and all files in a folder and the folders in it.
 pub(super) fn files_of(input: &Path) -> Vec<PathBuf> {
-    match input.is_dir() {
-        true => std::fs::read_dir(input).into_iter().flatten().flatten().map(|e| e.path()).collect(),
-        false => vec![input.into()],
+    let inside = |folder: &Path| -> Vec<PathBuf> {
+        std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path()).collect()
+    };
+    if !input.is_dir() {
+        return Gguf::open(input).map_or_else(|_| vec![input.into()], |f| f.paths().to_vec());
     }
+    // Parts of sentence-transformers' models have folders of their own.
+    let (folders, mut files): (Vec<_>, Vec<_>) = inside(input).into_iter().partition(|p| p.is_dir());
+    files.extend(folders.iter().flat_map(|f| inside(f)));
+    files
+}
+
+/// The files of a model and of its adapters.
+pub(super) fn files_with(model: &Path, adapters: &[(PathBuf, f32)]) -> Vec<PathBuf> {
+    std::iter::once(model).chain(adapters.iter().map(|(p, _)| p.as_path())).flat_map(files_of).collect()
 }
 
 /// Refuses to replace a file that is being read. `option` names the output.

@@ -2,7 +2,7 @@
 
 use super::{Running, fit, hub};
 use crate::args::{HubArgs, Mtp, SpeculationArgs};
-use crate::report;
+use crate::report::{self, size};
 use halcyon::{Error, Result};
 use halcyon_models::fit::{MemoryNeed, StoredWeights};
 use halcyon_models::{
@@ -81,9 +81,13 @@ impl Draft {
     ) -> Result<Option<Draft>> {
         let Some(own) = Draft::own(mtp, model, both, load)? else { return Ok(None) };
         match fit::check_proposals(model, both, Some(&own), most) {
-            Err(e @ Error::OutOfMemory { .. }) if mtp == Mtp::Auto => {
-                let why = report::message(&e);
-                report::note(&format!("the layer for further tokens is left out, as with --mtp off: {why}"));
+            Err(Error::OutOfMemory { device, requested, free, .. }) if mtp == Mtp::Auto => {
+                report::note(&format!(
+                    "the layer for further tokens is left out, as with --mtp off: with it, the model needs {} on \
+                     {device}, where {} are free",
+                    size(requested),
+                    size(free)
+                ));
                 Ok(None)
             }
             checked => checked.map(|()| Some(own)),
