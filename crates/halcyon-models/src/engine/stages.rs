@@ -6,7 +6,7 @@ use crate::decoder::run::{Handed, StageStates};
 use crate::decoder::{CacheLayout, CacheShape, Decoder};
 use crate::device_sample;
 use halcyon::ir::error::{Error, Result};
-use halcyon::{Backend, Compiled, State, Tensor};
+use halcyon::{Compiled, State, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -151,27 +151,6 @@ pub(super) fn compile(
     backend.compile(f)
 }
 
-/// States of zeros.
-///
-/// Most of the time goes to the system's handling of new pages, which two threads halve.
-fn empty(backend: &Backend, shapes: &[CacheShape]) -> Result<Vec<State>> {
-    let zeros = |shapes: &[CacheShape]| -> Result<Vec<State>> {
-        let one = |shape: &CacheShape| {
-            let zeros = Tensor::zeros(backend, shape.dims, shape.dtype);
-            zeros.eval()?;
-            Ok(State::new(zeros))
-        };
-        shapes.iter().map(one).collect()
-    };
-    let (first, second) = shapes.split_at(shapes.len() / 2);
-    std::thread::scope(|s| {
-        let other = s.spawn(|| zeros(second));
-        let mut all = zeros(first)?;
-        all.extend(other.join().unwrap_or_else(|why| std::panic::resume_unwind(why))?);
-        Ok(all)
-    })
-}
-
 /// The stages of a decoder, with empty caches.
 pub(super) fn runners(model: &Arc<Decoder>, options: EngineOptions, want: Want) -> Result<Vec<Runner>> {
     let layout = options.layout();
@@ -179,7 +158,12 @@ pub(super) fn runners(model: &Arc<Decoder>, options: EngineOptions, want: Want) 
     let mut all = vec![];
     for (n, stage) in model.stages.iter().enumerate() {
         let backend = &model.placement.devices[stage.device];
-        let states = empty(backend, &shapes[own_states(model, n, layout)])?;
+        let mut states = vec![];
+        for shape in &shapes[own_states(model, n, layout)] {
+            let zeros = Tensor::zeros(backend, shape.dims, shape.dtype);
+            zeros.eval()?;
+            states.push(State::new(zeros));
+        }
         all.push(Runner { step: compile(model, n, layout, want), states });
     }
     Ok(all)
