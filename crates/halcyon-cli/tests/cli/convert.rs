@@ -1,23 +1,12 @@
 //! Tests of `halcyon convert`.
 
 use crate::common::language::*;
-use crate::common::*;
 use halcyon::prelude::*;
 use halcyon_formats::gguf::{GgmlType, Gguf};
 use halcyon_formats::npy;
 use halcyon_models::{Lora, LoraOptions, ModelFile};
 use std::fs;
 use tempfile::TempDir;
-
-fn folder() -> TempDir {
-    let dir = tempfile::tempdir().expect("a folder");
-    files(dir.path());
-    dir
-}
-
-fn at(dir: &TempDir, args: &[&str]) -> Done {
-    finish(command(args).current_dir(dir.path()).env("HALCYON_CONFIG", "off"))
-}
 
 fn logits(dir: &TempDir, model: &str) -> Vec<f32> {
     at(dir, &["logits", model, "--tokens", "ids.npy", "-o", "z.npy", "--backend", "cpu"]).ok();

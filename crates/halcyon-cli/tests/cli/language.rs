@@ -11,18 +11,6 @@ use std::path::Path;
 use std::process::Stdio;
 use tempfile::TempDir;
 
-/// A folder with `tiny.gguf`, `ids.npy` and `text.txt`.
-fn folder() -> TempDir {
-    let dir = tempfile::tempdir().expect("a folder");
-    files(dir.path());
-    dir
-}
-
-/// A command in this folder.
-fn at(dir: &TempDir, args: &[&str]) -> Done {
-    finish(command(args).current_dir(dir.path()).env("HALCYON_CONFIG", "off"))
-}
-
 /// `at`, on the CPU.
 fn cpu(dir: &TempDir, args: &[&str]) -> Done {
     at(dir, &[args, &["--backend", "cpu"]].concat())

@@ -8,17 +8,6 @@ use halcyon_models::{Lora, LoraOptions, ModelFile};
 use std::fs;
 use std::path::Path;
 use std::process::Stdio;
-use tempfile::TempDir;
-
-fn folder() -> TempDir {
-    let dir = tempfile::tempdir().expect("a folder");
-    files(dir.path());
-    dir
-}
-
-fn at(dir: &TempDir, args: &[&str]) -> Done {
-    finish(command(args).current_dir(dir.path()).env("HALCYON_CONFIG", "off"))
-}
 
 #[test]
 fn models_are_replaced_on_request_only() {

@@ -2,7 +2,7 @@
 //! that options have in other programs.
 #![cfg(unix)]
 
-use crate::common::language::{Tiny, files, tiny};
+use crate::common::language::{Tiny, folder, tiny};
 use crate::common::{Done, command, finish};
 use halcyon_formats::npy;
 use halcyon_ir::ConstData;
@@ -11,13 +11,6 @@ use std::fs;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use tempfile::TempDir;
-
-fn folder() -> TempDir {
-    let dir = tempfile::tempdir().expect("a folder");
-    files(dir.path());
-    dir
-}
 
 fn at(dir: &Path, args: &[&str]) -> Command {
     let mut c = command(args);

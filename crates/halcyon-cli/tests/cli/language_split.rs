@@ -1,19 +1,11 @@
 //! Language models on several devices: `--split`, `--gpu-layers`, `--cpu-moe` and `--n-cpu-moe`.
 
-use crate::common::language::files;
+use crate::common::language::folder;
 use crate::common::{Done, command, finish, text, there};
 use halcyon_formats::npy;
 use halcyon_ir::ConstData;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use tempfile::TempDir;
-
-/// A folder with a small Llama model of 2 layers and ids.
-fn folder() -> TempDir {
-    let dir = tempfile::tempdir().expect("a folder");
-    files(dir.path());
-    dir
-}
 
 /// A small model with experts in both of its layers. It has no tokenizer.
 fn mixture() -> PathBuf {

@@ -1,22 +1,10 @@
 //! Tests of `halcyon quantize`.
 
 use crate::common::language::*;
-use crate::common::*;
 use halcyon_formats::gguf::{self, GgmlType, Gguf, TensorInfo, Value};
 use halcyon_ir::blocks::BlockType;
 use std::fs;
 use std::path::Path;
-use tempfile::TempDir;
-
-fn folder() -> TempDir {
-    let dir = tempfile::tempdir().expect("a folder");
-    files(dir.path());
-    dir
-}
-
-fn at(dir: &TempDir, args: &[&str]) -> Done {
-    finish(command(args).current_dir(dir.path()).env("HALCYON_CONFIG", "off"))
-}
 
 fn open(path: &Path) -> Gguf {
     Gguf::open(path).expect("a GGUF file")

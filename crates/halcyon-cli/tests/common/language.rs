@@ -1,10 +1,12 @@
 //! A small language model with random weights, and files for it.
 
+use super::{Done, command, finish};
 use halcyon_formats::gguf::{self, GgmlType, TensorInfo, Value};
 use halcyon_formats::npy;
 use halcyon_ir::{ConstData, DType};
 use std::fs;
 use std::path::Path;
+use tempfile::TempDir;
 
 /// Sizes of the model.
 const HIDDEN: usize = 32;
@@ -123,6 +125,18 @@ pub fn tiny(how: Tiny) -> Vec<u8> {
     let all: Vec<(TensorInfo, Vec<u8>)> = shapes.iter().map(make).collect();
     let tensors: Vec<(TensorInfo, &[u8])> = all.iter().map(|(t, b)| (t.clone(), &b[..])).collect();
     gguf::encode(&metadata, &tensors).expect("a file")
+}
+
+/// A folder with [`files`].
+pub fn folder() -> TempDir {
+    let dir = tempfile::tempdir().expect("a folder");
+    files(dir.path());
+    dir
+}
+
+/// Runs a command in this folder.
+pub fn at(dir: &TempDir, args: &[&str]) -> Done {
+    finish(command(args).current_dir(dir.path()).env("HALCYON_CONFIG", "off"))
 }
 
 /// Writes what the examples of the language commands read: `tiny.gguf`, `ids.npy` and `text.txt`.

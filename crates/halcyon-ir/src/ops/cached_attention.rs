@@ -30,11 +30,11 @@ pub(super) static CACHED_ATTENTION: CompositeRow = CompositeRow {
 
 /// Two products and a softmax over all positions that a table can address. Fewer are computed for rows at
 /// earlier positions, which are known only in a run.
-fn flops(_: &Composite, inputs: &[Operand], _: &Operand) -> u64 {
-    let [q, k, _, table, ..] = inputs else { return 0 };
-    let (q, k) = (&q.view.shape, &k.view.shape);
-    let keys = count(&[table.view.shape[1], k[2]]);
-    count(&[q[0], q[1]]).saturating_mul(keys).saturating_mul(4 * q[2] as u64 + 12)
+fn flops(c: &Composite, inputs: &[Operand], output: &Operand) -> u64 {
+    let Some(s) = c.cached_attention_sizes(inputs, std::slice::from_ref(output)) else { return 0 };
+    let keys = count(&[s.columns, s.page]);
+    let each = (s.key as u64).saturating_mul(4).saturating_add(12);
+    count(&[s.rows, s.heads]).saturating_mul(keys).saturating_mul(each)
 }
 
 /// What [`Graph::cached_attention`] computes beyond its operands.
@@ -67,7 +67,74 @@ pub struct CacheOperands {
     pub sinks: Option<NodeId>,
 }
 
+/// The sizes of a call of the composite `cached_attention`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CachedAttentionSizes {
+    /// Rows and heads of the queries.
+    pub rows: usize,
+    pub heads: usize,
+    /// Heads of keys and values, a divisor of `heads`.
+    pub key_heads: usize,
+    /// Elements of a key, and of a value.
+    pub key: usize,
+    pub value: usize,
+    /// Number of pages, and positions per page.
+    pub pages: usize,
+    pub page: usize,
+    /// Rows and columns of the table.
+    pub sequences: usize,
+    pub columns: usize,
+}
+
 impl Composite {
+    /// The sizes of a call of `cached_attention`. `None` if the operands do not have the types and shapes of
+    /// [`Graph::cached_attention`]: a composite of this name can be built with any body, so kernels check them
+    /// here.
+    pub fn cached_attention_sizes(
+        &self,
+        inputs: &[Operand],
+        outputs: &[Operand],
+    ) -> Option<CachedAttentionSizes> {
+        let ([q, keys, values, table, sequence, position, sinks @ ..], [y]) = (inputs, outputs) else {
+            return None;
+        };
+        // The elements in the last axis of keys or values.
+        let elements = |o: &Operand, n: usize| match o.dtype {
+            DType::U8 => BLOCKS.elements_of(n),
+            DType::F32 | DType::F16 | DType::BF16 => Some(n),
+            _ => None,
+        };
+        let is = |o: &Operand, dtype: DType, shape: &[usize]| o.dtype == dtype && o.view.shape[..] == *shape;
+        let shapes = [q, keys, values, table].map(|o| &o.view.shape[..]);
+        let [&[rows, heads, d], &[pages, key_heads, page, size], &[.., width], &[sequences, columns]] =
+            shapes
+        else {
+            return None;
+        };
+        let (key, value) = (elements(keys, size)?, elements(values, width)?);
+        let fits = key == d
+            && values.view.shape[..] == [pages, key_heads, page, width]
+            && key_heads > 0
+            && heads.is_multiple_of(key_heads)
+            && is(q, DType::F32, &[rows, heads, d])
+            && is(table, DType::I32, &[sequences, columns])
+            && [sequence, position].iter().all(|o| is(o, DType::I32, &[rows]))
+            && sinks.len() <= 1
+            && sinks.iter().all(|s| is(s, DType::F32, &[heads]))
+            && is(y, DType::F32, &[rows, heads, value]);
+        fits.then_some(CachedAttentionSizes {
+            rows,
+            heads,
+            key_heads,
+            key,
+            value,
+            pages,
+            page,
+            sequences,
+            columns,
+        })
+    }
+
     /// The options of a composite `cached_attention`.
     pub fn cached_attention(&self) -> Option<CachedAttention> {
         let window = self.int("window").and_then(|w| usize::try_from(w).ok());

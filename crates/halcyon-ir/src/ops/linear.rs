@@ -52,7 +52,37 @@ fn product_flops(_: &Composite, inputs: &[Operand], output: &Operand) -> u64 {
     (output.view.numel() as u64).saturating_mul(k).saturating_mul(2)
 }
 
+/// The sizes of a call of the composite `row_matmul`, with the names of [`Graph::row_matmul`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RowMatmulSizes {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    /// Matrices of weights: 1 unless each row chooses one.
+    pub matrices: usize,
+}
+
 impl Composite {
+    /// The sizes of a call of `row_matmul`. `None` if the operands do not have the types and shapes of
+    /// [`Graph::row_matmul`]: a composite of this name can be built with any body, so kernels check them here.
+    pub fn row_matmul_sizes(&self, inputs: &[Operand], outputs: &[Operand]) -> Option<RowMatmulSizes> {
+        let ([x, w, which @ ..], [y]) = (inputs, outputs) else { return None };
+        let (&[m, k], &[.., n, width]) = (&x.view.shape[..], &w.view.shape[..]) else { return None };
+        let width = match (self.weight_blocks(), w.dtype) {
+            (Some(b), DType::U8) => b.elements_of(width)?,
+            (None, DType::F32 | DType::F16 | DType::BF16) => width,
+            _ => return None,
+        };
+        let matrices = match which {
+            [] if w.view.rank() == 2 => 1,
+            [i] if w.view.rank() == 3 && i.view.shape[..] == [m] && i.dtype.is_int() => w.view.shape[0],
+            _ => return None,
+        };
+        let floats = x.dtype == DType::F32 && y.dtype == DType::F32;
+        let fits = floats && width == k && y.view.shape[..] == [m, n];
+        fits.then_some(RowMatmulSizes { m, n, k, matrices })
+    }
+
     /// The format of the weights of a composite `row_matmul`; `None` if they are floats.
     pub fn weight_blocks(&self) -> Option<BlockType> {
         self.int(BLOCKS).and_then(|n| u32::try_from(n).ok()).and_then(BlockType::from_ggml)

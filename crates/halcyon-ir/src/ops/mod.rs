@@ -67,9 +67,9 @@ mod softmax;
 mod sort;
 mod view;
 
-pub use cached_attention::{CacheOperands, CachedAttention};
+pub use cached_attention::{CacheOperands, CachedAttention, CachedAttentionSizes};
 pub use conv::Conv;
-pub use linear::RowMatmul;
+pub use linear::{RowMatmul, RowMatmulSizes};
 pub use pool::{Pool, PoolKind};
 pub use reduce::{ReduceKind, reduced};
 pub use scatter::ScatterKind;

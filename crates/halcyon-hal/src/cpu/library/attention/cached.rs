@@ -20,7 +20,7 @@ mod block;
 mod pack;
 
 use crate::Declined;
-use crate::cpu::library::calls::{dense, like};
+use crate::cpu::library::calls::dense;
 use crate::cpu::library::simd::{Simd, Sizes as Vectors, dispatch_simd};
 use crate::cpu::library::{CpuKernel, Fault, Run};
 use crate::cpu::sys::Isa;
@@ -28,9 +28,9 @@ use crate::cpu::team::{AssertSync, SharedConst, SharedMut, Team};
 use crate::cpu::vmath;
 use crate::library_call::CallForm;
 use block::{BlockRows, Partial, Room, Seen, block_result, wide};
-use halcyon_ir::DType;
 use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::View;
+use halcyon_ir::ops::CachedAttentionSizes;
 use pack::{Kept, Numbers};
 
 /// Positions of a block.
@@ -93,43 +93,20 @@ pub(crate) struct Operands {
 pub(crate) fn call(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
     let because = |what: &str| Err(Declined::because(what));
     let Some(options) = c.cached_attention() else { return because("no scale") };
-    let ([q, keys, values, table, sequence, position] | [q, keys, values, table, sequence, position, _]) =
-        call.inputs
-    else {
-        return because("six or seven operands are needed");
+    let Some(s) = c.cached_attention_sizes(call.inputs, call.outputs) else {
+        return because("the operands have other types or shapes");
     };
-    let sinks = call.inputs.get(6);
-    let floats = [q].into_iter().chain(sinks).all(|o| o.dtype == DType::F32);
-    let ints = [table, sequence, position].iter().all(|o| o.dtype == DType::I32);
-    let (Some(k), Some(v), true) = (Kept::of(keys.dtype), Kept::of(values.dtype), floats && ints) else {
-        return because("the operands have other types");
+    let (Some(k), Some(v)) = (Kept::of(call.inputs[1].dtype), Kept::of(call.inputs[2].dtype)) else {
+        return because("keys or values have another type");
     };
-    let shapes = [q, keys, values, table].map(|o| &o.view.shape[..]);
-    let [&[rows, heads, d], &[pages, shared, page, size], &[.., width], &[sequences, columns]] = shapes
-    else {
-        return because("the operands have other ranks");
-    };
-    let (Some(size), Some(dv)) = (k.elements(size), v.elements(width)) else {
-        return because("keys or values are not whole blocks");
-    };
-    let is = |o: &crate::Operand, shape: &[usize]| o.view.shape[..] == *shape;
-    if size != d
-        || !is(values, &[pages, shared, page, width])
-        || shared == 0
-        || !heads.is_multiple_of(shared)
-        || !is(sequence, &[rows])
-        || !is(position, &[rows])
-        || !sinks.is_none_or(|s| is(s, &[heads]))
-    {
-        return because("the shapes of the operands do not fit together");
-    }
+    let CachedAttentionSizes { rows, heads, pages, page, sequences, columns, .. } = s;
     if rows > 0 && pages * page * sequences.min(1) * columns.min(1) == 0 {
         return because("there are no positions");
     }
     dense(call, &(0..call.inputs.len()).collect::<Vec<_>>())?;
-    like(call, &[rows, heads, dv], DType::F32)?;
     let (scale, softcap) = (options.scale as f32, options.softcap.map(|c| c as f32));
     let window = options.window;
+    let (shared, d, dv) = (s.key_heads, s.key, s.value);
     let a = Cached { rows, heads, shared, d, dv, pages, page, sequences, columns, scale, softcap, window };
     let views: Vec<View> = call.inputs.iter().map(|o| o.view.clone()).collect();
     CpuKernel::new(format!("cpu.{}.{}", c.kind, isa.name()), call, move |r| {

@@ -110,3 +110,38 @@ fn strided_weights_are_declined_and_offsets_are_not() {
     ins[1].view.strides[0] += 1;
     assert!(find(Isa::best(), 2, &LibraryCall::new(Work::Op(&op), &ins, &out)).is_err());
 }
+
+/// A composite of this name with another body may reach a device, for example from a graph in a file.
+#[test]
+fn calls_of_other_shapes_are_declined() {
+    let f = |dims: &[usize]| operand(DType::F32, dims);
+    let numbers = |n: usize| operand(DType::I64, &[n]);
+    let good = [f(&[9, 32]), f(&[2, 5, 32]), numbers(9)];
+    let (plain, chosen) = (op(None, &[f(&[9, 32]), f(&[5, 32])]), op(None, &good));
+    let blocks = op(Some(BlockType::Q8_0), &[f(&[9, 32]), operand(DType::U8, &[5, 34])]);
+    let made = |op: &Op, ins: &[Operand], out: &Operand| {
+        find(Isa::best(), 2, &LibraryCall::new(Work::Op(op), ins, std::slice::from_ref(out))).is_ok()
+    };
+    assert!(made(&chosen, &good, &f(&[9, 5])));
+    for (op, ins, out) in [
+        // Rows of the weights that are shorter or longer than the activations'.
+        (&plain, vec![f(&[1, 1024]), f(&[1, 1])], f(&[1, 1])),
+        (&plain, vec![f(&[9, 32]), f(&[5, 33])], f(&[9, 5])),
+        (&blocks, vec![f(&[9, 64]), operand(DType::U8, &[5, 34])], f(&[9, 5])),
+        (&blocks, vec![f(&[9, 32]), operand(DType::U8, &[5, 35])], f(&[9, 5])),
+        // A result that is too small, or of another type.
+        (&plain, vec![f(&[1, 1]), f(&[1000, 1])], f(&[1, 1])),
+        (&plain, vec![f(&[9, 32]), f(&[5, 32])], f(&[45])),
+        (&plain, vec![f(&[9, 32]), f(&[5, 32])], operand(DType::F16, &[9, 5])),
+        // Too few numbers of matrices, numbers that are no integers, and no axis of matrices.
+        (&chosen, vec![f(&[9, 32]), f(&[2, 5, 32]), numbers(1)], f(&[9, 5])),
+        (&chosen, vec![f(&[9, 32]), f(&[2, 5, 32]), f(&[9])], f(&[9, 5])),
+        (&chosen, vec![f(&[9, 32]), f(&[5, 32]), numbers(9)], f(&[9, 5])),
+        (&plain, vec![f(&[9, 32]), f(&[2, 5, 32])], f(&[9, 5])),
+        // Activations of another rank or type.
+        (&plain, vec![f(&[9, 1, 32]), f(&[5, 32])], f(&[9, 5])),
+        (&plain, vec![operand(DType::F16, &[9, 32]), f(&[5, 32])], f(&[9, 5])),
+    ] {
+        assert!(!made(op, &ins, &out), "{ins:?} {out:?}");
+    }
+}

@@ -229,7 +229,7 @@ impl Path {
         }
     }
 
-    /// What the sums of the activations' codes are multiplied by, see [`super::quantise::Sums`].
+    /// What the sums of the activations' codes are multiplied by, see [`super::quantise::Form`].
     pub(super) fn zero(self, l: &Layout) -> i32 {
         // See `Ints::SUBTRACTS`.
         if self == Path::Neon && l.wide() { 0 } else { l.zero }

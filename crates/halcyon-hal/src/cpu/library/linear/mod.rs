@@ -31,14 +31,16 @@ use crate::library_call::CallForm;
 use halcyon_ir::DType;
 use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::View;
+use halcyon_ir::ops::RowMatmulSizes;
 use product::{Operands, Product, Size, Weights};
 
 /// The kernel of a call of the composite `row_matmul`.
 pub(crate) fn call(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
     let no = |why: &str| Err(Declined::because(why.to_string()));
-    let ([x, w, which @ ..], [y]) = (call.inputs, call.outputs) else {
-        return no("activations and weights are needed");
+    let Some(RowMatmulSizes { m, n, k, matrices }) = c.row_matmul_sizes(call.inputs, call.outputs) else {
+        return no("the operands have other types or shapes");
     };
+    let [_, w, which @ ..] = call.inputs else { return no("activations and weights are needed") };
     if call.epilogue.is_some() || call.packed.is_some_and(|p| p != 1) {
         return no("this product has no epilogue, and packs its weights only");
     }
@@ -51,14 +53,10 @@ pub(crate) fn call(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
         (None, DType::BF16) => Weights::BF16,
         _ => return no("weights of this type are not supported"),
     };
-    let (&[m, k], &[.., n, _]) = (&x.view.shape[..], &w.view.shape[..]) else {
-        return no("activations and weights have at least two axes");
-    };
-    let matrices = if which.is_empty() { 1 } else { w.view.shape[0] };
     let size = Size { m, n, k, matrices };
     let few = [m, matrices].iter().all(|n| u32::try_from(*n).is_ok());
-    if x.dtype != DType::F32 || y.dtype != DType::F32 || which.len() > 1 || !few {
-        return no("the operands have other types, or too many rows");
+    if !few {
+        return no("there are too many rows or matrices");
     }
     if matrices == 0 && m > 0 {
         return no("there are no matrices to choose from");
@@ -67,7 +65,7 @@ pub(crate) fn call(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
     let Some(bytes) = product.packed_bytes() else {
         return no("the packed weights are larger than the address space");
     };
-    let views = [x.view.clone(), w.view.clone()];
+    let views = [0, 1].map(|i| call.inputs[i].view.clone());
     let chosen = which.first().map(|i| Indices::new(i.dtype, &i.view));
     let packed = call.packed.is_some();
     let name = format!("cpu.linear.{}{}", product.name(), if packed { ".packed" } else { "" });

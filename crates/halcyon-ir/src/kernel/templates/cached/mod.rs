@@ -22,7 +22,7 @@ use crate::kernel::ir::Ty;
 use crate::kernel::lower::{Lowered, Template};
 use crate::kernel::{Buf, Builder, E, Fault, Var};
 use crate::ops::element_wise::ScalarOp;
-use crate::ops::{CachedAttention, Op};
+use crate::ops::{CachedAttention, CachedAttentionSizes, Op};
 use crate::target::{Caps, Declined, Operand};
 
 /// Kernels for the composite `cached_attention`.
@@ -38,21 +38,22 @@ const RUN: usize = 8;
 /// # Errors
 /// Declines with `needs_dense` if rows of keys or values are not contiguous.
 fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
-    let options = match op {
-        Op::Composite(c) if c.kind == CompositeKind::CachedAttention => c.cached_attention(),
-        _ => None,
-    };
-    let Some(options) = options else {
-        return Err(Declined::because(format!("cached_attention: got {}", op.name())));
+    let c = match op {
+        Op::Composite(c) if c.kind == CompositeKind::CachedAttention => c,
+        _ => return Err(Declined::because(format!("cached_attention: got {}", op.name()))),
     };
     arity(&op.name(), inputs, outputs, 6..=7)?;
     unmasked(inputs)?;
+    let (Some(options), Some(sizes)) = (c.cached_attention(), c.cached_attention_sizes(inputs, outputs))
+    else {
+        return Err(Declined::because("cached_attention: the operands have other types or shapes"));
+    };
     let contiguous = |i: &usize| inputs[*i].view.shape[3] <= 1 || inputs[*i].view.strides[3] == 1;
     let bad: Vec<usize> = (1..3).filter(|i| !contiguous(i)).collect();
     if !bad.is_empty() {
         return Err(Declined::needs_dense(bad));
     }
-    let p = Problem::new(inputs, &outputs[0], options);
+    let p = Problem::new(inputs, &outputs[0], options, sizes);
     if p.reach == 0 || p.sequences == 0 || inputs[1].view.shape[0] == 0 {
         return Err(Declined::because("cached_attention: the cache is empty"));
     }
@@ -84,8 +85,12 @@ struct Problem<'o> {
 }
 
 impl<'o> Problem<'o> {
-    fn new(inputs: &'o [Operand], out: &'o Operand, options: CachedAttention) -> Problem<'o> {
-        let shape = |i: usize| &inputs[i].view.shape;
+    fn new(
+        inputs: &'o [Operand],
+        out: &'o Operand,
+        options: CachedAttention,
+        s: CachedAttentionSizes,
+    ) -> Problem<'o> {
         let runs = [1, 2].map(|i| match inputs[i].dtype {
             DType::U8 => RUN,
             other => 16 / other.size(),
@@ -99,13 +104,13 @@ impl<'o> Problem<'o> {
             inputs,
             out,
             options,
-            rows: shape(0)[0],
-            heads: shape(0)[1],
-            shared: shape(0)[1] / shape(1)[1],
-            key: shape(0)[2],
-            value: out.view.shape[2],
-            sequences: shape(3)[0],
-            reach: shape(3)[1] * shape(1)[2],
+            rows: s.rows,
+            heads: s.heads,
+            shared: s.heads / s.key_heads,
+            key: s.key,
+            value: s.value,
+            sequences: s.sequences,
+            reach: s.columns * s.page,
             runs: runs.map(|n| n as u32),
             vectors,
         }

@@ -23,7 +23,7 @@ use crate::kernel::access::Template as Kernel;
 use crate::kernel::ir::Ty;
 use crate::kernel::lower::{Lowered, Template};
 use crate::kernel::{Buf, Builder, E, Var, verify_for};
-use crate::ops::Op;
+use crate::ops::{Op, RowMatmulSizes};
 use crate::target::{Caps, Declined, Operand};
 
 /// Kernels for the composite `row_matmul`.
@@ -95,6 +95,9 @@ fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Resul
     };
     arity(&op.name(), inputs, outputs, 2..=3)?;
     unmasked(inputs)?;
+    let Some(RowMatmulSizes { m, n, k, matrices }) = c.row_matmul_sizes(inputs, outputs) else {
+        return Err(Declined::because("row_matmul: the operands have other types or shapes"));
+    };
     let contiguous = |o: &Operand| {
         let last = o.view.rank() - 1;
         o.view.shape[last] <= 1 || o.view.strides[last] == 1
@@ -104,13 +107,12 @@ fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Resul
         return Err(Declined::needs_dense(bad));
     }
     let (x, w, out) = (&inputs[0], &inputs[1], &outputs[0]);
-    let (m, k) = (x.view.shape[0], x.view.shape[1]);
     let which = inputs.get(2);
-    if which.is_some() && w.view.shape[0] == 0 {
+    if matrices == 0 {
         return Err(Declined::because("there are no matrices"));
     }
     let (blocks, fine) = (c.weight_blocks(), c.fine_activations());
-    let p = Problem { m, n: out.view.shape[1], k, blocks, fine, x, w, which, out };
+    let p = Problem { m, n, k, blocks, fine, x, w, which, out };
     if let Some(made) = matrix::lower(&p, caps) {
         return made;
     }

@@ -8,11 +8,9 @@ use super::block::{BlockRows, NV};
 use crate::cpu::library::simd::{Simd, Storage};
 use crate::cpu::team::SharedConst;
 use halcyon_ir::DType;
-use halcyon_ir::blocks::BlockType;
 use half::{bf16, f16};
 
-/// The format of keys and values in u8: a scale in f16, and [`ELEMENTS`] codes in i8.
-const FORMAT: BlockType = BlockType::Q8_0;
+/// A block of Q8_0: a scale in f16, and codes in i8.
 const ELEMENTS: usize = 32;
 const BYTES: usize = 2 + ELEMENTS;
 
@@ -46,14 +44,6 @@ impl Kept {
             Kept::F32 => 4,
             Kept::F16 | Kept::BF16 => 2,
             Kept::Q8_0 => 1,
-        }
-    }
-
-    /// Numbers in a row of `columns` elements of the operand; `None` if blocks are not whole.
-    pub(super) fn elements(self, columns: usize) -> Option<usize> {
-        match self {
-            Kept::Q8_0 => FORMAT.elements_of(columns),
-            _ => Some(columns),
         }
     }
 
