@@ -88,8 +88,8 @@ pub struct CachedAttentionSizes {
 
 impl Composite {
     /// The sizes of a call of `cached_attention`. `None` if the operands do not have the types and shapes of
-    /// [`Graph::cached_attention`]: a composite of this name can be built with any body, so kernels check them
-    /// here.
+    /// [`Graph::cached_attention`]: a composite of this name can be built with any body, so kernels check
+    /// them here.
     pub fn cached_attention_sizes(
         &self,
         inputs: &[Operand],

@@ -64,7 +64,8 @@ pub struct RowMatmulSizes {
 
 impl Composite {
     /// The sizes of a call of `row_matmul`. `None` if the operands do not have the types and shapes of
-    /// [`Graph::row_matmul`]: a composite of this name can be built with any body, so kernels check them here.
+    /// [`Graph::row_matmul`]: a composite of this name can be built with any body, so kernels check them
+    /// here.
     pub fn row_matmul_sizes(&self, inputs: &[Operand], outputs: &[Operand]) -> Option<RowMatmulSizes> {
         let ([x, w, which @ ..], [y]) = (inputs, outputs) else { return None };
         let (&[m, k], &[.., n, width]) = (&x.view.shape[..], &w.view.shape[..]) else { return None };
