@@ -412,3 +412,26 @@ fn scores_that_are_not_finite_have_the_results_of_a_softmax() {
         assert!(case.run(&team, isa, &[0, 1]).0.iter().all(|y| *y == 0.0));
     }
 }
+
+/// A cache in blocks gives the bits of a cache in f32 that holds the decoded numbers.
+#[test]
+fn blocks_give_the_bits_of_their_numbers() {
+    let mut rng = Rng::new();
+    let team = Team::new(3);
+    for isa in Isa::available() {
+        for kept in [TYPES[3], TYPES[4], TYPES[5]] {
+            for size in [(1, 700), (5, 300), (30, 40)] {
+                let mut case = Case::new(&mut rng, kept, size.0, size.1);
+                let all: Vec<usize> = (0..size.0).collect();
+                let (blocks, _) = case.run(&team, isa, &all);
+                for store in [&mut case.keys, &mut case.values] {
+                    store.bytes = store.numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+                    store.kept = Kept::F32;
+                }
+                let (floats, _) = case.run(&team, isa, &all);
+                let bits = |y: &[f32]| y.iter().map(|y| y.to_bits()).collect::<Vec<_>>();
+                assert_eq!(bits(&blocks), bits(&floats), "{kept:?} {:?}", (isa, &case.a));
+            }
+        }
+    }
+}
