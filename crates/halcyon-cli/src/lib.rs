@@ -102,8 +102,39 @@ pub fn main() -> ExitCode {
 
 fn parse() -> Result<Cli, clap::Error> {
     let mut command = args::command();
-    let matches = command.try_get_matches_from_mut(rewritten(std::env::args_os()))?;
+    let all: Vec<OsString> = rewritten(std::env::args_os()).collect();
+    let matches = command.try_get_matches_from_mut(&all).map_err(|e| match e.kind() {
+        ErrorKind::InvalidUtf8 => not_text(&all),
+        _ => e,
+    })?;
     Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut command))
+}
+
+/// The error of arguments of which one must be UTF-8 and is not. It names the argument, which clap does not.
+fn not_text(all: &[OsString]) -> clap::Error {
+    // Paths need not be UTF-8, so the argument is the one that is refused when all others are.
+    let refused = |at: &usize| {
+        let alone = |(i, a): (usize, &OsString)| match i == *at {
+            true => a.clone(),
+            false => a.to_string_lossy().into_owned().into(),
+        };
+        let made = args::command().try_get_matches_from(all.iter().enumerate().map(alone));
+        made.is_err_and(|e| e.kind() == ErrorKind::InvalidUtf8)
+    };
+    let mut odd = (0..all.len()).filter(|i| all[*i].to_str().is_none());
+    let Some(at) = odd.clone().find(refused).or(odd.next_back()) else {
+        return clap::Error::raw(ErrorKind::InvalidUtf8, "an argument is not valid UTF-8\n");
+    };
+    let text = all[at].to_string_lossy();
+    let before = || all[at.checked_sub(1)?].to_str().filter(|a| a.len() > 1 && a.starts_with('-'));
+    let own = text.split_once('=').filter(|_| text.starts_with("--"));
+    let name = match own.map(|(name, _)| name).or_else(before) {
+        Some(option) => format!("the value of {option}"),
+        None => format!("argument {at}"),
+    };
+    let value = own.map_or(&*text, |(_, value)| value);
+    let what = format!("{name} is not valid UTF-8: '{value}'. Convert the text to UTF-8\n");
+    clap::Error::raw(ErrorKind::InvalidUtf8, what)
 }
 
 /// Names of llama.cpp that have one dash and several letters, which clap does not know, and the same options

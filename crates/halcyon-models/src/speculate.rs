@@ -23,9 +23,6 @@ use std::ops::{ControlFlow, Deref};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The most tokens that are proposed at once. Recurrent layers cannot go back further.
-const MOST: usize = 15;
-
 /// Rounds with proposals after which their rate is judged.
 const ROUNDS: usize = 8;
 
@@ -88,6 +85,11 @@ pub struct SpeculationOptions {
     pub most: usize,
     /// Whether tokens are also proposed where this was measured to take longer.
     pub always: bool,
+}
+
+impl SpeculationOptions {
+    /// The most tokens that can be proposed at once. Recurrent layers cannot go back further.
+    pub const MOST: usize = 15;
 }
 
 impl Default for SpeculationOptions {
@@ -483,8 +485,9 @@ struct Pace {
 
 impl Pace {
     fn new(options: SpeculationOptions) -> Result<Pace> {
-        if !(1..=MOST).contains(&options.most) {
-            let what = format!("{} proposed tokens: expected 1 to {MOST}", options.most);
+        let most = SpeculationOptions::MOST;
+        if !(1..=most).contains(&options.most) {
+            let what = format!("{} proposed tokens: expected 1 to {most}", options.most);
             return Err(Error::argument("speculation", what));
         }
         Ok(Pace {

@@ -2,6 +2,7 @@
 
 use clap::Args;
 use halcyon::{Error, Result};
+use halcyon_models::SpeculationOptions;
 use std::num::NonZero;
 
 /// A whole number that is not negative. `-1`, which other programs take for "no limit", is refused with the
@@ -17,6 +18,15 @@ pub(crate) fn whole<T: std::str::FromStr>(s: &str) -> std::result::Result<T, Str
 /// A whole number of at least 1.
 pub(crate) fn positive(s: &str) -> std::result::Result<NonZero<usize>, String> {
     s.parse().map_err(|_| "expected a whole number of at least 1".to_string())
+}
+
+/// The most tokens that are proposed at once.
+pub(crate) fn proposals(s: &str) -> std::result::Result<usize, String> {
+    let n = whole(s)?;
+    match SpeculationOptions::MOST {
+        most if !(1..=most).contains(&n) => Err(format!("expected a whole number from 1 to {most}")),
+        _ => Ok(n),
+    }
 }
 
 /// The seed of draws; `None` for a new one, which llama.cpp writes as `-1`.

@@ -1,6 +1,6 @@
 //! Arguments of the commands for language models.
 
-use super::cache::{Seed, seed, whole};
+use super::cache::{Seed, proposals, seed, whole};
 use super::{BackendArgs, CacheArgs, HubArgs, LoraArgs};
 use clap::{Args, ValueEnum};
 use halcyon::{Error, Result};
@@ -180,7 +180,7 @@ pub(crate) struct SamplingArgs {
 }
 
 /// How tokens are proposed, so that a step of the model computes several.
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug)]
 pub(crate) struct SpeculationArgs {
     /// Smaller model with the same tokens that proposes the next ones; the text stays the same
     #[arg(long, visible_alias = "model-draft", value_name = "MODEL", conflicts_with = "lookup")]
@@ -189,7 +189,7 @@ pub(crate) struct SpeculationArgs {
     #[arg(long)]
     pub lookup: bool,
     /// The most tokens that are proposed at once, up to 15
-    #[arg(long, value_name = "N", default_value_t = 7, value_parser = whole::<usize>)]
+    #[arg(long, value_name = "N", default_value_t = 7, value_parser = proposals)]
     pub draft_max: usize,
     #[command(flatten)]
     pub mtp: MtpArgs,
@@ -206,9 +206,10 @@ pub(crate) enum Mtp {
     Off,
 }
 
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug)]
 pub(crate) struct MtpArgs {
-    /// Whether the model's own layer for further tokens (MTP) proposes them; the text stays the same
+    /// Whether the model's own layer for further tokens (MTP) proposes them; the text stays the same. With
+    /// --prompts, auto is off
     #[arg(long, visible_alias = "spec-type", value_name = "WHEN", value_enum, default_value_t = Mtp::Auto)]
     pub mtp: Mtp,
 }

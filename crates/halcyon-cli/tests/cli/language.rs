@@ -173,6 +173,8 @@ fn a_random_models_perplexity_is_the_size_of_the_vocabulary() {
     assert_eq!(plain.out, format!("{p:.4}\n"));
     fs::write(dir.path().join("text.txt"), "short").expect("written");
     cpu(&dir, &args).fails(2, &["tokens", "--context"]);
+    fs::write(dir.path().join("text.txt"), b"some text \xff").expect("written");
+    cpu(&dir, &args).fails(1, &["text.txt", "byte 10", "UTF-8"]);
 }
 
 /// Control characters are legal in a text, and have escapes of their own in JSON.

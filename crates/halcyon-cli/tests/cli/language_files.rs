@@ -194,3 +194,38 @@ fn adapters_have_names_too() {
     }
     run(&["generate", "tiny.gguf", "-p", "x", "--lora", "hf:org/no"]).fails(1, &["run without --offline"]);
 }
+
+#[test]
+fn the_number_of_proposals_has_a_range() {
+    let dir = folder();
+    for n in ["0", "16", "99"] {
+        let d = at(&dir, &["generate", "tiny.gguf", "-p", "x", "--draft-max", n, "--lookup"]);
+        d.fails(2, &["--draft-max", "from 1 to 15"]);
+    }
+    at(&dir, &["generate", "tiny.gguf", "-p", "x", "-n", "2", "--draft-max", "15", "--lookup"]).ok();
+}
+
+/// Paths need not be UTF-8, and texts must be.
+#[cfg(unix)]
+#[test]
+fn a_text_that_is_not_utf8_is_named() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+    let dir = folder();
+    let odd = OsStr::from_bytes(b"m\xfe.gguf");
+    fs::copy(dir.path().join("tiny.gguf"), dir.path().join(odd)).expect("copied");
+    let run = |args: &[&[u8]], what: &[&str]| {
+        let mut c = command(&[]);
+        c.args(args.iter().map(|a| OsStr::from_bytes(a))).current_dir(dir.path());
+        let d = finish(c.env("HALCYON_CONFIG", "off"));
+        assert_eq!(d.code, 2, "{d:?}");
+        assert!(what.iter().all(|w| d.err.contains(w) || d.out.contains(w)), "{what:?}: {d:?}");
+    };
+    run(&[b"generate", b"m\xfe.gguf", b"-p", b"caf\xe9"], &["the value of -p", "caf\u{fffd}", "UTF-8"]);
+    run(&[b"generate", b"m\xfe.gguf", b"--prompt=caf\xe9"], &["the value of --prompt", "caf\u{fffd}"]);
+    run(&[b"tokenize", b"tiny.gguf", b"caf\xe9"], &["argument 3", "caf\u{fffd}"]);
+    run(&[b"generate", b"tiny.gguf", b"-p", b"\xff", b"--json"], &["{", "the value of -p"]);
+    // The path is no mistake.
+    let mut c = command(&["tokenize"]);
+    finish(c.arg(odd).arg("x").current_dir(dir.path()).env("HALCYON_CONFIG", "off")).ok();
+}
