@@ -72,6 +72,22 @@ impl MemoryNeed {
         MemoryNeed::of_results(decoder, index, options, steps, Want::only(Kind::Logits))
     }
 
+    /// [`MemoryNeed::of_device`] of an engine that a layer for further tokens follows
+    /// ([`crate::Engine::look_ahead`]): its steps give the activations of all rows too. The layer's own need
+    /// is that of [`MemoryNeed::of_ahead`].
+    ///
+    /// # Errors
+    /// Errors of [`Decoder::check_cache`] and of planning.
+    pub fn of_followed(
+        decoder: &Decoder,
+        index: usize,
+        options: EngineOptions,
+        steps: &[StepSize],
+    ) -> Result<MemoryNeed> {
+        let want = Want { activations: true, ..Want::only(Kind::Logits) };
+        MemoryNeed::of_results(decoder, index, options, steps, want)
+    }
+
     /// [`MemoryNeed::of_device`] of an engine whose steps give `want`.
     pub(crate) fn of_results(
         decoder: &Decoder,
@@ -108,16 +124,22 @@ impl MemoryNeed {
         Ok(need)
     }
 
-    /// The need of an engine that proposes up to `most` tokens at once with a layer for further tokens
-    /// ([`Decoder::load_ahead`]), in addition to that of the model's engine with these options.
+    /// The need of an engine that proposes tokens with a layer for further tokens
+    /// ([`Decoder::load_ahead`]), in addition to `model`, the need of the model's engine on this device
+    /// ([`MemoryNeed::of_followed`]) for the same steps. Inputs and results of the two are never there
+    /// together.
     ///
     /// # Errors
     /// Errors of [`Decoder::check_cache`] and of planning.
-    pub fn of_ahead(layer: &Decoder, options: EngineOptions, most: usize) -> Result<MemoryNeed> {
-        // Of all steps, only the last row's logits are computed.
-        let one = |s: StepSize| StepSize { logits: 1, sequences: 1, ..s };
-        let mut steps: Vec<StepSize> =
-            generation(layer, options).into_iter().chain(verification(most)).map(one).collect();
+    pub fn of_ahead(
+        layer: &Decoder,
+        options: EngineOptions,
+        steps: &[StepSize],
+        model: &MemoryNeed,
+    ) -> Result<MemoryNeed> {
+        // Each step is one of a sequence, and only the last row's logits are computed.
+        let one = |s: &StepSize| StepSize { logits: 1, sequences: 1, ..*s };
+        let mut steps: Vec<StepSize> = steps.iter().map(one).collect();
         // While nothing is proposed, tokens are computed in groups.
         let group = padded(WAITING.min(options.chunk));
         steps.extend([1, group].map(|rows| StepSize { rows, logits: 1, sequences: 1 }));
@@ -136,12 +158,10 @@ impl MemoryNeed {
             need.copied = need.copied.saturating_sub(fit.weights);
             need.packed = need.packed.saturating_sub(fit.packed);
         }
-        // The model's steps give the activations of all rows.
-        let rows = steps.iter().map(|s| s.rows).max().unwrap_or(1);
-        let bytes = rows.saturating_mul(hidden).saturating_mul(4);
-        need.io = need.io.saturating_add(b.device().footprint(bytes, Tag::Io) as u64);
+        need.io = need.io.saturating_sub(model.io);
         // The activations that wait are on the host.
-        need.host = need.host.saturating_add(bytes.saturating_mul(2) as u64);
+        let rows = steps.iter().map(|s| s.rows).max().unwrap_or(1);
+        need.host = need.host.saturating_add(rows.saturating_mul(hidden).saturating_mul(8) as u64);
         Ok(need)
     }
 
@@ -218,12 +238,24 @@ pub fn generation(decoder: &Decoder, options: EngineOptions) -> Vec<StepSize> {
     }
 }
 
-/// The further kinds of steps of speculative decoding with up to `most` proposed tokens: all their logits are
-/// computed. The draft itself computes those of [`generation`].
-pub fn verification(most: usize) -> Vec<StepSize> {
-    let (mut steps, mut rows) = (vec![], padded(most.saturating_add(1)));
-    while rows > 1 {
-        steps.push(StepSize { rows, logits: rows, sequences: 1 });
+/// The kinds of steps of a chat: as [`generation`], with parts of prompts of every size.
+pub fn chat(decoder: &Decoder, options: EngineOptions) -> Vec<StepSize> {
+    let mut steps = generation(decoder, options);
+    let mut rows = padded(steps[0].rows / 2);
+    while rows > 1 && rows < steps[0].rows {
+        steps.push(StepSize { rows, logits: 1, sequences: 1 });
+        rows = padded(rows / 2);
+    }
+    steps
+}
+
+/// The further kinds of steps of speculative decoding with up to `most` proposed tokens for each sequence:
+/// all their logits are computed. The draft itself computes those of [`generation`].
+pub fn verification(options: EngineOptions, most: usize) -> Vec<StepSize> {
+    let tokens = options.sequences.saturating_mul(most.saturating_add(1));
+    let (mut steps, mut rows) = (vec![], padded(tokens.min(options.chunk)));
+    while rows > padded(options.sequences) {
+        steps.push(StepSize { rows, logits: rows, sequences: options.sequences });
         rows = padded(rows / 2);
     }
     steps

@@ -1,11 +1,13 @@
 //! A model, its tokenizer and its cache in one value.
 
 use crate::batch::{Batch, Event, Request};
+use crate::decoder::Decoder;
 use crate::device_sample::Scores;
 use crate::engine::{Engine, EngineOptions, Feed, Pending};
+use crate::fit::{MemoryNeed, generation, verification};
 use crate::generate::{Finish, GenerateOptions, Generation, Piece, Session, generate};
 use crate::model::ModelFile;
-use crate::speculate::Speculation;
+use crate::speculate::{Speculation, SpeculationOptions};
 use halcyon::Backend;
 use halcyon::ir::error::{Error, Result};
 use halcyon_text::{ChatTemplate, Message, RenderOptions, Tokenizer};
@@ -45,6 +47,30 @@ impl From<&[u32]> for Prompt {
     }
 }
 
+/// What [`Generator::open`] makes. Options of an engine become these, with the defaults for the rest.
+#[derive(Clone, Copy, Debug)]
+pub struct GeneratorOptions {
+    pub engine: EngineOptions,
+    /// Whether the model's own layer for further tokens (MTP) proposes tokens, which leaves the texts the
+    /// same. A model without such a layer has no proposals, and so has one whose layer lacks a tensor, or
+    /// does not fit into the device's memory next to the model.
+    pub further_tokens: bool,
+    /// How many tokens the layer proposes.
+    pub speculation: SpeculationOptions,
+}
+
+impl Default for GeneratorOptions {
+    fn default() -> GeneratorOptions {
+        GeneratorOptions::from(EngineOptions::default())
+    }
+}
+
+impl From<EngineOptions> for GeneratorOptions {
+    fn from(engine: EngineOptions) -> GeneratorOptions {
+        GeneratorOptions { engine, further_tokens: true, speculation: SpeculationOptions::default() }
+    }
+}
+
 /// Generates text with a model. It owns the model's weights, its cache, its tokenizer and its chat template.
 #[derive(Debug)]
 pub struct Generator {
@@ -56,14 +82,23 @@ pub struct Generator {
 
 impl Generator {
     /// Loads a GGUF file or a folder. The longest sequence has as many positions as the cache, but at most as
-    /// many as the model was made for.
+    /// many as the model was made for. [`Generator::speculation`] tells whether the model's own layer for
+    /// further tokens is used.
     ///
     /// # Errors
-    /// Errors of reading, of the tokenizer or template, and of the device.
-    pub fn open(path: &Path, backend: &Backend, options: EngineOptions) -> Result<Generator> {
+    /// Errors of reading, of the tokenizer or template, and of the device; `Error::Argument` for a number of
+    /// proposed tokens outside of 1 to 15.
+    pub fn open(path: &Path, backend: &Backend, options: impl Into<GeneratorOptions>) -> Result<Generator> {
+        let GeneratorOptions { engine: options, further_tokens, speculation } = options.into();
         let file = ModelFile::open(path)?;
         let context = options.positions.min(file.spec.context);
-        let engine = Engine::new(Arc::new(file.load(backend, context)?), options)?;
+        let decoder = file.load(backend, context)?;
+        let layer = match further_tokens {
+            true => own_layer(&file, &decoder, options, speculation.most),
+            false => None,
+        };
+        let mut engine = Engine::new(Arc::new(decoder), options)?;
+        let ahead = layer.map(|l| Speculation::ahead(Arc::new(l), &mut engine, speculation)).transpose()?;
         let tokenizer = file.tokenizer()?;
         let template = match &tokenizer {
             Some(t) => match file.template(t) {
@@ -73,7 +108,7 @@ impl Generator {
             },
             None => None,
         };
-        Ok(Generator::new(engine, tokenizer, template))
+        Ok(Generator { speculation: ahead, ..Generator::new(engine, tokenizer, template) })
     }
 
     /// A generator of parts. Without a tokenizer, prompts and answers are token ids only.
@@ -226,6 +261,20 @@ impl Generator {
     pub fn new_batch(&self) -> Batch {
         Batch::new(self.tokenizer.clone())
     }
+}
+
+/// The layer for further tokens of a model, if it has one that can be read, and the device has memory for
+/// both. Without it, the model works as well.
+fn own_layer(file: &ModelFile, decoder: &Decoder, options: EngineOptions, most: usize) -> Option<Decoder> {
+    let layer = file.load_ahead(decoder, decoder.context()).ok().flatten()?;
+    let fits = || -> Result<bool> {
+        let Some(free) = decoder.backend().device().available() else { return Ok(true) };
+        let steps = [generation(decoder, options), verification(options, most)].concat();
+        let need = MemoryNeed::of_followed(decoder, decoder.placement().head, options, &steps)?;
+        let own = MemoryNeed::of_ahead(&layer, options, &steps, &need)?;
+        Ok(need.device().saturating_add(own.device()) <= free)
+    };
+    fits().is_ok_and(|fits| fits).then_some(layer)
 }
 
 fn run(

@@ -47,7 +47,7 @@ pub use encoder::{Encoder, EncoderEngine, EncoderSpec};
 pub use engine::{Engine, EngineOptions, Feed};
 pub use fit::MemoryNeed;
 pub use generate::{Finish, GenerateOptions, Generation, Piece, Session, generate};
-pub use generator::{Generator, Pieces, Prompt, chat_tokens};
+pub use generator::{Generator, GeneratorOptions, Pieces, Prompt, chat_tokens};
 pub use grid::Grid;
 pub use lora::{Lora, LoraOptions};
 pub use model::ModelFile;

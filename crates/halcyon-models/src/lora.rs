@@ -6,16 +6,19 @@ mod difference;
 mod files;
 mod gguf;
 mod order;
+mod parts;
 mod several;
 
 pub(crate) use difference::Difference;
 
 use crate::model::ModelFile;
 use crate::sample::uniform;
+use crate::source::{Weights, gguf as gguf_source};
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, ConstData, DType, Tensor};
 use halcyon_nn::{Module, Param};
 use order::Moved;
+use parts::Part;
 use std::collections::BTreeMap;
 
 /// Matrices that can have an adapter, by their names in a layer.
@@ -47,6 +50,17 @@ const STEMS: [&str; 26] = [
     "ffn_up_exps",
     "ffn_down_exps",
 ];
+
+/// The matrix with this canonical name.
+fn matrix(file: &ModelFile, stem: &str) -> Result<Option<Weights>> {
+    let found = file.source.find(&file.spec, &format!("{stem}.weight"))?;
+    let layer = stem.strip_suffix(".ffn_up").and_then(|s| s.strip_prefix("blk.")?.parse::<usize>().ok());
+    // Phi-3's files have gate and up projection in one tensor.
+    match (found, layer.and_then(|i| file.spec.layers.get(i))) {
+        (Some(w), Some(l)) => gguf_source::up_of_joined(w, l.inner).map(Some),
+        (found, _) => Ok(found),
+    }
+}
 
 /// How adapters are made.
 #[derive(Clone, Debug, PartialEq)]
@@ -91,9 +105,10 @@ impl Adapter {
         inner.row_matmul(&self.b.value(), None, Some(which)) * self.scale
     }
 
-    /// A copy on another backend, which does not follow the training of this one.
-    pub(crate) fn on(&self, backend: &Backend) -> Result<Adapter> {
-        let copy = |p: &Param| Ok::<_, Error>(Param::new(p.value().to(backend)?));
+    /// A copy as constants of any backend, which does not follow the training of this one. The device's
+    /// memory is taken when the first plan is made.
+    pub(crate) fn fixed_on(&self, backend: &Backend) -> Result<Adapter> {
+        let copy = |p: &Param| Ok::<_, Error>(Param::new(Tensor::constant(backend, &p.value().to_data()?)));
         Ok(Adapter { a: copy(&self.a)?, b: copy(&self.b)?, scale: self.scale })
     }
 
@@ -137,6 +152,9 @@ pub struct Lora {
     /// How adapters get the order of folders, where the model's file has another one.
     #[module(skip)]
     turns: BTreeMap<String, Moved>,
+    /// Where matrices are in modules that have several, or that folders store transposed.
+    #[module(skip)]
+    parts: BTreeMap<String, Part>,
     #[module(skip)]
     rank: usize,
     #[module(skip)]
@@ -162,17 +180,25 @@ impl Lora {
             adapters: BTreeMap::new(),
             names: BTreeMap::new(),
             turns: BTreeMap::new(),
+            parts: BTreeMap::new(),
             rank: options.rank,
             alpha: options.alpha,
         };
         let mut seen = vec![];
-        for (stem, name) in files::names(file) {
+        let (modules, mut places) = (files::modules(file), parts::of(file)?);
+        for (stem, module) in modules {
+            // A module that has several matrices would have one adapter for all of them.
+            let place = places.remove(&stem);
+            if place.as_ref().is_some_and(|p| p.rows.is_some()) {
+                continue;
+            }
+            let name = module.name;
             let last = name.rsplit('.').next().unwrap_or_default();
             seen.push(last.to_string());
             if !patterns.iter().any(|p| p.matches(last)) {
                 continue;
             }
-            let Some(w) = file.source.find(&file.spec, &format!("{stem}.weight"))? else { continue };
+            let Some(w) = matrix(file, &stem)? else { continue };
             let dims = w.dims();
             let [lead @ .., outputs, inputs] = &dims[..] else { continue };
             let (outputs, inputs) = (*outputs, *inputs);
@@ -190,6 +216,7 @@ impl Lora {
             };
             lora.names.insert(stem.clone(), name);
             lora.turns.extend(order::for_folders(file, &stem).map(|t| (stem.clone(), t)));
+            lora.parts.extend(place.map(|p| (stem.clone(), p)));
             lora.adapters.insert(stem, adapter);
         }
         if lora.adapters.is_empty() {
@@ -199,6 +226,15 @@ impl Lora {
             return Err(Error::argument("lora", what));
         }
         Ok(lora)
+    }
+
+    /// Bytes of the adapters' values.
+    ///
+    /// # Errors
+    /// The error of a failed value.
+    pub fn bytes(&self) -> Result<u64> {
+        let size = |p: &Param| Ok::<_, Error>(DType::F32.bytes(p.value().dims()?.iter().product()) as u64);
+        self.adapters.values().try_fold(0u64, |sum, a| Ok(sum.saturating_add(size(&a.a)? + size(&a.b)?)))
     }
 
     /// The adapter of the matrix with this canonical name.
@@ -217,8 +253,8 @@ impl Lora {
     /// `Error::Shape` if the adapter does not fit; errors of reading.
     pub fn merged(&self, file: &ModelFile, stem: &str) -> Result<Option<ConstData>> {
         let Some(adapter) = self.adapters.get(stem) else { return Ok(None) };
-        let found = file.source.find(&file.spec, &format!("{stem}.weight"))?;
-        let w = found.ok_or_else(|| Error::argument("lora", format!("the model has no matrix '{stem}'")))?;
+        let w = matrix(file, stem)?
+            .ok_or_else(|| Error::argument("lora", format!("the model has no matrix '{stem}'")))?;
         let dims = w.dims();
         adapter.check(stem, &dims)?;
         Difference::of(adapter)?.added(&dims, w.floats()?).map(Some)

@@ -1,6 +1,7 @@
 //! A language model with its text parts: decoder, tokenizer and chat template.
 
 use crate::decoder::{Decoder, LoadOptions};
+use crate::encoder::EncoderSpec;
 use crate::placement::Placement;
 use crate::source::{Folder, Source};
 use crate::spec::Spec;
@@ -29,6 +30,20 @@ impl ModelFile {
     pub fn open(path: &Path) -> Result<ModelFile> {
         let source = Source::open(path)?;
         let spec = crate::family::spec(&source)?;
+        Ok(ModelFile { path: path.into(), source, spec })
+    }
+
+    /// Opens a decoder as [`ModelFile::open`] does, or an encoder. An encoder's `spec` is that of its layers:
+    /// it is for adapters, and for writing files ([`crate::export`]), and [`ModelFile::load`] fails.
+    ///
+    /// # Errors
+    /// Those of [`ModelFile::open`] and [`EncoderSpec::of`].
+    pub fn open_any(path: &Path) -> Result<ModelFile> {
+        let source = Source::open(path)?;
+        let spec = match EncoderSpec::of(&source)? {
+            Some(encoder) => encoder.body,
+            None => crate::family::spec(&source)?,
+        };
         Ok(ModelFile { path: path.into(), source, spec })
     }
 

@@ -12,7 +12,7 @@ mod quantised;
 use crate::spec::Spec;
 use bytes::Bytes;
 pub use folder::Folder;
-pub(crate) use folder::{json, module_names};
+pub(crate) use folder::{Module, json, module_names};
 use halcyon::ir::error::{Error, Result};
 use halcyon::{BlockType, ConstData, DType};
 use halcyon_formats::foreign::{self, Foreign};
@@ -128,22 +128,16 @@ impl Source {
 }
 
 impl Source {
-    /// The name in Hugging Face's layout of the module with the canonical name `stem`. `None` if the model
-    /// has no such matrix, or stores it together with another one.
-    pub(crate) fn module(&self, spec: &Spec, stem: &str) -> Option<String> {
+    /// The module in Hugging Face's layout that has the matrix with the canonical name `stem`. `None` if the
+    /// model has no such matrix, or it belongs to no module, as experts do that are stored together.
+    pub(crate) fn module(&self, spec: &Spec, stem: &str) -> Option<Module> {
         match self {
             Source::Folder(folder) => folder.module(spec, stem),
             Source::Gguf(file) => {
                 let name = format!("{stem}.weight");
-                file.tensor(&name).ok()?;
-                let first = names::recipes(spec, &name).into_iter().next()?;
-                // Encoders are trained without a head, whose part of the names is `model`.
-                let prefix = match spec.family {
-                    "bert" | "xlm-roberta" | "modernbert" => "",
-                    _ if stem == "output" => "",
-                    _ => "model.",
-                };
-                Some(format!("{prefix}{}", first.plain()?.strip_suffix(".weight")?))
+                gguf::place(file, spec, stem)?;
+                let usual = places::preferred(spec, &name, |r| Module::of("", r).is_some())?;
+                Module::of(places::prefix(spec, &name, &usual), &usual)
             }
         }
     }

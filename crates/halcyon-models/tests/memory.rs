@@ -2,16 +2,21 @@
 //! tests run one after the other in a process of their own, because they read the memory of device and
 //! process.
 
+#[path = "common/mtp.rs"]
+mod cases;
+
 use halcyon::hal::Tag;
 use halcyon::{Backend, host};
 use halcyon_compat::inference::estimate_inference_memory;
 use halcyon_formats::gguf::{self, GgmlType, TensorInfo, Value};
 use halcyon_ir::DType;
-use halcyon_models::fit::StepSize;
+use halcyon_models::fit::{StepSize, chat, generation, verification};
 use halcyon_models::{
-    Engine, EngineOptions, Feed, GenerateOptions, Generator, MemoryNeed, ModelFile, Sampling,
+    Engine, EngineOptions, Feed, GenerateOptions, Generator, MemoryNeed, ModelFile, Placement, Sampling,
+    Speculation, SpeculationOptions,
 };
 use halcyon_test::models;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -126,6 +131,70 @@ fn s1_07_the_estimate_is_what_a_model_takes() {
         near("cache", e.kv_cache_bytes, io, 5);
         near("total", e.total_bytes, m.peak + need.in_place, 5);
     }
+}
+
+/// Prompts of a chat have any length, so the steps of all sizes keep their buffers.
+#[test]
+fn a_chat_takes_what_its_steps_need() {
+    let _alone = ALONE.lock();
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("model.gguf");
+    file(&path, Sizes { hidden: 256, inner: 768, layers: 4, vocabulary: 3000, heads: 8, shared: 4 });
+    let backend = Backend::cpu().expect("a device");
+    let model = ModelFile::open(&path).expect("a model");
+    let decoder = Arc::new(model.load(&backend, 512).expect("loaded"));
+    let options = EngineOptions { positions: 512, chunk: 128, ..EngineOptions::default() };
+    let need = |steps: &[StepSize]| MemoryNeed::of(&decoder, options, steps).expect("planned").device();
+    let (one, all) = (need(&generation(&decoder, options)), need(&chat(&decoder, options)));
+    let mut engine = Engine::new(decoder.clone(), options).expect("a cache");
+    for length in [128, 1, 100, 64, 30, 12, 8, 3, 2, 5] {
+        let tokens: Vec<u32> = (0..length).collect();
+        engine.feed(&[Feed { sequence: 0, tokens: &tokens, all: false }]).expect("logits");
+    }
+    let peak = backend.memory().peak;
+    println!("a generation {one}, a chat {all}, measured {peak}");
+    assert!(all.abs_diff(peak) <= peak / 100 && one < peak - peak / 50, "{one} {all} {peak}");
+}
+
+/// A layer for further tokens makes the model give the activations of all rows, also where the head is alone
+/// on a device.
+#[test]
+fn a_followed_model_takes_what_is_predicted() {
+    let _alone = ALONE.lock();
+    let dir = tempfile::tempdir().expect("a folder");
+    let model = ModelFile::open(&cases::folder(dir.path(), "glm4_moe")).expect("a model");
+    let [a, b] = [(); 2].map(|()| Backend::cpu().expect("a device"));
+    let mut placement = Placement::single(&a, model.spec.layers.len());
+    placement.devices.push(b.clone());
+    placement.head = 1;
+    let main = Arc::new(model.load_on(placement, 128).expect("loaded"));
+    let layer = model.load_ahead(&main, 128).expect("loaded").expect("a layer");
+    let o = EngineOptions { positions: 128, chunk: 64, ..EngineOptions::default() };
+    // The prompt, and steps with one proposal each.
+    let prompt = StepSize { rows: 64, logits: 1, sequences: 1 };
+    let steps = [&[prompt][..], &verification(o, 1)].concat();
+    let beside = |model: MemoryNeed| {
+        let own = MemoryNeed::of_ahead(&layer, o, &[prompt], &model).expect("planned");
+        model.device() + own.device()
+    };
+    let need = beside(MemoryNeed::of_followed(&main, 1, o, &steps).expect("planned"));
+    let less = beside(MemoryNeed::of_device(&main, 1, o, &steps).expect("planned"));
+    assert_eq!(b.memory().allocated, 0, "planning allocates nothing");
+    let mut engine = Engine::new(main, o).expect("a cache");
+    let always = SpeculationOptions { most: 1, always: true };
+    let mut s = Speculation::ahead(Arc::new(layer), &mut engine, always).expect("the layer is of the model");
+    let options =
+        GenerateOptions { max_tokens: Some(20), sampling: Sampling::greedy(), ..Default::default() };
+    let tokens: Vec<u32> = (0..64).map(|i| i % 40).collect();
+    // With the second prompt, all plans have their buffers.
+    for _ in 0..2 {
+        engine.truncate(0, 0);
+        let on_text = &mut |_: &str| ControlFlow::Continue(());
+        s.generate(&mut engine, 0, None, &tokens, &options, on_text).expect("a text");
+    }
+    let peak = b.memory().peak;
+    println!("predicted {need}, without activations {less}, measured {peak}");
+    assert!(need.abs_diff(peak) <= peak / 20 && less + peak / 50 < peak, "{need} {less} {peak}");
 }
 
 /// What a step could make new: plans, kernels, memory of the driver, and live buffers.

@@ -2,8 +2,10 @@
 
 use crate::common::language::*;
 use crate::common::*;
+use halcyon::{Backend, Tensor};
 use halcyon_formats::{npy, npz::Npz};
 use halcyon_ir::ConstData;
+use halcyon_models::{Lora, LoraOptions, ModelFile};
 use std::fs;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
@@ -143,4 +145,39 @@ fn embeddings_that_do_not_fit_are_refused() {
         d.fails(5, &["out of memory", "weights", "buffers for texts of up to 20 tokens", "smaller"]);
         with("64M").ok();
     }
+}
+
+/// Adapters of an encoder are added by `embed`, and merged by `convert` into a folder and a file.
+#[test]
+fn adapters_of_an_encoder_are_merged() {
+    let dir = tempfile::tempdir().expect("a folder");
+    files(dir.path());
+    let bert = encoder("bert");
+    let (file, cpu) = (ModelFile::open_any(&bert).expect("a model"), Backend::cpu().expect("the CPU"));
+    let options = LoraOptions { targets: vec!["query".into(), "value".into()], ..LoraOptions::default() };
+    let lora = Lora::new(&file, &cpu, &options).expect("adapters");
+    for stem in lora.matrices() {
+        let slot = &lora.adapter(stem).expect("an adapter").b;
+        let dims = slot.value().dims().expect("dims");
+        let v: Vec<f32> =
+            (0..dims.iter().product()).map(|i: usize| (i * 7 % 11) as f32 * 0.05 - 0.2).collect();
+        slot.set(Tensor::from_slice(&cpu, &dims, &v).expect("values")).expect("set");
+    }
+    lora.save(&dir.path().join("adapter"), "bert").expect("written");
+    npy::write(&dir.path().join("ids.npy"), &ConstData::from_slice(&[4], &[3i64, 4, 5, 6]).expect("fits"))
+        .expect("written");
+    let bert = bert.to_str().expect("UTF-8");
+    let run =
+        |args: &[&str]| vectors(embed(&dir, &[args, &["--tokens", "ids.npy", "--json"]].concat())).remove(0);
+    let (plain, want) = (run(&[bert]), run(&[bert, "--lora", "adapter"]));
+    let far = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    let moved = far(&plain, &want);
+    assert!(moved > 0.01, "{moved}");
+    for (to, more) in [("new", &[][..]), ("new.gguf", &[]), ("f16.gguf", &["--dtype", "f16"])] {
+        at(&dir, &[&["convert", bert, to, "--lora", "adapter"], more].concat()).ok();
+        let d = far(&run(&[to]), &want);
+        assert!(d < 0.02 * moved, "{to}: {d} of {moved}");
+    }
+    at(&dir, &["convert", "new.gguf", "again", "--lora", "adapter"]).fails(3, &["GGUF"]);
+    at(&dir, &["convert", bert, "no.gguf", "--lora", "tiny.gguf"]).fails(1, &["no adapter"]);
 }

@@ -2,10 +2,12 @@
 
 use crate::common::language::{Tiny, tiny};
 use crate::common::{self, Done, finish, skip, text};
+use halcyon::{Backend, Tensor};
 use halcyon_formats::gguf::{self, GgmlType, TensorInfo, Value as Entry};
 use halcyon_formats::npy;
 use halcyon_ir::blocks::BlockType;
 use halcyon_ir::{ConstData, DType};
+use halcyon_models::{Lora, LoraOptions, ModelFile};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -221,4 +223,78 @@ fn drafts_and_sequences_count() {
     // Each sequence has a cache of its own.
     let [one, three] = ["1", "3"].map(|n| figure(&fit(&["--parallel", n]).ok().json(), "/cache/bytes"));
     assert!(three > 2 * one, "{one} {three}");
+}
+
+/// Adapters of rank 64 for all projections of a model, in a folder.
+fn adapters(dir: &Path, model: &Path) -> PathBuf {
+    let (file, cpu) = (ModelFile::open(model).expect("a model"), Backend::cpu().expect("the CPU"));
+    let options = LoraOptions { rank: 64, targets: vec!["*_proj".into()], ..LoraOptions::default() };
+    let lora = Lora::new(&file, &cpu, &options).expect("adapters");
+    // Equal constants are stored once, and new adapters have zeros.
+    for (i, stem) in lora.matrices().enumerate() {
+        let slot = &lora.adapter(stem).expect("an adapter").b;
+        let dims = slot.value().dims().expect("dims");
+        let v: Vec<f32> = (0..dims.iter().product()).map(|k: usize| (k * 7 % 11 + i) as f32 * 1e-4).collect();
+        slot.set(Tensor::from_slice(&cpu, &dims, &v).expect("values")).expect("set");
+    }
+    let to = dir.join("adapters");
+    lora.save(&to, "random").expect("written");
+    to
+}
+
+#[test]
+fn adapters_count_before_they_are_on_a_device() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = model(dir.path(), GgmlType::Plain(DType::F32));
+    let (ids, lora) = (prompt(dir.path(), 64), adapters(dir.path(), &path));
+    let sizes = ["-c", "512", "--chunk", "64"];
+    let lora = ["--lora", text(&lora)];
+    let fit = |more: &[&str]| command(&[&["fit", text(&path)], &sizes[..], more].concat());
+    let run = |more: &[&str]| {
+        let ran = ["generate", text(&path), "--prompt-tokens", text(&ids), "-n", "4", "--ignore-eos"];
+        command(&[&ran[..], &sizes, more].concat())
+    };
+    let alone = figure(&fit(&[]).ok().json(), "/peak/device");
+    let with = fit(&lora).ok().json();
+    let ran = run(&lora).ok().json();
+    let (p, m) = (figure(&with, "/peak/device"), figure(&ran, "/memory/device/peak"));
+    println!("with adapters: {:.2} MiB, measured {:.2} MiB", mib(p), mib(m));
+    assert!(p.abs_diff(m) <= m / 50, "{p}, measured {m}: {with} {ran}");
+    // 4 square matrices and 3 with the inner size, rank 64, in f32.
+    let bytes = LAYERS * 64 * 4 * (4 * 2 * HIDDEN + 3 * (HIDDEN + INNER));
+    assert_eq!(figure(&with, "/adapters"), bytes as u64);
+    assert!(p > alone + bytes as u64, "{p} {alone}");
+    if !ran["memory"]["peak_anonymous"].is_null() {
+        let (p, m) = (figure(&with, "/peak/anonymous"), figure(&ran, "/memory/peak_anonymous"));
+        println!("anonymous: {:.2} MiB, measured {:.2} MiB", mib(p), mib(m));
+        assert!(p.abs_diff(m) <= m / 10, "{p}, measured {m}: {with} {ran}");
+    }
+    // With room for the model alone, both say so and nothing is allocated.
+    let limit = (alone + bytes as u64 / 2).to_string();
+    let limit = [&lora[..], &["--memory-limit", &limit]].concat();
+    for d in [fit(&limit), run(&limit)] {
+        let v = d.json();
+        assert_eq!((d.code, &v["error"]["kind"]), (5, &Value::from("OutOfMemory")), "{d:?}");
+        let said = v["error"]["message"].as_str().expect("a text");
+        let all = [format!("adapters of {bytes}"), "Leave out --lora".into()];
+        assert!(all.iter().all(|t| said.contains(t)), "{said}");
+    }
+}
+
+/// A chat is refused where a generation fits, if the buffers of its further steps do not.
+#[test]
+fn a_chat_takes_more_than_a_generation() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = model(dir.path(), GgmlType::Plain(DType::F32));
+    let fit = command(&["fit", text(&path), "-c", "512"]).ok().json();
+    let (alone, more) = (figure(&fit, "/peak/device"), figure(&fit, "/chat"));
+    assert!(more > MIB, "{fit}");
+    let start = |limit: u64| {
+        let limit = limit.to_string();
+        let mut c = common::command(&["chat", text(&path), "-c", "512", "--memory-limit", &limit]);
+        finish(c.args(["--backend", "cpu"]).env("HALCYON_CONFIG", "off"))
+    };
+    start(alone + more / 2).fails(5, &["out of memory"]);
+    // The model has no tokenizer, which is the next thing that a chat needs.
+    start(alone + more + MIB).fails(3, &["tokenizer"]);
 }

@@ -168,3 +168,35 @@ fn a_layer_for_further_tokens_counts() {
     let on = [&limit[..], &["--mtp", "on"]].concat();
     assert_eq!((fit(&on).code, run(&on).code), (5, 5));
 }
+
+/// Prompts of a file have the tokens that they have without proposals.
+#[test]
+fn prompts_of_a_file_have_proposals() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = model(dir.path(), &NORMS);
+    let prompts = dir.path().join("prompts.txt");
+    let lines: Vec<String> =
+        (0..5).map(|i| format!("{{\"prompt_tokens\": [{}, {}, 3]}}", 10 + i, 7 * i + 1)).collect();
+    std::fs::write(&prompts, lines.join("\n")).expect("written");
+    let run = |more: &[&str]| {
+        let ran = ["generate", text(&path), "--prompts", text(&prompts), "--parallel", "3", "-n", "40", "-v"];
+        let d = command(&[&ran[..], &["--temp", "0", "-c", "512"], more].concat()).ok();
+        let tokens = |l: &str| serde_json::from_str::<Value>(l).expect("JSON")["tokens"].clone();
+        (d.out.lines().map(tokens).collect::<Vec<_>>(), d.err)
+    };
+    // Proposals for several sequences need not pay, so they are used only if they are asked for.
+    let (want, said) = run(&[]);
+    assert_eq!(want.len(), 5);
+    assert!(!said.contains("drafts:"), "{said}");
+    for more in [&["--mtp", "on"][..], &["--lookup"], &["--draft", text(&path)]] {
+        let (got, said) = run(more);
+        assert_eq!(got, want, "{more:?}");
+        assert!(said.contains("drafts:"), "{said}");
+    }
+    let both = ["generate", text(&path), "--prompts", text(&prompts), "--mtp", "on", "--lookup"];
+    let d = command(&both);
+    assert!(
+        d.code == 2 && d.json()["error"]["message"].as_str().is_some_and(|m| m.contains("--mtp")),
+        "{d:?}"
+    );
+}

@@ -50,10 +50,9 @@ impl Decoder {
         options: impl Into<LoadOptions<'a>>,
     ) -> Result<Option<Decoder>> {
         let Some(layer) = self.spec.ahead.first() else { return Ok(None) };
-        let LoadOptions { context, activations, lora } = options.into();
+        let LoadOptions { context, activations, lora, fixed } = options.into();
         let (backend, n, h) = (self.backend(), self.spec.layers.len(), self.spec.hidden);
-        let several = self.placement.devices.len() > 1;
-        let l = Loader { moves: several, ..Loader::new(source, &self.spec, backend, activations, lora) };
+        let l = Loader { fixed, ..Loader::new(source, &self.spec, backend, activations, lora) };
         let name = |own: &str| format!("blk.{n}.nextn.{own}");
         let mut ropes = Rotations::default();
         let mut joint = Joint {

@@ -17,8 +17,8 @@ pub(crate) struct Loader<'a> {
     pub(crate) backend: &'a Backend,
     pub(crate) activations: Activations,
     pub(crate) lora: Option<&'a Lora>,
-    /// Whether adapters are copied to the backend.
-    pub(crate) moves: bool,
+    /// Whether adapters become constants of the backend.
+    pub(crate) fixed: bool,
     /// Bytes of the weights so far.
     pub(crate) bytes: Cell<u64>,
 }
@@ -31,7 +31,7 @@ impl<'a> Loader<'a> {
         activations: Activations,
         lora: Option<&'a Lora>,
     ) -> Loader<'a> {
-        Loader { source, spec, backend, activations, lora, moves: false, bytes: Cell::new(0) }
+        Loader { source, spec, backend, activations, lora, fixed: false, bytes: Cell::new(0) }
     }
 }
 
@@ -104,8 +104,8 @@ impl Loader<'_> {
         let mut adapter = self.lora.and_then(|l| l.adapter(stem)).cloned();
         if let Some(a) = &mut adapter {
             a.check(stem, dims)?;
-            if self.moves {
-                *a = a.on(self.backend)?;
+            if self.fixed {
+                *a = a.fixed_on(self.backend)?;
             }
         }
         // Rounding errors of values reach the result without a softmax or a gate in between, and their matrix

@@ -147,11 +147,15 @@ pub struct LoadOptions<'a> {
     pub activations: Activations,
     /// Adapters, whose products are added to those of the matrices.
     pub lora: Option<&'a Lora>,
+    /// Whether the decoder takes the adapters' present values as weights: they may be on any device, take
+    /// device memory only when the first step needs them, and count in [`crate::MemoryNeed`]. The decoder
+    /// does not follow their training then. On several devices this is always so.
+    pub fixed: bool,
 }
 
 impl From<usize> for LoadOptions<'_> {
     fn from(context: usize) -> Self {
-        LoadOptions { context, activations: Activations::default(), lora: None }
+        LoadOptions { context, activations: Activations::default(), lora: None, fixed: false }
     }
 }
 
@@ -170,8 +174,7 @@ impl Decoder {
         Decoder::load_on(Placement::single(backend, spec.layers.len()), source, spec, options)
     }
 
-    /// Loads each part of a model on its device. Adapters are copied to the devices, so a decoder on several
-    /// devices does not follow the training of its adapters.
+    /// Loads each part of a model on its device. On several devices, adapters are [`LoadOptions::fixed`].
     ///
     /// # Errors
     /// The errors of [`Decoder::load`] and [`Placement::check`].
@@ -182,10 +185,11 @@ impl Decoder {
         options: impl Into<LoadOptions<'a>>,
     ) -> Result<Decoder> {
         placement.check(&spec)?;
-        let LoadOptions { context, activations, lora } = options.into();
-        let on = |d: usize| {
-            let several = placement.devices.len() > 1;
-            Loader { moves: several, ..Loader::new(source, &spec, &placement.devices[d], activations, lora) }
+        let LoadOptions { context, activations, lora, fixed } = options.into();
+        let fixed = fixed || placement.devices.len() > 1;
+        let on = |d: usize| Loader {
+            fixed,
+            ..Loader::new(source, &spec, &placement.devices[d], activations, lora)
         };
         let mut ropes = Rotations::default();
         let (v, h) = (spec.vocabulary, spec.hidden);

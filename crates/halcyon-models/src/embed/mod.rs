@@ -133,17 +133,22 @@ impl Embedder {
         };
         let warnings = source.warnings()?;
         let tokenizer = crate::model::tokenizer(&source)?;
+        // Adapters are read on the host: the device takes them as weights, after the check of its memory.
+        let adapters = |file: &ModelFile| match options.adapters.is_empty() {
+            true => Ok(None),
+            false => Lora::load_all(&options.adapters, file, &Backend::cpu()?),
+        };
         let model = match (encoder, decoder) {
             (Some(spec), _) => {
                 let file = ModelFile { path: place, source, spec: spec.body.clone() };
-                let lora = Lora::load_all(&options.adapters, &file, backend)?;
+                let lora = adapters(&file)?;
                 let encoder = Encoder::load(backend, &file.source, spec, lora.as_ref())?;
                 Model::Encoder(EncoderEngine::new(Arc::new(encoder)))
             }
             (None, Some(spec)) => {
                 let file = ModelFile { path: place, source, spec };
-                let lora = Lora::load_all(&options.adapters, &file, backend)?;
-                let load = LoadOptions { lora: lora.as_ref(), ..LoadOptions::from(max_tokens) };
+                let lora = adapters(&file)?;
+                let load = LoadOptions { lora: lora.as_ref(), fixed: true, ..LoadOptions::from(max_tokens) };
                 Model::Decoder(Arc::new(file.load(backend, load)?), None)
             }
             (None, None) => return Err(Error::internal("a model without an architecture")),

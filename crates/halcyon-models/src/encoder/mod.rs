@@ -160,7 +160,8 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// Loads the weights of an encoder. The products of adapters are added to those of the matrices.
+    /// Loads the weights of an encoder. The products of adapters, which may be on any device, are added to
+    /// those of the matrices; the encoder does not follow their training.
     ///
     /// # Errors
     /// `Error::Argument` for a tensor that is missing; `Error::Shape` for one whose shape does not follow
@@ -171,7 +172,7 @@ impl Encoder {
         spec: EncoderSpec,
         lora: Option<&Lora>,
     ) -> Result<Encoder> {
-        let l = Loader::new(source, &spec.body, backend, Activations::Fine, lora);
+        let l = Loader { fixed: true, ..Loader::new(source, &spec.body, backend, Activations::Fine, lora) };
         let (h, norm) = (spec.body.hidden, spec.norm);
         let mut ropes = Rotations::default();
         let mut layers = vec![];

@@ -180,31 +180,36 @@ impl Engine {
         if w.activations.is_empty() || n == 0 {
             return Ok(vec![]);
         }
-        let mut tokens = [&w.tokens[..], &[*token]].concat();
+        let tokens = [&w.tokens[..], &[*token]].concat();
         if engine.check(&[Feed { sequence, tokens: &tokens, all: false }]).is_err() {
             return Ok(vec![]);
         }
-        let mut before = std::mem::take(w).activations;
         let known = engine.length(sequence) + tokens.len();
+        // Until the layer has computed the positions that wait, they stay.
+        let mut made = engine.feed_after(sequence, &tokens, &w.activations)?;
+        *w = Waiting::default();
         let (mut all, mut out) = (past.to_vec(), vec![]);
-        loop {
-            let [logits, activations] = engine.feed_after(sequence, &tokens, &before)?;
+        let failed = loop {
+            let [logits, activations] = made;
             // A grammar that no token can continue is an error of the generation, not of its proposals.
-            let Ok(token) = sampler.next(&logits, &all) else { break };
+            let Ok(token) = sampler.next(&logits, &all) else { break None };
             if sampler.accept(token).is_err() {
-                break;
+                break None;
             }
             out.push(token);
             all.push(token);
-            (tokens, before) = (vec![token], activations);
-            let full = engine.check(&[Feed { sequence, tokens: &tokens, all: false }]).is_err();
+            let full = engine.check(&[Feed { sequence, tokens: &[token], all: false }]).is_err();
             if out.len() >= n || sampler.is_complete() || full {
-                break;
+                break None;
             }
-        }
+            made = match engine.feed_after(sequence, &[token], &activations) {
+                Ok(next) => next,
+                Err(e) => break Some(e),
+            };
+        };
         // What follows was computed from proposals.
         engine.truncate(sequence, known);
-        Ok(out)
+        failed.map_or(Ok(out), Err)
     }
 }
 

@@ -3,9 +3,9 @@
 use super::content::{Content, Entry};
 use super::to_folder::{FolderWritten, Unfinished, encoded, too_large};
 use super::write;
-use crate::lora::Lora;
+use crate::lora::{Difference, Lora};
 use crate::model::ModelFile;
-use crate::source::{Folder, Source, floats};
+use crate::source::{Folder, Source, floats, gguf};
 use bytes::Bytes;
 use halcyon::DType;
 use halcyon::ir::error::{Error, Result};
@@ -21,7 +21,6 @@ use std::path::Path;
 /// # Errors
 /// Those of [`Content::of`]; the error of a failed value.
 pub fn merged_content<'a>(file: &'a mut ModelFile, lora: &Lora) -> Result<(Content<'a>, Vec<GgmlType>)> {
-    let differences = lora.differences()?;
     let types: HashMap<String, GgmlType> =
         Content::of(&file.source)?.tensors.iter().map(|t| (t.info.name.clone(), t.info.ty)).collect();
     if let Source::Folder(folder) = &mut file.source {
@@ -31,13 +30,12 @@ pub fn merged_content<'a>(file: &'a mut ModelFile, lora: &Lora) -> Result<(Conte
         let kept = kept.collect();
         return Ok((content, kept));
     }
+    let mut differences = of_tensors(file, lora)?;
     let mut content = Content::of(&file.source)?;
     let kept = content.tensors.iter().map(|t| t.info.ty).collect();
     for t in &mut content.tensors {
-        let Some(d) = t.info.name.strip_suffix(".weight").and_then(|stem| differences.get(stem)) else {
-            continue;
-        };
-        let (d, info) = (d.clone(), t.info.clone());
+        let Some(d) = differences.remove(&t.info.name) else { continue };
+        let info = t.info.clone();
         let new = TensorInfo::new(info.name.clone(), &info.shape, GgmlType::F32);
         let placeholder = Entry::made(new.clone(), || Ok(Bytes::new()));
         let base = std::mem::replace(t, placeholder);
@@ -49,13 +47,33 @@ pub fn merged_content<'a>(file: &'a mut ModelFile, lora: &Lora) -> Result<(Conte
             Ok(values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>().into())
         });
     }
-    Ok((content, kept))
+    match differences.into_keys().next() {
+        Some(name) => Err(Error::internal(format!("the file has no tensor '{name}'"))),
+        None => Ok((content, kept)),
+    }
+}
+
+/// What adapters add to the tensors of a GGUF file, which may have several matrices in one tensor.
+fn of_tensors(file: &ModelFile, lora: &Lora) -> Result<BTreeMap<String, Difference>> {
+    let Source::Gguf(g) = &file.source else { return Ok(BTreeMap::new()) };
+    let (mut all, mut joined) = (BTreeMap::new(), BTreeMap::<String, Vec<_>>::new());
+    for (stem, d) in lora.differences()? {
+        match gguf::place(g, &file.spec, &stem) {
+            None => return Err(Error::argument("lora", format!("the model has no matrix '{stem}'"))),
+            Some((name, None)) => drop(all.insert(name, d)),
+            Some((name, rows)) => joined.entry(name).or_default().push((d, rows)),
+        }
+    }
+    for (name, parts) in joined {
+        let rows = g.find(&name).and_then(|t| t.shape().first().copied()).unwrap_or(0);
+        all.insert(name, Difference::joined(parts, rows));
+    }
+    Ok(all)
 }
 
 /// Adds what adapters add to the tensors of a folder.
 fn add(folder: &mut Folder, lora: &Lora) -> Result<()> {
-    for (stem, d) in lora.differences()? {
-        let module = lora.modules().get(&stem).cloned().unwrap_or_default();
+    for (module, d) in lora.of_modules()? {
         if !module.contains("{}") {
             folder.add(format!("{module}.weight"), d);
             continue;
@@ -127,12 +145,28 @@ pub fn write_merged_folder(
     Ok(FolderWritten { bytes, tensors, warnings: vec![] })
 }
 
-/// Copies the files of a folder that are no weights. The configuration names the new type.
+/// Copies the files of a module of sentence-transformers, such as `1_Pooling`.
+fn copy_module(from: &Path, to: &Path) -> std::io::Result<()> {
+    std::fs::create_dir(to)?;
+    for entry in std::fs::read_dir(from)? {
+        let entry = entry?;
+        if entry.path().is_file() {
+            std::fs::copy(entry.path(), to.join(entry.file_name()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies the files of a folder that are no weights, and modules that follow the model. The configuration
+/// names the new type.
 fn copy_texts(from: &Path, to: &Path, dtype: Option<DType>) -> Result<()> {
     let io = |e: std::io::Error| Error::Io { path: from.display().to_string(), what: e.to_string() };
     for entry in std::fs::read_dir(from).map_err(io)? {
         let path = entry.map_err(io)?.path();
         let Some(name) = path.file_name().and_then(|n| n.to_str()) else { continue };
+        if path.is_dir() && name.starts_with(|c: char| c.is_ascii_digit()) && name.contains('_') {
+            copy_module(&path, &to.join(name)).map_err(io)?;
+        }
         let weights = [".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pth", ".pt"];
         if !path.is_file() || weights.iter().any(|w| name.ends_with(w)) {
             continue;

@@ -27,6 +27,31 @@ impl Difference {
         Ok(Difference { experts, rank: adapter.rank()?, a: values(&adapter.a)?, b })
     }
 
+    /// That of a matrix of `all` rows, of which each part has some, or all of them. The products of rows that
+    /// several parts have are added.
+    pub(crate) fn joined(parts: Vec<(Difference, Option<Vec<usize>>)>, all: usize) -> Difference {
+        let rank: usize = parts.iter().map(|(d, _)| d.rank).sum();
+        let (mut a, mut b, mut first) = (vec![], vec![0.0; all * rank], 0);
+        for (d, rows) in parts {
+            let rows = rows.unwrap_or_else(|| (0..all).collect());
+            for (row, values) in rows.into_iter().zip(d.b.chunks_exact(d.rank)) {
+                b[row * rank + first..][..d.rank].copy_from_slice(values);
+            }
+            a.extend(d.a);
+            first += d.rank;
+        }
+        Difference { experts: 1, rank, a, b }
+    }
+
+    /// That of the transposed matrix, of one without experts.
+    pub(crate) fn turned(&self) -> Difference {
+        let turn = |x: &[f32], columns: usize| -> Vec<f32> {
+            (0..columns).flat_map(|c| x.iter().skip(c).step_by(columns).copied()).collect()
+        };
+        let (a, b) = (turn(&self.b, self.rank), turn(&self.a, self.a.len() / self.rank));
+        Difference { a, b, ..*self }
+    }
+
     /// That of each expert.
     pub(crate) fn of_experts(&self) -> impl Iterator<Item = Difference> {
         let (a, b) = (self.a.len() / self.experts, self.b.len() / self.experts);
@@ -66,10 +91,5 @@ impl Lora {
     pub(crate) fn differences(&self) -> Result<BTreeMap<String, Difference>> {
         let one = |(stem, a): (&String, &Adapter)| Ok((stem.clone(), Difference::of(a)?));
         self.adapters.iter().map(one).collect()
-    }
-
-    /// The name in Hugging Face's layout of each matrix with an adapter, by its canonical name.
-    pub(crate) fn modules(&self) -> &BTreeMap<String, String> {
-        &self.names
     }
 }

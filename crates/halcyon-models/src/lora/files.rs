@@ -1,9 +1,10 @@
 //! Adapters in PEFT's files.
 
 use super::order::{self, FileOrder};
-use super::{Adapter, Lora, STEMS};
+use super::parts::{self, Part, Whole};
+use super::{Adapter, Lora, STEMS, matrix};
 use crate::model::ModelFile;
-use crate::source::{floats, module_names};
+use crate::source::{Module, floats, module_names};
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, ConstData, DType, Tensor};
 use halcyon_formats::safetensors::{self, SafeTensors};
@@ -17,16 +18,26 @@ const WEIGHTS: &str = "adapter_model.safetensors";
 /// What PEFT puts before the names of modules.
 const PREFIX: &str = "base_model.model.";
 
-/// Canonical names of the matrices that can have an adapter, with the names of Hugging Face's modules. A
-/// matrix that is stored together with another one is left out, and so is a head that is the embedding's
-/// matrix. `{}` in a name stands for the number of an expert.
-pub(super) fn names(file: &ModelFile) -> Vec<(String, String)> {
+/// Canonical names of the matrices that can have an adapter, with Hugging Face's modules. A head that is the
+/// embedding's matrix is left out.
+pub(super) fn modules(file: &ModelFile) -> Vec<(String, Module)> {
     let layers = 0..file.spec.layers.len();
     let stems = layers.flat_map(|i| STEMS.map(|s| format!("blk.{i}.{s}")));
     let stems = stems.chain(["output".to_string()]);
     let named = stems.filter_map(|stem| Some((stem.clone(), file.source.module(&file.spec, &stem)?)));
     // Experts whose matrices a folder stores together are no modules.
-    named.filter(|(stem, name)| stem.ends_with("_exps") == name.contains("{}")).collect()
+    let mut all: Vec<(String, Module)> =
+        named.filter(|(stem, m)| stem.ends_with("_exps") == m.name.contains("{}")).collect();
+    // Granite's folders have the same name for the expert of all rows and for a part without experts.
+    let common = |stem: &str| {
+        let layer = stem.split('.').nth(1).and_then(|i| file.spec.layers.get(i.parse::<usize>().ok()?));
+        layer.and_then(|l| l.experts()).is_some_and(|(e, _)| e.common.is_some())
+    };
+    all.retain(|(stem, _)| !stem.ends_with("_shexp") || common(stem));
+    let of_common = all.iter().filter(|(stem, _)| stem.ends_with("_shexp"));
+    let of_common: BTreeSet<String> = of_common.map(|(_, m)| m.name.clone()).collect();
+    all.retain(|(stem, m)| stem.ends_with("_shexp") || !of_common.contains(&m.name));
+    all
 }
 
 pub(super) fn bad(path: &Path, what: impl Into<String>) -> Error {
@@ -69,20 +80,23 @@ fn scale(config: &Value, path: &Path) -> Result<impl Fn(usize) -> f32 + use<>> {
 /// Values of a part: sizes and elements.
 type Values = (Vec<usize>, Vec<f32>);
 
-/// The adapters of all matrices for which `take` gives `A` and `B`: it gets the canonical name, the one in
-/// Hugging Face's layout, and which part is meant. `None` if there are none.
+/// The adapters of all matrices for which `take` gives `A` and `B`: it gets the canonical name, that of the
+/// module in Hugging Face's layout, the place in this module, and which of the two is meant. `None` if there
+/// are none.
 pub(super) fn adapters_of(
     path: &Path,
     file: &ModelFile,
     backend: &Backend,
     from: FileOrder,
     scale: &dyn Fn(usize) -> f32,
-    take: &mut dyn FnMut(&str, &str, &str) -> Result<Option<Values>>,
+    take: &mut dyn FnMut(&str, &str, Option<&Part>, &str) -> Result<Option<Values>>,
 ) -> Result<Option<Lora>> {
     let (mut adapters, mut kept) = (BTreeMap::new(), BTreeMap::new());
     let (mut turns, mut most) = (BTreeMap::new(), 0);
-    for (stem, name) in names(file) {
-        let (mut a, mut b) = match (take(&stem, &name, "A")?, take(&stem, &name, "B")?) {
+    let mut places = parts::of(file)?;
+    for (stem, module) in modules(file) {
+        let (name, place) = (module.name, places.get(&stem));
+        let (mut a, mut b) = match (take(&stem, &name, place, "A")?, take(&stem, &name, place, "B")?) {
             (Some(a), Some(b)) => (a, b),
             (None, None) => continue,
             _ => return Err(bad(path, format!("the adapter of '{name}' has one of its two matrices"))),
@@ -102,14 +116,14 @@ pub(super) fn adapters_of(
             b: Param::new(Tensor::from_slice(backend, &b.0[..], &b.1)?),
             scale: scale(rank),
         };
-        let found = file.source.find(&file.spec, &format!("{stem}.weight"))?;
-        adapter.check(&stem, &found.map(|w| w.dims()).unwrap_or_default())?;
+        adapter.check(&stem, &matrix(file, &stem)?.map(|w| w.dims()).unwrap_or_default())?;
         turns.extend(order::for_folders(file, &stem).map(|t| (stem.clone(), t)));
         kept.insert(stem.clone(), name);
         adapters.insert(stem, adapter);
     }
     let alpha = if most > 0 { scale(most) * most as f32 } else { 0.0 };
-    Ok((most > 0).then_some(Lora { adapters, names: kept, turns, rank: most, alpha }))
+    places.retain(|stem, _| adapters.contains_key(stem));
+    Ok((most > 0).then_some(Lora { adapters, names: kept, turns, parts: places, rank: most, alpha }))
 }
 
 /// Experts of the layer of a matrix.
@@ -154,16 +168,30 @@ impl Lora {
         let config: Value = serde_json::from_str(&text).map_err(|e| bad(&path, e.to_string()))?;
         let scale = scale(&config, &path)?;
         let weights = SafeTensors::open(&folder.join(WEIGHTS))?;
-        let mut rest: BTreeSet<String> = weights.names().map(str::to_string).collect();
+        let stored: BTreeSet<String> = weights.names().map(str::to_string).collect();
+        let mut rest = stored.clone();
         let mut one = |name: &str, which: &str| -> Result<Option<Values>> {
             // What stands before the names depends on the class with which a model was trained.
             let mut all = module_names(name).map(|n| format!("{PREFIX}{n}.lora_{which}.weight"));
-            let Some(name) = all.find(|n| rest.remove(n)) else { return Ok(None) };
+            let Some(name) = all.find(|n| stored.contains(n)) else { return Ok(None) };
+            rest.remove(&name);
             let t = weights.get(&name)?;
             Ok(Some((t.dims.to_vec(), floats(&t)?)))
         };
-        let mut take = |stem: &str, name: &str, which: &str| match name.contains("{}") {
-            false => one(name, which),
+        let mut take = |stem: &str, name: &str, place: Option<&Part>, which: &str| match name.contains("{}") {
+            false => match (one(name, which)?, place.filter(|_| which == "B")) {
+                (Some((dims, b)), Some(place)) => match dims[..] {
+                    [rows, rank] if rows == place.of => {
+                        let b = place.pick(&b, rank);
+                        Ok(Some((vec![b.len() / rank.max(1), rank], b)))
+                    }
+                    _ => {
+                        let what = format!("B of '{name}' is {dims:?}: expected {} rows", place.of);
+                        Err(Error::shape("lora", what))
+                    }
+                },
+                (values, _) => Ok(values),
+            },
             true => {
                 let of = |e: usize| one(&name.replace("{}", &e.to_string()), which);
                 let parts = (0..experts(file, stem)).map(of).collect::<Result<Vec<_>>>()?;
@@ -185,13 +213,19 @@ impl Lora {
     pub fn save(&self, folder: &Path, base: &str) -> Result<()> {
         let io = |e: std::io::Error| Error::Io { path: folder.display().to_string(), what: e.to_string() };
         std::fs::create_dir_all(folder).map_err(io)?;
-        let mut tensors = vec![];
+        let (mut tensors, mut joined) = (vec![], BTreeMap::<&str, Whole>::new());
         for (stem, adapter) in &self.adapters {
             let name = &self.names[stem];
             let values = |p: &Param| p.value().cast(DType::F32).to_vec::<f32>();
             let (mut a, mut b) = (values(&adapter.a)?, values(&adapter.b)?);
             if let Some(m) = self.turns.get(stem) {
                 m.apply(adapter.rank()?, &mut a, &mut b);
+            }
+            if let Some(part) = self.parts.get(stem).filter(|p| p.rows.is_some()) {
+                let rank = adapter.rank()?;
+                let new = || Whole { rank, a: vec![], b: vec![] };
+                joined.entry(name).or_insert_with(new).add(name, a, &b, part)?;
+                continue;
             }
             for (which, p, values) in [("A", &adapter.a, a), ("B", &adapter.b, b)] {
                 let dims = p.value().dims()?;
@@ -206,6 +240,13 @@ impl Lora {
                     }
                     _ => tensors.push((file(name), ConstData::from_slice(&dims, &values)?)),
                 }
+            }
+        }
+        for (name, Whole { rank, a, b }) in joined {
+            let sides = [("A", [rank, a.len() / rank], a), ("B", [b.len() / rank, rank], b)];
+            for (which, dims, values) in sides {
+                let file = format!("{PREFIX}{name}.lora_{which}.weight");
+                tensors.push((file, ConstData::from_slice(&dims, &values)?));
             }
         }
         let all: Vec<(&str, &ConstData)> = tensors.iter().map(|(n, t)| (n.as_str(), t)).collect();

@@ -3,6 +3,7 @@
 use super::Lora;
 use super::files::{adapters_of, bad};
 use super::order::FileOrder;
+use super::parts::Part;
 use crate::model::ModelFile;
 use crate::source::Source;
 use halcyon::Backend;
@@ -48,7 +49,7 @@ pub(super) fn load(path: &Path, file: &ModelFile, backend: &Backend) -> Result<L
     // llama.cpp takes an alpha of 0 for one that is not given.
     let scale = |rank: usize| if alpha == 0.0 { 1.0 } else { (alpha / rank as f64) as f32 };
     let mut rest: BTreeSet<String> = g.tensors().iter().map(|t| t.name().to_string()).collect();
-    let mut take = |stem: &str, _: &str, which: &str| {
+    let mut take = |stem: &str, _: &str, _: Option<&Part>, which: &str| {
         let name = format!("{stem}.weight.lora_{}", which.to_lowercase());
         if !rest.remove(&name) {
             return Ok(None);

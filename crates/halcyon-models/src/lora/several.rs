@@ -84,13 +84,15 @@ impl Lora {
             names.extend(lora.names.clone());
         }
         let rank = sums.values().map(|s| s.rank).max().unwrap_or(0);
+        let places = parts.iter().flat_map(|(l, _)| l.parts.clone()).collect();
         let turns = parts.into_iter().flat_map(|(l, _)| l.turns).collect();
         let one = |(stem, s): (String, Sum)| Ok((stem, s.adapter(backend, rank)?));
         let adapters = sums.into_iter().map(one).collect::<Result<BTreeMap<_, _>>>()?;
-        Ok((rank > 0).then_some(Lora { adapters, names, turns, rank, alpha: rank as f32 }))
+        Ok((rank > 0).then_some(Lora { adapters, names, turns, parts: places, rank, alpha: rank as f32 }))
     }
 
-    /// Reads adapters from several places, each with a factor, as one. `None` if there are no places.
+    /// Reads adapters from several places, each with a factor, as one. `None` if there are no places. With
+    /// [`LoadOptions::fixed`](crate::LoadOptions::fixed), `backend` may be the CPU whatever the model's is.
     ///
     /// # Errors
     /// Those of [`Lora::load`] and [`Lora::sum`].

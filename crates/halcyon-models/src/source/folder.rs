@@ -239,22 +239,15 @@ impl Folder {
         Ok(all.into_iter().map(line).collect())
     }
 
-    /// The name of the module that is stored as it is used; see [`crate::source::Source::module`].
-    pub(super) fn module(&self, spec: &Spec, stem: &str) -> Option<String> {
+    /// The module that has a matrix; see [`crate::source::Source::module`].
+    pub(super) fn module(&self, spec: &Spec, stem: &str) -> Option<Module> {
         if stem == "output" && self.ties() {
             return None;
         }
         let recipes = recipes(spec, &format!("{stem}.weight"));
         let names = recipes.iter().flat_map(|r| PREFIXES.iter().map(move |p| (r, r.source(p))));
         let (recipe, name) = names.into_iter().find(|(_, n)| self.has(n))?;
-        match recipe {
-            Recipe::Plain(_) => Some(name.strip_suffix(".weight")?.to_string()),
-            Recipe::Stack(own, _) => {
-                let prefix = name.strip_suffix(&recipe.name())?;
-                Some(format!("{prefix}{}", own.strip_suffix(".weight")?))
-            }
-            _ => None,
-        }
+        Module::of(name.strip_suffix(&recipe.name())?, recipe)
     }
 
     pub(super) fn find(&self, spec: &Spec, name: &str) -> Result<Option<Weights>> {
@@ -282,6 +275,58 @@ struct Part {
     weights: Weights,
     /// Whether the last axis is that of the inputs, whatever the family stores. Quantised matrices are so.
     by_rows: bool,
+}
+
+/// A module in Hugging Face's layout that has a matrix, alone or with others.
+#[derive(Clone, Debug)]
+pub(crate) struct Module {
+    /// `{}` stands for the number of an expert.
+    pub(crate) name: String,
+    recipe: Recipe,
+}
+
+impl Module {
+    /// The module that a recipe reads; `None` if it reads none.
+    pub(super) fn of(prefix: &str, recipe: &Recipe) -> Option<Module> {
+        let name = match recipe {
+            Recipe::Plain(n) | Recipe::Stack(n, _) => n.clone(),
+            Recipe::Rows(..) | Recipe::TransposedRows(..) | Recipe::Joined(_) | Recipe::Grouped { .. } => {
+                recipe.name()
+            }
+            _ => return None,
+        };
+        Some(Module { name: format!("{prefix}{}", name.strip_suffix(".weight")?), recipe: recipe.clone() })
+    }
+
+    /// The rows of the matrix among the `all` outputs of the module; `None` if it has all, in their order.
+    ///
+    /// # Errors
+    /// `Error::Shape` if the module has fewer.
+    pub(crate) fn rows(&self, all: usize) -> Result<Option<Vec<usize>>> {
+        let parts = match &self.recipe {
+            Recipe::Plain(_) | Recipe::Stack(..) => return Ok(None),
+            Recipe::Joined(parts) => &parts[..],
+            own => std::slice::from_ref(own),
+        };
+        // The recipe's part of a matrix whose rows are their numbers.
+        let numbers: Vec<f64> = (0..all).map(|i| i as f64).collect();
+        let numbers = ConstData::from_slice(&[all, 1], &numbers)?;
+        let mut rows = vec![];
+        for p in parts {
+            rows.extend(p.part_of(numbers.clone(), true)?.to_vec::<f64>().into_iter().map(|i| i as usize));
+        }
+        Ok((!rows.iter().copied().eq(0..all)).then_some(rows))
+    }
+
+    /// Whether the module has this matrix only, stored as it is used.
+    pub(crate) fn is_plain(&self) -> bool {
+        matches!(self.recipe, Recipe::Plain(_) | Recipe::Stack(..))
+    }
+
+    /// Whether folders store the transpose.
+    pub(crate) fn is_turned(&self) -> bool {
+        matches!(self.recipe, Recipe::TransposedRows(..))
+    }
 }
 
 /// The names that a module may have, by how its model was saved.
@@ -349,14 +394,6 @@ impl Recipe {
             | Recipe::ExpertRows { name, .. }
             | Recipe::ExpertVector { name, .. }
             | Recipe::Grouped { name, .. } => name.clone(),
-        }
-    }
-
-    /// The name, if the tensor is stored as it is used, or if each expert's is. `{}` is an expert's number.
-    pub(super) fn plain(&self) -> Option<&str> {
-        match self {
-            Recipe::Plain(n) | Recipe::Stack(n, _) => Some(n),
-            _ => None,
         }
     }
 

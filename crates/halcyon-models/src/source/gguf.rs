@@ -32,6 +32,31 @@ pub(super) fn find(file: &Gguf, spec: &Spec, name: &str) -> Result<Option<Weight
     rows(whole(t)?, first, count).map(Some)
 }
 
+/// The tensor of the file that has the matrix with the canonical name `stem`, and the rows of the matrix in
+/// it; `None` for all of them.
+pub(crate) fn place(file: &Gguf, spec: &Spec, stem: &str) -> Option<(String, Option<Vec<usize>>)> {
+    let name = format!("{stem}.weight");
+    let count = |name: &str| file.find(name)?.shape().first().copied();
+    if let Some(all) = count(&name) {
+        let inner =
+            || spec.layer(stem.strip_prefix("blk.")?.strip_suffix(".ffn_up")?.parse().ok()?).map(|l| l.inner);
+        // Phi-3: the up projection is the second half.
+        let half = inner().filter(|n| *n > 0 && 2 * n == all);
+        return Some((name, half.map(|n| (n..all).collect())));
+    }
+    if let Some((tensor, sizes, parts)) = grouped(spec, &name)
+        && let Some(all) = count(&tensor)
+    {
+        let numbers: Vec<f32> = (0..all).map(|i| i as f32).collect();
+        let numbers = Weights { data: ConstData::from_slice(&[all, 1], &numbers).ok()?, blocks: None };
+        let rows = groups(numbers, &sizes, parts).ok()?.floats().ok()?;
+        return Some((tensor, Some(rows.into_iter().map(|i| i as usize).collect())));
+    }
+    let (tensor, first, n) = part(file, spec, &name)?;
+    let all = count(&tensor)?;
+    (n > 0 && first + n <= all).then(|| (tensor, Some((first..first + n).collect())))
+}
+
 /// Where a tensor is that the file has as a part of another one: the other one's name, and its rows.
 fn part(file: &Gguf, spec: &Spec, name: &str) -> Option<(String, usize, usize)> {
     let (stem, kind) = name.rsplit_once('.')?;

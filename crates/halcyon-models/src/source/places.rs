@@ -39,7 +39,9 @@ enum Arrange {
 /// Parts of names that folders of a family have. With `-` in front: that they do not have.
 fn habits(spec: &Spec) -> &'static [&'static str] {
     match spec.family {
-        "mixtral" => &["block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w2", "w3"],
+        // Llama's files with experts are Mixtral's.
+        "llama" if spec.layers.iter().all(|l| l.experts().is_none()) => &[],
+        "mixtral" | "llama" => &["block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w2", "w3"],
         "phi3" => &["self_attn.qkv_proj", "mlp.gate_up_proj"],
         "starcoder2" => &["mlp.c_fc", "mlp.c_proj"],
         "qwen3next" => &["in_proj_qkvz", "in_proj_ba", "shared_expert."],
@@ -93,26 +95,36 @@ fn suits(name: &str, habits: &[&str]) -> i32 {
     habits.iter().map(|h| h.strip_prefix('-').map_or(i32::from(has(h)), |h| -i32::from(has(h)))).sum()
 }
 
-/// Where a folder of the family stores the tensor with a canonical name and these sizes. Empty if folders
-/// have no such tensor.
-pub(crate) fn places(spec: &Spec, name: &str, dims: &[usize]) -> Vec<Place> {
+/// How folders of the family store the tensor with a canonical name, among the ways that `fits` allows.
+pub(super) fn preferred(spec: &Spec, name: &str, fits: impl Fn(&Recipe) -> bool) -> Option<Recipe> {
     let habits = habits(spec);
     let mut best: Option<(i32, Recipe)> = None;
-    for r in recipes(spec, name) {
+    for r in recipes(spec, name).into_iter().filter(fits) {
         let score = suits(&r.name(), habits);
         if best.as_ref().is_none_or(|(b, _)| score > *b) {
             best = Some((score, r));
         }
     }
-    let Some((_, recipe)) = best else { return vec![] };
-    let prefix = match spec.family {
+    best.map(|(_, r)| r)
+}
+
+/// Where a folder of the family stores the tensor with a canonical name and these sizes. Empty if folders
+/// have no such tensor.
+pub(crate) fn places(spec: &Spec, name: &str, dims: &[usize]) -> Vec<Place> {
+    let Some(recipe) = preferred(spec, name, |_| true) else { return vec![] };
+    of_recipe(&recipe, prefix(spec, name, &recipe), dims)
+}
+
+/// What stands before the names of a recipe's tensors.
+pub(super) fn prefix(spec: &Spec, name: &str, recipe: &Recipe) -> &'static str {
+    match spec.family {
         // The output matrix belongs to no part of the model.
         _ if name.starts_with("output.") || recipe.name().starts_with("mtp.") => "",
         "gpt2" | "falcon" => "transformer.",
-        "bert" | "xlm-roberta" => "",
+        // Encoders are trained without a head.
+        "bert" | "xlm-roberta" | "modernbert" => "",
         _ => "model.",
-    };
-    of_recipe(&recipe, prefix, dims)
+    }
 }
 
 fn of_recipe(recipe: &Recipe, prefix: &str, dims: &[usize]) -> Vec<Place> {

@@ -13,18 +13,18 @@ use halcyon_test::Rng;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-fn data(name: &str) -> PathBuf {
+pub(crate) fn data(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests").join(name)
 }
 
-fn written(content: &Content<'_>, types: &[GgmlType], to: &Path) {
+pub(crate) fn written(content: &Content<'_>, types: &[GgmlType], to: &Path) {
     let mut options =
         WriteOptions { threads: None, requantise: true, interrupted: &|| false, progress: &mut || {} };
     write(content, types, to, &mut options).expect("written");
 }
 
 /// The model as a GGUF file, its matrices in `blocks`, or in the types of the folder.
-fn as_gguf(model: &ModelFile, to: &Path, blocks: Option<GgmlType>) -> ModelFile {
+pub(crate) fn as_gguf(model: &ModelFile, to: &Path, blocks: Option<GgmlType>) -> ModelFile {
     let content = Content::of(&model.source).expect("a content");
     let ty = |t: &TensorInfo| blocks.filter(|_| t.shape.len() >= 2).unwrap_or(t.ty);
     let types: Vec<GgmlType> = content.tensors.iter().map(|t| ty(&t.info)).collect();
@@ -37,13 +37,13 @@ fn loaded(b: &Backend, model: &ModelFile, lora: Option<&Lora>) -> Arc<Decoder> {
 }
 
 /// The logits of 12 tokens.
-fn logits(b: &Backend, model: &ModelFile, lora: Option<&Lora>) -> Vec<f32> {
+pub(crate) fn logits(b: &Backend, model: &ModelFile, lora: Option<&Lora>) -> Vec<f32> {
     let ids: Vec<u32> = (0..12).map(|i| 3 + i * 7 % 90).collect();
     feed(&mut engine(&loaded(b, model, lora), 1, 8), &ids, true)
 }
 
 /// The largest difference in standard deviations.
-fn differ(a: &[f32], b: &[f32]) -> f64 {
+pub(crate) fn differ(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let n = a.len() as f64;
     let mean = a.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
@@ -398,5 +398,27 @@ fn gradients_reach_the_adapters_of_every_family() {
         };
         let (slope, want) = ((at(step) - at(-step)) / f64::from(2.0 * step), f64::from(length * length));
         assert!((slope - want).abs() < 0.01 * want, "{family} {path}: {slope}, {want}");
+    }
+}
+
+/// Adapters of a GGUF file have the names that a folder of the family has.
+#[test]
+fn adapters_of_files_have_the_names_of_folders() {
+    let (b, dir) = (Backend::cpu().expect("the CPU"), tempfile::tempdir().expect("a folder"));
+    for family in ["lfm2", "mixtral", "llama", "glm4_moe"] {
+        let folder = ModelFile::open(&data("data").join(family)).expect("a model");
+        let file = as_gguf(&folder, &dir.path().join(format!("{family}.gguf")), None);
+        let names = |model: &ModelFile| {
+            let o = LoraOptions { rank: 1, targets: vec!["*".into()], ..LoraOptions::default() };
+            let to = dir.path().join("names");
+            Lora::new(model, &b, &o).expect("adapters").save(&to, "base").expect("written");
+            let stored = SafeTensors::open(&to.join("adapter_model.safetensors")).expect("adapters");
+            let mut all: Vec<String> = stored.names().map(String::from).collect();
+            all.sort();
+            all
+        };
+        let want = names(&folder);
+        assert!(want.len() > 8, "{want:?}");
+        assert_eq!(names(&file), want, "{family}");
     }
 }

@@ -7,8 +7,8 @@ use crate::common::*;
 use halcyon::prelude::*;
 use halcyon_formats::gguf::{GgmlType, TensorInfo, Value};
 use halcyon_models::{
-    Decoder, Engine, EngineOptions, GenerateOptions, Generation, Generator, ModelFile, Sampling, Source,
-    Speculation, SpeculationOptions, generate,
+    Decoder, Engine, EngineOptions, GenerateOptions, Generation, Generator, GeneratorOptions, MemoryNeed,
+    ModelFile, Sampling, Source, Speculation, SpeculationOptions, generate,
 };
 use halcyon_test::devices;
 use std::ops::ControlFlow;
@@ -234,6 +234,43 @@ fn proposals_of_a_perfect_layer_are_accepted() {
         assert!(stats.acceptance() > 0.95, "{stats:?}");
         assert!(stats.verified <= 22, "{stats:?}");
     }
+}
+
+/// A generator that is opened uses the layer unless it is switched off, or there is no room for it.
+#[test]
+fn an_opened_generator_uses_the_layer() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = cases::folder(dir.path(), "glm4_moe");
+    let b = Backend::cpu().expect("the CPU");
+    let engine = EngineOptions { positions: 64, chunk: 16, ..EngineOptions::default() };
+    let open =
+        |b: &Backend, path: &Path, o: GeneratorOptions| Generator::open(path, b, o).expect("a generator");
+    let with = GeneratorOptions { speculation: always(3), ..GeneratorOptions::from(engine) };
+    let (mut on, mut off) =
+        (open(&b, &path, with), open(&b, &path, GeneratorOptions { further_tokens: false, ..with }));
+    assert!(off.speculation().is_none());
+    // Whole steps, so that no others need memory.
+    let prompt: Vec<u32> = (1..17).collect();
+    let o = options(0, 30);
+    let tokens = |g: &mut Generator| g.generate(prompt.clone(), &o).expect("a text").tokens;
+    assert_eq!(tokens(&mut on), tokens(&mut off));
+    assert!(on.speculation().expect("the layer is used").stats().verified > 5);
+    assert!(Generator::open(&path, &b, engine).expect("a generator").speculation().is_some());
+    // Bad options are said.
+    let bad = GeneratorOptions { speculation: always(0), ..with };
+    let e = Generator::open(&path, &b, bad).map(drop).expect_err("no proposals");
+    assert!(e.to_string().contains("1 to 15"), "{e}");
+    // With room for the model alone the layer is left out.
+    let file = ModelFile::open(&path).expect("the model opens");
+    let need =
+        MemoryNeed::of_generation(&file.load(&b, 64).expect("the weights load"), engine).expect("a need");
+    let small = Backend::builder().backend_type(BackendType::Cpu).memory_limit(need.device() + 512);
+    let small = small.build().expect("the CPU");
+    let mut g = open(&small, &path, with);
+    assert!(g.speculation().is_none());
+    assert_eq!(tokens(&mut g), tokens(&mut off));
+    let stored = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/glm4_moe");
+    assert!(open(&b, &stored, with).speculation().is_none());
 }
 
 #[test]

@@ -7,6 +7,7 @@ mod cache;
 mod common;
 mod compare;
 mod constrained;
+mod fused;
 mod generator;
 mod hostile;
 mod lora;

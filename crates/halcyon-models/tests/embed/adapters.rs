@@ -4,17 +4,25 @@ use halcyon::ConstData;
 use halcyon::prelude::*;
 use halcyon_formats::gguf::GgmlType;
 use halcyon_formats::safetensors::{self, SafeTensors};
-use halcyon_models::encoder::EncoderSpec;
-use halcyon_models::export::{Content, WriteOptions, write, write_merged_folder};
-use halcyon_models::{EmbedOptions, Embedder, Lora, LoraOptions, ModelFile, Source};
+use halcyon_models::export::{Content, WriteOptions, merged_content, write, write_merged_folder};
+use halcyon_models::{EmbedOptions, Embedder, Lora, LoraOptions, ModelFile};
 use halcyon_nn::ModuleExt;
 use halcyon_test::Rng;
 use std::path::{Path, PathBuf};
 
 fn encoder(path: &Path) -> ModelFile {
-    let source = Source::open(path).expect("a model");
-    let spec = EncoderSpec::of(&source).expect("a configuration").expect("an encoder");
-    ModelFile { path: path.into(), source, spec: spec.body }
+    ModelFile::open_any(path).expect("a model")
+}
+
+/// Writes a GGUF file of a model with adapters merged, in f32.
+fn merge(model: &Path, adapters: &Path, to: &Path) {
+    let (b, mut model) = (Backend::cpu().expect("the CPU"), encoder(model));
+    let lora = Lora::load(adapters, &model, &b).expect("adapters");
+    let (mut content, _) = merged_content(&mut model, &lora).expect("a content");
+    let types = content.expand(DType::F32).expect("types");
+    let mut options =
+        WriteOptions { threads: None, requantise: true, interrupted: &|| false, progress: &mut || {} };
+    write(&content, &types, to, &mut options).expect("written");
 }
 
 fn embed(b: &Backend, path: &Path, adapters: &[(PathBuf, f32)]) -> Vec<f32> {
@@ -75,5 +83,30 @@ fn encoders_follow_their_adapters() {
             let far = largest(&want, &embed(&b, base, &[(adapter.clone(), 1.0)]));
             assert!(far < 1e-3 * moved.max(1.0), "{family} {target} on {base:?}: {far:e} of {moved:e}");
         }
+        // Merged into a file, of the folder and of its file.
+        for (base, what) in [(&place, "folder"), (&file, "file")] {
+            let made = to(&format!("{what}-merged.gguf"));
+            merge(base, &peft, &made);
+            let far = largest(&want, &embed(&b, &made, &[]));
+            assert!(far < 1e-3 * moved.max(1.0), "{family} {target}, {what}: {far:e} of {moved:e}");
+        }
     }
+}
+
+/// The modules of sentence-transformers are part of a merged folder.
+#[test]
+fn merged_folders_keep_how_vectors_are_pooled() {
+    let (b, dir) = (Backend::cpu().expect("the CPU"), tempfile::tempdir().expect("a folder"));
+    let place = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/embed/data/qwen3-lasttoken");
+    let mut model = encoder(&place);
+    let lora = Lora::new(&model, &b, &LoraOptions::default()).expect("adapters");
+    let to = dir.path().join("merged");
+    write_merged_folder(&mut model, &lora, (&to, None), &|| false, &mut |_| {}).expect("written");
+    let read = |n: &str| [&place, &to].map(|p| std::fs::read(p.join(n)).expect("a file"));
+    for name in ["modules.json", "1_Pooling/config.json"] {
+        let [old, new] = read(name);
+        assert_eq!(old, new, "{name}");
+    }
+    // New adapters change nothing.
+    assert_eq!(embed(&b, &to, &[]), embed(&b, &place, &[]));
 }

@@ -1,6 +1,7 @@
 //! `halcyon generate --prompts`: continues many prompts together.
 
-use super::{Defaults, FAST, constrain::demand, generation_json, options, start};
+use super::speculate::{line, speculation};
+use super::{Defaults, FAST, constrain::demand, generation_json, options, start_with};
 use crate::args::{GenerateArgs, Mtp};
 use crate::report;
 use halcyon::{Error, Result};
@@ -16,12 +17,10 @@ use std::time::Instant;
 const PARALLEL: usize = 8;
 
 pub(super) fn main(a: &GenerateArgs, file: &Path) -> Result<u8> {
-    let s = &a.speculation;
-    if s.draft.is_some() || s.lookup || s.mtp.mtp == Mtp::On {
-        return Err(Error::argument(
-            "--prompts",
-            "it computes one token per sequence and step; leave out --draft, --lookup and --mtp",
-        ));
+    let mut proposals = a.speculation.clone();
+    if proposals.mtp.mtp == Mtp::Auto {
+        // A step computes tokens of several sequences anyway, so the layer brings less than alone.
+        proposals.mtp.mtp = Mtp::Off;
     }
     let mut options = options(&a.sampling)?;
     let demand = demand(&a.sampling)?;
@@ -35,10 +34,12 @@ pub(super) fn main(a: &GenerateArgs, file: &Path) -> Result<u8> {
     if parallel == 0 {
         return Err(Error::argument("--parallel", "must be at least 1"));
     }
-    let mut m = start(&a.language, None, Defaults { sequences: parallel.min(lines.len()), ..FAST })?;
+    let defaults = Defaults { sequences: parallel.min(lines.len()), ..FAST };
+    let mut m = start_with(&a.language, None, defaults, Some(&proposals))?;
     let tokenizer = m.file.tokenizer()?.map(Arc::new);
     options.mask = demand.map(|d| d.mask(tokenizer.as_deref())).transpose()?;
     let mut batch = Batch::new(tokenizer.clone());
+    batch.speculate(speculation(&proposals, &mut m)?);
     for (number, line) in &lines {
         let at = |e: Error| Error::Format {
             file: format!("{}, line {number}", file.display()),
@@ -74,6 +75,9 @@ pub(super) fn main(a: &GenerateArgs, file: &Path) -> Result<u8> {
         lines.len(),
         tokens as f64 / time.max(1e-9)
     ));
+    if let Some(s) = batch.speculation().filter(|_| report::verbose()) {
+        report::note(&line(s));
+    }
     Ok(0)
 }
 

@@ -10,7 +10,7 @@ use halcyon::host::{self, MemorySampler};
 use halcyon::{Backend, DType, Error, Result};
 use halcyon_formats::foreign::{self, Foreign};
 use halcyon_formats::sniff::{self, Kind};
-use halcyon_models::fit::{MemoryNeed, StepSize, StoredWeights, generation, verification};
+use halcyon_models::fit::{self, MemoryNeed, StepSize, StoredWeights, generation, verification};
 use halcyon_models::{Decoder, EngineOptions, LoadOptions, Lora, ModelFile, SpeculationOptions, cache_name};
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -99,17 +99,40 @@ pub(super) fn check_host(file: &ModelFile) -> Result<()> {
 ///
 /// # Errors
 /// `Error::OutOfMemory` with what to change.
-pub(super) fn check(file: &ModelFile, decoder: &Decoder, options: EngineOptions, all: bool) -> Result<()> {
+pub(super) fn check(
+    file: &ModelFile,
+    decoder: &Decoder,
+    load: LoadOptions<'_>,
+    (options, work): (EngineOptions, Work),
+) -> Result<()> {
     let stored = file.stored();
     let rooms: Vec<Room> = decoder.placement().devices.iter().map(Room::of).collect();
-    let most = rough(decoder, &stored, options, all);
+    let most = rough(decoder, &stored, options, work).saturating_add(adapters_of(load)?.saturating_mul(2));
     if rooms.iter().all(|r| r.free.is_none_or(|free| most <= free)) {
         return Ok(());
     }
-    let needs = needs(decoder, options, &steps(decoder, options, all))?;
+    let needs = needs(decoder, options, &work.steps(decoder, options), false)?;
     match refused(&needs, decoder, &stored, &rooms, options) {
-        Some(e) => Err(e),
+        Some(e) => Err(with_adapters(e, adapters_of(load)?)),
         None => Ok(()),
+    }
+}
+
+/// Bytes of the adapters.
+fn adapters_of(load: LoadOptions<'_>) -> Result<u64> {
+    load.lora.map_or(Ok(0), Lora::bytes)
+}
+
+/// The error of a model whose weights have `bytes` of adapters.
+fn with_adapters(e: Error, bytes: u64) -> Error {
+    match e {
+        Error::OutOfMemory { device, what, requested, free, total, next } if bytes > 0 => {
+            let what = format!("{what}, with adapters of {bytes}");
+            let next =
+                format!("Leave out --lora, or merge the adapters (halcyon convert --lora). Or: {next}");
+            Error::OutOfMemory { device, what, requested, free, total, next }
+        }
+        other => other,
     }
 }
 
@@ -121,18 +144,21 @@ pub(super) fn check(file: &ModelFile, decoder: &Decoder, options: EngineOptions,
 pub(super) fn check_proposals(
     file: &ModelFile,
     (decoder, options): (&Decoder, EngineOptions),
-    draft: Option<&Draft>,
-    most: usize,
+    load: LoadOptions<'_>,
+    (work, draft, most): (Work, Option<&Draft>, usize),
 ) -> Result<()> {
     let stored = file.stored();
-    let more = draft.map_or(0, |d| rough(&d.decoder, &d.stored(), d.options, false));
-    let rough = rough(decoder, &stored, options, false).saturating_add(more);
+    let more = draft.map_or(0, |d| rough(&d.decoder, &d.stored(), d.options, work));
+    let more = adapters_of(load)?.saturating_mul(2).saturating_add(more);
+    let rough = rough(decoder, &stored, options, work).saturating_add(more);
     let rooms: Vec<Room> = decoder.placement().devices.iter().map(Room::of).collect();
     if rooms.iter().all(|r| r.free.is_none_or(|free| rough <= free)) {
         return Ok(());
     }
-    let needs = needs(decoder, options, &with_verification(decoder, options, most))?;
-    let own = draft.map(|d| d.need(most)).transpose()?;
+    let followed = draft.is_some_and(Draft::is_own);
+    let steps = work.with_proposals(decoder, options, most);
+    let needs = needs(decoder, options, &steps, followed)?;
+    let own = draft.map(|d| d.need(work, &steps, &needs[decoder.placement().head])).transpose()?;
     let own = own.map_or(0, |n| n.device());
     refused_with_draft(&needs, decoder, &stored, &rooms, (options, own)).map_or(Ok(()), Err)
 }
@@ -161,15 +187,15 @@ fn refused_with_draft(
     })
 }
 
-/// The kinds of steps of a generation with drafts.
-fn with_verification(decoder: &Decoder, options: EngineOptions, most: usize) -> Vec<StepSize> {
-    [generation(decoder, options), verification(most)].concat()
-}
-
-/// The need of each device.
-fn needs(decoder: &Decoder, options: EngineOptions, steps: &[StepSize]) -> Result<Vec<MemoryNeed>> {
-    let devices = 0..decoder.placement().devices.len();
-    devices.map(|d| MemoryNeed::of_device(decoder, d, options, steps)).collect()
+/// The need of each device. `followed`: the model's own layer for further tokens follows it.
+fn needs(
+    decoder: &Decoder,
+    options: EngineOptions,
+    steps: &[StepSize],
+    followed: bool,
+) -> Result<Vec<MemoryNeed>> {
+    let of = if followed { MemoryNeed::of_followed } else { MemoryNeed::of_device };
+    (0..decoder.placement().devices.len()).map(|d| of(decoder, d, options, steps)).collect()
 }
 
 /// The reason why a model does not fit on its devices, or `None` if it fits. Devices whose buffers are in
@@ -194,23 +220,50 @@ fn refused(
     })
 }
 
-fn steps(decoder: &Decoder, options: EngineOptions, all: bool) -> Vec<StepSize> {
-    let mut steps = generation(decoder, options);
-    if all {
-        steps.iter_mut().for_each(|s| s.logits = s.rows);
+/// What a model does, on which the sizes of its steps depend.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Work {
+    Generation,
+    /// Parts of prompts have every size.
+    Chat,
+    /// The logits of all rows are computed.
+    All,
+}
+
+impl Work {
+    /// The steps without proposals.
+    pub(super) fn steps(self, decoder: &Decoder, options: EngineOptions) -> Vec<StepSize> {
+        match self {
+            Work::Generation => generation(decoder, options),
+            Work::Chat => fit::chat(decoder, options),
+            Work::All => {
+                generation(decoder, options).into_iter().map(|s| StepSize { logits: s.rows, ..s }).collect()
+            }
+        }
     }
-    steps
+
+    /// The steps with checks of up to `most` proposed tokens.
+    pub(super) fn with_proposals(
+        self,
+        decoder: &Decoder,
+        options: EngineOptions,
+        most: usize,
+    ) -> Vec<StepSize> {
+        [self.steps(decoder, options), verification(options, most)].concat()
+    }
 }
 
 /// More than the model needs, computed from its sizes alone: planning takes a while, and most models are far
 /// smaller than the memory.
-fn rough(d: &Decoder, stored: &StoredWeights, o: EngineOptions, all: bool) -> u64 {
+fn rough(d: &Decoder, stored: &StoredWeights, o: EngineOptions, work: Work) -> u64 {
     let layout = o.layout();
     let cache = d.cache_shapes(layout).iter().fold(0u64, |sum, s| sum.saturating_add(s.bytes() as u64));
     let widest = d.spec.layers.iter().map(|l| l.inner).max().unwrap_or(0).max(d.spec.hidden);
     let rows = o.chunk.max(o.sequences) as u64;
-    let logits = if all { rows } else { o.sequences as u64 } * d.spec.vocabulary as u64 * 4;
-    let plans = rows.saturating_mul(widest as u64).saturating_mul(64 * 4);
+    let logits = if work == Work::All { rows } else { o.sequences as u64 } * d.spec.vocabulary as u64 * 4;
+    // The steps of a chat have together twice the rows of the largest.
+    let times = if work == Work::Chat { 2 } else { 1 };
+    let plans = rows.saturating_mul(widest as u64).saturating_mul(64 * 4 * times);
     let weights = stored.bytes.saturating_add(stored.decoded).saturating_mul(2);
     [weights, cache, cache / 4, plans, logits, logits, logits]
         .into_iter()
@@ -327,7 +380,9 @@ struct Report<'a> {
     steps: Vec<StepSize>,
     /// Of each device.
     needs: Vec<MemoryNeed>,
-    /// Bytes of the adapters on the first device, which are there already.
+    /// The same for a chat.
+    chat: Vec<MemoryNeed>,
+    /// Bytes of the adapters, which are part of the weights.
     adapters: u64,
     /// The need of the draft on the device that computes the logits, and the bytes of its files.
     draft: Option<(MemoryNeed, u64)>,
@@ -363,21 +418,15 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         ..EngineOptions::default()
     };
     check_host(&file)?;
-    // Adapters are read, because what they take follows from their files alone.
-    let allocated = || devices.first().memory().allocated;
-    let before = allocated();
-    let lora = Lora::load_all(&hub::adapters(&l.lora, &l.hub)?, &file, devices.first())?;
-    let adapters = allocated().saturating_sub(before);
-    let (load, all) = (LoadOptions { lora: lora.as_ref(), ..LoadOptions::from(each) }, false);
-    let loaded = devices.load(&file, load, options, all);
+    let lora = super::adapters(&l.lora, &l.hub, &file)?;
+    let adapters = lora.as_ref().map_or(Ok(0), Lora::bytes)?;
+    let load = LoadOptions { lora: lora.as_ref(), fixed: true, ..LoadOptions::from(each) };
+    let loaded = devices.load(&file, load, options, Work::Generation);
     // A generation has the tokenizer in memory too.
     let tokens = match file.tokenizer()? {
         Some(_) => Some(tokenizer(&file)?),
         None => None,
     };
-    // What building the tokenizer takes for a while is free before the first plan is made.
-    halcyon::hal::heap::trim();
-    let watch = MemorySampler::start(Duration::from_millis(1));
     let (decoder, refused) = match loaded {
         Ok(decoder) => (decoder, None),
         Err(e @ Error::OutOfMemory { .. }) => (devices.unchecked(&file, load, options)?, Some(e)),
@@ -389,14 +438,23 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         Some(_) if l.mtp.mtp == Mtp::On => return Err(Error::argument("--mtp", ONE_WAY)),
         Some(p) => Some(Draft::open(p, &l.hub, &file, (&decoder, options))?),
         None if l.mtp.mtp == Mtp::On => Draft::own(Mtp::On, &file, (&decoder, options), load)?,
-        None => Draft::own_checked(l.mtp.mtp, &file, (&decoder, options), load, most)?,
+        None => Draft::own_checked(l.mtp.mtp, &file, (&decoder, options), load, (Work::Generation, most))?,
     };
-    let steps = match &draft {
-        Some(_) => with_verification(&decoder, options, most),
-        None => generation(&decoder, options),
+    // The decoder has the adapters' values. What reading them and building the tokenizer takes for a while is
+    // free before the first plan is made.
+    drop(lora);
+    halcyon::hal::heap::trim();
+    let watch = MemorySampler::start(Duration::from_millis(1));
+    let steps = |work: Work| match &draft {
+        Some(_) => work.with_proposals(&decoder, options, most),
+        None => work.steps(&decoder, options),
     };
-    let needs = needs(&decoder, options, &steps)?;
-    let of_draft = |d: &Draft| Ok::<_, Error>((d.need(most)?, d.stored().bytes));
+    let (steps, in_chat) = (steps(Work::Generation), steps(Work::Chat));
+    let own = draft.as_ref().is_some_and(Draft::is_own);
+    let needs = needs(&decoder, options, &steps, own)?;
+    let head = decoder.placement().head;
+    let of_draft =
+        |d: &Draft| Ok::<_, Error>((d.need(Work::Generation, &steps, &needs[head])?, d.stored().bytes));
     // Its description stays in memory, as in a generation.
     let drafts = draft.as_ref().map(of_draft).transpose()?;
     let stored = file.stored();
@@ -412,6 +470,8 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         w.stop();
         w.peak().bytes
     });
+    // Planned last, because what planning takes is measured.
+    let chat = in_a_chat((&decoder, options), &in_chat, draft.as_ref().zip(drafts.as_ref().map(|d| &d.0)))?;
     let r = Report {
         a,
         file: &file,
@@ -420,9 +480,10 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
         stored,
         steps,
         needs,
+        chat,
         adapters,
         draft: drafts,
-        own: draft.as_ref().is_some_and(Draft::is_own),
+        own,
         rooms,
         placement: place::to_json(&decoder, options, devices.why()),
         placed: place::text(&decoder, options, devices.why()),
@@ -436,6 +497,22 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     }
     report::print(&r.text())?;
     r.refused.map_or(Ok(0), Err)
+}
+
+/// The need of each device in a chat. A draft comes with its need in a generation; what it takes more in a chat
+/// counts as plans.
+fn in_a_chat(
+    (decoder, options): (&Decoder, EngineOptions),
+    steps: &[StepSize],
+    draft: Option<(&Draft, &MemoryNeed)>,
+) -> Result<Vec<MemoryNeed>> {
+    let mut all = needs(decoder, options, steps, draft.is_some_and(|(d, _)| d.is_own()))?;
+    let head = &mut all[decoder.placement().head];
+    if let Some((d, usual)) = draft {
+        let more = d.need(Work::Chat, steps, head)?.device().saturating_sub(usual.device());
+        head.plans = head.plans.saturating_add(more);
+    }
+    Ok(all)
 }
 
 impl Report<'_> {
@@ -471,7 +548,13 @@ impl Report<'_> {
     /// Bytes of all devices at the peak.
     fn on_devices(&self) -> u64 {
         let draft = self.draft.as_ref().map_or(0, |(d, _)| d.device());
-        self.sum(MemoryNeed::device).saturating_add(self.adapters).saturating_add(draft)
+        self.sum(MemoryNeed::device).saturating_add(draft)
+    }
+
+    /// Bytes of all devices that a chat takes beside those of a generation.
+    fn more_in_chat(&self) -> u64 {
+        let sum = |all: &[MemoryNeed]| all.iter().fold(0u64, |s, n| s.saturating_add(n.device()));
+        sum(&self.chat).saturating_sub(sum(&self.needs))
     }
 
     /// The last plan is made when everything else is there, so the peak has what planning takes for a while.
@@ -549,7 +632,7 @@ impl Report<'_> {
         let copies = if self.several() { "copies of logits and activations" } else { "copies of logits" };
         rows.push(row("host", self.sum(|n| n.host), copies.into()));
         if self.adapters > 0 {
-            rows.push(row("adapters", self.adapters, "of --lora".into()));
+            rows.push(row("adapters", self.adapters, "of --lora, part of what is copied or packed".into()));
         }
         let head = self.decoder.placement().head;
         if let Some((d, files)) = &self.draft {
@@ -561,11 +644,11 @@ impl Report<'_> {
                 rows.push(row("", d.device(), on));
             }
         }
+        rows.push(row("chat", self.more_in_chat(), "more in a chat, whose prompts have any length".into()));
         rows.push(row("process", self.process.0, "program, tokenizer, descriptions and plans".into()));
         for (i, (b, n, _)) in self.devices().enumerate() {
             let draft = self.draft.as_ref().filter(|_| i == head).map_or(0, |(d, _)| d.device());
-            let more = if i == 0 { self.adapters } else { 0 };
-            let peak = n.device().saturating_add(draft).saturating_add(more);
+            let peak = n.device().saturating_add(draft);
             rows.push(row(if i == 0 { "peak" } else { "" }, peak, format!("on {}", b.id())));
         }
         rows.push(row("", self.anonymous(), "anonymous memory of the process".into()));
@@ -641,6 +724,7 @@ impl Report<'_> {
             },
             "cache": { "bytes": self.sum(|n| n.cache), "position": self.sum(|n| n.position) },
             "plans": self.sum(|n| n.plans),
+            "chat": self.more_in_chat(),
             "io": self.sum(|n| n.io),
             "host": self.sum(|n| n.host),
             "adapters": self.adapters,

@@ -20,7 +20,7 @@ impl Input {
         if places.is_empty() {
             return Ok(Input::Plain(Box::new(Source::open(path)?)));
         }
-        let (file, cpu) = (ModelFile::open(path)?, Backend::cpu()?);
+        let (file, cpu) = (ModelFile::open_any(path)?, Backend::cpu()?);
         match Lora::load_all(places, &file, &cpu)? {
             Some(lora) => {
                 let files = places.iter().flat_map(|(p, _)| files_of(p)).collect();

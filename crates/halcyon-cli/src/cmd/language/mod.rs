@@ -21,10 +21,11 @@ mod speculate;
 mod thinking;
 pub(crate) mod tokenize;
 
-use crate::args::{CacheArgs, LanguageArgs, Mtp, SamplingArgs, SpeculationArgs};
+use crate::args::{CacheArgs, HubArgs, LanguageArgs, LoraArgs, Mtp, SamplingArgs, SpeculationArgs};
 use crate::report;
+use fit::Work;
 use halcyon::hal::driver_output;
-use halcyon::{DType, Error, Result};
+use halcyon::{Backend, DType, Error, Result};
 use halcyon_formats::npy;
 use halcyon_models::{
     Activations, CacheTypes, Decoder, Engine, EngineOptions, GenerateOptions, Generation, LoadOptions, Lora,
@@ -85,19 +86,18 @@ pub(super) struct Defaults {
     /// The type of cached keys and values.
     kv_dtype: &'static str,
     activations: Activations,
-    /// Whether logits of all tokens of a step are computed.
-    all: bool,
+    work: Work,
     /// Sequences for which the cache has room, of the context's length each.
     pub sequences: usize,
 }
 
 /// Speed comes first.
 pub(super) const FAST: Defaults =
-    Defaults { kv_dtype: "f16", activations: Activations::Fast, all: false, sequences: 1 };
+    Defaults { kv_dtype: "f16", activations: Activations::Fast, work: Work::Generation, sequences: 1 };
 /// Prompts of chats are short, and small models answer better.
-pub(super) const FINE: Defaults = Defaults { activations: Activations::Fine, ..FAST };
+pub(super) const FINE: Defaults = Defaults { activations: Activations::Fine, work: Work::Chat, ..FAST };
 /// The quality of a model is measured.
-pub(super) const MEASURE: Defaults = Defaults { all: true, ..FINE };
+pub(super) const MEASURE: Defaults = Defaults { work: Work::All, ..FINE };
 /// Numbers are compared with those of other programs.
 pub(super) const EXACT: Defaults = Defaults { kv_dtype: "f32", ..MEASURE };
 
@@ -136,11 +136,11 @@ pub(super) fn start_with(
         Error::argument("--parallel", format!("{sequences} sequences of {context} positions are too many"))
     })?;
     let options = EngineOptions { sequences, positions, cache, chunk, ..EngineOptions::default() };
-    let lora = Lora::load_all(&hub::adapters(&a.lora, &a.hub)?, &file, devices.first())?;
-    let load = LoadOptions { context, activations, lora: lora.as_ref() };
-    let decoder = devices.load(&file, load, options, defaults.all)?;
+    let lora = adapters(&a.lora, &a.hub, &file)?;
+    let load = LoadOptions { context, activations, lora: lora.as_ref(), fixed: true };
+    let decoder = devices.load(&file, load, options, defaults.work)?;
     let draft = match speculation {
-        Some(s) => draft(a, s, (&file, load), (&decoder, options))?,
+        Some(s) => draft(a, (s, defaults.work), (&file, load), (&decoder, options))?,
         None => None,
     };
     let decoder = Arc::new(decoder);
@@ -151,6 +151,13 @@ pub(super) fn start_with(
     Ok(Running { engine: Engine::new(decoder, options)?, file, options, placement, draft, ahead: None })
 }
 
+/// The adapters of the options, on the host. A device gets them as weights when it computes, so the check of
+/// its memory comes first.
+fn adapters(a: &LoraArgs, h: &HubArgs, file: &ModelFile) -> Result<Option<Lora>> {
+    let places = hub::adapters(a, h)?;
+    if places.is_empty() { Ok(None) } else { Lora::load_all(&places, file, &Backend::cpu()?) }
+}
+
 /// Why `--mtp on` is refused beside other proposals.
 const ONE_WAY: &str = "the model's own layer, --draft or --lookup: choose one";
 
@@ -158,7 +165,7 @@ const ONE_WAY: &str = "the model's own layer, --draft or --lookup: choose one";
 /// further tokens that was not asked for is left out then.
 fn draft(
     a: &LanguageArgs,
-    s: &SpeculationArgs,
+    (s, work): (&SpeculationArgs, Work),
     (file, load): (&ModelFile, LoadOptions<'_>),
     both: (&Decoder, EngineOptions),
 ) -> Result<Option<Draft>> {
@@ -168,10 +175,10 @@ fn draft(
             return Err(Error::argument("--mtp", ONE_WAY));
         }
         let draft = s.draft.as_deref().map(|path| Draft::open(path, &a.hub, file, both)).transpose()?;
-        fit::check_proposals(file, both, draft.as_ref(), s.draft_max)?;
+        fit::check_proposals(file, both, load, (work, draft.as_ref(), s.draft_max))?;
         return Ok(draft);
     }
-    Draft::own_checked(mtp, file, both, load, s.draft_max)
+    Draft::own_checked(mtp, file, both, load, (work, s.draft_max))
 }
 
 /// No cache has more positions, so that its sizes can be computed.

@@ -1,6 +1,6 @@
 //! The devices of a model's parts: `--split`, `--gpu-layers`, `--cpu-moe` and `--n-cpu-moe`.
 
-use super::fit;
+use super::fit::{self, Work};
 use crate::args::{BackendArgs, PlaceArgs};
 use crate::cmd::split::{self, DeviceShare};
 use crate::report::{self, figures, size};
@@ -97,7 +97,7 @@ impl Devices {
         Ok(d)
     }
 
-    /// The device on which adapters are read.
+    /// The first device.
     pub(super) fn first(&self) -> &Backend {
         &self.all[0]
     }
@@ -140,7 +140,7 @@ impl Devices {
         self.decoder(file, load, options.layout(), self.experts.as_ref().map(|(n, b)| (*n, b)))
     }
 
-    /// Loads the model if it fits. `all`: the logits of all rows are wanted.
+    /// Loads the model if it fits for this work.
     ///
     /// # Errors
     /// `Error::OutOfMemory` with what to change; errors of loading.
@@ -149,17 +149,17 @@ impl Devices {
         file: &ModelFile,
         load: LoadOptions<'_>,
         options: EngineOptions,
-        all: bool,
+        work: Work,
     ) -> Result<Decoder> {
         fit::check_host(file)?;
         let decoder = self.unchecked(file, load, options)?;
-        let Err(e) = fit::check(file, &decoder, options, all) else { return Ok(decoder) };
+        let Err(e) = fit::check(file, &decoder, load, (options, work)) else { return Ok(decoder) };
         let mixture = file.spec.layers.iter().any(|l| l.experts().is_some());
         let Error::OutOfMemory { device, what, requested, free, total, next } = e else { return Err(e) };
         let over = requested.saturating_sub(free);
         let found = match &self.how {
             How::One if mixture && self.experts.is_none() && !is_cpu(self.first()) => {
-                self.with_experts_on_host(file, (load, options, all), (&decoder, over))?
+                self.with_experts_on_host(file, (load, options, work), (&decoder, over))?
             }
             _ => None,
         };
@@ -189,7 +189,7 @@ impl Devices {
     fn with_experts_on_host(
         &self,
         file: &ModelFile,
-        (load, options, all): (LoadOptions<'_>, EngineOptions, bool),
+        (load, options, work): (LoadOptions<'_>, EngineOptions, Work),
         (decoder, over): (&Decoder, u64),
     ) -> Result<Option<(usize, Backend, Decoder)>> {
         let host = host(&self.args)?;
@@ -203,7 +203,7 @@ impl Devices {
                 continue;
             }
             let moved = self.decoder(file, load, options.layout(), Some((i + 1, &host)))?;
-            match fit::check(file, &moved, options, all) {
+            match fit::check(file, &moved, load, (options, work)) {
                 Ok(()) => return Ok(Some((i + 1, host, moved))),
                 Err(Error::OutOfMemory { .. }) => {}
                 Err(e) => return Err(e),

@@ -1,10 +1,11 @@
 //! `--draft`, `--lookup` and `--mtp`.
 
-use super::{Running, fit, hub};
+use super::fit::{self, Work};
+use super::{Running, hub};
 use crate::args::{HubArgs, Mtp, SpeculationArgs};
 use crate::report::{self, size};
 use halcyon::{Error, Result};
-use halcyon_models::fit::{MemoryNeed, StoredWeights};
+use halcyon_models::fit::{MemoryNeed, StepSize, StoredWeights};
 use halcyon_models::{
     Decoder, Engine, EngineOptions, LoadOptions, ModelFile, Speculation, SpeculationOptions,
 };
@@ -38,7 +39,8 @@ impl Draft {
         }
         let context = decoder.context().min(options.positions);
         let context = if file.spec.learned_positions { context.min(file.spec.context) } else { context };
-        let options = EngineOptions { sequences: 1, positions: context, ..options };
+        let positions = context.saturating_mul(options.sequences);
+        let options = EngineOptions { positions, ..options };
         fit::check_host(&file)?;
         let decoder = file.load(decoder.backend(), context)?;
         Ok(Draft { file: Some(file), decoder, options })
@@ -77,10 +79,10 @@ impl Draft {
         model: &ModelFile,
         both: (&Decoder, EngineOptions),
         load: LoadOptions<'_>,
-        most: usize,
+        (work, most): (Work, usize),
     ) -> Result<Option<Draft>> {
         let Some(own) = Draft::own(mtp, model, both, load)? else { return Ok(None) };
-        match fit::check_proposals(model, both, Some(&own), most) {
+        match fit::check_proposals(model, both, load, (work, Some(&own), most)) {
             Err(Error::OutOfMemory { device, requested, free, .. }) if mtp == Mtp::Auto => {
                 report::note(&format!(
                     "the layer for further tokens is left out, as with --mtp off: with it, the model needs {} on \
@@ -104,11 +106,12 @@ impl Draft {
         self.file.as_ref().map(ModelFile::stored).unwrap_or_default()
     }
 
-    /// The memory that it needs to propose up to `most` tokens at once.
-    pub(super) fn need(&self, most: usize) -> Result<MemoryNeed> {
+    /// The memory that it needs beside a model with these steps, and with this need on its device.
+    pub(super) fn need(&self, work: Work, steps: &[StepSize], model: &MemoryNeed) -> Result<MemoryNeed> {
+        let own = || work.steps(&self.decoder, self.options);
         match self.file {
-            Some(_) => MemoryNeed::of_generation(&self.decoder, self.options),
-            None => MemoryNeed::of_ahead(&self.decoder, self.options, most),
+            Some(_) => MemoryNeed::of(&self.decoder, self.options, &own()),
+            None => MemoryNeed::of_ahead(&self.decoder, self.options, steps, model),
         }
     }
 }

@@ -154,3 +154,47 @@ fn a_layer_of_another_model_is_refused() {
     assert!(e.look_ahead(Some(main)).unwrap_err().to_string().contains("not of this model"));
     assert!(!e.looks_ahead());
 }
+
+/// A layer that fails keeps what waits, and proposes again when it works.
+#[test]
+fn a_failed_layer_loses_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let c = case("glm4_moe");
+    let [main, layer] = decoders(&cases::folder(dir.path(), "glm4_moe"));
+    let mut e = Engine::new(main.clone(), options(512)).unwrap();
+    e.look_ahead(Some(layer.clone())).unwrap();
+    e.feed(&[Feed { sequence: 0, tokens: &c.ids, all: false }]).unwrap();
+    let past = [&c.ids[..], &c.after[c.after.len() - 1..]].concat();
+    let after = |e: &mut Engine, past: &[u32], n: usize| {
+        e.propose_ahead(0, past, n, Sampler::new(&Sampling::greedy()).unwrap())
+    };
+    let propose = |e: &mut Engine| after(e, &past, 3);
+    // Steps of fewer rows compute nothing, as if the device failed.
+    let broken = |e: &mut Engine, rows: usize| {
+        let (model, layout) = (layer.clone(), options(512).layout());
+        let f: StepFn = Box::new(move |x: &[Tensor]| match x[0].dims().unwrap()[0] < rows {
+            true => vec![],
+            false => stages::stage_results(&model, 0, layout, Want::only(Kind::Ahead), x),
+        });
+        e.ahead.as_mut().unwrap().engine.stages[0].step = layer.backend().compile(f);
+    };
+    broken(&mut e, usize::MAX);
+    assert!(propose(&mut e).is_err());
+    broken(&mut e, 0);
+    assert_eq!(propose(&mut e).unwrap(), c.drafts);
+    // The prompt is computed, and the second proposal fails: the layer goes on after the model's next step.
+    e.truncate(0, 0);
+    e.feed(&[Feed { sequence: 0, tokens: &c.ids, all: false }]).unwrap();
+    broken(&mut e, 2);
+    assert!(propose(&mut e).is_err());
+    broken(&mut e, 0);
+    assert!(propose(&mut e).unwrap().is_empty());
+    let rest = [&past[past.len() - 1..], &c.drafts[..1]].concat();
+    e.feed(&[Feed { sequence: 0, tokens: &rest, all: true }]).unwrap();
+    let past = [&past[..], &c.drafts[..2]].concat();
+    let next = after(&mut e, &past, 1).unwrap();
+    let mut whole = Engine::new(main, options(512)).unwrap();
+    whole.look_ahead(Some(layer.clone())).unwrap();
+    whole.feed(&[Feed { sequence: 0, tokens: &past[..past.len() - 1], all: false }]).unwrap();
+    assert_eq!(next, after(&mut whole, &past, 1).unwrap());
+}
