@@ -1,11 +1,11 @@
 //! How the rows of a step are arranged for recurrent layers.
 //!
 //! Positions of a sequence form chunks of 16: chunk 0 has the positions 0 to 15. A step touches some
-//! chunks of some sequences, and always computes whole chunks. Earlier rows of a chunk come from a ring of
-//! inputs that each sequence keeps, later rows are empty. So the bits of a row depend on the positions of its
-//! sequence only, not on how a prompt was cut into steps, nor on other sequences. The price is that a step of
-//! one token computes the recurrent part of 16 rows. It computes the matrices after the chunk only if its
-//! token is the chunk's last one.
+//! chunks of some sequences, and computes them from their first positions on. Earlier rows of a chunk come
+//! from a ring of inputs that each sequence keeps, later rows are empty. So the bits of a row depend on the
+//! positions of its sequence only, not on how a prompt was cut into steps, nor on other sequences. The price
+//! is that on devices without a kernel for `chunk_scan`, a step of one token computes the recurrent part of
+//! 16 rows. It computes the matrices after the chunk only if its token is the chunk's last one.
 //!
 //! A layer keeps the matrices at the beginning of the last two chunks. So a sequence can go back by at least
 //! 16 positions.
@@ -52,8 +52,10 @@ pub struct Grid<'a> {
     /// `[w]`: where the matrices at the beginning of the first chunk are, `2 * sequence + chunk % 2`. If the
     /// chunk begins the sequence, they are 0, as in the last row of the state, which no step writes.
     pub start: &'a Tensor,
-    /// `[d * w]`: where the matrices after each chunk are written; `[0]` if no chunk is complete after the
-    /// step, so that it need not compute them.
+    /// `[kept]`: the chunks, as `chunk * w + sequence`, after which matrices are kept: the last two complete
+    /// ones of each sequence. `[0]` if no chunk is complete after the step, so that it need not compute them.
+    pub kept: &'a Tensor,
+    /// `[kept]`: where these matrices are written.
     pub write: &'a Tensor,
     /// `[rows]`: the place of each row.
     pub back: &'a Tensor,
@@ -61,12 +63,12 @@ pub struct Grid<'a> {
 
 impl<'a> Grid<'a> {
     /// Tensors of a grid.
-    pub(crate) const COUNT: usize = 8;
+    pub(crate) const COUNT: usize = 9;
 
     /// The grid of the tensors that [`inputs`] makes.
     pub(crate) fn of(x: &'a [Tensor]) -> Option<Grid<'a>> {
-        let [ring, sequences, window, valid, full, start, write, back] = x else { return None };
-        Some(Grid { ring, sequences, window, valid, full, start, write, back })
+        let [ring, sequences, window, valid, full, start, kept, write, back] = x else { return None };
+        Some(Grid { ring, sequences, window, valid, full, start, kept, write, back })
     }
 }
 
@@ -121,7 +123,8 @@ pub(crate) fn inputs(
     let mut full = vec![0f32; depth * width];
     let (none, zeros) = (2 * slots as i32, 2 * slots as i32 + 1);
     let mut start = vec![zeros; width];
-    let mut write = vec![none; depth * width];
+    let some = depth.min(2) * width;
+    let (mut kept, mut write) = (vec![0i32; some], vec![none; some]);
     let mut back = vec![0i32; padded];
     for (w, run) in runs.iter().enumerate() {
         let first = run.first_chunk();
@@ -147,7 +150,9 @@ pub(crate) fn inputs(
             if d < complete {
                 full[at] = 1.0;
                 if d + 2 >= complete {
-                    write[at] = (2 * run.sequence + (first + d + 1) % 2) as i32;
+                    let place = (complete - 1 - d) * width + w;
+                    kept[place] = at as i32;
+                    write[place] = (2 * run.sequence + (first + d + 1) % 2) as i32;
                 }
             }
         }
@@ -162,6 +167,7 @@ pub(crate) fn inputs(
         }
     }
     if full.iter().all(|f| *f == 0.0) {
+        kept.clear();
         write.clear();
     }
     let ints = |dims: &[usize], v: &[i32]| Tensor::from_slice(backend, dims, v);
@@ -173,6 +179,7 @@ pub(crate) fn inputs(
         floats(&[depth * width, CHUNK], &valid)?,
         floats(&[depth, width], &full)?,
         ints(&[width], &start)?,
+        ints(&[kept.len()], &kept)?,
         ints(&[write.len()], &write)?,
         ints(&[padded], &back)?,
     ])
@@ -215,22 +222,22 @@ mod tests {
     use super::*;
     use halcyon::BackendType;
 
-    /// Where a step writes matrices, and where it reads them.
-    fn rows_of(rows: &[(usize, usize)]) -> [Vec<i32>; 2] {
+    /// After which chunks a step writes matrices, where, and where it reads them.
+    fn rows_of(rows: &[(usize, usize)]) -> [Vec<i32>; 3] {
         let b = Backend::new(BackendType::Cpu).unwrap();
         let made = inputs(&b, rows, rows.len().next_power_of_two(), 3, 4).unwrap();
         let grid = Grid::of(&made).unwrap();
-        [grid.write, grid.start].map(|t| t.to_vec().unwrap())
+        [grid.kept, grid.write, grid.start].map(|t| t.to_vec().unwrap())
     }
 
     #[test]
     fn only_complete_chunks_write_matrices() {
         // The second chunk of sequence 1, and the first one of sequence 2.
         let rows = [(1, 20), (2, 3)];
-        assert_eq!(rows_of(&rows), [vec![], vec![3, 7]]);
+        assert_eq!(rows_of(&rows), [vec![], vec![], vec![3, 7]]);
         let rows = [(1, 20), (2, 15)];
-        assert_eq!(rows_of(&rows), [vec![6, 5], vec![3, 7]]);
+        assert_eq!(rows_of(&rows), [vec![0, 1], vec![6, 5], vec![3, 7]]);
         let rows: Vec<(usize, usize)> = (0..40).map(|p| (0, p)).collect();
-        assert_eq!(rows_of(&rows), [vec![1, 0, 6, 6], vec![7]]);
+        assert_eq!(rows_of(&rows), [vec![1, 0], vec![0, 1], vec![7]]);
     }
 }

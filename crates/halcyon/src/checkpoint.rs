@@ -1,9 +1,9 @@
-//! Activation checkpointing of tensors.
+//! Parts of a computation as composites: activation checkpointing of tensors, and composites with a name.
 
 use crate::tensor::{Collector, Mode, Tensor};
 use halcyon_ir::composite::{Attrs, Composite, CompositeKind};
 use halcyon_ir::error::{Error, Result, Span};
-use halcyon_ir::{Graph, Op};
+use halcyon_ir::{Graph, NodeId, Op};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -39,40 +39,92 @@ pub fn checkpoint(
     inputs: &[&Tensor],
     f: impl FnOnce(&[Tensor]) -> Result<Vec<Tensor>>,
 ) -> Result<Vec<Tensor>> {
-    let Some(first) = inputs.first() else {
-        return Err(Error::argument(
-            CompositeKind::Checkpoint,
-            "there are no inputs; give the tensors that f reads",
-        ));
-    };
-    let backend = first.backend().clone();
-    inputs.iter().try_for_each(|t| t.check())?;
-    let by = Span::caller();
-    let stand_in = |t: &&Tensor| Tensor::stand_in(&backend, t.0.ty.clone(), by.clone());
-    let given: Vec<Tensor> = inputs.iter().map(stand_in).collect();
-    let start = Tensor::next_serial();
-    let results = f(&given)?;
-    results.iter().try_for_each(|t| t.check())?;
-    let outside = captured(&results, &given, start);
-    let mut c = Collector { mode: Mode::Compile, ..Collector::default() };
-    for t in given.iter().chain(&outside) {
-        c.declare("", t);
-    }
-    c.visit_in_order(&results)?;
-    let operands: Vec<&Tensor> = inputs.iter().copied().chain(&outside).collect();
-    let one = |t: &Tensor| {
-        // Every result gets its own checkpoint composite. Passes later merge the nodes that these composites
-        // share.
-        let mut body: Graph = c.graph.clone();
-        body.output("", c.ids[&Arc::as_ptr(&t.0)]);
-        let composite = Composite { kind: CompositeKind::Checkpoint, attrs: Attrs::new(), body };
-        let y = Tensor::build(&operands, |g, x| g.push(Op::Composite(Arc::new(composite)), x, None));
-        y.check().map(|()| y)
-    };
-    results.iter().map(one).collect()
+    let part = Part::trace(CompositeKind::Checkpoint.name(), inputs, f)?;
+    // Every result gets its own checkpoint composite. Passes later merge the nodes that these composites
+    // share.
+    (0..part.roots.len()).map(|i| part.result(i, CompositeKind::Checkpoint, Attrs::new())).collect()
 }
 
-/// The tensors that the results depend on and that are inputs of the checkpoint: those with a serial number
+/// Calls `f` on placeholders for `inputs`, and returns its result as a composite of this kind. A device may
+/// have one kernel for it; otherwise what `f` makes is computed. Tensors that `f` captures are further
+/// operands, as for [`checkpoint`].
+///
+/// ```
+/// use halcyon::prelude::*;
+/// # fn main() -> halcyon::Result<()> {
+/// let b = Backend::cpu()?;
+/// let x = Tensor::from_slice(&b, [2], &[0.5f32, -1.0])?;
+/// let y = halcyon::composite("mine.square", Default::default(), &[&x], |x| Ok(x[0].sqr()))?;
+/// assert_eq!(y.to_vec::<f32>()?, [0.25, 1.0]);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// `Error::Argument` without inputs; errors of `f`, also one that its result carries.
+#[track_caller]
+pub fn composite(
+    kind: impl Into<CompositeKind>,
+    attrs: Attrs,
+    inputs: &[&Tensor],
+    f: impl FnOnce(&[Tensor]) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let kind = kind.into();
+    let part = Part::trace(kind.name(), inputs, |x| Ok(vec![f(x)?]))?;
+    part.result(0, kind, attrs)
+}
+
+/// What a function makes of placeholders, as a graph.
+struct Part {
+    graph: Graph,
+    /// The nodes of the function's results.
+    roots: Vec<NodeId>,
+    /// The tensors of the graph's inputs.
+    operands: Vec<Tensor>,
+}
+
+impl Part {
+    #[track_caller]
+    fn trace(
+        name: &str,
+        inputs: &[&Tensor],
+        f: impl FnOnce(&[Tensor]) -> Result<Vec<Tensor>>,
+    ) -> Result<Part> {
+        let Some(first) = inputs.first() else {
+            return Err(Error::argument(name, "there are no inputs; give the tensors that f reads"));
+        };
+        let backend = first.backend().clone();
+        inputs.iter().try_for_each(|t| t.check())?;
+        let by = Span::caller();
+        let stand_in = |t: &&Tensor| Tensor::stand_in(&backend, t.0.ty.clone(), by.clone());
+        let given: Vec<Tensor> = inputs.iter().map(stand_in).collect();
+        let start = Tensor::next_serial();
+        let results = f(&given)?;
+        results.iter().try_for_each(|t| t.check())?;
+        let outside = captured(&results, &given, start);
+        let mut c = Collector { mode: Mode::Compile, ..Collector::default() };
+        for t in given.iter().chain(&outside) {
+            c.declare("", t);
+        }
+        c.visit_in_order(&results)?;
+        let roots = results.iter().map(|t| c.ids[&Arc::as_ptr(&t.0)]).collect();
+        let operands = inputs.iter().map(|t| (*t).clone()).chain(outside).collect();
+        Ok(Part { graph: c.graph, roots, operands })
+    }
+
+    /// Result `i` as a composite.
+    #[track_caller]
+    fn result(&self, i: usize, kind: CompositeKind, attrs: Attrs) -> Result<Tensor> {
+        let mut body = self.graph.clone();
+        body.output("", self.roots[i]);
+        let op = Op::Composite(Arc::new(Composite { kind, attrs, body }));
+        let operands: Vec<&Tensor> = self.operands.iter().collect();
+        let y = Tensor::build(&operands, |g, x| g.push(op, x, None));
+        y.check().map(|()| y)
+    }
+}
+
+/// The tensors that the results depend on and that are inputs of the composite: those with a serial number
 /// below `start`, those that have a value, and placeholders. The `given` tensors are not among them.
 fn captured(results: &[Tensor], given: &[Tensor], start: u64) -> Vec<Tensor> {
     let key = |t: &Tensor| Arc::as_ptr(&t.0);

@@ -188,7 +188,7 @@ pub mod verify;
 pub use backend::{Backend, BackendBuilder, MixedPrecision};
 pub use blas::{BatchNorm, ConvConfig};
 pub use capture::{CapturedGraph, Compiled};
-pub use checkpoint::checkpoint;
+pub use checkpoint::{checkpoint, composite};
 pub use executable::{Captures, Executable};
 pub use fit::Fit;
 pub use gradient::{Gradients, value_and_grad, value_and_grad_in_parts};
@@ -205,7 +205,9 @@ pub use halcyon_host as host;
 pub use halcyon_ir as ir;
 pub use halcyon_ir::blocks::BlockType;
 pub use halcyon_ir::error::{Error, Result};
-pub use halcyon_ir::ops::{CachedAttention, Conv, Pool, PoolKind, ReduceKind, RowMatmul, ScatterKind};
+pub use halcyon_ir::ops::{
+    CachedAttention, ChunkScan, Conv, Pool, PoolKind, ReduceKind, RowMatmul, ScatterKind,
+};
 pub use halcyon_ir::passes::{AmpPolicy, Level};
 pub use halcyon_ir::target::MatmulPrecision;
 pub use halcyon_ir::{ConstData, DType, Dim, Element, Scalar, Shape};

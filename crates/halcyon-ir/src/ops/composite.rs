@@ -2,8 +2,8 @@
 
 use super::{
     Cost, Facts, HalfForm, IndexRange, Lowering, MixedRole, Moves, Op, Rewrite, Rounding, Rules, Types,
-    attention, blocked, byte_matmul, cached_attention, checked_count, checkpoint, linear, norm, quantize,
-    slice_at, softmax,
+    attention, blocked, byte_matmul, cached_attention, checked_count, checkpoint, chunk_scan, linear, norm,
+    quantize, slice_at, softmax,
 };
 use crate::composite::Composite;
 use crate::dtype::DType;
@@ -135,6 +135,8 @@ built_in! {
     RowMatmul => linear::ROW_MATMUL,
     /// Attention over a paged cache ([`crate::Graph::cached_attention`]).
     CachedAttention => cached_attention::CACHED_ATTENTION,
+    /// The recurrent part of a layer, by chunks of positions ([`super::ChunkScan`]).
+    ChunkScan => chunk_scan::CHUNK_SCAN,
 }
 
 /// `for_each_composite_method!(m)` calls the macro `m` with the composites whose tensor method is derived

@@ -45,6 +45,7 @@ mod blocked;
 mod byte_matmul;
 mod cached_attention;
 mod checkpoint;
+mod chunk_scan;
 mod class_index;
 pub(crate) mod composite;
 mod concat;
@@ -68,6 +69,7 @@ mod sort;
 mod view;
 
 pub use cached_attention::{CacheOperands, CachedAttention, CachedAttentionSizes};
+pub use chunk_scan::{ChunkScan, ChunkScanSizes};
 pub use conv::Conv;
 pub use linear::{RowMatmul, RowMatmulSizes};
 pub use pool::{Pool, PoolKind};

@@ -19,8 +19,9 @@ use super::load::{Loader, expect};
 use super::weights::{Matrix, NormWeights};
 use crate::grid::{CHUNK, Grid, ring};
 use crate::spec::*;
+use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::error::{Error, Result};
-use halcyon::{Backend, ConstData, DType, ScatterKind, Tensor};
+use halcyon::{Backend, ChunkScan, ConstData, DType, ScatterKind, Tensor};
 
 #[derive(Debug)]
 pub(super) struct RecurrentWeights {
@@ -28,22 +29,33 @@ pub(super) struct RecurrentWeights {
     input: Vec<Matrix>,
     /// The gate, if it has a matrix of its own.
     gate: Option<Matrix>,
-    /// Of the convolution, f32 `[channels]`: a factor for each position from the oldest on, and a bias.
-    taps: Vec<Tensor>,
-    bias: Option<Tensor>,
+    convolution: Convolution,
     scan: Option<ScanWeights>,
     output: Matrix,
 }
 
 #[derive(Debug)]
+struct Convolution {
+    /// f32 `[kernel, channels]`: factors for each position from the oldest on.
+    taps: Tensor,
+    /// f32 `[channels]`.
+    bias: Option<Tensor>,
+}
+
+#[derive(Debug)]
 struct ScanWeights {
+    values: ScanValues,
+    norm: NormWeights,
+    masks: Masks,
+}
+
+#[derive(Debug)]
+struct ScanValues {
     /// f32 `[heads]`: the rate of decay (negative), and the bias of the step.
     rate: Tensor,
     step_bias: Tensor,
     /// f32 `[heads, 1]`: the factor of values that are added to the result (Mamba 2).
     skip: Option<Tensor>,
-    norm: NormWeights,
-    masks: Masks,
 }
 
 /// Constant squares, f32 `[size, size]`, for chunks of `size` positions.
@@ -112,12 +124,10 @@ impl Loader<'_> {
         let (h, p) = (self.spec.hidden, format!("blk.{i}"));
         let matrix = |name: &str, dims: [usize; 2]| self.matrix(&format!("{p}.{name}"), &dims);
         let Some(s) = &r.scan else {
-            let (taps, bias) = self.convolution(&format!("{p}.shortconv.conv"), h, r.kernel)?;
             return Ok(RecurrentWeights {
                 input: vec![matrix("shortconv.in_proj", [3 * h, h])?],
                 gate: None,
-                taps,
-                bias,
+                convolution: self.convolution(&format!("{p}.shortconv.conv"), h, r.kernel)?,
                 scan: None,
                 output: matrix("shortconv.out_proj", [h, h])?,
             });
@@ -132,7 +142,7 @@ impl Loader<'_> {
             }
             ScanKind::Mamba { .. } => (vec![matrix("ssm_in", [inner + s.channels() + s.heads, h])?], None),
         };
-        let (taps, bias) = self.convolution(&format!("{p}.ssm_conv1d"), s.channels(), r.kernel)?;
+        let convolution = self.convolution(&format!("{p}.ssm_conv1d"), s.channels(), r.kernel)?;
         let norm = Norm { kind: NormKind::Rms, eps: s.eps };
         let (skip, norm) = match s.kind {
             ScanKind::Delta => (None, self.norm(&format!("{p}.ssm_norm"), s.value, norm)?),
@@ -143,21 +153,14 @@ impl Loader<'_> {
                 (Some(skip), NormWeights { weight: Some(weight), bias: None, spec: norm })
             }
         };
-        let scan = ScanWeights {
+        let values = ScanValues {
             rate: self.values(&format!("{p}.ssm_a"), &[s.heads])?,
             step_bias: self.values(&format!("{p}.ssm_dt.bias"), &[s.heads])?,
             skip,
-            norm,
-            masks: Masks::new(self.backend, CHUNK)?,
         };
-        Ok(RecurrentWeights {
-            input,
-            gate,
-            taps,
-            bias,
-            scan: Some(scan),
-            output: matrix("ssm_out", [h, inner])?,
-        })
+        let scan = Some(ScanWeights { values, norm, masks: Masks::new(self.backend, CHUNK)? });
+        let output = matrix("ssm_out", [h, inner])?;
+        Ok(RecurrentWeights { input, gate, convolution, scan, output })
     }
 
     /// The values of a tensor in f32, as `dims`. Files differ in axes of size 1 and in how they divide an
@@ -168,23 +171,15 @@ impl Loader<'_> {
         Ok(Tensor::constant(self.backend, &ConstData::from_slice(dims, &values)?))
     }
 
-    /// The factors and the bias of a convolution, which is stored as `[channels, kernel]` with further axes
-    /// of size 1.
-    fn convolution(
-        &self,
-        stem: &str,
-        channels: usize,
-        kernel: usize,
-    ) -> Result<(Vec<Tensor>, Option<Tensor>)> {
+    /// A convolution, whose factors are stored as `[channels, kernel]` with further axes of size 1.
+    fn convolution(&self, stem: &str, channels: usize, kernel: usize) -> Result<Convolution> {
         let name = format!("{stem}.weight");
         let values = self.floats(&self.need(&name)?)?;
         expect(&name, &[values.len()], &[channels * kernel])?;
-        let tap = |j: usize| {
-            let tap: Vec<f32> = values.iter().skip(j).step_by(kernel).copied().collect();
-            Ok::<_, Error>(Tensor::constant(self.backend, &ConstData::from_slice(&[channels], &tap)?))
-        };
-        let taps = (0..kernel).map(tap).collect::<Result<Vec<_>>>()?;
-        Ok((taps, self.vector(&format!("{stem}.bias"), &[channels])?))
+        let turned: Vec<f32> =
+            (0..kernel).flat_map(|j| values.iter().skip(j).step_by(kernel).copied()).collect();
+        let taps = Tensor::constant(self.backend, &ConstData::from_slice(&[kernel, channels], &turned)?);
+        Ok(Convolution { taps, bias: self.vector(&format!("{stem}.bias"), &[channels])? })
     }
 }
 
@@ -212,24 +207,95 @@ struct Inputs {
 
 impl RecurrentStep<'_> {
     /// The results for the rows, `[rows, hidden]`, and the new states.
-    pub(super) fn run(&self, x: &Tensor, states: &[Tensor]) -> (Tensor, Vec<Tensor>) {
+    pub(super) fn run(&self, x: &Tensor, states: &[Tensor]) -> Result<(Tensor, Vec<Tensor>)> {
         let (input, gate) = self.w.project(self.r, x);
-        let n = self.chunks();
-        let (window, ring) = self.window(&input, &states[0]);
+        // The ring is written in place after it is read.
+        let ring = || states[0].scatter_rows(self.grid.ring, &input, 0, ScatterKind::Set);
         let Some((s, w)) = self.r.scan.as_ref().zip(self.w.scan.as_ref()) else {
             let hidden = last(&input);
-            let y = self.w.convolve(&window, hidden).reshape([n * CHUNK, hidden]).gather(self.grid.back, 0);
-            return (self.w.output.apply(&(gate * y)), vec![ring]);
+            let y = self.w.convolution.apply(&self.window(&input, &states[0]), hidden);
+            let y = y.reshape([self.chunks() * CHUNK, hidden]).gather(self.grid.back, 0);
+            return Ok((self.w.output.apply(&(gate * y)), vec![ring()]));
         };
+        let all = self.chunk_scan(s, w, &input, states)?;
+        let ring = ring();
+        let (rows, inner, matrix) = (x.dims()?[0], s.heads * s.value, s.heads * s.key * s.value);
+        let kept = self.kept();
+        let y = all.narrow(0, 0, rows * inner).reshape([rows, inner]);
+        // Writing no rows keeps the state's memory. These rows are no view of the state: a state that its own
+        // update reads is copied first.
+        let after = all.narrow(0, rows * inner, kept * matrix).reshape([kept, matrix]);
+        let matrices = states[1].scatter_rows(self.grid.write, &after, 0, ScatterKind::Set);
+        Ok((self.w.output.apply(&w.normed(s, y, gate)), vec![ring, matrices]))
+    }
+
+    /// The composite `chunk_scan`: the results of the rows before the norm, and the matrices after chunks.
+    fn chunk_scan(&self, s: &Scan, w: &ScanWeights, input: &Tensor, states: &[Tensor]) -> Result<Tensor> {
+        let (grid, convolution) = (&self.grid, &self.w.convolution);
+        let limit = match s.kind {
+            ScanKind::Mamba { limit: (low, high) } if low > 0.0 || high.is_finite() => Some((low, high)),
+            _ => None,
+        };
+        let options = ChunkScan {
+            delta: s.kind == ScanKind::Delta,
+            heads: s.heads,
+            shared: s.shared,
+            key: s.key,
+            value: s.value,
+            tiled: s.tiled,
+            ring: ring(self.r.kernel),
+            limit,
+            bias: convolution.bias.is_some(),
+        };
+        let weights = [&convolution.taps, &w.values.rate, &w.values.step_bias];
+        let places = [grid.sequences, grid.window, grid.valid, grid.full, grid.start, grid.kept, grid.back];
+        let mut operands = vec![input, &states[0], &states[1]];
+        operands.extend(weights.into_iter().chain(places));
+        operands.extend(w.values.skip.iter().chain(&convolution.bias));
+        halcyon::composite(CompositeKind::ChunkScan, options.attrs(), &operands, |x| {
+            let [input, inputs, state, taps, rate, step_bias, rest @ ..] = x else { return Err(missing()) };
+            let [sequences, window, valid, full, start, kept, back, rest @ ..] = rest else {
+                return Err(missing());
+            };
+            let mut rest = rest.iter().cloned();
+            let skip = w.values.skip.as_ref().and_then(|_| rest.next());
+            let grid = Grid { sequences, window, valid, full, start, kept, back, ..self.grid };
+            let values = ScanValues { rate: rate.clone(), step_bias: step_bias.clone(), skip };
+            let convolution = Convolution { taps: taps.clone(), bias: rest.next() };
+            let step = RecurrentStep { grid, ..*self };
+            Ok(step.body(s, (&convolution, &values, &w.masks), input, [inputs, state]))
+        })
+    }
+
+    /// The body of the composite, of the operands of this grid.
+    fn body(
+        &self,
+        s: &Scan,
+        (convolution, w, masks): (&Convolution, &ScanValues, &Masks),
+        input: &Tensor,
+        [inputs, state]: [&Tensor; 2],
+    ) -> Tensor {
+        let (n, inner, matrix) = (self.chunks(), s.heads * s.value, s.heads * s.key * s.value);
+        let window = self.window(input, inputs);
         let valid = self.grid.valid.reshape([n, CHUNK, 1]);
-        let mixed = self.w.convolve(&window, s.channels()).silu() * &valid;
+        let mixed = convolution.apply(&window, s.channels()).silu() * &valid;
         let extras = window.narrow(1, self.r.kernel - 1, CHUNK).narrow(2, s.channels(), s.extras());
-        let inputs = w.inputs(s, &mixed, &extras, Some(&valid));
-        let (y, matrices) = self.scan(s, &w.masks, &inputs, &states[1]);
-        let inner = s.heads * s.value;
+        let x = w.inputs(s, &mixed, &extras, Some(&valid));
+        let ([a, b], _) = s.axes();
+        let width = self.width();
+        let start = state.gather(self.grid.start, 0).reshape([width, a, b, s.key, s.value]);
+        let full = self.grid.full.reshape([n, 1, 1, 1]);
+        let (y, after) = x.scan(s, masks, Some(&full), start);
         let y = w.skipped(s, y.permute(&[0, 3, 1, 2, 4]).reshape([n * CHUNK, inner]), &mixed);
-        let y = w.normed(s, y.gather(self.grid.back, 0), gate);
-        (self.w.output.apply(&y), vec![ring, matrices])
+        let y = y.gather(self.grid.back, 0);
+        let y = y.reshape([y.dims().map_or(0, |d| d[0]) * inner]);
+        if self.kept() == 0 {
+            // The matrices after the chunk are not computed, because nothing reads them.
+            return y;
+        }
+        let after: Vec<Tensor> = after.iter().map(|m| m.reshape([width, matrix])).collect();
+        let after = Tensor::cat(&after, 0).gather(self.grid.kept, 0);
+        Tensor::cat(&[&y, &after.reshape([self.kept() * matrix])], 0)
     }
 
     /// Chunks of the grid.
@@ -237,9 +303,9 @@ impl RecurrentStep<'_> {
         self.grid.full.dims().map_or(0, |d| d[0] * d[1])
     }
 
-    /// Whether a chunk is complete after the step.
-    fn completes(&self) -> bool {
-        self.grid.write.dims().map_or(0, |d| d[0]) > 0
+    /// Chunks after which the matrices are kept.
+    fn kept(&self) -> usize {
+        self.grid.kept.dims().map_or(0, |d| d[0])
     }
 
     /// Sequences of the grid.
@@ -247,36 +313,19 @@ impl RecurrentStep<'_> {
         self.grid.full.dims().map_or(0, |d| d[1])
     }
 
-    /// The inputs in the places of the grid and before them, `[chunks, CHUNK + kernel - 1, size]`, and the
-    /// new ring.
-    fn window(&self, input: &Tensor, state: &Tensor) -> (Tensor, Tensor) {
+    /// The inputs in the places of the grid and before them, `[chunks, CHUNK + kernel - 1, size]`.
+    fn window(&self, input: &Tensor, state: &Tensor) -> Tensor {
         let (size, rows, kernel) = (last(input), ring(self.r.kernel), self.r.kernel);
         let rings = state.reshape([self.slots + 1, rows * size]).gather(self.grid.sequences, 0);
         let rings = rings.reshape([self.width() * rows, size]);
         let none = Tensor::zeros(input.backend(), [1, size], DType::F32);
         let all = Tensor::cat(&[&rings, input, &none], 0);
-        let window = all.gather(self.grid.window, 0).reshape([self.chunks(), CHUNK + kernel - 1, size]);
-        (window, state.scatter_rows(self.grid.ring, input, 0, ScatterKind::Set))
+        all.gather(self.grid.window, 0).reshape([self.chunks(), CHUNK + kernel - 1, size])
     }
+}
 
-    /// The results in the places of the grid, `[chunks, heads, CHUNK, value]`, and the new matrices.
-    fn scan(&self, s: &Scan, masks: &Masks, x: &Inputs, state: &Tensor) -> (Tensor, Tensor) {
-        let ([a, b], _) = s.axes();
-        let width = self.width();
-        let start = state.gather(self.grid.start, 0).reshape([width, a, b, s.key, s.value]);
-        let full = self.grid.full.reshape([self.chunks(), 1, 1, 1]);
-        let (results, after) = x.scan(s, masks, Some(&full), start);
-        if !self.completes() {
-            // The matrices after the chunk are not computed, because nothing reads them. Writing no rows
-            // keeps the state's memory; the state itself as a result would be a copy.
-            let none = state.narrow(0, 0, 0);
-            return (results, state.scatter_rows(self.grid.write, &none, 0, ScatterKind::Set));
-        }
-        let after: Vec<Tensor> =
-            after.iter().map(|m| m.reshape([width, s.heads * s.key * s.value])).collect();
-        let state = state.scatter_rows(self.grid.write, &Tensor::cat(&after, 0), 0, ScatterKind::Set);
-        (results, state)
-    }
+fn missing() -> Error {
+    Error::internal("chunk_scan was built of other operands")
 }
 
 impl Inputs {
@@ -366,13 +415,16 @@ impl RecurrentWeights {
             }
         }
     }
+}
 
+impl Convolution {
     /// Of `[n, size + kernel - 1, …]` the first channels, `[n, size, channels]`.
-    fn convolve(&self, window: &Tensor, channels: usize) -> Tensor {
+    fn apply(&self, window: &Tensor, channels: usize) -> Tensor {
         let x = window.narrow(2, 0, channels);
-        let size = window.dims().map_or(0, |d| (d[1] + 1).saturating_sub(self.taps.len()));
-        let tap = |(j, t): (usize, &Tensor)| x.narrow(1, j, size) * t;
-        let sum = self.taps.iter().enumerate().map(tap).reduce(|a, b| a + b);
+        let kernel = self.taps.dims().map_or(1, |d| d[0]);
+        let size = window.dims().map_or(0, |d| (d[1] + 1).saturating_sub(kernel));
+        let tap = |j| x.narrow(1, j, size) * self.taps.narrow(0, j, 1).reshape([channels]);
+        let sum = (0..kernel).map(tap).reduce(|a, b| a + b);
         match (sum, &self.bias) {
             (Some(y), Some(b)) => y + b,
             (Some(y), None) => y,
@@ -381,7 +433,7 @@ impl RecurrentWeights {
     }
 }
 
-impl ScanWeights {
+impl ScanValues {
     /// The inputs of a scan. `mixed` is `[n, size, channels]`, and `extras` `[n, size, …]`. `valid`, f32
     /// `[n, size, 1]`, is 1 for places that have a row, else 0; without it, all have one.
     fn inputs(&self, s: &Scan, mixed: &Tensor, extras: &Tensor, valid: Option<&Tensor>) -> Inputs {
@@ -442,7 +494,9 @@ impl ScanWeights {
         let v = mixed.narrow(2, 0, inner).reshape([rows, s.heads, s.value]);
         y + (v * skip).reshape([rows, inner])
     }
+}
 
+impl ScanWeights {
     /// Norm and gate of the results `[rows, heads * value]`.
     fn normed(&self, s: &Scan, y: Tensor, gate: Tensor) -> Tensor {
         let (rows, inner) = (y.dims().map_or(0, |d| d[0]), s.heads * s.value);
@@ -452,6 +506,9 @@ impl ScanWeights {
             }
             ScanKind::Mamba { .. } => {
                 let y = y * gate.silu();
+                if s.shared == 1 {
+                    return self.norm.apply(&y);
+                }
                 let plain = NormWeights { weight: None, bias: None, spec: self.norm.spec };
                 let y = plain.apply(&y.reshape([rows, s.shared, inner / s.shared])).reshape([rows, inner]);
                 match &self.norm.weight {

@@ -164,7 +164,8 @@ fn mix(
     match (mixer, rows.grid) {
         (MixerWeights::Attention(w, a), _) => AttentionStep { a, w, rows, layout }.run(x, states),
         (MixerWeights::Recurrent(w, r), Some(grid)) => {
-            RecurrentStep { r, w, grid, slots: layout.sequences }.run(x, states)
+            let done = RecurrentStep { r, w, grid, slots: layout.sequences }.run(x, states);
+            done.unwrap_or_else(|e| (failed(x, e), states.to_vec()))
         }
         (MixerWeights::Recurrent(w, r), None) => {
             let y = match layout.pages {
@@ -172,7 +173,12 @@ fn mix(
                 0 => w.whole(r, x, layout.page),
                 _ => Err(Error::argument("step", "a model with recurrent layers needs `Rows::grid`")),
             };
-            (y.unwrap_or_else(|e| x.narrow(0, 0, usize::MAX).map_error(|_| e)), states.to_vec())
+            (y.unwrap_or_else(|e| failed(x, e)), states.to_vec())
         }
     }
+}
+
+/// A tensor that carries the error.
+fn failed(x: &Tensor, e: Error) -> Tensor {
+    x.narrow(0, 0, usize::MAX).map_error(|_| e)
 }

@@ -5,6 +5,7 @@ pub mod attention;
 #[cfg(test)]
 mod bounds_tests;
 mod calls;
+mod chunk_scan;
 pub mod conv;
 pub mod epilogue;
 pub mod gemm;
@@ -345,6 +346,7 @@ fn find_form(isa: Isa, threads: usize, call: &CallForm<'_>) -> Result<CpuKernel,
         Op::Composite(c) if c.kind == CompositeKind::QuantizedMatmul => gemm::product_int4::call(isa, call),
         Op::Composite(c) if c.kind == CompositeKind::RowMatmul => linear::call(isa, call, c),
         Op::Composite(c) if c.kind == CompositeKind::CachedAttention => attention::cached::call(isa, call, c),
+        Op::Composite(c) if c.kind == CompositeKind::ChunkScan => chunk_scan::call(isa, call, c),
         Op::Composite(c) if c.kind == CompositeKind::BlockedPool => conv::blocked_calls::pool(isa, call, c),
         Op::Composite(c) => calls::composite(isa, call, c),
         Op::Custom(_) => Err(Declined::because("custom ops have their own kernels")),

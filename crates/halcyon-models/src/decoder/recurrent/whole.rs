@@ -27,7 +27,7 @@ impl RecurrentWeights {
         let window = input.pad(&[0, r.kernel - 1, 0], &[0, 0, 0], 0.0);
         let Some((s, w)) = r.scan.as_ref().zip(self.scan.as_ref()) else {
             let hidden = last(&input);
-            let y = self.convolve(&window, hidden).reshape([rows, hidden]);
+            let y = self.convolution.apply(&window, hidden).reshape([rows, hidden]);
             return Ok(self.output.apply(&(gate * y)));
         };
         let size = length.next_power_of_two().min(LONGEST);
@@ -39,15 +39,15 @@ impl RecurrentWeights {
             let by_chunk = filled.reshape([batch, count, size, channels]).permute(&[1, 0, 2, 3]);
             by_chunk.reshape([count * batch, size, channels])
         };
-        let mixed = self.convolve(&window, s.channels()).silu();
+        let mixed = self.convolution.apply(&window, s.channels()).silu();
         let extras = input.narrow(2, s.channels(), s.extras());
-        let inputs = w.inputs(s, &chunks(&mixed), &chunks(&extras), None);
+        let inputs = w.values.inputs(s, &chunks(&mixed), &chunks(&extras), None);
         let ([a, b], _) = s.axes();
         let start = Tensor::zeros(x.backend(), [batch, a, b, s.key, s.value], DType::F32);
         let (y, _) = inputs.scan(s, &Masks::new(x.backend(), size)?, None, start);
         let y = y.reshape([count, batch, s.heads, size, s.value]).permute(&[1, 0, 3, 2, 4]);
         let y = y.reshape([batch, count * size, inner]).narrow(1, 0, length).reshape([rows, inner]);
-        let y = w.skipped(s, y, &mixed);
+        let y = w.values.skipped(s, y, &mixed);
         Ok(self.output.apply(&w.normed(s, y, gate)))
     }
 }
