@@ -85,7 +85,7 @@ pub(crate) fn call(isa: Isa, call: &CallForm<'_>, c: &Composite) -> Result<CpuKe
     if [places, s.depth * s.width * s.chunk, s.matrices].iter().any(|n| i32::try_from(*n).is_err()) {
         return because("there are more places than an i32 can number");
     }
-    if s.rows > 0 && s.depth * s.width == 0 || s.kept > 0 && s.depth * s.width == 0 {
+    if s.depth * s.width == 0 && (s.rows > 0 || s.kept > 0) {
         return because("there are no chunks");
     }
     if s.width > 0 && (s.slots == 0 || s.matrices == 0) {

@@ -122,9 +122,11 @@ unsafe fn plus<S: Simd, const N: usize>(
     sum
 }
 
-/// Every function of a part has the contract of [`scan_body`]. `from` is the head's matrix before the chunk.
 impl Part<'_> {
     /// The factor and the product of place `i` with each of the first `n` places: of its key, or its query.
+    ///
+    /// # Safety
+    /// The contract of [`scan_body`].
     #[inline(always)]
     unsafe fn factors<S: Simd>(&self, keys: bool, i: usize, n: usize) -> [f32; MOST] {
         let mut y = [0f32; MOST];
@@ -146,6 +148,9 @@ impl Part<'_> {
     }
 
     /// Computes what is added to the matrix at each place.
+    ///
+    /// # Safety
+    /// The contract of [`scan_body`]; `from` is the head's matrix before the chunk.
     #[inline(always)]
     unsafe fn fill<S: Simd>(&self, from: *const f32) {
         let (m, stored) = (self.m, self.other[0]);
@@ -183,6 +188,9 @@ impl Part<'_> {
     }
 
     /// Computes the rows that are wanted.
+    ///
+    /// # Safety
+    /// The contract of [`scan_body`]; `from` is the head's matrix before the chunk.
     #[inline(always)]
     unsafe fn rows<S: Simd>(&self, from: *const f32) {
         let (job, m, read) = (self.job, self.m, self.other[1]);
@@ -225,6 +233,10 @@ impl Part<'_> {
     }
 
     /// Computes the matrix after the chunk, all places of which are computed.
+    ///
+    /// # Safety
+    /// The contract of [`scan_body`]; `from` is the head's matrix before the chunk. `parts` is
+    /// scratch memory, and `to` the matrix after the chunk.
     #[inline(always)]
     unsafe fn change<S: Simd>(&self, from: *const f32, parts: *mut f32, to: *mut f32) {
         let m = self.m;
