@@ -7,9 +7,13 @@
 #[cfg(target_arch = "aarch64")]
 use super::ints_neon::Neon;
 #[cfg(target_arch = "x86_64")]
-use super::ints_x86::{Maddubs, Vnni};
+use super::ints_x86::Maddubs;
+#[cfg(target_arch = "x86_64")]
+pub(super) use super::ints_x86::Vnni;
 use super::layout::{CHUNK, Decoded, LINE, Layout, PANEL, Part, STEPS};
 use super::quantise::{CODES, SCALE, SUMS, record_bytes};
+#[cfg(target_arch = "x86_64")]
+use super::tiles;
 use crate::cpu::library::simd::{Portable, Simd};
 use crate::cpu::sys::Isa;
 
@@ -130,6 +134,14 @@ macro_rules! kinds {
                 _ => None,
             }
         }
+        /// The function that prepares panels of a format for tile registers.
+        #[cfg(target_arch = "x86_64")]
+        pub(super) fn prepare_of(l: &Layout) -> Option<tiles::Prepare> {
+            match (l.low, l.high, l.table.is_some(), l.offset(), l.halves()) {
+                $(($low, $high, $table, $offset, $halves) => Some(tiles::prepare::<$name>),)*
+                _ => None,
+            }
+        }
     };
 }
 
@@ -189,6 +201,8 @@ pub(super) type TileFn = unsafe fn(&Task<'_>);
 /// The instructions that multiply bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Path {
+    /// AMX-INT8 for 16 rows, otherwise AVX512_VNNI.
+    Amx,
     /// AVX512_VNNI.
     Vnni,
     /// AVX2.
@@ -202,7 +216,8 @@ impl Path {
     pub(super) fn all(isa: Isa) -> impl Iterator<Item = Path> {
         let plain = isa == Isa::Portable;
         let paths = [
-            (Path::Vnni, isa.check().has_vnni()),
+            (Path::Amx, isa.check().has_vnni() && isa.has_int8_tiles()),
+            (Path::Vnni, isa.has_vnni()),
             (Path::Maddubs, isa >= Isa::Avx2),
             (Path::Neon, plain && cfg!(target_arch = "aarch64")),
             (Path::Plain, plain),
@@ -213,6 +228,8 @@ impl Path {
     /// Numbers of rows that a tile may have. A tile of `fine` rows has two rows for each.
     pub(super) fn sizes(self, fine: bool) -> &'static [usize] {
         match (self, fine) {
+            (Path::Amx, false) => &[16, 12, 8, 4, 2, 1],
+            (Path::Amx, true) => &[8, 6, 4, 2, 1],
             (Path::Vnni, false) => &[12, 8, 4, 2, 1],
             (Path::Vnni, true) => &[6, 4, 2, 1],
             (_, false) => &[4, 2, 1],
@@ -222,6 +239,7 @@ impl Path {
 
     pub(super) fn name(self) -> &'static str {
         match self {
+            Path::Amx => "amx",
             Path::Vnni => "vnni",
             Path::Maddubs => "avx2",
             Path::Neon => "neon",
@@ -244,7 +262,7 @@ impl Path {
     pub(super) fn decode(self) -> Decode {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Path::Vnni => decode_avx512,
+            Path::Amx | Path::Vnni => decode_avx512,
             #[cfg(target_arch = "x86_64")]
             Path::Maddubs => decode_avx2,
             #[cfg(target_arch = "aarch64")]
@@ -253,11 +271,18 @@ impl Path {
         }
     }
 
-    /// The functions for the sizes of tiles.
+    /// Whether tiles of the largest size are multiplied by tile registers.
+    pub(super) fn has_registers(self) -> bool {
+        self == Path::Amx
+    }
+
+    /// The functions for the sizes of tiles, but for those that tile registers multiply.
     fn tiles<K: Kind>(self) -> &'static [TileFn] {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Path::Vnni => const { &[vnni::<K, 12>, vnni::<K, 8>, vnni::<K, 4>, vnni::<K, 2>, vnni::<K, 1>] },
+            Path::Amx | Path::Vnni => {
+                const { &[vnni::<K, 12>, vnni::<K, 8>, vnni::<K, 4>, vnni::<K, 2>, vnni::<K, 1>] }
+            }
             #[cfg(target_arch = "x86_64")]
             Path::Maddubs => const { &[maddubs::<K, 4, 2>, maddubs::<K, 2, 2>, maddubs::<K, 1, 2>] },
             #[cfg(target_arch = "aarch64")]
@@ -503,7 +528,10 @@ unsafe fn step<X: Ints, K: Kind, const R: usize, const H: usize, const Q: usize,
 /// `p` is the place of a vector of outputs in the first line of a group of this kind. The calling function is
 /// compiled for the instruction set of `X`.
 #[inline(always)]
-unsafe fn code<X: Ints, K: Kind, const Q: usize, const HALF: usize>(p: *const u8, table: X::B) -> X::B {
+pub(super) unsafe fn code<X: Ints, K: Kind, const Q: usize, const HALF: usize>(
+    p: *const u8,
+    table: X::B,
+) -> X::B {
     // SAFETY: a group has `LOW` lines of low bits and `HIGH` lines of high bits.
     unsafe {
         let low = match K::LOW {

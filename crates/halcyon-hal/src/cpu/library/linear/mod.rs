@@ -21,6 +21,8 @@ mod quantise;
 mod rows;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
 use super::calls::dense;
 use super::strided::{Indices, place};

@@ -5,6 +5,8 @@ use super::ints::{self, Path};
 use super::layout::{CHUNK, GROUP, Layout, PANEL};
 use super::quantise::{Form, quantise, record_bytes};
 use super::rows::{Room, Rows, Tile, Used};
+#[cfg(target_arch = "x86_64")]
+use super::tiles;
 use crate::cpu::library::simd::{Simd, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{AssertSync, SharedConst, SharedMut, Team};
@@ -247,7 +249,32 @@ impl Product {
     fn scratch(&self, packed: bool, rows: &Rows<'_>) -> usize {
         let raw = if packed { 0 } else { PREPARED * self.panel_bytes() };
         let widens = rows.used.iter().any(|u| self.widens(rows, *u));
-        raw + if widens { PREPARED * floats::panel_bytes::<f32>(self.size.k) } else { 0 }
+        let widened = if widens { PREPARED * floats::panel_bytes::<f32>(self.size.k) } else { 0 };
+        let registers = rows.used.iter().any(|u| self.on_registers(rows.tiles_of(*u)) > 0);
+        raw + widened + if registers { self.registers_scratch() } else { 0 }
+    }
+
+    /// How many tiles of a matrix are multiplied by tile registers. They come first.
+    fn on_registers(&self, tiles: &[Tile]) -> usize {
+        let most = self.sizes()[0];
+        match self.weights {
+            Weights::Blocks(_) if self.path.has_registers() => {
+                tiles.iter().take_while(|t| t.rows as usize == most).count()
+            }
+            _ => 0,
+        }
+    }
+
+    /// Bytes of scratch memory for tile registers, a multiple of 64.
+    fn registers_scratch(&self) -> usize {
+        match self.weights {
+            #[cfg(target_arch = "x86_64")]
+            Weights::Blocks(b) => {
+                let panel = tiles::prepared_bytes(&Layout::of(b), self.groups());
+                AT_ONCE * panel + tiles::work_bytes(AT_ONCE)
+            }
+            _ => 0,
+        }
     }
 
     /// Whether the panels of a matrix are widened to f32 first.
@@ -301,7 +328,8 @@ impl Product {
         for j in (panels.0..panels.1).step_by(most) {
             let some = (panels.1 - j).min(most);
             // SAFETY: the matrix has these panels. `scratch` has room for `PREPARED` panels as they are
-            // stored, unless the weights are packed, and then for as many in f32, if they are widened.
+            // stored, unless the weights are packed, and then for as many in f32, if they are widened, or for
+            // what tile registers take.
             unsafe {
                 let mut w = job.o.w.wrapping_add((matrix * self.panels() + j) * bytes);
                 let mut room = scratch;
@@ -318,7 +346,7 @@ impl Product {
                     Weights::BF16 if widens => self.widened::<bf16>(job, u, (w, some), room, j),
                     Weights::F16 => self.floats::<f16>(job, u, (w, some), y, j),
                     Weights::BF16 => self.floats::<bf16>(job, u, (w, some), y, j),
-                    Weights::Blocks(b) => self.blocks(job, u, (w, some), &Layout::of(b), j),
+                    Weights::Blocks(b) => self.blocks(job, u, (w, some), &Layout::of(b), room, j),
                 }
             }
         }
@@ -327,20 +355,38 @@ impl Product {
     /// Multiplies `w.1` panels at `w.0`, of which the first is panel `j`, with all tiles of a matrix.
     ///
     /// # Safety
-    /// The contract of [`Product::segment`]; the panels are packed.
-    unsafe fn blocks(&self, job: &Job<'_>, u: Used, w: (*const u8, usize), l: &Layout, j: usize) {
-        let Some(tiles) = self.path.tiles_for(l) else { return };
-        let n = self.size.n;
-        for tile in job.rows.tiles_of(u) {
+    /// The contract of [`Product::segment`]; the panels are packed. `room` is what follows them in the scratch
+    /// memory.
+    unsafe fn blocks(
+        &self,
+        job: &Job<'_>,
+        u: Used,
+        w: (*const u8, usize),
+        l: &Layout,
+        room: *mut u8,
+        j: usize,
+    ) {
+        let Some(functions) = self.path.tiles_for(l) else { return };
+        let (n, all) = (self.size.n, job.rows.tiles_of(u));
+        let many = self.on_registers(all);
+        #[cfg(target_arch = "x86_64")]
+        if many > 0 {
+            // SAFETY: this function has the contract of `registers`, and `scratch` has counted its memory.
+            unsafe { self.registers(job, &all[..many], w, l, room, j) };
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = room;
+        let sizes = &self.sizes()[usize::from(self.path.has_registers())..];
+        for tile in &all[many..] {
             let first = tile.first as usize;
-            let size = self.sizes().iter().position(|s| *s == tile.rows as usize).unwrap_or(0);
+            let size = sizes.iter().position(|s| *s == tile.rows as usize).unwrap_or(0);
             for p in 0..w.1 {
                 let column = (j + p) * PANEL;
                 // SAFETY: the tile's rows are arranged at `first`, and the results of these rows and of the
                 // panel's columns are writable. `self.path` is available. `size` is that of the tile: sizes
                 // of fine tiles are halves of the first of the others.
                 unsafe {
-                    tiles[size](&ints::Task {
+                    functions[size](&ints::Task {
                         layout: l,
                         scales: l.scales(CHUNK),
                         chunk: l.chunk(CHUNK),
@@ -356,6 +402,48 @@ impl Product {
                     });
                 }
             }
+        }
+    }
+
+    /// Multiplies `w.1` panels at `w.0`, of which the first is panel `j`, with tiles of the largest size by
+    /// tile registers.
+    ///
+    /// # Safety
+    /// The contract of [`Product::blocks`]; `room` has [`Product::registers_scratch`] bytes, and the path has
+    /// tile registers.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn registers(
+        &self,
+        job: &Job<'_>,
+        tiles: &[Tile],
+        w: (*const u8, usize),
+        l: &Layout,
+        room: *mut u8,
+        j: usize,
+    ) {
+        let Some(prepare) = ints::prepare_of(l) else { return };
+        let bytes = tiles::prepared_bytes(l, self.groups());
+        // SAFETY: by contract the panels are packed, `room` has room for `AT_ONCE` of them prepared and for
+        // the working memory, and the results of these rows and columns are writable.
+        unsafe {
+            for p in 0..w.1 {
+                prepare(l, w.0.add(p * self.panel_bytes()), self.groups(), room.add(p * bytes));
+            }
+            tiles::multiply(&tiles::Task {
+                layout: l,
+                groups: self.groups(),
+                panels: room,
+                count: w.1,
+                tiles,
+                x: job.x,
+                arranged: self.arranged(),
+                rows: job.rows.order.as_ptr(),
+                pairs: self.fine,
+                y: job.o.y.add(j * PANEL),
+                stride: self.size.n,
+                columns: self.size.n - j * PANEL,
+                work: room.add(AT_ONCE * bytes),
+            });
         }
     }
 
