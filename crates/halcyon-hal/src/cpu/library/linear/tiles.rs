@@ -25,8 +25,16 @@ pub(super) const ROWS: usize = 16;
 const TILES: usize = 2;
 /// Groups that are multiplied before the next tile.
 const DEEP: usize = CHUNK;
+/// Units whose products are begun before the sums of the first are scaled: the time of a product, from loading
+/// its tiles to storing its sums, is several times that of scaling.
+const AHEAD: usize = 4;
 /// Bytes of the codes of a prepared group.
 const CODES_OF_GROUP: usize = STEPS * LINE;
+/// A row of zeros, which all rows of a register are loaded from. A product with a register that `tilezero`
+/// cleared takes 52 cycles before the next one begins, and one with a register that was loaded 16.
+static ZEROS: Line = Line([0; LINE]);
+#[repr(align(64))]
+struct Line([u8; LINE]);
 /// Bytes of a tile of sums.
 const SUMS_OF_TILE: usize = ROWS * PANEL * 4;
 
@@ -43,7 +51,7 @@ pub(super) fn prepared_bytes(l: &Layout, groups: usize) -> usize {
 
 /// Bytes of memory that [`multiply`] works in for `panels` panels, a multiple of 64.
 pub(super) fn work_bytes(panels: usize) -> usize {
-    (2 + TILES * panels) * SUMS_OF_TILE
+    (2 * AHEAD + TILES * panels) * SUMS_OF_TILE
 }
 
 /// Prepares a panel.
@@ -154,60 +162,109 @@ pub(super) unsafe fn multiply(t: &Task<'_>) {
 /// The contract of [`multiply`]; the registers are configured for the layout.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn blocks<const HALVES: bool, const OFFSET: bool>(t: &Task<'_>) {
-    let (each, record) = (group_bytes(t.layout), record_bytes(false));
-    let waiting = t.work.wrapping_add(2 * SUMS_OF_TILE);
     for tiles in t.tiles.chunks(TILES) {
         for g in (0..t.groups).step_by(DEEP) {
-            let some = (t.groups - g).min(DEEP);
-            for (i, rows) in tiles.iter().enumerate() {
-                for p in 0..t.count {
-                    // SAFETY: by contract the tile's rows are arranged, the panel is prepared, and the working
-                    // memory has two tiles of sums, and then one for each pair of a tile and a panel. The
-                    // results of the panel's columns are written when the sums are complete.
-                    unsafe {
-                        let part = Part {
-                            x: t.x.add(rows.first as usize * t.arranged + g * ROWS * record),
-                            w: t.panels.add((p * t.groups + g) * each),
-                            groups: some,
-                            sums: t.work,
-                        };
-                        let waiting = waiting.add((i * t.count + p) * SUMS_OF_TILE).cast::<f32>();
-                        let mut out = [_mm512_setzero_ps(); ROWS];
-                        if g > 0 {
-                            for (r, out) in out.iter_mut().enumerate() {
-                                *out = _mm512_loadu_ps(waiting.add(r * PANEL));
-                            }
-                        }
-                        part.add::<HALVES, OFFSET>(&mut out);
-                        if g + some == t.groups {
-                            write(t, rows.first as usize, p, &out);
-                        } else {
-                            for (r, out) in out.iter().enumerate() {
-                                _mm512_storeu_ps(waiting.add(r * PANEL), *out);
+            // SAFETY: this function has the contract of `block`.
+            unsafe { block::<HALVES, OFFSET>(t, tiles, (g, (t.groups - g).min(DEEP))) };
+        }
+    }
+}
+
+/// Multiplies `groups.1` groups from `groups.0` on of some tiles with all panels.
+///
+/// # Safety
+/// The contract of [`blocks`], which is called with the groups in order.
+#[inline(always)]
+unsafe fn block<const HALVES: bool, const OFFSET: bool>(
+    t: &Task<'_>,
+    tiles: &[Tile],
+    groups: (usize, usize),
+) {
+    let (first, some) = groups;
+    let units = some * if HALVES { 2 } else { 1 };
+    let each = group_bytes(t.layout);
+    let waiting = t.work.wrapping_add(AHEAD * 2 * SUMS_OF_TILE);
+    let part = |pair: usize| {
+        let (i, p) = (pair / t.count, pair % t.count);
+        let at = tiles[i].first as usize * t.arranged + first * ROWS * record_bytes(false);
+        let w = t.panels.wrapping_add((p * t.groups + first) * each);
+        Part { x: t.x.wrapping_add(at), w, sums: t.work }
+    };
+    let pairs = tiles.len() * t.count;
+    // While the vectors work on the sums of one unit, the matrix unit multiplies the units after it, also those
+    // of the next pair of a tile and a panel.
+    let (mut next, mut ahead) = ((0, 0), part(0));
+    let mut issued = 0;
+    let mut used = 0;
+    // SAFETY: by contract the tiles' rows are arranged and the panels are prepared. The working memory has
+    // `2 AHEAD` tiles of sums, of which the unit in work and `AHEAD` after it use one each, and then one tile of
+    // sums for each pair. Results are written when the sums are complete.
+    unsafe {
+        macro_rules! multiply {
+            ($($c:literal $x:literal $w:literal)*) => {{
+                let mut more = 0;
+                $(
+                    if next.0 < pairs {
+                        ahead.product::<HALVES, OFFSET, $c, $x, $w>(next.1);
+                        more = $c + 1;
+                        next.1 += 1;
+                        if next.1 == units {
+                            next = (next.0 + 1, 0);
+                            if next.0 < pairs {
+                                ahead = part(next.0);
                             }
                         }
                     }
+                )*
+                $(
+                    if $c < more {
+                        tile::store::<$c>(ahead.sums(issued + $c), (4 * PANEL) as isize);
+                    }
+                )*
+                issued += more;
+            }};
+        }
+        multiply!(0 4 6 1 5 7 2 4 6 3 5 7);
+        for pair in 0..pairs {
+            let now = part(pair);
+            let waiting = waiting.add(pair * SUMS_OF_TILE).cast::<f32>();
+            let mut out: [__m512; ROWS] = match first {
+                0 => [_mm512_setzero_ps(); ROWS],
+                _ => std::array::from_fn(|r| _mm512_loadu_ps(waiting.add(r * PANEL))),
+            };
+            for u in 0..units {
+                if used % AHEAD == 0 {
+                    multiply!(0 4 6 1 5 7 2 4 6 3 5 7);
                 }
+                out = now.scaled::<HALVES, OFFSET>(u, used, out);
+                used += 1;
+            }
+            for r in 0..ROWS {
+                _mm512_storeu_ps(waiting.add(r * PANEL), out[r]);
+            }
+            if first + some == t.groups {
+                write(t, tiles[pair / t.count].first as usize, pair % t.count, waiting);
             }
         }
     }
 }
 
-/// Writes the results of a tile and panel `p`.
+/// Writes the results of a tile and panel `p`, which are at `from`.
 ///
 /// # Safety
 /// The contract of [`multiply`]; the tile's rows are those from `first` on in the order.
 #[inline(always)]
-unsafe fn write(t: &Task<'_>, first: usize, p: usize, out: &[__m512; ROWS]) {
+unsafe fn write(t: &Task<'_>, first: usize, p: usize, from: *const f32) {
     let columns = (t.columns - p * PANEL).min(PANEL);
     let parts = if t.pairs { 2 } else { 1 };
     // SAFETY: by contract the results of these rows and columns are writable. The calling function is compiled
     // for AVX-512.
     unsafe {
         for r in 0..ROWS / parts {
+            let v = _mm512_loadu_ps(from.add(parts * r * PANEL));
             let v = match t.pairs {
-                true => _mm512_add_ps(out[2 * r], out[2 * r + 1]),
-                false => out[r],
+                true => _mm512_add_ps(v, _mm512_loadu_ps(from.add((2 * r + 1) * PANEL))),
+                false => v,
             };
             let y = t.y.add(*t.rows.add(first + r) as usize * t.stride + p * PANEL);
             _mm512_mask_storeu_ps(y, ((1u32 << columns) - 1) as u16, v);
@@ -215,45 +272,16 @@ unsafe fn write(t: &Task<'_>, first: usize, p: usize, out: &[__m512; ROWS]) {
     }
 }
 
-/// Some groups of a tile of rows and of a prepared panel.
+/// Some groups of a tile of rows and of a prepared panel. A unit is a group, or half a group that has its own
+/// scale.
 struct Part {
     x: *const u8,
     w: *const u8,
-    groups: usize,
-    /// Memory for two tiles of sums.
+    /// Memory for `2 AHEAD` tiles of sums, which are used in turn.
     sums: *mut u8,
 }
 
 impl Part {
-    /// Adds the scaled products.
-    ///
-    /// # Safety
-    /// The groups are readable and the memory of the sums is writable. The registers are configured for the
-    /// layout. The calling function is compiled for AVX-512.
-    #[inline(always)]
-    unsafe fn add<const HALVES: bool, const OFFSET: bool>(&self, out: &mut [__m512; ROWS]) {
-        let each = if HALVES { 2 } else { 1 };
-        let units = self.groups * each;
-        // While the vectors work on the sums of one unit, the matrix unit multiplies the next one.
-        // SAFETY: by contract all units exist; the sums of a unit are read after they were stored.
-        unsafe {
-            self.product::<HALVES, OFFSET, 0>(0);
-            let mut u = 0;
-            while u + 1 < units {
-                self.product::<HALVES, OFFSET, 1>(u + 1);
-                self.scale::<HALVES, OFFSET>(u, 0, out);
-                if u + 2 < units {
-                    self.product::<HALVES, OFFSET, 0>(u + 2);
-                }
-                self.scale::<HALVES, OFFSET>(u + 1, 1, out);
-                u += 2;
-            }
-            if u < units {
-                self.scale::<HALVES, OFFSET>(u, 0, out);
-            }
-        }
-    }
-
     /// The records and the prepared group of unit `u`, and the half of the group that it is.
     #[inline(always)]
     fn unit<const HALVES: bool, const OFFSET: bool>(&self, u: usize) -> (*const u8, *const u8, usize) {
@@ -263,53 +291,62 @@ impl Part {
         (self.x.wrapping_add(g * ROWS * record_bytes(false)), self.w.wrapping_add(g * each), half)
     }
 
-    /// Sums the products of unit `u` in register `C`, and stores them.
+    /// The place of the sums of the unit that is multiplied as number `i`.
+    #[inline(always)]
+    fn sums(&self, i: usize) -> *mut u8 {
+        self.sums.wrapping_add(i % (2 * AHEAD) * SUMS_OF_TILE)
+    }
+
+    /// Sums the products of unit `u` in register `C`, with `A` and `B` for its operands.
     ///
     /// # Safety
-    /// The contract of [`Part::add`]; the unit exists.
+    /// The unit's records and codes are readable. The registers are configured for the layout.
     #[inline(always)]
-    unsafe fn product<const HALVES: bool, const OFFSET: bool, const C: u8>(&self, u: usize) {
+    unsafe fn product<const HALVES: bool, const OFFSET: bool, const C: u8, const A: u8, const B: u8>(
+        &self,
+        u: usize,
+    ) {
         let (x, w, half) = self.unit::<HALVES, OFFSET>(u);
-        // SAFETY: by contract the unit's records and codes are readable, and there is memory for both sums.
+        // SAFETY: by contract the unit's records and codes are readable.
         unsafe {
-            tile::zero::<C>();
-            tile::load::<4>(x.add(CODES + half * GROUP / 2), record_bytes(false) as isize);
-            tile::load::<6>(w.add(half * CODES_OF_GROUP / 2), LINE as isize);
-            tile::i8_i8::<C, 4, 6>();
-            tile::store::<C>(self.sums.add(usize::from(C) * SUMS_OF_TILE), (4 * PANEL) as isize);
+            tile::load::<C>(ZEROS.0.as_ptr(), 0);
+            tile::load::<A>(x.add(CODES + half * GROUP / 2), record_bytes(false) as isize);
+            tile::load::<B>(w.add(half * CODES_OF_GROUP / 2), LINE as isize);
+            tile::i8_i8::<C, A, B>();
         }
     }
 
-    /// Scales the sums of unit `u`, which are in place `c`, and adds them.
+    /// Scales the sums of unit `u`, which was multiplied as number `i`, and adds them to `out`.
     ///
     /// # Safety
-    /// The contract of [`Part::add`]; the unit's sums are stored.
+    /// The unit's records, scales and sums are readable. The calling function is compiled for AVX-512.
     #[inline(always)]
-    unsafe fn scale<const HALVES: bool, const OFFSET: bool>(
+    unsafe fn scaled<const HALVES: bool, const OFFSET: bool>(
         &self,
         u: usize,
-        c: usize,
-        out: &mut [__m512; ROWS],
-    ) {
+        i: usize,
+        out: [__m512; ROWS],
+    ) -> [__m512; ROWS] {
         let (x, w, half) = self.unit::<HALVES, OFFSET>(u);
+        let (sums, mut out) = (self.sums(i), out);
         // SAFETY: by contract the unit's records, scales and sums are readable.
         unsafe {
-            let sums = self.sums.add(c * SUMS_OF_TILE);
             let scales = w.add(CODES_OF_GROUP).cast::<f32>();
             let scale = _mm512_loadu_ps(scales.add(half * PANEL));
-            for (r, out) in out.iter_mut().enumerate() {
+            for r in 0..ROWS {
                 let own = x.add(r * record_bytes(false) + SCALE).cast::<f32>().read_unaligned();
                 let sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums.add(r * 4 * PANEL).cast()));
-                *out = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale, _mm512_set1_ps(own)), *out);
+                out[r] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale, _mm512_set1_ps(own)), out[r]);
             }
             if OFFSET {
                 let vectors = if HALVES { 2 } else { 1 };
                 let offset = _mm512_loadu_ps(scales.add((vectors + half) * PANEL));
-                for (r, out) in out.iter_mut().enumerate() {
+                for r in 0..ROWS {
                     let sum = x.add(r * record_bytes(false) + SUMS + 4 * half).cast::<f32>();
-                    *out = _mm512_fmadd_ps(offset, _mm512_set1_ps(sum.read_unaligned()), *out);
+                    out[r] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sum.read_unaligned()), out[r]);
                 }
             }
         }
+        out
     }
 }
