@@ -36,7 +36,7 @@ pub(super) fn main(a: &GenerateArgs, file: &Path) -> Result<u8> {
     }
     let defaults = Defaults { sequences: parallel.min(lines.len()), ..FAST };
     let mut m = start_with(&a.language, None, defaults, Some(&proposals))?;
-    let tokenizer = m.file.tokenizer()?.map(Arc::new);
+    let tokenizer = m.tokenizer.take().map(Arc::new);
     options.mask = demand.map(|d| d.mask(tokenizer.as_deref())).transpose()?;
     let mut batch = Batch::new(tokenizer.clone());
     batch.speculate(speculation(&proposals, &mut m)?);

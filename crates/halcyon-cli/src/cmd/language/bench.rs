@@ -1,7 +1,7 @@
 //! `halcyon bench llm`: tokens per second, by llama-bench's protocol: a prompt of random tokens, then single
 //! tokens, each after a given number of positions.
 
-use super::{FAST, MAX_CONTEXT, start};
+use super::{Defaults, FAST, MAX_CONTEXT, start};
 use crate::args::BenchLlmArgs;
 use crate::report;
 use halcyon::{Error, Result};
@@ -20,7 +20,7 @@ pub(crate) fn main(a: &BenchLlmArgs) -> Result<u8> {
         return Err(Error::argument("bench llm", what));
     }
     let chunk = a.language.cache.chunk()?;
-    let mut m = start(&a.language, Some(positions), FAST)?;
+    let mut m = start(&a.language, Some(positions), Defaults { text: false, ..FAST })?;
     let (mut rows, mut lines) = (vec![], vec![]);
     let backend = m.devices();
     for depth in &a.depth {

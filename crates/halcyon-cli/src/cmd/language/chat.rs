@@ -48,7 +48,7 @@ pub(crate) fn main(a: &ChatArgs) -> Result<u8> {
     let mut options = options(&a.sampling)?;
     let demand = demand(&a.sampling)?;
     let mut model = start_with(&a.language, None, FINE, Some(&a.speculation))?;
-    let tokenizer = model.tokenizer()?;
+    let tokenizer = model.take_tokenizer()?;
     options.mask = demand.map(|d| d.mask(Some(&tokenizer))).transpose()?;
     let template = match &a.chat_template {
         Some(file) => ChatTemplate::new(&input::text(file)?)?,

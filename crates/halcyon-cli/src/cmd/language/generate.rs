@@ -26,8 +26,8 @@ pub(crate) fn main(a: &GenerateArgs) -> Result<u8> {
     let watch = a.json.then(|| MemorySampler::start(Duration::from_millis(2))).flatten();
     let mut m = start_with(&a.language, None, FAST, Some(&a.speculation))?;
     let tokenizer = match &a.prompt {
-        Some(_) => Some(m.tokenizer()?),
-        None => m.file.tokenizer()?,
+        Some(_) => Some(m.take_tokenizer()?),
+        None => m.tokenizer.take(),
     };
     let prompt = match (&a.prompt_tokens, &a.prompt, &tokenizer) {
         (Some(file), ..) => tokens(file)?,

@@ -35,8 +35,10 @@ use halcyon_text::Tokenizer;
 use serde_json::{Value, json};
 use speculate::Draft;
 use std::io::{Read, Write};
+use std::panic::resume_unwind;
 use std::path::Path;
 use std::sync::Arc;
+use std::thread::ScopedJoinHandle;
 
 /// The most positions of the cache unless the user asks for more.
 const CONTEXT: usize = 4096;
@@ -47,6 +49,8 @@ const MAX_TEXT: u64 = 256 << 20;
 pub(super) struct Running {
     pub file: ModelFile,
     pub engine: Engine,
+    /// If the command asked for it ([`Defaults::text`]) and the model has one.
+    pub tokenizer: Option<Tokenizer>,
     options: EngineOptions,
     /// The device of each part, and why.
     pub placement: Value,
@@ -87,19 +91,26 @@ pub(super) struct Defaults {
     kv_dtype: &'static str,
     activations: Activations,
     work: Work,
+    /// Whether the command needs the tokenizer. It is made while the weights are loaded.
+    pub text: bool,
     /// Sequences for which the cache has room, of the context's length each.
     pub sequences: usize,
 }
 
 /// Speed comes first.
-pub(super) const FAST: Defaults =
-    Defaults { kv_dtype: "f16", activations: Activations::Fast, work: Work::Generation, sequences: 1 };
+pub(super) const FAST: Defaults = Defaults {
+    kv_dtype: "f16",
+    activations: Activations::Fast,
+    work: Work::Generation,
+    text: true,
+    sequences: 1,
+};
 /// Prompts of chats are short, and small models answer better.
 pub(super) const FINE: Defaults = Defaults { activations: Activations::Fine, work: Work::Chat, ..FAST };
 /// The quality of a model is measured.
 pub(super) const MEASURE: Defaults = Defaults { work: Work::All, ..FINE };
 /// Numbers are compared with those of other programs.
-pub(super) const EXACT: Defaults = Defaults { kv_dtype: "f32", ..MEASURE };
+pub(super) const EXACT: Defaults = Defaults { kv_dtype: "f32", text: false, ..MEASURE };
 
 fn activations(name: &str) -> Result<Activations> {
     match name {
@@ -138,17 +149,28 @@ pub(super) fn start_with(
     let options = EngineOptions { sequences, positions, cache, chunk, ..EngineOptions::default() };
     let lora = adapters(&a.lora, &a.hub, &file)?;
     let load = LoadOptions { context, activations, lora: lora.as_ref(), fixed: true };
-    let decoder = devices.load(&file, load, options, defaults.work)?;
-    let draft = match speculation {
-        Some(s) => draft(a, (s, defaults.work), (&file, load), (&decoder, options))?,
-        None => None,
+    let mut prepare = || {
+        let decoder = devices.load(&file, load, options, defaults.work)?;
+        let draft = match speculation {
+            Some(s) => proposals(a, (s, defaults.work), (&file, load), (&decoder, options))?,
+            None => None,
+        };
+        let decoder = Arc::new(decoder);
+        if report::verbose() {
+            report::note(&place::text(&decoder, options, devices.why()));
+        }
+        let placement = place::to_json(&decoder, options, devices.why());
+        Ok((Engine::new(decoder, options)?, draft, placement))
     };
-    let decoder = Arc::new(decoder);
-    if report::verbose() {
-        report::note(&place::text(&decoder, options, devices.why()));
-    }
-    let placement = place::to_json(&decoder, options, devices.why());
-    Ok(Running { engine: Engine::new(decoder, options)?, file, options, placement, draft, ahead: None })
+    // The tokenizer takes as long as the weights of a small model.
+    let (made, tokenizer) = std::thread::scope(|s| {
+        let tokenizer = defaults.text.then(|| s.spawn(|| file.tokenizer()));
+        let made: Result<_> = prepare();
+        let join = |t: ScopedJoinHandle<'_, _>| t.join().unwrap_or_else(|panic| resume_unwind(panic));
+        (made, tokenizer.map_or(Ok(None), join))
+    });
+    let (engine, draft, placement) = made?;
+    Ok(Running { engine, file, tokenizer: tokenizer?, options, placement, draft, ahead: None })
 }
 
 /// The adapters of the options, on the host. A device gets them as weights when it computes, so the check of
@@ -163,7 +185,7 @@ const ONE_WAY: &str = "the model's own layer, --draft or --lookup: choose one";
 
 /// Loads what proposes tokens, unless that is a lookup. Fails if the model does not fit with it; a layer for
 /// further tokens that was not asked for is left out then.
-fn draft(
+fn proposals(
     a: &LanguageArgs,
     (s, work): (&SpeculationArgs, Work),
     (file, load): (&ModelFile, LoadOptions<'_>),
@@ -221,19 +243,21 @@ impl Running {
         place::devices(self.engine.decoder())
     }
 
-    /// The model's tokenizer.
-    pub(super) fn tokenizer(&self) -> Result<Tokenizer> {
-        tokenizer(&self.file)
+    /// The model's tokenizer, once.
+    pub(super) fn take_tokenizer(&mut self) -> Result<Tokenizer> {
+        self.tokenizer.take().ok_or_else(|| no_tokenizer(&self.file))
     }
 }
 
 fn tokenizer(file: &ModelFile) -> Result<Tokenizer> {
-    file.tokenizer()?.ok_or_else(|| {
-        Error::unsupported(
-            format!("text with {}, which has no tokenizer", file.path.display()),
-            "Put tokenizer.json into the folder, or give tokens (--prompt-tokens, --tokens)",
-        )
-    })
+    file.tokenizer()?.ok_or_else(|| no_tokenizer(file))
+}
+
+fn no_tokenizer(file: &ModelFile) -> Error {
+    Error::unsupported(
+        format!("text with {}, which has no tokenizer", file.path.display()),
+        "Put tokenizer.json into the folder, or give tokens (--prompt-tokens, --tokens)",
+    )
 }
 
 /// The options of a generation. Draws a seed if none is given.

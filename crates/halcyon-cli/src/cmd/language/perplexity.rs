@@ -23,7 +23,7 @@ pub(crate) fn main(a: &PerplexityArgs) -> Result<u8> {
         return Err(Error::argument("--context", "a window has at least 2 positions"));
     }
     let mut m = start(&a.language, Some(window), MEASURE)?;
-    let tokenizer = m.tokenizer()?;
+    let tokenizer = m.take_tokenizer()?;
     let ids = tokens_of((&a.text, file), &tokenizer, PIECE)?;
     if ids.len() < 3 {
         return Err(Error::argument("perplexity", "the text is too short; give a longer one (--file)"));
