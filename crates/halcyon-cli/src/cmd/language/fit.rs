@@ -499,8 +499,8 @@ pub(crate) fn main(a: &FitArgs) -> Result<u8> {
     r.refused.map_or(Ok(0), Err)
 }
 
-/// The need of each device in a chat. A draft comes with its need in a generation; what it takes more in a chat
-/// counts as plans.
+/// The need of each device in a chat. A draft comes with its need in a generation; what it takes more in a
+/// chat counts as plans.
 fn in_a_chat(
     (decoder, options): (&Decoder, EngineOptions),
     steps: &[StepSize],

@@ -355,8 +355,8 @@ impl Product {
     /// Multiplies `w.1` panels at `w.0`, of which the first is panel `j`, with all tiles of a matrix.
     ///
     /// # Safety
-    /// The contract of [`Product::segment`]; the panels are packed. `room` is what follows them in the scratch
-    /// memory.
+    /// The contract of [`Product::segment`]; the panels are packed. `room` is what follows them in the
+    /// scratch memory.
     unsafe fn blocks(
         &self,
         job: &Job<'_>,

@@ -25,8 +25,8 @@ pub(super) const ROWS: usize = 16;
 const TILES: usize = 2;
 /// Groups that are multiplied before the next tile.
 const DEEP: usize = CHUNK;
-/// Units whose products are begun before the sums of the first are scaled: the time of a product, from loading
-/// its tiles to storing its sums, is several times that of scaling.
+/// Units whose products are begun before the sums of the first are scaled: the time of a product, from
+/// loading its tiles to storing its sums, is several times that of scaling.
 const AHEAD: usize = 4;
 /// Bytes of the codes of a prepared group.
 const CODES_OF_GROUP: usize = STEPS * LINE;
@@ -191,14 +191,14 @@ unsafe fn block<const HALVES: bool, const OFFSET: bool>(
         Part { x: t.x.wrapping_add(at), w, sums: t.work }
     };
     let pairs = tiles.len() * t.count;
-    // While the vectors work on the sums of one unit, the matrix unit multiplies the units after it, also those
-    // of the next pair of a tile and a panel.
+    // While the vectors work on the sums of one unit, the matrix unit multiplies the units after it, also
+    // those of the next pair of a tile and a panel.
     let (mut next, mut ahead) = ((0, 0), part(0));
     let mut issued = 0;
     let mut used = 0;
     // SAFETY: by contract the tiles' rows are arranged and the panels are prepared. The working memory has
-    // `2 AHEAD` tiles of sums, of which the unit in work and `AHEAD` after it use one each, and then one tile of
-    // sums for each pair. Results are written when the sums are complete.
+    // room for `2 AHEAD` tiles of sums: units that are multiplied but not yet scaled are at most so many. Then
+    // it has one tile of sums for each pair. Results are written when the sums are complete.
     unsafe {
         macro_rules! multiply {
             ($($c:literal $x:literal $w:literal)*) => {{
@@ -257,8 +257,8 @@ unsafe fn block<const HALVES: bool, const OFFSET: bool>(
 unsafe fn write(t: &Task<'_>, first: usize, p: usize, from: *const f32) {
     let columns = (t.columns - p * PANEL).min(PANEL);
     let parts = if t.pairs { 2 } else { 1 };
-    // SAFETY: by contract the results of these rows and columns are writable. The calling function is compiled
-    // for AVX-512.
+    // SAFETY: by contract the results of these rows and columns are writable. The calling function is
+    // compiled for AVX-512.
     unsafe {
         for r in 0..ROWS / parts {
             let v = _mm512_loadu_ps(from.add(parts * r * PANEL));
