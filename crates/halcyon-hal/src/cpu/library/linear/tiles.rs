@@ -197,8 +197,8 @@ unsafe fn block<const HALVES: bool, const OFFSET: bool>(
     let mut issued = 0;
     let mut used = 0;
     // SAFETY: by contract the tiles' rows are arranged and the panels are prepared. The working memory has
-    // room for `2 AHEAD` tiles of sums: units that are multiplied but not yet scaled are at most so many. Then
-    // it has one tile of sums for each pair. Results are written when the sums are complete.
+    // room for `2 AHEAD` tiles of sums: units that are multiplied but not yet scaled are at most so many.
+    // Then it has one tile of sums for each pair. Results are written when the sums are complete.
     unsafe {
         macro_rules! multiply {
             ($($c:literal $x:literal $w:literal)*) => {{
