@@ -14,38 +14,10 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// Alignment of small allocations: a cache line, which is also the width of the widest vector.
 pub(crate) const LINE: usize = 64;
-/// Allocations of at least this size are aligned to it, and the system is asked to back them with huge pages.
+/// Allocations of at least this size are aligned to it, so that the system can back them with huge pages.
 const HUGE: usize = 2 << 20;
-/// The pages of smaller blocks of the pool, from this size on, are supplied at once.
-const MANY_PAGES: usize = 256 << 10;
 /// Alignment of smaller host buffers: a page.
 const PAGE: usize = 4096;
-
-/// What the system is asked to do with pages.
-#[derive(Clone, Copy)]
-enum Advice {
-    /// To supply huge pages when the range is written. Many systems do so only on request.
-    HugePages,
-    /// To supply all pages now.
-    Populate,
-}
-
-/// # Safety
-/// The range begins at a page and belongs to an allocation.
-unsafe fn give_advice(start: *mut u8, bytes: usize, advice: Advice) {
-    #[cfg(target_os = "linux")]
-    {
-        let advice = match advice {
-            Advice::HugePages => libc::MADV_HUGEPAGE,
-            Advice::Populate => libc::MADV_POPULATE_WRITE,
-        };
-        // SAFETY: by contract the range is mapped, and both kinds of advice keep its contents. Errors are
-        // ignored: the pages are then supplied when they are written.
-        unsafe { libc::madvise(start.cast(), bytes, advice) };
-    }
-    #[cfg(not(target_os = "linux"))]
-    let _ = (start, bytes, advice);
-}
 
 /// Zeroed memory of the process. It is zeroed because reading uninitialised bytes is undefined behaviour in
 /// Rust, although the driver contract leaves the contents of a new buffer undefined. The system supplies
@@ -63,12 +35,7 @@ unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
     pub(crate) fn new(bytes: usize) -> Option<HostMemory> {
-        let memory = HostMemory::aligned(bytes, if bytes >= HUGE { HUGE } else { LINE })?;
-        if (MANY_PAGES..HUGE).contains(&bytes) {
-            // Blocks of the pool are written whole before long. A fault for each page would take longer.
-            memory.advise(bytes, PAGE, Advice::Populate);
-        }
-        Some(memory)
+        HostMemory::aligned(bytes, if bytes >= HUGE { HUGE } else { LINE })
     }
 
     /// Memory that begins at a page (or at a huge page, if it is large), for host buffers.
@@ -85,23 +52,7 @@ impl HostMemory {
         let skip = base.as_ptr().align_offset(align);
         // SAFETY: `skip < align`, and `bytes + align` bytes were allocated.
         let start = NonNull::new(unsafe { base.as_ptr().add(skip) })?;
-        let memory = HostMemory { base, layout, start };
-        if align == HUGE {
-            memory.advise(bytes, HUGE, Advice::HugePages);
-        }
-        Some(memory)
-    }
-
-    /// Gives the system advice about the whole pages of `page` bytes among the first `bytes` requested bytes.
-    /// A system that does not know the advice supplies small pages as they are written.
-    fn advise(&self, bytes: usize, page: usize, advice: Advice) {
-        let first = self.start.as_ptr().align_offset(page);
-        let whole = bytes.saturating_sub(first) / page * page;
-        if whole > 0 {
-            let start = self.start.as_ptr().wrapping_add(first);
-            // SAFETY: the range lies in the allocation, and neither advice changes the contents of memory.
-            unsafe { give_advice(start, whole, advice) };
-        }
+        Some(HostMemory { base, layout, start })
     }
 
     /// Address of the first requested byte.
