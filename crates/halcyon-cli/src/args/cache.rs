@@ -22,11 +22,8 @@ pub(crate) fn positive(s: &str) -> std::result::Result<NonZero<usize>, String> {
 
 /// The most tokens that are proposed at once.
 pub(crate) fn proposals(s: &str) -> std::result::Result<usize, String> {
-    let n = whole(s)?;
-    match SpeculationOptions::MOST {
-        most if !(1..=most).contains(&n) => Err(format!("expected a whole number from 1 to {most}")),
-        _ => Ok(n),
-    }
+    let (n, most) = (whole(s)?, SpeculationOptions::MOST);
+    if (1..=most).contains(&n) { Ok(n) } else { Err(format!("expected a whole number from 1 to {most}")) }
 }
 
 /// The seed of draws; `None` for a new one, which llama.cpp writes as `-1`.
