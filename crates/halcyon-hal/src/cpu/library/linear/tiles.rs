@@ -5,15 +5,16 @@
 //! of tile registers sums 16 rows by 16 outputs as integers. The sums go through memory to vectors, which
 //! scale and add them as `ints.rs` does. So the results have the same bits as those of AVX512_VNNI.
 //!
-//! A unit is a group, or half a group if halves have scales of their own. The products of four units are
-//! begun, then their sums are stored, and then the vectors scale the four units before them. Rows and panels
-//! are cut into blocks of [`DEEP`] groups of two tiles of rows and four panels, which stay in the first-level
-//! cache; the sums in f32 wait in memory in between.
+//! A unit is a group, or half a group if halves have scales of their own. While the vectors scale the sums of
+//! one unit, the matrix unit multiplies the next one. Rows and panels are cut into blocks of [`DEEP`] groups
+//! of two tiles of rows and four panels, which stay in the first-level cache; the sums in f32 wait in memory
+//! in between.
 //!
 //! Cost. A unit of 16 by 16 results of a whole group has 8,192 multiply-adds. At best its product takes 16
 //! cycles of the matrix unit, storing its sums 16 cycles of the store port, and scaling them 24 cycles of two
-//! ports, 32 with offsets; all of these could overlap in about 30. Measured at 2.5 GHz, products alone take
-//! 70 cycles, scaling alone 40, and both together 95 to 110, so they do not overlap yet.
+//! ports, 32 with offsets; all of these could overlap in about 30. Measured, it takes several times as long:
+//! products alone take 70 cycles at 2.5 GHz, and they hardly overlap with scaling. `docs/performance.md` says
+//! what was tried.
 
 use super::ints::{Kind, Vnni, code};
 use super::layout::{CHUNK, Decoded, GROUP, LINE, Layout, PANEL, STEPS};
@@ -28,16 +29,8 @@ pub(super) const ROWS: usize = 16;
 const TILES: usize = 2;
 /// Groups that are multiplied before the next tile.
 const DEEP: usize = CHUNK;
-/// Units whose products are begun before the sums of the first are scaled: the time of a product, from
-/// loading its tiles to storing its sums, is several times that of scaling.
-const AHEAD: usize = 4;
 /// Bytes of the codes of a prepared group.
 const CODES_OF_GROUP: usize = STEPS * LINE;
-/// A row of zeros, which all rows of a register are loaded from. A product with a register that `tilezero`
-/// cleared takes 52 cycles before the next one begins, and one with a register that was loaded 16.
-static ZEROS: Line = Line([0; LINE]);
-#[repr(align(64))]
-struct Line([u8; LINE]);
 /// Bytes of a tile of sums.
 const SUMS_OF_TILE: usize = ROWS * PANEL * 4;
 
@@ -54,7 +47,7 @@ pub(super) fn prepared_bytes(l: &Layout, groups: usize) -> usize {
 
 /// Bytes of memory that [`multiply`] works in for `panels` panels, a multiple of 64.
 pub(super) fn work_bytes(panels: usize) -> usize {
-    (2 * AHEAD + TILES * panels) * SUMS_OF_TILE
+    (2 + TILES * panels) * SUMS_OF_TILE
 }
 
 /// Prepares a panel.
@@ -165,109 +158,60 @@ pub(super) unsafe fn multiply(t: &Task<'_>) {
 /// The contract of [`multiply`]; the registers are configured for the layout.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn blocks<const HALVES: bool, const OFFSET: bool>(t: &Task<'_>) {
+    let (each, record) = (group_bytes(t.layout), record_bytes(false));
+    let waiting = t.work.wrapping_add(2 * SUMS_OF_TILE);
     for tiles in t.tiles.chunks(TILES) {
         for g in (0..t.groups).step_by(DEEP) {
-            // SAFETY: this function has the contract of `block`.
-            unsafe { block::<HALVES, OFFSET>(t, tiles, (g, (t.groups - g).min(DEEP))) };
-        }
-    }
-}
-
-/// Multiplies `groups.1` groups from `groups.0` on of some tiles with all panels.
-///
-/// # Safety
-/// The contract of [`blocks`], which is called with the groups in order.
-#[inline(always)]
-unsafe fn block<const HALVES: bool, const OFFSET: bool>(
-    t: &Task<'_>,
-    tiles: &[Tile],
-    groups: (usize, usize),
-) {
-    let (first, some) = groups;
-    let units = some * if HALVES { 2 } else { 1 };
-    let each = group_bytes(t.layout);
-    let waiting = t.work.wrapping_add(AHEAD * 2 * SUMS_OF_TILE);
-    let part = |pair: usize| {
-        let (i, p) = (pair / t.count, pair % t.count);
-        let at = tiles[i].first as usize * t.arranged + first * ROWS * record_bytes(false);
-        let w = t.panels.wrapping_add((p * t.groups + first) * each);
-        Part { x: t.x.wrapping_add(at), w, sums: t.work }
-    };
-    let pairs = tiles.len() * t.count;
-    // While the vectors work on the sums of one unit, the matrix unit multiplies the units after it, also
-    // those of the next pair of a tile and a panel.
-    let (mut next, mut ahead) = ((0, 0), part(0));
-    let mut issued = 0;
-    let mut used = 0;
-    // SAFETY: by contract the tiles' rows are arranged and the panels are prepared. The working memory has
-    // room for `2 AHEAD` tiles of sums: units that are multiplied but not yet scaled are at most so many.
-    // Then it has one tile of sums for each pair. Results are written when the sums are complete.
-    unsafe {
-        macro_rules! multiply {
-            ($($c:literal $x:literal $w:literal)*) => {{
-                let mut more = 0;
-                $(
-                    if next.0 < pairs {
-                        ahead.product::<HALVES, OFFSET, $c, $x, $w>(next.1);
-                        more = $c + 1;
-                        next.1 += 1;
-                        if next.1 == units {
-                            next = (next.0 + 1, 0);
-                            if next.0 < pairs {
-                                ahead = part(next.0);
+            let some = (t.groups - g).min(DEEP);
+            for (i, rows) in tiles.iter().enumerate() {
+                for p in 0..t.count {
+                    // SAFETY: by contract the tile's rows are arranged, the panel is prepared, and the
+                    // working memory has two tiles of sums, and then one for each pair of a tile and a panel.
+                    // The results of the panel's columns are written when the sums are complete.
+                    unsafe {
+                        let part = Part {
+                            x: t.x.add(rows.first as usize * t.arranged + g * ROWS * record),
+                            w: t.panels.add((p * t.groups + g) * each),
+                            groups: some,
+                            sums: t.work,
+                        };
+                        let waiting = waiting.add((i * t.count + p) * SUMS_OF_TILE).cast::<f32>();
+                        let mut out = [_mm512_setzero_ps(); ROWS];
+                        if g > 0 {
+                            for (r, out) in out.iter_mut().enumerate() {
+                                *out = _mm512_loadu_ps(waiting.add(r * PANEL));
+                            }
+                        }
+                        part.add::<HALVES, OFFSET>(&mut out);
+                        if g + some == t.groups {
+                            write(t, rows.first as usize, p, &out);
+                        } else {
+                            for (r, out) in out.iter().enumerate() {
+                                _mm512_storeu_ps(waiting.add(r * PANEL), *out);
                             }
                         }
                     }
-                )*
-                $(
-                    if $c < more {
-                        tile::store::<$c>(ahead.sums(issued + $c), (4 * PANEL) as isize);
-                    }
-                )*
-                issued += more;
-            }};
-        }
-        multiply!(0 4 6 1 5 7 2 4 6 3 5 7);
-        for pair in 0..pairs {
-            let now = part(pair);
-            let waiting = waiting.add(pair * SUMS_OF_TILE).cast::<f32>();
-            let mut out: [__m512; ROWS] = match first {
-                0 => [_mm512_setzero_ps(); ROWS],
-                _ => std::array::from_fn(|r| _mm512_loadu_ps(waiting.add(r * PANEL))),
-            };
-            for u in 0..units {
-                if used % AHEAD == 0 {
-                    multiply!(0 4 6 1 5 7 2 4 6 3 5 7);
                 }
-                out = now.scaled::<HALVES, OFFSET>(u, used, out);
-                used += 1;
-            }
-            for r in 0..ROWS {
-                _mm512_storeu_ps(waiting.add(r * PANEL), out[r]);
-            }
-            if first + some == t.groups {
-                write(t, tiles[pair / t.count].first as usize, pair % t.count, waiting);
             }
         }
     }
 }
 
-/// Writes the results of a tile and panel `p`, which are at `from`.
+/// Writes the results of a tile and panel `p`.
 ///
 /// # Safety
 /// The contract of [`multiply`]; the tile's rows are those from `first` on in the order.
 #[inline(always)]
-unsafe fn write(t: &Task<'_>, first: usize, p: usize, from: *const f32) {
+unsafe fn write(t: &Task<'_>, first: usize, p: usize, out: &[__m512; ROWS]) {
     let columns = (t.columns - p * PANEL).min(PANEL);
     let parts = if t.pairs { 2 } else { 1 };
     // SAFETY: by contract the results of these rows and columns are writable. The calling function is
     // compiled for AVX-512.
     unsafe {
         for r in 0..ROWS / parts {
-            let v = _mm512_loadu_ps(from.add(parts * r * PANEL));
             let v = match t.pairs {
-                true => _mm512_add_ps(v, _mm512_loadu_ps(from.add((2 * r + 1) * PANEL))),
-                false => v,
+                true => _mm512_add_ps(out[2 * r], out[2 * r + 1]),
+                false => out[r],
             };
             let y = t.y.add(*t.rows.add(first + r) as usize * t.stride + p * PANEL);
             _mm512_mask_storeu_ps(y, ((1u32 << columns) - 1) as u16, v);
@@ -275,16 +219,44 @@ unsafe fn write(t: &Task<'_>, first: usize, p: usize, from: *const f32) {
     }
 }
 
-/// Some groups of a tile of rows and of a prepared panel. A unit is a group, or half a group that has its own
-/// scale.
+/// Some units of a tile of rows and of a prepared panel.
 struct Part {
     x: *const u8,
     w: *const u8,
-    /// Memory for `2 AHEAD` tiles of sums, which are used in turn.
+    groups: usize,
+    /// Memory for two tiles of sums.
     sums: *mut u8,
 }
 
 impl Part {
+    /// Adds the scaled products.
+    ///
+    /// # Safety
+    /// The groups are readable and the memory of the sums is writable. The registers are configured for the
+    /// layout. The calling function is compiled for AVX-512.
+    #[inline(always)]
+    unsafe fn add<const HALVES: bool, const OFFSET: bool>(&self, out: &mut [__m512; ROWS]) {
+        let each = if HALVES { 2 } else { 1 };
+        let units = self.groups * each;
+        // SAFETY: by contract all units exist; the sums of a unit are read after they were stored.
+        unsafe {
+            self.product::<HALVES, OFFSET, 0>(0);
+            let mut u = 0;
+            while u + 1 < units {
+                self.product::<HALVES, OFFSET, 1>(u + 1);
+                self.scale::<HALVES, OFFSET>(u, 0, out);
+                if u + 2 < units {
+                    self.product::<HALVES, OFFSET, 0>(u + 2);
+                }
+                self.scale::<HALVES, OFFSET>(u + 1, 1, out);
+                u += 2;
+            }
+            if u < units {
+                self.scale::<HALVES, OFFSET>(u, 0, out);
+            }
+        }
+    }
+
     /// The records and the prepared group of unit `u`, and the half of the group that it is.
     #[inline(always)]
     fn unit<const HALVES: bool, const OFFSET: bool>(&self, u: usize) -> (*const u8, *const u8, usize) {
@@ -294,62 +266,53 @@ impl Part {
         (self.x.wrapping_add(g * ROWS * record_bytes(false)), self.w.wrapping_add(g * each), half)
     }
 
-    /// The place of the sums of the unit that is multiplied as number `i`.
-    #[inline(always)]
-    fn sums(&self, i: usize) -> *mut u8 {
-        self.sums.wrapping_add(i % (2 * AHEAD) * SUMS_OF_TILE)
-    }
-
-    /// Sums the products of unit `u` in register `C`, with `A` and `B` for its operands.
+    /// Sums the products of unit `u` in register `C`, and stores them.
     ///
     /// # Safety
-    /// The unit's records and codes are readable. The registers are configured for the layout.
+    /// The contract of [`Part::add`]; the unit exists.
     #[inline(always)]
-    unsafe fn product<const HALVES: bool, const OFFSET: bool, const C: u8, const A: u8, const B: u8>(
-        &self,
-        u: usize,
-    ) {
+    unsafe fn product<const HALVES: bool, const OFFSET: bool, const C: u8>(&self, u: usize) {
         let (x, w, half) = self.unit::<HALVES, OFFSET>(u);
-        // SAFETY: by contract the unit's records and codes are readable.
+        // SAFETY: by contract the unit's records and codes are readable, and there is memory for both sums.
         unsafe {
-            tile::load::<C>(ZEROS.0.as_ptr(), 0);
-            tile::load::<A>(x.add(CODES + half * GROUP / 2), record_bytes(false) as isize);
-            tile::load::<B>(w.add(half * CODES_OF_GROUP / 2), LINE as isize);
-            tile::i8_i8::<C, A, B>();
+            tile::zero::<C>();
+            tile::load::<4>(x.add(CODES + half * GROUP / 2), record_bytes(false) as isize);
+            tile::load::<6>(w.add(half * CODES_OF_GROUP / 2), LINE as isize);
+            tile::i8_i8::<C, 4, 6>();
+            tile::store::<C>(self.sums.add(usize::from(C) * SUMS_OF_TILE), (4 * PANEL) as isize);
         }
     }
 
-    /// Scales the sums of unit `u`, which was multiplied as number `i`, and adds them to `out`.
+    /// Scales the sums of unit `u`, which are in place `c`, and adds them.
     ///
     /// # Safety
-    /// The unit's records, scales and sums are readable. The calling function is compiled for AVX-512.
+    /// The contract of [`Part::add`]; the unit's sums are stored.
     #[inline(always)]
-    unsafe fn scaled<const HALVES: bool, const OFFSET: bool>(
+    unsafe fn scale<const HALVES: bool, const OFFSET: bool>(
         &self,
         u: usize,
-        i: usize,
-        out: [__m512; ROWS],
-    ) -> [__m512; ROWS] {
+        c: usize,
+        out: &mut [__m512; ROWS],
+    ) {
         let (x, w, half) = self.unit::<HALVES, OFFSET>(u);
-        let (sums, mut out) = (self.sums(i), out);
         // SAFETY: by contract the unit's records, scales and sums are readable.
         unsafe {
+            let sums = self.sums.add(c * SUMS_OF_TILE);
             let scales = w.add(CODES_OF_GROUP).cast::<f32>();
             let scale = _mm512_loadu_ps(scales.add(half * PANEL));
-            for r in 0..ROWS {
+            for (r, out) in out.iter_mut().enumerate() {
                 let own = x.add(r * record_bytes(false) + SCALE).cast::<f32>().read_unaligned();
                 let sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums.add(r * 4 * PANEL).cast()));
-                out[r] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale, _mm512_set1_ps(own)), out[r]);
+                *out = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale, _mm512_set1_ps(own)), *out);
             }
             if OFFSET {
                 let vectors = if HALVES { 2 } else { 1 };
                 let offset = _mm512_loadu_ps(scales.add((vectors + half) * PANEL));
-                for r in 0..ROWS {
+                for (r, out) in out.iter_mut().enumerate() {
                     let sum = x.add(r * record_bytes(false) + SUMS + 4 * half).cast::<f32>();
-                    out[r] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sum.read_unaligned()), out[r]);
+                    *out = _mm512_fmadd_ps(offset, _mm512_set1_ps(sum.read_unaligned()), *out);
                 }
             }
         }
-        out
     }
 }
