@@ -155,6 +155,24 @@ pub trait Buffer: Send + Sync + fmt::Debug {
 }
 pub type BufferRef = Arc<dyn Buffer>;
 
+/// The work of [`Device::supply`]. Dropping it waits for the end of the work.
+#[derive(Debug, Default)]
+pub struct Supply(Option<std::thread::JoinHandle<()>>);
+
+impl Supply {
+    /// Runs `work` on a thread. If no thread can be started, the memory is supplied at the first access.
+    pub(crate) fn start(work: impl FnOnce() + Send + 'static) -> Supply {
+        Supply(std::thread::Builder::new().name("halcyon-supply".into()).spawn(work).ok())
+    }
+}
+
+impl Drop for Supply {
+    fn drop(&mut self) {
+        // The work cannot panic, and there is nothing to undo if it did.
+        self.0.take().map(|t| t.join());
+    }
+}
+
 /// A compiled kernel.
 pub trait Program: Send + Sync + fmt::Debug {
     fn name(&self) -> &str;
@@ -416,6 +434,24 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
 
     /// Allocates at least `bytes` bytes (0 gives a valid empty buffer).
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef>;
+
+    /// Allocates a buffer whose bytes are zero although nothing writes them, because the system supplies its
+    /// memory at the first access ([`Device::supply`] makes it do so earlier). `None` if the device has no
+    /// such memory, or none of this size: then allocate a buffer and write it.
+    ///
+    /// # Errors
+    /// Those of [`Device::alloc`].
+    fn alloc_zeroed(&self, bytes: usize, tag: Tag) -> Result<Option<BufferRef>> {
+        let _ = (bytes, tag);
+        Ok(None)
+    }
+
+    /// Starts a thread that makes the system supply all memory of buffers from [`Device::alloc_zeroed`]. Their
+    /// contents do not change, and commands may use them meanwhile. Does nothing for other buffers.
+    fn supply(&self, buffers: &[BufferRef]) -> Supply {
+        let _ = buffers;
+        Supply::default()
+    }
 
     /// Bytes by which [`Device::alloc`] of this size and tag raises [`MemoryStats::allocated`] if no freed
     /// buffer is reused.

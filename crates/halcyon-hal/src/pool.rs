@@ -144,6 +144,8 @@ struct BlockInner<S: Source> {
     bytes: usize,
     class: usize,
     tag: Tag,
+    /// See [`Block::is_new`].
+    new: bool,
     pool: Arc<Pool<S>>,
 }
 
@@ -374,17 +376,18 @@ impl<S: Source> Pool<S> {
         class: usize,
         tag: Tag,
     ) -> std::result::Result<Block<S>, PoolError> {
-        let held =
-            |place, home, class| Arc::new(BlockInner { place, home, bytes, class, tag, pool: self.clone() });
+        let held = |place, home, class, new| {
+            Arc::new(BlockInner { place, home, bytes, class, tag, new, pool: self.clone() })
+        };
         let block = match self.exclusive() {
             true => {
-                let (raw, class) = self.whole(s, class)?;
+                let (raw, class, new) = self.whole(s, class)?;
                 let place = self.source.place(&raw, None);
                 let place = place.map_err(|why| {
                     s.stats.reserved -= class as u64;
                     PoolError { why, scattered: false }
                 })?;
-                held(place, Origin::Own(Some(raw)), class)
+                held(place, Origin::Own(Some(raw)), class, new)
             }
             false => {
                 let (chunk, offset) = self.range(s, class)?;
@@ -400,7 +403,7 @@ impl<S: Source> Pool<S> {
                 })?;
                 s.next += 1;
                 let number = s.next;
-                let h = held(place, Origin::Range(number), class);
+                let h = held(place, Origin::Range(number), class, false);
                 let live = Live { chunk, offset, bytes: class, pins: 0, held: Arc::downgrade(&h) };
                 s.live.insert(number, live);
                 h
@@ -417,8 +420,9 @@ impl<S: Source> Pool<S> {
         Ok(Block(block))
     }
 
-    /// An allocation for one buffer, either a kept allocation or a new one, with its size in bytes.
-    fn whole(&self, s: &mut State<S>, class: usize) -> std::result::Result<(S::Raw, usize), PoolError> {
+    /// An allocation for one buffer, either a kept allocation or a new one, with its size in bytes and
+    /// whether it is new.
+    fn whole(&self, s: &mut State<S>, class: usize) -> std::result::Result<(S::Raw, usize, bool), PoolError> {
         // The smallest kept allocation that is at most 25 % larger than the request.
         let fit = s
             .kept
@@ -428,7 +432,7 @@ impl<S: Source> Pool<S> {
         if let Some(k) = fit
             && let Some((_, raw)) = s.kept.get_mut(&k).and_then(Vec::pop)
         {
-            return Ok((raw, k));
+            return Ok((raw, k, false));
         }
         if s.stats.limit.is_some_and(|l| s.stats.allocated.saturating_add(class as u64) > l) {
             return Err(PoolError { why: "over the limit of this device".into(), scattered: false });
@@ -454,7 +458,7 @@ impl<S: Source> Pool<S> {
         s.stats.trims += (gave > 0) as u64;
         let raw = got.map_err(|why| PoolError { why, scattered: false })?;
         s.took(class);
-        Ok((raw, class))
+        Ok((raw, class, true))
     }
 
     /// Allocates a range of a chunk: (chunk, offset).
@@ -679,6 +683,11 @@ impl<S: Source> Block<S> {
     /// A number that is unique among live blocks.
     pub fn key(&self) -> usize {
         Arc::as_ptr(&self.0) as usize
+    }
+
+    /// Whether the source allocated this memory for this block: no block before it had any of the memory.
+    pub fn is_new(&self) -> bool {
+        self.0.new
     }
 
     pub fn downgrade(&self) -> WeakBlock<S> {

@@ -11,11 +11,11 @@ use crate::decoder::{CacheLayout, Decoder};
 use crate::grid;
 use ahead::Ahead;
 use halcyon::ir::error::{Error, Result};
-use halcyon::{Compiled, DType};
+use halcyon::{Compiled, DType, Supply};
 pub(crate) use selected::Pending;
 use stages::{Kind, Runner, StepFn, Want};
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Numbers of rows of a step. A step with fewer rows is filled up with unused rows.
 const ROWS: &[usize] = &[1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
@@ -77,6 +77,9 @@ pub struct Engine {
     want: Want,
     /// The model's own layer for further tokens.
     ahead: Option<Box<Ahead>>,
+    /// Set after the first step: the thread on which the system supplies the rest of the caches' memory. Before
+    /// it, the first token would come later.
+    supply: OnceLock<Vec<Supply>>,
     /// Whether feeds whose logits are all wanted have the rotations of tokens that are fed one by one.
     each: bool,
 }
@@ -118,6 +121,7 @@ impl Engine {
             floors: vec![0; o.sequences],
             want,
             ahead: None,
+            supply: OnceLock::new(),
             each: false,
             largest: None,
             decoder,

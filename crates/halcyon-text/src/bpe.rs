@@ -4,10 +4,12 @@ use crate::bad;
 use crate::merge::{NONE, Symbols};
 use crate::pre::Pre;
 use crate::spm::escape_space;
+use crate::texts::Texts;
 use crate::vocab::Vocab;
 use halcyon_ir::Result;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::OnceLock;
 
 /// The printable character that stands for a byte in byte-level vocabularies (GPT-2's table): the byte itself
 /// if it is printable in Latin-1, and a character from U+0100 on otherwise.
@@ -22,12 +24,34 @@ pub(crate) fn byte_to_char(byte: u8) -> char {
     }
 }
 
+/// Characters that stand for bytes have numbers below this.
+const BYTE_CHARS: usize = 0x150;
+
+/// The byte that each character below [`BYTE_CHARS`] stands for.
+fn byte_chars() -> &'static [Option<u8>; BYTE_CHARS] {
+    static TABLE: OnceLock<[Option<u8>; BYTE_CHARS]> = OnceLock::new();
+    TABLE.get_or_init(|| {
+        let mut table = [None; BYTE_CHARS];
+        (0..=255).for_each(|b| table[byte_to_char(b) as usize] = Some(b));
+        table
+    })
+}
+
+/// Appends the bytes that the characters of a byte-level token stand for. `None` if one of them stands for no
+/// byte; `out` then has the bytes of those before it.
+fn append_bytes(text: &str, out: &mut Vec<u8>) -> Option<()> {
+    let table = byte_chars();
+    text.chars().try_for_each(|c| {
+        out.push((*table.get(c as usize)?)?);
+        Some(())
+    })
+}
+
 /// The bytes that the characters of a byte-level token stand for. `None` if one of them stands for no byte.
 pub(crate) fn chars_to_bytes(text: &str) -> Option<Vec<u8>> {
-    use std::sync::OnceLock;
-    static TABLE: OnceLock<HashMap<char, u8>> = OnceLock::new();
-    let table = TABLE.get_or_init(|| (0..=255).map(|b| (byte_to_char(b), b)).collect());
-    text.chars().map(|c| table.get(&c).copied()).collect()
+    let mut out = Vec::with_capacity(text.len());
+    append_bytes(text, &mut out)?;
+    Some(out)
 }
 
 /// Two symbols as the key of a table.
@@ -61,7 +85,7 @@ impl Hasher for PairHasher {
 #[derive(Debug)]
 pub(crate) struct Bpe {
     pub(crate) pre: Pre,
-    symbols: HashMap<Box<[u8]>, u32>,
+    symbols: Texts,
     /// The rank of a pair, and what it becomes.
     pairs: HashMap<u64, (u32, u32), BuildHasherDefault<PairHasher>>,
     /// The symbol of each single byte, of byte-level vocabularies.
@@ -78,24 +102,25 @@ impl Bpe {
         if merges.len() >= NONE as usize / 4 {
             return Err(bad("tokenizer.ggml.merges", format!("{} merges are too many", merges.len())));
         }
-        let convert = |text: &str| match pre.byte_level {
-            true => chars_to_bytes(text),
-            false => Some(text.as_bytes().to_vec()),
-        };
-        // A token that byte-level text cannot form, such as a special one, is not found by merging.
-        let mut symbols: HashMap<Box<[u8]>, u32> = (0..vocab.len())
-            .filter_map(|i| Some((convert(&vocab.text[i])?.into_boxed_slice(), i as u32)))
-            .collect();
-        let tokens = vocab.len() as u32;
-        let mut count = tokens;
-        let mut intern = |bytes: &[u8]| match symbols.get(bytes) {
-            Some(&id) => id,
-            None => {
-                symbols.insert(bytes.into(), count);
-                count += 1;
-                count - 1
+        let append = |text: &str, out: &mut Vec<u8>| match pre.byte_level {
+            true => append_bytes(text, out),
+            false => {
+                out.extend_from_slice(text.as_bytes());
+                Some(())
             }
         };
+        let tokens = vocab.len() as u32;
+        let bytes = vocab.text.iter().map(String::len).sum();
+        let mut symbols = Texts::with_capacity(vocab.len(), bytes);
+        let mut work = vec![];
+        for text in &vocab.text {
+            work.clear();
+            match append(text, &mut work) {
+                Some(()) => _ = symbols.intern(&work),
+                // A token that byte-level text cannot form, such as a special one, is not found by merging.
+                None => symbols.skip(),
+            }
+        }
         let mut pairs = HashMap::with_capacity_and_hasher(merges.len(), Default::default());
         for (rank, merge) in merges.iter().enumerate() {
             // The left side may begin with the space that separates the two.
@@ -103,15 +128,17 @@ impl Bpe {
             let Some((left, right)) = space.and_then(|i| Some((merge.get(..i)?, merge.get(i + 1..)?))) else {
                 continue;
             };
-            let (Some(left), Some(right)) = (convert(left), convert(right)) else { continue };
-            if left.is_empty() || right.is_empty() {
+            work.clear();
+            let middle = append(left, &mut work).map(|()| work.len());
+            let (Some(middle), Some(())) = (middle, append(right, &mut work)) else { continue };
+            if middle == 0 || middle == work.len() {
                 continue;
             }
-            let pair = pair(intern(&left), intern(&right));
-            let merged = intern(&[left, right].concat());
+            let pair = pair(symbols.intern(&work[..middle]), symbols.intern(&work[middle..]));
+            let merged = symbols.intern(&work);
             pairs.entry(pair).or_insert((rank as u32, merged));
         }
-        let bytes = std::array::from_fn(|b| symbols.get(&[b as u8][..]).copied().unwrap_or(NONE));
+        let bytes = std::array::from_fn(|b| symbols.get(&[b as u8]).unwrap_or(NONE));
         let byte_tokens = (0..=255).map(|b: u8| vocab.id(&format!("<0x{b:02X}>"))).collect();
         Ok(Bpe { pre, symbols, pairs, bytes, tokens, byte_tokens })
     }
@@ -135,7 +162,7 @@ impl Bpe {
     }
 
     fn token(&self, bytes: &[u8]) -> Option<u32> {
-        self.symbols.get(bytes).copied().filter(|&id| id < self.tokens)
+        self.symbols.get(bytes).filter(|&id| id < self.tokens)
     }
 
     fn word(&self, word: &[u8], work: &mut Symbols, out: &mut Vec<u32>) {
@@ -153,7 +180,7 @@ impl Bpe {
                 let mut at = 0;
                 while at < word.len() {
                     let len = char_len(word[at]).min(word.len() - at);
-                    let id = self.symbols.get(&word[at..at + len]).copied().unwrap_or(NONE);
+                    let id = self.symbols.get(&word[at..at + len]).unwrap_or(NONE);
                     work.push(len, id);
                     at += len;
                 }

@@ -15,6 +15,7 @@ mod pre;
 mod special;
 mod spm;
 mod template;
+mod texts;
 mod to_json;
 mod tokenizer;
 mod value;

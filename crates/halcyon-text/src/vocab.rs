@@ -2,7 +2,10 @@
 
 use crate::bad;
 use halcyon_ir::Result;
-use std::collections::{BTreeSet, HashMap};
+use hashbrown::DefaultHashBuilder;
+use hashbrown::hash_table::{Entry, HashTable};
+use std::collections::BTreeSet;
+use std::hash::BuildHasher;
 
 /// Kinds of a token, as bits. A token may have several.
 pub(crate) mod kind {
@@ -135,7 +138,9 @@ const SHOWN: &[&str] = &["<|channel|>", "<|message|>", "<|start|>", "<|constrain
 pub(crate) struct Vocab {
     pub(crate) text: Vec<String>,
     pub(crate) kind: Vec<u8>,
-    ids: HashMap<String, u32>,
+    /// The tokens by their text.
+    ids: HashTable<u32>,
+    hash: DefaultHashBuilder,
     ends: BTreeSet<u32>,
 }
 
@@ -151,17 +156,23 @@ impl Vocab {
         if !types.is_empty() && types.len() < tokens.len() {
             return Err(bad("tokenizer.ggml.token_type", few(types.len(), tokens.len())));
         }
-        let mut v = Vocab { ids: HashMap::with_capacity(tokens.len()), ..Vocab::default() };
+        let mut v = Vocab { ids: HashTable::with_capacity(tokens.len()), ..Vocab::default() };
+        v.text.reserve(tokens.len());
         for (i, mut text) in tokens.into_iter().enumerate() {
             // Text is never equal to an empty token. It gets a name, so that several can be told apart.
             if text.is_empty() {
                 text = format!("[EMPTY_{i}]");
             }
-            if let Some(first) = v.ids.insert(text.clone(), i as u32) {
-                return Err(bad(
-                    place,
-                    format!("'{text}' is token {first} and token {i}; remove one of them"),
-                ));
+            let Vocab { text: texts, ids, hash, .. } = &mut v;
+            let same = |&id: &u32| texts[id as usize] == text;
+            let rehash = |&id: &u32| hash.hash_one(texts[id as usize].as_str());
+            match ids.entry(hash.hash_one(text.as_str()), same, rehash) {
+                Entry::Vacant(e) => _ = e.insert(i as u32),
+                Entry::Occupied(e) => {
+                    let first = *e.get();
+                    let what = format!("'{text}' is token {first} and token {i}; remove one of them");
+                    return Err(bad(place, what));
+                }
             }
             v.text.push(text);
             v.kind.push(types.get(i).map_or(kind::NORMAL, |&t| kind::from_gguf(t)));
@@ -174,7 +185,8 @@ impl Vocab {
     }
 
     pub(crate) fn id(&self, text: &str) -> Option<u32> {
-        self.ids.get(text).copied()
+        let same = |&id: &u32| self.text[id as usize] == text;
+        self.ids.find(self.hash.hash_one(text), same).copied()
     }
 
     pub(crate) fn is(&self, id: u32, bits: u8) -> bool {

@@ -199,7 +199,7 @@ pub use halcyon_hal::policy::{Fallback, Policy};
 pub use halcyon_hal::select::Selection;
 pub use halcyon_hal::{
     AllocationStrategy, BackendType, Counters, Defragmented, DeviceInfo, HostBuffer, MemoryPoolConfig,
-    MemoryStats, StreamOptions,
+    MemoryStats, StreamOptions, Supply,
 };
 pub use halcyon_host as host;
 pub use halcyon_ir as ir;

@@ -1,7 +1,11 @@
 //! `State`: a value with versions, such as a KV cache or a parameter.
 
+use crate::backend::Backend;
 use crate::tensor::Tensor;
+use halcyon_hal::{BufferRef, Supply, Tag};
+use halcyon_ir::dtype::DType;
 use halcyon_ir::error::{Error, Result};
+use halcyon_ir::shape::{Shape, TensorType};
 use std::sync::{Mutex, MutexGuard};
 
 /// A value that is replaced over time. Reads and writes follow program order: [`State::value`] returns the
@@ -17,6 +21,24 @@ impl State {
         State(Mutex::new(initial))
     }
 
+    /// A state of zeros, evaluated. On a device that has such memory, nothing writes the zeros, and the
+    /// system supplies the memory at the first access or at [`State::supply`].
+    ///
+    /// # Errors
+    /// `Error::OutOfMemory`; errors of the device.
+    #[track_caller]
+    pub fn zeros(backend: &Backend, shape: impl Into<Shape>, dtype: DType) -> Result<State> {
+        let shape = shape.into();
+        if let Ok(dims) = shape.dims()
+            && let Some(b) = backend.device().alloc_zeroed(dtype.bytes(dims.iter().product()), Tag::Io)?
+        {
+            return Ok(State::new(Tensor::from_buffer(backend, TensorType::new(dtype, &dims), b)));
+        }
+        let zeros = Tensor::zeros(backend, shape, dtype);
+        zeros.eval()?;
+        Ok(State::new(zeros))
+    }
+
     fn lock(&self) -> MutexGuard<'_, Tensor> {
         // The handle is replaced as a whole, so a panic in another thread leaves it valid.
         self.0.lock().unwrap_or_else(|e| e.into_inner())
@@ -25,6 +47,20 @@ impl State {
     /// The current version.
     pub fn value(&self) -> Tensor {
         self.lock().clone()
+    }
+
+    /// Starts a thread on which the system supplies the memory of states from [`State::zeros`]. Call it after
+    /// the first use of the states, which then comes sooner. Dropping the result waits for the thread.
+    pub fn supply<'a>(states: impl IntoIterator<Item = &'a State>) -> Vec<Supply> {
+        let mut by_device: Vec<(Backend, Vec<BufferRef>)> = vec![];
+        for t in states.into_iter().map(State::value) {
+            let Ok(b) = t.ready() else { continue };
+            match by_device.iter_mut().find(|(d, _)| d.is_same(&t.0.backend)) {
+                Some((_, all)) => all.push(b),
+                None => by_device.push((t.0.backend.clone(), vec![b])),
+            }
+        }
+        by_device.iter().map(|(d, all)| d.device().supply(all)).collect()
     }
 
     /// Makes `new` the current version, without its gradient history.

@@ -119,6 +119,21 @@ impl<'d> Cursor<'d> {
         }
     }
 
+    /// Strings; byte strings if one of them is not UTF-8. Vocabularies have hundreds of thousands.
+    fn strings(&mut self, n: usize, what: &str) -> Result<Array> {
+        let start = self.at;
+        let mut text = Vec::with_capacity(n);
+        for _ in 0..n {
+            let Ok(s) = std::str::from_utf8(self.string(what)?) else { break };
+            text.push(s.to_string());
+        }
+        if text.len() == n {
+            return Ok(Array::String(text));
+        }
+        self.at = start;
+        (0..n).map(|_| self.string(what).map(Vec::from)).collect::<Result<_>>().map(Array::Bytes)
+    }
+
     /// An array, which may contain arrays down to `depth` levels.
     fn elements(&mut self, depth: usize, what: &str) -> Result<Array> {
         if depth == 0 {
@@ -134,13 +149,7 @@ impl<'d> Cursor<'d> {
             }
             STRING => {
                 let n = count(self, 8)?;
-                let all = (0..n).map(|_| self.string(what)).collect::<Result<Vec<_>>>()?;
-                let text: std::result::Result<Vec<String>, _> =
-                    all.iter().map(|s| std::str::from_utf8(s).map(String::from)).collect();
-                Ok(match text {
-                    Ok(text) => Array::String(text),
-                    Err(_) => Array::Bytes(all.into_iter().map(Vec::from).collect()),
-                })
+                self.strings(n, what)
             }
             ARRAY => {
                 let n = count(self, 12)?;

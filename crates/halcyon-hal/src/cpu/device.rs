@@ -3,7 +3,7 @@
 use super::isa::IsaLevel;
 use super::library::gemm::product_bf16::Bf16Code;
 use super::library::{self, CpuKernel, Fault, Run};
-use super::memory::{CpuBuffer, HostMemory, HostSource, LINE, Ptr, copy_bytes};
+use super::memory::{CpuBuffer, Held, HostMemory, HostSource, LINE, Ptr, copy_bytes};
 use super::program::CpuProgram;
 use super::stream::CpuStream;
 use super::sys::Isa;
@@ -15,7 +15,7 @@ use crate::pool::{Pool, Source};
 use crate::{
     Accounts, BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device,
     DeviceInfo, Error, HostBuffer, LibraryCall, LibraryKernel, Options, Program, Result, Stream,
-    StreamOptions, Tag, Target, Timing,
+    StreamOptions, Supply, Tag, Target, Timing,
 };
 use halcyon_ir::data::Bytes;
 use halcyon_ir::kernel::Kernel;
@@ -90,6 +90,10 @@ pub(crate) fn describe() -> DeviceInfo {
 
 /// Alignment in bytes that suffices for every element type.
 pub(crate) const ELEMENT: usize = 8;
+
+/// Zeroed buffers of at least this size get memory that the system supplies at the first access. Smaller ones
+/// are written in less time than it takes to ask for their pages.
+const LAZY: usize = 1 << 20;
 
 /// The CPU device.
 #[derive(Debug)]
@@ -440,6 +444,24 @@ impl Device for CpuDevice {
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         Ok(Arc::new(CpuBuffer::pooled(self.pool.alloc(bytes, tag, &|| self.defragment())?, self.number)))
+    }
+
+    fn alloc_zeroed(&self, bytes: usize, tag: Tag) -> Result<Option<BufferRef>> {
+        if bytes < LAZY {
+            return Ok(None);
+        }
+        let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
+        // New memory of `HostMemory` is zero.
+        Ok(block.is_new().then(|| Arc::new(CpuBuffer::pooled(block, self.number)) as BufferRef))
+    }
+
+    fn supply(&self, buffers: &[BufferRef]) -> Supply {
+        let own = |b: &BufferRef| Some(CpuBuffer::of(&**b, self.number, "supply").ok()?.held());
+        let held: Vec<Held> = buffers.iter().filter_map(own).flatten().collect();
+        match held.is_empty() {
+            true => Supply::default(),
+            false => Supply::start(move || held.iter().for_each(Held::supply)),
+        }
     }
 
     fn defragment(&self) -> Result<Defragmented> {

@@ -158,6 +158,36 @@ impl Keep {
     }
 }
 
+/// Writable memory of a buffer that stays alive and in place.
+pub(crate) struct Held {
+    _keep: Keep,
+    at: Ptr,
+}
+
+impl Held {
+    /// Makes the system supply the memory that it has not supplied yet.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn supply(&self) {
+        // Small enough for other threads, which may wait for the process's list of mappings meanwhile.
+        const STEP: usize = 1 << 20;
+        let (start, end) = (self.at.ptr as usize, self.at.ptr as usize + self.at.bytes);
+        let (start, end) = (start.next_multiple_of(PAGE), end / PAGE * PAGE);
+        for at in (start..end).step_by(STEP) {
+            let p = self.at.ptr.wrapping_add(at - self.at.ptr as usize);
+            // SAFETY: whole pages inside the memory that `_keep` keeps alive and in place. The advice does not
+            // change the contents of a page, so other threads may use the memory meanwhile.
+            let done = unsafe { libc::madvise(p.cast(), STEP.min(end - at), libc::MADV_POPULATE_WRITE) };
+            if done != 0 {
+                // Before Linux 5.14, or without memory: the first access supplies a page.
+                return;
+            }
+        }
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn supply(&self) {}
+}
+
 /// Address and length of a buffer. Code that dereferences the pointer must have checked the length, must keep
 /// the memory alive, and must have registered its reads and writes with the device's tracker (or hold the
 /// device lock while there are no streams).
@@ -245,6 +275,14 @@ impl CpuBuffer {
             Storage::Pooled(block) | Storage::Part { block, .. } => Keep::Pooled(block.pin()),
             Storage::Lent { of, .. } => Keep::Lent { data: of.clone() },
         }
+    }
+
+    /// The memory, kept alive and in place; `None` for imported data.
+    pub(crate) fn held(&self) -> Option<Held> {
+        let keep = self.keep();
+        // Read after the pin, which excludes moves.
+        let at = self.at();
+        (!at.read_only).then_some(Held { _keep: keep, at })
     }
 
     /// Downcasts a buffer that device instance `owner` made. Returns an error for any other buffer.

@@ -160,9 +160,7 @@ pub(super) fn runners(model: &Arc<Decoder>, options: EngineOptions, want: Want) 
         let backend = &model.placement.devices[stage.device];
         let mut states = vec![];
         for shape in &shapes[own_states(model, n, layout)] {
-            let zeros = Tensor::zeros(backend, shape.dims, shape.dtype);
-            zeros.eval()?;
-            states.push(State::new(zeros));
+            states.push(State::zeros(backend, shape.dims, shape.dtype)?);
         }
         all.push(Runner { step: compile(model, n, layout, want), states });
     }
@@ -202,6 +200,8 @@ impl Engine {
             let step = last.filter(|_| end).unwrap_or(&runner.step);
             let mut out = step.call_updating(&all, &states, &[])?;
             if end {
+                let states = || self.stages.iter().flat_map(|s| &s.states);
+                self.supply.get_or_init(|| State::supply(states()));
                 return Ok(out);
             }
             if n == 0 && model.spec.per_layer.is_some() {

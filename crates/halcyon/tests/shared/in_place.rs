@@ -93,3 +93,34 @@ fn the_old_value_of_an_overwritten_state_may_be_a_result() {
         }
     }
 }
+
+/// The second state of a size gets the memory that the first one filled. Memory that the system supplies later
+/// has the same values, and steps still overwrite the states.
+#[test]
+fn states_of_zeros_are_zero_and_are_overwritten() {
+    for kind in test_backends() {
+        let b = backend(kind, Level::O2);
+        let step = b.compile(|x: &[Tensor]| [x[2].update_slice(&x[0], &x[1], 0)]);
+        for rows in [3, 200_001] {
+            let at = Tensor::scalar(&b, rows as f64 - 2.0, DType::I32);
+            let new = Tensor::from_slice(&b, [1, 2], &[5.0f32, 6.0]).unwrap();
+            for round in 0..3 {
+                let states = [(); 2].map(|()| State::zeros(&b, [rows, 2], DType::F32).unwrap());
+                let before = b.cache_stats().copies;
+                let supply = State::supply(&states);
+                step.call_updating(&[&new, &at], &[&states[0]], &[]).unwrap();
+                drop(supply);
+                assert_eq!(b.cache_stats().copies, before, "{kind} {rows} {round}");
+                let mut want = vec![0.0f32; 2 * rows];
+                assert_eq!(states[1].value().to_vec::<f32>().unwrap(), want, "{kind} {rows} {round}");
+                want[2 * rows - 4..2 * rows - 2].copy_from_slice(&[5.0, 6.0]);
+                assert_eq!(states[0].value().to_vec::<f32>().unwrap(), want, "{kind} {rows} {round}");
+                for s in &states {
+                    let filled = Tensor::full(&b, [rows, 2], 7.0, DType::F32);
+                    step.call_updating(&[&filled, &Tensor::scalar(&b, 0.0, DType::I32)], &[s], &[]).unwrap();
+                    assert_eq!(s.value().to_vec::<f32>().unwrap(), vec![7.0; 2 * rows], "{kind} {rows}");
+                }
+            }
+        }
+    }
+}
