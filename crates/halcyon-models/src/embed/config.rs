@@ -132,11 +132,16 @@ pub(crate) fn pooling_type(root: &Path) -> Result<(Option<u32>, Option<String>)>
         _ => None,
     };
     let dense = c.after.iter().any(|a| matches!(a, After::Dense(_)));
-    let missing = (kind.is_none() || dense).then(|| {
+    let normalised = c.after.iter().any(|a| matches!(a, After::Normalize));
+    let missing = if kind.is_none() || dense {
         let names: Vec<&str> = c.pooling.iter().map(|p| p.name()).collect();
         let then = if dense { " and a dense layer" } else { "" };
-        format!("the folder makes embeddings with {}{then}, which GGUF cannot say", names.join(" + "))
-    });
+        Some(format!("the folder makes embeddings with {}{then}, which GGUF cannot say", names.join(" + ")))
+    } else {
+        normalised.then(|| {
+            "the folder's embeddings have length 1, which GGUF cannot say; use `embed --normalize`".into()
+        })
+    };
     Ok((kind, missing))
 }
 

@@ -20,6 +20,8 @@ use crate::source::Source;
 use crate::spec::{Norm, Spec};
 use halcyon::ir::error::{Error, Result};
 use halcyon::{Backend, ConstData, Tensor};
+use serde_json::Value as Json;
+use std::path::Path;
 pub use step::EncoderEngine;
 
 /// A family of encoders. Its fields are those of a family of decoders.
@@ -95,22 +97,24 @@ impl EncoderSpec {
     /// `Error::Format` or `Error::Argument` for a configuration that lacks something or has values that are
     /// not supported.
     pub fn of(source: &Source) -> Result<Option<EncoderSpec>> {
-        let spec = match source {
+        match source {
             Source::Gguf(file) => {
                 let name = file.metadata().str("general.architecture")?;
                 if !FAMILIES.iter().any(|f| f.gguf.contains(&name)) {
                     return Ok(None);
                 }
-                return EncoderSpec::from_metadata(&Meta::new(file, name)?).map(Some);
+                EncoderSpec::from_metadata(&Meta::new(file, name)?).map(Some)
             }
-            Source::Folder(folder) => {
-                let hf = Hf::new(&folder.config, folder.path());
-                let name = hf.str("model_type")?;
-                let Some(f) = FAMILIES.iter().find(|f| f.hf.contains(&name)) else { return Ok(None) };
-                (f.from_hf)(&hf)?
-            }
-        };
-        spec.checked().map(Some)
+            Source::Folder(folder) => EncoderSpec::from_config(&folder.config, folder.path()),
+        }
+    }
+
+    /// What the encoder of a folder with this configuration computes; `None` if the model is no encoder.
+    pub(crate) fn from_config(config: &Json, folder: &Path) -> Result<Option<EncoderSpec>> {
+        let hf = Hf::new(config, folder);
+        let name = hf.str("model_type")?;
+        let Some(f) = FAMILIES.iter().find(|f| f.hf.contains(&name)) else { return Ok(None) };
+        (f.from_hf)(&hf)?.checked().map(Some)
     }
 
     /// What the encoder of a GGUF file computes.

@@ -15,7 +15,7 @@ use halcyon_formats::gguf::{Gguf, Metadata};
 use serde_json::{Map, Value as Json, json};
 
 /// A number as it would be written by hand: files hold the nearest f32.
-fn short(v: f64) -> f64 {
+pub(super) fn short(v: f64) -> f64 {
     (v as f32).to_string().parse().unwrap_or(v)
 }
 

@@ -1,6 +1,7 @@
 //! The content of an encoder's folder.
 
 use super::changes::{difference, refused};
+use super::config_json::short;
 use super::content::{Content, Entry, header};
 use super::folder::{finish, found, general};
 use super::names;
@@ -10,8 +11,10 @@ use crate::encoder::EncoderSpec;
 use crate::family::Meta;
 use crate::source::{Folder, Source};
 use crate::spec::{Activation, Ffn};
-use halcyon::ir::error::Result;
-use halcyon_formats::gguf::{Array, Value};
+use halcyon::DType;
+use halcyon::ir::error::{Error, Result};
+use halcyon_formats::gguf::{Array, Gguf, Metadata, Value};
+use serde_json::{Value as Json, json};
 
 /// The content of a folder as a GGUF file.
 pub(super) fn content<'a>(source: &'a Source, folder: &'a Folder, spec: &EncoderSpec) -> Result<Content<'a>> {
@@ -50,7 +53,11 @@ pub(super) fn content<'a>(source: &'a Source, folder: &'a Folder, spec: &Encoder
     Ok(content)
 }
 
-fn compare(spec: &EncoderSpec, read: &EncoderSpec, arch: &str) -> Result<()> {
+/// Whether both compute the same, but for what files cannot say.
+///
+/// # Errors
+/// `Error::Unsupported` with the first difference.
+pub(super) fn compare(spec: &EncoderSpec, read: &EncoderSpec, arch: &str) -> Result<()> {
     let mut want = spec.clone();
     (want.body.family, want.body.context) = (read.body.family, read.body.context);
     want.first_position = read.first_position.and(want.first_position).map(|_| 0);
@@ -112,6 +119,74 @@ fn keys(spec: &EncoderSpec, arch: &str, types: usize) -> Vec<(String, Value)> {
         all.push(("tokenizer.ggml.token_type_count".into(), size(types)));
     }
     all
+}
+
+/// `config.json` of the encoder of a GGUF file.
+pub(super) fn configuration(source: &Source, file: &Gguf, spec: &EncoderSpec, dtype: DType) -> Result<Json> {
+    let body = &spec.body;
+    let m = file.metadata();
+    let id = |key: &str| m.maybe(&format!("tokenizer.ggml.{key}_token_id"), Metadata::u64);
+    let has = |name: &str| Ok::<_, Error>(source.find(body, name)?.is_some());
+    let activation = match body.layers.first().map(|l| &l.ffn) {
+        Some(Ffn::Plain(Activation::GeluTanh) | Ffn::Gated(Activation::GeluTanh)) => "gelu_pytorch_tanh",
+        _ => "gelu",
+    };
+    let mut c = json!({
+        "torch_dtype": match dtype { DType::F16 => "float16", DType::BF16 => "bfloat16", _ => "float32" },
+        "vocab_size": body.vocabulary,
+        "hidden_size": body.hidden,
+        "num_hidden_layers": body.layers.len(),
+        "num_attention_heads": spec.heads,
+        "intermediate_size": body.layers.first().map_or(0, |l| l.inner),
+        "max_position_embeddings": body.context,
+        "pad_token_id": id("padding")?.unwrap_or(0),
+    });
+    let eps = short(spec.norm.eps);
+    let more = match spec.norm_after {
+        true => json!({
+            "architectures": ["BertModel"],
+            "model_type": "bert",
+            "hidden_act": activation,
+            "layer_norm_eps": eps,
+            "position_embedding_type": "absolute",
+            "type_vocab_size": match source.find(body, "token_types.weight")? {
+                Some(w) => w.dims().first().copied().unwrap_or(1),
+                None => 1,
+            },
+        }),
+        false => {
+            let local: Vec<bool> = spec.layers.iter().map(|l| l.local).collect();
+            let base = |local: bool| {
+                let layer = spec.layers.iter().find(|l| l.local == local);
+                layer.and_then(|l| l.rope.as_ref()).map(|r| short(r.base))
+            };
+            let kind = |l: &bool| if *l { "sliding_attention" } else { "full_attention" };
+            // Transformers before version 5 reads this in place of the list.
+            let every = local.iter().skip(1).position(|l| !l).map_or(local.len().max(1), |i| i + 1);
+            json!({
+                "architectures": ["ModernBertModel"],
+                "model_type": "modernbert",
+                "hidden_activation": activation,
+                "norm_eps": eps,
+                "norm_bias": has("token_embd_norm.bias")?,
+                "attention_bias": has("blk.0.attn_output.bias")?,
+                "mlp_bias": has("blk.0.ffn_down.bias")?,
+                "layer_types": local.iter().map(kind).collect::<Vec<_>>(),
+                "global_attn_every_n_layers": every,
+                "global_rope_theta": base(false).or(base(true)),
+                "local_rope_theta": base(true).or(base(false)),
+                "local_attention": 2 * spec.reach,
+                "bos_token_id": id("bos")?,
+                "eos_token_id": id("eos")?,
+                "cls_token_id": id("bos")?,
+                "sep_token_id": id("seperator")?,
+            })
+        }
+    };
+    if let (Json::Object(c), Json::Object(more)) = (&mut c, more) {
+        c.extend(more);
+    }
+    Ok(c)
 }
 
 /// The name of a tensor in files; see [`super::changes::Changes::place`].

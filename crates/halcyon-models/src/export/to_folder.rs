@@ -7,8 +7,9 @@
 
 use super::changes::Changes;
 use super::config_json;
+use super::encoder;
 use super::folder::in_f32;
-use super::names::names;
+use super::names::{self, names};
 use super::outputs::Part;
 use super::tokenizer_json;
 use crate::encoder::EncoderSpec;
@@ -17,11 +18,11 @@ use crate::source::{Place, Source, Weights, places};
 use crate::spec::{Mixer, Spec};
 use halcyon::DType;
 use halcyon::ir::error::{Error, Result};
-use halcyon_formats::gguf::{GgmlType, Metadata};
+use halcyon_formats::gguf::{GgmlType, Gguf, Metadata};
 use halcyon_formats::output;
 use halcyon_formats::safetensors::SafeTensorsWriter;
 use half::{bf16, f16};
-use serde_json::Value as Json;
+use serde_json::{Value as Json, json};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
@@ -79,24 +80,14 @@ pub fn write_folder(
     if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
         return Err(Error::argument("convert", format!("{dtype}: expected f32, f16 or bf16")));
     }
-    if EncoderSpec::of(source)?.is_some() {
-        return Err(Error::unsupported("a folder of an encoder's GGUF file", "Use the GGUF file"));
-    }
-    let spec = family::spec(source)?;
-    let config = config_json::configuration(source, file, &spec, dtype)?;
-    let mut own = family::from_config(&config, folder)?;
-    own.ahead.truncate(spec.ahead.len());
-    let arch = file.metadata().str("general.architecture")?;
-    let changes = Changes::between(&own, &spec, arch).map_err(|e| match e {
-        Error::Unsupported { what, .. } => {
-            Error::unsupported(what.replace("as a GGUF file", "as a folder"), "Use the GGUF file")
-        }
-        e => e,
-    })?;
-    let mut reader = Reader { source, spec: &spec, all: vec![], last: None };
-    let targets = targets(&mut reader, &own, &changes)?;
+    let form = match EncoderSpec::of(source)? {
+        Some(spec) => encoder_form(source, file, spec, dtype, folder)?,
+        None => decoder_form(source, file, dtype, folder)?,
+    };
+    let mut reader = Reader { source, spec: &form.spec, all: vec![], last: None };
+    let targets = targets(&mut reader, &form)?;
     let work = Unfinished::new(folder)?;
-    let warnings = write_texts(&work.path, file.metadata(), &config)?;
+    let warnings = write_texts(&work.path, file.metadata(), &form.config)?;
     let infos: Vec<_> = targets.iter().map(|t| (t.name.as_str(), dtype, &t.dims[..])).collect();
     let format = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     let mut out = SafeTensorsWriter::create(&work.path.join("model.safetensors"), &infos, &format)?;
@@ -117,13 +108,61 @@ pub(super) fn too_large(name: &str, value: f32) -> Error {
     Error::Format { file: format!("tensor '{name}'"), what }
 }
 
+/// What a folder is made of.
+struct Form {
+    config: Json,
+    /// The model as the folder has it, and as the file has it.
+    own: Spec,
+    spec: Spec,
+    /// The canonical names of the tensors that the model may have.
+    names: Vec<String>,
+    /// What the file changes in the folder's tensors; `None` for encoders, where it changes nothing.
+    changes: Option<Changes>,
+}
+
+fn as_folder(e: Error) -> Error {
+    match e {
+        Error::Unsupported { what, .. } => {
+            Error::unsupported(what.replace("as a GGUF file", "as a folder"), "Use the GGUF file")
+        }
+        e => e,
+    }
+}
+
+fn decoder_form(source: &Source, file: &Gguf, dtype: DType, folder: &Path) -> Result<Form> {
+    let spec = family::spec(source)?;
+    let config = config_json::configuration(source, file, &spec, dtype)?;
+    let mut own = family::from_config(&config, folder)?;
+    own.ahead.truncate(spec.ahead.len());
+    let arch = file.metadata().str("general.architecture")?;
+    let changes = Changes::between(&own, &spec, arch).map_err(as_folder)?;
+    Ok(Form { names: names(&own), config, own, spec, changes: Some(changes) })
+}
+
+fn encoder_form(
+    source: &Source,
+    file: &Gguf,
+    spec: EncoderSpec,
+    dtype: DType,
+    folder: &Path,
+) -> Result<Form> {
+    let config = encoder::configuration(source, file, &spec, dtype)?;
+    let own = EncoderSpec::from_config(&config, folder)?
+        .ok_or_else(|| Error::internal("the configuration of an encoder names none"))?;
+    let arch = file.metadata().str("general.architecture")?;
+    encoder::compare(&own, &spec, arch).map_err(as_folder)?;
+    let names = names::of_encoder(spec.body.layers.len());
+    Ok(Form { config, own: own.body, spec: spec.body, names, changes: None })
+}
+
 /// The tensors of the folder, each with its parts.
-fn targets(reader: &mut Reader<'_>, own: &Spec, changes: &Changes) -> Result<Vec<Target>> {
+fn targets(reader: &mut Reader<'_>, form: &Form) -> Result<Vec<Target>> {
+    let own = &form.own;
     let mut targets: Vec<Target> = vec![];
     let mut known: HashMap<String, usize> = HashMap::new();
-    for name in names(own) {
-        let Some(dims) = reader.dims(own, &name)? else { continue };
-        let places = places(own, &name, &dims);
+    for name in &form.names {
+        let Some(dims) = reader.dims(own, name)? else { continue };
+        let places = places(own, name, &dims);
         if places.is_empty() {
             return Err(Error::unsupported(
                 format!("the tensor '{name}' in a folder of {}", own.family),
@@ -131,7 +170,10 @@ fn targets(reader: &mut Reader<'_>, own: &Spec, changes: &Changes) -> Result<Vec
             ));
         }
         let number = reader.all.len();
-        let parts = changes.parts(own, &name, &dims, GgmlType::F32);
+        let parts = match &form.changes {
+            Some(changes) => changes.parts(own, name, &dims, GgmlType::F32),
+            None => vec![Part::whole(name, &dims, GgmlType::F32)],
+        };
         reader.all.push(Canonical { dims, parts });
         for p in places {
             let at = *known.entry(p.name.clone()).or_insert_with(|| {
@@ -252,10 +294,39 @@ fn write_texts(folder: &Path, m: &Metadata, config: &Json) -> Result<Vec<String>
         output::write(&folder.join("chat_template.jinja"), t.as_bytes())?;
     }
     let (files, warning) = tokenizer_json::of_metadata(m)?;
-    for (name, json) in files {
-        output::write(&folder.join(name), &text(&json)?)?;
+    for (name, json) in files.into_iter().chain(modules(m, config)?) {
+        let path = folder.join(name);
+        if let Some(parent) = path.parent() {
+            let io =
+                |e: std::io::Error| Error::Io { path: parent.display().to_string(), what: e.to_string() };
+            std::fs::create_dir_all(parent).map_err(io)?;
+        }
+        output::write(&path, &text(&json)?)?;
     }
     Ok(warning.into_iter().collect())
+}
+
+/// The files of sentence-transformers, if the file says how embeddings are pooled.
+fn modules(m: &Metadata, config: &Json) -> Result<Vec<(&'static str, Json)>> {
+    let arch = m.str("general.architecture")?;
+    let Some(kind) = m.maybe(&format!("{arch}.pooling_type"), Metadata::u64)? else { return Ok(vec![]) };
+    // Other numbers stand for no pooling, and for scores.
+    if !(1..=3).contains(&kind) {
+        return Ok(vec![]);
+    }
+    let of = |number: usize, path: &str, name: &str| {
+        let kind = format!("sentence_transformers.models.{name}");
+        json!({ "idx": number, "name": number.to_string(), "path": path, "type": kind })
+    };
+    let pooling = json!({
+        "word_embedding_dimension": config["hidden_size"],
+        "pooling_mode_mean_tokens": kind == 1,
+        "pooling_mode_cls_token": kind == 2,
+        "pooling_mode_lasttoken": kind == 3,
+        "include_prompt": true,
+    });
+    let list = json!([of(0, "", "Transformer"), of(1, "1_Pooling", "Pooling")]);
+    Ok(vec![("modules.json", list), ("1_Pooling/config.json", pooling)])
 }
 
 /// A folder that is being written beside its final place. Dropping it removes it.

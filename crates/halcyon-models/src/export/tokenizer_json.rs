@@ -1,6 +1,6 @@
 //! The files of a folder's tokenizer, from the metadata of a GGUF file.
 
-use super::vocabulary::TEXTS;
+use super::vocabulary::{HANGUL, Tokens, compare};
 use crate::model;
 use halcyon::ir::error::{Error, Result};
 use halcyon_formats::gguf::Metadata;
@@ -22,17 +22,16 @@ pub(super) fn of_metadata(m: &Metadata) -> Result<(Vec<(&'static str, Json)>, Op
     };
     let config = config(&g);
     let bytes = serde_json::to_vec(&config).map_err(|e| Error::internal(e.to_string()))?;
-    let (made, own) = (Tokenizer::from_json(text.as_bytes(), Some(&bytes))?, Tokenizer::from_gguf(g)?);
-    if let Some(t) = TEXTS.iter().find(|t| different(&made, &own, t)) {
-        return without(format!("no tokenizer.json gives the same tokens for '{}'", t.escape_debug()));
-    }
+    let (model, made) = (g.model.clone(), Tokenizer::from_json(text.as_bytes(), Some(&bytes))?);
+    let warning = match compare(&made, &Tokenizer::from_gguf(g)?, &model) {
+        Tokens::Same => None,
+        Tokens::ButHangul => Some(HANGUL.into()),
+        Tokens::Differ(t) => {
+            return without(format!("no tokenizer.json gives the same tokens for '{}'", t.escape_debug()));
+        }
+    };
     let json: Json = serde_json::from_str(&text).map_err(|e| Error::internal(e.to_string()))?;
-    Ok((vec![("tokenizer.json", json), ("tokenizer_config.json", config)], None))
-}
-
-fn different(a: &Tokenizer, b: &Tokenizer, text: &str) -> bool {
-    let of = |t: &Tokenizer| [true, false].map(|add| t.encode(text, add, true).ok());
-    of(a) != of(b)
+    Ok((vec![("tokenizer.json", json), ("tokenizer_config.json", config)], warning))
 }
 
 /// `tokenizer_config.json`.

@@ -36,7 +36,7 @@ const PRE: &[&str] = &[
 ];
 
 /// Texts whose tokens differ between ways to cut them.
-pub(super) const TEXTS: &[&str] = &[
+const TEXTS: &[&str] = &[
     "Hello, world! It's 12345 o'clock; we'Ve 3.14 apples.",
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n x",
     "  leading spaces, trailing spaces  ",
@@ -72,8 +72,11 @@ pub(super) fn of_folder(folder: &Folder, spec: &Spec) -> Result<(Vec<(String, Va
     };
     let base = common(&parts, &json, &config, &tokenizer, spec);
     for g in candidates(&json, &base, kind) {
-        if same(&tokenizer, &g) {
-            return Ok((keys(g, folder, &config)?, None));
+        let Ok(own) = Tokenizer::from_gguf(g.clone()) else { continue };
+        match compare(&tokenizer, &own, &g.model) {
+            Tokens::Same => return Ok((keys(g, folder, &config)?, None)),
+            Tokens::ButHangul => return Ok((keys(g, folder, &config)?, Some(HANGUL.into()))),
+            Tokens::Differ(_) => {}
         }
     }
     let why = "no tokenizer of GGUF gives the same tokens as tokenizer.json, so the file has no tokenizer";
@@ -258,13 +261,36 @@ fn candidates(json: &Json, base: &GgufTokenizer, kind: &str) -> Vec<GgufTokenize
     }
 }
 
-/// Whether both give the same tokens.
-fn same(json: &Tokenizer, g: &GgufTokenizer) -> bool {
-    let Ok(own) = Tokenizer::from_gguf(g.clone()) else { return false };
-    TEXTS.iter().all(|text| match (json.encode(text, true, true), own.encode(text, true, true)) {
-        (Ok(a), Ok(b)) => a == b,
-        _ => false,
-    })
+/// How the tokens of a `tokenizer.json` and of a GGUF file compare.
+#[derive(Debug, PartialEq)]
+pub(super) enum Tokens {
+    Same,
+    /// Those of Hangul differ: files of WordPiece are read as llama.cpp reads them, which keeps only the first
+    /// letter of each syllable.
+    ButHangul,
+    /// Those of this text differ.
+    Differ(String),
+}
+
+/// What a user should know about [`Tokens::ButHangul`].
+pub(super) const HANGUL: &str = "Korean texts get other tokens from the GGUF file than from tokenizer.json: with accents \
+     stripped, WordPiece in GGUF keeps only the first letter of each Hangul syllable, as in llama.cpp";
+
+/// Compares the tokens of [`TEXTS`]. `model` is the algorithm that the file names.
+pub(super) fn compare(json: &Tokenizer, file: &Tokenizer, model: &str) -> Tokens {
+    let differ = |text: &String| {
+        [true, false].iter().any(|add| match (json.encode(text, *add, true), file.encode(text, *add, true)) {
+            (Ok(a), Ok(b)) => a != b,
+            _ => true,
+        })
+    };
+    let Some(text) = TEXTS.iter().map(|t| t.to_string()).find(differ) else { return Tokens::Same };
+    let hangul = |c: &char| matches!(c, '\u{ac00}'..='\u{d7a3}');
+    let mut rest = TEXTS.iter().map(|t| t.chars().filter(|c| !hangul(c)).collect());
+    match model == "bert" && !rest.any(|t| differ(&t)) {
+        true => Tokens::ButHangul,
+        false => Tokens::Differ(text),
+    }
 }
 
 fn keys(g: GgufTokenizer, folder: &Folder, config: &Json) -> Result<Vec<(String, Value)>> {
