@@ -240,18 +240,22 @@ impl Backward<'_> {
         Gradient::Of(out)
     }
 
-    /// Whether the node equals the node that `build` makes for operands of these types. If not, another crate
-    /// made a composite of the same name with another body, and the composite is differentiated through its
-    /// body.
+    /// Whether the node equals the node that `build` makes for operands of these types, of which it reads at
+    /// least `least`. If not, another crate made a composite of the same name with another body, and the
+    /// composite is differentiated through its body.
     pub(crate) fn is_built_by(
         &self,
+        least: usize,
         build: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>,
-    ) -> Result<bool> {
+    ) -> bool {
+        if self.node.inputs.len() < least {
+            return false;
+        }
         let mut own = Graph::new();
         let types = self.node.inputs.iter().map(|x| self.g.ty(*x).clone()).enumerate();
         let x: Vec<NodeId> = types.map(|(i, t)| own.input(&format!("x{i}"), t)).collect();
-        let y = build(&mut own, &x)?;
-        Ok(own.node(y).op == self.node.op)
+        // Operands that `build` refuses are those of another body.
+        build(&mut own, &x).is_ok_and(|y| own.node(y).op == self.node.op)
     }
 
     /// Splits the gradients of the first operands, which [`flat`] has joined. `dims` are the sizes of these

@@ -47,7 +47,8 @@ pub fn checkpoint(
 
 /// Calls `f` on placeholders for `inputs`, and returns its result as a composite of this kind. A device may
 /// have one kernel for it; otherwise what `f` makes is computed. Tensors that `f` captures are further
-/// operands, as for [`checkpoint`].
+/// operands, as for [`checkpoint`]. With the name, attributes and shapes of a built-in composite, `f` must
+/// make what that one computes, because the device's kernel for it may run.
 ///
 /// ```
 /// use halcyon::prelude::*;

@@ -52,12 +52,15 @@ fn grad_flops(c: &Composite, inputs: &[Operand], y: &Operand) -> u64 {
 /// built-in one.
 fn gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     let (Some(scale), causal) = (c.float("scale"), c.flag("causal")) else { return Ok(Gradient::Body) };
+    let own = |g: &mut Graph, x: &[NodeId]| g.attention(x[0], x[1], x[2], x.get(3).copied(), causal, scale);
+    if !b.is_built_by(3, own) {
+        return Ok(Gradient::Body);
+    }
     let sizes = |g: &Graph, x: NodeId| g.shape(x).known();
     let (Some(q), Some(k), Some(v)) = (sizes(b.g, b.x(0)), sizes(b.g, b.x(1)), sizes(b.g, b.x(2))) else {
         return Ok(Gradient::Body);
     };
-    let own = b.is_built_by(|g, x| g.attention(x[0], x[1], x[2], x.get(3).copied(), causal, scale))?;
-    if b.needs_grad(3) || q[1] != k[1] || !own {
+    if b.needs_grad(3) || q[1] != k[1] {
         return Ok(Gradient::Body);
     }
     let mask = b.node.inputs.get(3).copied();
@@ -107,6 +110,10 @@ fn weights(
 fn flops(c: &Composite, inputs: &[Operand], _: &Operand) -> u64 {
     let [q, k, ..] = inputs else { return 0 };
     let (q, k) = (&q.view.shape, &k.view.shape);
+    if q.len() != 4 || k.len() != 4 {
+        // Another crate's composite of this name.
+        return 0;
+    }
     let pairs = if c.flag("causal") { visible(q[2], k[2]) } else { count(&[q[2], k[2]]) };
     let scores = count(&[q[0], q[1]]).saturating_mul(pairs);
     scores.saturating_mul(4 * q[3] as u64 + 12)

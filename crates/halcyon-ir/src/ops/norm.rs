@@ -52,13 +52,15 @@ fn grad_flops(_: &Composite, inputs: &[Operand], _: &Operand) -> u64 {
 fn layer_norm_gradient(c: &Composite, b: &mut Backward<'_>) -> Result<Gradient> {
     let axis = c.int("axis").and_then(|a| usize::try_from(a).ok());
     let (Some(axis), Some(eps)) = (axis, c.float("eps")) else { return Ok(Gradient::Body) };
+    if !b.is_built_by(2, |g, x| g.layer_norm(x[0], x[1], x.get(2).copied(), axis, eps)) {
+        return Ok(Gradient::Body);
+    }
     let known: Option<Vec<Dims>> = b.node.inputs.iter().map(|x| b.g.shape(*x).known()).collect();
     let Some(known) = known else { return Ok(Gradient::Body) };
     let types = b.node.inputs.iter().map(|x| b.g.dtype(*x)).collect::<Vec<_>>();
     let row = known[0].get(axis..).unwrap_or_default().to_vec();
-    let own = b.is_built_by(|g, x| g.layer_norm(x[0], x[1], x.get(2).copied(), axis, eps))?;
     let plain = matches!(types[0], DType::F32 | DType::F64) && types.iter().all(|d| *d == types[0]);
-    if !plain || row.is_empty() || known[1..].iter().any(|d| d[..] != row[..]) || !own {
+    if !plain || row.is_empty() || known[1..].iter().any(|d| d[..] != row[..]) {
         return Ok(Gradient::Body);
     }
     let all = b.g.layer_norm_grad([b.x(0), b.x(1), b.dy], axis, eps)?;

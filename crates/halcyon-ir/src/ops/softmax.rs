@@ -44,7 +44,7 @@ fn own_axis(
     build: fn(&mut Graph, NodeId, usize) -> Result<NodeId>,
 ) -> Result<Option<usize>> {
     let Some(axis) = c.int("axis").and_then(|a| usize::try_from(a).ok()) else { return Ok(None) };
-    Ok(b.is_built_by(|g, x| build(g, x[0], axis))?.then_some(axis))
+    Ok(b.is_built_by(1, |g, x| build(g, x[0], axis)).then_some(axis))
 }
 
 /// `y·(dy − Σ dy·y)`.

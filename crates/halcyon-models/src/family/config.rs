@@ -125,7 +125,16 @@ impl<'a> Hf<'a> {
         let kind = scaling.get("rope_type").or(scaling.get("type")).and_then(Json::as_str);
         // Proportional: the frequencies are those of a whole head, but only a part of them is used.
         let proportional = kind == Some("proportional");
-        let size = part.filter(|_| !proportional).map_or(size, |part| (size as f64 * part) as usize);
+        let head = size;
+        let size = part.filter(|_| !proportional).map_or(head, |part| (head as f64 * part) as usize);
+        // Transformers rotates pairs, so it rounds an odd size up, but divides the exponents of the base by the
+        // odd size. This base gives the same frequencies.
+        let (size, base) = match size % 2 {
+            1 if size < head && kind != Some("dynamic") => {
+                (size + 1, base.powf((size + 1) as f64 / size as f64))
+            }
+            _ => (size, base),
+        };
         let context = self.maybe_usize("max_position_embeddings")?.unwrap_or(2048);
         let original = number(scaling, "original_max_position_embeddings")
             .or(self.maybe_f64("original_max_position_embeddings")?)

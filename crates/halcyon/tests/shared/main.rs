@@ -16,6 +16,7 @@ mod in_place;
 mod launches;
 mod layouts;
 mod levels;
+mod named;
 #[cfg(feature = "onnx")]
 mod onnx_api;
 mod packed;

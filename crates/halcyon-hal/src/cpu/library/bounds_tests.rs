@@ -5,6 +5,7 @@ use crate::cpu::CpuDevice;
 use crate::{BufferRef, Device, LibraryKernel, Options, Tag, Target};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out};
+use halcyon_ir::kernel::lower::lower_op;
 use halcyon_ir::layout::View;
 use halcyon_ir::ops::Op;
 use halcyon_ir::target::{Epilogue, LibraryCall, Operand, Work};
@@ -156,8 +157,14 @@ fn composites_whose_body_gives_a_smaller_result_are_declined() {
             dense(&[1, 2, 4, 1]),
         ),
     ] {
-        let d = dev.library(&LibraryCall::new(Work::Op(&op), &inputs, &[output])).unwrap_err();
+        let d = dev
+            .library(&LibraryCall::new(Work::Op(&op), &inputs, std::slice::from_ref(&output)))
+            .unwrap_err();
         assert_eq!(d.reason, "the result has another shape or type");
+        // The templates of GPUs decline it too.
+        let caps = Target::caps(&dev);
+        let d = lower_op(&op, &inputs, &[output], false, &caps).unwrap_err();
+        assert!(d.reason.contains("another shape or type"), "{}", d.reason);
     }
 }
 

@@ -360,7 +360,8 @@ fn norm(isa: Isa, call: &CallForm<'_>, axis: usize, eps: f32, centred: bool) -> 
         let typed = o.dtype == x.dtype || o.dtype == DType::F32;
         o.view.rank() >= row.len() && o.view.shape.ends_with(row) && ones(&o.view) && typed
     };
-    if call.inputs.len() < 2 || !call.inputs[1..].iter().all(fits) {
+    let most = if centred { 3 } else { 2 };
+    if !(2..=most).contains(&call.inputs.len()) || !call.inputs[1..].iter().all(fits) {
         return Err(Declined::because("scale and bias must have the shape of a row, in its type or f32"));
     }
     dense(call, &(0..call.inputs.len()).collect::<Vec<_>>())?;

@@ -281,10 +281,12 @@ fn check_types(op: &Op, call: &CallForm<'_>) -> Result<(), Declined> {
     let wider = *op == Op::Matmul
         && (x[0].dtype.is_int() && out.dtype == DType::I32
             || x[0].dtype == DType::BF16 && out.dtype == DType::F32);
-    // An epilogue may give the result another shape and type. `EpilogueChain` checks the type.
+    // An epilogue may give the result another shape and type: the type that its chain stores.
     let count = |s: &Shape| s.iter().map(|d| d.known()).product::<Option<usize>>();
     let fits = match call.epilogue {
-        Some(_) => count(&y.shape) == count(&out.shape),
+        Some(e) => {
+            count(&y.shape) == count(&out.shape) && matches!(&e.fused.outs[..], [o] if o.dtype == out.dtype)
+        }
         None => y.shape == out.shape && (y.dtype == out.dtype || wider),
     };
     if !fits {

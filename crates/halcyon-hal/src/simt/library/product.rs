@@ -113,6 +113,34 @@ impl Product {
             b_view.shape.swap(rank - 2, rank - 1);
             b_view.strides.swap(rank - 2, rank - 1);
         }
+        let (lead, last) = (rank - 2, rank - 1);
+        let (left, right) = (&a.view.shape, &b_view.shape);
+        if left[..lead] != right[..lead] || left[last] != right[lead] {
+            return Err(Declined::because("the factors have other sizes than those of a product"));
+        }
+        if let Some(types) = bytes
+            && [a, b].iter().zip(types).any(|(x, t)| x.dtype.bits() != t.bits())
+        {
+            return Err(Declined::because("the factors have other types than the composite names"));
+        }
+        let written = left[..last].iter().product::<usize>() * right[last];
+        if call.outputs[0].view.numel() != written {
+            return Err(Declined::because("the result has another size than the product"));
+        }
+        if call
+            .epilogue
+            .as_ref()
+            .is_some_and(|e| !matches!(&e.fused.outs[..], [o] if o.dtype == call.outputs[0].dtype))
+        {
+            return Err(Declined::because("the epilogue gives another type than the result has"));
+        }
+        let scale = match &call.inputs[2..call.own.max(2)] {
+            [] => None,
+            [s] if bytes.is_some() && s.dtype == DType::F32 && s.view.numel() == 1 => {
+                Some(Scale { input: 2, offset: s.view.offset * s.dtype.size() as isize })
+            }
+            _ => return Err(Declined::because("a product has two factors, and of bytes one scale in f32")),
+        };
         // If there is an epilogue, the call's output is the result of the epilogue, not of the product.
         let result = match &call.epilogue {
             None => Some(call.outputs[0].dtype),
@@ -129,10 +157,6 @@ impl Product {
                 factors[0], factors[1], call.outputs[0].dtype
             )));
         };
-        let scale = call.inputs[..call.own].get(2).map(|s| {
-            let offset = s.view.offset * s.dtype.size() as isize;
-            Scale { input: 2, offset }
-        });
         let (mut m, k, n) = (a.view.shape[rank - 2], a.view.shape[rank - 1], b_view.shape[rank - 1]);
         let strides = |v: &View| (v.strides[rank - 2], v.strides[rank - 1]);
         let head = |v: &View| View {
@@ -229,8 +253,11 @@ pub(super) fn alignment(bytes: isize, most: usize) -> u32 {
 mod tests {
     use super::*;
     use crate::{LibraryCall, Operand};
+    use halcyon_ir::composite::{Attr, Composite, CompositeKind};
     use halcyon_ir::ops::Op;
     use halcyon_ir::target::Work;
+    use halcyon_ir::{Graph, TensorType};
+    use std::sync::Arc;
 
     fn of(a: View, b: View, types: (DType, DType)) -> Result<Product, Declined> {
         let shape = [&a.shape[..a.rank() - 1], &b.shape[b.rank() - 1..]].concat();
@@ -261,6 +288,38 @@ mod tests {
         let p = of(heads.clone(), heads.permute(&[0, 1, 3, 2]), F32).unwrap();
         assert_eq!((p.batch, p.a.step, p.a.ld, p.calls.len()), (8, 16, 128, 2));
         assert_eq!(p.calls[1], [32 * 8 * 16, 32 * 8 * 16, 8 * 32 * 32]);
+    }
+
+    /// Safe code may name a composite as it likes, and give it any operands and any body.
+    #[test]
+    fn products_of_bytes_have_the_sizes_and_types_of_a_product() {
+        let of =
+            |left: DType, shapes: [&[usize]; 2], dtype: DType, result: &[usize], scale: Option<usize>| {
+                let attrs = [("left", left), ("right", left)].map(|(k, d)| (k.to_string(), Attr::DType(d)));
+                let mut body = Graph::new();
+                let x = body.input("x", TensorType::new(DType::F32, [1usize]));
+                body.output("y", x);
+                let kind = CompositeKind::ByteMatmul;
+                let op = Op::Composite(Arc::new(Composite { kind, attrs: attrs.into(), body }));
+                let dense = |dtype, shape: &[usize]| Operand { dtype, view: View::dense(shape) };
+                let mut inputs: Vec<Operand> = shapes.iter().map(|s| dense(dtype, s)).collect();
+                inputs.extend(scale.map(|n| dense(DType::F32, &[n])));
+                let outputs = [dense(DType::F32, result)];
+                Product::of(&CallForm::plain(&LibraryCall::new(Work::Op(&op), &inputs, &outputs)))
+            };
+        let (f8, square) = (DType::F8E4M3FN, [&[512, 512][..], &[512, 512]]);
+        of(f8, square, DType::U8, &[512, 512], None).unwrap();
+        of(f8, square, DType::U8, &[512, 512], Some(1)).unwrap();
+        for (left, shapes, dtype, result, scale, why) in [
+            (DType::F32, square, DType::U8, &[512, 512][..], None, "other types"),
+            (f8, square, DType::U8, &[1], None, "another size"),
+            (f8, [&[512, 512], &[512, 256]], DType::U8, &[512, 512], None, "other sizes"),
+            (f8, [&[8, 128, 512], &[1, 128, 512]], DType::U8, &[8, 128, 128], None, "other sizes"),
+            (f8, square, DType::U8, &[512, 512], Some(2), "one scale"),
+        ] {
+            let d = of(left, shapes, dtype, result, scale).unwrap_err();
+            assert!(d.reason.contains(why), "{why}: {d:?}");
+        }
     }
 
     #[test]

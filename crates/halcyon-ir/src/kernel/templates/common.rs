@@ -28,6 +28,15 @@ pub(super) fn arity(
     )))
 }
 
+/// Fails unless the result has the shape and type of `x`. The body of a composite decides what the result is,
+/// and these kernels write one element for each element of `x`.
+pub(super) fn like(op: &str, x: &Operand, outputs: &[Operand]) -> Result<(), Declined> {
+    match outputs {
+        [y] if y.dtype == x.dtype && y.view.shape == x.view.shape && y.view.has_dense_strides() => Ok(()),
+        _ => Err(Declined::because(format!("{op}: the result has another shape or type than the operand"))),
+    }
+}
+
 /// Requests dense copies of inputs whose views have masks, because these kernels do not apply masks.
 pub(super) fn unmasked(inputs: &[Operand]) -> Result<(), Declined> {
     let masked: Vec<usize> = (0..inputs.len()).filter(|&i| inputs[i].view.mask.is_some()).collect();

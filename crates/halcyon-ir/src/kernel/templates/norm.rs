@@ -67,6 +67,7 @@ fn problem(op: &Op, inputs: &[Operand], outputs: &[Operand]) -> Result<Problem, 
         _ => return Err(Declined::because(format!("norm: {name} is another op"))),
     };
     arity(&name, inputs, outputs, if centred { 2..=3 } else { 2..=2 })?;
+    like(&name, &inputs[0], outputs)?;
     let shape = &inputs[0].view.shape;
     let last = shape.len().checked_sub(1);
     let axis = if centred { c.int("axis").and_then(|a| usize::try_from(a).ok()) } else { last };

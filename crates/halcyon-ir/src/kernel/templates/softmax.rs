@@ -72,6 +72,7 @@ fn problem(op: &Op, inputs: &[Operand], outputs: &[Operand]) -> Result<Problem, 
         _ => return Err(Declined::because(format!("softmax: {name} is another op"))),
     };
     arity(&name, inputs, outputs, 1..=1)?;
+    like(&name, &inputs[0], outputs)?;
     let shape = &inputs[0].view.shape;
     let Some(axis) = axis.and_then(|a| usize::try_from(a).ok()).filter(|a| *a < shape.len()) else {
         return Err(Declined::because(format!("{name}: the axis is missing or does not exist")));

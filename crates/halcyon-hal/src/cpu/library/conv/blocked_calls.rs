@@ -60,6 +60,9 @@ pub(crate) fn conv(
     };
     dense(call, &[0, 1])?;
     let no = |why: &str| Err(Declined::because(why.to_string()));
+    if call.own != 2 {
+        return no("a convolution has an image and weights");
+    }
     let (Op::Conv(o), Some([n, cb, h, v, b]), Some(out)) =
         (inner(c)?, blocks(&x.view.shape), blocks(&y.view.shape))
     else {

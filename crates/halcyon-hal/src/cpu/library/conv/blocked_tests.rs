@@ -206,3 +206,19 @@ fn blocked_pools_are_the_plain_ones() {
         }
     }
 }
+
+/// Two taps with 2^32 rows and columns between them, which lie in the padding: the type rule accepts it, and a
+/// padded copy would have 2^64 pixels.
+#[test]
+fn convolutions_whose_padded_copy_overflows_are_left_to_others() {
+    let pads = [(1 << 31, (1 << 31) - 4); 2];
+    let window = Window::new(&[4, 4], &[2, 2], &[1, 1], &[(1 << 32) - 1; 2], &pads, &[1, 1]).unwrap();
+    for isa in Isa::available() {
+        let b = lanes(isa);
+        let c = Conv::new(1, b, b, 1, window).unwrap();
+        assert_eq!(c.output_len(), b);
+        assert!(Blocked::new(isa, c, b).is_none());
+    }
+    let c = Conv::new(1, 16, 16, 1, window).unwrap();
+    assert!(!c.can_be_copied(1));
+}

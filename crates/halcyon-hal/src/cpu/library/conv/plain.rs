@@ -47,6 +47,23 @@ impl Conv {
         Ok(Conv { batch, c_in, c_out, groups, window })
     }
 
+    /// Whether a padded copy of the whole input, for each image or for each of `threads` threads, has a size
+    /// that can be computed without overflow. A dilation of 2^32 may lie between two taps, all in the padding.
+    pub(crate) fn can_be_copied(&self, threads: usize) -> bool {
+        const MOST: u128 = 1 << 60;
+        let w = &self.window;
+        // An upper bound of the rows or columns that the copy has, also if its pixels are arranged by tap.
+        let axis = |i: usize| {
+            let [out, stride, kernel, dilation] =
+                [w.output[i], w.stride[i], w.kernel[i], w.dilation[i]].map(|n| n as u128);
+            let span = out.saturating_mul(stride).saturating_add(kernel.saturating_mul(dilation));
+            span.saturating_mul(kernel)
+        };
+        let copies = self.batch.max(threads).max(1) as u128;
+        let bytes = [axis(1), axis(2), self.c_in as u128, copies, size_of::<f32>() as u128];
+        bytes.into_iter().fold(1u128, u128::saturating_mul) < MOST
+    }
+
     /// Number of elements of the input.
     pub fn input_len(&self) -> usize {
         self.batch * self.c_in * self.window.in_size()

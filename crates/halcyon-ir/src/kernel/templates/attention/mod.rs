@@ -76,6 +76,7 @@ fn context<'c>(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &'c Caps)
         _ => return Err(Declined::because(format!("attention: got {}", op.name()))),
     };
     arity(&op.name(), inputs, outputs, 3..=4)?;
+    like(&op.name(), &inputs[0], outputs)?;
     unmasked(inputs)?;
     let Some(scale) = c.float("scale") else {
         return Err(Declined::because("attention: no scale"));
