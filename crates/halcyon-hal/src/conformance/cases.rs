@@ -189,6 +189,29 @@ pub fn a_request_takes_what_its_footprint_says(l: &DeviceUnderTest) {
     }
 }
 
+/// Devices without such memory pass.
+pub fn zeroed_memory_is_zero_and_keeps_what_is_written(l: &DeviceUnderTest) {
+    let d = l.open();
+    let mut r = Random::fresh();
+    for bytes in [0, 1000, (1 << 20) - 1, 1 << 20, (9 << 20) + 77] {
+        // The second buffer of a size may get the memory of the first one, which is not zero.
+        for _ in 0..2 {
+            let before = d.memory().allocated;
+            let Some(b) = d.alloc_zeroed(bytes, Tag::State).unwrap() else { continue };
+            assert_eq!(d.memory().allocated - before, d.footprint(bytes, Tag::State) as u64);
+            let at = bytes / 3;
+            let part = r.bytes(bytes / 5);
+            let supply = d.supply(std::slice::from_ref(&b));
+            d.write(&b, at, &part).unwrap();
+            drop(supply);
+            let mut want = vec![0; bytes];
+            want[at..at + part.len()].copy_from_slice(&part);
+            assert!(download(&*d, &b)[..bytes] == want, "{bytes} bytes");
+            d.write(&b, 0, &r.bytes(bytes)).unwrap();
+        }
+    }
+}
+
 pub fn freed_memory_is_used_again_and_given_back_on_request(l: &DeviceUnderTest) {
     let d = l.open();
     let before = d.memory().allocated;

@@ -92,6 +92,7 @@ macro_rules! conformance_tests {
                 cases::copies_move_the_range_and_nothing_else
                 cases::a_part_of_a_buffer_is_a_buffer_over_its_bytes
                 cases::a_request_takes_what_its_footprint_says
+                cases::zeroed_memory_is_zero_and_keeps_what_is_written
                 cases::freed_memory_is_used_again_and_given_back_on_request
                 cases::over_the_limit_is_out_of_memory
                 cases::a_kernel_computes_in_every_type
