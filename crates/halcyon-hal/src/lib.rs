@@ -446,8 +446,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Ok(None)
     }
 
-    /// Starts a thread that makes the system supply all memory of buffers from [`Device::alloc_zeroed`]. Their
-    /// contents do not change, and commands may use them meanwhile. Does nothing for other buffers.
+    /// Starts a thread that makes the system supply all memory of buffers from [`Device::alloc_zeroed`].
+    /// Their contents do not change, and commands may use them meanwhile. Does nothing for other buffers.
     fn supply(&self, buffers: &[BufferRef]) -> Supply {
         let _ = buffers;
         Supply::default()

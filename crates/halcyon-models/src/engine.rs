@@ -77,8 +77,8 @@ pub struct Engine {
     want: Want,
     /// The model's own layer for further tokens.
     ahead: Option<Box<Ahead>>,
-    /// Set after the first step: the thread on which the system supplies the rest of the caches' memory. Before
-    /// it, the first token would come later.
+    /// Set after the first step: the thread on which the system supplies the rest of the caches' memory.
+    /// Before it, the first token would come later.
     supply: OnceLock<Vec<Supply>>,
     /// Whether feeds whose logits are all wanted have the rotations of tokens that are fed one by one.
     each: bool,

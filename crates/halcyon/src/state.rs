@@ -29,8 +29,13 @@ impl State {
     #[track_caller]
     pub fn zeros(backend: &Backend, shape: impl Into<Shape>, dtype: DType) -> Result<State> {
         let shape = shape.into();
+        // A size that no buffer has gets its error below.
+        const MOST: usize = 1 << 47;
+        let count =
+            |dims: &[usize]| dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d).filter(|n| *n < MOST));
         if let Ok(dims) = shape.dims()
-            && let Some(b) = backend.device().alloc_zeroed(dtype.bytes(dims.iter().product()), Tag::Io)?
+            && let Some(n) = count(&dims)
+            && let Some(b) = backend.device().alloc_zeroed(dtype.bytes(n), Tag::Io)?
         {
             return Ok(State::new(Tensor::from_buffer(backend, TensorType::new(dtype, &dims), b)));
         }

@@ -174,8 +174,8 @@ impl Held {
         let (start, end) = (start.next_multiple_of(PAGE), end / PAGE * PAGE);
         for at in (start..end).step_by(STEP) {
             let p = self.at.ptr.wrapping_add(at - self.at.ptr as usize);
-            // SAFETY: whole pages inside the memory that `_keep` keeps alive and in place. The advice does not
-            // change the contents of a page, so other threads may use the memory meanwhile.
+            // SAFETY: whole pages inside the memory that `_keep` keeps alive and in place. The advice does
+            // not change the contents of a page, so other threads may use the memory meanwhile.
             let done = unsafe { libc::madvise(p.cast(), STEP.min(end - at), libc::MADV_POPULATE_WRITE) };
             if done != 0 {
                 // Before Linux 5.14, or without memory: the first access supplies a page.

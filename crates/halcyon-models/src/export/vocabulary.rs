@@ -265,8 +265,8 @@ fn candidates(json: &Json, base: &GgufTokenizer, kind: &str) -> Vec<GgufTokenize
 #[derive(Debug, PartialEq)]
 pub(super) enum Tokens {
     Same,
-    /// Those of Hangul differ: files of WordPiece are read as llama.cpp reads them, which keeps only the first
-    /// letter of each syllable.
+    /// Those of Hangul differ: files of WordPiece are read as llama.cpp reads them, which keeps only the
+    /// first letter of each syllable.
     ButHangul,
     /// Those of this text differ.
     Differ(String),

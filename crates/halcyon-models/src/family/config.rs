@@ -127,8 +127,8 @@ impl<'a> Hf<'a> {
         let proportional = kind == Some("proportional");
         let head = size;
         let size = part.filter(|_| !proportional).map_or(head, |part| (head as f64 * part) as usize);
-        // Transformers rotates pairs, so it rounds an odd size up, but divides the exponents of the base by the
-        // odd size. This base gives the same frequencies.
+        // Transformers rotates pairs, so it rounds an odd size up, but divides the exponents of the base by
+        // the odd size. This base gives the same frequencies.
         let (size, base) = match size % 2 {
             1 if size < head && kind != Some("dynamic") => {
                 (size + 1, base.powf((size + 1) as f64 / size as f64))

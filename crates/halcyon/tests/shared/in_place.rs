@@ -94,8 +94,8 @@ fn the_old_value_of_an_overwritten_state_may_be_a_result() {
     }
 }
 
-/// The second state of a size gets the memory that the first one filled. Memory that the system supplies later
-/// has the same values, and steps still overwrite the states.
+/// The second state of a size gets the memory that the first one filled. Memory that the system supplies
+/// later has the same values, and steps still overwrite the states.
 #[test]
 fn states_of_zeros_are_zero_and_are_overwritten() {
     for kind in test_backends() {

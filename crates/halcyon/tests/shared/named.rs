@@ -1,5 +1,6 @@
-//! Composites with the names of built-in ones, but with operands, results or attributes that those do not have:
-//! the body decides what they compute. No kernel or gradient of the built-in ones may take them for its own.
+//! Composites with the names of built-in ones, but with operands, results or attributes that those do not
+//! have: the body decides what they compute. No kernel or gradient of the built-in ones may take them for its
+//! own.
 
 use halcyon::ir::composite::{Attr, Attrs};
 use halcyon::prelude::*;
@@ -11,21 +12,21 @@ type Body = fn(&[Tensor]) -> Tensor;
 
 /// Name, attributes, shapes of the operands, body.
 fn cases() -> Vec<(&'static str, Attrs, Vec<Vec<usize>>, Body)> {
-    let of = |all: &[(&str, Attr)]| all.iter().map(|(k, v)| (k.to_string(), v.clone())).collect::<Attrs>();
-    let (axis, eps) = (("axis", Attr::Int(1)), ("eps", Attr::Float(Scalar::F(1e-5))));
-    let scale = ("scale", Attr::Float(Scalar::F(0.5)));
+    let of = |all: &[&(&str, Attr)]| all.iter().map(|a| (a.0.to_string(), a.1.clone())).collect::<Attrs>();
+    let (axis, eps) = (&("axis", Attr::Int(1)), &("eps", Attr::Float(Scalar::F(1e-5))));
+    let scale = &("scale", Attr::Float(Scalar::F(0.5)));
     let heads = vec![vec![1, 2, 4, 8], vec![1, 2, 6, 8], vec![1, 2, 6, 8]];
     vec![
-        ("softmax", of(&[axis.clone()]), vec![vec![64, 96]], |x| x[0].narrow(1, 0, 1)),
-        ("softmax", of(&[axis.clone()]), vec![vec![64, 96]], |x| x[0].cast(DType::F16).exp()),
-        ("softmax", of(&[("axis", Attr::Int(9))]), vec![vec![8, 96]], |x| x[0].sqr()),
-        ("log_softmax", of(&[axis.clone()]), vec![vec![64, 96]], |x| x[0].sum(1)),
-        ("rms_norm", of(&[eps.clone()]), vec![vec![64, 96], vec![96]], |x| x[0].narrow(1, 3, 2)),
-        ("rms_norm", of(&[eps.clone()]), vec![vec![4, 6], vec![6], vec![6]], |x| &x[0] * &x[2]),
-        ("layer_norm", of(&[axis.clone(), eps.clone()]), vec![vec![8, 6]], |x| x[0].sqr()),
+        ("softmax", of(&[axis]), vec![vec![64, 96]], |x| x[0].narrow(1, 0, 1)),
+        ("softmax", of(&[axis]), vec![vec![64, 96]], |x| x[0].cast(DType::F16).exp()),
+        ("softmax", of(&[&("axis", Attr::Int(9))]), vec![vec![8, 96]], |x| x[0].sqr()),
+        ("log_softmax", of(&[axis]), vec![vec![64, 96]], |x| x[0].sum(1)),
+        ("rms_norm", of(&[eps]), vec![vec![64, 96], vec![96]], |x| x[0].narrow(1, 3, 2)),
+        ("rms_norm", of(&[eps]), vec![vec![4, 6], vec![6], vec![6]], |x| &x[0] * &x[2]),
+        ("layer_norm", of(&[axis, eps]), vec![vec![8, 6]], |x| x[0].sqr()),
         ("layer_norm", of(&[axis, eps]), vec![vec![64, 96], vec![96]], |x| x[0].sum(0)),
-        ("attention", of(&[scale.clone()]), heads, |x| x[0].narrow(3, 0, 1)),
-        ("attention", of(&[scale.clone()]), vec![vec![12]], |x| x[0].tanh()),
+        ("attention", of(&[scale]), heads, |x| x[0].narrow(3, 0, 1)),
+        ("attention", of(&[scale]), vec![vec![12]], |x| x[0].tanh()),
         ("attention", of(&[scale]), vec![vec![4, 5], vec![4, 5], vec![5]], |x| &x[0] * &x[2]),
     ]
 }

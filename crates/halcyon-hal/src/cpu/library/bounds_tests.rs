@@ -162,8 +162,7 @@ fn composites_whose_body_gives_a_smaller_result_are_declined() {
             .unwrap_err();
         assert_eq!(d.reason, "the result has another shape or type");
         // The templates of GPUs decline it too.
-        let caps = Target::caps(&dev);
-        let d = lower_op(&op, &inputs, &[output], false, &caps).unwrap_err();
+        let d = lower_op(&op, &inputs, &[output], false, dev.caps()).unwrap_err();
         assert!(d.reason.contains("another shape or type"), "{}", d.reason);
     }
 }

@@ -207,8 +207,8 @@ fn blocked_pools_are_the_plain_ones() {
     }
 }
 
-/// Two taps with 2^32 rows and columns between them, which lie in the padding: the type rule accepts it, and a
-/// padded copy would have 2^64 pixels.
+/// Two taps with 2^32 rows and columns between them, which lie in the padding: the type rule accepts it, and
+/// a padded copy would have 2^64 pixels.
 #[test]
 fn convolutions_whose_padded_copy_overflows_are_left_to_others() {
     let pads = [(1 << 31, (1 << 31) - 4); 2];

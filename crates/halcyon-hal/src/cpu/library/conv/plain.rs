@@ -48,7 +48,8 @@ impl Conv {
     }
 
     /// Whether a padded copy of the whole input, for each image or for each of `threads` threads, has a size
-    /// that can be computed without overflow. A dilation of 2^32 may lie between two taps, all in the padding.
+    /// that can be computed without overflow. A dilation of 2^32 may lie between two taps, all in the
+    /// padding.
     pub(crate) fn can_be_copied(&self, threads: usize) -> bool {
         const MOST: u128 = 1 << 60;
         let w = &self.window;
