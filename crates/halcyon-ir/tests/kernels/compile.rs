@@ -6,10 +6,19 @@ use halcyon_ir::Error;
 use halcyon_ir::kernel::Kernel;
 use halcyon_ir::render::{Language, MATRIX_CUDA, MATRIX_HIP, to_batch};
 
-/// Compiles kernels with a script of `xtask/scripts` for every architecture in `archs`.
+/// One kernel in this many is compiled, unless all cases run.
+const SAMPLE: usize = 4;
+
+/// Compiles kernels, or a sample of them, with a script of `xtask/scripts` for every architecture in `archs`.
 fn compile(test: &str, l: Language, script: &str, archs: &str, kernels: &[Kernel]) {
-    let batch = |k: &[Kernel]| to_batch(&k.iter().collect::<Vec<_>>(), l).unwrap().text;
-    let texts: Vec<String> = kernels.chunks(100).map(batch).collect();
+    let (every, first) = match halcyon_test_host::drawn(&format!("kernels of {test} with {script}"), SAMPLE) {
+        Some(first) => (SAMPLE, first),
+        None => (1, 0),
+    };
+    let sample: Vec<&Kernel> = kernels.iter().skip(first).step_by(every).collect();
+    assert!(!sample.is_empty(), "{test} has {} kernels", kernels.len());
+    let batch = |k: &[&Kernel]| to_batch(k, l).unwrap().text;
+    let texts: Vec<String> = sample.chunks(100).map(batch).collect();
     halcyon_test_host::vendors::compile(test, script, archs, l.extension(), &texts);
 }
 

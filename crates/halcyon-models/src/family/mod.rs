@@ -331,6 +331,20 @@ pub(crate) fn check(s: &Spec) -> Result<()> {
 mod tests {
     use super::*;
 
+    /// Of 9 elements of a head, transformers rotates five pairs, by angles of the powers -2i/9 of the base.
+    #[test]
+    fn an_odd_part_of_a_head_is_rounded_up() {
+        let config = serde_json::json!({
+            "rope_theta": 10_000.0, "partial_rotary_factor": 0.75, "max_position_embeddings": 64
+        });
+        let r = Hf::new(&config, std::path::Path::new("none")).rope(12, None).expect("a rotation");
+        let angles = r.frequencies(64).0;
+        assert_eq!((r.size, angles.len()), (10, 5));
+        for (i, a) in angles.iter().enumerate() {
+            assert!((a - 10_000f64.powf(-2.0 * i as f64 / 9.0)).abs() < 1e-12, "{i}: {a}");
+        }
+    }
+
     #[test]
     fn the_table_of_the_documentation_has_every_name() {
         let page = include_str!("../../../../docs/language-models.md");
