@@ -184,8 +184,11 @@ impl Held {
         }
     }
 
+    /// The first access supplies a page: there is no call for it that leaves the contents alone.
     #[cfg(not(target_os = "linux"))]
-    pub(crate) fn supply(&self) {}
+    pub(crate) fn supply(&self) {
+        let _ = self.at;
+    }
 }
 
 /// Address and length of a buffer. Code that dereferences the pointer must have checked the length, must keep
