@@ -29,8 +29,8 @@ impl State {
     #[track_caller]
     pub fn zeros(backend: &Backend, shape: impl Into<Shape>, dtype: DType) -> Result<State> {
         let shape = shape.into();
-        // A size that no buffer has gets its error below.
-        const MOST: usize = 1 << 47;
+        // A size in bytes that does not fit `usize` gets its error below.
+        const MOST: usize = usize::MAX >> 6;
         let count =
             |dims: &[usize]| dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d).filter(|n| *n < MOST));
         if let Ok(dims) = shape.dims()
