@@ -113,6 +113,8 @@ def returned(folder, file, scratch):
             return f"{name} is {b.shape}, not {a.shape}"
     far = [n for n, a in was.items() if np.abs(a - now[n]).max() > 2e-6 * max(np.abs(a).max(), 1e-6)]
     if far:
+        if (folder / "expected.npz").is_file() and "hidden" in np.load(folder / "expected.npz").files:
+            return f"{far[0]} differs"
         # A factor or an order of rows is in the weights now.
         d = away(logits(back, scratch), logits(folder, scratch))
         if d > OWN:

@@ -122,7 +122,8 @@ impl<'d> Cursor<'d> {
     /// Strings; byte strings if one of them is not UTF-8. Vocabularies have hundreds of thousands.
     fn strings(&mut self, n: usize, what: &str) -> Result<Array> {
         let start = self.at;
-        let mut text = Vec::with_capacity(n);
+        // More would be a guess of the file: it may end at once.
+        let mut text = Vec::with_capacity(n.min(1 << 20));
         for _ in 0..n {
             let Ok(s) = std::str::from_utf8(self.string(what)?) else { break };
             text.push(s.to_string());

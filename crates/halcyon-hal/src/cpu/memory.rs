@@ -170,8 +170,10 @@ impl Held {
     pub(crate) fn supply(&self) {
         // Small enough for other threads, which may wait for the process's list of mappings meanwhile.
         const STEP: usize = 1 << 20;
+        // SAFETY: `sysconf` only reads a setting of the system.
+        let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE).max(PAGE);
         let (start, end) = (self.at.ptr as usize, self.at.ptr as usize + self.at.bytes);
-        let (start, end) = (start.next_multiple_of(PAGE), end / PAGE * PAGE);
+        let (start, end) = (start.next_multiple_of(page), end / page * page);
         for at in (start..end).step_by(STEP) {
             let p = self.at.ptr.wrapping_add(at - self.at.ptr as usize);
             // SAFETY: whole pages inside the memory that `_keep` keeps alive and in place. The advice does

@@ -59,9 +59,6 @@ enum Cut {
     Channels { pairs: usize },
 }
 
-/// More threads than a team has.
-const MOST_THREADS: usize = 1 << 12;
-
 /// Where a part of the work reads its input: in place, or in a padded copy. `at` points to the element that
 /// the first tap reads for the part's first pixel. Distances are in floats.
 #[derive(Clone, Copy)]
@@ -93,7 +90,7 @@ impl Blocked {
         };
         let flat = w.input[0] == 1 && w.kernel[0] == 1 && w.output[0] == 1 && w.pad_lo[0] == 0;
         let some = conv.output_len() > 0 && conv.input_len() > 0 && w.kernel_size() > 0;
-        let copied = conv.can_be_copied(MOST_THREADS);
+        let copied = conv.can_be_copied();
         if !channels || !flat || !some || !copied || w.input_dilation != [1; 3] {
             return None;
         }

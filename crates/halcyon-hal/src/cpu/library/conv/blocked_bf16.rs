@@ -164,7 +164,7 @@ impl Blocked16 {
         };
         let flat = w.input[0] == 1 && w.kernel[0] == 1 && w.output[0] == 1 && w.pad_lo[0] == 0;
         let some = conv.output_len() > 0 && conv.input_len() > 0 && w.kernel_size() > 0;
-        let copied = conv.can_be_copied(threads);
+        let copied = conv.can_be_copied();
         if !channels || !flat || !some || !copied || w.input_dilation != [1; 3] {
             return None;
         }

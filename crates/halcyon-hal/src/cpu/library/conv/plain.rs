@@ -47,11 +47,12 @@ impl Conv {
         Ok(Conv { batch, c_in, c_out, groups, window })
     }
 
-    /// Whether a padded copy of the whole input, for each image or for each of `threads` threads, has a size
-    /// that can be computed without overflow. A dilation of 2^32 may lie between two taps, all in the
-    /// padding.
-    pub(crate) fn can_be_copied(&self, threads: usize) -> bool {
+    /// Whether a padded copy of the whole input, for each image or for each thread of a team, has a size that
+    /// can be computed without overflow. A dilation of 2^32 may lie between two taps, all in the padding.
+    pub(crate) fn can_be_copied(&self) -> bool {
         const MOST: u128 = 1 << 60;
+        // More than a team has.
+        const THREADS: usize = 1 << 12;
         let w = &self.window;
         // An upper bound of the rows or columns that the copy has, also if its pixels are arranged by tap.
         let axis = |i: usize| {
@@ -60,7 +61,7 @@ impl Conv {
             let span = out.saturating_mul(stride).saturating_add(kernel.saturating_mul(dilation));
             span.saturating_mul(kernel)
         };
-        let copies = self.batch.max(threads).max(1) as u128;
+        let copies = self.batch.max(THREADS) as u128;
         let bytes = [axis(1), axis(2), self.c_in as u128, copies, size_of::<f32>() as u128];
         bytes.into_iter().fold(1u128, u128::saturating_mul) < MOST
     }
