@@ -161,6 +161,7 @@ pub struct Supply(Option<std::thread::JoinHandle<()>>);
 
 impl Supply {
     /// Runs `work` on a thread. If no thread can be started, the memory is supplied at the first access.
+    #[cfg(feature = "cpu")]
     pub(crate) fn start(work: impl FnOnce() + Send + 'static) -> Supply {
         Supply(std::thread::Builder::new().name("halcyon-supply".into()).spawn(work).ok())
     }
