@@ -310,6 +310,10 @@ impl Product {
                         zero: self.path.zero(&l),
                     };
                     quantise(self.isa, job.o.x, k, rows, tile, form, to);
+                    #[cfg(target_arch = "x86_64")]
+                    if self.path.has_registers() && tile.rows as usize == self.sizes()[0] {
+                        tiles::collect(to, self.groups());
+                    }
                 }
                 _ => floats::arrange(job.o.x, k, rows, tile.rows as usize, to.cast()),
             }

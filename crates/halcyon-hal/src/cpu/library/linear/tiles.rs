@@ -12,9 +12,8 @@
 //!
 //! Cost. A unit of 16 by 16 results of a whole group has 8,192 multiply-adds. At best its product takes 16
 //! cycles of the matrix unit, storing its sums 16 cycles of the store port, and scaling them 24 cycles of two
-//! ports, 32 with offsets; all of these could overlap in about 30. Measured, it takes several times as long:
-//! products alone take 70 cycles at 2.5 GHz, and they hardly overlap with scaling. `docs/performance.md` says
-//! what was tried.
+//! ports, 32 with offsets; all of these could overlap in about 30. Measured in a loop, a unit takes about 50:
+//! products and scaling hardly overlap. `docs/performance.md` says what was tried.
 
 use super::ints::{Kind, Vnni, code};
 use super::layout::{CHUNK, Decoded, GROUP, LINE, Layout, PANEL, STEPS};
@@ -33,6 +32,35 @@ const DEEP: usize = CHUNK;
 const CODES_OF_GROUP: usize = STEPS * LINE;
 /// Bytes of a tile of sums.
 const SUMS_OF_TILE: usize = ROWS * PANEL * 4;
+/// Bytes of a group of a tile of activations, see [`collect`]: as many as its records have.
+const GROUP_OF_TILE: usize = ROWS * record_bytes(false);
+/// Places in it: the scales, and the numbers with the sums of each half of the group.
+const SCALES_OF_TILE: usize = ROWS * GROUP;
+const SUMS_OF_ROWS: usize = SCALES_OF_TILE + ROWS * 4;
+
+/// Collects the parts of a tile's records, group by group: the codes of all rows, then the scales, and the
+/// numbers with sums of the first and of the second halves. So no row of a register crosses a cache line.
+///
+/// # Safety
+/// `x` has the records of `groups` groups of [`ROWS`] rows, and nothing else uses them.
+pub(super) unsafe fn collect(x: *mut u8, groups: usize) {
+    for g in 0..groups {
+        // SAFETY: by contract the group's records are there; the parts take no more bytes than they do.
+        unsafe {
+            let to = x.add(g * GROUP_OF_TILE);
+            let from = to.cast::<[[u8; record_bytes(false)]; ROWS]>().read();
+            for (r, record) in from.iter().enumerate() {
+                let codes = record.as_ptr().add(CODES);
+                to.add(r * GROUP).copy_from_nonoverlapping(codes, GROUP);
+                for (at, part) in
+                    [(SCALES_OF_TILE, SCALE), (SUMS_OF_ROWS, SUMS), (SUMS_OF_ROWS + 4 * ROWS, SUMS + 4)]
+                {
+                    to.add(at + 4 * r).copy_from_nonoverlapping(record.as_ptr().add(part), 4);
+                }
+            }
+        }
+    }
+}
 
 /// Bytes of a prepared group: its codes, the scales of each half that has its own, and as many offsets.
 fn group_bytes(l: &Layout) -> usize {
@@ -115,7 +143,7 @@ pub(super) struct Task<'a> {
     pub count: usize,
     /// Tiles of [`ROWS`] rows, or of half as many fine rows.
     pub tiles: &'a [Tile],
-    /// The records of all rows, and the bytes of an arranged row.
+    /// The arranged rows, those of the tiles as [`collect`] leaves them, and the bytes of one.
     pub x: *const u8,
     pub arranged: usize,
     /// The rows of the results, in the order of the arranged rows.
@@ -158,7 +186,7 @@ pub(super) unsafe fn multiply(t: &Task<'_>) {
 /// The contract of [`multiply`]; the registers are configured for the layout.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn blocks<const HALVES: bool, const OFFSET: bool>(t: &Task<'_>) {
-    let (each, record) = (group_bytes(t.layout), record_bytes(false));
+    let each = group_bytes(t.layout);
     let waiting = t.work.wrapping_add(2 * SUMS_OF_TILE);
     for tiles in t.tiles.chunks(TILES) {
         for g in (0..t.groups).step_by(DEEP) {
@@ -170,7 +198,7 @@ unsafe fn blocks<const HALVES: bool, const OFFSET: bool>(t: &Task<'_>) {
                     // The results of the panel's columns are written when the sums are complete.
                     unsafe {
                         let part = Part {
-                            x: t.x.add(rows.first as usize * t.arranged + g * ROWS * record),
+                            x: t.x.add(rows.first as usize * t.arranged + g * GROUP_OF_TILE),
                             w: t.panels.add((p * t.groups + g) * each),
                             groups: some,
                             sums: t.work,
@@ -240,13 +268,13 @@ impl Part {
         let units = self.groups * each;
         // SAFETY: by contract all units exist; the sums of a unit are read after they were stored.
         unsafe {
-            self.product::<HALVES, OFFSET, 0>(0);
+            self.product::<HALVES, OFFSET, 0, 4, 6>(0);
             let mut u = 0;
             while u + 1 < units {
-                self.product::<HALVES, OFFSET, 1>(u + 1);
+                self.product::<HALVES, OFFSET, 1, 5, 7>(u + 1);
                 self.scale::<HALVES, OFFSET>(u, 0, out);
                 if u + 2 < units {
-                    self.product::<HALVES, OFFSET, 0>(u + 2);
+                    self.product::<HALVES, OFFSET, 0, 4, 6>(u + 2);
                 }
                 self.scale::<HALVES, OFFSET>(u + 1, 1, out);
                 u += 2;
@@ -263,22 +291,25 @@ impl Part {
         let (g, half) = if HALVES { (u / 2, u % 2) } else { (u, 0) };
         let vectors = if HALVES { 2 } else { 1 } * if OFFSET { 2 } else { 1 };
         let each = CODES_OF_GROUP + vectors * PANEL * 4;
-        (self.x.wrapping_add(g * ROWS * record_bytes(false)), self.w.wrapping_add(g * each), half)
+        (self.x.wrapping_add(g * GROUP_OF_TILE), self.w.wrapping_add(g * each), half)
     }
 
-    /// Sums the products of unit `u` in register `C`, and stores them.
+    /// Sums the products of unit `u` in register `C`, and stores them. `A` and `B` are registers for operands.
     ///
     /// # Safety
     /// The contract of [`Part::add`]; the unit exists.
     #[inline(always)]
-    unsafe fn product<const HALVES: bool, const OFFSET: bool, const C: u8>(&self, u: usize) {
+    unsafe fn product<const HALVES: bool, const OFFSET: bool, const C: u8, const A: u8, const B: u8>(
+        &self,
+        u: usize,
+    ) {
         let (x, w, half) = self.unit::<HALVES, OFFSET>(u);
         // SAFETY: by contract the unit's records and codes are readable, and there is memory for both sums.
         unsafe {
             tile::zero::<C>();
-            tile::load::<4>(x.add(CODES + half * GROUP / 2), record_bytes(false) as isize);
-            tile::load::<6>(w.add(half * CODES_OF_GROUP / 2), LINE as isize);
-            tile::i8_i8::<C, 4, 6>();
+            tile::load::<A>(x.add(half * GROUP / 2), GROUP as isize);
+            tile::load::<B>(w.add(half * CODES_OF_GROUP / 2), LINE as isize);
+            tile::i8_i8::<C, A, B>();
             tile::store::<C>(self.sums.add(usize::from(C) * SUMS_OF_TILE), (4 * PANEL) as isize);
         }
     }
@@ -301,7 +332,7 @@ impl Part {
             let scales = w.add(CODES_OF_GROUP).cast::<f32>();
             let scale = _mm512_loadu_ps(scales.add(half * PANEL));
             for (r, out) in out.iter_mut().enumerate() {
-                let own = x.add(r * record_bytes(false) + SCALE).cast::<f32>().read_unaligned();
+                let own = x.add(SCALES_OF_TILE + 4 * r).cast::<f32>().read_unaligned();
                 let sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums.add(r * 4 * PANEL).cast()));
                 *out = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale, _mm512_set1_ps(own)), *out);
             }
@@ -309,7 +340,7 @@ impl Part {
                 let vectors = if HALVES { 2 } else { 1 };
                 let offset = _mm512_loadu_ps(scales.add((vectors + half) * PANEL));
                 for (r, out) in out.iter_mut().enumerate() {
-                    let sum = x.add(r * record_bytes(false) + SUMS + 4 * half).cast::<f32>();
+                    let sum = x.add(SUMS_OF_ROWS + 4 * (half * ROWS + r)).cast::<f32>();
                     *out = _mm512_fmadd_ps(offset, _mm512_set1_ps(sum.read_unaligned()), *out);
                 }
             }
