@@ -37,7 +37,7 @@ pub(crate) fn cpu_warning(backend: &Backend) -> Option<&'static str> {
 
 /// Trains a small network on a backend; `None` means the best available device.
 pub(crate) fn train(name: Option<&str>, epochs: usize) -> Result<Trained> {
-    let backend = get_backend(name)?;
+    let backend = get_backend(name, None)?;
     println!("Training on: {}", backend.backend_name());
     if let Some(warning) = cpu_warning(&backend) {
         println!("{warning}");

@@ -13,7 +13,7 @@ pub(crate) fn create_inference_pipeline<M: Forward + 'static>(
     make: impl FnOnce(&Backend) -> Result<M>,
     sample_input: Option<&Tensor>,
 ) -> Result<(impl Fn(&Tensor) -> Result<Tensor>, StandardDeviceInfo)> {
-    let backend = get_backend(name)?;
+    let backend = get_backend(name, None)?;
     let model = backend.prepare_model(make(&backend)?, levels().last().copied())?;
     let model = backend.optimize_for_inference(model, sample_input, None)?;
     let info = backend.get_device_info(None)?;

@@ -45,7 +45,7 @@ pub trait Vendors {
 
 impl Vendors for BackendType {}
 
-/// Options of [`BackendFactory::create`].
+/// Options of [`BackendFactory::create`] and [`get_backend`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BackendConfig {
     /// The optimisation level.
@@ -165,12 +165,12 @@ fn vendor_name(b: BackendType) -> &'static str {
     }
 }
 
-/// Opens a backend by name; `None` opens the best one.
+/// Opens a backend by name, with options; without a name, the best one.
 ///
 /// # Errors
 /// The errors of [`BackendFactory::create`].
-pub fn get_backend(name: Option<&str>) -> Result<Backend> {
-    BackendFactory::create(name.unwrap_or("auto"), None)
+pub fn get_backend(name: Option<&str>, config: Option<BackendConfig>) -> Result<Backend> {
+    BackendFactory::create(name.unwrap_or("auto"), config)
 }
 
 /// The backend that `auto` chooses, by vendor name: `nvidia`, `amd`, `tpu`, `intel` or `cpu`.
@@ -178,7 +178,7 @@ pub fn get_backend(name: Option<&str>) -> Result<Backend> {
 /// # Errors
 /// The errors of [`BackendFactory::create`].
 pub fn detect_best_backend() -> Result<&'static str> {
-    Ok(vendor_name(get_backend(None)?.selection().device.backend))
+    Ok(vendor_name(get_backend(None, None)?.selection().device.backend))
 }
 
 /// The name of the best backend's GPU stack: the first available of `cuda`, `rocm`, `xpu`, `tpu` and `cpu`.

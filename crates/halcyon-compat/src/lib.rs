@@ -39,6 +39,8 @@ pub enum BackendErrorKind {
     Mismatch,
     /// The library, driver or device is missing.
     MissingRuntime,
+    /// ONNX Runtime lacks the backend's execution provider.
+    UnavailableProvider,
     /// The device has too little memory.
     OutOfMemory,
     /// Not supported yet.
@@ -76,6 +78,22 @@ impl BackendError {
             fix: format!("Use \"{there}\" (or \"auto\")"),
         };
         BackendError { kind: BackendErrorKind::Mismatch, source }
+    }
+
+    /// The error for a build of ONNX Runtime that has none of `names`, the providers of backend `asked`.
+    pub(crate) fn no_provider(
+        asked: BackendType,
+        names: &[&str],
+        available: &[impl AsRef<str>],
+    ) -> BackendError {
+        let there: Vec<&str> = available.iter().map(AsRef::as_ref).collect();
+        let source = Error::Unavailable {
+            backend: asked.id().into(),
+            tried: names.iter().map(|n| n.to_string()).collect(),
+            reason: format!("ONNX Runtime has only {}", there.join(", ")),
+            fix: format!("Install a build of ONNX Runtime for {}, or use \"auto\" or \"cpu\"", asked.title()),
+        };
+        BackendError { kind: BackendErrorKind::UnavailableProvider, source }
     }
 }
 

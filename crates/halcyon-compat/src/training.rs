@@ -21,8 +21,10 @@ use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
 
-/// The order in which `auto` tries backends: it takes the first that has a device.
-pub const AUTO_ORDER: [BackendType; 3] = [BackendType::Cuda, BackendType::Metal, BackendType::Cpu];
+/// The order in which `auto` tries backends: it takes the first that has a device. ROCm follows CUDA, because
+/// PyTorch calls both `cuda`.
+pub const AUTO_ORDER: [BackendType; 4] =
+    [BackendType::Cuda, BackendType::Rocm, BackendType::Metal, BackendType::Cpu];
 
 /// The GPU stack that `b` is often confused with.
 fn twin(b: BackendType) -> Option<BackendType> {
@@ -109,7 +111,8 @@ pub struct Configured {
 }
 
 /// Opens a resolved device with the settings for its kind. `verbose` prints its description, which is also
-/// the displayed text of [`Configured`].
+/// the displayed text of [`Configured`]. The description has the versions of the vendor's libraries and of the
+/// run-time compiler, so it loads the libraries.
 ///
 /// # Errors
 /// The errors of [`resolve_device`]; `Mismatch` if `name` is another backend than the device's; errors of
@@ -141,6 +144,9 @@ impl fmt::Display for Configured {
         writeln!(f, "backend resolved:  {} ({})", d.backend, d.id)?;
         writeln!(f, "halcyon:           {}", env!("CARGO_PKG_VERSION"))?;
         writeln!(f, "driver:            {}", known(&d.driver_version))?;
+        for (name, found) in self.backend.device().kernel_libraries() {
+            writeln!(f, "{:<18} {found}", format!("{name}:"))?;
+        }
         writeln!(f, "device:            {}", d.name)?;
         writeln!(f, "capability:        {}", known(&d.compute_capability))?;
         writeln!(
@@ -196,6 +202,74 @@ pub fn resolve_amp_config(device: &DeviceInfo) -> AmpConfig {
         _ => (false, false),
     };
     AmpConfig { enabled, dtype: enabled.then_some(DType::F16), use_grad_scaler }
+}
+
+/// Execution providers of ONNX Runtime by backend: the first name that is available serves the backend. The
+/// order is that of `auto`.
+const PROVIDERS: [(BackendType, &[&str]); 4] = [
+    (BackendType::Cuda, &["CUDAExecutionProvider"]),
+    // MIGraphX takes ROCm's place from ONNX Runtime 1.23 on.
+    (BackendType::Rocm, &["ROCMExecutionProvider", "MIGraphXExecutionProvider"]),
+    (BackendType::Metal, &["CoreMLExecutionProvider"]),
+    (BackendType::Cpu, &[CPU_PROVIDER]),
+];
+const CPU_PROVIDER: &str = "CPUExecutionProvider";
+
+/// The execution providers of ONNX Runtime for a backend, the preferred first. `available` are the providers
+/// that a build of ONNX Runtime has. `auto` takes the first that is available of CUDA, ROCm (or MIGraphX),
+/// CoreML and the CPU. The CPU's provider is always last, because others do not run every operator.
+///
+/// ```
+/// use halcyon_compat::training::resolve_ort_providers;
+/// # fn main() -> Result<(), halcyon_compat::BackendError> {
+/// let available = ["CUDAExecutionProvider", "CPUExecutionProvider"];
+/// assert_eq!(resolve_ort_providers("auto", &available)?, available);
+/// assert_eq!(resolve_ort_providers("cpu", &available)?, ["CPUExecutionProvider"]);
+/// assert!(resolve_ort_providers("rocm", &available).is_err());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`BackendErrorKind::UnknownValue`](crate::BackendErrorKind) for an unknown name; `Mismatch` for `cuda`
+/// where `rocm` is available, and vice versa; `UnavailableProvider` if the backend's provider is not
+/// available; `Unsupported` for a backend that has no provider here.
+pub fn resolve_ort_providers(
+    name: &str,
+    available: &[impl AsRef<str>],
+) -> Result<Vec<&'static str>, BackendError> {
+    let asked: BackendType = name.parse().map_err(BackendError::from)?;
+    let has = |p: &&&str| available.iter().any(|a| a.as_ref() == **p);
+    let of = |b: BackendType| PROVIDERS.iter().find(|(k, _)| *k == b).map(|(_, names)| *names);
+    let first = |b: BackendType| of(b).and_then(|names| names.iter().find(has).copied());
+    let found = match asked {
+        BackendType::Auto => PROVIDERS.iter().find_map(|(b, _)| first(*b)).unwrap_or(CPU_PROVIDER),
+        b => {
+            let Some(names) = of(b) else {
+                let what = format!("an execution provider for {}", b.title());
+                return Err(Error::unsupported(
+                    what,
+                    "Use \"auto\", \"cuda\", \"rocm\", \"metal\" or \"cpu\"",
+                )
+                .into());
+            };
+            // ONNX Runtime has the CPU's provider in every build.
+            match first(b).or((b == BackendType::Cpu).then_some(CPU_PROVIDER)) {
+                Some(found) => found,
+                None => {
+                    return Err(match twin(b).filter(|t| first(*t).is_some()) {
+                        Some(there) => {
+                            let reason = format!("this ONNX Runtime is a build for {}", there.title());
+                            BackendError::mismatch(b, there, reason)
+                        }
+                        None => BackendError::no_provider(b, names, available),
+                    });
+                }
+            }
+        }
+    };
+    let more = (found != CPU_PROVIDER).then_some(CPU_PROVIDER);
+    Ok(std::iter::once(found).chain(more).collect())
 }
 
 #[cfg(test)]

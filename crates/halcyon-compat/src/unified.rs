@@ -13,14 +13,16 @@
 //! ```
 
 use halcyon::hal::registry;
-use halcyon::{AmpPolicy, BatchNorm, Compiled, Error, Fallback, Level, Scalar, State};
+use halcyon::{AmpPolicy, BatchNorm, Compiled, ConstData, Element, Error, Fallback, HostBuffer, Level};
 use halcyon::{Backend as Core, BackendBuilder as CoreBuilder};
+use halcyon::{Scalar, State};
+use std::sync::Arc;
 
 pub use halcyon::{Backend, BackendType, ConvConfig, DType, Result, Tensor};
 
 /// All items of this module in one import.
 pub mod prelude {
-    pub use super::{BackendBuilder, MixedPrecisionConfig, Operations, cpu, cuda, metal};
+    pub use super::{BackendBuilder, MixedPrecisionConfig, Operations, Pinned, cpu, cuda, metal};
     pub use halcyon::ConvConfig;
     pub use halcyon::prelude::*;
 }
@@ -334,6 +336,93 @@ impl MetalBuilder {
     }
 }
 
+/// A dense array of host memory that the device copies from directly, page-locked where the driver supports
+/// that. It begins with zeros. [`Pinned::into_data`] makes it the source of copies to the device.
+///
+/// ```
+/// use halcyon_compat::unified::*;
+/// # fn main() -> halcyon::Result<()> {
+/// let backend = cpu().build()?;
+/// let mut host = backend.alloc_pinned([2, 2], DType::F32)?;
+/// host.write(&[1f32, 2.0, 3.0, 4.0])?;
+/// let copied = backend.copy_host_to_device_async(&host.into_data()?);
+/// assert_eq!(copied.wait()?.to_vec::<f32>()?, [1.0, 2.0, 3.0, 4.0]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Pinned {
+    dtype: DType,
+    dims: Vec<usize>,
+    memory: HostBuffer,
+}
+
+impl Pinned {
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    pub fn dims(&self) -> &[usize] {
+        &self.dims
+    }
+
+    /// Whether the pages are page-locked.
+    pub fn is_locked(&self) -> bool {
+        self.memory.is_locked()
+    }
+
+    /// The elements as little-endian bytes in row-major order.
+    pub fn bytes(&self) -> &[u8] {
+        &self.memory
+    }
+
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.memory
+    }
+
+    /// Writes all elements.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if `T` is not the dtype of the array; [`Error::Shape`] if the number of values is not
+    /// that of its elements.
+    pub fn write<T: Element>(&mut self, values: &[T]) -> Result<()> {
+        if T::DTYPE != self.dtype {
+            return Err(Error::argument(
+                "alloc_pinned",
+                format!("{} values for {} elements", T::DTYPE, self.dtype),
+            ));
+        }
+        let bytes = T::write_all(values);
+        if bytes.len() != self.memory.len() {
+            let what = format!("{} values for the shape {:?}", values.len(), self.dims);
+            return Err(Error::shape("alloc_pinned", what));
+        }
+        self.memory.copy_from_slice(&bytes);
+        Ok(())
+    }
+
+    /// The elements.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if `T` is not the dtype of the array.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        match T::DTYPE == self.dtype {
+            true => Ok(T::read_all(&self.memory)),
+            false => {
+                Err(Error::argument("alloc_pinned", format!("{} elements read as {}", self.dtype, T::DTYPE)))
+            }
+        }
+    }
+
+    /// Host data in the same memory, for [`halcyon::Backend::copy_host_to_device_async`].
+    ///
+    /// # Errors
+    /// None in practice: the memory has the size of the array.
+    pub fn into_data(self) -> Result<ConstData> {
+        ConstData::new(self.dtype, &self.dims, Arc::new(self.memory))
+    }
+}
+
 /// Operations called on a backend: other spellings of the tensor's methods. The tensors must be on this
 /// backend; otherwise the result carries an error.
 pub trait Operations {
@@ -345,6 +434,12 @@ pub trait Operations {
     fn gemv(&self, a: &Tensor, x: &Tensor, alpha: f64, y: &Tensor, beta: f64) -> Tensor;
     /// [`Tensor::conv2d`].
     fn conv2d(&self, input: &Tensor, weight: &Tensor, config: ConvConfig) -> Tensor;
+    /// Allocates an array of host memory for copies to this device ([`halcyon::Backend::alloc_host`]).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if its size overflows; [`Error::Unsupported`] if the device has no such memory;
+    /// [`Error::OutOfMemory`].
+    fn alloc_pinned(&self, shape: impl AsRef<[usize]>, dtype: DType) -> Result<Pinned>;
     /// [`Tensor::batch_norm_running`].
     ///
     /// # Errors
@@ -376,6 +471,16 @@ impl Operations for Core {
     #[track_caller]
     fn conv2d(&self, input: &Tensor, weight: &Tensor, config: ConvConfig) -> Tensor {
         input.must_be_on(self).conv2d(weight, config)
+    }
+
+    fn alloc_pinned(&self, shape: impl AsRef<[usize]>, dtype: DType) -> Result<Pinned> {
+        let dims = shape.as_ref().to_vec();
+        let elements = dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d));
+        let bits = elements.and_then(|n| n.checked_mul(dtype.bits() as usize));
+        let bits = bits.filter(|n| *n <= isize::MAX as usize).ok_or_else(|| {
+            Error::shape("alloc_pinned", format!("{dtype} {dims:?} does not fit into the address space"))
+        })?;
+        Ok(Pinned { dtype, dims, memory: self.alloc_host(bits.div_ceil(8))? })
     }
 
     #[track_caller]

@@ -258,7 +258,7 @@ sessions! {
 /// #![deny(deprecated)]
 /// use halcyon_compat::factory::{BaseBackend, get_backend};
 /// # fn main() -> halcyon::Result<()> {
-/// get_backend(Some("cpu"))?.get_device_info_dict(None)?;
+/// get_backend(Some("cpu"), None)?.get_device_info_dict(None)?;
 /// # Ok(())
 /// # }
 /// ```

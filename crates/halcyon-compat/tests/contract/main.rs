@@ -236,6 +236,38 @@ fn s3_10_async_copies() {
 }
 
 #[test]
+fn s3_10_pinned_arrays() {
+    use halcyon_compat::unified::Operations;
+    let test = "s3_10_pinned_arrays";
+    for b in devices(test, Level::O1) {
+        let before = b.memory().pinned;
+        let mut host = match b.alloc_pinned([3, 5], DType::F32) {
+            // WebGPU has no memory that stays mapped while it is in use.
+            Err(Error::Unsupported { .. }) if b.id().starts_with("webgpu") => continue,
+            host => host.unwrap(),
+        };
+        assert!(b.memory().pinned >= before + 60, "{}", b.id());
+        assert_eq!((host.dims(), host.to_vec::<f32>().unwrap()), (&[3, 5][..], vec![0.0; 15]));
+        let v = Rng::fresh(test).f32s(15);
+        host.write(&v).unwrap();
+        assert!(host.write(&v[..14]).is_err() && host.write(&[1i32; 15]).is_err());
+        assert!(host.to_vec::<i32>().is_err());
+        let (data, at) = (host.bytes().as_ptr(), host.into_data().unwrap());
+        // The data is the array's own memory.
+        assert_eq!(at.bytes().as_ptr(), data);
+        let t = block_on(b.copy_host_to_device_async(&at)).unwrap();
+        drop(at);
+        assert_eq!(t.to_vec::<f32>().unwrap(), v, "{}", b.id());
+        drop(t);
+        b.synchronize().unwrap();
+        // Small elements share bytes.
+        assert_eq!(b.alloc_pinned([3, 3], DType::I4).unwrap().bytes().len(), 5);
+        assert_eq!(b.alloc_pinned([0, 3], DType::F64).unwrap().bytes().len(), 0);
+        assert!(b.alloc_pinned([usize::MAX, 2], DType::U8).is_err());
+    }
+}
+
+#[test]
 fn s3_09_memory_pools_have_a_cap_and_move_buffers() {
     const MIB: u64 = 1 << 20;
     let test = "s3_09_memory_pools_have_a_cap_and_move_buffers";

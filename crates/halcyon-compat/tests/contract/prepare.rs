@@ -50,7 +50,7 @@ fn close(a: &[f64], b: &[f64], most: f64) -> bool {
 #[test]
 fn s0_05_the_policy_can_be_applied() {
     let _m = machine::with(&[(B::Cuda, 1)]);
-    let b = get_backend(Some("cpu")).unwrap();
+    let b = get_backend(Some("cpu"), None).unwrap();
     let of = |name: &str| resolve_amp_config(&resolve_device(name).unwrap()).dtype;
     // No mixed precision on the CPU.
     let plain = b.optimize_for_training(net(&b), (), of("cpu")).unwrap();

@@ -11,7 +11,7 @@ fn kind(e: BackendError) -> Kind {
 }
 
 #[test]
-fn s0_01_auto_is_cuda_then_metal_then_cpu() {
+fn s0_01_auto_is_cuda_then_rocm_then_metal_then_cpu() {
     let auto = |m: &[(B, usize)]| {
         let _m = machine::with(m);
         let d = resolve_device("auto").unwrap();
@@ -20,7 +20,9 @@ fn s0_01_auto_is_cuda_then_metal_then_cpu() {
     };
     let is = |id: &str, torch: &str| (id.to_string(), torch.to_string());
     assert_eq!(auto(&[(B::Metal, 1), (B::Cuda, 2)]), is("cuda:0", "cuda:0"));
-    assert_eq!(auto(&[(B::Metal, 1), (B::Rocm, 1)]), is("metal:0", "mps"));
+    assert_eq!(auto(&[(B::Metal, 1), (B::Rocm, 1)]), is("rocm:0", "cuda:0"));
+    assert_eq!(auto(&[(B::Rocm, 2), (B::Cuda, 1)]), is("cuda:0", "cuda:0"));
+    assert_eq!(auto(&[(B::Metal, 1)]), is("metal:0", "mps"));
     assert_eq!(auto(&[]), is("cpu:0", "cpu"));
     let _m = machine::with(&[(B::Rocm, 1)]);
     // A ROCm device has two names: Halcyon's `rocm:0` and PyTorch's `cuda:0`.
@@ -115,6 +117,45 @@ fn s0_05_the_policy_can_be_applied() {
 }
 
 #[test]
+fn s0_06_providers_of_onnx_runtime() {
+    const CUDA: &str = "CUDAExecutionProvider";
+    const ROCM: &str = "ROCMExecutionProvider";
+    const GRAPHX: &str = "MIGraphXExecutionProvider";
+    const CORE: &str = "CoreMLExecutionProvider";
+    const CPU: &str = "CPUExecutionProvider";
+    let of = |name: &str, available: &[&str]| resolve_ort_providers(name, available);
+    // The order of `auto` does not depend on the order of what is available.
+    for (available, want) in [
+        (&[CPU, CORE, ROCM, CUDA][..], &[CUDA, CPU][..]),
+        (&["AzureExecutionProvider", CPU, CORE, ROCM], &[ROCM, CPU]),
+        (&[CPU, GRAPHX, CORE], &[GRAPHX, CPU]),
+        (&[GRAPHX, ROCM], &[ROCM, CPU]),
+        (&[CPU, CORE], &[CORE, CPU]),
+        (&["AzureExecutionProvider", CPU], &[CPU]),
+        (&[], &[CPU]),
+    ] {
+        assert_eq!(of("auto", available).unwrap(), want, "{available:?}");
+    }
+    for (name, want) in
+        [("nvidia", &[CUDA, CPU][..]), ("HIP", &[ROCM, CPU]), ("mps", &[CORE, CPU]), ("host", &[CPU])]
+    {
+        assert_eq!(of(name, &[CPU, CORE, ROCM, CUDA]).unwrap(), want, "{name}");
+    }
+    let e = of("metal", &[CUDA, CPU]).unwrap_err();
+    for part in [CORE, "has only CUDAExecutionProvider, CPUExecutionProvider", "Install a build"] {
+        assert!(e.to_string().contains(part), "{e}");
+    }
+    assert_eq!(kind(e), Kind::UnavailableProvider);
+    for (asked, there, other) in [("cuda", ROCM, "rocm"), ("rocm", CUDA, "cuda"), ("cuda", GRAPHX, "rocm")] {
+        let e = of(asked, &[there, CPU]).unwrap_err();
+        assert!(e.to_string().contains(&format!("Use \"{other}\"")), "{e}");
+        assert_eq!(kind(e), Kind::Mismatch);
+    }
+    assert_eq!(kind(of("webgpu", &[CUDA, CPU]).unwrap_err()), Kind::Unsupported);
+    assert_eq!(kind(of("cudda", &[CUDA, CPU]).unwrap_err()), Kind::UnknownValue);
+}
+
+#[test]
 fn s0_07_errors_have_a_kind_and_say_what_to_do() {
     let _m = machine::with(&[]);
     let e = resolve_device("cudda").unwrap_err();
@@ -157,6 +198,18 @@ fn s0_02_s0_03_over_the_drivers() {
                 let (text, tf32) = (c.to_string(), if name == "cuda" { "on" } else { "off" });
                 for line in [format!("TF32:              {tf32}"), "matmul precision:  High".into()] {
                     assert!(text.contains(&line), "{line} is not in\n{text}");
+                }
+                // The stand-in has the vendor's libraries, with versions.
+                let libraries = match name {
+                    "cuda" => &["cuBLASLt:", "cuDNN:", "run-time compiler:"][..],
+                    _ => &["hipBLASLt:", "rocBLAS:", "run-time compiler:"],
+                };
+                for library in libraries {
+                    let line = text.lines().find_map(|l| l.strip_prefix(library));
+                    assert!(
+                        line.is_some_and(|l| l.contains(char::is_numeric)),
+                        "{library} is not in\n{text}"
+                    );
                 }
                 let capability = d.compute_capability.as_deref().expect("the driver reports it");
                 assert!(text.contains(&format!("capability:        {capability}")), "{text}");

@@ -57,7 +57,7 @@ fn s2_03_a_backend_made_with_a_level_uses_it() {
 
 #[test]
 fn s2_04_device_information_with_probed_types() {
-    let b = get_backend(Some("cpu")).unwrap();
+    let b = get_backend(Some("cpu"), None).unwrap();
     let d = b.get_device_info(None).unwrap();
     assert_eq!((d.backend, d.device_name.as_str()), ("cpu", b.info().name.as_str()));
     #[cfg(target_os = "linux")]
@@ -134,7 +134,7 @@ fn s4_01_the_factory_creates_and_tells() {
     let there = list_available_backends();
     assert!(there.contains(&"nvidia") && there.contains(&"cpu") && !there.contains(&"amd"), "{there:?}");
     assert_eq!(
-        (get_backend(None).unwrap().selection().device.id.as_str(), detect_best_backend().unwrap()),
+        (get_backend(None, None).unwrap().selection().device.id.as_str(), detect_best_backend().unwrap()),
         ("cuda:0", "nvidia")
     );
     drop(m);
@@ -145,7 +145,7 @@ fn s4_01_the_factory_creates_and_tells() {
 #[test]
 fn s4_04_every_backend_answers_the_same_questions() {
     let _m = machine::with(&[]);
-    let mut b = get_backend(Some("cpu")).unwrap();
+    let mut b = get_backend(Some("cpu"), None).unwrap();
     assert_eq!((b.backend_name(), b.device_type(), b.device_count()), ("cpu", "cpu".into(), 1));
     assert!(b.is_available());
     let other = BackendFactory::create("cpu", None).unwrap();
@@ -193,7 +193,7 @@ fn s4_06_standard_device_information() {
     );
     assert_eq!((d.compute_capability.as_deref(), d.driver_version.as_deref()), (Some("9.0"), Some("535.1")));
     assert_eq!((d.total_memory, d.memory_gb()), (Some(25_769_803_776), Some(24.0)));
-    let cpu = get_backend(Some("cpu")).unwrap();
+    let cpu = get_backend(Some("cpu"), None).unwrap();
     let d = cpu.get_device_info(Some(0)).unwrap();
     assert_eq!((d.device_type.as_str(), d.device_id, d.is_available), ("cpu", 0, true));
     let bytes = d.total_memory_bytes.unwrap();
