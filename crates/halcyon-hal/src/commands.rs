@@ -41,6 +41,23 @@ pub(crate) trait DeviceInstance {
         })
     }
 
+    /// Whether the buffer is imported host memory, which nothing may write.
+    fn is_read_only(&self, _: &Self::Buffer) -> bool {
+        false
+    }
+
+    /// The driver's buffer behind `b`, which `call` writes.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if it belongs to another opening, or is read-only.
+    fn writable<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a Self::Buffer> {
+        let b = self.buffer(call, b)?;
+        match self.is_read_only(b) {
+            true => Err(Error::argument(call, "the buffer holds imported data, which is read-only")),
+            false => Ok(b),
+        }
+    }
+
     /// The driver's program behind `p`.
     ///
     /// # Errors
@@ -105,8 +122,12 @@ pub(crate) unsafe fn run<D: DeviceInstance, A: Actions<D>>(
             Command::Launch { program, groups, buffers, params, fault } => {
                 let p = device.program(program)?;
                 let arguments = p.signature().arguments(buffers.len(), params, *fault)?;
-                let own = |b| device.buffer("launch", b);
-                let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
+                let declared = &p.signature().buffers;
+                let own = |(i, b): (usize, _)| match declared.get(i).is_some_and(|d| d.write) {
+                    true => device.writable("launch", b),
+                    false => device.buffer("launch", b),
+                };
+                let buffers = buffers.iter().enumerate().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
                 // SAFETY: `program` and `buffer` checked the owners, and the signature made the arguments for
                 // these buffers. `run` requires buffers that contain every byte that the kernel accesses, and
                 // the conditions that `A` adds.
@@ -114,7 +135,7 @@ pub(crate) unsafe fn run<D: DeviceInstance, A: Actions<D>>(
                 Counts::add(&counts.launches, !groups.contains(&0) as u64);
             }
             Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
-                let (from, to) = (device.buffer("copy", src)?, device.buffer("copy", dst)?);
+                let (from, to) = (device.buffer("copy", src)?, device.writable("copy", dst)?);
                 let same = std::ptr::eq(from, to);
                 validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
                 // SAFETY: `buffer` checked the owners and `validate::copy` the ranges.

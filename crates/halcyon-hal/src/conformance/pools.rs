@@ -269,7 +269,8 @@ pub fn host_buffers_are_counted_and_copied_from_and_to(l: &DeviceUnderTest) {
     let Error::OutOfMemory { requested, free, total, .. } = e else { panic!("{e}") };
     assert_eq!((requested, free, total), (1 << 20, (1 << 20) - 100_001, 1 << 20));
     assert_eq!(d.alloc_host(0).unwrap().len(), 0);
-    // Of the built-in devices, only the CPU device can import host memory as a buffer.
+    // Of the built-in devices, the CPU device always imports host memory as a buffer. OpenCL devices import
+    // whole lines only.
     let shared = d.import(Arc::new(h));
     let own = !matches!(l.driver.kind(), BackendType::Other(_));
     assert!(!own || shared.is_some() == (l.driver.kind() == BackendType::Cpu));

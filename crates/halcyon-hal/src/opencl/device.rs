@@ -18,6 +18,7 @@ use crate::{
     HostBuffer, LibraryCall, LibraryKernel, Options, Program, Result, Stream, StreamOptions, Tag, Target,
     Timing,
 };
+use halcyon_ir::data::Bytes;
 use halcyon_ir::kernel::{Kernel, verify_for};
 use halcyon_ir::render::{self, Language};
 use std::collections::HashMap;
@@ -35,6 +36,8 @@ pub(super) struct OpenClDevice {
     caps: Caps,
     counts: Arc<Counts>,
     context: Arc<Owned<Context>>,
+    /// What the pool's memory comes from, for imported memory.
+    source: ClSource,
     queue: Queue,
     shared: Arc<Shared>,
     pool: Arc<Pool<ClSource>>,
@@ -69,7 +72,7 @@ impl OpenClDevice {
         let counts = Arc::new(Counts::default());
         let (max, alignment) = (caps.max_binding_bytes, adapter.alignment());
         let source = ClSource { api, context: context.clone(), max, alignment };
-        let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
+        let pool = Pool::new(source.clone(), info.id.clone(), options, info.total_memory, counts.clone())?;
         let queue = Queue::new(&adapter, &context, &info.id, pool.clone(), options.profile, false)?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let (api, id) = (adapter.api, info.id.clone());
@@ -82,6 +85,7 @@ impl OpenClDevice {
             caps,
             counts,
             context,
+            source,
             queue,
             shared,
             pool,
@@ -184,7 +188,7 @@ impl Device for OpenClDevice {
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
-        Ok(Arc::new(ClBuffer { block, owner: self.number }))
+        Ok(Arc::new(ClBuffer::pooled(block, self.number)))
     }
 
     fn defragment(&self) -> Result<Defragmented> {
@@ -200,8 +204,15 @@ impl Device for OpenClDevice {
         })
     }
 
+    fn import(&self, data: Arc<dyn Bytes>) -> Option<BufferRef> {
+        if !self.info.unified_memory {
+            return None;
+        }
+        ClBuffer::imported(&self.source, data, self.number).map(|b| Arc::new(b) as BufferRef)
+    }
+
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
-        let b = self.shared.buffer("write", dst)?;
+        let b = self.shared.writable("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
         match self.shared.queues.unordered(|| unsafe { self.queue.write(b, offset, src) }) {
@@ -330,6 +341,68 @@ mod tests {
             }
         };
         Some(OpenClDevice::open(adapters[0], options).unwrap())
+    }
+
+    /// Memory that begins at a page. It holds a reference as long as it lives.
+    struct Pages {
+        memory: Vec<u8>,
+        bytes: usize,
+        _alive: Arc<()>,
+    }
+
+    impl AsRef<[u8]> for Pages {
+        fn as_ref(&self) -> &[u8] {
+            let start = self.memory.as_ptr().align_offset(4096);
+            &self.memory[start..start + self.bytes]
+        }
+    }
+
+    #[test]
+    fn host_memory_is_imported_without_a_copy() {
+        let Some(d) = device(&Options::default()) else { return };
+        let alive = Arc::new(());
+        let n = 3 * super::super::memory::IMPORTED;
+        let value = |i: usize| (i % 251) as u8;
+        let pages = |bytes: usize| {
+            let mut p = Pages { memory: vec![0; bytes + 4096], bytes, _alive: alive.clone() };
+            let start = p.memory.as_ptr().align_offset(4096);
+            p.memory[start..][..bytes].iter_mut().enumerate().for_each(|(i, b)| *b = value(i));
+            Arc::new(p)
+        };
+        // PoCL is the device of the tests.
+        assert!(d.info.unified_memory || !d.info.software, "{:?}", d.info);
+        if !d.info.unified_memory {
+            assert!(d.import(pages(n)).is_none());
+            return;
+        }
+        let data = pages(n);
+        let before = (d.counters().uploads, d.memory().allocated);
+        let b = d.import(data).unwrap();
+        assert_eq!((b.bytes(), d.counters().uploads, d.memory().allocated), (n, before.0, before.1));
+        // It is read only.
+        let own = d.alloc(n, Tag::Io).unwrap();
+        let copy = |src: &BufferRef, dst: &BufferRef| {
+            let (src, dst) = (src.clone(), dst.clone());
+            let c = Command::Copy { src: &src, src_offset: 0, dst: &dst, dst_offset: 0, bytes: n };
+            d.submit(&[c])
+        };
+        let e = copy(&own, &b).unwrap_err();
+        assert!(e.to_string().contains("read-only"), "{e}");
+        assert!(d.write(&b, 0, &[1]).is_err());
+        copy(&b, &own).unwrap();
+        // The host's memory lives until the commands that read it are done.
+        drop(b);
+        let mut got = vec![0; n];
+        d.read(&own, 0, &mut got).unwrap();
+        assert!(got.iter().enumerate().all(|(i, b)| *b == value(i)));
+        d.synchronize().unwrap();
+        let start = std::time::Instant::now();
+        while Arc::strong_count(&alive) > 1 {
+            assert!(start.elapsed().as_secs() < 60, "the memory is not given back");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        // What is too small, or has another size than whole lines, is copied.
+        assert!(d.import(pages(4096)).is_none() && d.import(pages(n + 8)).is_none());
     }
 
     #[test]

@@ -6,6 +6,7 @@ use crate::commands::HasOwner;
 use crate::hazard::Access;
 use crate::host_buffer::Pages;
 use crate::pool::{Block, Source};
+use halcyon_ir::data::Bytes;
 use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
@@ -13,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock, RwLockReadGuard};
 
 /// The pool's source: `clCreateBuffer` in one context.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct ClSource {
     pub api: &'static Api,
     pub context: Arc<Owned<Context>>,
@@ -39,13 +40,18 @@ pub(super) struct Spot {
     at: usize,
 }
 
+/// Numbers for `bytes` bytes of device memory, see [`Memory::at`].
+fn number(bytes: usize) -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    NEXT.fetch_add(bytes, Ordering::Relaxed)
+}
+
 impl Source for ClSource {
     type Raw = Memory;
     /// The buffer, or a sub-buffer of it.
     type Place = RwLock<Spot>;
 
     fn allocate(&self, bytes: usize) -> Result<Memory, String> {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
         // Some implementations accept any size and fail at the first use, so their reported limit is enforced
         // here.
         if bytes as u64 > self.max {
@@ -53,7 +59,7 @@ impl Source for ClSource {
         }
         let made = buffer(self.api, &self.context, bytes);
         let object = made.map(Arc::new).map_err(|c| format!("clCreateBuffer gave {}", sys::code_name(c)))?;
-        Ok(Memory { object, at: NEXT.fetch_add(bytes, Ordering::Relaxed) })
+        Ok(Memory { object, at: number(bytes) })
     }
 
     fn place(&self, raw: &Memory, range: Option<(usize, usize)>) -> Result<Self::Place, String> {
@@ -189,16 +195,87 @@ impl Drop for ClPages {
     }
 }
 
-/// Device memory borrowed from the pool.
+/// The smallest memory that is imported: copying less costs little more than making an object.
+pub(super) const IMPORTED: usize = 64 << 10;
+/// Alignment in bytes that imported memory needs. With less, Intel's drivers copy the memory.
+const PAGE: usize = 4096;
+
+/// Device memory borrowed from the pool, or imported host memory.
 // An associated type of a public trait cannot be less public.
 #[allow(unreachable_pub)]
 pub struct ClBuffer {
-    pub block: Block<ClSource>,
+    storage: Storage,
     /// Id of the device that it belongs to.
-    pub owner: u64,
+    owner: u64,
+}
+
+enum Storage {
+    Pooled(Block<ClSource>),
+    /// Host memory, which the object keeps alive ([`ClBuffer::imported`]).
+    Imported {
+        spot: RwLock<Spot>,
+        bytes: usize,
+    },
+}
+
+/// Drops the owner of imported host memory.
+///
+/// # Safety
+/// `owner` comes from `Box::into_raw` of this type, and the call is the only one with it.
+unsafe extern "system" fn give_back(_: Handle, owner: *mut c_void) {
+    // SAFETY: the contract of this function. Dropping the owner runs no code that panics: it frees memory.
+    drop(unsafe { Box::from_raw(owner.cast::<Arc<dyn Bytes>>()) });
 }
 
 impl ClBuffer {
+    pub(super) fn pooled(block: Block<ClSource>, owner: u64) -> ClBuffer {
+        ClBuffer { storage: Storage::Pooled(block), owner }
+    }
+
+    /// A buffer over host memory that the device reads directly, because it shares the host's memory. `None`
+    /// if the memory is too small or not aligned to a page, or if the driver refuses it.
+    pub(super) fn imported(source: &ClSource, data: Arc<dyn Bytes>, owner: u64) -> Option<ClBuffer> {
+        let (at, bytes) = (data.bytes().as_ptr(), data.bytes().len());
+        // Intel's drivers also copy memory whose size is not a multiple of a cache line.
+        let fits = bytes >= IMPORTED && bytes as u64 <= source.max && bytes.is_multiple_of(64);
+        if !fits || !(at as usize).is_multiple_of(PAGE) {
+            return None;
+        }
+        let api = source.api;
+        let (mut code, flags) = (0, sys::MEM_READ_ONLY | sys::MEM_USE_HOST_PTR);
+        // SAFETY: the context is live. The memory has `bytes` bytes, and stays as it is until the object is
+        // destroyed: see below. The device does not write it, because of the flags and of
+        // `DeviceInstance::is_read_only`.
+        let raw = unsafe {
+            (api.clCreateBuffer)(source.context.raw(), flags, bytes, at.cast_mut().cast(), &mut code)
+        };
+        // SAFETY: `clCreateBuffer` returned this buffer with one reference.
+        let object = unsafe { Owned::<MemoryObject>::new(raw, code, api.clReleaseMemObject) };
+        let object = object.inspect_err(|c| {
+            tracing::debug!(code = %sys::code_name(*c), bytes, "host memory could not be imported");
+        });
+        let object = object.ok()?;
+        // Commands may still use the memory when the last reference to the object is released. The driver
+        // destroys the object after them, and then calls `give_back`.
+        let keep = Box::into_raw(Box::new(data)).cast::<c_void>();
+        // SAFETY: the object is live, and `keep` is what `give_back` needs. The driver calls it once.
+        let code = unsafe { (api.clSetMemObjectDestructorCallback)(object.raw(), give_back, keep) };
+        if code != sys::SUCCESS {
+            // SAFETY: the driver did not take `keep`. No command has used the object, which is released first.
+            unsafe {
+                drop(object);
+                drop(Box::from_raw(keep.cast::<Arc<dyn Bytes>>()));
+            }
+            return None;
+        }
+        let spot = RwLock::new(Spot { object: Arc::new(object), at: number(bytes) });
+        Some(ClBuffer { storage: Storage::Imported { spot, bytes }, owner })
+    }
+
+    pub(super) fn is_imported(&self) -> bool {
+        matches!(self.storage, Storage::Imported { .. })
+    }
+
     /// The OpenCL object of the buffer. Moving a buffer replaces its object. This needs the ledger's lock and
     /// the locks of the device's own queue, so the object does not change while the caller holds one of them.
     pub(super) fn object(&self) -> Arc<Owned<MemoryObject>> {
@@ -210,12 +287,20 @@ impl ClBuffer {
     }
 
     fn spot(&self) -> RwLockReadGuard<'_, Spot> {
-        self.block.place().read().unwrap_or_else(|e| e.into_inner())
+        let spot = match &self.storage {
+            Storage::Pooled(block) => block.place(),
+            Storage::Imported { spot, .. } => spot,
+        };
+        spot.read().unwrap_or_else(|e| e.into_inner())
     }
 
     /// The buffer's range in the numbering of device memory: the first number and the count.
     pub(crate) fn span(&self) -> (usize, usize) {
-        (self.spot().at, self.block.room().max(1))
+        let room = match &self.storage {
+            Storage::Pooled(block) => block.room(),
+            Storage::Imported { bytes, .. } => *bytes,
+        };
+        (self.spot().at, room.max(1))
     }
 
     pub(crate) fn reading(&self) -> Access {
@@ -239,7 +324,10 @@ impl HasOwner for ClBuffer {
 
 impl Buffer for ClBuffer {
     fn bytes(&self) -> usize {
-        self.block.bytes()
+        match &self.storage {
+            Storage::Pooled(block) => block.bytes(),
+            Storage::Imported { bytes, .. } => *bytes,
+        }
     }
 
     fn as_any(&self) -> &dyn Any {
@@ -249,6 +337,9 @@ impl Buffer for ClBuffer {
 
 impl fmt::Debug for ClBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.block.fmt(f)
+        match &self.storage {
+            Storage::Pooled(block) => block.fmt(f),
+            Storage::Imported { bytes, .. } => write!(f, "Imported({bytes} bytes)"),
+        }
     }
 }

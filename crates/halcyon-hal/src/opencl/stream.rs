@@ -162,6 +162,10 @@ impl DeviceInstance for Shared {
     fn number(&self) -> u64 {
         self.number
     }
+
+    fn is_read_only(&self, b: &ClBuffer) -> bool {
+        b.is_imported()
+    }
 }
 
 impl Addressed for Shared {
@@ -312,7 +316,7 @@ impl Stream for ClStream {
 
     fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()> {
         let _report = self.lock();
-        let b = self.shared.buffer("write", dst)?;
+        let b = self.shared.writable("write", dst)?;
         let bytes = src.bytes();
         validate::range("write", dst.bytes(), offset, bytes.len())?;
         if bytes.is_empty() {

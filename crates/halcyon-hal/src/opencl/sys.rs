@@ -40,6 +40,7 @@ macro_rules! api {
 
 type Notify = Option<unsafe extern "system" fn(Handle, *mut c_void)>;
 type EventNotify = Option<unsafe extern "system" fn(Handle, i32, *mut c_void)>;
+type MemoryNotify = unsafe extern "system" fn(Handle, *mut c_void);
 type ContextNotify = Option<unsafe extern "system" fn(*const c_char, *const c_void, usize, *mut c_void)>;
 
 api! {
@@ -54,6 +55,7 @@ api! {
     clCreateBuffer(Handle, u64, usize, *mut c_void, *mut i32) -> Handle;
     clCreateSubBuffer(Handle, u64, u32, *const c_void, *mut i32) -> Handle;
     clReleaseMemObject(Handle) -> i32;
+    clSetMemObjectDestructorCallback(Handle, MemoryNotify, *mut c_void) -> i32;
     clCreateProgramWithSource(Handle, u32, *const *const c_char, *const usize, *mut i32) -> Handle;
     clCreateProgramWithBinary(Handle, u32, *const Handle, *const usize, *const *const u8, *mut i32, *mut i32) -> Handle;
     clBuildProgram(Handle, u32, *const Handle, *const c_char, Notify, *mut c_void) -> i32;
@@ -192,6 +194,8 @@ pub(super) const DEVICE_GLOBAL_FREE_MEMORY_AMD: u32 = 0x4039;
 pub(super) const CONTEXT_PLATFORM: isize = 0x1084;
 pub(super) const QUEUE_PROFILING_ENABLE: u64 = 1 << 1;
 pub(super) const MEM_READ_WRITE: u64 = 1 << 0;
+pub(super) const MEM_READ_ONLY: u64 = 1 << 2;
+pub(super) const MEM_USE_HOST_PTR: u64 = 1 << 3;
 pub(super) const MEM_ALLOC_HOST_PTR: u64 = 1 << 4;
 /// Takes the origin and the size, both `usize`.
 pub(super) const BUFFER_CREATE_TYPE_REGION: u32 = 0x1220;
