@@ -235,7 +235,9 @@ impl ClBuffer {
     /// A buffer over host memory that the device reads directly, because it shares the host's memory. `None`
     /// if the memory is too small or not aligned to a page, or if the driver refuses it.
     pub(super) fn imported(source: &ClSource, data: Arc<dyn Bytes>, owner: u64) -> Option<ClBuffer> {
-        let (at, bytes) = (data.bytes().as_ptr(), data.bytes().len());
+        // One call, because another one might give other memory.
+        let memory = data.bytes();
+        let (at, bytes) = (memory.as_ptr(), memory.len());
         // Intel's drivers also copy memory whose size is not a multiple of a cache line.
         let fits = bytes >= IMPORTED && bytes as u64 <= source.max && bytes.is_multiple_of(64);
         if !fits || !(at as usize).is_multiple_of(PAGE) {
