@@ -111,8 +111,8 @@ pub struct Configured {
 }
 
 /// Opens a resolved device with the settings for its kind. `verbose` prints its description, which is also
-/// the displayed text of [`Configured`]. The description has the versions of the vendor's libraries and of the
-/// run-time compiler, so it loads the libraries.
+/// the displayed text of [`Configured`]. The description has the versions of the vendor's libraries and of
+/// the run-time compiler, so it loads the libraries.
 ///
 /// # Errors
 /// The errors of [`resolve_device`]; `Mismatch` if `name` is another backend than the device's; errors of

@@ -383,8 +383,8 @@ impl Pinned {
     /// Writes all elements.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `T` is not the dtype of the array; [`Error::Shape`] if the number of values is not
-    /// that of its elements.
+    /// [`Error::Argument`] if `T` is not the dtype of the array; [`Error::Shape`] if the number of values is
+    /// not that of its elements.
     pub fn write<T: Element>(&mut self, values: &[T]) -> Result<()> {
         if T::DTYPE != self.dtype {
             return Err(Error::argument(

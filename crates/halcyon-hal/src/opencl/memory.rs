@@ -263,7 +263,7 @@ impl ClBuffer {
         // SAFETY: the object is live, and `keep` is what `give_back` needs. The driver calls it once.
         let code = unsafe { (api.clSetMemObjectDestructorCallback)(object.raw(), give_back, keep) };
         if code != sys::SUCCESS {
-            // SAFETY: the driver did not take `keep`. No command has used the object, which is released first.
+            // SAFETY: the driver did not take `keep`. No command used the object, which is released first.
             unsafe {
                 drop(object);
                 drop(Box::from_raw(keep.cast::<Arc<dyn Bytes>>()));

@@ -294,7 +294,7 @@ impl Part {
         (self.x.wrapping_add(g * GROUP_OF_TILE), self.w.wrapping_add(g * each), half)
     }
 
-    /// Sums the products of unit `u` in register `C`, and stores them. Registers `A` and `B` take the operands.
+    /// Sums the products of unit `u` in register `C`, and stores them. `A` and `B` take the operands.
     ///
     /// # Safety
     /// The contract of [`Part::add`]; the unit exists.
