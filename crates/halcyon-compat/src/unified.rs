@@ -345,8 +345,8 @@ impl MetalBuilder {
 /// let backend = cpu().build()?;
 /// let mut host = backend.alloc_pinned([2, 2], DType::F32)?;
 /// host.write(&[1f32, 2.0, 3.0, 4.0])?;
-/// let copied = backend.copy_host_to_device_async(&host.into_data()?);
-/// assert_eq!(copied.wait()?.to_vec::<f32>()?, [1.0, 2.0, 3.0, 4.0]);
+/// let copied = pollster::block_on(backend.copy_host_to_device_async(&host.into_data()?))?;
+/// assert_eq!(copied.to_vec::<f32>()?, [1.0, 2.0, 3.0, 4.0]);
 /// # Ok(())
 /// # }
 /// ```
