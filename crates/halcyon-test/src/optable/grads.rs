@@ -112,8 +112,8 @@ fn compare(
             return Err(format!("the gradient of operand {k} is {g:?}"));
         }
         let v: Vec<f64> = g.to_vec();
-        // In mixed precision, terms are rounded before they are summed, and may cancel each other. So an error
-        // is relative to all of the gradient and not only to the elements that are compared.
+        // In mixed precision, terms are rounded before they are summed, and may cancel each other. So the
+        // tolerance follows from all of the gradient and not only from the elements that are compared.
         let all = if tolerance.is_some() { &v[..] } else { &[] };
         let all = all.iter().filter(|v| v.is_finite());
         let top = diffs.iter().map(|d| &d.1).chain(all).map(|v| v.abs()).fold(0.0, f64::max);
