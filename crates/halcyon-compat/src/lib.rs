@@ -90,7 +90,10 @@ impl BackendError {
         let source = Error::Unavailable {
             backend: asked.id().into(),
             tried: names.iter().map(|n| n.to_string()).collect(),
-            reason: format!("ONNX Runtime has only {}", there.join(", ")),
+            reason: match there.is_empty() {
+                true => "no provider of ONNX Runtime was given as available".into(),
+                false => format!("ONNX Runtime has only {}", there.join(", ")),
+            },
             fix: format!("Install a build of ONNX Runtime for {}, or use \"auto\" or \"cpu\"", asked.title()),
         };
         BackendError { kind: BackendErrorKind::UnavailableProvider, source }

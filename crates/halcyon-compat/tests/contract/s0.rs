@@ -146,6 +146,8 @@ fn s0_06_providers_of_onnx_runtime() {
         assert!(e.to_string().contains(part), "{e}");
     }
     assert_eq!(kind(e), Kind::UnavailableProvider);
+    let e = of("cuda", &[]).unwrap_err();
+    assert!(e.to_string().contains("no provider of ONNX Runtime was given"), "{e}");
     for (asked, there, other) in [("cuda", ROCM, "rocm"), ("rocm", CUDA, "cuda"), ("cuda", GRAPHX, "rocm")] {
         let e = of(asked, &[there, CPU]).unwrap_err();
         assert!(e.to_string().contains(&format!("Use \"{other}\"")), "{e}");

@@ -223,7 +223,8 @@ enum Storage {
 /// # Safety
 /// `owner` comes from `Box::into_raw` of this type, and the call is the only one with it.
 unsafe extern "system" fn give_back(_: Handle, owner: *mut c_void) {
-    // SAFETY: the contract of this function. Dropping the owner runs no code that panics: it frees memory.
+    // SAFETY: the contract of this function. If the owner's destructor panics, the process ends, because a
+    // panic does not leave a function of this ABI.
     drop(unsafe { Box::from_raw(owner.cast::<Arc<dyn Bytes>>()) });
 }
 
