@@ -5,7 +5,9 @@
 //! thread of the child waits for that ([`end_with_parent`]) and terminates the child at once, even while
 //! another thread hangs in a driver. This needs only pipes, so it works on Linux, macOS and Windows.
 
+use std::ffi::OsString;
 use std::io::Read;
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -20,6 +22,30 @@ pub const LINKED: &str = "HALCYON_LINKED_CHILD";
 
 /// Maximum bytes kept of each output stream of a child. Further output is read and discarded.
 const MAX_OUTPUT: usize = 16 << 20;
+
+/// How children of this program are started: an executable, and the arguments that come before those of the
+/// child. A program that an interpreter runs has such arguments.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Program {
+    pub executable: PathBuf,
+    pub arguments: Vec<OsString>,
+}
+
+impl Program {
+    /// A command that starts a child. The caller adds the child's arguments.
+    pub fn command(&self) -> Command {
+        let mut c = Command::new(&self.executable);
+        c.args(&self.arguments);
+        c
+    }
+}
+
+impl From<PathBuf> for Program {
+    /// An executable without leading arguments.
+    fn from(executable: PathBuf) -> Program {
+        Program { executable, arguments: vec![] }
+    }
+}
 
 /// A child that ends with this process or when this value is dropped, provided that it calls
 /// [`end_with_parent`].

@@ -63,6 +63,8 @@ pub mod conformance;
 pub mod cpu;
 pub mod driver_output;
 #[allow(dead_code)]
+pub mod fork;
+#[allow(dead_code)]
 mod hazard;
 pub mod heap;
 pub mod host_buffer;
@@ -151,26 +153,69 @@ pub trait Buffer: Send + Sync + fmt::Debug {
     fn place(&self) -> Option<u64> {
         None
     }
+    /// Whether commands may write to the buffer. They may not if its memory was imported
+    /// ([`Device::import`]).
+    fn is_writable(&self) -> bool {
+        true
+    }
     fn as_any(&self) -> &dyn Any;
 }
 pub type BufferRef = Arc<dyn Buffer>;
 
+/// Host memory of a buffer ([`Device::export`]). It stays in place and allocated until this value is dropped.
+/// Its contents may change while commands that write to the buffer run.
+pub struct Exported {
+    // An address, because the value is sent between threads, and only unsafe code of the caller reads it.
+    address: usize,
+    bytes: usize,
+    read_only: bool,
+    _keep: Box<dyn Any + Send + Sync>,
+}
+
+impl Exported {
+    /// The first byte. Nothing else about it is guaranteed for a buffer of 0 bytes.
+    pub fn as_ptr(&self) -> *const u8 {
+        std::ptr::with_exposed_provenance(self.address)
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether the memory was imported, so that its owner forbids writes.
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+}
+
+impl fmt::Debug for Exported {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Exported({} bytes)", self.bytes)
+    }
+}
+
 /// The work of [`Device::supply`]. Dropping it waits for the end of the work.
 #[derive(Debug, Default)]
-pub struct Supply(Option<std::thread::JoinHandle<()>>);
+pub struct Supply(Option<(std::thread::JoinHandle<()>, fork::Origin)>);
 
 impl Supply {
     /// Runs `work` on a thread. If no thread can be started, the memory is supplied at the first access.
     #[cfg(feature = "cpu")]
     pub(crate) fn start(work: impl FnOnce() + Send + 'static) -> Supply {
-        Supply(std::thread::Builder::new().name("halcyon-supply".into()).spawn(work).ok())
+        let thread = std::thread::Builder::new().name("halcyon-supply".into()).spawn(work);
+        Supply(thread.ok().map(|t| (t, fork::Origin::here())))
     }
 }
 
 impl Drop for Supply {
     fn drop(&mut self) {
-        // The work cannot panic, and there is nothing to undo if it did.
-        self.0.take().map(|t| t.join());
+        match self.0.take() {
+            // The work cannot panic, and there is nothing to undo if it did.
+            Some((t, origin)) if origin.is_here() => drop(t.join()),
+            // The thread does not exist in a forked child.
+            other => std::mem::forget(other),
+        }
     }
 }
 
@@ -505,6 +550,16 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// device never writes to the memory.
     fn import(&self, _data: Arc<dyn halcyon_ir::data::Bytes>) -> Option<BufferRef> {
         None
+    }
+
+    /// The memory of a buffer, for code outside of Halcyon that reads it in place. Waits for submitted work
+    /// that writes to the buffer. The memory does not move while the result lives. `None` if the host cannot
+    /// address the buffer.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a buffer of another device; errors of the driver.
+    fn export(&self, _buffer: &BufferRef) -> Result<Option<Exported>> {
+        Ok(None)
     }
 
     /// Copies host bytes into a buffer, in order with submitted work.

@@ -2,7 +2,7 @@
 //!
 //! A broken driver can crash or hang the probing process, and even a working one (PoCL and lavapipe include a
 //! compiler) takes tens of milliseconds to load. The first probe therefore runs in a child process if the
-//! program provides an executable for it ([`set_executable`]), and so does the first opening of each device.
+//! program says how to start one ([`set_program`]), and so does the first opening of each device.
 //! The result is stored on disk under a digest of what the devices depend on, together with the state of
 //! every library that was loaded ([`files`]). While all of this is unchanged, the record is used as follows:
 //! - If devices were found, no child is started. If all of them are software devices (which automatic
@@ -16,12 +16,13 @@
 pub mod files;
 
 use crate::cache::{self, DiskCache};
-use crate::{BackendType, DeviceInfo, Error, Options, Result, backend, child, driver_output, registry};
+use crate::child::{self, Program};
+use crate::{BackendType, DeviceInfo, Error, Options, Result, backend, driver_output, fork, registry};
 use files::{Key, Seen};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -37,13 +38,36 @@ const NOTICE_AFTER: Duration = Duration::from_secs(2);
 /// A driver that crashed or hung is not tried again for this long, unless one of its dependencies changes.
 const FAILURE_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 
-static EXECUTABLE: OnceLock<PathBuf> = OnceLock::new();
+static PROGRAM: OnceLock<Program> = OnceLock::new();
+/// Set if an interpreter was named that cannot run the program.
+static UNUSABLE: AtomicBool = AtomicBool::new(false);
 static NOTICE: OnceLock<fn(&str)> = OnceLock::new();
 
-/// Sets the executable that answers `__probe BACKEND` with [`report`] on its standard output, and `__probe
-/// BACKEND --open N` with [`report_open`]. Later calls have no effect.
+/// Sets the program that answers `__probe BACKEND` with [`report`] on its standard output, and `__probe BACKEND
+/// --open N` with [`report_open`]. With `--version` it must succeed and load no driver. Later calls have no
+/// effect.
+pub fn set_program(program: Program) {
+    let _ = PROGRAM.set(program);
+}
+
+/// [`set_program`] for an executable without leading arguments.
 pub fn set_executable(exe: PathBuf) {
-    let _ = EXECUTABLE.set(exe);
+    set_program(exe.into());
+}
+
+/// The program for children; `None` if none was set, or if it is an interpreter that cannot run it.
+fn program() -> Option<&'static Program> {
+    PROGRAM.get().filter(|_| !UNUSABLE.load(Ordering::Relaxed))
+}
+
+/// Whether an error means that an interpreter cannot run the program. From then on, probes run in this
+/// process, as without a program: whether an interpreter can be started depends on what embeds it.
+fn cannot_run(program: &Program, e: &Error) -> bool {
+    let unusable = !program.arguments.is_empty() && matches!(e, Error::Io { .. });
+    if unusable && !UNUSABLE.swap(true, Ordering::Relaxed) {
+        tracing::warn!("drivers are loaded without a probe in a child process: {e}");
+    }
+    unusable
 }
 
 /// Sets the function that receives a message when a driver is slow to answer. Later calls have no effect.
@@ -193,7 +217,7 @@ pub fn forget() {
 /// Starts a child for each driver without a valid record, in parallel. The probes that follow use the answers
 /// of these children.
 pub fn prepare() {
-    let (Some(exe), false) = (EXECUTABLE.get(), in_child()) else { return };
+    let (Some(program), false) = (program(), in_child()) else { return };
     std::thread::scope(|s| {
         for spec in probes() {
             // If no thread can be started, the probe runs when it is needed.
@@ -202,7 +226,7 @@ pub fn prepare() {
                 let key = spec.key(Path::new("/"));
                 let open = matches!(state.known, CachedProbe::Nothing) && state.asked.is_none();
                 if open && spec.recall(memory().as_ref(), key).is_none() {
-                    state.asked = Some((key, spec.via_child(exe)));
+                    state.asked = Some((key, spec.via_child(program)));
                 }
             });
         }
@@ -234,6 +258,7 @@ impl ProbeSpec {
     }
 
     fn probe_here(&self) -> Result<Vec<DeviceInfo>> {
+        fork::may_load(self.backend)?;
         let _driver = driver_output::capture(self.backend.id());
         (self.list)()
     }
@@ -256,21 +281,29 @@ impl ProbeSpec {
             CachedProbe::Answer(a) => return a.clone(),
             CachedProbe::Nothing => {}
         }
-        let (found, known) = match EXECUTABLE.get() {
-            Some(exe) => self.find(memory().as_ref(), Path::new("/"), exe, &mut state.asked),
-            None if self.repeat => (self.probe_here(), CachedProbe::Safe),
-            None => {
-                let e = self.unavailable(
-                    (self.depends)(Path::new("/")).libraries,
-                    "the library is loaded only in a child process, and this program has not set an executable for the child"
-                        .into(),
-                    "Set one with halcyon_hal::probe::set_executable, or run `halcyon devices`".into(),
-                );
-                (Err(e.clone()), CachedProbe::Answer(Err(e)))
-            }
+        let (found, known) = match program() {
+            None => self.without_child(),
+            Some(program) => match self.find(memory().as_ref(), Path::new("/"), program, &mut state.asked) {
+                (Err(e), _) if cannot_run(program, &e) => self.without_child(),
+                found => found,
+            },
         };
         state.known = known;
         found
+    }
+
+    /// The answer of a program that starts no children, and the resulting state.
+    fn without_child(&self) -> (Result<Vec<DeviceInfo>>, CachedProbe) {
+        if self.repeat {
+            return (self.probe_here(), CachedProbe::Safe);
+        }
+        let e = self.unavailable(
+            (self.depends)(Path::new("/")).libraries,
+            "the library is loaded only in a child process, and this program has not set a program for the child"
+                .into(),
+            "Set one with halcyon_hal::probe::set_program, or run `halcyon devices`".into(),
+        );
+        (Err(e.clone()), CachedProbe::Answer(Err(e)))
     }
 
     /// The stored record, if it is still valid.
@@ -293,7 +326,7 @@ impl ProbeSpec {
         &self,
         memory: Option<&DiskCache>,
         root: &Path,
-        exe: &Path,
+        program: &Program,
         asked: &mut Option<(Key, Result<ProbeReply>)>,
     ) -> (Result<Vec<DeviceInfo>>, CachedProbe) {
         let key = self.key(root);
@@ -313,7 +346,7 @@ impl ProbeSpec {
             }
         }
         let before = asked.take().filter(|(k, _)| *k == key).map(|(_, answer)| answer);
-        let ProbeReply { answer, loaded } = match before.unwrap_or_else(|| self.via_child(exe)) {
+        let ProbeReply { answer, loaded } = match before.unwrap_or_else(|| self.via_child(program)) {
             Ok(asked) => asked,
             Err(e) => {
                 let e = match e {
@@ -361,17 +394,22 @@ impl ProbeSpec {
     }
 
     /// Opens a device in a child before this process opens it for the first time, because the driver may
-    /// crash, hang or load more libraries then. Does nothing if no executable was set. `kind` is the backend
+    /// crash, hang or load more libraries then. Starts no child if no program was set. `kind` is the backend
     /// that lists the device.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with how the child ended if the driver crashed it. Errors returned by the
-    /// driver are ignored: opening the device in this process reports them.
+    /// [`Error::Unavailable`] with how the child ended if the driver crashed it, and in a forked child whose
+    /// parent loaded the library. Errors returned by the driver are ignored: opening the device in this
+    /// process reports them.
     pub fn may_open(&self, kind: BackendType, index: usize) -> Result<()> {
-        match EXECUTABLE.get() {
-            Some(exe) if !in_child() => self.try_open(kind, index, memory().as_ref(), Path::new("/"), exe),
-            _ => Ok(()),
+        if let Some(program) = program().filter(|_| !in_child()) {
+            let (memory, root) = (memory(), Path::new("/"));
+            match self.try_open(kind, index, memory.as_ref(), root, program) {
+                Err(e) if !cannot_run(program, &e) => return Err(e),
+                _ => {}
+            }
         }
+        fork::may_load(self.backend)
     }
 
     fn try_open(
@@ -380,7 +418,7 @@ impl ProbeSpec {
         index: usize,
         memory: Option<&DiskCache>,
         root: &Path,
-        exe: &Path,
+        program: &Program,
     ) -> Result<()> {
         let id = format!("{kind}:{index}");
         let mut state = self.lock();
@@ -393,9 +431,9 @@ impl ProbeSpec {
             Some(None) => Ok(()),
             Some(Some(how)) => Err(self.fatal(how, true)),
             None => {
-                let mut command = Command::new(exe);
-                command.args(["__probe", kind.id(), "--open", &index.to_string()]);
-                let found = limit().and_then(|l| self.run_child(&mut command, l, &format!("opening {id}: ")));
+                let arguments = ["__probe", kind.id(), "--open", &index.to_string()];
+                let what = format!("opening {id}: ");
+                let found = limit().and_then(|l| self.run_child(program, &arguments, l, &what));
                 if let Some(r) = record.as_mut() {
                     let how = match &found {
                         Ok(ProbeReply { loaded: Some(loaded), .. }) => {
@@ -446,16 +484,22 @@ impl ProbeSpec {
         self.unavailable(self.suspects(), reason, self.fix.into())
     }
 
-    /// Probes in a child process: runs `exe __probe BACKEND`.
+    /// Probes in a child process: runs `__probe BACKEND`.
     ///
     /// # Errors
     /// [`Error::Unavailable`] with how the child ended if a driver crashed it; [`Error::Io`] if the child
-    /// could not be started; the errors of [`limit`].
-    fn via_child(&self, exe: &Path) -> Result<ProbeReply> {
-        self.run_child(Command::new(exe).args(["__probe", self.backend.id()]), limit()?, "")
+    /// could not be started, or if the program does not work; the errors of [`limit`].
+    fn via_child(&self, program: &Program) -> Result<ProbeReply> {
+        self.run_child(program, &["__probe", self.backend.id()], limit()?, "")
     }
 
-    fn run_child(&self, command: &mut Command, limit: Duration, what: &str) -> Result<ProbeReply> {
+    fn run_child(
+        &self,
+        program: &Program,
+        arguments: &[&str],
+        limit: Duration,
+        what: &str,
+    ) -> Result<ProbeReply> {
         let harm = |how: String| self.fatal(&format!("{what}{PROBE_FAILED} {how}"), false);
         let mut slow = || {
             let text = format!(
@@ -471,10 +515,21 @@ impl ProbeSpec {
                 tell(&text);
             }
         };
-        let done = child::output_patient(command, limit, NOTICE_AFTER, &mut slow).map_err(|e| Error::Io {
-            path: command.get_program().to_string_lossy().into_owned(),
-            what: format!("the process that looks for {} devices did not start: {e}", self.backend),
-        })?;
+        let not_started = |why: String| Error::Io {
+            path: program.executable.to_string_lossy().into_owned(),
+            what: format!("the process that looks for {} devices did not start: {why}", self.backend),
+        };
+        let mut command = program.command();
+        let done = child::output_patient(command.args(arguments), limit, NOTICE_AFTER, &mut slow)
+            .map_err(|e| not_started(e.to_string()))?;
+        // If an interpreter cannot run the program at all, the driver is not the cause.
+        if let Err(how) = &done.end
+            && !program.arguments.is_empty()
+            && !done.hung
+            && let Err(why) = works(program, limit)
+        {
+            return Err(not_started(format!("it {how}, and with --version {why}")));
+        }
         driver_output::report_output(self.backend.id(), &done.err);
         done.end.map_err(harm)?;
         let asked: Option<ProbeReply> = done.out.lines().rev().find_map(|l| serde_json::from_str(l).ok());
@@ -484,6 +539,11 @@ impl ProbeSpec {
             None => Err(harm("gave no answer".into())),
         }
     }
+}
+
+/// Whether a program succeeds without a driver; the error says how it ended.
+fn works(program: &Program, limit: Duration) -> Result<(), String> {
+    child::output(program.command().arg("--version"), limit).map_err(|e| e.to_string())?.end
 }
 
 /// Start of the message if a driver crashed a child.

@@ -12,7 +12,7 @@
 use crate::config;
 use crate::policy::{Fallback, Policy, SetBy};
 use crate::pool::MemoryPoolConfig;
-use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, backend, registry};
+use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, backend, fork, registry};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -373,6 +373,7 @@ impl Search<'_, '_> {
     /// Opens a device and checks that it accepts the work.
     fn try_one(&mut self, driver: &dyn Driver, index: usize) -> Result<Arc<dyn Device>> {
         let d = driver.open(index, self.options)?;
+        fork::opened(&d);
         check_memory(&d, self.request.memory)?;
         (self.admit)(&d)?;
         Ok(d)

@@ -423,7 +423,7 @@ impl Backend {
 
     /// Whether two handles belong to one open device. Their plans may be made differently
     /// ([`Backend::with_level`]).
-    pub(crate) fn is_same(&self, o: &Backend) -> bool {
+    pub fn is_same(&self, o: &Backend) -> bool {
         Arc::ptr_eq(&self.0.runtime, &o.0.runtime)
     }
 

@@ -3,6 +3,7 @@
 
 mod captures;
 
+use crate::cancel;
 use crate::faults::FaultContext;
 use crate::fit::Fit;
 use crate::queue::Queue;
@@ -416,11 +417,13 @@ impl Executable {
         on: Option<&Queue>,
     ) -> Result<()> {
         let d = &*self.runtime.device;
+        let batch = cancel::batch(d.info().backend, BATCH);
         let mut commands: SmallVec<[Command<'_>; BATCH]> = SmallVec::new();
         for (i, s) in self.plan.steps.iter().enumerate().take(steps.end).skip(steps.start) {
-            if commands.len() == BATCH {
+            if commands.len() >= batch {
                 submit(d, on, &commands)?;
                 commands.clear();
+                cancel::check(|| format!("a run, before step {i} of {}", self.plan.steps.len()))?;
             }
             if let Some(c) = self.command(lease, i, args)? {
                 commands.push(c);

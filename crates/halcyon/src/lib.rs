@@ -152,6 +152,7 @@ pub mod backend;
 #[cfg(feature = "onnx")]
 mod bad_index;
 pub mod blas;
+mod cancel;
 pub mod capture;
 mod checkpoint;
 mod constants;

@@ -11,6 +11,7 @@ mod io;
 
 use crate::backend::Backend;
 use crate::bad_index;
+use crate::cancel;
 use crate::executable::Executable;
 use crate::lru::Lru;
 use crate::session::Session;
@@ -25,7 +26,7 @@ pub use halcyon_formats::onnx::{
 use halcyon_ir::ConstData;
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::shape::{Shape, TensorType};
-pub use io::{Input, Outputs};
+pub use io::{Input, Outputs, Results};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -152,7 +153,7 @@ impl OnnxSession {
     }
 
     /// The model's form for these inputs, which are in the model's order.
-    fn prepare_model(&self, inputs: &[Datum]) -> Result<Arc<PreparedModel>> {
+    fn prepare_model(&self, inputs: &[Datum], options: &RunOptions) -> Result<Arc<PreparedModel>> {
         if inputs.len() != self.inputs.len() {
             return Err(Error::argument(
                 "inputs",
@@ -169,7 +170,7 @@ impl OnnxSession {
         };
         let types: Vec<TensorType> = tensors.iter().map(|t| TensorType::new(t.dtype, &t.dims)).collect();
         let host: Vec<Option<ConstData>> = tensors.iter().map(|t| Some((*t).clone())).collect();
-        self.made_for(&types, &host, &|_| Err(Error::internal("every value is on the host")))
+        self.made_for(&types, &host, &|_| Err(Error::internal("every value is on the host")), options)
     }
 
     /// The model's form for inputs of these types. `host` holds the values that are on the host; `read`
@@ -180,7 +181,10 @@ impl OnnxSession {
         types: &[TensorType],
         host: &[Option<ConstData>],
         read: &dyn Fn(usize) -> Result<ConstData>,
+        options: &RunOptions,
     ) -> Result<Arc<PreparedModel>> {
+        // The graph is kept for later runs, so the loops in it have the session's limit.
+        let options = &RunOptions { cancel: options.cancel.clone(), ..self.options };
         let mut cache = self.made.lock().unwrap_or_else(|e| e.into_inner());
         let plain: Key = types.iter().map(|t| (t.shape.clone(), None)).collect();
         if let Some(m) = cache.get(&plain) {
@@ -207,7 +211,7 @@ impl OnnxSession {
         if let Some(m) = cache.get(&key) {
             return Ok(m);
         }
-        let mut outcome = self.model.outcome_with(&shapes, &given(&values), &self.options)?;
+        let mut outcome = self.model.outcome_with(&shapes, &given(&values), options)?;
         let unread =
             (0..types.len()).filter(|k| values[*k].is_none() && small(&types[*k])).collect::<Vec<_>>();
         if matches!(outcome, Outcome::Staged(_)) && !unread.is_empty() {
@@ -218,7 +222,7 @@ impl OnnxSession {
             if let Some(m) = cache.get(&key) {
                 return Ok(m);
             }
-            outcome = self.model.outcome_with(&shapes, &given(&values), &self.options)?;
+            outcome = self.model.outcome_with(&shapes, &given(&values), options)?;
         }
         let (key, made) = match outcome {
             Outcome::Staged(why) => (plain, PreparedModel::Staged { why }),
@@ -246,7 +250,7 @@ impl OnnxSession {
 
     /// The model as a graph for these inputs (in the model's order), or the reason that it runs in stages.
     pub fn graph(&self, inputs: &[Datum]) -> Result<Outcome> {
-        Ok(match &*self.prepare_model(inputs)? {
+        Ok(match &*self.prepare_model(inputs, &self.options)? {
             PreparedModel::Staged { why } => Outcome::Staged(why.clone()),
             PreparedModel::Graph(g) => Outcome::Graph(Box::new(g.1.clone())),
         })
@@ -255,7 +259,7 @@ impl OnnxSession {
     /// Compiles the model for these inputs. `None` if it runs in stages, because stages are compiled during
     /// the run.
     pub fn prepare(&self, inputs: &[Datum]) -> Result<Option<Arc<Executable>>> {
-        match &*self.prepare_model(inputs)? {
+        match &*self.prepare_model(inputs, &self.options)? {
             PreparedModel::Staged { .. } => Ok(None),
             PreparedModel::Graph(g) => g.0.prepare(&tensors(inputs)?).map(Some),
         }
@@ -263,10 +267,16 @@ impl OnnxSession {
 
     /// Runs the model on host data of any kind. The inputs are in the order of [`Model::inputs`].
     pub fn run_data(&self, inputs: &[Datum]) -> Result<Run> {
-        match &*self.prepare_model(inputs)? {
+        self.run_data_with(inputs, &self.options)
+    }
+
+    /// Like [`OnnxSession::run_data`], with options of this run.
+    fn run_data_with(&self, inputs: &[Datum], options: &RunOptions) -> Result<Run> {
+        match &*self.prepare_model(inputs, options)? {
             PreparedModel::Graph(g) => {
                 let tensors = tensors(inputs)?;
-                let outputs = g.0.run(&tensors).map_err(|e| bad_index::explain(e, &g.1.graph, &tensors))?;
+                let outputs = cancellable(options, || g.0.run(&tensors));
+                let outputs = outputs.map_err(|e| bad_index::explain(e, &g.1.graph, &tensors))?;
                 let placement = Placement {
                     stages: 1,
                     bytes_written: inputs
@@ -281,11 +291,18 @@ impl OnnxSession {
             }
             PreparedModel::Staged { why } => {
                 let engine = Box::new(DeviceEngine::new(&self.backend));
-                let (outputs, placement) = self.model.run_staged_with(inputs, engine, &self.options)?;
+                let staged = || self.model.run_staged_with(inputs, engine, options);
+                let (outputs, placement) = cancellable(options, staged)?;
                 Ok(Run { outputs, placement, staged: Some(why.clone()) })
             }
         }
     }
+}
+
+/// Runs `f`, which ends between two steps of the device once the run is cancelled.
+fn cancellable<T>(options: &RunOptions, f: impl FnOnce() -> T) -> T {
+    let flag = options.cancel.clone();
+    cancel::scope(move || flag.is_cancelled(), f)
 }
 
 fn tensors(inputs: &[Datum]) -> Result<Vec<ConstData>> {

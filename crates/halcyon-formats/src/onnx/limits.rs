@@ -17,7 +17,7 @@ pub struct Cancel(Arc<AtomicBool>);
 
 impl Cancel {
     /// Cancels every run that uses this flag. Each run ends with [`Error::Interrupted`] before its next
-    /// iteration or stage.
+    /// iteration, stage or step.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -32,7 +32,7 @@ impl Cancel {
     }
 }
 
-/// Options and limits of a staged run.
+/// Options and limits of a run.
 #[derive(Clone, Debug)]
 pub struct RunOptions {
     /// A loop that exceeds this number of iterations is an error. A smaller trip count in the model ends the

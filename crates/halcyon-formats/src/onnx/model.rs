@@ -41,8 +41,8 @@ impl OpenOptions {
     }
 }
 
-/// An open model. Weights stay in their mapped files until they are read.
-#[derive(Debug)]
+/// An open model. Weights stay in their mapped files until they are read; clones share the mapped files.
+#[derive(Clone, Debug)]
 pub struct Model {
     pub(super) file: String,
     pub(super) proto: ModelProto,
@@ -201,6 +201,22 @@ impl Model {
             return Err(bad(file, format!("{n} operator sets are imported; at most {OPSETS} are allowed")));
         }
         Ok(Model { file: file.into(), proto, external, map: Bytes::new() })
+    }
+
+    /// The decoded file.
+    pub fn proto(&self) -> &ModelProto {
+        &self.proto
+    }
+
+    /// The model after `change`, which may replace weights, fix sizes or drop outputs. The result is checked
+    /// where it is used, like a file.
+    ///
+    /// # Errors
+    /// [`Error::Format`] if the change removes the graph; the errors of `change`.
+    pub fn edit(mut self, change: impl FnOnce(&mut ModelProto) -> Result<()>) -> Result<Model> {
+        change(&mut self.proto)?;
+        self.graph()?;
+        Ok(self)
     }
 
     pub(super) fn graph(&self) -> Result<&GraphProto> {

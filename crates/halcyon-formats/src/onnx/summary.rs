@@ -16,10 +16,13 @@ pub struct Summary {
     pub producer_version: String,
     pub domain: String,
     pub model_version: i64,
+    /// The model's own description.
+    pub description: String,
     /// Domain and version; the default domain is `ai.onnx`.
     pub opsets: Vec<(String, i64)>,
     pub metadata: Vec<(String, String)>,
     pub graph_name: String,
+    pub graph_description: String,
     /// Names and types as text, without the inputs that have a stored default. For an unsupported type, the
     /// text gives the reason.
     pub inputs: Vec<(String, String)>,
@@ -74,6 +77,7 @@ impl Model {
             producer_version: m.producer_version.clone(),
             domain: m.domain.clone(),
             model_version: m.model_version,
+            description: m.doc_string.clone(),
             opsets: m.opset_import.iter().map(|o| (shown(&o.domain).into(), o.version)).collect(),
             metadata: m.metadata_props.iter().map(|p| (p.key.clone(), p.value.clone())).collect(),
             functions: m.functions.iter().map(|f| f.name.clone()).collect(),
@@ -83,6 +87,7 @@ impl Model {
         let functions: Vec<(&str, &str)> = m.functions.iter().map(|f| (&*f.domain, &*f.name)).collect();
         if let Some(g) = &m.graph {
             s.graph_name.clone_from(&g.name);
+            s.graph_description.clone_from(&g.doc_string);
             let dense = g.initializer.iter().map(|t| t.name.as_str());
             let sparse =
                 g.sparse_initializer.iter().filter_map(|t| t.values.as_ref()).map(|t| t.name.as_str());
@@ -208,6 +213,20 @@ mod tests {
             odd,
         ];
         let m = model(17, port("x", DType::F32, &["n", "3"]), nodes, &[("w", t(&[3, 2], &[0f32; 6]))]);
+        let described = open(m.clone()).edit(|m| {
+            m.doc_string = "of the model".into();
+            m.graph.get_or_insert_default().doc_string = "of the graph".into();
+            Ok(())
+        });
+        let described = described.unwrap();
+        let d = described.summary();
+        assert_eq!((&*d.description, &*d.graph_description), ("of the model", "of the graph"));
+        let gone = described.clone().edit(|m| {
+            m.graph = None;
+            Ok(())
+        });
+        assert!(gone.unwrap_err().to_string().contains("no graph"));
+        assert_eq!(described.proto().doc_string, "of the model");
         let s = open(m).summary();
         assert_eq!(s.inputs, [("x".to_string(), "f32[n, 3]".to_string())]);
         let names: Vec<(&str, usize)> = s.operators.iter().map(|o| (&*o.name, o.count)).collect();

@@ -19,6 +19,13 @@ pub struct External {
     maps: Mutex<HashMap<PathBuf, Bytes>>,
 }
 
+impl Clone for External {
+    fn clone(&self) -> External {
+        let maps = self.maps.lock().unwrap_or_else(|e| e.into_inner()).clone();
+        External { dir: self.dir.clone(), links: self.links, maps: Mutex::new(maps) }
+    }
+}
+
 impl External {
     /// External data in the folder of the model file `model`.
     pub fn in_folder_of(model: &Path) -> External {
@@ -33,6 +40,13 @@ impl External {
     /// within a Hugging Face cache may.
     pub fn links(self, allowed: bool) -> External {
         External { links: allowed, ..self }
+    }
+
+    /// Adds the contents of a file that is read instead of the file `name` in the folder.
+    pub fn with_file(mut self, name: &str, contents: Bytes) -> External {
+        let path = self.path(name);
+        self.maps.get_mut().unwrap_or_else(|e| e.into_inner()).insert(path, contents);
+        self
     }
 
     /// Total bytes of the mapped files.
@@ -52,6 +66,10 @@ impl External {
         External::default()
     }
 
+    fn path(&self, location: &str) -> PathBuf {
+        self.dir.as_ref().map_or_else(|| location.into(), |d| d.join(location))
+    }
+
     /// The bytes that `t` refers to. `want` is the size in bytes that follows from its type and sizes.
     ///
     /// The location must be a relative path without `..`. The file must also lie in the model's folder after
@@ -68,10 +86,6 @@ impl External {
         };
         let location =
             entry("location").ok_or_else(|| fail("the tensor is external, but has no location".into()))?;
-        let dir = self
-            .dir
-            .as_ref()
-            .ok_or_else(|| fail("the tensor is external, but the model does not come from a file".into()))?;
         // Backslashes and drive letters mean different things on different systems, so they are rejected on
         // all.
         let plain = !location.is_empty()
@@ -83,12 +97,15 @@ impl External {
             return Err(fail(format!("external location '{location}' leaves the model's folder")));
         }
         let offset = number("offset")?.unwrap_or(0);
-        let path = dir.join(location);
+        let path = self.path(location);
         let mut maps =
             self.maps.lock().map_err(|_| Error::internal("a thread ended while mapping weights"))?;
         let map = match maps.get(&path) {
             Some(m) => m,
             None => {
+                let dir = self.dir.as_ref().ok_or_else(|| {
+                    fail("the tensor is external, but the model does not come from a file".into())
+                })?;
                 if !self.links {
                     check_inside(dir, &path).map_err(|to| fail(leads_out(location, &to)))?;
                 }

@@ -142,6 +142,26 @@ fn external_data_is_found_beside_the_model() {
 }
 
 #[test]
+fn external_data_in_memory_takes_the_place_of_a_file() {
+    let body: Vec<u8> = [9f32, 1.0, 2.0].iter().flat_map(|v| v.to_le_bytes()).collect();
+    let at = |location| external(&[("location", location), ("offset", "4")]);
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("w.bin"), [0; 12]).unwrap();
+    for ext in [External::none(), External::in_folder_of(&dir.path().join("m.onnx"))] {
+        let ext = ext.with_file("w.bin", body.clone().into());
+        for ext in [ext.clone(), ext] {
+            assert_eq!(decode(&at("w.bin"), &ext, "m").unwrap().to_vec::<f32>(), [1.0, 2.0]);
+        }
+    }
+    // A model without a folder still reads no other file, and no location leaves the folder.
+    let ext = External::none().with_file("w.bin", body.clone().into()).with_file("../w.bin", body.into());
+    for location in ["other.bin", "../w.bin"] {
+        let r = decode(&at(location), &ext, "m");
+        assert!(matches!(r, Err(Error::Format { .. })), "{location}: {r:?}");
+    }
+}
+
+#[test]
 fn external_attacks_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let model = dir.path().join("m/m.onnx");

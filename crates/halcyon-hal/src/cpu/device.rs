@@ -14,7 +14,7 @@ use crate::host_buffer::{Account, Pages};
 use crate::pool::{Pool, Source};
 use crate::{
     Accounts, BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device,
-    DeviceInfo, Error, HostBuffer, LibraryCall, LibraryKernel, Options, Program, Result, Stream,
+    DeviceInfo, Error, Exported, HostBuffer, LibraryCall, LibraryKernel, Options, Program, Result, Stream,
     StreamOptions, Supply, Tag, Target, Timing,
 };
 use halcyon_ir::data::Bytes;
@@ -490,6 +490,21 @@ impl Device for CpuDevice {
     /// Imports data whose address is a multiple of `ELEMENT`. Returns `None` for other data.
     fn import(&self, data: Arc<dyn Bytes>) -> Option<BufferRef> {
         CpuBuffer::lent(data, self.number).map(|b| Arc::new(b) as BufferRef)
+    }
+
+    fn export(&self, buffer: &BufferRef) -> Result<Option<Exported>> {
+        let _turn = self.turn();
+        let buffer = CpuBuffer::of(&**buffer, self.number, "export")?;
+        // The pin excludes moves, so the address is read after it.
+        let keep = buffer.keep();
+        let at = buffer.at();
+        self.pass(&|each| each(&tracker::reading(&at)), || Ok(()))?;
+        Ok(Some(Exported {
+            address: at.ptr.expose_provenance(),
+            bytes: at.bytes,
+            read_only: at.read_only,
+            _keep: Box::new(keep),
+        }))
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {

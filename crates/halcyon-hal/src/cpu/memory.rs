@@ -306,6 +306,9 @@ impl Buffer for CpuBuffer {
     fn bytes(&self) -> usize {
         self.at().bytes
     }
+    fn is_writable(&self) -> bool {
+        !self.at().read_only
+    }
     fn as_any(&self) -> &dyn Any {
         self
     }

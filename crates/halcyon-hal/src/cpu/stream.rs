@@ -6,10 +6,12 @@ use super::memory::{CpuBuffer, Keep, Ptr};
 use super::sys::Isa;
 use super::team::Team;
 use super::tracker::{End, OWN, Tracker, of_copy, of_kernel, of_program, reading, union, writing};
+use crate::fork::Origin;
 use crate::hazard::Access;
 use crate::stream::{self, Report};
 use crate::{
-    BufferRef, Command, Counts, Download, Error, Event, LibraryKernel, Program, Result, Stream, StreamOptions,
+    BackendType, BufferRef, Command, Counts, Download, Error, Event, LibraryKernel, Program, Result, Stream,
+    StreamOptions,
 };
 use halcyon_ir::Scalar;
 use halcyon_ir::data::Bytes;
@@ -153,6 +155,8 @@ struct Shared {
 /// A stream of the CPU device.
 pub(crate) struct CpuStream {
     shared: Arc<Shared>,
+    /// The process that has the stream's thread.
+    origin: Origin,
     /// Present only if no thread could be started. Callers then run the stream's work on their own threads,
     /// and hold this lock meanwhile.
     inline: Option<Mutex<()>>,
@@ -273,7 +277,7 @@ impl CpuStream {
             tracing::debug!("no thread could be started for a stream, so its callers run its work: {e}");
             Mutex::new(())
         });
-        Ok(CpuStream { shared, inline })
+        Ok(CpuStream { shared, inline, origin: Origin::here() })
     }
 
     fn places(&self) -> Places {
@@ -282,13 +286,14 @@ impl CpuStream {
 
     /// Appends the item that `make` creates to the queue, and blocks while the queue is full. If the stream
     /// has no thread, runs the item at once.
-    fn push<R>(&self, make: impl FnOnce(&mut Queue) -> (Item, R)) -> R {
+    fn push<R>(&self, make: impl FnOnce(&mut Queue) -> (Item, R)) -> Result<R> {
         let s = &*self.shared;
+        self.origin.check(BackendType::Cpu, &s.id)?;
         if let Some(turn) = &self.inline {
             let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
             let (item, r) = make(&mut s.lock());
             s.item(item);
-            return r;
+            return Ok(r);
         }
         let mut q = s.lock();
         while q.items.len() >= MANY {
@@ -300,17 +305,17 @@ impl CpuStream {
         q.items.push_back(item);
         drop(q);
         s.ready.notify_one();
-        r
+        Ok(r)
     }
 
-    fn job(&self, steps: Vec<Step>, mut keep: Vec<Keep>) {
+    fn job(&self, steps: Vec<Step>, mut keep: Vec<Keep>) -> Result<()> {
         keep.sort_unstable_by_key(Keep::key);
         keep.dedup_by_key(|k| k.key());
         let access = union(&|f| steps.iter().for_each(|s| f(&s.access())));
         self.push(|q| {
             let (ticket, before) = self.shared.tracker.enter(self.shared.number, access);
             (Item::Job(Job { steps, keep, ticket, before, report: q.report.clone() }), ())
-        });
+        })
     }
 }
 
@@ -379,10 +384,7 @@ impl Stream for CpuStream {
                 }
             });
         }
-        if !steps.is_empty() {
-            self.job(steps, places.keep);
-        }
-        Ok(())
+        if steps.is_empty() { Ok(()) } else { self.job(steps, places.keep) }
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()> {
@@ -391,8 +393,7 @@ impl Stream for CpuStream {
         let n = src.bytes().len();
         check_range("write", &d, offset, n)?;
         check_writable("write", &d)?;
-        self.job(vec![Step::Write { src, dst: d.part(offset, n) }], places.keep);
-        Ok(())
+        self.job(vec![Step::Write { src, dst: d.part(offset, n) }], places.keep)
     }
 
     fn read(&self, src: &BufferRef, offset: usize, bytes: usize) -> Result<Download> {
@@ -400,22 +401,19 @@ impl Stream for CpuStream {
         let s = places.of(src, "read")?;
         check_range("read", &s, offset, bytes)?;
         let to = Arc::new(Mutex::new(halcyon_host::zeros(bytes, "a copy to the host")?));
-        self.job(vec![Step::Read { src: s.part(offset, bytes), dst: to.clone() }], places.keep);
+        self.job(vec![Step::Read { src: s.part(offset, bytes), dst: to.clone() }], places.keep)?;
         Ok(Download::new(self.record()?, to))
     }
 
     fn record(&self) -> Result<Event> {
-        Ok(self.push(|q| {
+        self.push(|q| {
             let event = Event::new(std::mem::take(&mut q.report), None);
             (Item::Done(event.clone()), event)
-        }))
+        })
     }
 
     fn wait(&self, event: &Event) -> Result<()> {
-        if !event.is_done() {
-            self.push(|_| (Item::Wait(event.clone()), ()));
-        }
-        Ok(())
+        if event.is_done() { Ok(()) } else { self.push(|_| (Item::Wait(event.clone()), ())) }
     }
 }
 

@@ -4,6 +4,7 @@
 //! caller takes parts too, so a worker that wakes late delays nothing: once all parts are taken, the job
 //! closes and no worker joins it. A job that is started inside a part runs only on the part's thread.
 
+use crate::fork::Origin;
 use std::any::Any;
 use std::cell::{Cell, UnsafeCell};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -145,6 +146,8 @@ pub struct Team {
     running: Mutex<()>,
     scratch: Mutex<Vec<Scratch>>,
     made: AtomicUsize,
+    /// The process that has the workers.
+    origin: Origin,
 }
 
 impl std::fmt::Debug for Team {
@@ -194,6 +197,7 @@ impl Team {
             running: Mutex::new(()),
             scratch: Mutex::new(Vec::new()),
             made: AtomicUsize::new(0),
+            origin: Origin::here(),
         }
     }
 
@@ -216,7 +220,8 @@ impl Team {
         if parts == 0 {
             return;
         }
-        if self.workers.is_empty() || parts == 1 || INSIDE_JOB.get() {
+        // A forked child has no workers.
+        if self.workers.is_empty() || parts == 1 || INSIDE_JOB.get() || !self.origin.is_here() {
             for p in 0..parts {
                 f(0, p);
             }
@@ -307,6 +312,10 @@ impl Team {
 
 impl Drop for Team {
     fn drop(&mut self) {
+        if !self.origin.is_here() {
+            std::mem::forget(std::mem::take(&mut self.workers));
+            return;
+        }
         self.shared.stop.store(true, Ordering::SeqCst);
         for w in self.workers.drain(..) {
             w.thread().unpark();

@@ -8,6 +8,7 @@ use super::stream::{ClStream, Point, Shared};
 use super::sys::{self, Context, Event, Kernel as KernelObject, Owned};
 use crate::cache::{self, DiskCache};
 use crate::commands::{Addressed, DeviceInstance};
+use crate::fork::Origin;
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
 use crate::pool::Pool;
@@ -44,6 +45,8 @@ pub(super) struct OpenClDevice {
     host: Account,
     programs: Mutex<HashMap<u128, Arc<ClProgram>>>,
     disk: Option<DiskCache>,
+    /// The process that opened the device.
+    origin: Origin,
     /// Identifies this device instance; buffers and programs of another instance are rejected.
     number: u64,
 }
@@ -91,6 +94,7 @@ impl OpenClDevice {
             pool,
             programs: Mutex::default(),
             disk: dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT)),
+            origin: Origin::here(),
             number,
         })
     }
@@ -187,17 +191,20 @@ impl Device for OpenClDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
         Ok(Arc::new(ClBuffer::pooled(block, self.number)))
     }
 
     fn defragment(&self) -> Result<Defragmented> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         // SAFETY: `while_idle` waits for the work of all streams and lets none of them enqueue more, because
         // streams enqueue only under the lock that it holds.
         self.shared.queues.while_idle(|| unsafe { self.queue.defragment(&self.context) })
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         self.host.buffer(bytes, true, || {
             let pages = ClPages::new(self.adapter.api, &self.context, self.queue.object(), bytes)?;
             Ok(Box::new(pages) as Box<dyn Pages>)
@@ -212,6 +219,7 @@ impl Device for OpenClDevice {
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         let b = self.shared.writable("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
@@ -237,6 +245,7 @@ impl Device for OpenClDevice {
     }
 
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
@@ -263,6 +272,7 @@ impl Device for OpenClDevice {
     }
 
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         let key = kernel.key();
         // The lock is held while compiling, so that two threads do not build the same kernel.
         let mut programs = self.programs.lock().unwrap_or_else(|e| e.into_inner());
@@ -291,6 +301,7 @@ impl Device for OpenClDevice {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         // SAFETY: `unordered` or `ordered_own` of `Queues` calls this, as `enqueue` requires.
         let enqueue = || unsafe { self.shared.enqueue(&self.queue, commands) };
         let s = &self.shared;
@@ -301,6 +312,7 @@ impl Device for OpenClDevice {
     }
 
     fn synchronize(&self) -> Result<()> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         self.queue.finish()?;
         self.shared.queues.drain();
         Ok(())
@@ -309,6 +321,7 @@ impl Device for OpenClDevice {
     /// A stream has its own OpenCL queue. Whether it overlaps with others depends on the driver and the
     /// hardware.
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         let (id, pool) = (&self.info.id, self.pool.clone());
         let queue = Queue::new(&self.adapter, &self.context, id, pool, options.profile, true)?;
         Ok(Arc::new(ClStream::new(&self.shared, &self.queue, queue)?))

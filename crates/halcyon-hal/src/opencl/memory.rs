@@ -333,6 +333,10 @@ impl Buffer for ClBuffer {
         }
     }
 
+    fn is_writable(&self) -> bool {
+        matches!(self.storage, Storage::Pooled(_))
+    }
+
     fn as_any(&self) -> &dyn Any {
         self
     }

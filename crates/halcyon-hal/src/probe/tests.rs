@@ -48,7 +48,8 @@ fn saying(dir: &Path, answer: Option<Answer>, loaded: &[&Path]) -> PathBuf {
 #[test]
 fn a_child_that_dies_hangs_or_says_nothing_is_an_unavailable_backend() {
     let (spec, minute) = (noop(), Duration::from_secs(60));
-    let shell = |text: &str, limit| spec.run_child(Command::new("/bin/sh").args(["-c", text]), limit, "");
+    let sh = Program::from(PathBuf::from("/bin/sh"));
+    let shell = |text: &str, limit| spec.run_child(&sh, &["-c", text], limit, "");
     for (text, limit, want) in [
         ("kill -SEGV $$", minute, "signal"),
         ("exit 3", minute, "exit status: 3"),
@@ -60,11 +61,25 @@ fn a_child_that_dies_hangs_or_says_nothing_is_an_unavailable_backend() {
         assert!(e.exit_code() == 4 && e.to_string().contains(want), "{text}: {e}");
         assert!(e.to_string().contains("libnoop.so") && e.to_string().contains("Mend it"), "{e}");
     }
-    let e = spec.via_child(Path::new("/nowhere/halcyon")).unwrap_err();
+    let e = spec.via_child(&PathBuf::from("/nowhere/halcyon").into()).unwrap_err();
     assert!(e.to_string().contains("/nowhere/halcyon"), "{e}");
     let said = r#"echo '{"answer":{"Unavailable":{"tried":["x"],"reason":"r","fix":"f"}},"loaded":[]}'"#;
     let e = spec.result(shell(said, minute).unwrap().answer.unwrap()).unwrap_err();
     assert!(matches!(e, Error::Unavailable { ref tried, .. } if tried == &["x".to_string()]), "{e}");
+}
+
+#[test]
+fn an_interpreter_that_cannot_run_the_program_is_not_a_failure_of_the_driver() {
+    let spec = noop();
+    let run = |text: &str| {
+        let arguments = ["-c", text, "sh"].map(Into::into).into();
+        spec.via_child(&Program { executable: "/bin/sh".into(), arguments })
+    };
+    let e = run("exit 7").unwrap_err();
+    assert!(matches!(e, Error::Io { .. }) && e.to_string().contains("exit status: 7"), "{e}");
+    // It works without the driver.
+    let e = run(r#"test "$1" = --version || exit 7"#).unwrap_err();
+    assert!(matches!(e, Error::Unavailable { .. }) && e.to_string().contains("exit status: 7"), "{e}");
 }
 
 /// A simulated machine whose files are in a temporary directory, and a cache of its probes.
@@ -96,7 +111,7 @@ impl World {
     }
 
     fn find(&self, exe: &Path) -> (Result<Vec<DeviceInfo>>, CachedProbe) {
-        noop().find(Some(&self.memory), &self.root(), exe, &mut None)
+        noop().find(Some(&self.memory), &self.root(), &exe.to_path_buf().into(), &mut None)
     }
 }
 
@@ -143,7 +158,7 @@ fn a_probe_is_remembered_and_only_software_devices_are_listed_from_the_record() 
     }
     // A probe with `repeat: false` uses the child's answer, whatever was loaded.
     let never = ProbeSpec { list: || panic!("not here"), repeat: false, ..noop() };
-    let find = |exe: &Path| never.find(None, &w.root(), exe, &mut None);
+    let find = |exe: &Path| never.find(None, &w.root(), &exe.to_path_buf().into(), &mut None);
     let (found, known) = find(&w.saying(nothing(), &[&lib]));
     assert!(found.is_err() && matches!(known, CachedProbe::Answer(Err(_))));
 }
@@ -174,8 +189,10 @@ fn a_crash_is_remembered_until_a_dependency_changes() {
 #[cfg(target_os = "linux")]
 fn a_child_opens_a_device_first_and_the_result_is_remembered() {
     let w = World::new();
-    let open =
-        |spec: &ProbeSpec, exe: &Path| spec.try_open(BackendType::Noop, 0, Some(&w.memory), &w.root(), exe);
+    let open = |spec: &ProbeSpec, exe: &Path| {
+        let program = exe.to_path_buf().into();
+        spec.try_open(BackendType::Noop, 0, Some(&w.memory), &w.root(), &program)
+    };
     let well = saying(&w.dir.path().join("scripts"), None, &[]);
     // Without a stored probe, the results of openings are remembered only in this process.
     let spec = noop();
@@ -238,13 +255,10 @@ fn the_key_changes_with_drivers_libraries_and_device_nodes() {
 #[test]
 fn a_childs_probe_equals_a_probe_in_this_process() {
     assert!(report(BackendType::Cpu).is_none());
+    let sh = Program::from(PathBuf::from("/bin/sh"));
     for spec in probes() {
         let line = report(spec.backend).unwrap();
-        let there = spec.run_child(
-            Command::new("/bin/sh").args(["-c", &format!("cat <<'END'\n{line}\nEND")]),
-            PROBE_TIME,
-            "",
-        );
+        let there = spec.run_child(&sh, &["-c", &format!("cat <<'END'\n{line}\nEND")], PROBE_TIME, "");
         match ((spec.list)(), spec.result(there.unwrap().answer.unwrap())) {
             (Ok(a), Ok(b)) => {
                 let ids = |v: &[DeviceInfo]| -> Vec<_> {

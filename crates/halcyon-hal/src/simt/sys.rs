@@ -3,6 +3,7 @@
 //! documentation; HIP: `hip_runtime_api.h` and `hiprtc.h`.)
 
 use super::{Family, VendorLibrary, python};
+use crate::fork::Origin;
 use crate::{Error, Result};
 use libloading::Library;
 use std::collections::BTreeMap;
@@ -319,6 +320,8 @@ pub(crate) struct Context {
     raw: Handle,
     /// `cuda:0`.
     pub id: String,
+    /// The process that opened the device.
+    origin: Origin,
 }
 
 // SAFETY: `raw` is an opaque handle of CUDA or HIP, whose functions may be called from any thread.
@@ -333,7 +336,7 @@ impl Context {
             // SAFETY: CUDA listed the device number `device`, and writes one handle to `raw`.
             check(api, &id, "cuDevicePrimaryCtxRetain", unsafe { retain(&mut raw, device) })?;
         }
-        let c = Context { api, device, raw, id };
+        let c = Context { api, device, raw, id, origin: Origin::here() };
         c.enter()?;
         Ok(c)
     }
@@ -355,6 +358,7 @@ impl Context {
 
     /// Makes this device the current device of the calling thread.
     pub(crate) fn enter(&self) -> Result<()> {
+        self.origin.check(self.api.family.kind, &self.id)?;
         let (call, code) = match self.api.current {
             // SAFETY: `new` retained the context.
             Current::Context { set, .. } => ("cuCtxSetCurrent", unsafe { set(self.raw) }),
@@ -368,6 +372,7 @@ impl Context {
     /// the previous device. Destructors use this, because they may run in the middle of another device's
     /// work.
     pub(crate) fn visit(&self) -> Result<Visit<'_>> {
+        self.origin.check(self.api.family.kind, &self.id)?;
         let mut before = None;
         match self.api.current {
             Current::Context { push, .. } => {

@@ -8,6 +8,7 @@ use super::stream::{Core, WgStream};
 use super::sys;
 use crate::cache::{self, DiskCache};
 use crate::commands::DeviceInstance;
+use crate::fork::Origin;
 use crate::pool::Pool;
 use crate::validate;
 use crate::{
@@ -33,6 +34,8 @@ pub struct WebGpuDevice {
     pool: Arc<Pool<WgSource>>,
     builder: Arc<Builder>,
     programs: Mutex<HashMap<u128, Arc<WgProgram>>>,
+    /// The process that opened the device.
+    origin: Origin,
     /// Identifies this opening of the device; buffers and programs of another opening are rejected.
     number: u64,
 }
@@ -92,6 +95,7 @@ impl WebGpuDevice {
             pool,
             builder,
             programs: Mutex::default(),
+            origin: Origin::here(),
             number,
         })
     }
@@ -125,6 +129,7 @@ impl Device for WebGpuDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         let most = self.caps.max_binding_bytes;
         if bytes as u64 > most && self.available().is_none_or(|free| bytes as u64 <= free) {
             // A kernel binds whole buffers, so one buffer cannot be larger than a binding. Freeing memory
@@ -143,10 +148,12 @@ impl Device for WebGpuDevice {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         self.core.queue.defragment()
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         let b = self.core.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
         self.core.queue.write(b, offset, src)?;
@@ -156,6 +163,7 @@ impl Device for WebGpuDevice {
     }
 
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         let b = self.core.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
         self.core.queue.read(b, offset, dst)?;
@@ -165,6 +173,7 @@ impl Device for WebGpuDevice {
     }
 
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         let key = kernel.key();
         // The lock is held while compiling, so that two threads do not build the same kernel.
         let mut programs = self.programs.lock().unwrap_or_else(|e| e.into_inner());
@@ -182,16 +191,19 @@ impl Device for WebGpuDevice {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         self.core.queue.run(|s| self.core.enqueue(s, commands))
     }
 
     /// All streams share the only queue of `wgpu`, so their commands run in the order in which they are
     /// submitted.
     fn create_stream(&self, _: &StreamOptions) -> Result<Arc<dyn Stream>> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         Ok(Arc::new(WgStream::new(&self.core)?))
     }
 
     fn synchronize(&self) -> Result<()> {
+        self.origin.check(self.info.backend, &self.info.id)?;
         self.core.queue.finish()
     }
 

@@ -1,6 +1,6 @@
 //! Named inputs and outputs of [`OnnxSession::run`].
 
-use super::{OnnxSession, PreparedModel};
+use super::{OnnxSession, PreparedModel, Run, RunOptions, cancellable};
 use crate::backend::Backend;
 use crate::tensor::{Tensor, mixed};
 use halcyon_formats::onnx::{Datum, Port};
@@ -191,6 +191,15 @@ impl Index<usize> for Outputs {
     }
 }
 
+/// The results of [`OnnxSession::run_with`].
+#[derive(Debug)]
+pub enum Results {
+    /// The model ran as one graph.
+    Device(Outputs),
+    /// The model ran in stages.
+    Host(Run),
+}
+
 fn listed(ports: &[Port]) -> String {
     match ports.is_empty() {
         true => "the model has no inputs".into(),
@@ -234,13 +243,35 @@ impl OnnxSession {
     ) -> Result<Outputs> {
         let at = Span::caller();
         let given = inputs.into_iter().map(|(n, v)| (n.as_ref().to_string(), v.into().0)).collect();
-        self.run_named(given, &at).map_err(|e| e.at(&at))
+        let done = self.run_named(given, &self.options, &at).and_then(|r| match r {
+            Results::Device(outputs) => Ok(outputs),
+            Results::Host(run) => self.on_device(run, &at),
+        });
+        done.map_err(|e| e.at(&at))
     }
 
-    fn run_named(&self, given: Vec<(String, Value)>, at: &Span) -> Result<Outputs> {
+    /// Like [`OnnxSession::run`], with values of every kind and options of this run. The results of a model
+    /// that runs in stages stay on the host. Loops that are part of the graph have the iteration limit of the
+    /// session.
+    ///
+    /// # Errors
+    /// The errors of [`OnnxSession::run`] and [`OnnxSession::run_data`]; [`Error::Interrupted`] if the run was
+    /// cancelled.
+    #[track_caller]
+    pub fn run_with<N: AsRef<str>, V: Into<Input>>(
+        &self,
+        inputs: impl IntoIterator<Item = (N, V)>,
+        options: &RunOptions,
+    ) -> Result<Results> {
+        let at = Span::caller();
+        let given = inputs.into_iter().map(|(n, v)| (n.as_ref().to_string(), v.into().0)).collect();
+        self.run_named(given, options, &at).map_err(|e| e.at(&at))
+    }
+
+    fn run_named(&self, given: Vec<(String, Value)>, options: &RunOptions, at: &Span) -> Result<Results> {
         let inputs = self.ordered(given)?;
         if inputs.iter().any(|v| matches!(v, Value::Other(_))) {
-            return self.run_on_host(&inputs, "an input is not a tensor", at);
+            return self.run_on_host(&inputs, options);
         }
         let mut types = vec![];
         for (port, v) in self.ports().iter().zip(&inputs) {
@@ -266,15 +297,16 @@ impl OnnxSession {
             Value::Device(t) => t.to_data(),
             _ => Err(Error::internal("the device was asked for an input that is on the host")),
         };
-        match &*self.made_for(&types, &host, &read)? {
-            PreparedModel::Staged { why } => self.run_on_host(&inputs, why, at),
+        match &*self.made_for(&types, &host, &read, options)? {
+            PreparedModel::Staged { .. } => self.run_on_host(&inputs, options),
             PreparedModel::Graph(g) => {
                 let buffers: Vec<BufferRef> =
                     inputs.iter().map(|v| buffer(self.backend(), v)).collect::<Result<_>>()?;
                 let exe = g.0.prepare_with(&types, Some(&buffers))?;
                 let running = self.backend().running();
                 let on = self.backend().runtime().queues.current();
-                let (made, event) = exe.run_on(&buffers, &[], on.as_deref()).map_err(|f| f.error)?;
+                let ran = cancellable(options, || exe.run_on(&buffers, &[], on.as_deref()));
+                let (made, event) = ran.map_err(|f| f.error)?;
                 drop(running);
                 let names = self.output_names().iter().cloned();
                 let one = |((name, b), o): ((String, BufferRef), &halcyon_ir::plan::PlanOutput)| {
@@ -284,13 +316,13 @@ impl OnnxSession {
                     (name, t)
                 };
                 let tensors = names.zip(made).zip(&exe.plan().outputs).map(one).collect();
-                Ok(Outputs { tensors, staged: None })
+                Ok(Results::Device(Outputs { tensors, staged: None }))
             }
         }
     }
 
-    /// Runs the model with host data; outputs are copied back to the device.
-    fn run_on_host(&self, inputs: &[Value], why: &str, at: &Span) -> Result<Outputs> {
+    /// Runs the model with host data.
+    fn run_on_host(&self, inputs: &[Value], options: &RunOptions) -> Result<Results> {
         let data: Vec<Datum> = inputs
             .iter()
             .map(|v| match v {
@@ -300,7 +332,11 @@ impl OnnxSession {
                 Value::Wrong(e) => Err(e.clone()),
             })
             .collect::<Result<_>>()?;
-        let run = self.run_data(&data)?;
+        self.run_data_with(&data, options).map(Results::Host)
+    }
+
+    /// Copies the results of a run in stages to the device.
+    fn on_device(&self, run: Run, at: &Span) -> Result<Outputs> {
         let one = |(name, d): (&String, Datum)| match d {
             Datum::Tensor(t) => {
                 let t = Tensor::from_data(self.backend(), &t)?;
@@ -312,7 +348,7 @@ impl OnnxSession {
             )),
         };
         let tensors = self.output_names().iter().zip(run.outputs).map(one).collect::<Result<_>>()?;
-        Ok(Outputs { tensors, staged: Some(run.staged.unwrap_or_else(|| why.into())) })
+        Ok(Outputs { tensors, staged: Some(run.staged.unwrap_or_default()) })
     }
 
     /// The given values in the order of the model's inputs.

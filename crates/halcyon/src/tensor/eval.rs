@@ -470,13 +470,28 @@ impl Tensor {
     /// The errors of [`Tensor::eval`]; [`Error::Index`] if a kernel found an index out of range.
     #[track_caller]
     pub fn to_data(&self) -> Result<ConstData> {
-        let b = self.buffer()?;
+        self.eval()?;
         let dims = self.dims()?;
         let mut bytes =
             halcyon_host::zeros(self.0.ty.dtype.bytes(dims.iter().product()), "a tensor's value")?;
-        self.0.backend.device().read(&b, 0, &mut bytes)?;
-        self.0.backend.runtime().check_faults()?;
+        self.read_into(&mut bytes)?;
         ConstData::new(self.0.ty.dtype, &dims, Arc::new(bytes))
+    }
+
+    /// Like [`Tensor::to_data`], into memory of the caller, which must have the size of the value.
+    ///
+    /// # Errors
+    /// The errors of [`Tensor::to_data`]; [`Error::Argument`] for memory of another size.
+    #[track_caller]
+    pub fn read_into(&self, to: &mut [u8]) -> Result<()> {
+        let b = self.buffer()?;
+        let bytes = self.0.ty.dtype.bytes(self.dims()?.iter().product());
+        if to.len() != bytes {
+            let what = format!("the value has {bytes} bytes, the memory {}", to.len());
+            return Err(Error::argument("read_into", what));
+        }
+        self.0.backend.device().read(&b, 0, to)?;
+        self.0.backend.runtime().check_faults()
     }
 
     /// The values on the host in row-major order, converted to `T`. Evaluates the tensor if needed.
@@ -608,8 +623,10 @@ impl Collector {
             }
             let outside =
                 leaf.0.readers.load(Ordering::Relaxed) > readers.get(&key(leaf)).copied().unwrap_or(0);
-            // Another tensor may share the memory (`detach`), or a captured graph may be bound to it.
-            let shared = matches!(&leaf.0.lock().value, Value::Ready(b) if Arc::strong_count(b) > 1);
+            // Another tensor may share the memory (`detach`), or a captured graph may be bound to it, or it
+            // belongs to an owner outside of Halcyon (`from_shared`).
+            let shared = matches!(&leaf.0.lock().value,
+                Value::Ready(b) if Arc::strong_count(b) > 1 || !b.is_writable());
             if outside || shared || (held_elsewhere(leaf) && !asked_for) {
                 // Something outside this plan may still read the old value, so the plan copies it.
                 leaf.0.backend.runtime().stats.state_copies.fetch_add(1, Ordering::Relaxed);

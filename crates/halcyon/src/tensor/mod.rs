@@ -72,6 +72,33 @@ impl Tensor {
         Ok(Tensor::from_buffer(backend, TensorType::new(data.dtype, &data.dims), b))
     }
 
+    /// Like [`Tensor::from_data`], but a device that can read host memory uses the data in place, without a
+    /// copy, and keeps its owner as long as the memory is used. The data must not change in that time.
+    #[track_caller]
+    pub fn from_shared(backend: &Backend, data: &ConstData) -> Result<Tensor> {
+        match backend.device().import(data.owner()) {
+            // A device may import more than it was given, for example whole pages, but never less.
+            Some(b) if b.bytes() >= data.bytes().len() => {
+                Ok(Tensor::from_buffer(backend, TensorType::new(data.dtype, &data.dims), b))
+            }
+            _ => Tensor::from_data(backend, data),
+        }
+    }
+
+    /// The memory of the value, evaluated first if needed, for code that reads it in place. `None` if the
+    /// host cannot address it. The memory is valid while the result lives; hold the tensor as long, because a
+    /// computation may overwrite the memory of a value that no tensor holds.
+    ///
+    /// # Errors
+    /// The errors of [`Tensor::to_data`].
+    #[track_caller]
+    pub fn export(&self) -> Result<Option<halcyon_hal::Exported>> {
+        let b = self.buffer()?;
+        let memory = self.backend().device().export(&b)?;
+        self.backend().runtime().check_faults()?;
+        Ok(memory)
+    }
+
     /// A constant of the computations that read it. Plans treat it as a weight of a model: it is uploaded
     /// once, and kernels may keep it in a layout of their own. Unlike [`Tensor::from_weights`], whose values
     /// are an input of every plan, other data means another plan.
@@ -262,6 +289,12 @@ impl Tensor {
         let n = &self.0;
         let leaf = NewNode::leaf(n.ty.clone(), Value::Ready(b), n.span.clone());
         Ok(Tensor::make(n.backend.clone(), NewNode { tracked: true, ..leaf }))
+    }
+
+    /// Whether gradients can be taken through the tensor: whether it is a leaf of
+    /// [`Tensor::requires_grad`] or was computed from one.
+    pub fn is_tracked(&self) -> bool {
+        self.0.tracked
     }
 
     /// Evaluates the tensor and returns a leaf with the same value and no gradient history. The two share

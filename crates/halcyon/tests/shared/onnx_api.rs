@@ -5,7 +5,7 @@ use halcyon::formats::onnx::proto::{
     DimValue, Dimension, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorShapeProto, TensorType,
     TypeProto, TypeValue, ValueInfoProto,
 };
-use halcyon::onnx::{Datum, Model};
+use halcyon::onnx::{Cancel, Datum, Model, Results, RunOptions};
 use halcyon::prelude::*;
 use halcyon::{ConstData, Error, OnnxSession};
 use halcyon_test::root;
@@ -109,6 +109,40 @@ fn port(name: &str, dtype: DType, dims: &[&str]) -> ValueInfoProto {
 }
 
 #[test]
+fn a_cancelled_run_ends_between_two_steps_of_its_graph() {
+    let b = Backend::cpu().unwrap();
+    let session = digits(&b);
+    let data = ConstData::from_slice(&[4, 1, 8, 8], &images(4).0).unwrap();
+    let run = |options: &RunOptions| session.run_with([("image", &data)], options);
+    let options = RunOptions::default();
+    let Results::Device(outputs) = run(&options).unwrap() else { panic!("the model is one graph") };
+    let want = outputs["probabilities"].to_vec::<f32>().unwrap();
+    // The value is read into memory of the caller, which has its size.
+    let mut bytes = vec![0; want.len() * 4];
+    outputs[0].read_into(&mut bytes).unwrap();
+    assert_eq!(bytes, want.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>());
+    assert!(outputs[0].read_into(&mut bytes[1..]).unwrap_err().to_string().contains("160"));
+
+    options.cancel.cancel();
+    let e = run(&options).unwrap_err();
+    assert!(matches!(&e, Error::Interrupted { what } if what.contains("step")), "{e}");
+    // The flag belongs to these options alone, and ends no other run.
+    let Results::Device(outputs) = run(&RunOptions::default()).unwrap() else { panic!("one graph") };
+    assert_eq!(outputs[0].to_vec::<f32>().unwrap(), want);
+    options.cancel.reset();
+    run(&options).unwrap();
+
+    // The session's own flag ends runs on host data too.
+    let cancel = Cancel::default();
+    let own = RunOptions { cancel: cancel.clone(), ..RunOptions::default() };
+    let session = digits(&b).with_options(own);
+    session.run_data(&[Datum::Tensor(data.clone())]).unwrap();
+    cancel.cancel();
+    let e = session.run_data(&[Datum::Tensor(data)]).unwrap_err();
+    assert!(matches!(e, Error::Interrupted { .. }), "{e}");
+}
+
+#[test]
 fn models_in_stages_and_values_that_decide_shapes() {
     let b = Backend::cpu().unwrap();
     let node = |op: &str, inputs: &[&str]| NodeProto {
@@ -136,6 +170,12 @@ fn models_in_stages_and_values_that_decide_shapes() {
     let out = staged.run([("x", &x)]).unwrap();
     assert_eq!(out["y"].to_vec::<i64>().unwrap(), [1, 3]);
     assert!(out.staged().is_some());
+    // `run_with` leaves the results on the host.
+    let Results::Host(run) = staged.run_with([("x", &x)], &RunOptions::default()).unwrap() else {
+        panic!("the model runs in stages")
+    };
+    assert_eq!(run.outputs[0].tensor().unwrap().to_vec::<i64>(), [1, 3]);
+    assert_eq!(run.staged.as_deref(), out.staged());
     // `shape` is a device tensor whose values are the new shape.
     let reshape = model(
         node("Reshape", &["x", "shape"]),

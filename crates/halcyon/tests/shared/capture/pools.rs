@@ -91,6 +91,79 @@ fn captured_graphs_plans_and_tensors_survive_moves() {
     }
 }
 
+/// The bytes that code outside of Halcyon would read.
+fn read(m: &halcyon::hal::Exported) -> Vec<u8> {
+    // SAFETY: the memory is valid while `m` lives, and nothing runs on the device meanwhile.
+    unsafe { std::slice::from_raw_parts(m.as_ptr(), m.bytes()) }.to_vec()
+}
+
+#[test]
+fn exported_memory_holds_the_value_and_stays_in_place() {
+    let name = "exported_memory_holds_the_value_and_stays_in_place";
+    let mut rng = Rng::fresh(name);
+    for b in over(name, &format!("best-fit:{CAP},defragment")) {
+        let live = scatter(&b, &mut rng);
+        let (one, values) = &live[live.len() - 1];
+        let want = ConstData::from_slice(&[values.len()], values).unwrap();
+        let memory = match one.export().unwrap() {
+            Some(m) => m,
+            // The host cannot address the memory of this device.
+            None => continue,
+        };
+        let (start, bytes) = (memory.as_ptr(), memory.bytes());
+        assert_eq!(b.info().backend, BackendType::Cpu);
+        assert!(!memory.is_read_only() && bytes == want.bytes().len() && read(&memory) == want.bytes());
+        assert!(b.defragment().unwrap().moved_bytes > 0);
+        assert_eq!((memory.as_ptr(), read(&memory)), (start, want.bytes().to_vec()));
+        assert_eq!(one.export().unwrap().unwrap().as_ptr(), start);
+        // Without the export, the block may move.
+        drop(memory);
+        b.defragment().unwrap();
+        assert_eq!(one.to_vec::<f32>().unwrap(), *values);
+        // A value that is not computed yet is computed first.
+        let sum = (one + 1.0).export().unwrap().unwrap();
+        let want: Vec<f32> = values.iter().map(|v| v + 1.0).collect();
+        assert_eq!(read(&sum), ConstData::from_slice(&[want.len()], &want).unwrap().bytes());
+    }
+}
+
+#[test]
+fn shared_data_is_used_in_place_and_copied_where_it_cannot_be() {
+    let b = Backend::cpu().unwrap();
+    let values: Vec<f32> = (0..1000).map(|i| i as f32).collect();
+    let data = ConstData::from_slice(&[10, 100], &values).unwrap();
+    let t = Tensor::from_shared(&b, &data).unwrap();
+    let memory = t.export().unwrap().unwrap();
+    assert!(memory.is_read_only() && memory.as_ptr() == data.bytes().as_ptr());
+    assert_eq!((&t + 1.0).to_vec::<f32>().unwrap()[999], 1000.0);
+    // An update writes to memory of its own, even if nothing else reads the tensor.
+    let alone = Tensor::from_shared(&b, &data).unwrap();
+    let (row, at) = (Tensor::full(&b, [1usize, 100], 7.0, DType::F32), Tensor::scalar(&b, 3i64, DType::I64));
+    let updated = alone.update_slice(&row, &at, 0);
+    drop(alone);
+    assert_eq!(updated.to_vec::<f32>().unwrap()[299..301], [299.0, 7.0]);
+    assert_eq!(data.to_vec::<f32>(), values);
+    drop(updated);
+    // The tensor keeps the data's owner.
+    let owner = data.owner();
+    drop(data);
+    assert_eq!(std::sync::Arc::strong_count(&owner), 2);
+    drop((t, memory));
+    assert_eq!(std::sync::Arc::strong_count(&owner), 1);
+    // Data at an odd address are copied.
+    let odd = owner.bytes()[1..401].to_vec();
+    struct Odd(Vec<u8>);
+    impl AsRef<[u8]> for Odd {
+        fn as_ref(&self) -> &[u8] {
+            &self.0[1..]
+        }
+    }
+    let odd = ConstData::new(DType::U8, &[399], std::sync::Arc::new(Odd(odd))).unwrap();
+    let t = Tensor::from_shared(&b, &odd).unwrap();
+    assert_eq!(t.to_data().unwrap(), odd);
+    assert!(!t.export().unwrap().unwrap().is_read_only());
+}
+
 #[test]
 fn a_plan_that_does_not_fit_is_made_without_what_costs_memory() {
     let mut rng = Rng::fresh("a_plan_that_does_not_fit_is_made_without_what_costs_memory");
