@@ -1,5 +1,4 @@
-//! How the command treats drivers: child processes probe the drivers first, and the output of drivers is kept
-//! apart from the output of the command.
+//! How the command treats drivers: their output is kept apart from the output of the command.
 
 use crate::cmd::Command;
 use crate::report;
@@ -24,7 +23,4 @@ pub(crate) fn start(command: &Command, json: bool) {
         false => report::note,
     };
     probe::set_notice(notice);
-    if let Ok(exe) = std::env::current_exe() {
-        probe::set_executable(exe);
-    }
 }

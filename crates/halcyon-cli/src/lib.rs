@@ -1,7 +1,8 @@
 //! The `halcyon` command. Each subcommand has a file in `cmd/`.
 //!
 //! A program can use it as a library, to offer the whole command with backends of its own: register them
-//! ([`halcyon_hal::registry::register`]), then call [`main`]. See `examples/backend`.
+//! ([`halcyon_hal::registry::register`]), then call [`main`]. See `examples/backend`. A program that an
+//! interpreter runs calls [`main_with`].
 #![forbid(unsafe_code)]
 
 mod args;
@@ -11,6 +12,7 @@ mod environment;
 mod image;
 mod json;
 mod numbers;
+mod program;
 mod report;
 mod rows;
 mod source;
@@ -19,6 +21,8 @@ mod suggest;
 mod text;
 
 pub use cmd::conformance::check_alive;
+pub use cmd::doctor::{Section, verdict as doctor_verdict};
+pub use halcyon::hal::child::Program;
 
 /// Reads an image as the command does for the input `port` of a model, with default options. This function
 /// exists only in builds of the fuzz targets.
@@ -43,21 +47,34 @@ use std::sync::atomic::Ordering;
 
 /// Runs the command that this process was started with. Returns its exit code.
 pub fn main() -> ExitCode {
+    let program = std::env::current_exe().ok().map(Program::from);
+    ExitCode::from(main_with(std::env::args_os().collect(), program))
+}
+
+/// Runs the command with these arguments, the first of which is the program's name. Returns the exit code.
+///
+/// `program` starts this command again in a child process; the child's arguments follow, without a name. With
+/// `None`, drivers are probed in this process, and commands that need a child fail.
+///
+/// The command takes over the process: its standard streams, Ctrl-C, and what is set once per process, such as
+/// the verbosity.
+pub fn main_with(args: Vec<OsString>, program: Option<Program>) -> u8 {
     child::end_with_parent();
     // Detected before parsing, so that usage errors are JSON too.
-    let json = std::env::args_os().skip(1).take_while(|a| a != "--").any(|a| a == "--json");
+    let json = args.iter().skip(1).take_while(|a| *a != "--").any(|a| a == "--json");
     halcyon_hal::heap::end_when_out(json);
-    let cli = match parse() {
+    program::start(&args, program);
+    let cli = match parse(args) {
         Ok(cli) => cli,
         Err(e) if matches!(e.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
             let _ = e.print();
-            return ExitCode::SUCCESS;
+            return 0;
         }
         Err(e) if json => {
             let text = e.to_string();
             let message = text.trim_start_matches("error: ").trim_end();
             report::print_error_json("Usage", message, serde_json::Value::Null, 2);
-            return ExitCode::from(2);
+            return 2;
         }
         Err(e) => {
             let _ = e.print();
@@ -68,7 +85,7 @@ pub fn main() -> ExitCode {
             {
                 report::note(&format!("To run a model: halcyon run {word}"));
             }
-            return ExitCode::from(2);
+            return 2;
         }
     };
     // This must be called before any other thread is started.
@@ -92,17 +109,17 @@ pub fn main() -> ExitCode {
     let result = catch_unwind(AssertUnwindSafe(|| run(cli)))
         .unwrap_or_else(|p| Err(panicked(&report::panic_text(p.as_ref()))));
     match result {
-        Ok(code) => ExitCode::from(code),
+        Ok(code) => code,
         Err(e) => {
             report::print_error(&e, json);
-            ExitCode::from(e.exit_code().clamp(1, 255) as u8)
+            e.exit_code().clamp(1, 255) as u8
         }
     }
 }
 
-fn parse() -> Result<Cli, clap::Error> {
+fn parse(given: Vec<OsString>) -> Result<Cli, clap::Error> {
     let mut command = args::command();
-    let all: Vec<OsString> = rewritten(std::env::args_os()).collect();
+    let all: Vec<OsString> = rewritten(given.into_iter()).collect();
     let matches = command.try_get_matches_from_mut(&all).map_err(|e| match e.kind() {
         ErrorKind::InvalidUtf8 => not_text(&all),
         _ => e,

@@ -2,14 +2,16 @@
 //! process.
 
 use crate::args::{DoctorArgs, DoctorChildArgs};
+use crate::program;
 use crate::report::{self, size, wrap};
 use halcyon::doctor::{Event, Line, Status, examine};
-use halcyon::hal::{backend, cache, child, config, probe};
+use halcyon::hal::child::{self, Program};
+use halcyon::hal::{backend, cache, config, probe};
 use halcyon::host;
 use halcyon::{BackendType, Error, Result};
+use serde::Serialize;
 use serde_json::{Value, json};
 use std::io::Write as _;
-use std::process::Command;
 use std::time::Duration;
 
 /// `halcyon __doctor`: checks one backend in this process and prints one event per line.
@@ -27,11 +29,59 @@ pub(crate) fn child(a: &DoctorChildArgs) -> Result<u8> {
 }
 
 /// The findings about one backend, or about the machine.
-struct Section {
-    id: &'static str,
-    lines: Vec<Line>,
+#[derive(Clone, Debug, Serialize)]
+pub struct Section {
+    /// The backend's name, or `host`.
+    pub id: &'static str,
+    /// The worst status of the lines.
+    pub status: Status,
+    pub lines: Vec<Line>,
     /// Lines that the backend's driver printed to the standard streams.
-    printed: Vec<String>,
+    pub printed: Vec<String>,
+}
+
+impl Section {
+    fn new(id: &'static str, lines: Vec<Line>, printed: Vec<String>) -> Section {
+        let status = lines.iter().map(|l| l.status).max().unwrap_or(Status::Fail);
+        Section { id, status, lines, printed }
+    }
+
+    /// The machine's threads and memory, the configuration file and the cache directory.
+    pub fn host() -> Section {
+        Section::new("host", machine(), vec![])
+    }
+
+    /// Examines a backend in a child process of `program` for at most `limit`, because a driver may crash or
+    /// hang its process.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the child cannot be started.
+    pub fn of(kind: BackendType, limit: Duration, program: &Program) -> Result<Section> {
+        let mut command = program.command();
+        let done = child::output(command.args(["__doctor", kind.id()]), limit)
+            .map_err(|e| Error::Io { path: program.executable.display().to_string(), what: e.to_string() })?;
+        Ok(Section::new(kind.id(), lines(&done.out, done.end.err()), unique_lines(&done.err)))
+    }
+}
+
+/// The exit code of `halcyon doctor` for sections of these statuses: 0 if everything present works, 1 with
+/// warnings, 2 with failures or if `asked` is set and the last section's backend is absent.
+pub fn verdict(statuses: &[Status], asked: bool) -> u8 {
+    if asked && statuses.last() == Some(&Status::Absent) {
+        return 2;
+    }
+    match statuses.iter().max().unwrap_or(&Status::Fail) {
+        Status::Pass | Status::Absent => 0,
+        Status::Warn => 1,
+        Status::Fail => 2,
+    }
+}
+
+/// The section as `halcyon doctor` prints it.
+impl std::fmt::Display for Section {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&text(self))
+    }
 }
 
 /// Limit on the lines kept of a driver's output.
@@ -46,20 +96,17 @@ pub(crate) fn main(a: &DoctorArgs) -> Result<u8> {
     // again.
     probe::forget();
     let kinds: Vec<BackendType> = asked.map_or_else(backend::all, |k| vec![k]);
-    let mut sections = vec![Section { id: "host", lines: machine(), printed: vec![] }];
+    let mut sections = vec![Section::host()];
     let show = |s: &Section| if a.json { Ok(()) } else { report::print(&text(s)) };
     show(&sections[0])?;
     for kind in kinds {
-        let (lines, printed) = examine_in_child(kind, Duration::from_secs(a.timeout))?;
-        let s = Section { id: kind.id(), lines, printed };
+        let s = Section::of(kind, Duration::from_secs(a.timeout), &program::program()?)?;
         show(&s)?;
         sections.push(s);
     }
-    let code = verdict(&sections, asked.is_some());
+    let statuses: Vec<Status> = sections.iter().map(|s| s.status).collect();
+    let code = verdict(&statuses, asked.is_some());
     if a.json {
-        let one =
-            |s: &Section| json!({ "id": s.id, "status": worst(s), "lines": s.lines, "printed": s.printed });
-        let sections: Vec<Value> = sections.iter().map(one).collect();
         report::print_json(&json!({ "sections": sections, "exit_code": code }))?;
     } else {
         let what = match code {
@@ -70,23 +117,6 @@ pub(crate) fn main(a: &DoctorArgs) -> Result<u8> {
         report::print(&format!("\n{what}\n"))?;
     }
     Ok(code)
-}
-
-fn worst(s: &Section) -> Status {
-    s.lines.iter().map(|l| l.status).max().unwrap_or(Status::Fail)
-}
-
-/// Exit code: 0 if everything present works, 1 with warnings, 2 with failures or if a requested backend is
-/// absent.
-fn verdict(sections: &[Section], asked: bool) -> u8 {
-    if asked && sections.last().is_some_and(|s| worst(s) == Status::Absent) {
-        return 2;
-    }
-    match sections.iter().map(worst).max().unwrap_or(Status::Fail) {
-        Status::Pass | Status::Absent => 0,
-        Status::Warn => 1,
-        Status::Fail => 2,
-    }
 }
 
 fn line(check: &str, status: Status, text: String, fix: Option<String>, facts: Value) -> Line {
@@ -166,17 +196,6 @@ fn no_cache() -> Line {
             )
         }
     }
-}
-
-/// Examines a backend in a child process, because a driver may crash its process. Returns the findings, and
-/// the lines that the driver printed.
-fn examine_in_child(kind: BackendType, limit: Duration) -> Result<(Vec<Line>, Vec<String>)> {
-    let exe = std::env::current_exe()
-        .map_err(|e| Error::Io { path: "this executable".into(), what: e.to_string() })?;
-    let mut command = Command::new(&exe);
-    let done = child::output(command.args(["__doctor", kind.id()]), limit)
-        .map_err(|e| Error::Io { path: exe.display().to_string(), what: e.to_string() })?;
-    Ok((lines(&done.out, done.end.err()), unique_lines(&done.err)))
 }
 
 /// A driver's output without duplicate lines.
@@ -277,24 +296,12 @@ mod tests {
         );
         assert!(l[1].text.contains("SIGSEGV") && l[1].fix.is_some());
         // A child that reports nothing is a failure too.
-        let s = Section {
-            id: "opencl",
-            lines: lines("", Some("ended with exit status: 3".into())),
-            printed: vec![],
-        };
-        assert_eq!((worst(&s), verdict(&[s], false)), (Status::Fail, 2));
+        let s = Section::new("opencl", lines("", Some("ended with exit status: 3".into())), vec![]);
+        assert_eq!((s.status, verdict(&[s.status], false)), (Status::Fail, 2));
     }
 
     #[test]
     fn verdicts_are_exit_codes() {
-        let of = |s: &[Status]| -> Vec<Section> {
-            let one = |s: &Status| Section {
-                id: "cpu",
-                lines: vec![line("x", *s, String::new(), None, Value::Null)],
-                printed: vec![],
-            };
-            s.iter().map(one).collect()
-        };
         use Status::*;
         for (all, asked, code) in [
             (&[Pass, Absent][..], false, 0),
@@ -305,7 +312,7 @@ mod tests {
             (&[Fail, Warn], false, 2),
             (&[], false, 2),
         ] {
-            assert_eq!(verdict(&of(all), asked), code, "{all:?} {asked}");
+            assert_eq!(verdict(all, asked), code, "{all:?} {asked}");
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use super::load;
 use crate::args::TuneArgs;
+use crate::program;
 use crate::report::{self, table, time};
 use halcyon::hal::child;
 use halcyon::ir::Graph;
@@ -191,8 +192,7 @@ fn run_child(
 /// Tunes in child processes. If a candidate kills a child, a new child continues. `Err` is the exit code of a
 /// child that failed with an error, which it has printed.
 fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<TuningReport, u8>> {
-    let exe = std::env::current_exe()
-        .map_err(|e| Error::Io { path: "this executable".into(), what: e.to_string() })?;
+    let program = program::program()?;
     let start = Instant::now();
     let mut done: Vec<TunedKernel> = vec![];
     let mut recovered: Vec<(String, Rejection)> = vec![];
@@ -201,7 +201,7 @@ fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<Tu
         // ended the previous child.
         let keep = |s: &OsString| first || s != "--retry";
         // Global flags may precede the command's name.
-        let mut words = std::env::args_os().skip(1);
+        let mut words = program::args().into_iter();
         let before: Vec<OsString> = words.by_ref().take_while(|w| w != "tune").collect();
         let mut args: Vec<OsString> = before.into_iter().chain(words).filter(keep).collect();
         if let Some(b) = a.budget {
@@ -210,7 +210,7 @@ fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<Tu
             let left = (b - start.elapsed().as_secs_f64()).max(0.0);
             args.splice(end..end, ["--budget".into(), format!("{left:.3}").into()]);
         }
-        let mut command = Command::new(&exe);
+        let mut command = program.command();
         command.arg("__tune").args(&args).env(child::VARIABLE, "1");
         let (mut report, mut bar) = (None, None);
         let ended = run_child(&mut command, Duration::from_secs_f64(a.patience), &mut |line| match line {
