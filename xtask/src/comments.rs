@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 const COLUMNS: usize = 110;
 /// Folders of the repository with files that people write. The files at the repository's root are checked
 /// too.
-const FOLDERS: &[&str] = &[".ci", "crates", "docs", "examples", "fuzz", "models", "xtask"];
+const FOLDERS: &[&str] = &[".ci", "bindings", "crates", "docs", "examples", "fuzz", "models", "xtask"];
 /// Maximum number of findings that a failed step lists.
 const MAX_LISTED: usize = 20;
 const GLOSSARY: &str = "docs/glossary.md";

@@ -4,8 +4,11 @@
 mod bench;
 mod binaries;
 mod binary;
+mod book;
+mod c_api;
 mod comments;
 mod crates;
+mod dist;
 mod docs;
 mod fuzz;
 mod gpu_check;
@@ -13,14 +16,17 @@ mod isa;
 mod loops;
 mod mentions;
 mod miri;
+mod package;
 mod performance;
 mod prerequisites;
 mod profiles;
+mod readme;
 mod report;
 mod start;
 mod test;
 mod testdata;
 mod tier;
+mod wheel;
 
 pub use halcyon_test_host::{root, target_dir};
 use std::process::ExitCode;
@@ -40,6 +46,17 @@ Usage: cargo xtask <command>
   docs [--report FILE]...
       Write the generated parts of docs/onnx.md: the operators, and which tests of the ONNX test suite pass, from reports of
       `check_suite.py --report` (one for each backend).
+
+  book
+      Build the book of docs/ with mdBook into target/book, and check its links. Installs mdBook below target if it is missing.
+
+  dist [--out DIR]
+      Build what a release has into DIR (target/dist): the command, the Python wheel, the C library and the book, each as an
+      archive, with a list of all dependencies (SBOM) and SHA-256 checksums.
+
+  wheel
+      Build the Python package as one wheel into target/wheels, for Python 3.10 or later and glibc 2.28 or later. Installs the
+      tools below target if they are missing.
 
   fuzz [TARGET]... [--minutes N] [--list]
       Run the fuzz targets, each for N minutes (default 1). Installs cargo-fuzz if it is missing. See docs/fuzzing.md
@@ -63,6 +80,9 @@ fn main() -> ExitCode {
     let result = match args.split_first() {
         Some((&"test", rest)) => test::all(rest),
         Some((&"docs", rest)) => docs::main(rest),
+        Some((&"book", rest)) => book::main(rest),
+        Some((&"dist", rest)) => dist::main(rest),
+        Some((&"wheel", rest)) => wheel::main(rest),
         Some((&"fuzz", rest)) => fuzz::all(rest),
         Some((&"gpu-check", rest)) => gpu_check::main(rest),
         Some((&"bench", rest)) => match rest.split_first() {
@@ -107,4 +127,11 @@ impl From<String> for Failure {
     fn from(message: String) -> Self {
         Failure::Other(message)
     }
+}
+
+/// A cargo command in the repository.
+pub(crate) fn cargo() -> std::process::Command {
+    let mut c = std::process::Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    c.current_dir(root());
+    c
 }

@@ -10,6 +10,7 @@ pub(crate) fn workspace() -> Result<PathBuf, String> {
     let text = std::fs::read_to_string(&manifest).map_err(|e| format!("{}: {e}", manifest.display()))?;
     let mut profiles = profiles_of(&text);
     let crates = root.join("crates");
+    let release = level(&profiles, "[profile.release]").unwrap_or("3").to_string();
     let entries = std::fs::read_dir(&crates).map_err(|e| format!("{}: {e}", crates.display()))?;
     for entry in entries.flatten() {
         // In another workspace, the settings for "*" also apply to Halcyon's crates. So each crate gets the
@@ -20,6 +21,10 @@ pub(crate) fn workspace() -> Result<PathBuf, String> {
         match profiles.find(&table) {
             Some(at) => profiles.insert_str(at + table.len(), own),
             None => profiles.push_str(&format!("{table}{own}opt-level = 0\n")),
+        }
+        let table = format!("[profile.release.package.{name}]\n");
+        if !profiles.contains(&table) {
+            profiles.push_str(&format!("{table}opt-level = {release}\n"));
         }
     }
     let to = crate::target_dir().join("profiles.toml");
@@ -45,6 +50,12 @@ fn profiles_of(manifest: &str) -> String {
     out
 }
 
+/// The level of optimisation of a profile, as its table gives it.
+fn level<'a>(profiles: &'a str, table: &str) -> Option<&'a str> {
+    let mut lines = profiles.lines().skip_while(|l| *l != table).skip(1).take_while(|l| !l.starts_with('['));
+    lines.find_map(|l| l.strip_prefix("opt-level = "))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -54,5 +65,11 @@ mod tests {
         let manifest = "[package]\nname = 'a'\n[profile.dev]\nlto = 'off'\n\n[lints]\nx = 1\n[profile.dev.package.b]\nopt-level = 0\n";
         let want = "[profile.dev]\nlto = 'off'\n\n[profile.dev.package.b]\nopt-level = 0\n";
         assert_eq!(profiles_of(manifest), want);
+    }
+
+    #[test]
+    fn the_level_of_a_profile_is_that_of_its_table() {
+        let text = "[profile.a]\nlto = 'off'\n[profile.b]\nopt-level = 2\n[profile.c]\nopt-level = 3\n";
+        assert_eq!((level(text, "[profile.b]"), level(text, "[profile.a]")), (Some("2"), None));
     }
 }

@@ -5,7 +5,7 @@ use crate::prerequisites::{self, PREREQUISITES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, seconds, test_result};
 use crate::tier::{Draw, SEED, Tier};
 use crate::{
-    Failure, binaries, binary, comments, crates, fuzz, gpu_check, isa, miri, profiles, testdata, tier,
+    Failure, binaries, binary, book, c_api, comments, crates, fuzz, gpu_check, isa, miri, package, profiles, readme, testdata, tier, wheel,
 };
 use std::path::PathBuf;
 use std::process::Command;
@@ -128,13 +128,18 @@ const STEPS: &[Step] = &[
     step("features", BUILDS, features),
     step("hub", BUILDS, |c| cargo_tests(c.cargo().args(HUB_TESTS))),
     step("platforms", BUILDS, platforms),
-    step("readme", In::Merge, readme),
+    step("readme", In::Merge, readme::step),
     step(
         "checks",
         In::Sample("a sixth of the ONNX suite on OpenCL and WebGPU, and 20 of its conformance cases"),
         checks,
     ),
     step("binary", In::Merge, binary),
+    // Before `package`, which tests the wheel.
+    step("wheel", In::Sample(wheel::SAMPLE), wheel::step),
+    step("package", In::Sample(package::SAMPLE), package::step),
+    step("c-api", In::Sample(c_api::SAMPLE), c_api::step),
+    step("book", In::Nightly("it installs mdBook"), book::step),
     step("asan", In::Nightly("a build of its own, and kernels that run several times slower"), asan),
     step("neon", In::Nightly("a build of its own, and an emulator"), neon),
     step("miri", In::Nightly("it interprets the code, which is slow"), miri::step),
@@ -275,7 +280,7 @@ pub(crate) fn all(args: &[&str]) -> Result<bool, Failure> {
 }
 
 impl Context {
-    fn outcome(&self, result: Result<String, String>) -> Outcome {
+    pub(crate) fn outcome(&self, result: Result<String, String>) -> Outcome {
         match result {
             Ok(note) => Outcome::Passed(note),
             Err(why) => Outcome::Failed(why),
@@ -287,7 +292,7 @@ impl Context {
         if self.strict { Outcome::Failed(why) } else { Outcome::Skipped(why) }
     }
 
-    fn has_python(&self) -> bool {
+    pub(crate) fn has_python(&self) -> bool {
         self.venv.is_installed(REQUIREMENTS)
     }
 
@@ -597,48 +602,6 @@ fn neon(context: &Context) -> Outcome {
     cargo_tests(&mut command)
 }
 
-/// Runs the first command of the README unchanged, and then with the names of the classes. The first digit
-/// that the command names must be the digit of the sample image.
-fn readme(context: &Context) -> Outcome {
-    let path = crate::root().join("README.md");
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(e) => return Outcome::Failed(format!("README.md: {e}")),
-    };
-    let Some(line) = first_command(&text) else {
-        return Outcome::Failed("README.md has no line that starts with `cargo run --release`".into());
-    };
-    let words: Vec<&str> = line.split_whitespace().skip(1).collect();
-    if let Err(why) = run(context.cargo().args(&words)) {
-        return Outcome::Failed(why);
-    }
-    let mut first = None;
-    let names = ["--labels", "models/digits-labels.txt"];
-    let result = run_watching(context.cargo().args(&words).args(names), |line| {
-        first = first.take().or_else(|| digit_named(line).map(str::to_string));
-    });
-    match (result, first.as_deref()) {
-        (Err(why), _) => Outcome::Failed(why),
-        (Ok(()), Some("seven")) => Outcome::Passed(line.into()),
-        (Ok(()), Some(other)) => {
-            Outcome::Failed(format!("`{line}` printed {other} for the picture of a seven"))
-        }
-        (Ok(()), None) => Outcome::Failed(format!("`{line}` named no digit")),
-    }
-}
-
-/// The first shell line of a README that runs the program.
-fn first_command(text: &str) -> Option<&str> {
-    let mut lines = text.lines().map(|line| line.trim_start().trim_start_matches("$ ").trim_end());
-    lines.find(|line| line.starts_with("cargo run --release"))
-}
-
-/// The first name of a digit in a line.
-fn digit_named(line: &str) -> Option<&str> {
-    let names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"];
-    line.split(|c: char| !c.is_alphabetic()).find(|word| names.contains(word))
-}
-
 /// Builds the release version of the command.
 fn release(context: &Context) -> Result<PathBuf, String> {
     run(context.cargo().args(["build", "--release", "-p", "halcyon-cli"]))?;
@@ -757,20 +720,6 @@ fn receipts(context: &Context) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn finds_the_first_command() {
-        let text = "# Title\n\n```sh\ngit clone x\n$ cargo run --release -- run a.onnx\ncargo run --release -- devices\n```\n";
-        assert_eq!(first_command(text), Some("cargo run --release -- run a.onnx"));
-        assert_eq!(first_command("nothing"), None);
-    }
-
-    #[test]
-    fn finds_a_digit_by_name() {
-        assert_eq!(digit_named("  1. seven  99.9 %"), Some("seven"));
-        assert_eq!(digit_named("backend cpu: nobody asked for one"), Some("one"));
-        assert_eq!(digit_named("stone ozone"), None);
-    }
 
     #[test]
     fn the_merge_tier_draws_one_of_a_group_and_nightly_runs_all() {

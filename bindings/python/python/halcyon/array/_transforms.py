@@ -1,0 +1,300 @@
+"""Functions of functions: gradients and compilation.
+
+Arguments and results are trees of tuples, lists and dicts whose leaves are arrays.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from halcyon import _native
+from halcyon._errors import ArgumentError, DTypeError, ShapeError
+from halcyon._native import Tensor
+from halcyon.array._array import Array, wrap
+from halcyon.array._core import ops
+from halcyon.array._devices import Device
+
+__all__ = ["CompiledFunction", "compile", "eval", "grad", "is_tracing", "value_and_grad"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+# Trees.
+
+
+class _Leaf:
+    """The place of an array in a tree."""
+
+    def __eq__(self, other: object) -> builtins.bool:
+        return isinstance(other, _Leaf)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+_LEAF = _Leaf()
+
+
+class _Static:
+    """A value of a tree that is no array. It is equal only to a value of its type."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> builtins.bool:
+        return (
+            isinstance(other, _Static) and type(self.value) is type(other.value) and self.value == other.value
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+
+class _Node:
+    """A tuple, list or dict of a tree."""
+
+    def __init__(self, kind: type, keys: tuple[Any, ...] | None, children: tuple[Any, ...]) -> None:
+        self.kind, self.keys, self.children = kind, keys, children
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.kind, self.keys, self.children)
+
+    def __eq__(self, other: object) -> builtins.bool:
+        return isinstance(other, _Node) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+def _flatten(tree: Any, leaves: list[Array]) -> Any:
+    """The structure of a tree. Appends its arrays."""
+    if isinstance(tree, Array):
+        leaves.append(tree)
+        return _LEAF
+    if isinstance(tree, (tuple, list)):
+        return _Node(type(tree), None, tuple(_flatten(v, leaves) for v in tree))
+    if isinstance(tree, dict):
+        return _Node(type(tree), tuple(tree), tuple(_flatten(v, leaves) for v in tree.values()))
+    return _Static(tree)
+
+
+def _unflatten(structure: Any, leaves: Iterator[Array]) -> Any:
+    """The tree of a structure with arrays."""
+    if isinstance(structure, _Leaf):
+        return next(leaves)
+    if isinstance(structure, _Static):
+        return structure.value
+    children = [_unflatten(c, leaves) for c in structure.children]
+    if structure.keys is not None:
+        return structure.kind(zip(structure.keys, children, strict=False))
+    if hasattr(structure.kind, "_fields"):
+        return structure.kind(*children)
+    return structure.kind(children)
+
+
+def _arrays(op: str, tree: Any) -> tuple[list[Array], Any]:
+    """The arrays and the structure of a tree without other values."""
+    leaves: list[Array] = []
+    structure = _flatten(tree, leaves)
+    bad = _first_static(structure)
+    if bad is not None:
+        raise DTypeError(f"{op}: {bad.value!r} is not an array")
+    return leaves, structure
+
+
+def _first_static(structure: Any) -> _Static | None:
+    if isinstance(structure, _Static):
+        return structure
+    if isinstance(structure, _Node):
+        return next((s for c in structure.children if (s := _first_static(c)) is not None), None)
+    return None
+
+
+# Tracing.
+
+_state = threading.local()
+
+
+def is_tracing() -> builtins.bool:
+    """Whether this thread runs a function with placeholders in order to compile it."""
+    return getattr(_state, "depth", 0) > 0
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    _state.depth = getattr(_state, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _state.depth -= 1
+
+
+# Gradients.
+
+
+def value_and_grad(
+    function: Callable[P, Array], argnums: int | Sequence[int] = 0
+) -> Callable[P, tuple[Array, Any]]:
+    """A function that returns the value of a function and its gradients.
+
+    The function returns a float with one element. The gradients are taken with respect to the positional
+    arguments with the numbers ``argnums``, trees of float arrays, and have their structure. With a sequence
+    of numbers they are a tuple.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
+        for k in numbers:
+            if not -len(args) <= k < len(args):
+                raise ArgumentError(
+                    f"value_and_grad: {len(args)} positional arguments were given, and argnums is {argnums}"
+                )
+        leaves, structure = _arrays("value_and_grad", tuple(args[k] for k in numbers))
+        for x in leaves:
+            if x._dtype.kind != "f":
+                raise DTypeError(f"value_and_grad: gradients are taken of floats, not of {x._dtype}")
+        if not leaves:
+            raise ArgumentError("value_and_grad: the arguments have no arrays")
+        made: list[Array] = []
+
+        def inner(*tensors: Tensor) -> list[Tensor]:
+            given = list(args)
+            for k, value in zip(numbers, _unflatten(structure, map(wrap, tensors)), strict=False):
+                given[k] = value
+            out = function(*given, **kwargs)
+            if not isinstance(out, Array) or out._dtype.kind != "f":
+                raise DTypeError("value_and_grad: the function must return an array of floats")
+            if out.size != 1:
+                raise ShapeError(
+                    f"value_and_grad: the function returned the shape {out.shape}, not one element"
+                )
+            made.append(out)
+            return [out._tensor]
+
+        tensors = [x._tensor for x in leaves]
+        # Inside of another gradient or a compiled function the value keeps its history.
+        is_inner = is_tracing() or any(ops.is_tracked(t) for t in tensors)
+        value, grads = _native.value_and_grad(inner, tensors, is_tracing())
+        tree = _unflatten(structure, map(wrap, grads))
+        return made[0] if is_inner else wrap(value), tree[0] if isinstance(argnums, int) else tree
+
+    return wrapped
+
+
+def grad(function: Callable[P, Array], argnums: int | Sequence[int] = 0) -> Callable[P, Any]:
+    """A function that returns the gradients of a function; see :func:`value_and_grad`."""
+    both = value_and_grad(function, argnums)
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return both(*args, **kwargs)[1]
+
+    return wrapped
+
+
+# Compilation.
+
+
+class _Entry:
+    """The compiled function of one signature."""
+
+    def __init__(self, function: Callable[..., Any], device: Device, structure: Any) -> None:
+        self.result: Any = None
+        self._function = function
+        self._structure = structure
+        # The native object is not known to the garbage collector, so it must not hold this one.
+        entry = weakref.ref(self)
+
+        def traced(*tensors: Tensor) -> list[Tensor]:
+            alive = entry()
+            assert alive is not None, "a function is traced while it is called"
+            return alive._traced(*tensors)
+
+        self.native = _native.Compiled(device.backend, traced)
+
+    def _traced(self, *tensors: Tensor) -> list[Tensor]:
+        with _tracing():
+            args, kwargs = _unflatten(self._structure, map(wrap, tensors))
+            out = self._function(*args, **kwargs)
+        leaves: list[Array] = []
+        self.result = _flatten(out, leaves)
+        return [x._tensor for x in leaves]
+
+
+class CompiledFunction(Generic[P, R]):
+    """A function that is traced once for each signature; see :func:`compile`."""
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self._function = function
+        self._entries: dict[Any, _Entry] = {}
+        self._lock = threading.Lock()
+        functools.update_wrapper(self, function)
+
+    @property
+    def signatures(self) -> int:
+        """The number of signatures that the function was traced for."""
+        return len(self._entries)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        leaves: list[Array] = []
+        structure = _flatten((args, kwargs), leaves)
+        # Inside of a gradient or of another compiled function, the operations belong to that computation.
+        if is_tracing() or not leaves or any(ops.is_tracked(x._tensor) for x in leaves):
+            return self._function(*args, **kwargs)
+        device = leaves[0].device
+        types = tuple((x._dtype, x.shape) for x in leaves)
+        try:
+            entry = self._entry((structure, device, types), structure, device)
+        except TypeError as e:
+            if "unhashable" not in str(e):
+                raise
+            raise DTypeError(f"compile: an argument that is no array must be hashable: {e}") from None
+        out = entry.native([x._tensor for x in leaves])
+        made: R = _unflatten(entry.result, map(wrap, out))
+        return made
+
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]:
+        """A method: the instance is a static argument."""
+        return self if instance is None else functools.partial(self, instance)  # type: ignore[arg-type]
+
+    def _entry(self, key: Any, structure: Any, device: Device) -> _Entry:
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = _Entry(self._function, device, structure)
+            return entry
+
+
+def compile(function: Callable[P, R]) -> CompiledFunction[P, R]:
+    """Compiles a function of trees of arrays to one plan.
+
+    The function is traced once for each signature: the structure, shapes and element types of the arguments,
+    and the values of arguments that are no arrays, which must be hashable. Tracing calls the function with
+    placeholders, so it cannot read values, and its side effects happen only then.
+    """
+    return CompiledFunction(function)
+
+
+def eval(*trees: Any) -> None:
+    """Computes all arrays of trees, those of a device as one plan. Operations that they share run once."""
+    leaves: list[Array] = []
+    for tree in trees:
+        _flatten(tree, leaves)
+    groups: list[tuple[Device, list[Tensor]]] = []
+    for x in leaves:
+        for device, tensors in groups:
+            if x.device == device:
+                tensors.append(x._tensor)
+                break
+        else:
+            groups.append((x.device, [x._tensor]))
+    for _, tensors in groups:
+        _native.eval(tensors)

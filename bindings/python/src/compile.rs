@@ -1,0 +1,129 @@
+//! Compiled functions and gradients of Python functions over tensors.
+
+use crate::backend::Backend;
+use crate::fork::{self, Work};
+use crate::tensor::Tensor;
+use halcyon::{Compiled as Inner, Error, Result, Tensor as Raw};
+use halcyon_ir::Scalar;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use std::sync::{Arc, Mutex};
+
+/// The Python exception that the traced function raised.
+type Raised = Arc<Mutex<Option<PyErr>>>;
+type Traced = Box<dyn Fn(&[Raw]) -> Result<Vec<Raw>> + Send + Sync>;
+
+/// Calls a Python function that takes tensors and returns a sequence of tensors.
+fn call(py: Python<'_>, f: &Py<PyAny>, inputs: &[Raw]) -> PyResult<Vec<Raw>> {
+    let inputs = PyTuple::new(
+        py,
+        inputs.iter().map(|t| Tensor(t.clone())).map(|t| Py::new(py, t)).collect::<PyResult<Vec<_>>>()?,
+    )?;
+    let out: Vec<PyRef<'_, Tensor>> = f.bind(py).call1(inputs)?.extract()?;
+    Ok(out.iter().map(|t| t.0.clone()).collect())
+}
+
+fn keep(raised: &Raised, e: PyErr) -> Error {
+    *raised.lock().unwrap_or_else(|e| e.into_inner()) = Some(e);
+    Error::argument("compiled function", "the function raised an exception")
+}
+
+fn take(raised: &Raised) -> Option<PyErr> {
+    raised.lock().unwrap_or_else(|e| e.into_inner()).take()
+}
+
+/// A function of tensors that is traced once for each set of input types.
+#[pyclass(frozen, module = "halcyon._native")]
+pub(crate) struct Compiled {
+    inner: Inner<Traced>,
+    raised: Raised,
+}
+
+#[pymethods]
+impl Compiled {
+    /// `function` takes tensors and returns a list of tensors. It is called with placeholders.
+    #[new]
+    fn new(backend: &Backend, function: Py<PyAny>) -> Compiled {
+        let raised = Raised::default();
+        let slot = raised.clone();
+        let traced: Traced =
+            Box::new(move |x| Python::attach(|py| call(py, &function, x).map_err(|e| keep(&slot, e))));
+        Compiled { inner: backend.0.compile(traced), raised }
+    }
+
+    /// Runs the function. `args` are the numbers that the function reads by `ops.call_argument`; new numbers
+    /// need no new plan.
+    #[pyo3(signature = (inputs, args = None))]
+    fn __call__(
+        &self,
+        py: Python<'_>,
+        inputs: Vec<PyRef<'_, Tensor>>,
+        args: Option<Vec<Bound<'_, PyAny>>>,
+    ) -> PyResult<Vec<Tensor>> {
+        let all: Vec<Raw> = inputs.iter().map(|t| t.0.clone()).collect();
+        drop(inputs);
+        let args: Vec<Scalar> =
+            args.iter().flatten().map(crate::convert::scalar).collect::<PyResult<Vec<Scalar>>>()?;
+        let _call = fork::call(py)?;
+        let made = py.detach(|| {
+            let all: Vec<&Raw> = all.iter().collect();
+            self.inner.call_with(&all, &args)
+        });
+        match made {
+            Ok(out) => Ok(out.into_iter().map(Tensor).collect()),
+            Err(e) => Err(take(&self.raised).unwrap_or_else(|| crate::errors::exception(e))),
+        }
+    }
+
+    /// The number of plans that the function keeps.
+    #[getter]
+    fn plans(&self) -> usize {
+        self.inner.plans()
+    }
+}
+
+/// The gradients of a float with one element with respect to tensors from `requires_grad`.
+#[pyfunction]
+pub(crate) fn gradients(
+    py: Python<'_>,
+    of: PyRef<'_, Tensor>,
+    with_respect_to: Vec<PyRef<'_, Tensor>>,
+) -> PyResult<Vec<Tensor>> {
+    let of = of.0.clone();
+    let all: Vec<Raw> = with_respect_to.iter().map(|t| t.0.clone()).collect();
+    drop(with_respect_to);
+    let (_, grads) = py.work(|| halcyon::value_and_grad(&all, |_| Ok(of)))?;
+    Ok(grads.into_iter().map(Tensor).collect())
+}
+
+/// The value of a function of tensors and its gradients with respect to them. The function returns one
+/// tensor with one element. With `traced` the parameters are placeholders of a compiled function.
+#[pyfunction]
+#[pyo3(signature = (function, params, traced = false))]
+pub(crate) fn value_and_grad(
+    py: Python<'_>,
+    function: Py<PyAny>,
+    params: Vec<PyRef<'_, Tensor>>,
+    traced: bool,
+) -> PyResult<(Tensor, Vec<Tensor>)> {
+    let given: Vec<Raw> = params.iter().map(|t| t.0.clone()).collect();
+    drop(params);
+    // A parameter that has a history already keeps it, for gradients of gradients. A placeholder cannot be
+    // evaluated.
+    let leaf = |t: &Raw| if traced || t.is_tracked() { Ok(t.clone()) } else { t.requires_grad() };
+    let all = py.work(|| given.iter().map(leaf).collect::<Result<Vec<Raw>>>())?;
+    let raised = Raised::default();
+    let made = halcyon::value_and_grad(&all, |p| {
+        let mut out = call(py, &function, p).map_err(|e| keep(&raised, e))?;
+        match out.len() {
+            1 => Ok(out.remove(0)),
+            n => {
+                Err(Error::argument("value_and_grad", format!("the function returned {n} tensors, not one")))
+            }
+        }
+    });
+    match made {
+        Ok((value, grads)) => Ok((Tensor(value), grads.into_iter().map(Tensor).collect())),
+        Err(e) => Err(take(&raised).unwrap_or_else(|| crate::errors::exception(e))),
+    }
+}

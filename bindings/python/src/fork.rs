@@ -1,0 +1,122 @@
+//! Calls into Halcyon without the interpreter's lock, and what a forked child may do.
+//!
+//! A child has only the thread that forked. If another thread was inside of Halcyon at that time, its locks stay
+//! locked in the child. So a fork waits until no other thread is, and calls that would begin meanwhile wait for
+//! the fork. A child that was forked nevertheless refuses to work. [`halcyon_hal::fork`] has the rest.
+
+use crate::errors::OrRaise;
+use halcyon::{Error, Result};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// How long a fork waits for other threads.
+const PATIENCE: Duration = Duration::from_secs(10);
+const POLL: Duration = Duration::from_micros(200);
+
+/// Calls of all threads, counted before they release the interpreter's lock.
+static INSIDE: AtomicUsize = AtomicUsize::new(0);
+/// Threads that are about to fork.
+static FORKS: AtomicUsize = AtomicUsize::new(0);
+/// Set by a fork that did not wait any longer.
+static IN_VAIN: AtomicBool = AtomicBool::new(false);
+/// Set in a child of such a fork.
+static TORN: AtomicBool = AtomicBool::new(false);
+
+thread_local! {
+    /// Calls of this thread: a call may call Python, and Python may call Halcyon again.
+    static OWN: Cell<usize> = const { Cell::new(0) };
+}
+
+/// A call, as long as it lives.
+pub(crate) struct Call;
+
+impl Call {
+    /// The caller holds the interpreter's lock.
+    fn begin(py: Python<'_>) -> Result<Call> {
+        // A call inside of a call must go on, because the fork waits for its end.
+        while FORKS.load(Ordering::SeqCst) > 0 && OWN.get() == 0 {
+            py.detach(|| std::thread::sleep(POLL));
+        }
+        if TORN.load(Ordering::Relaxed) {
+            return Err(Error::Unsupported {
+                what: "Halcyon in a process that was forked while another thread computed".into(),
+                next: "Fork when no other thread computes, or start the process without a fork: \
+                       multiprocessing.get_context(\"spawn\")"
+                    .into(),
+            });
+        }
+        INSIDE.fetch_add(1, Ordering::SeqCst);
+        OWN.set(OWN.get() + 1);
+        Ok(Call)
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        OWN.set(OWN.get() - 1);
+        INSIDE.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Begins a call of code that releases the interpreter's lock itself.
+pub(crate) fn call(py: Python<'_>) -> PyResult<Call> {
+    Call::begin(py).or_raise()
+}
+
+/// Calls into Halcyon without the interpreter's lock.
+pub(crate) trait Work {
+    /// Runs `f`, which computes, waits or reads files, while other threads run Python.
+    fn work<T: Send>(self, f: impl FnOnce() -> Result<T> + Send) -> PyResult<T>;
+}
+
+impl Work for Python<'_> {
+    fn work<T: Send>(self, f: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+        let _call = call(self)?;
+        self.detach(f).or_raise()
+    }
+}
+
+/// Waits until no other thread is in a call. None begins between the return and the fork, because the caller
+/// holds the interpreter's lock.
+#[pyfunction]
+fn before_fork(py: Python<'_>) {
+    let start = Instant::now();
+    FORKS.fetch_add(1, Ordering::SeqCst);
+    while INSIDE.load(Ordering::SeqCst) > OWN.get() {
+        if start.elapsed() > PATIENCE {
+            IN_VAIN.store(true, Ordering::SeqCst);
+            return;
+        }
+        py.detach(|| std::thread::sleep(POLL));
+    }
+}
+
+/// Python calls this also if the fork failed.
+#[pyfunction]
+fn after_fork_in_parent() {
+    IN_VAIN.store(false, Ordering::SeqCst);
+    FORKS.fetch_sub(1, Ordering::SeqCst);
+}
+
+#[pyfunction]
+fn after_fork_in_child() {
+    TORN.fetch_or(IN_VAIN.load(Ordering::SeqCst), Ordering::SeqCst);
+    FORKS.store(0, Ordering::SeqCst);
+    INSIDE.store(OWN.get(), Ordering::SeqCst);
+    halcyon_hal::fork::in_child();
+}
+
+/// Makes Python call these functions at forks.
+pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = m.py();
+    // Windows has no fork.
+    let Some(at_fork) = py.import("os")?.getattr_opt("register_at_fork")? else { return Ok(()) };
+    let hooks = PyDict::new(py);
+    hooks.set_item("before", wrap_pyfunction!(before_fork, m)?)?;
+    hooks.set_item("after_in_parent", wrap_pyfunction!(after_fork_in_parent, m)?)?;
+    hooks.set_item("after_in_child", wrap_pyfunction!(after_fork_in_child, m)?)?;
+    at_fork.call((), Some(&hooks)).map(drop)
+}

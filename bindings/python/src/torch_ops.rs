@@ -1,0 +1,210 @@
+//! What `torch.compile` needs beyond `ops.rs`: gradients of convolutions, pools, attention and layer
+//! normalisation, whose nodes PyTorch's graphs name, scalars that a compiled function reads at run time, and
+//! weights that plans treat as constants.
+
+use crate::backend::Backend;
+use crate::convert;
+use crate::dlpack;
+use crate::errors::{OrRaise, argument};
+use crate::ops::{conv_options, pool_options};
+use crate::tensor::Tensor;
+use halcyon::{Backend as Raw, Result, Tensor as Inner};
+use halcyon_ir::grad::gradients;
+use halcyon_ir::{ConstData, Graph, NodeId};
+use pyo3::prelude::*;
+use std::sync::Arc;
+
+/// An operand of Python.
+type In<'py> = PyRef<'py, Tensor>;
+
+/// The gradient of the result of `forward` with respect to operand `of`. The last operand is the gradient of
+/// the result. Lowering drops the forward nodes that the gradient does not read.
+fn gradient(
+    operands: &[&Inner],
+    of: usize,
+    forward: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>,
+) -> PyResult<Tensor> {
+    Tensor::made(Inner::build(operands, |g, v| {
+        let (seed, x) = v.split_last().ok_or_else(|| halcyon::Error::argument("gradient", "no operand"))?;
+        let y = forward(g, x)?;
+        let made = gradients(g, y, &[x[of]], Some(*seed))?;
+        match made.first().copied().flatten() {
+            Some(d) => Ok(d),
+            // The result does not depend on the operand.
+            None => {
+                let t = g.ty(x[of]).clone();
+                Ok(g.full(t.dtype, &t.shape, 0i64))
+            }
+        }
+    }))
+}
+
+/// The gradient of `conv` with respect to its operand `of`: `x` or `weight`. `dy` is the gradient of the result.
+#[pyfunction]
+#[pyo3(signature = (of, x, weight, dy, stride, pad, dilation, input_dilation, groups = 1))]
+#[allow(clippy::too_many_arguments)]
+fn conv_grad(
+    of: &str,
+    x: In<'_>,
+    weight: In<'_>,
+    dy: In<'_>,
+    stride: Vec<usize>,
+    pad: Vec<(i64, i64)>,
+    dilation: Vec<usize>,
+    input_dilation: Vec<usize>,
+    groups: usize,
+) -> PyResult<Tensor> {
+    let k = match of {
+        "x" => 0,
+        "weight" => 1,
+        _ => return Err(argument("conv_grad", format!("\"{of}\" is not one of x, weight"))),
+    };
+    let options = conv_options(stride, pad, dilation, input_dilation, groups);
+    gradient(&[&x.0, &weight.0, &dy.0], k, |g, v| g.conv(v[0], v[1], options))
+}
+
+/// The gradient of `pool` with respect to its operand. `dy` is the gradient of the result. The first of
+/// several largest elements of a window gets the whole gradient.
+#[pyfunction]
+fn pool_grad(
+    x: In<'_>,
+    dy: In<'_>,
+    kind: &str,
+    kernel: Vec<usize>,
+    stride: Vec<usize>,
+    pad: Vec<(usize, usize)>,
+    dilation: Vec<usize>,
+) -> PyResult<Tensor> {
+    let options = pool_options(kind, kernel, stride, pad, dilation)?;
+    gradient(&[&x.0, &dy.0], 0, |g, v| g.pool(v[0], options))
+}
+
+/// The gradients of `attention` with as many key heads as query heads, with respect to queries, keys and
+/// values, one after the other in one axis.
+#[pyfunction]
+#[pyo3(signature = (q, k, v, dy, mask = None, causal = false, scale = 1.0))]
+fn attention_grad(
+    q: In<'_>,
+    k: In<'_>,
+    v: In<'_>,
+    dy: In<'_>,
+    mask: Option<In<'_>>,
+    causal: bool,
+    scale: f64,
+) -> PyResult<Tensor> {
+    let mut all = vec![&q.0, &k.0, &v.0, &dy.0];
+    all.extend(mask.as_ref().map(|m| &m.0));
+    Tensor::made(Inner::build(&all, |g, x| {
+        g.attention_grad([x[0], x[1], x[2], x[3]], x.get(4).copied(), causal, scale)
+    }))
+}
+
+/// The gradients of `layer_norm` with respect to its operand, scale and bias, one after the other in one axis.
+#[pyfunction]
+fn layer_norm_grad(x: In<'_>, scale: In<'_>, dy: In<'_>, axis: usize, eps: f64) -> PyResult<Tensor> {
+    Tensor::made(Inner::build(&[&x.0, &scale.0, &dy.0], |g, v| {
+        g.layer_norm_grad([v[0], v[1], v[2]], axis, eps)
+    }))
+}
+
+/// Inside of a compiled function: the tensor of rank 0 whose value is argument `number` of the call.
+#[pyfunction]
+fn call_argument(backend: &Backend, number: u32, dtype: &str) -> PyResult<Tensor> {
+    Tensor::made(Inner::argument(&backend.0, number, convert::dtype(dtype)?))
+}
+
+/// Parameters of a model whose values plans may treat as constants, as long as nobody changes them.
+#[pyclass(frozen, module = "halcyon._native")]
+pub(crate) struct Weights {
+    backend: Raw,
+    shared: Vec<ConstData>,
+}
+
+#[pymethods]
+impl Weights {
+    /// Takes DLPack capsules of dense tensors.
+    #[new]
+    fn new(py: Python<'_>, backend: &Backend, capsules: Vec<Bound<'_, PyAny>>) -> PyResult<Weights> {
+        let shared = capsules
+            .iter()
+            .map(|c| dlpack::open(py, c).and_then(|(view, owner)| view.shared(owner)))
+            .collect::<PyResult<_>>()?;
+        Ok(Weights { backend: backend.0.clone(), shared })
+    }
+
+    /// Constants with the present values, and the fingerprint of these values. The constants have their own
+    /// memory, because plans keep what they derive from it.
+    fn constants(&self, py: Python<'_>) -> PyResult<(Vec<Tensor>, u64)> {
+        let copies = py.detach(|| {
+            let copy = |d: &ConstData| ConstData::new(d.dtype, &d.dims, Arc::new(d.bytes().to_vec()));
+            self.shared.iter().map(copy).collect::<Result<Vec<ConstData>>>()
+        });
+        let copies = copies.or_raise()?;
+        let tensors = copies.iter().map(|d| Tensor::made(Inner::constant(&self.backend, d)));
+        Ok((tensors.collect::<PyResult<_>>()?, py.detach(|| fingerprint(&copies, 1))))
+    }
+
+    /// The fingerprint of the present values, computed on this number of threads. Other values have another
+    /// fingerprint, but for one chance in 2^64.
+    fn fingerprint(&self, py: Python<'_>, threads: usize) -> u64 {
+        py.detach(|| fingerprint(&self.shared, threads))
+    }
+
+    /// The number of bytes.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.shared.iter().map(|d| d.bytes().len()).sum()
+    }
+}
+
+/// A multiplier with about as many ones as zeros: the fraction of the golden ratio.
+const MIX: u64 = 0x9E37_79B9_7F4A_7C15;
+/// Each part of this size has a sum of its own, so that threads share the work.
+const PART: usize = 1 << 20;
+
+fn mix(sum: u64, word: u64) -> u64 {
+    (sum ^ word).rotate_left(29).wrapping_mul(MIX)
+}
+
+/// The sum of a part. Eight sums side by side, because one sum waits for the last multiplication.
+fn part(bytes: &[u8]) -> u64 {
+    let mut sums = [1u64, 2, 3, 4, 5, 6, 7, 8];
+    let (blocks, rest) = bytes.as_chunks::<64>();
+    for b in blocks {
+        let (words, _) = b.as_chunks::<8>();
+        for (s, w) in sums.iter_mut().zip(words) {
+            *s = mix(*s, u64::from_le_bytes(*w));
+        }
+    }
+    let tail = rest.iter().fold(rest.len() as u64, |s, b| mix(s, u64::from(*b)));
+    sums.into_iter().fold(tail, mix)
+}
+
+fn fingerprint(data: &[ConstData], threads: usize) -> u64 {
+    let parts: Vec<&[u8]> = data.iter().flat_map(|d| d.bytes().chunks(PART)).collect();
+    let each = parts.len().div_ceil(threads.max(1)).max(1);
+    let sum = |of: &[&[u8]]| of.iter().map(|b| part(b)).collect::<Vec<u64>>();
+    let sums: Vec<u64> = match parts.len() > 1 && threads > 1 {
+        false => sum(&parts),
+        true => std::thread::scope(|s| {
+            let mut groups = parts.chunks(each);
+            let own = groups.next().unwrap_or_default();
+            let others: Vec<_> = groups.map(|g| s.spawn(move || sum(g))).collect();
+            let mut all = sum(own);
+            for o in others {
+                all.extend(o.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            }
+            all
+        }),
+    };
+    sums.into_iter().fold(data.len() as u64, mix)
+}
+
+/// Adds the functions to the submodule `ops`.
+pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    macro_rules! add {
+        ($($f:ident)*) => { $( m.add_function(wrap_pyfunction!($f, m)?)?; )* };
+    }
+    add! { conv_grad pool_grad attention_grad layer_norm_grad call_argument }
+    Ok(())
+}
