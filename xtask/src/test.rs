@@ -52,6 +52,7 @@ const FEATURES: &[(&str, &[&str])] = &[
     ("onnx", &["halcyon", "halcyon-compat"]),
     ("cpu,parallel", &["halcyon-hal", "halcyon", "halcyon-compat"]),
     ("cpu,edit,hub", &["halcyon-cli"]),
+    ("cpu,ort", &["halcyon-cli"]),
     ("cpu,simd", &["halcyon-hal", "halcyon", "halcyon-compat"]),
     ("backends,simd,parallel", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
 ];

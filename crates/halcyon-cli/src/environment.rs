@@ -102,7 +102,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         Library,
         "HALCYON_PYTHON",
         "PATH",
-        "A Python interpreter. CUDA's and ROCm's libraries are looked for among its packages too; halcyon-check measures PyTorch with it.",
+        "A Python interpreter. The libraries of CUDA, ROCm and ONNX Runtime are looked for among its packages too; halcyon-check measures PyTorch with it.",
     ),
     row(
         System,
@@ -142,6 +142,12 @@ pub(crate) const VARIABLES: &[Variable] = &[
         "XDG_CONFIG_HOME",
         "FOLDER",
         "On Linux, the folder that contains halcyon/config.toml. Not set: $HOME/.config.",
+    ),
+    row(
+        System,
+        "ORT_DYLIB_PATH",
+        "PATH",
+        "The library of ONNX Runtime, for --runtime ort and compare. Not set: the system's search, then the package onnxruntime of a Python.",
     ),
     row(System, "TPU_LIBRARY_PATH", "PATH", "Where libtpu.so is looked for first."),
     row(

@@ -1,5 +1,6 @@
 //! Hardware abstraction layer: drivers, devices, memory and device selection. All FFI of the project is in
-//! this crate, except the calls with which tests control their stand-ins.
+//! this crate, except the calls of ONNX Runtime, which are in `halcyon-ort`, and those with which tests
+//! control their stand-ins.
 //!
 //! The driver contract, which [`conformance`] checks for every driver:
 //! - Probing never panics. If a library is missing, the error is [`Error::Unavailable`], which lists what was
