@@ -97,6 +97,12 @@ pub(crate) const VARIABLES: &[Variable] = &[
     row(Library, "HALCYON_HIPBLASLT_LIBRARY", "PATH|off", "hipBLASLt, for matrix products. off: not used."),
     row(Library, "HALCYON_ROCBLAS_LIBRARY", "PATH|off", "rocBLAS, for matrix products. off: not used."),
     row(Library, "HALCYON_OPENCL_LIBRARY", "PATH", "The OpenCL loader or driver, libOpenCL."),
+    row(
+        Library,
+        "HALCYON_OPENCL_COMMAND_BUFFERS",
+        "on|off",
+        "Whether OpenCL devices launch plans as command buffers, where the driver has them. Not set: devices that are not processors do.",
+    ),
     row(Library, "HALCYON_TPU_LIBRARY", "PATH", "A PJRT plugin for TPUs, libtpu."),
     row(
         Library,

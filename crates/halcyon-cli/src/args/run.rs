@@ -96,7 +96,7 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub ort: OrtArgs,
     #[command(flatten)]
-    pub quantize: QuantizeArgs,
+    pub quantize: Box<QuantizeArgs>,
     #[command(flatten)]
     pub split: SplitArgs,
     /// Writes the outputs to a file: .npy, .npz, .json or .csv, or - for standard output. Repeatable

@@ -33,7 +33,7 @@ pub(super) struct Report<'a> {
 fn share(d: &Difference) -> String {
     match d.of_tolerance {
         s if s.is_infinite() => "∞".into(),
-        s if s == 0.0 => "0 %".into(),
+        0.0 => "0 %".into(),
         s if s < 0.001 => "<0.1 %".into(),
         s if s < 10.0 => format!("{:.1} %", s * 100.0),
         s => format!("{} times", number(s.round())),
