@@ -5,7 +5,8 @@ use crate::prerequisites::{self, PREREQUISITES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, seconds, test_result};
 use crate::tier::{Draw, SEED, Tier};
 use crate::{
-    Failure, binaries, binary, book, c_api, comments, crates, fuzz, gpu_check, isa, miri, package, profiles, readme, testdata, tier, wheel,
+    Failure, binaries, binary, book, c_api, comments, crates, fuzz, gpu_check, isa, miri, package, profiles,
+    readme, testdata, tier, wheel,
 };
 use std::path::PathBuf;
 use std::process::Command;
@@ -52,6 +53,7 @@ const FEATURES: &[(&str, &[&str])] = &[
     ("onnx", &["halcyon", "halcyon-compat"]),
     ("cpu,parallel", &["halcyon-hal", "halcyon", "halcyon-compat"]),
     ("cpu,edit,hub", &["halcyon-cli"]),
+    ("cpu,ort", &["halcyon-cli"]),
     ("cpu,simd", &["halcyon-hal", "halcyon", "halcyon-compat"]),
     ("backends,simd,parallel", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
 ];

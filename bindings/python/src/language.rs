@@ -5,6 +5,7 @@ mod options;
 mod stream;
 
 pub(crate) use embed::Embedder;
+pub(crate) use options::Take;
 pub(crate) use stream::{Generation, Piece, TextStream};
 
 use crate::backend::Backend;
@@ -16,7 +17,7 @@ use halcyon_models::{
     Speculation, SpeculationOptions, hub,
 };
 use halcyon_text::Message;
-use options::{Demand, Take};
+use options::Demand;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::path::{Path, PathBuf};

@@ -21,6 +21,7 @@ mod report;
 mod session;
 mod tensor;
 mod torch_ops;
+mod training;
 
 use pyo3::prelude::*;
 
@@ -48,6 +49,8 @@ mod _native {
     use crate::session::{Cancel, OnnxModel, OnnxSession, fit_onnx, to_numpy};
     #[pymodule_export]
     use crate::tensor::{Tensor, eval};
+    #[pymodule_export]
+    use crate::training::{TrainStep, checkpoints, load_tensors, save_tensors};
     #[pymodule_export]
     use crate::torch_ops::Weights;
 

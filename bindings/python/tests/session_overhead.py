@@ -36,7 +36,7 @@ def session(module: Any, path: Path, threads: int) -> Any:
 
 def main() -> None:
     """Measures and prints."""
-    import onnxruntime
+    import onnxruntime  # type: ignore[import-untyped]
 
     import halcyon.onnxruntime
 

@@ -343,3 +343,10 @@ def test_a_session_cannot_be_pickled() -> None:
 
     with pytest.raises(TypeError, match="path"):
         pickle.dumps(session("add"))
+
+
+def test_arrays_of_halcyon_are_inputs() -> None:
+    from halcyon import array as ha
+
+    x = ha.asarray([[1.0, 2.0, 3.0]], dtype=ha.float32) * 2
+    assert session("add").run(None, {"x": x})[0].tolist() == [[3, 6, 9]]

@@ -111,3 +111,17 @@ def test_errors_of_fit() -> None:
     assert report[0].fits is None and "one graph" in report[0].error
     report = halcyon.fit(MODELS / "branches.onnx", {"x": (2,), "size": np.array([5])}, "cpu")
     assert report[0].fits is True
+
+
+def test_language_models_are_loaded_and_measured() -> None:
+    path = MODELS.parents[3] / "crates/halcyon-models/tests/data/gguf/gpt2.gguf"
+    m = halcyon.load(path, "cpu", context=32)
+    assert type(m) is halcyon.LanguageModel
+    report = halcyon.fit(path, backend="cpu", context=32)
+    assert report[0].fits is True and report[0].parts["cache"] > 0
+    assert report[0].to_dict()["report"]["context"] == 32
+    assert halcyon.fit(path, backend="cpu", context=32, batch=4)[0].needed > report[0].needed
+    with pytest.raises(ValueError, match="context"):
+        halcyon.fit(path, {"x": (1,)}, "cpu")
+    with pytest.raises(halcyon.HalcyonError, match="nothing.gguf"):
+        halcyon.fit("nothing.gguf", backend="cpu")

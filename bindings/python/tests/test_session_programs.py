@@ -23,6 +23,20 @@ def test_the_stored_results_are_those_of_onnxruntime(name: str) -> None:
     cases.compare(cases.run(name, cases.THEIRS), cases.stored(name))
 
 
+def test_the_stored_models_are_those_of_their_script() -> None:
+    pytest.importorskip("onnx")
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("make", cases.MODELS / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert sorted(module.MAKERS) == sorted(p.stem for p in cases.MODELS.glob("*.onnx"))
+    for name, make in module.MAKERS.items():
+        made = make().SerializeToString(deterministic=True)
+        assert made == (cases.MODELS / f"{name}.onnx").read_bytes(), name
+
+
 def test_there_are_ten_programs_that_a_wrong_result_fails() -> None:
     assert len(cases.programs()) >= 10
     results = cases.stored("batches")

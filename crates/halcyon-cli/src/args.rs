@@ -19,6 +19,7 @@ mod model;
 mod prepare;
 mod quantize;
 mod run;
+mod runtime;
 mod train;
 mod tune;
 
@@ -43,6 +44,7 @@ pub(crate) use model::*;
 pub(crate) use prepare::*;
 pub(crate) use quantize::*;
 pub(crate) use run::*;
+pub(crate) use runtime::*;
 pub(crate) use train::*;
 pub(crate) use tune::*;
 

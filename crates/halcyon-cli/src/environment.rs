@@ -97,12 +97,18 @@ pub(crate) const VARIABLES: &[Variable] = &[
     row(Library, "HALCYON_HIPBLASLT_LIBRARY", "PATH|off", "hipBLASLt, for matrix products. off: not used."),
     row(Library, "HALCYON_ROCBLAS_LIBRARY", "PATH|off", "rocBLAS, for matrix products. off: not used."),
     row(Library, "HALCYON_OPENCL_LIBRARY", "PATH", "The OpenCL loader or driver, libOpenCL."),
+    row(
+        Library,
+        "HALCYON_OPENCL_COMMAND_BUFFERS",
+        "on|off",
+        "Whether OpenCL devices launch plans as command buffers, where the driver has them. Not set: devices that are not processors do.",
+    ),
     row(Library, "HALCYON_TPU_LIBRARY", "PATH", "A PJRT plugin for TPUs, libtpu."),
     row(
         Library,
         "HALCYON_PYTHON",
         "PATH",
-        "A Python interpreter. CUDA's and ROCm's libraries are looked for among its packages too; halcyon-check measures PyTorch with it.",
+        "A Python interpreter. The libraries of CUDA, ROCm and ONNX Runtime are looked for among its packages too; halcyon-check measures PyTorch with it.",
     ),
     row(
         System,
@@ -142,6 +148,12 @@ pub(crate) const VARIABLES: &[Variable] = &[
         "XDG_CONFIG_HOME",
         "FOLDER",
         "On Linux, the folder that contains halcyon/config.toml. Not set: $HOME/.config.",
+    ),
+    row(
+        System,
+        "ORT_DYLIB_PATH",
+        "PATH",
+        "The library of ONNX Runtime, for --runtime ort and compare. Not set: the system's search, then the package onnxruntime of a Python.",
     ),
     row(System, "TPU_LIBRARY_PATH", "PATH", "Where libtpu.so is looked for first."),
     row(

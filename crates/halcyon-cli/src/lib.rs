@@ -124,6 +124,7 @@ fn parse(given: Vec<OsString>) -> Result<Cli, clap::Error> {
         ErrorKind::InvalidUtf8 => not_text(&all),
         _ => e,
     })?;
+    args::check_runtimes(&command, &matches).map_err(|e| e.format(&mut command))?;
     Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut command))
 }
 

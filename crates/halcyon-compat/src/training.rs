@@ -79,6 +79,9 @@ pub struct Tuning {
     pub tf32: bool,
     /// How exact f32 matrix products are, in the backend's kernels and library calls.
     pub matmul_precision: MatmulPrecision,
+    /// Whether the algorithms that the vendor's libraries list for a product or a convolution are measured,
+    /// and the fastest is kept in the tuning cache.
+    pub algorithm_search: bool,
 }
 
 /// TF32 requires compute capability 8.0.
@@ -90,14 +93,13 @@ fn has_tf32(d: &DeviceInfo) -> bool {
 /// The settings for a device. CUDA, ROCm and Metal devices get [`MatmulPrecision::High`]; this allows TF32,
 /// which only CUDA devices with compute capability 8.0 or later have. On other CUDA devices, on ROCm and on
 /// Metal, products are as exact as at [`MatmulPrecision::Highest`]. Devices of other backends stay at
-/// `MatmulPrecision::Highest`.
+/// `MatmulPrecision::Highest`. CUDA devices search algorithms.
 pub fn tuning(d: &DeviceInfo) -> Tuning {
-    match d.backend {
-        BackendType::Cuda => Tuning { tf32: has_tf32(d), matmul_precision: MatmulPrecision::High },
-        BackendType::Rocm | BackendType::Metal => {
-            Tuning { tf32: false, matmul_precision: MatmulPrecision::High }
-        }
-        _ => Tuning { tf32: false, matmul_precision: MatmulPrecision::Highest },
+    let high = matches!(d.backend, BackendType::Cuda | BackendType::Rocm | BackendType::Metal);
+    Tuning {
+        tf32: has_tf32(d),
+        matmul_precision: if high { MatmulPrecision::High } else { MatmulPrecision::Highest },
+        algorithm_search: d.backend == BackendType::Cuda,
     }
 }
 
@@ -125,7 +127,8 @@ pub fn configure_backend(name: &str, device: &DeviceInfo, verbose: bool) -> Resu
     }
     let tuning = tuning(device);
     let b = Backend::builder().backend_type(device.backend).device(device.index).fallback(Fallback::Never);
-    let backend = b.precision(tuning.matmul_precision).build()?;
+    let b = b.precision(tuning.matmul_precision).enable_algorithm_search(tuning.algorithm_search);
+    let backend = b.build()?;
     let c = Configured { backend, requested: name.into(), tuning };
     if verbose {
         println!("{c}");
@@ -157,7 +160,9 @@ impl fmt::Display for Configured {
         writeln!(f, "memory allocated:  {}", gigabytes(m.allocated))?;
         writeln!(f, "memory reserved:   {}", gigabytes(m.allocated + m.cached))?;
         writeln!(f, "TF32:              {}", if tf32 { "on" } else { "off" })?;
-        write!(f, "matmul precision:  {:?}", self.tuning.matmul_precision)
+        writeln!(f, "matmul precision:  {:?}", self.tuning.matmul_precision)?;
+        // If it was requested without effect, `Backend::warnings` has the reason.
+        write!(f, "algorithm search:  {}", if self.backend.searches_algorithms() { "on" } else { "off" })
     }
 }
 

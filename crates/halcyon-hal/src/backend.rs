@@ -66,7 +66,8 @@ pub struct BuiltIn {
     pub test: TestDevice,
     /// The environment variables that name the vendor's kernel libraries; empty if the vendor has none.
     pub libraries: &'static [&'static str],
-    /// Whether its devices launch recorded commands with one call ([`crate::Device::capture`]).
+    /// Whether all its devices launch recorded commands with one call ([`crate::Device::capture`]). Some
+    /// OpenCL devices do.
     pub captures: bool,
     /// Whether `fma` in its kernels rounds once. WGSL guarantees only the accuracy of `x * y + z`.
     pub exact_fma: bool,

@@ -1,5 +1,6 @@
 //! Hardware abstraction layer: drivers, devices, memory and device selection. All FFI of the project is in
-//! this crate, except the calls with which tests control their stand-ins.
+//! this crate, except the calls of ONNX Runtime, which are in `halcyon-ort`, and those with which tests
+//! control their stand-ins.
 //!
 //! The driver contract, which [`conformance`] checks for every driver:
 //! - Probing never panics. If a library is missing, the error is [`Error::Unavailable`], which lists what was
@@ -81,6 +82,8 @@ pub mod probe;
 mod queues;
 #[allow(dead_code)]
 mod reach;
+#[allow(dead_code)]
+mod recorded;
 pub mod registry;
 pub mod select;
 pub mod stream;
@@ -290,6 +293,9 @@ pub struct Counters {
     /// Bytes copied directly from other devices ([`Device::copy_from_peer`]).
     #[serde(default)]
     pub peer_bytes: u64,
+    /// Algorithms of vendors' libraries that were measured ([`Options::algorithm_search`]).
+    #[serde(default)]
+    pub algorithms_measured: u64,
 }
 
 /// The atomic counters behind [`Counters`].
@@ -307,6 +313,7 @@ pub struct Counts {
     pub allocations: AtomicU64,
     pub capture_launches: AtomicU64,
     pub peer_bytes: AtomicU64,
+    pub algorithms_measured: AtomicU64,
 }
 
 impl Counts {
@@ -329,6 +336,7 @@ impl Counts {
             allocations: g(&self.allocations),
             capture_launches: g(&self.capture_launches),
             peer_bytes: g(&self.peer_bytes),
+            algorithms_measured: g(&self.algorithms_measured),
         }
     }
 }
@@ -406,6 +414,10 @@ pub struct Options {
     /// use them, and of vendor libraries only algorithms without matrix units are requested. `None`: use them
     /// if present.
     pub matrix_units: Option<bool>,
+    /// Makes CUDA and ROCm devices measure the algorithms that a vendor's library lists for a call, once for
+    /// each call, and take the fastest ([`Device::searches_algorithms`]). `None`: the library's first choice
+    /// is taken.
+    pub algorithm_search: Option<tune::AlgorithmSearch>,
     /// Maximum bytes obtained from the driver: live buffers plus what the pool keeps. `None`: the device's
     /// memory. If [`MemoryPoolConfig::max_size`] is set too, the smaller value counts.
     pub memory_limit: Option<u64>,
@@ -697,6 +709,14 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// found or the reason why it is not used. Loads the libraries.
     fn kernel_libraries(&self) -> Vec<(String, String)> {
         vec![]
+    }
+
+    /// Whether [`Options::algorithm_search`] was set and has an effect. May load the libraries.
+    ///
+    /// # Errors
+    /// The reason why it has none, or that it was not set.
+    fn searches_algorithms(&self) -> std::result::Result<(), String> {
+        Err("it uses no library that lists algorithms".into())
     }
 
     /// Releases cached memory to the system; returns the bytes freed.

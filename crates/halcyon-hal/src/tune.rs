@@ -25,7 +25,7 @@ use std::io::{ErrorKind, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 
 /// Version of the file's format.
@@ -166,7 +166,8 @@ pub struct Best {
     /// Seconds per run.
     pub seconds: f64,
     pub default_seconds: f64,
-    /// Largest difference from the default's result, relative to the tolerance.
+    /// Largest difference from the default's result, relative to the tolerance. 0 for an algorithm of a
+    /// library ([`AlgorithmSearch`]), whose result is not compared.
     pub error: f64,
     /// Number of variants that ran, including the default.
     pub tried: usize,
@@ -217,7 +218,7 @@ fn text<T: Serialize>(v: &T) -> String {
     serde_json::to_string(v).unwrap_or_default()
 }
 
-fn now() -> u64 {
+pub(crate) fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
@@ -237,6 +238,20 @@ pub fn device_key(info: &DeviceInfo, caps: &Caps) -> String {
         if caps.is_cpu { ", a processor" } else { "" },
     )
 }
+
+/// Where an algorithm search keeps its results ([`crate::Options::algorithm_search`]). Two are equal if they
+/// are one cache.
+#[derive(Clone, Debug)]
+pub struct AlgorithmSearch(pub Arc<TuningCache>);
+
+impl PartialEq for AlgorithmSearch {
+    fn eq(&self, o: &AlgorithmSearch) -> bool {
+        Arc::ptr_eq(&self.0, &o.0)
+    }
+}
+
+/// How the keys of an algorithm search begin. The keys of generated kernels begin with the name of a template.
+pub const ALGORITHM: &str = "algorithm of ";
 
 /// Entries by device and key.
 #[derive(Clone, Default, PartialEq, Debug)]
@@ -418,7 +433,8 @@ impl TuningCache {
     /// The tuned variants for plans on a device.
     pub fn tuned_variants(&self, device: &str) -> TunedVariants {
         let mut known = TunedVariants::default();
-        for e in self.lock().entries().filter(|e| e.device == device) {
+        let own = |e: &&Entry| e.device == device && !e.key.starts_with(ALGORITHM);
+        for e in self.lock().entries().filter(own) {
             if let Some(b) = e.best()
                 && let Ok(digest) = u128::from_str_radix(&b.program, 16)
             {

@@ -4,6 +4,7 @@ mod common;
 
 use common::*;
 use halcyon_hal::BackendType;
+use halcyon_hal::conformance::CASES;
 use halcyon_ir::{DType, Scalar};
 
 halcyon_hal::conformance_tests!(devices_under_test());
@@ -47,6 +48,32 @@ fn devices_keep_their_programs_and_opencl_keeps_them_on_disk() {
             assert_eq!((warm.counters().compiles, warm.counters().compile_cache_hits), want, "{kept} kept");
         }
     });
+}
+
+/// Drivers for processors submit the commands of a capture, unless a variable asks for command buffers. A
+/// process with the variable runs the cases of captures.
+#[test]
+fn captures_are_command_buffers_of_opencl_on_request() {
+    const VARIABLE: &str = "HALCYON_OPENCL_COMMAND_BUFFERS";
+    let Some(l) = devices_under_test().into_iter().find(|l| l.driver.kind() == BackendType::OpenCl) else {
+        return;
+    };
+    let listed = l.open().info().properties["extensions"].contains("cl_khr_command_buffer");
+    let mut c = std::process::Command::new(std::env::current_exe().unwrap());
+    let cases: Vec<_> = CASES.iter().map(|c| c.0).filter(|name| name.contains("captur")).collect();
+    assert_eq!(cases.len(), 4, "{cases:?}");
+    c.arg("--exact").args(&cases).args(["--nocapture", "--test-threads=2"]).env(VARIABLE, "on");
+    let o = c.output().unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr));
+    assert!(o.status.success() && text.contains("4 passed"), "{text}");
+    let refused = text.lines().find(|l| l.starts_with("opencl: "));
+    match refused {
+        Some(why) => {
+            assert!(!listed || why.contains("is not one of"), "{why}");
+            halcyon_test_host::skip("captures on OpenCL", why);
+        }
+        None => assert!(listed, "{text}"),
+    }
 }
 
 #[test]

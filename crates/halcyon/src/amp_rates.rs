@@ -85,7 +85,7 @@ fn measure(simd: Option<bool>, amp: AmpPolicy) -> Result<[Rates; 2]> {
         // The values in these networks are small, so no check of their range is needed.
         let mixed = MixedOps { in_range: true, ..MixedOps::default() };
         let lowering = Lowering { level: Level::O2, amp, mixed, ..Lowering::default() };
-        let tuning = Tuning::new(Some(TuningMode::Cached), TuningCache::memory(), String::new());
+        let tuning = Tuning::new(Some(TuningMode::Cached), Arc::new(TuningCache::memory()), String::new());
         Planner::new(Arc::new(Runtime::new(device.clone(), None)), lowering, tuning)
     };
     let (full, half) = (planner(AmpPolicy::None), planner(amp));

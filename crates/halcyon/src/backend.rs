@@ -175,7 +175,7 @@ impl Backend {
             device,
             selection,
             lowering: Lowering { level, ..Lowering::default() },
-            tuning: Tuning::new(None, TuningCache::memory(), key),
+            tuning: Tuning::new(None, Arc::new(TuningCache::memory()), key),
             packed: None,
             warnings: vec![],
             built: None,
@@ -252,6 +252,12 @@ impl Backend {
     /// ([`BackendBuilder::loss_scale`]).
     pub fn loss_scale(&self) -> Option<f64> {
         self.0.built.as_ref().and_then(BackendBuilder::loss_scale_set)
+    }
+
+    /// Whether the algorithms of vendors' libraries are measured
+    /// ([`BackendBuilder::enable_algorithm_search`]). `false` if that has no effect on this device.
+    pub fn searches_algorithms(&self) -> bool {
+        self.device().searches_algorithms().is_ok()
     }
 
     /// One line for each requested option that has no effect on this device, or less effect than requested.

@@ -34,7 +34,7 @@ from halcyon._native import Backend, __version__
 from halcyon._reports import Device, Devices, DoctorReport, Selection, devices, doctor, select
 
 if TYPE_CHECKING:
-    from halcyon import array, language
+    from halcyon import array, language, training
     from halcyon._model import FitReport, Model, fit, load
     from halcyon.language import Embedder, Generation, LanguageModel, TextStream, chat, embed, generate
     from halcyon.session import (
@@ -121,6 +121,7 @@ __all__ = [
     "set_default_backend",
     "set_default_logger_severity",
     "set_seed",
+    "training",
 ]
 
 #: Names that are imported when they are first used, with their modules.
@@ -157,7 +158,7 @@ _LAZY = {
     "generate": "halcyon.language",
 }
 #: Modules that are imported when they are first used.
-_MODULES = frozenset({"array", "language", "onnxruntime", "session", "torch"})
+_MODULES = frozenset({"array", "language", "onnxruntime", "session", "torch", "training"})
 
 
 def __getattr__(name: str) -> Any:

@@ -7,11 +7,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// Reads options from a dictionary and removes them.
-pub(super) struct Take<'a, 'py>(pub &'a Bound<'py, PyDict>);
+pub(crate) struct Take<'a, 'py>(pub &'a Bound<'py, PyDict>);
 
 impl Take<'_, '_> {
     /// An option; `None` if it is absent or None.
-    pub(super) fn get<T: for<'a> FromPyObject<'a, 'a>>(&self, name: &str) -> PyResult<Option<T>> {
+    pub(crate) fn get<T: for<'a> FromPyObject<'a, 'a>>(&self, name: &str) -> PyResult<Option<T>> {
         let Some(value) = self.0.get_item(name)? else { return Ok(None) };
         self.0.del_item(name)?;
         if value.is_none() {
@@ -26,12 +26,12 @@ impl Take<'_, '_> {
         value.extract::<T>().map(Some).map_err(|_| wrong())
     }
 
-    pub(super) fn or<T: for<'a> FromPyObject<'a, 'a>>(&self, name: &str, default: T) -> PyResult<T> {
+    pub(crate) fn or<T: for<'a> FromPyObject<'a, 'a>>(&self, name: &str, default: T) -> PyResult<T> {
         Ok(self.get(name)?.unwrap_or(default))
     }
 
     /// Refuses what is left.
-    pub(super) fn end(&self) -> PyResult<()> {
+    pub(crate) fn end(&self) -> PyResult<()> {
         match self.0.keys().iter().next() {
             None => Ok(()),
             Some(name) => Err(PyTypeError::new_err(format!("there is no option {name}"))),

@@ -84,6 +84,12 @@ impl BackendArgs {
         Ok(self.parse_device()?.backend)
     }
 
+    /// The backend, and the number of its device if it is given.
+    #[cfg(feature = "ort")]
+    pub(crate) fn named(&self) -> Result<(BackendType, Option<usize>)> {
+        self.parse_device().map(|d| (d.backend, d.index))
+    }
+
     fn parse_device(&self) -> Result<DeviceName> {
         parse_device(&self.backend, self.device)
     }

@@ -45,8 +45,9 @@ Examples:
   halcyon man man1";
 
 /// Options that `-h` omits, in addition to those whose definition has `hide_short_help`.
-const RARE: [&str; 55] = [
+const RARE: [&str; 56] = [
     "max_iterations",
+    "ort_library",
     "allow_external_links",
     "format",
     "seed",

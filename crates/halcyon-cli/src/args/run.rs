@@ -1,6 +1,6 @@
 //! Arguments of `halcyon run`, and the input arguments shared with other commands.
 
-use super::{BackendArgs, QuantizeArgs, SplitArgs};
+use super::{BackendArgs, OrtArgs, QuantizeArgs, Runtime, SplitArgs};
 use clap::{Args, ValueEnum};
 use halcyon::onnx::MAX_ITERATIONS;
 use std::path::PathBuf;
@@ -83,8 +83,20 @@ pub(crate) struct RunArgs {
     pub batch: Option<u32>,
     #[command(flatten)]
     pub backend: BackendArgs,
+    /// halcyon or ort (ONNX Runtime). It is the program that runs the model. With ort, --backend chooses the
+    /// execution provider (auto, cuda, rocm, metal or cpu), and options that only Halcyon has are errors
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "halcyon",
+        help_heading = "Device",
+        hide_possible_values = true
+    )]
+    pub runtime: Runtime,
     #[command(flatten)]
-    pub quantize: QuantizeArgs,
+    pub ort: OrtArgs,
+    #[command(flatten)]
+    pub quantize: Box<QuantizeArgs>,
     #[command(flatten)]
     pub split: SplitArgs,
     /// Writes the outputs to a file: .npy, .npz, .json or .csv, or - for standard output. Repeatable
@@ -112,7 +124,7 @@ pub(crate) struct RunArgs {
     /// for each of several images
     #[arg(long, value_name = "FILE")]
     pub labels: Option<PathBuf>,
-    /// Runs N times and reports the median time. -v and --json add the minimum and the maximum
+    /// Runs N times and reports the median time. With -v and --json also the minimum and the maximum
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
     /// Limit of the iterations of a loop: a loop that exceeds it is an error. A smaller trip count of the
@@ -156,4 +168,5 @@ Examples:
   halcyon run models/digits.onnx -i random:16x1x8x8 --output-dir out
   halcyon run models/digits.onnx -i ones --level O1 --repeat 20 --receipts
   halcyon run models/digits.onnx -i ones --backend cpu --verify cpu:5%
-  halcyon run models/digits.onnx -i ones --level O3 --max-error 0.5";
+  halcyon run models/digits.onnx -i ones --level O3 --max-error 0.5
+  halcyon run models/digits.onnx -i ones --runtime ort --repeat 20";

@@ -2,8 +2,10 @@
 
 pub(crate) mod bench;
 mod bounds;
+pub(crate) mod compare;
 pub(crate) mod conformance;
 pub(crate) mod devices;
+mod difference;
 pub(crate) mod doctor;
 mod dry_run;
 pub(crate) mod export;
@@ -14,6 +16,7 @@ pub(crate) mod inspect;
 #[cfg(feature = "language")]
 pub(crate) mod language;
 pub(crate) mod optimize;
+mod ort;
 pub(crate) mod prepare;
 pub(crate) mod probe;
 pub(crate) mod replay;
@@ -67,6 +70,8 @@ macro_rules! commands {
 commands! {
     /// Runs an ONNX model
     Run(args::RunArgs) => run::main;
+    /// Compares two programs that run a model, node by node if they differ
+    Compare(args::CompareArgs) => compare::main;
     /// Shows a model's contents and cost, and where it can run
     Inspect(args::InspectArgs) => inspect::main;
     /// Computes the memory that a model needs, and the largest batch
@@ -131,6 +136,9 @@ commands! {
     /// Examines a backend in this process and prints one event per line
     #[command(name = "__doctor", hide = true)]
     DoctorChild(args::DoctorChildArgs) => doctor::child;
+    /// Runs a model with one of the compared programs, to measure its memory
+    #[command(name = "__compare", hide = true)]
+    CompareChild(args::CompareArgs) => compare::memory::child;
     /// Tunes in this process and prints one event per line
     #[command(name = "__tune", hide = true)]
     TuneChild(args::TuneArgs) => tune::child;

@@ -6,6 +6,8 @@ mod common;
 
 mod answers;
 mod bench;
+#[cfg(feature = "ort")]
+mod compare;
 #[cfg(feature = "language")]
 mod convert;
 mod corruption;
@@ -33,6 +35,8 @@ mod language_split;
 mod loops;
 mod mistakes;
 mod names;
+#[cfg(feature = "ort")]
+mod ort;
 #[cfg(unix)]
 mod outputs;
 mod prepare;

@@ -7,6 +7,7 @@ mod orders;
 mod prepare;
 mod s0;
 mod s1;
+mod s2;
 mod s3;
 mod s4;
 

@@ -59,14 +59,20 @@ fn s0_03_settings_are_the_backends_own() {
     ] {
         let d = resolve_device(name).unwrap();
         let c = configure_backend(name, &d, false).unwrap();
-        assert_eq!(c.tuning, Tuning { tf32, matmul_precision: precision }, "{name}");
+        let algorithm_search = name == "cuda";
+        assert_eq!(c.tuning, Tuning { tf32, matmul_precision: precision, algorithm_search }, "{name}");
         // Plans are lowered with this precision; it is not only reported.
         assert_eq!(c.backend.lower_options().precision, precision, "{name}");
     }
     let cuda = resolve_device("cuda").unwrap();
     assert_eq!(kind(configure_backend("cpu", &cuda, false).unwrap_err()), Kind::Mismatch);
-    let auto = configure_backend("auto", &cuda, false).unwrap().tuning;
-    assert_eq!(auto, Tuning { tf32: true, matmul_precision: MatmulPrecision::High });
+    let auto = configure_backend("auto", &cuda, false).unwrap();
+    let high = MatmulPrecision::High;
+    assert_eq!(auto.tuning, Tuning { tf32: true, matmul_precision: high, algorithm_search: true });
+    // This stand-in for a device has no vendor's library, and the backend says so.
+    let warnings = auto.backend.warnings();
+    assert!(warnings.iter().any(|w| w.starts_with("enable_algorithm_search has no effect")), "{warnings:?}");
+    assert!(auto.to_string().ends_with("algorithm search:  off"), "{auto}");
 }
 
 #[test]
@@ -86,6 +92,7 @@ fn s0_04_verbose_tells_what_it_is() {
     assert_eq!(line("memory total"), gb);
     assert_eq!((line("memory allocated"), line("memory reserved")), ("0.00 GB".into(), "0.00 GB".into()));
     assert_eq!((line("TF32"), line("matmul precision")), ("off".into(), "Highest".into()));
+    assert_eq!(line("algorithm search"), "off");
     assert_eq!(line("capability"), "not reported by the driver");
     line("driver");
 }
@@ -198,19 +205,28 @@ fn s0_02_s0_03_over_the_drivers() {
                 assert_eq!(c.backend.id(), format!("{name}:0"));
                 assert_eq!(c.backend.lower_options().precision, MatmulPrecision::High);
                 let (text, tf32) = (c.to_string(), if name == "cuda" { "on" } else { "off" });
-                for line in [format!("TF32:              {tf32}"), "matmul precision:  High".into()] {
+                for line in [
+                    format!("TF32:              {tf32}"),
+                    "matmul precision:  High".into(),
+                    format!("algorithm search:  {tf32}"),
+                ] {
                     assert!(text.contains(&line), "{line} is not in\n{text}");
                 }
-                // The stand-in has the vendor's libraries, with versions.
+                // The stand-in of CUDA has the vendor's libraries. AMD's are not used, because the stand-in's
+                // device is not among those of the system, so its architecture is unknown.
                 let libraries = match name {
-                    "cuda" => &["cuBLASLt:", "cuDNN:", "run-time compiler:"][..],
-                    _ => &["hipBLASLt:", "rocBLAS:", "run-time compiler:"],
+                    "cuda" => [("cuBLASLt:", "12.9.3"), ("cuDNN:", "9.10.2"), ("run-time compiler:", "12.4")],
+                    _ => [
+                        ("hipBLASLt:", "architecture is not known"),
+                        ("rocBLAS:", "architecture is not known"),
+                        ("run-time compiler:", ".so"),
+                    ],
                 };
-                for library in libraries {
+                for (library, version) in libraries {
                     let line = text.lines().find_map(|l| l.strip_prefix(library));
                     assert!(
-                        line.is_some_and(|l| l.contains(char::is_numeric)),
-                        "{library} is not in\n{text}"
+                        line.is_some_and(|l| l.contains(version)),
+                        "{library} {version} is not in\n{text}"
                     );
                 }
                 let capability = d.compute_capability.as_deref().expect("the driver reports it");
@@ -235,6 +251,10 @@ fn s0_02_s0_03_over_the_drivers() {
             let family = if *id == "cuda" { &cuda::CUDA } else { &rocm::ROCM };
             let it = if *id == there { path } else { "/nowhere/libNone.so" };
             c.env(family.library_variable, it).env(family.compiler_variable, it);
+            let more = [family.plain_products.as_ref(), family.convolutions.as_ref()].into_iter().flatten();
+            for library in std::iter::once(&family.products).chain(more) {
+                c.env(library.variable, it);
+            }
         }
         let o = c.output().unwrap();
         let out = String::from_utf8(o.stdout).unwrap();
@@ -280,4 +300,74 @@ fn s0_03_the_settings_reach_the_vendors_library() {
             assert!(error < 0.1 && (error > 1e-4) == rounds, "{name}: {error}");
         }
     });
+}
+
+/// On CUDA, the algorithms that cuBLASLt and cuDNN list are measured once for each call. Another process with
+/// the same tuning cache measures nothing and computes the same numbers.
+#[test]
+#[cfg(all(unix, feature = "cuda", feature = "rocm"))]
+fn s0_03_cuda_searches_algorithms() {
+    use halcyon::hal::{Driver, registry};
+    use halcyon::{ConvConfig, Tensor};
+    let test = "s0::s0_03_cuda_searches_algorithms";
+    // The child processes run this test again and take this branch.
+    if std::env::var_os("HALCYON_S0_03").is_some() {
+        for s in halcyon_test::standins::all() {
+            registry::register(s.driver.clone()).unwrap();
+            // On the stand-in's clock, the library's second choice is the fastest.
+            s.set("product takes 0", 40);
+            s.set("product takes 1", 30);
+            s.set("product takes 2", 50);
+            let name = s.driver.kind().id();
+            let c = configure_backend(name, &resolve_device(name).unwrap(), false).unwrap();
+            let mut rng = halcyon_test::Rng::new(3);
+            let mut tensor = |dims: &[usize]| {
+                Tensor::from_slice(&c.backend, dims, &rng.f32s(dims.iter().product())).unwrap()
+            };
+            let (x, w) = (tensor(&[48, 96]), tensor(&[96, 64]));
+            let product = x.matmul(&w).to_vec::<f32>().unwrap();
+            let algorithm = s.get("product algorithm");
+            let (image, filters) = (tensor(&[1, 8, 12, 12]), tensor(&[8, 8, 3, 3]));
+            let images = image.conv2d(&filters, ConvConfig::default()).to_vec::<f32>().unwrap();
+            // The same calls again.
+            let before = c.backend.counters().algorithms_measured;
+            assert_eq!(x.matmul(&w).to_vec::<f32>().unwrap(), product);
+            assert_eq!(c.backend.counters().algorithms_measured, before);
+            let warned = c.backend.warnings().iter().any(|w| w.contains("algorithm"));
+            assert_eq!(
+                (c.backend.searches_algorithms(), warned),
+                (c.tuning.algorithm_search, false),
+                "{name}"
+            );
+            let bits = |v: &[f32]| v.iter().fold(7u64, |h, v| h.wrapping_mul(31) ^ u64::from(v.to_bits()));
+            println!("\nS0.3 {name} {before} {algorithm} {} {}", bits(&product), bits(&images));
+        }
+        return;
+    }
+    if halcyon_test::standin::paths().is_empty() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("tuning.json");
+    let process = || {
+        let mut c = std::process::Command::new(std::env::current_exe().unwrap());
+        c.args([test, "--exact", "--nocapture"]).env("HALCYON_S0_03", "1").env("HALCYON_CACHE", "off");
+        let o = c.env("HALCYON_TUNING_CACHE", &file).env("HALCYON_CONFIG", "off").output().unwrap();
+        let out = String::from_utf8(o.stdout).unwrap();
+        assert!(o.status.success(), "{out}{}", String::from_utf8_lossy(&o.stderr));
+        let words = |name: &str| -> Vec<String> {
+            let start = format!("S0.3 {name} ");
+            let line = out.lines().find_map(|l| l.strip_prefix(&start)).unwrap_or_else(|| panic!("{out}"));
+            line.split(' ').map(String::from).collect()
+        };
+        [words("cuda"), words("rocm")]
+    };
+    let [cuda, rocm] = process();
+    // Three algorithms for the product, and at least two for the convolution. The second one of the product
+    // is taken.
+    assert!(cuda[0].parse::<u64>().unwrap() >= 5 && cuda[1] == "1", "{cuda:?}");
+    // ROCm keeps the library's first choice.
+    assert_eq!(rocm[..2], ["0", "0"]);
+    let [again, _] = process();
+    assert_eq!((&again[0], &again[1..]), (&"0".to_string(), &cuda[1..]), "nothing is measured again");
 }

@@ -374,6 +374,48 @@ fn s3_13_graphs_are_captured_and_launched() {
 /// Every Cargo feature adds its backends, and the default features include all backends that the contract
 /// names. `cargo xtask test --only features` builds each feature alone. This test runs in a process of its
 /// own, because stand-ins of other tests would count as drivers of this build.
+/// Where OpenCL's driver has command buffers, a plan's commands are recorded in one and launched by one call.
+/// PoCL gains nothing by it, so there it has to be asked for.
+#[test]
+fn s3_13_opencl_launches_command_buffers() {
+    const VARIABLE: &str = "HALCYON_OPENCL_COMMAND_BUFFERS";
+    let test = "s3::s3_13_opencl_launches_command_buffers";
+    if !std::env::var(VARIABLE).is_ok_and(|v| v == "on") {
+        return machine::alone_with(test, &[(VARIABLE, "on")]);
+    }
+    machine::alone(test, || {
+        let Some(b) = halcyon_test::devices::open(test, B::OpenCl, Level::O2) else { return };
+        let listed = b.info().properties["extensions"].contains("cl_khr_command_buffer");
+        let (a, w) = (ints(&b, &[4, 4], 3).0, ints(&b, &[4, 4], 5).0);
+        let factor = Tensor::scalar(&b, 2.0, DType::F32);
+        let compute = |x: &Tensor, f: &Tensor| b.matmul(&b.relu(&b.matmul(x, &w)), &w) * f;
+        let graph = b.capture_graph(|| compute(&a, &factor)).unwrap();
+        let other = Backend::cpu().unwrap();
+        let before = b.counters();
+        for (step, times) in [(3, 2.0f32), (4, 2.0), (6, 0.5), (6, -3.0)] {
+            let (x, _) = ints(&b, &[4, 4], step);
+            graph.set_argument(&factor, times).unwrap();
+            let launched = b.launch_graph(&graph, &[&x, &w]).unwrap().remove(0).to_vec::<f32>().unwrap();
+            let (x, w) = (x.to(&other).unwrap(), w.to(&other).unwrap());
+            let want = (x.matmul(&w).relu().matmul(&w) * times).to_vec::<f32>().unwrap();
+            assert_eq!(launched, want, "{step} {times}");
+        }
+        (0..8).for_each(|_| graph.launch().unwrap());
+        let (after, captures) = (b.counters(), graph.executable().captures());
+        match captures.reason {
+            None => {
+                let launched = after.capture_launches - before.capture_launches;
+                assert!(listed && captures.made > 0 && launched == captures.launched, "{captures:?}");
+                assert!(launched >= 8 && after.launches - before.launches >= 2 * launched, "{after:?}");
+            }
+            Some(why) => {
+                assert!(!listed || why.contains("is not one of"), "{why}");
+                halcyon_test::skip(test, &why);
+            }
+        }
+    });
+}
+
 #[test]
 fn s3_14_features_are_backends_and_the_default_has_them_all() {
     machine::alone("s3::s3_14_features_are_backends_and_the_default_has_them_all", || {

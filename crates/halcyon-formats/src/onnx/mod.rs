@@ -7,6 +7,7 @@
 mod body;
 mod build;
 pub mod export;
+mod expose;
 mod function;
 mod host;
 mod import;
@@ -39,6 +40,7 @@ mod trace;
 pub mod wire;
 
 pub use build::{Builder, Value};
+pub use expose::MainNode;
 pub use import::{Imported, Outcome};
 pub use item::{Datum, Item, Keys, Text};
 pub use limits::{Cancel, MAX_ITERATIONS, RunOptions};

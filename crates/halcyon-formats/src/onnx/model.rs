@@ -49,6 +49,8 @@ pub struct Model {
     pub(super) external: External,
     /// The mapped model file; empty for models in memory.
     map: Bytes,
+    /// Number of results that [`Model::expose`] added. They are the last outputs of the graph.
+    pub(super) exposed: usize,
 }
 
 /// A declared input or output of a model.
@@ -200,7 +202,7 @@ impl Model {
         if let Some(n) = sets.map(Vec::len).find(|n| *n > OPSETS) {
             return Err(bad(file, format!("{n} operator sets are imported; at most {OPSETS} are allowed")));
         }
-        Ok(Model { file: file.into(), proto, external, map: Bytes::new() })
+        Ok(Model { file: file.into(), proto, external, map: Bytes::new(), exposed: 0 })
     }
 
     /// The decoded file.
@@ -250,7 +252,13 @@ impl Model {
 
     /// Outputs in the model's order. Same errors as [`Model::inputs`].
     pub fn outputs(&self) -> Result<Vec<Port>> {
-        self.graph()?.output.iter().map(|v| self.port(v)).collect()
+        let all = &self.graph()?.output;
+        all[..all.len() - self.exposed].iter().map(|v| self.port(v)).collect()
+    }
+
+    /// The mapped model file; empty for models in memory.
+    pub(super) fn mapped(&self) -> &Bytes {
+        &self.map
     }
 
     pub(super) fn port(&self, v: &ValueInfoProto) -> Result<Port> {

@@ -9,6 +9,7 @@
 //! This expands to one `#[test]` per case. A case panics if the driver breaks the contract. The module is
 //! meant for tests; nothing else in the crate uses it.
 
+pub mod captures;
 pub mod cases;
 pub mod kernels;
 pub mod pools;
@@ -124,6 +125,10 @@ macro_rules! conformance_tests {
                 streams::two_streams_overlap_where_the_device_can
                 streams::many_streams_come_and_go
                 streams::an_event_of_one_device_orders_another
+                captures::captured_commands_act_like_submitted_ones
+                captures::captures_are_launched_in_every_queue
+                captures::a_capture_refuses_what_it_was_not_made_for
+                captures::a_capture_follows_its_memory
         }
     };
     ([table] $devices:expr; $($file:ident::$case:ident)*) => {
@@ -162,6 +167,7 @@ mod tests {
     fn every_case_is_in_the_list() {
         let list = include_str!("mod.rs");
         let files = [
+            ("captures", include_str!("captures.rs")),
             ("cases", include_str!("cases.rs")),
             ("pools", include_str!("pools.rs")),
             ("streams", include_str!("streams.rs")),

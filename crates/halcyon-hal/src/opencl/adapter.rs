@@ -157,8 +157,24 @@ impl Adapter {
         self.bytes(param).map(text).filter(|s| !s.is_empty())
     }
 
+    /// The version of an extension, as `cl_version`; `None` if the device does not list the extension, or
+    /// reports no versions.
+    pub(super) fn extension_version(&self, extension: &str) -> Option<u32> {
+        let all = self.bytes(sys::DEVICE_EXTENSIONS_WITH_VERSION)?;
+        all.chunks_exact(sys::NAME_VERSION).find_map(|one| {
+            let (version, name) = one.split_at(4);
+            let name = name.split(|c| *c == 0).next()?;
+            (name == extension.as_bytes()).then(|| version.try_into().ok().map(u32::from_ne_bytes))?
+        })
+    }
+
+    /// Whether the device lists an extension.
+    pub(super) fn has_extension(&self, extension: &str) -> bool {
+        self.string(sys::DEVICE_EXTENSIONS).is_some_and(|e| e.split_whitespace().any(|x| x == extension))
+    }
+
     /// An integer property of 4 or 8 bytes.
-    fn number(&self, param: u32) -> Option<u64> {
+    pub(super) fn number(&self, param: u32) -> Option<u64> {
         let b = self.bytes(param)?;
         match b.len() {
             4 => Some(u32::from_ne_bytes(b.try_into().ok()?) as u64),
@@ -174,9 +190,8 @@ impl Adapter {
     /// Free device memory in bytes: the host's free memory for devices that share it, otherwise the value of
     /// AMD's attribute. OpenCL itself has no such query.
     pub(super) fn free_memory(&self) -> Option<u64> {
-        let cpu = self.number(sys::DEVICE_TYPE).unwrap_or(0) & sys::DEVICE_TYPE_CPU != 0;
         let total = self.number(sys::DEVICE_GLOBAL_MEM_SIZE);
-        if cpu || self.bool(sys::DEVICE_HOST_UNIFIED_MEMORY) == Some(true) {
+        if self.is_cpu() || self.bool(sys::DEVICE_HOST_UNIFIED_MEMORY) == Some(true) {
             return crate::host_memory(total);
         }
         let amd = self.string(sys::DEVICE_EXTENSIONS).is_some_and(|e| e.contains(sys::AMD_ATTRIBUTES));
@@ -250,6 +265,11 @@ impl Adapter {
         self.number(sys::DEVICE_MEM_BASE_ADDR_ALIGN).map_or(128, |bits| (bits / 8).clamp(1, 1 << 20) as usize)
     }
 
+    /// Whether the device is a processor.
+    pub(super) fn is_cpu(&self) -> bool {
+        self.number(sys::DEVICE_TYPE).unwrap_or(0) & sys::DEVICE_TYPE_CPU != 0
+    }
+
     /// Limits and features; a value that the driver does not report is set to the minimum of OpenCL 1.2.
     pub(super) fn caps(&self) -> Caps {
         let u32_of = |p: u32, least: u64| self.number(p).unwrap_or(least).min(u32::MAX as u64) as u32;
@@ -278,7 +298,7 @@ impl Adapter {
             max_groups: 65_535,
             offset_alignment: 1,
             compute_units: self.number(sys::DEVICE_MAX_COMPUTE_UNITS).map(|n| n as u32),
-            is_cpu: self.number(sys::DEVICE_TYPE).unwrap_or(0) & sys::DEVICE_TYPE_CPU != 0,
+            is_cpu: self.is_cpu(),
             matrix: vec![],
         }
     }

@@ -1,11 +1,13 @@
 //! An open OpenCL device.
 
 use super::adapter::Adapter;
+use super::capture::ClCapture;
+use super::command_buffer::CommandBuffers;
 use super::memory::{ClBuffer, ClPages, ClSource};
-use super::program::{Builder, ClProgram};
+use super::program::{Builder, ClProgram, Entry};
 use super::queue::Queue;
 use super::stream::{ClStream, Point, Shared};
-use super::sys::{self, Context, Event, Kernel as KernelObject, Owned};
+use super::sys::{self, Context, Event, Owned};
 use crate::cache::{self, DiskCache};
 use crate::commands::{Addressed, DeviceInstance};
 use crate::fork::Origin;
@@ -15,16 +17,17 @@ use crate::pool::Pool;
 use crate::queues::Mark;
 use crate::validate::{self, Signature};
 use crate::{
-    Accounts, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
-    HostBuffer, LibraryCall, LibraryKernel, Options, Program, Result, Stream, StreamOptions, Tag, Target,
-    Timing,
+    Accounts, BufferRef, Caps, Capture, Command, Counters, Counts, Declined, Defragmented, Device,
+    DeviceInfo, Error, HostBuffer, LibraryCall, LibraryKernel, Options, Program, Recording, Result, Stream,
+    StreamOptions, Tag, Target, Timing,
 };
+use halcyon_ir::Scalar;
 use halcyon_ir::data::Bytes;
 use halcyon_ir::kernel::{Kernel, verify_for};
 use halcyon_ir::render::{self, Language};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// Number of programs kept in memory. Beyond this number, programs that nothing else uses are dropped.
 const MAX_PROGRAMS: usize = 2048;
@@ -47,6 +50,8 @@ pub(super) struct OpenClDevice {
     disk: Option<DiskCache>,
     /// The process that opened the device.
     origin: Origin,
+    /// The functions for captures, or why there are none. Resolved by the first capture.
+    command_buffers: OnceLock<std::result::Result<Arc<CommandBuffers>, String>>,
     /// Identifies this device instance; buffers and programs of another instance are rejected.
     number: u64,
 }
@@ -95,8 +100,33 @@ impl OpenClDevice {
             programs: Mutex::default(),
             disk: dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT)),
             origin: Origin::here(),
+            command_buffers: OnceLock::new(),
             number,
         })
+    }
+
+    pub(super) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    pub(super) fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    /// Alignment of sub-buffers in bytes.
+    pub(super) fn sub_buffer_alignment(&self) -> usize {
+        self.source.alignment
+    }
+
+    /// Whether kernels can read words of 64 bits.
+    pub(super) fn has_words(&self) -> bool {
+        self.caps.i64
+    }
+
+    /// The functions for captures; the error is the reason why there are none.
+    pub(super) fn command_buffers(&self) -> std::result::Result<&Arc<CommandBuffers>, &str> {
+        let found = self.command_buffers.get_or_init(|| CommandBuffers::of(&self.adapter).map(Arc::new));
+        found.as_ref().map_err(|why| why.as_str())
     }
 
     /// Enqueues one command of the device's own queue, ordered with streams; returns the event of its
@@ -111,7 +141,7 @@ impl OpenClDevice {
     }
 
     /// Compiles source text, or loads its binary from the disk cache.
-    fn build(&self, name: &str, text: &str, entry: &str, items: u32) -> Result<Owned<KernelObject>> {
+    pub(super) fn build(&self, name: &str, text: &str, entry: &str, items: u32) -> Result<Entry> {
         let b = Builder {
             adapter: &self.adapter,
             context: &self.context,
@@ -134,7 +164,7 @@ impl OpenClDevice {
         if let Some(disk) = &self.disk
             && let Some(binary) = disk.get(key)
         {
-            match b.load(&binary).map(|p| b.kernel(&p, entry, items)) {
+            match b.load(&binary).map(|p| b.entry(p, entry, items)) {
                 Some(Ok(k)) => {
                     Counts::add(&self.counts.compile_cache_hits, 1);
                     return Ok(k);
@@ -147,15 +177,14 @@ impl OpenClDevice {
         }
         let start = std::time::Instant::now();
         let program = b.compile(name, text)?;
-        let kernel = b.kernel(&program, entry, items)?;
+        let binary = self.disk.as_ref().and_then(|disk| Some((disk, b.binary(&program)?)));
+        let entry = b.entry(program, entry, items)?;
         Counts::add(&self.counts.compiles, 1);
         tracing::debug!(kernel = name, device = %self.info.id, elapsed = ?start.elapsed(), "compiled");
-        if let Some(disk) = &self.disk
-            && let Some(binary) = b.binary(&program)
-        {
+        if let Some((disk, binary)) = binary {
             disk.put(key, &binary);
         }
-        Ok(kernel)
+        Ok(entry)
     }
 }
 
@@ -285,12 +314,14 @@ impl Device for OpenClDevice {
         let source = render::render(kernel, Language::OpenCl)?;
         let entry =
             source.entries.first().ok_or_else(|| Error::internal("a rendered kernel without an entry"))?;
-        let object = self.build(&kernel.name, &source.text, entry, kernel.items())?;
+        let entry = Arc::new(self.build(&kernel.name, &source.text, entry, kernel.items())?);
         let program = Arc::new(ClProgram {
             signature,
             workgroup: kernel.workgroup,
-            kernel: object,
+            entry,
             source: source.text,
+            ir: kernel.clone(),
+            indirect: Mutex::default(),
             owner: self.number,
         });
         if programs.len() >= MAX_PROGRAMS {
@@ -308,6 +339,31 @@ impl Device for OpenClDevice {
         match s.queues.unordered(enqueue) {
             Some(r) => r,
             None => s.queues.ordered_own(&self.queue, || s.access(commands), enqueue).map(drop),
+        }
+    }
+
+    /// Whether the driver has command buffers is found by the first capture.
+    fn captures(&self) -> bool {
+        true
+    }
+
+    fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Capture>> {
+        ClCapture::new(self, recording).map(|c| Arc::new(c) as Arc<dyn Capture>)
+    }
+
+    fn launch_capture(
+        &self,
+        capture: &dyn Capture,
+        buffers: &[&BufferRef],
+        values: &[Scalar],
+    ) -> Result<bool> {
+        let c = ClCapture::of(&self.shared, capture)?;
+        let launch = || c.launch(&self.queue, buffers, values);
+        match self.shared.queues.unordered(launch) {
+            Some(ran) => ran,
+            None => {
+                self.shared.queues.ordered_own(&self.queue, || c.access(buffers), launch).map(|(_, ran)| ran)
+            }
         }
     }
 

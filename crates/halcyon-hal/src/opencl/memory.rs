@@ -1,5 +1,6 @@
 //! Buffers and the pool's source of device memory.
 
+use super::capture::Recordings;
 use super::sys::{self, Api, CommandQueue, Context, Handle, Memory as MemoryObject, Owned};
 use crate::Buffer;
 use crate::commands::HasOwner;
@@ -11,7 +12,7 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, Weak};
 
 /// The pool's source: `clCreateBuffer` in one context.
 #[derive(Clone, Debug)]
@@ -29,15 +30,46 @@ pub(super) struct ClSource {
 pub(super) struct Memory {
     pub object: Arc<Owned<MemoryObject>>,
     /// The number of the allocation's first byte. OpenCL exposes no addresses, so hazard tracking gives each
-    /// byte of device memory its own number instead.
+    /// byte of device memory its own number instead. No two allocations have the same numbers, not even one
+    /// after the other.
     at: usize,
+    captures: EndOfCaptures,
 }
 
-/// The OpenCL object of a buffer, and the number of its first byte.
+/// The OpenCL object of a buffer, the number of its first byte, and the captures that use its allocation.
 #[derive(Debug)]
 pub(super) struct Spot {
     object: Arc<Owned<MemoryObject>>,
     at: usize,
+    captures: Arc<Users>,
+}
+
+/// The captures whose command buffers use an allocation.
+#[derive(Debug, Default)]
+pub(super) struct Users(Mutex<Vec<Weak<Recordings>>>);
+
+impl Users {
+    fn lock(&self) -> MutexGuard<'_, Vec<Weak<Recordings>>> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn add(&self, one: &Arc<Recordings>) {
+        let mut all = self.lock();
+        all.retain(|w| w.strong_count() > 0 && !std::ptr::eq(w.as_ptr(), Arc::as_ptr(one)));
+        all.push(Arc::downgrade(one));
+    }
+}
+
+/// Belongs to the owner of an allocation. When it is dropped, the captures that use the allocation end:
+/// their command buffers refer to its object, so the object would live as long as they do.
+#[derive(Debug, Default)]
+struct EndOfCaptures(Arc<Users>);
+
+impl Drop for EndOfCaptures {
+    fn drop(&mut self) {
+        let all = std::mem::take(&mut *self.0.lock());
+        all.iter().filter_map(Weak::upgrade).for_each(|r| r.end());
+    }
 }
 
 /// Numbers for `bytes` bytes of device memory, see [`Memory::at`].
@@ -59,30 +91,18 @@ impl Source for ClSource {
         }
         let made = buffer(self.api, &self.context, bytes);
         let object = made.map(Arc::new).map_err(|c| format!("clCreateBuffer gave {}", sys::code_name(c)))?;
-        Ok(Memory { object, at: number(bytes) })
+        Ok(Memory { object, at: number(bytes), captures: EndOfCaptures::default() })
     }
 
     fn place(&self, raw: &Memory, range: Option<(usize, usize)>) -> Result<Self::Place, String> {
         let Some((offset, bytes)) = range else {
-            return Ok(RwLock::new(Spot { object: raw.object.clone(), at: raw.at }));
+            let captures = raw.captures.0.clone();
+            return Ok(RwLock::new(Spot { object: raw.object.clone(), at: raw.at, captures }));
         };
-        let region = [offset, bytes];
-        let mut code = 0;
-        // SAFETY: the buffer is live, and `region` has the layout of `cl_buffer_region`, two sizes, as this
-        // type requires.
-        let part = unsafe {
-            (self.api.clCreateSubBuffer)(
-                raw.object.raw(),
-                sys::MEM_READ_WRITE,
-                sys::BUFFER_CREATE_TYPE_REGION,
-                region.as_ptr().cast(),
-                &mut code,
-            )
-        };
-        // SAFETY: `clCreateSubBuffer` returned this object with one reference; it keeps the parent alive.
-        let part = unsafe { Owned::new(part, code, self.api.clReleaseMemObject) };
-        part.map(|p| RwLock::new(Spot { object: Arc::new(p), at: raw.at.wrapping_add(offset) }))
-            .map_err(|c| format!("clCreateSubBuffer gave {}", sys::code_name(c)))
+        let part = sub_buffer(self.api, &raw.object, [offset, bytes]);
+        let part = part.map_err(|c| format!("clCreateSubBuffer gave {}", sys::code_name(c)))?;
+        let (at, captures) = (raw.at.wrapping_add(offset), raw.captures.0.clone());
+        Ok(RwLock::new(Spot { object: Arc::new(part), at, captures }))
     }
 
     fn alignment(&self) -> usize {
@@ -92,6 +112,29 @@ impl Source for ClSource {
     fn most(&self) -> u64 {
         self.max
     }
+}
+
+/// A part of a buffer, given by its offset and its size. The offset must be a multiple of the device's
+/// alignment. The part keeps the buffer alive.
+pub(super) fn sub_buffer(
+    api: &'static Api,
+    of: &Owned<MemoryObject>,
+    region: [usize; 2],
+) -> Result<Owned<MemoryObject>, i32> {
+    let mut code = 0;
+    // SAFETY: the buffer is live, and `region` has the layout of `cl_buffer_region`, two sizes, as this type
+    // requires.
+    let part = unsafe {
+        (api.clCreateSubBuffer)(
+            of.raw(),
+            sys::MEM_READ_WRITE,
+            sys::BUFFER_CREATE_TYPE_REGION,
+            region.as_ptr().cast(),
+            &mut code,
+        )
+    };
+    // SAFETY: `clCreateSubBuffer` returned this object with one reference.
+    unsafe { Owned::new(part, code, api.clReleaseMemObject) }
 }
 
 /// Creates a buffer that the device can read and write. The statistics of the pool include it only if the
@@ -215,6 +258,7 @@ enum Storage {
     Imported {
         spot: RwLock<Spot>,
         bytes: usize,
+        _captures: EndOfCaptures,
     },
 }
 
@@ -271,8 +315,10 @@ impl ClBuffer {
             }
             return None;
         }
-        let spot = RwLock::new(Spot { object: Arc::new(object), at: number(bytes) });
-        Some(ClBuffer { storage: Storage::Imported { spot, bytes }, owner })
+        let ends = EndOfCaptures::default();
+        let spot = Spot { object: Arc::new(object), at: number(bytes), captures: ends.0.clone() };
+        let storage = Storage::Imported { spot: RwLock::new(spot), bytes, _captures: ends };
+        Some(ClBuffer { storage, owner })
     }
 
     pub(super) fn is_imported(&self) -> bool {
@@ -287,6 +333,14 @@ impl ClBuffer {
 
     pub(super) fn handle(&self) -> Handle {
         self.spot().object.raw()
+    }
+
+    /// The object for a command buffer of a capture. The capture ends before the buffer's memory is returned
+    /// to the driver.
+    pub(super) fn recorded_object(&self, by: &Arc<Recordings>) -> Arc<Owned<MemoryObject>> {
+        let spot = self.spot();
+        spot.captures.add(by);
+        spot.object.clone()
     }
 
     fn spot(&self) -> RwLockReadGuard<'_, Spot> {
@@ -335,6 +389,10 @@ impl Buffer for ClBuffer {
 
     fn is_writable(&self) -> bool {
         matches!(self.storage, Storage::Pooled(_))
+    }
+
+    fn place(&self) -> Option<u64> {
+        Some(self.spot().at as u64)
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -4,6 +4,8 @@
 //! child process.
 
 mod adapter;
+mod capture;
+mod command_buffer;
 mod device;
 mod memory;
 mod probe;

@@ -1,12 +1,14 @@
 //! Builds programs from source text or from the driver's binaries, and creates their kernels.
 
 use super::adapter::{self, Adapter};
-use super::sys::{self, Context, Handle, Kernel, Owned, Program as Object};
+use super::sys::{self, Api, Context, Handle, Kernel, Owned, Program as Object};
 use crate::commands::{Compiled, HasOwner};
 use crate::validate::Signature;
 use crate::{Error, Program, Result};
+use halcyon_ir::kernel::Kernel as Ir;
 use std::any::Any;
-use std::ffi::{CString, c_char, c_void};
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::sync::{Arc, Mutex};
 
 /// A compiled kernel with its signature.
 #[derive(Debug)]
@@ -15,12 +17,39 @@ use std::ffi::{CString, c_char, c_void};
 pub struct ClProgram {
     pub signature: Signature,
     pub workgroup: [u32; 3],
-    /// The kernel object. Its arguments are set under the lock of the only queue or, with streams, of all
+    /// The arguments of its kernel object are set under the lock of the only queue or, with streams, of all
     /// queues.
-    pub kernel: Owned<Kernel>,
+    pub(super) entry: Arc<Entry>,
     pub source: String,
+    pub(super) ir: Ir,
+    /// The entry points that read these parameters from an argument buffer, for captures.
+    pub(super) indirect: Mutex<Vec<(Vec<usize>, Arc<Entry>)>>,
     /// Id of the device that it belongs to.
     pub owner: u64,
+}
+
+/// An entry point of a built program.
+#[derive(Debug)]
+pub(super) struct Entry {
+    program: Owned<Object>,
+    name: CString,
+    pub kernel: Owned<Kernel>,
+}
+
+impl Entry {
+    /// Another kernel object of the entry point, with its own arguments.
+    pub(super) fn instance(&self, api: &Api, id: &str) -> Result<Owned<Kernel>> {
+        instance(api, &self.program, &self.name, id)
+    }
+}
+
+fn instance(api: &Api, program: &Owned<Object>, name: &CStr, id: &str) -> Result<Owned<Kernel>> {
+    let mut code = 0;
+    // SAFETY: the program is built, and `name` is NUL-terminated.
+    let raw = unsafe { (api.clCreateKernel)(program.raw(), name.as_ptr(), &mut code) };
+    // SAFETY: `clCreateKernel` returned this kernel with one reference.
+    unsafe { Owned::new(raw, code, api.clReleaseKernel) }
+        .map_err(|c| sys::driver_error(id, &format!("clCreateKernel({})", name.to_string_lossy()), c))
 }
 
 impl HasOwner for ClProgram {
@@ -179,15 +208,10 @@ impl Builder<'_> {
     }
 
     /// The entry point of a built program. Fails unless it supports workgroups of `items` work-items.
-    pub(super) fn kernel(&self, program: &Owned<Object>, entry: &str, items: u32) -> Result<Owned<Kernel>> {
+    pub(super) fn entry(&self, program: Owned<Object>, entry: &str, items: u32) -> Result<Entry> {
         let api = self.adapter.api;
         let name = CString::new(entry).map_err(|e| Error::internal(e.to_string()))?;
-        let mut code = 0;
-        // SAFETY: the program is built, and `name` is NUL-terminated.
-        let raw = unsafe { (api.clCreateKernel)(program.raw(), name.as_ptr(), &mut code) };
-        // SAFETY: `clCreateKernel` returned this kernel with one reference.
-        let kernel = unsafe { Owned::new(raw, code, api.clReleaseKernel) }
-            .map_err(|c| sys::driver_error(self.id, &format!("clCreateKernel({entry})"), c))?;
+        let kernel = instance(api, &program, &name, self.id)?;
         let mut limit = 0usize;
         let word = size_of::<usize>();
         // SAFETY: the kernel and the device are live, and the result is one size.
@@ -211,6 +235,6 @@ impl Builder<'_> {
                 "Choose another device",
             ));
         }
-        Ok(kernel)
+        Ok(Entry { program, name, kernel })
     }
 }

@@ -1,10 +1,13 @@
 //! The in-order queues of a device: its own queue and those of its streams.
 
 use super::adapter::Adapter;
+use super::command_buffer::CommandBuffers;
 use super::memory::{ClBuffer, ClSource, Memory};
 use super::program::ClProgram;
 use super::stream::Shared;
-use super::sys::{self, Api, CommandQueue, Context, Event, Handle, Memory as MemoryObject, Owned};
+use super::sys::{
+    self, Api, CommandBuffer, CommandQueue, Context, Event, Handle, Memory as MemoryObject, Owned,
+};
 use crate::commands::Actions;
 use crate::pool::{Defragmented, Pool, Relocation};
 use crate::validate::Argument;
@@ -13,7 +16,7 @@ use halcyon_ir::kernel::Ty;
 use smallvec::SmallVec;
 use std::ffi::c_void;
 use std::sync::atomic::AtomicU32;
-use std::sync::{Arc, Mutex, MutexGuard, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock, Weak};
 
 /// Once this many events are pending, their times are collected. In the queue of a stream, all events but the
 /// first and the last are dropped instead.
@@ -43,10 +46,50 @@ pub(super) struct Queue {
     /// buffers locks it for writing, so that no buffer is moved during such a copy.
     moves: RwLock<()>,
     state: Mutex<State>,
+    /// Tells captures whether the queue still exists.
+    open: Arc<()>,
 }
 
 /// Size in bytes of the staging buffer for moves whose ranges overlap.
 const STAGING_BYTES: usize = 1 << 20;
+
+/// An event that completes when all commands enqueued so far have completed; the error is the code.
+pub(super) fn marker(
+    api: &'static Api,
+    queue: &Owned<CommandQueue>,
+) -> std::result::Result<Owned<Event>, i32> {
+    let mut event: Handle = std::ptr::null_mut();
+    // SAFETY: the queue is live. Without a wait list the marker waits for all earlier commands.
+    let code = unsafe { (api.clEnqueueMarkerWithWaitList)(queue.raw(), 0, std::ptr::null(), &mut event) };
+    // SAFETY: the call returned this event; `clReleaseEvent` releases it.
+    unsafe { Owned::new(event, code, api.clReleaseEvent) }
+}
+
+/// The numbers of work-items of a launch.
+///
+/// # Errors
+/// [`Error::Unsupported`] if a number is too large.
+pub(super) fn grid(groups: [u32; 3], workgroup: [u32; 3]) -> Result<[usize; 3]> {
+    let mut global = [0usize; 3];
+    for d in 0..3 {
+        global[d] = (groups[d] as usize).checked_mul(workgroup[d] as usize).ok_or_else(|| {
+            let what = format!("a grid of {groups:?} groups of {workgroup:?}");
+            Error::unsupported(what, "Use a smaller batch")
+        })?;
+    }
+    Ok(global)
+}
+
+/// Calls `set` with the size of an argument and a pointer to it.
+pub(super) fn with_argument<R>(a: &Argument, set: &mut impl FnMut(usize, *const c_void) -> R) -> R {
+    match a.ty {
+        Ty::I64 | Ty::U64 | Ty::F64 => set(8, (&raw const a.bits).cast()),
+        _ => {
+            let word = a.bits as u32;
+            set(4, (&raw const word).cast())
+        }
+    }
+}
 
 /// Enqueues a list of commands. Holds the queue's lock.
 #[derive(Debug)]
@@ -76,7 +119,8 @@ impl Queue {
         let raw = unsafe { Owned::new(raw, code, api.clReleaseCommandQueue) }
             .map_err(|c| sys::driver_error(id, "clCreateCommandQueue", c))?;
         let (raw, moves, state) = (Arc::new(raw), RwLock::default(), Mutex::default());
-        let q = Queue { api, raw, fault, id: id.into(), pool, profile, spans, moves, state };
+        let open = Arc::default();
+        let q = Queue { api, raw, fault, id: id.into(), pool, profile, spans, moves, state, open };
         // SAFETY: `new` allocated the fault word with four bytes.
         unsafe { q.write_raw(q.fault.raw(), 0, &0u32.to_ne_bytes())? };
         Ok(q)
@@ -177,6 +221,25 @@ impl Queue {
     /// The OpenCL queue, for users that outlive this value.
     pub(super) fn object(&self) -> Arc<Owned<CommandQueue>> {
         self.raw.clone()
+    }
+
+    pub(super) fn raw(&self) -> Handle {
+        self.raw.raw()
+    }
+
+    /// The object of the fault word of this queue's kernels.
+    pub(super) fn fault(&self) -> Handle {
+        self.fault.raw()
+    }
+
+    /// Whether the queue's commands are timed.
+    pub(super) fn profiles(&self) -> bool {
+        self.profile
+    }
+
+    /// A reference that is dead when this value has been dropped.
+    pub(super) fn open(&self) -> Weak<()> {
+        Arc::downgrade(&self.open)
     }
 
     /// Waits for the work of this queue, then moves the pool's buffers together.
@@ -320,14 +383,10 @@ impl Queue {
 
     /// An event that completes when all commands enqueued so far have completed.
     pub(super) fn marker(&self) -> Result<Owned<Event>> {
-        let mut event: Handle = std::ptr::null_mut();
-        // SAFETY: `self` holds a reference to the queue. Without a wait list the marker waits for all earlier
-        // commands.
-        let code = unsafe {
-            (self.api.clEnqueueMarkerWithWaitList)(self.raw.raw(), 0, std::ptr::null(), &mut event)
-        };
-        // SAFETY: the call returned this event.
-        unsafe { self.event("clEnqueueMarkerWithWaitList", event, code) }
+        marker(self.api, &self.raw).or_else(|code| {
+            let call = "clEnqueueMarkerWithWaitList";
+            self.check(call, code).and_then(|()| Err(Error::internal(format!("{call} gave no event"))))
+        })
     }
 
     /// Takes ownership of the event that an enqueue call returned with `code`.
@@ -357,17 +416,34 @@ impl Queue {
         offset: usize,
         src: &[u8],
     ) -> Result<Owned<Event>> {
-        let mut event: Handle = std::ptr::null_mut();
         // SAFETY: `write_later` requires a range inside of the buffer, and `src` valid and unchanged until
         // the event is done.
+        unsafe { self.write_raw_later(dst.handle(), offset, src.as_ptr().cast(), src.len()) }
+    }
+
+    /// Enqueues a copy to an object; returns the event of its completion.
+    ///
+    /// # Safety
+    /// `dst` must be a live buffer of this queue's device with `bytes` bytes from `offset` on. The `bytes`
+    /// bytes at `src` must stay valid and unchanged until the event is done.
+    pub(super) unsafe fn write_raw_later(
+        &self,
+        dst: Handle,
+        offset: usize,
+        src: *const c_void,
+        bytes: usize,
+    ) -> Result<Owned<Event>> {
+        let mut event: Handle = std::ptr::null_mut();
+        // SAFETY: `write_raw_later` requires a range inside of the live buffer, and `src` valid and unchanged
+        // until the event is done.
         let code = unsafe {
             (self.api.clEnqueueWriteBuffer)(
                 self.raw.raw(),
-                dst.handle(),
+                dst,
                 sys::FALSE,
                 offset,
-                src.len(),
-                src.as_ptr().cast(),
+                bytes,
+                src,
                 0,
                 std::ptr::null(),
                 &mut event,
@@ -481,6 +557,11 @@ impl Submission<'_> {
             ),
             None => None,
         };
+        self.keep(event)
+    }
+
+    /// Stores the event of a timed command.
+    fn keep(&mut self, event: Option<Owned<Event>>) -> Result<()> {
         self.state.events.push(event);
         if self.state.events.len() >= MAX_PENDING_EVENTS {
             match self.queue.spans {
@@ -493,6 +574,31 @@ impl Submission<'_> {
                 }
                 false => self.queue.convert_times(&mut self.state)?,
             }
+        }
+        Ok(())
+    }
+
+    /// Enqueues a command buffer.
+    ///
+    /// # Safety
+    /// `buffer` must be a finished command buffer that was made for this queue by `f`. The objects that its
+    /// commands use must live until they have run.
+    pub(super) unsafe fn launch_buffer(
+        &mut self,
+        f: &CommandBuffers,
+        buffer: &Owned<CommandBuffer>,
+        faults: bool,
+    ) -> Result<()> {
+        let q = self.queue;
+        // The markers enclose the time of all commands: drivers differ in when a command buffer begins.
+        if q.profile {
+            self.keep(Some(q.marker()?))?;
+        }
+        // SAFETY: the contract of this function.
+        q.check("clEnqueueCommandBufferKHR", unsafe { f.enqueue(buffer) })?;
+        self.state.may_have_faulted |= faults;
+        if q.profile {
+            self.keep(Some(q.marker()?))?;
         }
         Ok(())
     }
@@ -516,7 +622,7 @@ impl Actions<Shared> for Submission<'_> {
         buffers: &[&ClBuffer],
         arguments: &[Argument],
     ) -> Result<()> {
-        let (q, k) = (self.queue, p.kernel.raw());
+        let (q, k) = (self.queue, p.entry.kernel.raw());
         if groups.contains(&0) {
             // SAFETY: there is no event.
             return unsafe { self.note(None) };
@@ -541,21 +647,10 @@ impl Actions<Shared> for Submission<'_> {
             set(size_of::<Handle>(), (&raw const h).cast())?;
         }
         for a in arguments {
-            match a.ty {
-                Ty::I64 | Ty::U64 | Ty::F64 => set(8, (&raw const a.bits).cast())?,
-                _ => {
-                    let word = a.bits as u32;
-                    set(4, (&raw const word).cast())?
-                }
-            }
+            with_argument(a, &mut set)?;
         }
         let local = p.workgroup.map(|n| n as usize);
-        let mut global = [0usize; 3];
-        for d in 0..3 {
-            global[d] = (groups[d] as usize).checked_mul(local[d]).ok_or_else(|| {
-                Error::unsupported(format!("a grid of {groups:?} groups of {local:?}"), "Use a smaller batch")
-            })?;
-        }
+        let global = grid(groups, p.workgroup)?;
         let mut event: Handle = std::ptr::null_mut();
         let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
         // SAFETY: the queue and kernel are live, all arguments are set, and the sizes have three dimensions.

@@ -1,5 +1,6 @@
 //! Streams: additional in-order queues of a device. OpenCL's events order the queues among each other.
 
+use super::capture::ClCapture;
 use super::memory::ClBuffer;
 use super::program::ClProgram;
 use super::queue::Queue;
@@ -9,7 +10,8 @@ use crate::hazard::Access;
 use crate::queues::{Fenced, Mark, Queues};
 use crate::stream::{Progress, Report};
 use crate::validate;
-use crate::{BufferRef, Command, Counts, Download, Event, Result, Stream};
+use crate::{BufferRef, Capture, Command, Counts, Download, Event, Result, Stream};
+use halcyon_ir::Scalar;
 use halcyon_ir::data::Bytes;
 use smallvec::SmallVec;
 use std::any::Any;
@@ -25,6 +27,10 @@ pub(crate) struct Point {
 }
 
 impl Point {
+    pub(super) fn new(api: &'static Api, id: Arc<str>, event: Owned<sys::Event>) -> Point {
+        Point { api, id, event }
+    }
+
     /// The execution status: 0 is done, negative values are errors.
     fn status(&self) -> Option<i32> {
         let mut status = 0i32;
@@ -43,7 +49,7 @@ impl Point {
 
     /// Calls `f` with the status when the event is done, on a thread of the driver. If the driver refuses the
     /// callback, waits for the event, calls `f` on this thread and returns the error.
-    fn when_done(&self, f: impl FnOnce(i32) + Send + 'static) -> Result<()> {
+    pub(super) fn when_done(&self, f: impl FnOnce(i32) + Send + 'static) -> Result<()> {
         type Call = Box<dyn FnOnce(i32) + Send>;
         /// # Safety
         /// `data` must come from `Box::into_raw` of a `Box<Call>`, and the function must be called only once
@@ -109,7 +115,7 @@ impl Fenced for Queue {
 impl Queue {
     /// Wraps an event of this queue.
     pub(super) fn point(&self, event: Owned<sys::Event>) -> Point {
-        Point { api: self.api, id: self.id.clone(), event }
+        Point::new(self.api, self.id.clone(), event)
     }
 }
 
@@ -312,6 +318,29 @@ impl Stream for ClStream {
             point.when_done(move |_| drop(keep))?;
         }
         Ok(())
+    }
+
+    fn launch_capture(
+        &self,
+        capture: &dyn Capture,
+        buffers: &[&BufferRef],
+        values: &[Scalar],
+    ) -> Result<bool> {
+        let report = self.lock();
+        let r = ClCapture::of(&self.shared, capture)?;
+        let launch = || {
+            let ran = r.launch(&self.queue, buffers, values)?;
+            // SAFETY: the word belongs to the report, which the callback below keeps alive until the copy is
+            // done; after an error `wait_on_error` waits. Only the stream writes it.
+            let read = ran && unsafe { self.queue.read_fault(report.fault())? };
+            Ok((None, (ran, read)))
+        };
+        let (point, (ran, read)) = self.wait_on_error(self.ordered(|| r.access(buffers), launch))?;
+        if read {
+            let keep = report.clone();
+            point.when_done(move |_| drop(keep))?;
+        }
+        Ok(ran)
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()> {

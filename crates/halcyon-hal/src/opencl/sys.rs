@@ -48,6 +48,7 @@ api! {
     clGetPlatformInfo(Handle, u32, usize, *mut c_void, *mut usize) -> i32;
     clGetDeviceIDs(Handle, u64, u32, *mut Handle, *mut u32) -> i32;
     clGetDeviceInfo(Handle, u32, usize, *mut c_void, *mut usize) -> i32;
+    clGetExtensionFunctionAddressForPlatform(Handle, *const c_char) -> *mut c_void;
     clCreateContext(*const isize, u32, *const Handle, ContextNotify, *mut c_void, *mut i32) -> Handle;
     clReleaseContext(Handle) -> i32;
     clCreateCommandQueue(Handle, Handle, u64, *mut i32) -> Handle;
@@ -95,7 +96,7 @@ impl std::fmt::Debug for Api {
 macro_rules! kinds {
     ($($kind:ident),*) => { $(#[derive(Debug)] pub(crate) enum $kind {})* };
 }
-kinds!(Context, CommandQueue, Memory, Program, Kernel, Event);
+kinds!(Context, CommandQueue, Memory, Program, Kernel, Event, CommandBuffer);
 
 /// A reference to an OpenCL object of kind `K`, released when dropped. Contexts, queues, buffers, programs
 /// and kernels keep their dependencies alive by OpenCL's reference counts, so the order of drops does not
@@ -184,6 +185,18 @@ pub(super) const FP_CORRECTLY_ROUNDED_DIVIDE_SQRT: u64 = 1 << 7;
 pub(super) const DEVICE_DOUBLE_FP_CONFIG: u32 = 0x1032;
 pub(super) const DEVICE_HOST_UNIFIED_MEMORY: u32 = 0x1035;
 pub(super) const DEVICE_OPENCL_C_VERSION: u32 = 0x103D;
+/// Requires OpenCL 3.0 or `cl_khr_extended_versioning`. The names of extensions with their versions.
+pub(super) const DEVICE_EXTENSIONS_WITH_VERSION: u32 = 0x1060;
+/// Bytes of a name with a version: a version of four bytes, then the name, padded with zeros.
+pub(super) const NAME_VERSION: usize = 4 + 64;
+/// Requires `cl_khr_command_buffer`.
+pub(super) const DEVICE_COMMAND_BUFFER_CAPABILITIES: u32 = 0x12A9;
+pub(super) const DEVICE_COMMAND_BUFFER_REQUIRED_QUEUE_PROPERTIES: u32 = 0x12AA;
+/// A bit of [`DEVICE_COMMAND_BUFFER_CAPABILITIES`], in versions before 0.9.8.
+pub(super) const COMMAND_BUFFER_CAPABILITY_SIMULTANEOUS_USE: u64 = 1 << 2;
+/// A property of a command buffer, with its only flag before version 0.9.8.
+pub(super) const COMMAND_BUFFER_FLAGS: u64 = 0x1293;
+pub(super) const COMMAND_BUFFER_SIMULTANEOUS_USE: u64 = 1 << 0;
 /// Requires `cl_nv_device_attribute_query`.
 pub(super) const DEVICE_COMPUTE_CAPABILITY_MAJOR_NV: u32 = 0x4000;
 pub(super) const DEVICE_COMPUTE_CAPABILITY_MINOR_NV: u32 = 0x4001;
@@ -270,6 +283,9 @@ pub(super) fn code_name(code: i32) -> String {
         -63 => "CL_INVALID_GLOBAL_WORK_SIZE",
         -64 => "CL_INVALID_PROPERTY",
         -1001 => "CL_PLATFORM_NOT_FOUND_KHR",
+        -1138 => "CL_INVALID_COMMAND_BUFFER_KHR",
+        -1139 => "CL_INVALID_SYNC_POINT_WAIT_LIST_KHR",
+        -1140 => "CL_INCOMPATIBLE_COMMAND_QUEUE_KHR",
         -9999 => "NVIDIA: illegal read or write to a buffer",
         _ => return format!("OpenCL error {code}"),
     };

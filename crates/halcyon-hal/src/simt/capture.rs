@@ -12,13 +12,14 @@
 //! pending.
 
 use super::device::{Shared, SimtDevice};
-use super::memory::{Memory, SimtBuffer, SimtPages};
+use super::memory::{Memory, SimtPages};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Submission};
 use super::sys::{self, Context, GraphFunctions, Handle};
-use crate::commands::{Addressed, DeviceInstance};
-use crate::hazard::{Access, Spans};
+use crate::commands::DeviceInstance;
+use crate::hazard::Access;
 use crate::queues::{Fenced, Mark};
+use crate::recorded::{self, CapturedBuffer};
 use crate::{
     BufferRef, Capture, Command, Counters, Counts, Error, LibraryKernel, Program, Recording, Result, capture,
     validate,
@@ -73,15 +74,6 @@ impl Drop for Exec {
             }
         }
     }
-}
-
-/// A buffer that each launch passes, with its captured address and size.
-#[derive(Debug)]
-struct CapturedBuffer {
-    at: u64,
-    bytes: usize,
-    reads: bool,
-    writes: bool,
 }
 
 /// The mutable state shared by launches.
@@ -139,14 +131,6 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Checks that a launch passes as many items as were captured.
-fn check(what: &str, given: usize, wanted: usize) -> Result<()> {
-    match given == wanted {
-        true => Ok(()),
-        false => Err(Error::argument("launch_capture", format!("{given} {what} given, {wanted} captured"))),
-    }
-}
-
 /// How to record a launch whose kernel reads words of the argument buffer.
 struct IndirectLaunch {
     function: Arc<Function>,
@@ -182,27 +166,16 @@ struct Layout {
 
 impl Layout {
     fn of(d: &SimtDevice, r: &Recording<'_>) -> Result<Layout> {
-        let wrong = |what: String| Error::argument("capture", what);
+        let shared = &d.shared;
         let mut l = Layout { variables: vec![(0, Ty::I32); r.variables.len()], ..Layout::default() };
-        let mut own: Vec<Vec<(usize, usize)>> = vec![vec![]; r.commands.len()];
-        for (i, (c, p)) in r.variables.iter().enumerate() {
-            own.get_mut(*c).ok_or_else(|| wrong(format!("there is no command {c}")))?.push((*p, i));
-        }
-        for (c, mut own) in r.commands.iter().zip(own) {
+        for (c, own) in r.commands.iter().zip(recorded::varying(&**shared, r)?) {
             let Command::Launch { program, .. } = c else {
-                if !own.is_empty() {
-                    return Err(wrong(format!("{c:?} has no parameters")));
-                }
                 l.commands.push(None);
                 continue;
             };
-            let p = d.shared.program(program)?;
-            own.sort_unstable();
-            let bad = |k: usize| k >= p.signature.params.len() || p.signature.is_fault(k);
-            if own.windows(2).any(|w| w[0].0 == w[1].0) || own.last().is_some_and(|o| bad(o.0)) {
-                return Err(wrong(format!("parameters {own:?} of {} cannot vary", p.signature.name)));
-            }
-            let indirect = Indirect { fault: p.signature.faults, params: own.iter().map(|o| o.0).collect() };
+            let p = shared.program(program)?;
+            let indirect =
+                Indirect { fault: p.signature.faults, params: own.iter().map(|v| v.param).collect() };
             if indirect == Indirect::default() {
                 l.commands.push(None);
                 continue;
@@ -211,8 +184,8 @@ impl Layout {
             if indirect.fault {
                 l.faults.push(first);
             }
-            for (k, (param, i)) in own.iter().enumerate() {
-                l.variables[*i] = (first + indirect.fault as usize + k, p.signature.params[*param].ty);
+            for (k, v) in own.iter().enumerate() {
+                l.variables[v.variable] = (first + indirect.fault as usize + k, v.ty);
             }
             l.words += indirect.fault as usize + own.len();
             l.commands.push(Some(IndirectLaunch { function: d.indirect(p, &indirect)?, indirect, first }));
@@ -274,7 +247,7 @@ impl SimtCapture {
         }
         // While this guard is held, no buffer is moved, so the addresses that are read stay valid.
         let still = d.queue.begin()?;
-        let buffers = captured_buffers(shared, r)?;
+        let buffers = recorded::buffers(&**shared, r)?;
         let before = queue.counts().snapshot();
         // SAFETY: the queue owns the stream, which is idle and used by this capture only.
         context.check("beginning a capture", unsafe { (graphs.begin)(queue.raw(), sys::THREAD_LOCAL) })?;
@@ -339,18 +312,7 @@ impl SimtCapture {
     /// The memory that a launch uses. Ignores invalid buffers, because they are reported when the launch is
     /// enqueued.
     pub(super) fn access(&self, buffers: &[&BufferRef]) -> Access {
-        let mut a = Access::default();
-        let of = |b: &BufferRef| self.shared.buffer("", b).ok().map(SimtBuffer::span);
-        for (b, how) in buffers.iter().zip(&self.buffers) {
-            if let Some((at, bytes)) = of(b) {
-                if how.reads {
-                    a.reads.add(at, bytes);
-                }
-                if how.writes {
-                    a.writes.add(at, bytes);
-                }
-            }
-        }
+        let mut a = recorded::access(&*self.shared, buffers, &self.buffers);
         if let Some(words) = &self.arguments {
             a.writes.add(words.at() as usize, 1);
         }
@@ -360,17 +322,12 @@ impl SimtCapture {
     /// Enqueues a launch. Returns `false` if a buffer is not at its captured address or is smaller than it
     /// was at the capture. The caller orders the launch with other queues.
     pub(super) fn launch(&self, queue: &Queue, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
-        check("buffers", buffers.len(), self.buffers.len())?;
-        check("values", values.len(), self.variables.len())?;
+        recorded::check("buffers", buffers.len(), self.buffers.len())?;
+        recorded::check("values", values.len(), self.variables.len())?;
         let mut ring = lock(&self.ring);
         let mut s = queue.begin()?;
-        // The queue's lock is held, so no buffer is moved meanwhile.
-        for (b, was) in buffers.iter().zip(&self.buffers) {
-            let own = self.shared.buffer("launch_capture", b)?;
-            // A smaller buffer at this address is a different buffer. The commands were not captured for it.
-            if own.address() != was.at || b.bytes() < was.bytes {
-                return Ok(false);
-            }
+        if !recorded::are_there(&*self.shared, buffers, &self.buffers)? {
+            return Ok(false);
         }
         self.faults.iter().for_each(|w| ring.words[*w] = queue.fault_at());
         for ((w, ty), v) in self.variables.iter().zip(values) {
@@ -429,35 +386,6 @@ impl SimtCapture {
         Counts::add(&self.shared.counts.uploaded_bytes, bytes as u64);
         Ok(())
     }
-}
-
-/// The addresses of a recording's buffers, and how the commands use them.
-fn captured_buffers(shared: &Shared, r: &Recording<'_>) -> Result<Vec<CapturedBuffer>> {
-    let mut access = shared.access(r.commands);
-    access.normalise();
-    let (mut all, mut buffers) = (Spans::default(), vec![]);
-    for b in r.buffers {
-        let (at, bytes) = shared.buffer("capture", b)?.span();
-        all.add(at, bytes);
-        let (reads, writes) = (access.reads.covers(at, at + bytes), access.writes.covers(at, at + bytes));
-        // A buffer with unknown use counts as written.
-        buffers.push(CapturedBuffer { at: at as u64, bytes: b.bytes(), reads, writes: writes || !reads });
-    }
-    all.normalise();
-    let brought = |b: &BufferRef| -> Result<()> {
-        let (at, bytes) = shared.buffer("capture", b)?.span();
-        let missing = || Error::argument("capture", format!("{b:?} is not among those of the recording"));
-        all.covers(at, at + bytes).then_some(()).ok_or_else(missing)
-    };
-    for c in r.commands {
-        match c {
-            Command::Launch { buffers, .. } | Command::Library { buffers, .. } => {
-                buffers.iter().try_for_each(brought)?;
-            }
-            Command::Copy { src, dst, .. } => [*src, *dst].into_iter().try_for_each(brought)?,
-        }
-    }
-    Ok(buffers)
 }
 
 /// Enqueues the commands in a stream that is being captured.

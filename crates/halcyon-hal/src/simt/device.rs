@@ -2,7 +2,7 @@
 
 use super::adapter::Adapter;
 use super::capture::SimtCapture;
-use super::library::{Libraries, SimtKernel, Sources};
+use super::library::{Libraries, Search, Searcher, SimtKernel, Sources};
 use super::memory::{SimtBuffer, SimtPages, SimtSource};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Stamp};
@@ -15,6 +15,7 @@ use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
 use crate::pool::Pool;
 use crate::queues::{Mark, Queues};
+use crate::tune;
 use crate::validate::{self, Signature};
 use crate::{
     Accounts, BufferRef, Caps, Capture, Command, Counters, Counts, Declined, Defragmented, Device,
@@ -65,6 +66,7 @@ pub(super) struct SimtDevice {
     programs: Mutex<HashMap<u128, Arc<SimtProgram>>>,
     disk: Option<DiskCache>,
     libraries: Libraries,
+    search: Option<Search>,
     pub(super) shared: Arc<Shared>,
 }
 
@@ -153,8 +155,11 @@ impl SimtDevice {
             })?;
             info.properties.insert("cudnn".into(), found);
         }
+        let search = options.algorithm_search.as_ref();
+        let search = search.map(|s| Search::new(s.0.clone(), tune::device_key(&info, &caps)));
         Ok(SimtDevice {
             libraries,
+            search,
             host: Account::new(&info.id, options),
             info,
             caps,
@@ -221,7 +226,8 @@ impl Target for SimtDevice {
     }
 
     fn library(&self, call: &LibraryCall<'_>) -> std::result::Result<Arc<dyn LibraryKernel>, Declined> {
-        self.libraries.find(call).map(|k| Arc::new(k) as Arc<dyn LibraryKernel>)
+        let searcher = self.search.as_ref().map(|search| Searcher { search, device: self });
+        self.libraries.find(call, searcher).map(|k| Arc::new(k) as Arc<dyn LibraryKernel>)
     }
 
     fn has_epilogues(&self) -> bool {
@@ -420,6 +426,13 @@ impl Device for SimtDevice {
             if t.passed.is_empty() { String::new() } else { format!(" (not used: {})", t.passed.join("; ")) };
         all.push(("run-time compiler".into(), format!("{}{passed}", t.describe())));
         all
+    }
+
+    fn searches_algorithms(&self) -> std::result::Result<(), String> {
+        match self.search {
+            Some(_) => self.libraries.lists_algorithms(),
+            None => Err("it was not requested".into()),
+        }
     }
 
     fn as_target(&self) -> &dyn Target {

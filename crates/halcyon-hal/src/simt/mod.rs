@@ -15,7 +15,6 @@ mod memory;
 mod peer;
 #[doc(hidden)]
 pub mod program;
-mod python;
 mod queue;
 mod stream;
 mod sys;

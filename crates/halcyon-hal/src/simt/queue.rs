@@ -350,6 +350,21 @@ impl Queue {
         Stamp::new(self)
     }
 
+    /// Fills a buffer with a byte.
+    ///
+    /// # Safety
+    /// `b` must be a buffer of this queue's device, and nothing else may use it until the work is done.
+    pub(super) unsafe fn fill(&self, b: &SimtBuffer, byte: u8) -> Result<()> {
+        let _state = self.lock();
+        self.context.enter()?;
+        let (at, bytes) = (b.address(), crate::Buffer::bytes(b));
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the buffer has `bytes` bytes at this address, which nothing else uses.
+        self.check("filling memory", unsafe { (self.context.api.f.fill)(at, byte, bytes, self.raw) })
+    }
+
     /// Start and end of the commands that were timed since the last call.
     pub(super) fn take_stamps(&self) -> Vec<(Stamp, Stamp)> {
         std::mem::take(&mut self.lock().stamps).into_iter().flatten().collect()

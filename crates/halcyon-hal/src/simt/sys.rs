@@ -2,7 +2,7 @@
 //! table lists both names of each function. (CUDA: "CUDA Driver API" and "NVRTC" of the toolkit's
 //! documentation; HIP: `hip_runtime_api.h` and `hiprtc.h`.)
 
-use super::{Family, VendorLibrary, python};
+use super::{Family, VendorLibrary};
 use crate::fork::Origin;
 use crate::{Error, Result};
 use libloading::Library;
@@ -615,7 +615,7 @@ impl Family {
         for toolkit in toolkits.chain(self.toolkits.iter().map(PathBuf::from)) {
             folders.extend(["lib64", "lib", "bin", "targets/x86_64-linux/lib"].map(|d| toolkit.join(d)));
         }
-        let sites = if packages.is_empty() { vec![] } else { python::packages() };
+        let sites = if packages.is_empty() { vec![] } else { halcyon_host::python::packages() };
         let packages = packages.iter().flat_map(|p| sites.iter().map(move |s| s.join(p)));
         for folder in folders.into_iter().chain(packages) {
             let there = names.iter().map(|n| folder.join(n)).filter(|p| p.is_file());

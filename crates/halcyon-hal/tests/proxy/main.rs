@@ -7,6 +7,7 @@
 mod common;
 
 use common::*;
+use halcyon_hal::conformance::captures::Work;
 use halcyon_hal::{BackendType, Error, Options, registry};
 use halcyon_ir::{DType, Scalar};
 use halcyon_test_host::{proxy, required, skip};
@@ -65,6 +66,47 @@ fn launches_are_seen_and_a_falsified_read_changes_the_answer() {
     proxy::through(&mut c, &lib, &counts, Some("2"));
     assert_eq!(line(&c.output().unwrap()), want);
     assert_eq!(proxy::seen(&counts).falsified, 0);
+}
+
+/// The launches of a command buffer are seen too, and each launch of it runs them.
+#[test]
+fn launches_of_command_buffers_are_seen() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(lib) = proxy::build(dir.path()).filter(|_| opencl_present()) else {
+        return;
+    };
+    let counts = dir.path().join("counts");
+    let mut c = child("child_captures");
+    proxy::through(&mut c, &lib, &counts, None);
+    let text = line(&c.env("HALCYON_OPENCL_COMMAND_BUFFERS", "on").output().unwrap());
+    if text.contains("not supported") {
+        assert!(!required(), "{text}");
+        return skip("command buffers through the proxy", &text);
+    }
+    assert_eq!(text, "ANSWER 4 3 2 1 | 6 launches");
+    assert_eq!(proxy::seen(&counts).launches, 6);
+    // On a processor, commands are submitted if nothing else is set.
+    let mut c = child("child_captures");
+    proxy::through(&mut c, &lib, &counts, None);
+    let text = line(&c.env_remove("HALCYON_OPENCL_COMMAND_BUFFERS").output().unwrap());
+    assert!(text.contains("HALCYON_OPENCL_COMMAND_BUFFERS=on"), "{text}");
+}
+
+#[test]
+#[ignore = "run by the other tests in a process of its own"]
+fn child_captures() {
+    let dir = tempfile::tempdir().unwrap();
+    let o = Options { cache_dir: Some(dir.path().into()), ..Default::default() };
+    let w = Work::new(registry::driver(BackendType::OpenCl).unwrap().open(0, &o).unwrap());
+    let r = match w.capture() {
+        Ok(r) => r,
+        Err(e) => return println!("ANSWER {}", e.to_string().replace('\n', " ")),
+    };
+    for a in [3.0, 2.0, 1.0] {
+        assert!(w.launch(&r, [a, 0.0]));
+    }
+    let out: Vec<String> = w.answer().iter().map(|v| v.to_string()).collect();
+    println!("ANSWER {} | {} launches", out.join(" "), w.device.counters().launches);
 }
 
 #[test]

@@ -8,6 +8,7 @@
                           (default 3, the exponent of the first f32). Read-backs of up to 4 bytes (the fault
                           word) are not counted. */
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -103,6 +104,84 @@ FORWARD(H, clCreateUserEvent, (H a, i32 *b), (a, b))
 FORWARD(i32, clSetUserEventStatus, (H a, i32 b), (a, b))
 FORWARD(i32, clEnqueueMarkerWithWaitList, (H a, u32 b, const H *c, H *d), (a, b, c, d))
 FORWARD(i32, clEnqueueBarrierWithWaitList, (H a, u32 b, const H *c, H *d), (a, b, c, d))
+
+/* The functions of cl_khr_command_buffer. The launches of a command buffer count when it is enqueued. */
+typedef i32 (*RECORD)(H, H, const u64 *, H, u32, const sz *, const sz *, const sz *, u32, const u32 *, u32 *, H *);
+typedef i32 (*ENQUEUE)(u32, H *, H, u32, const H *, H *);
+typedef i32 (*RELEASE)(H);
+static RECORD real_record;
+static ENQUEUE real_enqueue;
+static RELEASE real_release;
+static struct recorded {
+    H buffer;
+    long launches;
+    struct recorded *next;
+} *recordings;
+static pthread_mutex_t recording = PTHREAD_MUTEX_INITIALIZER;
+
+static struct recorded *recorded_of(H buffer) {
+    struct recorded *r = recordings;
+    while (r && r->buffer != buffer) r = r->next;
+    return r;
+}
+
+static i32 record(H a, H b, const u64 *c, H d, u32 e, const sz *g, const sz *h, const sz *i, u32 j, const u32 *k, u32 *l, H *m) {
+    i32 r = real_record(a, b, c, d, e, g, h, i, j, k, l, m);
+    if (r != 0) return r;
+    pthread_mutex_lock(&recording);
+    struct recorded *own = recorded_of(a);
+    if (!own) {
+        own = calloc(1, sizeof *own);
+        if (!own) exit(99);
+        own->buffer = a;
+        own->next = recordings;
+        recordings = own;
+    }
+    own->launches++;
+    pthread_mutex_unlock(&recording);
+    return r;
+}
+
+static i32 enqueue(u32 a, H *b, H c, u32 d, const H *e, H *g) {
+    i32 r = real_enqueue(a, b, c, d, e, g);
+    if (r != 0) return r;
+    pthread_mutex_lock(&recording);
+    struct recorded *own = recorded_of(c);
+    if (own) __sync_fetch_and_add(&launches, own->launches);
+    pthread_mutex_unlock(&recording);
+    report();
+    return r;
+}
+
+static i32 release(H a) {
+    /* The driver never retains a command buffer, so this is its last reference. */
+    pthread_mutex_lock(&recording);
+    for (struct recorded **at = &recordings; *at; at = &(*at)->next) {
+        if ((*at)->buffer != a) continue;
+        struct recorded *old = *at;
+        *at = old->next;
+        free(old);
+        break;
+    }
+    pthread_mutex_unlock(&recording);
+    return real_release(a);
+}
+
+void *clGetExtensionFunctionAddressForPlatform(H a, const char *name) {
+    RESOLVE(void *, clGetExtensionFunctionAddressForPlatform, (H, const char *))
+    void *p = f(a, name);
+    if (!p) return p;
+#define REPLACE(real_name, own, of)                  \
+    if (!strcmp(name, #of)) {                        \
+        FN mine = (FN)own;                           \
+        memcpy(&real_name, &p, sizeof p);            \
+        memcpy(&p, &mine, sizeof p);                 \
+    }
+    REPLACE(real_record, record, clCommandNDRangeKernelKHR)
+    REPLACE(real_enqueue, enqueue, clEnqueueCommandBufferKHR)
+    REPLACE(real_release, release, clReleaseCommandBufferKHR)
+    return p;
+}
 
 i32 clEnqueueNDRangeKernel(H a, H b, u32 c, const sz *d, const sz *e, const sz *g, u32 h, const H *i, H *j) {
     RESOLVE(i32, clEnqueueNDRangeKernel, (H, H, u32, const sz *, const sz *, const sz *, u32, const H *, H *))

@@ -17,6 +17,10 @@ static int64_t graph_calls_, attentions_, fail_graph_ = -1, dnn_version_ = 91002
 // Enqueues work of a library in stream `s`.
 static int on_stream(Handle s, const std::function<int()>& work) { return enqueue(s, work); }
 
+// Controls and counters of the algorithms, by their numbers.
+static int64_t failing_product_ = -1, failing_convolution_ = -1, product_takes_[8], convolution_takes_[8], ran_product_ = -1,
+               ran_convolution_ = -1;
+
 // Counts a call. Returns whether the test has chosen this call to fail.
 static bool fails() {
     library_calls_++;
@@ -300,6 +304,7 @@ struct Algorithm {
     uint32_t problem;
     uint16_t workspace;
     uint8_t alignment[2];
+    uint32_t which;
 };
 static uint32_t problem(const LtDesc& d, const Matrix& a, const Matrix& b, const Matrix& c) {
     std::stringstream s;
@@ -365,7 +370,7 @@ LT(cublasLtMatmulAlgoGetHeuristic, hipblasLtMatmulAlgoGetHeuristic)(Handle h, Ha
     int64_t k = desc.ta ? ma.rows : ma.cols;
     uint64_t room = k >= 64 && preference.workspace >= 4096 && (preference.reductions & 2) ? 4096 : 0;
     if ((desc.epilogue & 4) && desc.bias % type_size(mc.type)) return LT_NOT_SUPPORTED;
-    Algorithm algorithm = {problem(desc, ma, mb, mc), (uint16_t)room, {}};
+    Algorithm algorithm = {problem(desc, ma, mb, mc), (uint16_t)room, {}, 0};
     // The alignments that the algorithm needs, as logarithms of 4 bits each. If the caller states a larger
     // alignment, the algorithm uses wider loads and needs it.
     auto most = [](uint64_t v) { return log2_of(v) > 4 ? 4 : log2_of(v); };
@@ -379,12 +384,16 @@ LT(cublasLtMatmulAlgoGetHeuristic, hipblasLtMatmulAlgoGetHeuristic)(Handle h, Ha
     }
     // hipBLASLt has no preferences for the alignment, so its algorithms may need any: here, 16 bytes.
     if (HIP) algorithm.alignment[0] = algorithm.alignment[1] = 4 << 4 | 4;
+    // There are three algorithms. The second one needs no workspace.
     const size_t words = HIP ? 3 : 8;
-    memset(results, 0, (words + 4) * 8);
-    memcpy(results, &algorithm, sizeof algorithm);
-    results[words] = room;
-    ((int32_t*)results)[2 * words + 2] = LT_OK;
-    *found = 1;
+    for (int i = 0; i < 3 && i < wanted; i++, ++*found, results += words + 4) {
+        algorithm.which = (uint32_t)i;
+        algorithm.workspace = (uint16_t)(i == 1 ? 0 : room);
+        memset(results, 0, (words + 4) * 8);
+        memcpy(results, &algorithm, sizeof algorithm);
+        results[words] = algorithm.workspace;
+        ((int32_t*)results)[2 * words + 2] = LT_OK;
+    }
     return LT_OK;
 }
 
@@ -413,6 +422,7 @@ LT(cublasLtMatmul, hipblasLtMatmul)(Handle h, Handle d, const void* alpha, Addre
         a % type_size(ma.type) || b % type_size(mb.type) || out % type_size(mc.type))
         return LT_INVALID;
     if (bytes < algorithm.workspace || (bytes && workspace % 256)) return LT_INVALID;
+    if (failing_product_ == (int64_t)algorithm.which) return LT_NOT_SUPPORTED;
     bool one, zero;
     if (desc.scale == R64) one = *(const double*)alpha == 1, zero = *(const double*)beta == 0;
     else if (desc.scale == I32) one = *(const int32_t*)alpha == 1, zero = *(const int32_t*)beta == 0;
@@ -433,6 +443,8 @@ LT(cublasLtMatmul, hipblasLtMatmul)(Handle h, Handle d, const void* alpha, Addre
         e.scale = desc.factor;
         epilogues_ += desc.epilogue != 1;
         multiply(ma, a, desc.ta, mb, b, desc.tb, mc, out, desc.compute == LT_TF32 ? 10 : 0, e);
+        clock_ += (uint64_t)product_takes_[algorithm.which % 8];
+        ran_product_ = algorithm.which;
         return (int)LT_OK;
     });
 }
@@ -449,6 +461,9 @@ static int64_t libraries_get(const std::string& n) {
     if (n == "graph calls") return graph_calls_;
     if (n == "fail graph") return fail_graph_;
     if (n == "attentions") return attentions_;
+    // The algorithm of the last product and of the last convolution.
+    if (n == "product algorithm") return ran_product_;
+    if (n == "convolution algorithm") return ran_convolution_;
     return -1;
 }
 static int libraries_set(const std::string& n, int64_t v) {
@@ -460,6 +475,12 @@ static int libraries_set(const std::string& n, int64_t v) {
     else if (n == "fail graph") fail_graph_ = v;
     // 91002 is 9.10.2.
     else if (n == "dnn version") dnn_version_ = v;
+    // The algorithm that fails when it runs; -1 for none.
+    else if (n == "failing product") failing_product_ = v;
+    else if (n == "failing convolution") failing_convolution_ = v;
+    // Microseconds that the algorithm with the number in the name takes, on the stand-in's clock.
+    else if (n.compare(0, 13, "product takes") == 0) product_takes_[atoi(n.c_str() + 13) % 8] = v;
+    else if (n.compare(0, 17, "convolution takes") == 0) convolution_takes_[atoi(n.c_str() + 17) % 8] = v;
     else return INVALID;
     return OK;
 }

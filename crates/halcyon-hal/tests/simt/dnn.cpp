@@ -190,6 +190,7 @@ static int forward(Handle h, const void* alpha, Handle hx, Address x, Handle hw,
     bool zero = tx.type == R64 ? *(const double*)beta == 0 : *(const float*)beta == 0;
     if (!one || !zero) return DNN_NOT_SUPPORTED;
     if (bytes < room_of(algorithm)) return DNN_BAD;
+    if (failing_convolution_ == algorithm) return DNN_FAILED;
     if (!inside(x, tx.bytes()) || !inside(w, tw.bytes()) || !inside(y, ty.bytes()) || (bytes && !inside(room, bytes)) ||
         (bias && !inside(bias, (size_t)tw.dims[0] * type_size(ty.type))))
         return DNN_FAILED;
@@ -237,6 +238,8 @@ static int forward(Handle h, const void* alpha, Handle hx, Address x, Handle hw,
                             store_value(ty.type, y, at, s);
                         }
         epilogues_ += bias != 0;
+        clock_ += (uint64_t)convolution_takes_[algorithm & 7];
+        ran_convolution_ = algorithm;
         return (int)DNN_OK;
     });
 }

@@ -413,7 +413,7 @@ fn epilogues(s: &StandIn, d: &dyn Device) {
     declined(&epilogue(DType::F32, &shape, 1, true, None), Some(View::dense(&[40])));
 }
 
-fn conv_of(stride: &[usize], pad: &[i64], dilation: &[usize], groups: usize) -> Op {
+pub(crate) fn conv_of(stride: &[usize], pad: &[i64], dilation: &[usize], groups: usize) -> Op {
     Op::Conv(Conv {
         stride: stride.into(),
         pad: pad.iter().map(|p| (*p, *p)).collect(),

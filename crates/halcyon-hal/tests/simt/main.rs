@@ -8,6 +8,7 @@ mod common;
 mod compilers;
 mod graphs;
 mod libraries;
+mod search;
 mod threads;
 
 use common::standin::{self, StandIn};

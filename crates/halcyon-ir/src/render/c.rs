@@ -190,7 +190,7 @@ impl<'a> Writer<'a> {
         let mut words = 0;
         let mut word = |t: &str, n: &str| {
             words += 1;
-            format!("{t} {n} = *({t}*)(g + {});", words - 1)
+            format!("{t} {n} = *({}{t}*)(g + {});", d.global, words - 1)
         };
         for (i, b) in k.buffers.iter().enumerate() {
             if i + 1 == k.buffers.len() && indirect.is_some_and(|w| w.fault) {

@@ -88,15 +88,20 @@ pub struct Indirect {
 /// last argument.
 ///
 /// # Errors
-/// The errors of [`render`]. [`crate::Error::Unsupported`] for languages that cannot use addresses that are
-/// read from a buffer.
+/// The errors of [`render`]. [`crate::Error::Unsupported`] for languages without argument buffers, and for
+/// the fault word in OpenCL C, which cannot read a buffer's address from a buffer.
 pub fn render_indirect(k: &Kernel, language: Language, indirect: &Indirect) -> Result<Source> {
-    match dialect::Dialect::of(language).filter(|d| !d.arguments.is_empty()) {
-        Some(d) => c::batch(&[(k, k.name.clone())], d, Some(indirect)),
-        None => Err(crate::Error::unsupported(
-            format!("arguments in a buffer in {} (kernel {})", language.name(), k.name),
+    let refused = |what: &str| {
+        Err(crate::Error::unsupported(
+            format!("{what} in {} (kernel {})", language.name(), k.name),
             "Launch the kernel with its arguments",
-        )),
+        ))
+    };
+    match dialect::Dialect::of(language).filter(|d| !d.arguments.is_empty()) {
+        // In a language with address spaces, a buffer can only be an argument of the launch.
+        Some(d) if indirect.fault && !d.global.is_empty() => refused("addresses in a buffer"),
+        Some(d) => c::batch(&[(k, k.name.clone())], d, Some(indirect)),
+        None => refused("arguments in a buffer"),
     }
 }
 

@@ -7,7 +7,7 @@ use crate::planner::Lowering;
 use crate::tune::Tuning;
 use halcyon_hal::policy::{Fallback, Policy};
 use halcyon_hal::select::{self, Request, Selection};
-use halcyon_hal::tune::{self, TuningCache, TuningMode};
+use halcyon_hal::tune::{self, AlgorithmSearch, TuningCache, TuningMode};
 use halcyon_hal::{BackendType, Device, MemoryPoolConfig};
 use halcyon_ir::Graph;
 use halcyon_ir::error::{Error, Result};
@@ -157,6 +157,16 @@ impl BackendBuilder {
     /// if it is found.
     pub fn enable_cudnn(mut self, on: bool) -> Self {
         self.0.options.cudnn = Some(on);
+        self
+    }
+
+    /// Whether the algorithms that a vendor's library lists for a product or a convolution (cuBLASLt,
+    /// hipBLASLt, cuDNN) are measured on the device, from level O2 on. Each call is measured once; the fastest
+    /// algorithm is kept in the tuning cache ([`BackendBuilder::autotuning_cache_file`]), so another process
+    /// measures nothing. [`BackendBuilder::tuning`] has no influence on this. If it is off or not set, the
+    /// library's first choice is taken.
+    pub fn enable_algorithm_search(mut self, on: bool) -> Self {
+        self.0.algorithm_search = Some(on);
         self
     }
 
@@ -328,7 +338,13 @@ impl BackendBuilder {
             (None, Err(_)) => AmpPolicy::None,
         };
         options::check(&self.0, amp)?;
-        let tuning = self.tuning_settings()?;
+        let (mode, file) = self.tuning_settings()?;
+        let cache = Arc::new(file.map_or_else(TuningCache::memory, TuningCache::at));
+        let tuning = (mode, cache);
+        let mut hardware = self.0.options.clone();
+        if self.0.algorithm_search == Some(true) && self.0.level >= Level::O2 {
+            hardware.algorithm_search = Some(AlgorithmSearch(tuning.1.clone()));
+        }
         let request = Request {
             backend: self.0.backend.unwrap_or(BackendType::Auto),
             index: self.0.device,
@@ -336,7 +352,7 @@ impl BackendBuilder {
             fallback: self.0.fallback,
             memory: self.0.memory,
         };
-        let (device, selection) = select::open_for(&request, &self.0.options, &mut |d| {
+        let (device, selection) = select::open_for(&request, &hardware, &mut |d| {
             autocast::check(amp, d.as_target().caps(), &d.info().id)?;
             if self.0.options.cudnn == Some(true) && !d.info().properties.contains_key("cudnn") {
                 let what = format!("cuDNN on {}", d.info().id);
@@ -408,14 +424,13 @@ impl BackendBuilder {
         device: Arc<dyn Device>,
         selection: Selection,
         amp: AmpPolicy,
-        (mode, file): &(Option<TuningMode>, Option<PathBuf>),
+        (mode, cache): &(Option<TuningMode>, Arc<TuningCache>),
     ) -> Backend {
         let lowering = self.lowering(&*device, amp);
         let mut warnings = options::warnings(&self.0, &*device, amp, &lowering.amp_kept);
         warnings.extend(options::unused_order(&self.0, &selection));
-        let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);
         let key = tune::device_key(device.info(), device.as_target().caps());
-        let tuning = Tuning::new(*mode, cache, key);
+        let tuning = Tuning::new(*mode, cache.clone(), key);
         let (packed, built) = (self.packed_cache(), Some(self.clone()));
         Parts { device, selection, lowering, tuning, packed, warnings, built }.assemble()
     }

@@ -136,7 +136,17 @@ pub(super) fn warnings(b: &Settings, d: &dyn Device, amp: AmpPolicy, kept: &Kept
     {
         warn("tuning", format!("tuned kernels need level O2, and the level is {}", b.level));
     }
-    if b.tuning == Some(TuningMode::Off) && b.tuning_file.is_some() {
+    if b.algorithm_search == Some(true) {
+        match (o2, d.searches_algorithms()) {
+            (false, _) => {
+                warn("enable_algorithm_search", format!("it needs level O2, and the level is {}", b.level))
+            }
+            (true, Err(why)) => warn("enable_algorithm_search", why),
+            (true, Ok(())) => {}
+        }
+    }
+    let searches = b.algorithm_search == Some(true) && o2;
+    if b.tuning == Some(TuningMode::Off) && b.tuning_file.is_some() && !searches {
         warn(
             "autotuning_cache_file (--tuning-cache)",
             "tuning is off, so the file is neither read nor written".into(),

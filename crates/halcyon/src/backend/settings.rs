@@ -31,6 +31,7 @@ pub(super) struct Settings {
     pub(super) without: std::collections::BTreeSet<String>,
     pub(super) options: Options,
     pub(super) keep_packed: Option<bool>,
+    pub(super) algorithm_search: Option<bool>,
     pub(super) tuning: Option<TuningMode>,
     pub(super) tuning_file: Option<PathBuf>,
 }

@@ -17,8 +17,8 @@ mod standard;
 mod state;
 
 pub use halcyon_hal::tune::{
-    Best, Entry, FILE_VARIABLE, Guard, RejectReason, Rejection, Table, TuningCache, TuningMode, VARIABLE,
-    device_key,
+    ALGORITHM, Best, Entry, FILE_VARIABLE, Guard, RejectReason, Rejection, Table, TuningCache, TuningMode,
+    VARIABLE, device_key,
 };
 pub use halcyon_ir::kernel::tune::{Choices, Tolerance, Tunable, TunedVariants, Variant};
 pub use options::{Space, Templates, TuneOptions};

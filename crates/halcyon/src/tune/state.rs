@@ -51,7 +51,7 @@ pub(crate) struct Tuning {
     pub(crate) mode: TuningMode,
     /// Whether the user set the mode.
     chosen: bool,
-    pub(crate) cache: TuningCache,
+    pub(crate) cache: Arc<TuningCache>,
     /// The device's key in the cache.
     pub(crate) device: String,
     known: Mutex<Option<Arc<TunedVariants>>>,
@@ -78,7 +78,7 @@ struct TuneQueue {
 
 impl Tuning {
     /// `mode` is `None` if the user set no mode.
-    pub(crate) fn new(mode: Option<TuningMode>, cache: TuningCache, device: String) -> Tuning {
+    pub(crate) fn new(mode: Option<TuningMode>, cache: Arc<TuningCache>, device: String) -> Tuning {
         let (chosen, mode) = (mode.is_some(), mode.unwrap_or_default());
         let left = if let TuningMode::Budget(d) = mode { d } else { Duration::ZERO };
         Tuning {

@@ -90,7 +90,10 @@ fn an_optimizers_step_is_one_launch_where_the_device_can() {
                     .unwrap();
                     launched = commands(&b.counters()) - start;
                 }
-                assert_eq!(b.counters().uploads, before.uploads, "{kind}");
+                // A captured launch copies the run-time arguments if they have changed.
+                let after = b.counters();
+                let captured = after.capture_launches - before.capture_launches;
+                assert!(after.uploads - before.uploads <= captured, "{kind}: {after:?}");
                 let got: Vec<Vec<f32>> =
                     states.iter().map(|s| s.value().cast(DType::F32).to_vec().unwrap()).collect();
                 (launched, got, b.device().as_target().caps().max_argument_bytes > 0)

@@ -112,6 +112,31 @@ const OPTIONS: &[(&str, Set, Case)] = &[
             _ => Warns("keep_packed"),
         },
     ),
+    (
+        "algorithm search",
+        |b| b.enable_algorithm_search(true),
+        |k, _| match k {
+            BackendType::Cuda | BackendType::Rocm => Acts(Backend::searches_algorithms),
+            _ => Warns("enable_algorithm_search"),
+        },
+    ),
+    (
+        "algorithm search without tuning",
+        |b| {
+            let file = concat!(env!("CARGO_TARGET_TMPDIR"), "/algorithms.json");
+            b.enable_algorithm_search(true).tuning(TuningMode::Off).autotuning_cache_file(file)
+        },
+        |k, _| match k {
+            BackendType::Cuda | BackendType::Rocm => Acts(Backend::searches_algorithms),
+            _ => Warns("enable_algorithm_search"),
+        },
+    ),
+    (
+        "algorithm search at O1",
+        |b| b.level(Level::O1).enable_algorithm_search(true),
+        |_, _| Warns("enable_algorithm_search"),
+    ),
+    ("no algorithm search", |b| b.enable_algorithm_search(false), |_, _| Holds),
     ("memory_limit", |b| b.memory_limit(1 << 24), |_, _| Acts(|b| b.memory().limit == Some(1 << 24))),
     (
         "memory_pool",

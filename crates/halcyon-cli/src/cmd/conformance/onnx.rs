@@ -2,9 +2,10 @@
 
 use super::CaseError;
 use crate::args::OnnxArgs;
+use crate::cmd::difference::{Difference, Tolerance};
 use crate::cmd::level_text;
-use crate::report::{self, Progress, number};
-use halcyon::{Backend, ConstData, DType, Error, OnnxSession, Result};
+use crate::report::{self, Progress};
+use halcyon::{Backend, Error, OnnxSession, Result};
 use halcyon_formats::onnx::{Datum, Port};
 use halcyon_host::input::{self, InputError};
 use serde::{Deserialize, Serialize};
@@ -36,17 +37,17 @@ struct Case {
     reason: String,
 }
 
-/// Tolerances. The defaults are those of the ONNX project's own test runner.
+/// Tolerances of a case. The defaults are those of the ONNX project's own test runner.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(default)]
-struct Tolerance {
+struct CaseTolerance {
     rtol: f64,
     atol: f64,
 }
 
-impl Default for Tolerance {
-    fn default() -> Tolerance {
-        Tolerance { rtol: 1e-3, atol: 1e-7 }
+impl Default for CaseTolerance {
+    fn default() -> CaseTolerance {
+        CaseTolerance { rtol: 1e-3, atol: 1e-7 }
     }
 }
 
@@ -186,11 +187,12 @@ enum Verdict {
 fn run(backend: &Backend, dir: &Path, save: Option<&Path>) -> Result<Verdict> {
     let broken = |what: String| Error::Format { file: dir.display().to_string(), what };
     let file = dir.join("tolerance.json");
-    let tolerance = match input::text_of(&file, input::TEXT) {
+    let CaseTolerance { rtol, atol } = match input::text_of(&file, input::TEXT) {
         Ok(text) => serde_json::from_str(&text).map_err(|e| broken(format!("tolerance.json: {e}")))?,
-        Err(InputError::Io(e)) if e.kind() == std::io::ErrorKind::NotFound => Tolerance::default(),
+        Err(InputError::Io(e)) if e.kind() == std::io::ErrorKind::NotFound => CaseTolerance::default(),
         Err(e) => return Err(e.error(&file)),
     };
+    let tolerance = Tolerance { rtol, atol, rtol_f16: 0.0 };
     let model = crate::cmd::open(&dir.join("model.onnx"))?;
     model.check(backend.info().backend.id())?;
     let (ports, results) = (model.inputs()?, model.outputs()?);
@@ -233,11 +235,10 @@ fn run(backend: &Backend, dir: &Path, save: Option<&Path>) -> Result<Verdict> {
         }
         for ((port, want), got) in results.iter().zip(&expected).zip(&got) {
             let difference = match draws {
-                false => difference(got, want, tolerance),
-                true if got.describe() == want.describe() => None,
-                true => Some(format!("{}, expected {}", got.describe(), want.describe())),
+                false => Difference::between(got, want, &tolerance),
+                true => Difference::of_types(got, want),
             };
-            if let Some(d) = difference {
+            if let Some(d) = difference.text() {
                 return Ok(Verdict::Differs(format!("{}: {d}", port.name)));
             }
         }
@@ -259,99 +260,9 @@ fn read(set: &Path, kind: &str, ports: &[Port]) -> Result<Vec<Datum>> {
     Ok(out)
 }
 
-fn difference(got: &Datum, want: &Datum, t: Tolerance) -> Option<String> {
-    match (got, want) {
-        (Datum::Tensor(g), Datum::Tensor(w)) => tensor_difference(g, w, t),
-        (Datum::Sequence(g), Datum::Sequence(w)) if g.len() == w.len() => g
-            .iter()
-            .zip(w)
-            .enumerate()
-            .find_map(|(i, (g, w))| difference(g, w, t).map(|d| format!("element {i}: {d}"))),
-        (Datum::Optional(Some(g)), Datum::Optional(Some(w))) => difference(g, w, t),
-        (Datum::Map(a, g), Datum::Map(b, w)) if a == b => difference(g, w, t),
-        (Datum::Optional(None), Datum::Optional(None)) => None,
-        (Datum::Text(g), Datum::Text(w)) if g == w => None,
-        (Datum::Text(g), Datum::Text(w)) if g.dims == w.dims => {
-            let (g, w) = g.vals.iter().zip(&w.vals).find(|(g, w)| g != w)?;
-            Some(format!("{g:?}, expected {w:?}"))
-        }
-        _ => Some(format!("{}, expected {}", got.describe(), want.describe())),
-    }
-}
-
-/// Smallest relative tolerance for bf16, two units in the last place, as in the ONNX project's own test
-/// runner. The expected values of the ONNX suite come from NumPy, which rounds to bf16 after every addition
-/// of a sum.
-const RTOL_BF16: f64 = 1.0 / 64.0;
-
-/// How a result differs from the expected one, if it does. Floats must satisfy `|got - want| <= atol + rtol *
-/// |want|`, with NaN and infinities equal to themselves; other types must be equal.
-fn tensor_difference(got: &ConstData, want: &ConstData, t: Tolerance) -> Option<String> {
-    if got.dtype != want.dtype || got.dims != want.dims {
-        return Some(format!(
-            "{}{:?}, expected {}{:?}",
-            got.dtype,
-            got.dims.as_slice(),
-            want.dtype,
-            want.dims.as_slice()
-        ));
-    }
-    let float = got.dtype.is_float();
-    let rtol = if got.dtype == DType::BF16 { t.rtol.max(RTOL_BF16) } else { t.rtol };
-    let (mut count, mut worst) = (0, None::<(f64, usize, f64, f64)>);
-    for (i, (g, w)) in got.scalars().zip(want.scalars()).enumerate() {
-        // Integers are compared exactly, because f64 cannot represent all 64-bit integers.
-        let (same, by) = if float {
-            let (g, w) = (g.as_f64(), w.as_f64());
-            let by = (g - w).abs();
-            (g == w || g.is_nan() && w.is_nan() || by <= t.atol + rtol * w.abs() && w.is_finite(), by)
-        } else {
-            (g == w, (g.as_f64() - w.as_f64()).abs())
-        };
-        if !same {
-            count += 1;
-            let by = if by.is_nan() { f64::INFINITY } else { by };
-            if worst.is_none_or(|(b, ..)| by > b) {
-                worst = Some((by, i, g.as_f64(), w.as_f64()));
-            }
-        }
-    }
-    let (_, i, g, w) = worst?;
-    Some(format!(
-        "{count} of {} values differ, the most at [{i}]: {}, expected {}",
-        got.numel(),
-        number(g),
-        number(w)
-    ))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn comparison_is_exact_where_it_must_be() {
-        let t = Tolerance::default();
-        let f = |v: &[f32]| ConstData::from_slice(&[v.len()], v).unwrap();
-        let i = |v: &[i64]| ConstData::from_slice(&[v.len()], v).unwrap();
-        assert_eq!(
-            tensor_difference(&f(&[1.0, f32::NAN, f32::INFINITY]), &f(&[1.0009, f32::NAN, f32::INFINITY]), t),
-            None
-        );
-        assert!(tensor_difference(&f(&[1.0]), &f(&[1.0021]), t).is_some());
-        assert!(tensor_difference(&f(&[1e30]), &f(&[f32::INFINITY]), t).is_some());
-        assert!(tensor_difference(&f(&[f32::NAN]), &f(&[1.0]), t).is_some());
-        assert!(tensor_difference(&f(&[1.0]), &f(&[f32::NAN]), t).is_some());
-        // These differ by one but are equal as f64.
-        let big = (1i64 << 60) + 1;
-        assert!(tensor_difference(&i(&[big]), &i(&[big - 1]), t).is_some());
-        assert!(tensor_difference(&i(&[1]), &f(&[1.0]), t).unwrap().contains("expected f32[1]"));
-        assert!(tensor_difference(&f(&[1.0]), &f(&[]), t).is_some());
-        // bf16 numbers near 1 are 1/128 apart.
-        let h = |v: f64| ConstData::splat(DType::BF16, &[1], v.into()).unwrap();
-        assert_eq!(tensor_difference(&h(1.0 + 2.0 / 128.0), &h(1.0), t), None);
-        assert!(tensor_difference(&h(1.0 + 3.0 / 128.0), &h(1.0), t).is_some());
-    }
 
     #[test]
     fn names_are_paths_below_the_root() {

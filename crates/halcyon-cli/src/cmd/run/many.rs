@@ -1,20 +1,19 @@
 //! Runs a model on many inputs: the images of a folder, or lines of text. Each input gives a row of results.
 
 use super::answer::{self, Top};
+use super::engine::Engine;
 use super::leaf::{Leaf, LeafJson, leaves};
 use super::output::{self, OutputData, Table, Target};
 use super::{CLASSES_PRINTED, Job, paths};
 use crate::args::{InputArgs, Print, RunArgs};
-use crate::cmd::bounds;
-use crate::cmd::{LoadTimes, Loaded, backend_json, backend_text, level_text, tags_text};
 use crate::json;
-use crate::report::{self, Progress, ms, size, table, time};
+use crate::report::{self, Progress, ms, table, time};
 use crate::rows::Rows;
 use crate::source::{self, Input};
 use crate::text::Encoder;
 use halcyon::{ConstData, Dim, Error, Result};
 use halcyon_formats::data;
-use halcyon_formats::onnx::{Datum, Outcome, Port, PortType};
+use halcyon_formats::onnx::{Datum, Port, PortType};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
@@ -149,7 +148,9 @@ struct Runs<'a> {
     a: &'a RunArgs,
     rest: InputArgs,
     ports: Vec<Port>,
-    loaded: Loaded,
+    /// Names of the model's outputs.
+    outputs: Vec<String>,
+    engine: Engine,
     batch: Batch,
     rows: Vec<Row>,
     /// Total time of the runs, and their number.
@@ -161,24 +162,8 @@ struct Runs<'a> {
 
 impl<'a> Runs<'a> {
     fn new(job: Job<'a>, rest: InputArgs, rows: &Rows) -> Result<Runs<'a>> {
-        let Job { a, model, decode, .. } = job;
-        let start = Instant::now();
-        let backend = a.backend.open(false)?;
-        let open = start.elapsed();
-        let start = Instant::now();
-        model.check(backend.info().backend.id())?;
-        let ports = model.inputs()?;
-        let outputs = model.outputs()?.into_iter().map(|p| p.name).collect();
-        let session = bounds::session(&backend, model)?;
-        let loaded = Loaded {
-            backend,
-            inputs: vec![],
-            session,
-            graph: Outcome::Staged("nothing has run".into()),
-            whole: Default::default(),
-            outputs,
-            times: LoadTimes { load: decode + start.elapsed(), open, inputs: Duration::ZERO },
-        };
+        let a = job.a;
+        let (engine, ports, outputs) = Engine::open(job)?;
         let batch = match rows {
             Rows::Files { port, .. } => batch(&ports[*port], a.batch, 1, 4),
             // Set later, when the inputs of the text are known.
@@ -188,7 +173,8 @@ impl<'a> Runs<'a> {
             a,
             rest,
             ports,
-            loaded,
+            outputs,
+            engine,
             batch,
             rows: vec![],
             time: Duration::ZERO,
@@ -215,7 +201,7 @@ impl<'a> Runs<'a> {
                     Error::unsupported("one of several inputs that is not a tensor", "Run it by itself")
                 })
             });
-            self.loaded.times.inputs += start.elapsed();
+            self.engine.read_inputs(start.elapsed());
             match read {
                 Err(e) => self.rows[i].outputs = Err(e),
                 Ok(x) => {
@@ -282,7 +268,7 @@ impl<'a> Runs<'a> {
         let encoder = Encoder::open(&self.ports, port, self.rest.tokenizer.as_deref())?;
         let tokens = encoder.encode(&lines)?;
         let width = encoder.width(&tokens);
-        self.loaded.times.inputs += start.elapsed();
+        self.engine.read_inputs(start.elapsed());
         self.batch = batch(&self.ports[encoder.ids()], self.a.batch, LINES, 2);
         self.rows = lines.into_iter().map(|key| Row { key, outputs: Ok(vec![]) }).collect();
         // A value that the user gave for the mask or the token types takes precedence.
@@ -314,30 +300,22 @@ impl<'a> Runs<'a> {
     /// Runs the model once for `total` rows and stores the results. `rows` has the numbers of the first
     /// rows; the other rows are padding.
     fn run(&mut self, inputs: Vec<Input>, rows: &[usize], total: usize) -> Result<()> {
-        let data: Vec<Datum> = inputs.iter().map(|i| i.data.clone()).collect();
         if self.count == 0 {
             let start = Instant::now();
-            self.loaded.graph = self.loaded.session.graph(&data)?;
-            self.loaded.inputs = inputs;
-            let made = self.loaded.session.prepare(&data).or_else(|e| {
-                self.loaded.move_to_other_device(&self.a.model, &self.a.backend, e)?;
-                self.loaded.session.prepare(&data)
-            })?;
+            self.warnings = self.engine.prepare(self.a, &inputs)?;
             self.compile = start.elapsed();
-            self.warnings = made.map_or(vec![], |e| e.plan().warnings.clone());
         }
-        let start = Instant::now();
-        let out = self.loaded.session.run_data(&data)?;
-        self.time += start.elapsed();
+        let out = self.engine.run(&inputs)?;
+        self.time += out.time;
         self.count += 1;
-        for w in out.placement.warnings {
+        for w in out.warnings {
             if !self.warnings.contains(&w) {
                 self.warnings.push(w);
             }
         }
         for (k, i) in rows.iter().enumerate() {
             let part = |(name, d): (&String, &Datum)| Ok((name.clone(), row_of(name, d, k, total)?));
-            let parts = self.loaded.outputs.iter().zip(&out.outputs).map(part).collect::<Result<Vec<_>>>()?;
+            let parts = self.outputs.iter().zip(&out.outputs).map(part).collect::<Result<Vec<_>>>()?;
             self.rows[*i].outputs = Ok(parts);
         }
         Ok(())
@@ -485,21 +463,21 @@ impl Serialize for Document<'_> {
 impl Report<'_> {
     /// The rows as JSON; with `files` the whole document of `--json`.
     fn document(&self, files: Option<&[PathBuf]>) -> Document<'_> {
-        let (r, l) = (self.runs, &self.runs.loaded);
+        let (r, t) = (self.runs, self.runs.engine.times());
         let head = files.map_or(Value::Null, |files| {
-            json!({
+            let mut head = json!({
                 "model": report::path(&self.a.model),
-                "backend": backend_json(&l.backend),
                 "written": paths(files),
                 "failed": r.rows.iter().filter(|r| r.outputs.is_err()).count(),
                 "times_ms": {
-                    "load": ms(l.times.load), "open_device": ms(l.times.open), "read_inputs": ms(l.times.inputs),
+                    "load": ms(t.load), "open_device": ms(t.open), "read_inputs": ms(t.inputs),
                     "compile": ms(r.compile), "run": { "sum": ms(r.time), "runs": r.count },
                 },
                 "batch": r.batch.most(),
-                "counters": l.backend.counters(),
-                "warnings": r.warnings,
-            })
+                "warnings": r.warnings.iter().chain(&r.engine.messages()).collect::<Vec<_>>(),
+            });
+            r.engine.json().into_iter().for_each(|(k, v)| head[k] = v);
+            head
         });
         Document { head, done: self }
     }
@@ -610,13 +588,12 @@ impl Report<'_> {
     }
 
     fn text(&self, files: &[PathBuf]) -> String {
-        let (a, r, l) = (self.a, self.runs, &self.runs.loaded);
+        let (a, r, engine) = (self.a, self.runs, &self.runs.engine);
         let mut out = String::new();
         // Writing to a string cannot fail.
         if report::verbose() {
             let _ = writeln!(out, "model    {}", report::path_text(&a.model));
-            out += &backend_text(&l.backend);
-            let _ = writeln!(out, "level    {}", level_text(&l.backend));
+            out += &engine.text();
             let _ = writeln!(out, "batch    {}", r.batch.most());
         }
         if files.is_empty() && a.output.is_empty() || a.print.is_some() {
@@ -629,7 +606,7 @@ impl Report<'_> {
             let _ = writeln!(out, "saved {}", report::path_text(f));
         }
         if report::verbose() {
-            let t = &l.times;
+            let t = engine.times();
             let _ = writeln!(
                 out,
                 "times    load {}, open device {}, read inputs {}, compile {}",
@@ -638,10 +615,8 @@ impl Report<'_> {
                 time(t.inputs),
                 time(r.compile)
             );
-            let m = l.backend.memory();
-            let tags = tags_text(&m.peak_by_tag);
-            let _ = writeln!(out, "memory   device buffers at most {} ({tags})", size(m.peak));
-            r.warnings.iter().for_each(|w| {
+            out += &engine.memory_text();
+            r.warnings.iter().chain(&engine.messages()).for_each(|w| {
                 let _ = writeln!(out, "warning  {w}");
             });
         }
@@ -653,12 +628,7 @@ impl Report<'_> {
             (_, 1) => "file",
             _ => "files",
         };
-        let _ = writeln!(
-            out,
-            "{}, {count} {what} in {}",
-            answer::placement_text(&l.backend),
-            answer::duration_text(r.time)
-        );
+        let _ = writeln!(out, "{}, {count} {what} in {}", engine.place(), answer::duration_text(r.time));
         out
     }
 

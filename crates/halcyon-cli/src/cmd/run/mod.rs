@@ -1,16 +1,19 @@
 //! `halcyon run`: runs a model once, repeatedly, or on many inputs.
 
 pub(crate) mod answer;
+mod engine;
 pub(crate) mod leaf;
 mod many;
+mod ort;
 mod output;
 pub(crate) mod report;
 
+pub(super) use engine::halcyon_json;
 pub(crate) use report::receipts_text;
 
 use super::verify;
 use super::{Loaded, load_model, optimize, split, with_tokenizer};
-use crate::args::{InputArgs, Print, RunArgs};
+use crate::args::{InputArgs, Print, RunArgs, Runtime};
 use crate::cmd::bounds;
 use crate::report::{self as tell, Progress, spread};
 use crate::{json, rows, source, suggest};
@@ -82,6 +85,7 @@ pub(crate) fn main(a: &RunArgs) -> Result<u8> {
     let job = Job { a, input, labels, model, decode, targets, quantized };
     match many {
         Some((rows, rest)) => many::main(job, rows, rest),
+        None if a.runtime == Runtime::Ort => ort::once(job),
         None => once(job),
     }
 }

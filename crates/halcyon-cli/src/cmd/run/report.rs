@@ -183,6 +183,7 @@ impl RunReport<'_> {
         let (median, min, max) = spread(&self.times);
         json!({
             "model": report::path(&self.a.model),
+            "runtime": super::engine::halcyon_json(),
             "backend": backend_json(&l.backend),
             "inputs": l.input_json(),
             "written": super::paths(&self.written),

@@ -4,12 +4,16 @@
 
 use super::epilogue::{Bias, VendorEpilogue};
 use super::product::{Matrix, Product, Scale, alignment};
+use super::search::{Algorithm, Searcher};
 use super::tensile::Kernels;
-use super::{KernelCall, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
+use super::{KernelCall, MAX_ALGORITHMS, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
+use crate::cache;
 use crate::library_call::CallForm;
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS, Side, functions};
+use crate::tune::ALGORITHM;
 use crate::{Declined, Error, Result};
+use halcyon_ir::kernel::tune::Variant;
 use halcyon_ir::target::MatmulPrecision;
 use halcyon_ir::{DType, ScalarOp};
 use std::collections::BTreeMap;
@@ -296,6 +300,7 @@ impl Lt {
         owner: u64,
         call: &CallForm<'_>,
         p: &Product,
+        searcher: Option<Searcher<'_>>,
     ) -> Result<SimtKernel, Declined> {
         let n = self.api.numbers;
         let hip = self.context.api.family.side == Side::Hip;
@@ -354,22 +359,37 @@ impl Lt {
             d => &[(n.f32, if d == DType::F32 { "f32" } else { d.name() })],
         };
         self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
+        let most = if searcher.is_some() { MAX_ALGORITHMS } else { 1 };
         let mut reason = String::new();
         for (compute, name) in computes {
-            match Plan::new(self, p, *compute, code, epilogue.bias, call.inputs.len()) {
-                Ok(plan) => {
-                    let on_top = match code {
-                        0 => "",
-                        e if e == BIAS => ".bias",
-                        e if e & RELU != 0 => ".relu",
-                        _ => ".gelu",
-                    };
-                    let name = format!("{}.{name}{on_top}", self.title().to_lowercase());
-                    let workspace = plan.workspace;
-                    return SimtKernel::new(name, owner, call, workspace, plan);
+            let request = Request { product: p, compute: *compute, epilogue: code, bias: epilogue.bias };
+            let plans = match Plan::all(self, &request, call.inputs.len(), most) {
+                Ok(plans) => plans,
+                Err(e) => {
+                    reason = e;
+                    continue;
                 }
-                Err(e) => reason = e,
-            }
+            };
+            let on_top = match code {
+                0 => "",
+                e if e == BIAS => ".bias",
+                e if e & RELU != 0 => ".relu",
+                _ => ".gelu",
+            };
+            let title = self.title().to_lowercase();
+            let name = format!("{title}.{name}{on_top}");
+            let all = plans.into_iter().map(|plan| {
+                let variant = Variant::new(&title, &plan.values());
+                Ok(Algorithm {
+                    variant,
+                    kernel: SimtKernel::new(name.clone(), owner, call, plan.workspace, plan)?,
+                })
+            });
+            let mut all = all.collect::<Result<Vec<_>, Declined>>()?;
+            return Ok(match searcher {
+                Some(s) => s.fastest(&request.key(&name), &self.version, all),
+                None => all.swap_remove(0).kernel,
+            });
         }
         Err(Declined::because(format!("{}: {reason}", self.title())))
     }
@@ -413,6 +433,20 @@ unsafe impl Send for Descriptor {}
 unsafe impl Sync for Descriptor {}
 
 impl Descriptor {
+    /// The descriptor that a call created, or the reason why it failed.
+    fn made(
+        side: Side,
+        code: Code,
+        raw: Handle,
+        destroy: unsafe extern "system" fn(Handle) -> Code,
+        set: Set,
+    ) -> Result<Descriptor, String> {
+        match code {
+            SUCCESS => Ok(Descriptor { raw, destroy, set }),
+            c => Err(format!("creating a descriptor gave status {c} ({})", status(side, c))),
+        }
+    }
+
     /// Sets an attribute. If the value is an address, it is only stored here; runs dereference it later.
     fn set<T: Copy>(&mut self, attribute: c_int, value: T) -> Result<(), String> {
         // SAFETY: `raw` is a live descriptor, and `set` the function for its kind, which checks the size of
@@ -462,44 +496,72 @@ impl std::fmt::Debug for Plan {
     }
 }
 
-impl Plan {
-    /// Creates the descriptors and queries an algorithm. If there is none, the error is the reason.
-    fn new(
-        lt: &Arc<Lt>,
-        p: &Product,
-        compute: c_int,
-        epilogue: u32,
-        bias: Option<Bias>,
-        inputs: usize,
-    ) -> Result<Plan, String> {
-        let (f, n, side) = (&lt.api.f, lt.api.numbers, lt.context.api.family.side);
-        let number = |d: DType| type_number(side, d).ok_or_else(|| format!("it has no element type {d}"));
-        let made = |code: Code, raw: Handle, destroy, set: Set| match code {
-            SUCCESS => Ok(Descriptor { raw, destroy, set }),
-            c => Err(format!("creating a descriptor gave status {c} ({})", status(side, c))),
+/// What the library is asked for.
+struct Request<'a> {
+    product: &'a Product,
+    compute: c_int,
+    epilogue: u32,
+    bias: Option<Bias>,
+}
+
+impl Request<'_> {
+    /// What the time of the product by the kernel `name` depends on.
+    fn key(&self, name: &str) -> String {
+        let p = self.product;
+        let matrix = |m: &Matrix| {
+            let order = if m.by_rows { "rows" } else { "columns" };
+            format!("{order} {} step {}", m.ld, m.step)
         };
+        let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT);
+        let bias = self.bias.map_or(WORKSPACE_ALIGNMENT as u32, |b| alignment(b.offset, WORKSPACE_ALIGNMENT));
+        format!(
+            "{ALGORITHM}{name} to {}, {}x{}x{}, batch {}, {} calls, left by {}, right by {}, step {}, aligned to {a}, {b}, {c} and {bias}{}",
+            p.result.name(),
+            p.m,
+            p.k,
+            p.n,
+            p.batch,
+            p.calls.len(),
+            matrix(&p.a),
+            matrix(&p.b),
+            p.step,
+            if p.scale.is_some() { ", scaled" } else { "" },
+        )
+    }
+}
+
+/// The descriptors of a product.
+struct Described {
+    desc: Descriptor,
+    /// The library's first factor, second factor and result.
+    layouts: [Descriptor; 3],
+}
+
+impl Described {
+    fn new(lt: &Lt, r: &Request<'_>) -> Result<Described, String> {
+        let (f, n, side) = (&lt.api.f, lt.api.numbers, lt.context.api.family.side);
+        let p = r.product;
+        let number = |d: DType| type_number(side, d).ok_or_else(|| format!("it has no element type {d}"));
+        let made =
+            |code: Code, raw: Handle, destroy, set: Set| Descriptor::made(side, code, raw, destroy, set);
         // Products are scaled in the compute type.
-        let (scale, one) = match p.factors[0] {
-            DType::F64 => (DType::F64, 1f64.to_bits()),
-            DType::I8 => (DType::I32, 1),
-            _ => (DType::F32, u64::from(1f32.to_bits())),
+        let scale = match p.factors[0] {
+            DType::F64 => DType::F64,
+            DType::I8 => DType::I32,
+            _ => DType::F32,
         };
         let mut raw = ptr::null_mut();
         // SAFETY: the library writes one handle to `raw`.
-        let code = unsafe { (f.desc_create)(&mut raw, compute, number(scale)?) };
+        let code = unsafe { (f.desc_create)(&mut raw, r.compute, number(scale)?) };
         let mut desc = made(code, raw, f.desc_destroy, f.desc_set)?;
         // The library is column-major, so the right factor comes first, and the rows of a row-major factor
         // are the library's columns.
         for (attribute, m) in n.transposes.into_iter().zip([&p.b, &p.a]) {
             desc.set(attribute, n.operations[usize::from(!m.by_rows)])?;
         }
-        if epilogue != 0 {
-            // The flags of an epilogue replace `DEFAULT`; they are not combined with it.
-            desc.set(n.epilogue, epilogue)?;
-        } else {
-            desc.set(n.epilogue, DEFAULT)?;
-        }
-        if let Some(b) = bias {
+        // The flags of an epilogue replace `DEFAULT`; they are not combined with it.
+        desc.set(n.epilogue, if r.epilogue != 0 { r.epilogue } else { DEFAULT })?;
+        if let Some(b) = r.bias {
             // The algorithm depends on the alignment of the bias pointer. The pointer is not dereferenced
             // here, so any address of the right alignment will do.
             desc.set(n.bias, u64::from(alignment(b.offset, WORKSPACE_ALIGNMENT)))?;
@@ -533,10 +595,17 @@ impl Plan {
             factor(da, &p.a, p.m, p.k)?,
             layout(p.result, p.n, p.m, p.n, p.step)?,
         ];
+        Ok(Described { desc, layouts })
+    }
+
+    /// The words and the workspace of at most `most` algorithms, the library's first choice first. There is
+    /// at least one; if there is none, the error is the reason.
+    fn algorithms(&self, lt: &Lt, p: &Product, most: usize) -> Result<Vec<(Vec<u64>, usize)>, String> {
+        let (f, n, side) = (&lt.api.f, lt.api.numbers, lt.context.api.family.side);
         let mut raw = ptr::null_mut();
         // SAFETY: the library writes one handle to `raw`.
         let code = unsafe { (f.preference_create)(&mut raw) };
-        let mut preference = made(code, raw, f.preference_destroy, f.preference_set)?;
+        let mut preference = Descriptor::made(side, code, raw, f.preference_destroy, f.preference_set)?;
         preference.set(MAX_WORKSPACE, WORKSPACE as u64)?;
         if let Some(alignments) = n.alignments {
             let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT);
@@ -547,46 +616,89 @@ impl Plan {
         if let Some(attribute) = n.reductions {
             preference.set(attribute, IN_COMPUTE_TYPE)?;
         }
-        // The result holds the algorithm, the size of the workspace (64 bits), the status and the share of
-        // the device (32 bits each), and four unused 32-bit numbers.
-        let (mut answer, mut found) = ([0u64; 16], 0);
-        // SAFETY: the library writes one result of at most twelve words to `answer`, which has 16, and one
-        // number to `found`. All descriptors are live.
+        // A result holds the algorithm, the size of the workspace (64 bits), the status and the share of the
+        // device (32 bits each), and four unused 32-bit numbers.
+        let size = n.algorithm + 4;
+        let (mut answer, mut found) = (vec![0u64; size * most], 0);
+        let [first, second, product] = &self.layouts;
+        // SAFETY: the library writes at most `most` results of `size` words each to `answer`, and one number
+        // to `found`. All descriptors are live.
         let code = unsafe {
             (f.heuristic)(
                 lt.handle,
-                desc.raw,
-                layouts[0].raw,
-                layouts[1].raw,
-                layouts[2].raw,
-                layouts[2].raw,
+                self.desc.raw,
+                first.raw,
+                second.raw,
+                product.raw,
+                product.raw,
                 preference.raw,
-                1,
+                most as c_int,
                 answer.as_mut_ptr(),
                 &mut found,
             )
         };
-        let state = (answer[n.algorithm + 1] & u64::from(u32::MAX)) as Code;
-        match (code, found, state) {
-            (SUCCESS, 1.., SUCCESS) => {}
-            (SUCCESS, 1.., c) | (c, ..) => {
-                return Err(format!("no algorithm for this product (status {c}, {})", status(side, c)));
+        let state = |r: &[u64]| (r[n.algorithm + 1] & u64::from(u32::MAX)) as Code;
+        let found = usize::try_from(found).unwrap_or(0).min(most);
+        let results = answer.chunks_exact(size).take(found);
+        let failed = results.clone().map(state).find(|s| *s != SUCCESS);
+        let good: Vec<(Vec<u64>, usize)> = results
+            .filter(|r| state(r) == SUCCESS && r[n.algorithm] <= WORKSPACE as u64)
+            .map(|r| (r[..n.algorithm].to_vec(), r[n.algorithm] as usize))
+            .collect();
+        match (code, good.is_empty()) {
+            (SUCCESS, false) => Ok(good),
+            (code, _) => {
+                let c = if code == SUCCESS { failed.unwrap_or(code) } else { code };
+                Err(format!("no algorithm for this product (status {c}, {})", status(side, c)))
             }
         }
-        let workspace = answer[n.algorithm] as usize;
+    }
+}
+
+impl Plan {
+    /// Plans for at most `most` algorithms, the library's first choice first. There is at least one; if there
+    /// is none, the error is the reason.
+    fn all(lt: &Arc<Lt>, r: &Request<'_>, inputs: usize, most: usize) -> Result<Vec<Plan>, String> {
+        let p = r.product;
+        let described = Described::new(lt, r)?;
+        let algorithms = described.algorithms(lt, p, most)?;
+        let mut unused = Some(described);
+        // Products are scaled in the compute type.
+        let one = match p.factors[0] {
+            DType::F64 => 1f64.to_bits(),
+            DType::I8 => 1,
+            _ => u64::from(1f32.to_bits()),
+        };
         let sizes = p.sizes();
-        Ok(Plan {
-            lt: lt.clone(),
-            desc: Mutex::new(desc),
-            layouts,
-            algorithm: answer[..n.algorithm].to_vec(),
-            workspace,
-            inputs,
-            bias,
-            scale: p.scale,
-            one,
-            calls: p.calls.iter().map(|at| std::array::from_fn(|x| at[x] * sizes[x])).collect(),
-        })
+        let calls: Vec<[isize; 3]> =
+            p.calls.iter().map(|at| std::array::from_fn(|x| at[x] * sizes[x])).collect();
+        let mut plans: Vec<Plan> = vec![];
+        for (algorithm, workspace) in algorithms {
+            let Described { desc, layouts } = match unused.take() {
+                Some(d) => d,
+                None => Described::new(lt, r)?,
+            };
+            plans.push(Plan {
+                lt: lt.clone(),
+                desc: Mutex::new(desc),
+                layouts,
+                algorithm,
+                workspace,
+                inputs,
+                bias: r.bias,
+                scale: p.scale,
+                one,
+                calls: calls.clone(),
+            });
+        }
+        Ok(plans)
+    }
+
+    /// The algorithm as numbers that name it in the tuning cache: a digest of its words, and its workspace.
+    fn values(&self) -> [(&'static str, u32); 3] {
+        let bytes: Vec<u8> = self.algorithm.iter().flat_map(|w| w.to_le_bytes()).collect();
+        let digest = cache::digest(&[&bytes]);
+        [("algorithm", digest as u32), ("more", (digest >> 32) as u32), ("workspace", self.workspace as u32)]
     }
 }
 

@@ -3,11 +3,17 @@
 use super::attention::{AttentionPlan, GENERATION, Key, SINCE};
 use super::cudnn_graph::Graphs;
 use super::epilogue::{Bias, VendorEpilogue};
-use super::{KernelCall, SimtKernel, WORKSPACE, failed, functions_of_one};
+use super::product::alignment;
+use super::search::{Algorithm, Searcher};
+use super::{
+    KernelCall, MAX_ALGORITHMS, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed, functions_of_one,
+};
 use crate::library_call::CallForm;
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
+use crate::tune::ALGORITHM;
 use crate::{Declined, Result};
+use halcyon_ir::kernel::tune::Variant;
 use halcyon_ir::layout::dense_strides;
 use halcyon_ir::ops;
 use halcyon_ir::target::MatmulPrecision;
@@ -83,7 +89,6 @@ const PROPAGATE_NAN: c_int = 1;
 const PRODUCTS: [c_int; 3] = [0, 1, 2];
 /// The only algorithm that supports a bias without an activation.
 const PRECOMPUTED: c_int = 1;
-const MAX_ALGORITHMS: usize = 8;
 /// Convolutions with fewer multiply-adds use a generated kernel.
 const MIN_MULTIPLY_ADDS: usize = 1 << 15;
 
@@ -239,6 +244,25 @@ impl Conv {
     }
 }
 
+impl Conv {
+    /// What the time of the convolution by the kernel `name` depends on.
+    fn key(&self, name: &str) -> String {
+        let join = |d: &Dims| d.iter().map(|n| n.to_string()).collect::<Vec<_>>().join("x");
+        let at = self.offsets.map(|o| alignment(o, WORKSPACE_ALIGNMENT));
+        format!(
+            "{ALGORITHM}{name}, image {}, filters {}, padding {}, stride {}, dilation {}, {} groups, aligned to {} and {}",
+            join(&self.x),
+            join(&self.w),
+            join(&self.pad),
+            join(&self.stride),
+            join(&self.dilation),
+            self.groups,
+            at[0],
+            at[1]
+        )
+    }
+}
+
 impl Dnn {
     /// Loads the library and opens it for a device.
     ///
@@ -313,6 +337,7 @@ impl Dnn {
         owner: u64,
         call: &CallForm<'_>,
         conv: Conv,
+        searcher: Option<Searcher<'_>>,
     ) -> Result<SimtKernel, Declined> {
         let epilogue = VendorEpilogue::of(call, &conv.planes, 1)?;
         // For other types, the library does not report before a run whether it supports a bias.
@@ -327,15 +352,26 @@ impl Dnn {
         let bias = epilogue.bias.map(|b| (b, activation));
         let loose = call.precision > MatmulPrecision::Highest;
         self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
-        let plan =
-            Plan::new(self, &conv, bias, loose).map_err(|why| Declined::because(format!("cuDNN: {why}")))?;
+        let most = if searcher.is_some() { MAX_ALGORITHMS } else { 1 };
+        let plans = Plan::all(self, &conv, bias, loose, most)
+            .map_err(|why| Declined::because(format!("cuDNN: {why}")))?;
         let on_top = match bias {
             None => "",
             Some((_, RELU)) => ".relu",
             Some(_) => ".bias",
         };
         let types = if conv.dtype == DType::F32 && loose { "tf32" } else { conv.dtype.name() };
-        SimtKernel::new(format!("cudnn.conv.{types}{on_top}"), owner, call, plan.workspace, plan)
+        let name = format!("cudnn.conv.{types}{on_top}");
+        let all = plans.into_iter().map(|plan| {
+            let values = [("algorithm", plan.algorithm as u32), ("math", plan.math as u32)];
+            let kernel = SimtKernel::new(name.clone(), owner, call, plan.workspace, plan)?;
+            Ok(Algorithm { variant: Variant::new("cudnn", &values), kernel })
+        });
+        let mut all = all.collect::<Result<Vec<_>, Declined>>()?;
+        Ok(match searcher {
+            Some(s) => s.fastest(&conv.key(&name), &self.version(), all),
+            None => all.swap_remove(0).kernel,
+        })
     }
 }
 
@@ -414,12 +450,9 @@ struct DnnEpilogue {
 /// A convolution with its algorithm.
 struct Plan {
     dnn: Arc<Dnn>,
-    x: Descriptor,
-    w: Descriptor,
-    y: Descriptor,
-    conv: Descriptor,
-    on_top: Option<DnnEpilogue>,
+    d: Described,
     algorithm: c_int,
+    math: c_int,
     workspace: usize,
     offsets: [isize; 2],
     /// The bits of the number 1 in the type of the scalars.
@@ -440,9 +473,17 @@ fn strides(dims: &[c_int]) -> Dims {
     dense_strides(&sizes).iter().map(|s| *s as c_int).collect()
 }
 
-impl Plan {
-    fn new(dnn: &Arc<Dnn>, c: &Conv, bias: Option<(Bias, c_int)>, loose: bool) -> Result<Plan, String> {
-        let f = &dnn.api.f;
+/// The descriptors of a convolution.
+struct Described {
+    x: Descriptor,
+    w: Descriptor,
+    y: Descriptor,
+    conv: Descriptor,
+    on_top: Option<DnnEpilogue>,
+}
+
+impl Described {
+    fn new(f: &Functions, c: &Conv, bias: Option<(Bias, c_int)>, math: c_int) -> Result<Described, String> {
         let number = type_number(c.dtype).ok_or_else(|| format!("it has no element type {}", c.dtype))?;
         let tensor = |dims: &[c_int]| {
             let steps = strides(dims);
@@ -460,14 +501,6 @@ impl Plan {
         };
         // SAFETY: `filter_create` only writes a handle, and `filter_destroy` is its counterpart.
         let w = unsafe { Descriptor::new(f.filter_create, f.filter_destroy, set) }?;
-        // Only f32 may be rounded (to TF32), and only if the precision allows it.
-        let exact = !loose || c.dtype != DType::F32;
-        let plain = c.dtype == DType::F32 && exact;
-        let math = match c.dtype {
-            DType::F16 | DType::BF16 => TENSOR_MATH,
-            DType::F32 if plain => FMA_MATH,
-            _ => DEFAULT_MATH,
-        };
         // 16-bit floats are summed in f32.
         let sums = if c.dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let sums = type_number(sums).unwrap_or_default();
@@ -502,23 +535,48 @@ impl Plan {
                 Some(DnnEpilogue { bias, shape: tensor(&dims)?, activation })
             }
         };
+        Ok(Described { x, w, y, conv, on_top })
+    }
+}
+
+impl Plan {
+    /// Plans for at most `most` algorithms, the library's first choice first. There is at least one; if there
+    /// is none, the error is the reason.
+    fn all(
+        dnn: &Arc<Dnn>,
+        c: &Conv,
+        bias: Option<(Bias, c_int)>,
+        loose: bool,
+        most: usize,
+    ) -> Result<Vec<Plan>, String> {
+        let f = &dnn.api.f;
+        // Only f32 may be rounded (to TF32), and only if the precision allows it.
+        let exact = !loose || c.dtype != DType::F32;
+        let plain = c.dtype == DType::F32 && exact;
+        let math = match c.dtype {
+            DType::F16 | DType::BF16 => TENSOR_MATH,
+            DType::F32 if plain => FMA_MATH,
+            _ => DEFAULT_MATH,
+        };
+        let d = Described::new(f, c, bias, math)?;
         let alone = bias.is_some_and(|(_, a)| a == IDENTITY);
-        let handle = dnn.handle.lock().unwrap_or_else(|e| e.into_inner());
         let (mut found, mut all) = (0, [Performance::default(); MAX_ALGORITHMS]);
+        let handle = dnn.handle.lock().unwrap_or_else(|e| e.into_inner());
         // SAFETY: the library writes at most `MAX_ALGORITHMS` entries to `all`, and one number to `found`.
         // The handle and all descriptors are live.
         let code = unsafe {
             (f.algorithms)(
                 handle.0,
-                x.raw,
-                w.raw,
-                conv.raw,
-                y.raw,
+                d.x.raw,
+                d.w.raw,
+                d.conv.raw,
+                d.y.raw,
                 MAX_ALGORITHMS as c_int,
                 &mut found,
                 all.as_mut_ptr(),
             )
         };
+        drop(handle);
         if code != SUCCESS {
             return Err(format!("no algorithm for this convolution (status {code}, {})", status(code)));
         }
@@ -530,44 +588,59 @@ impl Plan {
                 && (!alone || p.algorithm == PRECOMPUTED)
         };
         let found = usize::try_from(found).unwrap_or(0).min(MAX_ALGORITHMS);
-        let Some(best) = all[..found].iter().find(fits) else {
-            return Err(format!(
+        let mut plans: Vec<Plan> = vec![];
+        let mut first = None;
+        let mut unused = Some(d);
+        for p in all[..found].iter().filter(fits).take(most) {
+            let math = if plain { FMA_MATH } else { p.math };
+            let same = |q: &Plan| q.algorithm == p.algorithm && q.math == math;
+            if plans.iter().any(same) {
+                continue;
+            }
+            let made = match unused.take() {
+                Some(d) => Ok(d),
+                None => Described::new(f, c, bias, math),
+            };
+            match made.and_then(|d| Plan::new(dnn, c, d, p.algorithm, math)) {
+                Ok(plan) => plans.push(plan),
+                Err(why) => first = first.or(Some(why)),
+            }
+        }
+        match (plans.is_empty(), first) {
+            (false, _) => Ok(plans),
+            (true, Some(why)) => Err(why),
+            (true, None) => Err(format!(
                 "none of {found} algorithms is deterministic, exact enough and within {WORKSPACE} bytes of workspace"
-            ));
-        };
+            )),
+        }
+    }
+
+    /// A plan for one algorithm.
+    fn new(dnn: &Arc<Dnn>, c: &Conv, d: Described, algorithm: c_int, math: c_int) -> Result<Plan, String> {
+        let f = &dnn.api.f;
         let mut workspace = 0;
+        let handle = dnn.handle.lock().unwrap_or_else(|e| e.into_inner());
         // SAFETY: the library writes one number to `workspace`. The handle is locked, and all descriptors are
         // live.
-        let steps = [unsafe { (f.conv_math)(conv.raw, if plain { FMA_MATH } else { best.math }) }, unsafe {
-            (f.workspace)(handle.0, x.raw, w.raw, conv.raw, y.raw, best.algorithm, &mut workspace)
+        let steps = [unsafe { (f.conv_math)(d.conv.raw, math) }, unsafe {
+            (f.workspace)(handle.0, d.x.raw, d.w.raw, d.conv.raw, d.y.raw, algorithm, &mut workspace)
         }];
+        drop(handle);
         if let Some(code) = steps.into_iter().find(|code| *code != SUCCESS) {
-            return Err(format!("algorithm {} gave status {code} ({})", best.algorithm, status(code)));
+            return Err(format!("algorithm {algorithm} gave status {code} ({})", status(code)));
         }
         if workspace > WORKSPACE {
             return Err(format!("it needs {workspace} bytes of workspace"));
         }
         let one = if c.dtype == DType::F64 { 1f64.to_bits() } else { u64::from(1f32.to_bits()) };
-        drop(handle);
-        Ok(Plan {
-            dnn: dnn.clone(),
-            x,
-            w,
-            y,
-            conv,
-            on_top,
-            algorithm: best.algorithm,
-            workspace,
-            offsets: c.offsets,
-            one,
-        })
+        Ok(Plan { dnn: dnn.clone(), d, algorithm, math, workspace, offsets: c.offsets, one })
     }
 }
 
 impl KernelCall for Plan {
     unsafe fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
         let (dnn, f) = (&self.dnn, &self.dnn.api.f);
-        let inputs = 2 + usize::from(self.on_top.is_some());
+        let inputs = 2 + usize::from(self.d.on_top.is_some());
         let place = |i: usize, by: isize| at[i].wrapping_add_signed(by as i64);
         let (x, w, y) = (place(0, self.offsets[0]), place(1, self.offsets[1]), at[inputs]);
         let room = at.get(inputs + 1).copied().unwrap_or(0);
@@ -579,40 +652,40 @@ impl KernelCall for Plan {
         // operands lie in them, and the result overlaps with no other buffer. The library reads the scalars
         // before the call returns.
         let code = unsafe {
-            match &self.on_top {
+            match &self.d.on_top {
                 None => (f.forward)(
                     handle.0,
                     one,
-                    self.x.raw,
+                    self.d.x.raw,
                     x,
-                    self.w.raw,
+                    self.d.w.raw,
                     w,
-                    self.conv.raw,
+                    self.d.conv.raw,
                     self.algorithm,
                     room,
                     self.workspace,
                     zero,
-                    self.y.raw,
+                    self.d.y.raw,
                     y,
                 ),
                 Some(o) => (f.forward_ending)(
                     handle.0,
                     one,
-                    self.x.raw,
+                    self.d.x.raw,
                     x,
-                    self.w.raw,
+                    self.d.w.raw,
                     w,
-                    self.conv.raw,
+                    self.d.conv.raw,
                     self.algorithm,
                     room,
                     self.workspace,
                     zero,
-                    self.y.raw,
+                    self.d.y.raw,
                     y,
                     o.shape.raw,
                     place(o.bias.input, o.bias.offset),
                     o.activation.raw,
-                    self.y.raw,
+                    self.d.y.raw,
                     y,
                 ),
             }

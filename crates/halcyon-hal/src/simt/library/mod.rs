@@ -12,6 +12,7 @@ mod cudnn_graph;
 mod epilogue;
 mod product;
 mod rocblas;
+mod search;
 mod tensile;
 
 use super::memory::SimtBuffer;
@@ -28,6 +29,7 @@ use halcyon_ir::ops::Op;
 use halcyon_ir::target::{MatmulPrecision, Work};
 use product::Product;
 use rocblas::RocBlas;
+pub(super) use search::{Search, Searcher};
 use smallvec::SmallVec;
 use std::any::Any;
 use std::fmt;
@@ -35,6 +37,8 @@ use std::sync::{Arc, OnceLock};
 
 /// Maximum workspace of one call, in bytes.
 const WORKSPACE: usize = 32 << 20;
+/// Maximum number of algorithms that a library is asked for.
+const MAX_ALGORITHMS: usize = 8;
 /// Alignment of workspaces.
 const WORKSPACE_ALIGNMENT: usize = 256;
 
@@ -221,13 +225,28 @@ impl Libraries {
         all.into_iter().map(|(name, text)| (name.to_string(), text)).collect()
     }
 
-    /// A kernel for the call, or why there is none.
-    pub(super) fn find(&self, call: &LibraryCall<'_>) -> Result<SimtKernel, Declined> {
-        // `false`: the vendor's kernels do not read packed constants.
-        CallForm::first(call, false, |form| self.find_form(form))
+    /// Whether a library is found whose algorithms can be searched. Loads the libraries.
+    pub(super) fn lists_algorithms(&self) -> Result<(), Absent> {
+        match (self.products(), self.convolutions()) {
+            (Err(products), Err(convolutions)) => {
+                Err(format!("no library that lists algorithms is found: {products}; {convolutions}"))
+            }
+            _ => Ok(()),
+        }
     }
 
-    fn find_form(&self, call: &CallForm<'_>) -> Result<SimtKernel, Declined> {
+    /// A kernel for the call, or why there is none. With a searcher, the algorithms that the library lists
+    /// are measured.
+    pub(super) fn find(
+        &self,
+        call: &LibraryCall<'_>,
+        searcher: Option<Searcher<'_>>,
+    ) -> Result<SimtKernel, Declined> {
+        // `false`: the vendor's kernels do not read packed constants.
+        CallForm::first(call, false, |form| self.find_form(form, searcher))
+    }
+
+    fn find_form(&self, call: &CallForm<'_>, searcher: Option<Searcher<'_>>) -> Result<SimtKernel, Declined> {
         let Work::Op(op) = call.work else {
             return Err(Declined::because("fused chains use generated kernels"));
         };
@@ -270,7 +289,7 @@ impl Libraries {
             Op::Conv(c) => {
                 let conv = cudnn::Conv::of(call, c)?;
                 let dnn = self.convolutions().map_err(Declined::because)?;
-                dnn.kernel(self.owner, call, conv)
+                dnn.kernel(self.owner, call, conv, searcher)
             }
             _ => {
                 // The target has reported to the passes that it multiplies 8-bit floats if both factors are
@@ -286,7 +305,7 @@ impl Libraries {
                 };
                 let p = Product::of(call).map_err(spread)?;
                 let first = match self.products() {
-                    Ok(lt) => match lt.kernel(self.owner, call, &p) {
+                    Ok(lt) => match lt.kernel(self.owner, call, &p, searcher) {
                         Ok(k) => return Ok(k),
                         Err(d) => d,
                     },
@@ -361,6 +380,12 @@ impl SimtKernel {
             alignment: WORKSPACE_ALIGNMENT,
             body: Box::new(body),
         })
+    }
+
+    /// The sizes in bytes of the buffers of a run, without the workspace.
+    fn operands(&self) -> Vec<usize> {
+        let n = self.needs.len() - usize::from(self.workspace > 0);
+        (0..n).filter_map(|i| self.needs.get(i)).map(|n| n.bytes).collect()
     }
 
     /// Whether a run writes buffer `i`. A run only reads all other buffers.

@@ -36,8 +36,8 @@ pub struct Dialect {
     pub buffer_arg: &'static str,
     /// A scalar argument: `$t`, `$n`, `$i`.
     pub param_arg: &'static str,
-    /// The parameter for the argument buffer `g`, in words of eight bytes. Empty if the language cannot use
-    /// addresses that are read from a buffer.
+    /// The parameter for the argument buffer `g`, in words of eight bytes. Empty if the drivers of the
+    /// language use no argument buffers.
     pub arguments: &'static str,
     /// Further arguments, after the parameters.
     pub extra_args: &'static str,

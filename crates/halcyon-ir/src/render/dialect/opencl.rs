@@ -16,7 +16,7 @@ pub static DIALECT: Dialect = Dialect {
     restrict: "restrict ",
     buffer_arg: "$p$n",
     param_arg: "const $t $n",
-    arguments: "",
+    arguments: "__global const ulong* restrict g",
     extra_args: "",
     local_id: ["(int)get_local_id(0)", "(int)get_local_id(1)", "(int)get_local_id(2)"],
     group_id: ["(int)get_group_id(0)", "(int)get_group_id(1)", "(int)get_group_id(2)"],

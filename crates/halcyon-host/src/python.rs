@@ -1,12 +1,12 @@
-//! Directories of Python packages, which may contain NVIDIA's libraries:
-//! `site-packages/nvidia/<library>/lib`.
+//! Directories of Python packages, which may contain vendors' libraries, such as
+//! `site-packages/nvidia/<library>/lib` and `site-packages/onnxruntime/capi`. No Python is run to find them.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 /// Package directories, in this order: of the interpreter that HALCYON_PYTHON names, of active environments,
 /// of each Python interpreter in PATH, of the user, and of the system.
-pub(super) fn packages() -> Vec<PathBuf> {
+pub fn packages() -> Vec<PathBuf> {
     let variable = |n: &str| std::env::var_os(n).filter(|v| !v.is_empty());
     let mut roots: Vec<PathBuf> = vec![];
     roots.extend(variable("HALCYON_PYTHON").and_then(|p| root_of(Path::new(&p))));
@@ -37,6 +37,14 @@ fn root_of(program: &Path) -> Option<PathBuf> {
     if own { Some(folder.into()) } else { folder.parent().map(PathBuf::from) }
 }
 
+/// The files of a directory, sorted by name.
+fn entries(dir: &Path) -> Vec<PathBuf> {
+    let mut all: Vec<PathBuf> =
+        std::fs::read_dir(dir).into_iter().flatten().flatten().map(|e| e.path()).collect();
+    all.sort();
+    all
+}
+
 /// The package directories below roots, without duplicates.
 fn below(roots: &[PathBuf]) -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> = vec![];
@@ -51,7 +59,7 @@ fn below(roots: &[PathBuf]) -> Vec<PathBuf> {
     };
     for root in roots {
         for lib in ["lib", "lib64"] {
-            for dir in crate::probe::entries(&root.join(lib)) {
+            for dir in entries(&root.join(lib)) {
                 if dir.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python")) {
                     ["site-packages", "dist-packages"].into_iter().for_each(|p| add(dir.join(p)));
                 }
