@@ -250,7 +250,8 @@ impl PartialEq for AlgorithmSearch {
     }
 }
 
-/// How the keys of an algorithm search begin. The keys of generated kernels begin with the name of a template.
+/// How the keys of an algorithm search begin. The keys of generated kernels begin with the name of a
+/// template.
 pub const ALGORITHM: &str = "algorithm of ";
 
 /// Entries by device and key.

@@ -159,8 +159,8 @@ fn s2_08_attention_stores_no_matrix_of_scores() {
     }
 }
 
-/// Over the vendors' stand-ins: tensor cores and matrix cores in the libraries' kernels and in generated ones,
-/// products of 8-bit floats, and cuDNN's attention.
+/// Over the vendors' stand-ins: tensor cores and matrix cores in the libraries' kernels and in generated
+/// ones, products of 8-bit floats, and cuDNN's attention.
 #[test]
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 fn s2_08_matrix_units_and_eight_bit_floats_of_the_vendors() {

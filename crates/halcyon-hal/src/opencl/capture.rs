@@ -30,7 +30,6 @@ use crate::{BufferRef, Capture, Command, Counters, Counts, Error, Program, Recor
 use halcyon_ir::Scalar;
 use halcyon_ir::kernel::{Ty, const_bits};
 use halcyon_ir::render::{self, Indirect, Language};
-use smallvec::SmallVec;
 use std::any::Any;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -50,10 +49,10 @@ enum Recordable {
         entry: Arc<Entry>,
         global: [usize; 3],
         local: [usize; 3],
-        buffers: SmallVec<[Arc<Owned<MemoryObject>>; 8]>,
+        buffers: Vec<Arc<Owned<MemoryObject>>>,
         faults: bool,
         /// The arguments that do not vary.
-        arguments: SmallVec<[Argument; 16]>,
+        arguments: Vec<Argument>,
         /// The first word and the number of words of those that do.
         words: (usize, usize),
     },
@@ -206,7 +205,7 @@ impl OpenClDevice {
                 if groups.contains(&0) {
                     return Ok(None);
                 }
-                let mut objects = SmallVec::new();
+                let mut objects = vec![];
                 for (i, b) in buffers.iter().enumerate() {
                     let own = match p.signature.buffers.get(i).is_some_and(|d| d.write) {
                         true => shared.writable("launch", b)?,

@@ -112,8 +112,8 @@ impl Rules {
     }
 }
 
-/// Whether command buffers are used, by the value of [`VARIABLE`] and the kind of the device; the error is the
-/// reason why they are not.
+/// Whether command buffers are used, by the value of [`VARIABLE`] and the kind of the device; the error is
+/// the reason why they are not.
 fn wanted(set: Option<&str>, is_cpu: bool) -> Result<(), String> {
     match set.map(str::trim).filter(|s| !s.is_empty()) {
         Some("on") => Ok(()),
@@ -163,7 +163,8 @@ impl CommandBuffers {
             true => &[sys::COMMAND_BUFFER_FLAGS, sys::COMMAND_BUFFER_SIMULTANEOUS_USE, 0],
             false => &[0],
         };
-        // SAFETY: the extension declares these functions with these types, in the versions that `Rules` knows.
+        // SAFETY: the extension declares these functions with these types, in the versions that `Rules`
+        // knows.
         unsafe {
             Ok(CommandBuffers {
                 create: function(a, "clCreateCommandBufferKHR")?,
@@ -218,8 +219,8 @@ impl<'a> Recorder<'a> {
         Ok(Recorder { f, raw: raw.map_err(|c| ("clCreateCommandBufferKHR", c))?, last: None })
     }
 
-    /// Records a command. `f` is given the number and the list of commands to wait for, and where to write the
-    /// number of the new command.
+    /// Records a command. `f` is given the number and the list of commands to wait for, and where to write
+    /// the number of the new command.
     fn then(
         &mut self,
         call: &'static str,

@@ -1,5 +1,5 @@
-//! Tests of captures on the stand-ins: the numbers of calls and of live objects, and failures. The conformance
-//! suite tests the results (`halcyon_hal::conformance::captures`).
+//! Tests of captures on the stand-ins: the numbers of calls and of live objects, and failures. The
+//! conformance suite tests the results (`halcyon_hal::conformance::captures`).
 
 use crate::common::standin::{self, StandIn};
 use halcyon_hal::conformance::captures::{N, Work, f32s, want};

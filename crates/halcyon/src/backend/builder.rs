@@ -161,10 +161,10 @@ impl BackendBuilder {
     }
 
     /// Whether the algorithms that a vendor's library lists for a product or a convolution (cuBLASLt,
-    /// hipBLASLt, cuDNN) are measured on the device, from level O2 on. Each call is measured once; the fastest
-    /// algorithm is kept in the tuning cache ([`BackendBuilder::autotuning_cache_file`]), so another process
-    /// measures nothing. [`BackendBuilder::tuning`] has no influence on this. If it is off or not set, the
-    /// library's first choice is taken.
+    /// hipBLASLt, cuDNN) are measured on the device, from level O2 on. Each call is measured once; the
+    /// fastest algorithm is kept in the tuning cache ([`BackendBuilder::autotuning_cache_file`]), so another
+    /// process measures nothing. [`BackendBuilder::tuning`] has no influence on this. If it is off or not
+    /// set, the library's first choice is taken.
     pub fn enable_algorithm_search(mut self, on: bool) -> Self {
         self.0.algorithm_search = Some(on);
         self
