@@ -231,7 +231,7 @@ class Runner:
         from halcyon.torch.compile.joint import partition
 
         self.backend, self.dynamo, self.number = backend, dynamo, 0
-        native = open_backend("cpu", None, torch.get_num_threads())
+        native = open_backend(None, torch.get_num_threads())
 
         def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
             made = aot_function(

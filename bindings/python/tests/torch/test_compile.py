@@ -293,7 +293,7 @@ class TestWeights:
 
         rng = torch.Generator().manual_seed(1)
         w = torch.randn(700_001, generator=rng)
-        weights = _native.Weights(open_backend("cpu", None, 2), [torch._C._to_dlpack(w)])
+        weights = _native.Weights(open_backend(None, 2), [torch._C._to_dlpack(w)])
         seen = {weights.fingerprint(1)}
         assert weights.fingerprint(2) in seen, "the number of threads matters"
         for k in range(60):
@@ -305,6 +305,18 @@ class TestWeights:
             seen.add(weights.fingerprint(1))
         w.neg_()
         assert weights.fingerprint(1) not in seen
+
+
+def test_parameters_that_are_not_aligned() -> None:
+    flat = torch.randn(41)
+    m = torch.nn.Linear(8, 5, bias=False)
+    m.weight = torch.nn.Parameter(flat[1:].view(5, 8))
+    g, x = compiled(m), torch.randn(2, 8)
+    with torch.no_grad():
+        close(g(x), m(x))
+        m.weight.mul_(2)
+        close(g(x), m(x))
+    on_halcyon()
 
 
 def test_options_are_checked() -> None:
@@ -415,7 +427,7 @@ def test_memory_is_returned() -> None:
         return (x * 2).relu() + 1
 
     g, x = compiled(f), torch.randn(1 << 16)
-    native = open_backend("cpu", None, torch.get_num_threads())
+    native = open_backend(None, torch.get_num_threads())
     for _ in range(3):
         g(x)
     before = native.memory()["allocated"]

@@ -19,14 +19,14 @@ from halcyon.torch.compile.runtime import CompiledGraph
 
 __all__ = ["compiler", "halcyon_backend", "open_backend"]
 
-_OPTIONS = {"device", "freeze", "level", "threads"}
+_OPTIONS = {"freeze", "level", "threads"}
 _numbers = itertools.count()
 
 
 @functools.cache
-def open_backend(device: str, level: str | None, threads: int) -> _native.Backend:
-    """The backend for these options, opened once."""
-    return _native.Backend(device, threads=threads, level=level)
+def open_backend(level: str | None, threads: int) -> _native.Backend:
+    """The CPU with these options, opened once."""
+    return _native.Backend("cpu", threads=threads, level=level)
 
 
 def _fixed(gm: GraphModule) -> list[int]:
@@ -53,9 +53,8 @@ def halcyon_backend(
 ) -> Callable[..., Any]:
     """The backend ``halcyon`` of `torch.compile`.
 
-    Options: ``device`` (``cpu``, the default, shares memory with PyTorch's tensors), ``level`` (``O0`` to
-    ``O3``), ``threads`` (PyTorch's number, if none is given) and ``freeze`` (``checked``, ``trusted`` or
-    ``off``: which weights become constants of inference plans).
+    Options: ``level`` (``O0`` to ``O3``), ``threads`` (PyTorch's number, if none is given) and ``freeze``
+    (``checked``, ``trusted`` or ``off``: which weights become constants of inference plans).
     """
     from torch._dynamo.backends.common import aot_autograd
 
@@ -71,7 +70,7 @@ def halcyon_backend(
     if freeze not in MODES:
         raise ArgumentError(f"freeze is {freeze!r}; it must be one of {', '.join(MODES)}")
     threads = given.get("threads") or torch.get_num_threads()
-    backend = open_backend(given.get("device", "cpu"), given.get("level"), threads)
+    backend = open_backend(given.get("level"), threads)
     made = aot_autograd(
         fw_compiler=compiler("forward", backend),
         bw_compiler=compiler("backward", backend),

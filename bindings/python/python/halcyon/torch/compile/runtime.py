@@ -62,10 +62,16 @@ class _Input:
         own = t if self.order is None else t.permute(self.order)
         if not own.is_contiguous():
             return imported(backend, own.contiguous())
-        made = imported(backend, own)
         if self.fixed:
-            self.kept = (t.data_ptr(), made)
-        return made
+            try:
+                made = _native.from_dlpack(backend, _to_dlpack(own.detach()), False)
+            except ArgumentError:
+                # The memory is not aligned, so an import is a copy, which must not be kept.
+                self.fixed = False
+            else:
+                self.kept = (t.data_ptr(), made)
+                return made
+        return imported(backend, own)
 
 
 class _Plan:
