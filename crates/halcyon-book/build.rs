@@ -1,8 +1,8 @@
 //! Makes a documentation test of each Rust block of the pages in `docs/`.
 //!
-//! An HTML comment `<!-- setup … -->` before a block has lines that the test needs and a reader does not; those
-//! after a line `---` follow the block. A block without `fn main` is the body of a function that returns a `Result`. Attributes of the block, such
-//! as `no_run`, are those of rustdoc.
+//! An HTML comment `<!-- setup … -->` before a block has lines that the test needs and a reader does not;
+//! those after a line `---` follow the block. A block without `fn main` is the body of a function that
+//! returns a `Result`. Attributes of the block, such as `no_run`, are those of rustdoc.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};

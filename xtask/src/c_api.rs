@@ -109,8 +109,8 @@ fn built(messages: &str, name: &str) -> Option<String> {
     messages.lines().find_map(of)
 }
 
-/// Builds the package with AddressSanitizer, which the stable compiler enables with `RUSTC_BOOTSTRAP`. Returns
-/// the folder of the library.
+/// Builds the package with AddressSanitizer, which the stable compiler enables with `RUSTC_BOOTSTRAP`.
+/// Returns the folder of the library.
 fn sanitized_library(context: &Context) -> Result<PathBuf, String> {
     let (target, dir) = ("x86_64-unknown-linux-gnu", target_dir().join("asan"));
     let mut build = cargo(context, "build", PACKAGES[0]);

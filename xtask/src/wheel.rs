@@ -1,7 +1,7 @@
 //! `cargo xtask wheel`: the Python package (`bindings/python`) as one wheel for every Python from 3.10 on.
 //!
-//! No dependency contains C code, so only the link depends on the C library. The native module is compiled like
-//! the release binary, whose crates it shares, and linked by zig against an old glibc. Its tag is then
+//! No dependency contains C code, so only the link depends on the C library. The native module is compiled
+//! like the release binary, whose crates it shares, and linked by zig against an old glibc. Its tag is then
 //! manylinux, whatever the version of glibc here.
 
 use crate::prerequisites::{self, Requirements, Venv, succeeds};

@@ -204,8 +204,8 @@ pub(crate) fn open(py: Python<'_>, capsule: &Bound<'_, PyAny>) -> PyResult<(View
     Ok((view, Py::new(py, managed)?.into_any()))
 }
 
-/// The tensor in a DLPack capsule. With `copy=None` or `False` the tensor may use the producer's memory, which
-/// then must not change while the tensor or a result that is not computed yet lives.
+/// The tensor in a DLPack capsule. With `copy=None` or `False` the tensor may use the producer's memory,
+/// which then must not change while the tensor or a result that is not computed yet lives.
 #[pyfunction]
 #[pyo3(signature = (backend, capsule, copy = None))]
 pub(crate) fn from_dlpack(
@@ -250,7 +250,7 @@ unsafe extern "C" fn delete_plain(m: *mut Plain) {
 }
 
 unsafe extern "C" fn delete_versioned(m: *mut Versioned) {
-    // SAFETY: as for `delete_plain`.
+    // SAFETY: `Box::into_raw` in `to_dlpack` made both, and a consumer deletes a structure once.
     unsafe {
         drop(Box::from_raw((*m).context.cast::<Context>()));
         drop(Box::from_raw(m));

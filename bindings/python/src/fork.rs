@@ -1,8 +1,9 @@
 //! Calls into Halcyon without the interpreter's lock, and what a forked child may do.
 //!
-//! A child has only the thread that forked. If another thread was inside of Halcyon at that time, its locks stay
-//! locked in the child. So a fork waits until no other thread is, and calls that would begin meanwhile wait for
-//! the fork. A child that was forked nevertheless refuses to work. [`halcyon_hal::fork`] has the rest.
+//! A child has only the thread that forked. If another thread was inside of Halcyon at that time, its locks
+//! stay locked in the child. So a fork waits until no other thread is, and calls that would begin meanwhile
+//! wait for the fork. A child that was forked nevertheless refuses to work. [`halcyon_hal::fork`] has the
+//! rest.
 
 use crate::errors::OrRaise;
 use halcyon::{Error, Result};

@@ -125,8 +125,8 @@ impl View {
         }
     }
 
-    /// The elements in place. Their bytes may change while the result lives if the owner allows it, so only what
-    /// reads them at once may use it.
+    /// The elements in place. Their bytes may change while the result lives if the owner allows it, so only
+    /// what reads them at once may use it.
     pub(crate) fn shared(&self, owner: Py<PyAny>) -> PyResult<ConstData> {
         let bytes = self.bytes()?;
         if !self.is_dense() {

@@ -128,8 +128,8 @@ impl OnnxSession {
     }
 
     /// Runs the model on inputs by name: arrays, tensors, strings, lists, dicts, None. Returns the outputs
-    /// with these names (all, if there are none): arrays, or with `keep` tensors on the device where the model
-    /// ran as one graph. On Python's main thread Ctrl-C ends the run.
+    /// with these names (all, if there are none): arrays, or with `keep` tensors on the device where the
+    /// model ran as one graph. On Python's main thread Ctrl-C ends the run.
     #[pyo3(signature = (names, feed, cancel = None, keep = false))]
     fn run<'py>(
         &self,
@@ -145,8 +145,8 @@ impl OnnxSession {
         values::list(py, made)
     }
 
-    /// Like `run`, for a backend that measures its steps. Returns the outputs, and the events of the run: name,
-    /// category, start and duration in nanoseconds from the start of the run, and properties.
+    /// Like `run`, for a backend that measures its steps. Returns the outputs, and the events of the run:
+    /// name, category, start and duration in nanoseconds from the start of the run, and properties.
     #[pyo3(signature = (names, feed, cancel = None, keep = false))]
     fn run_profiled<'py>(
         &self,

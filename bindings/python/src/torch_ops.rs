@@ -39,7 +39,8 @@ fn gradient(
     }))
 }
 
-/// The gradient of `conv` with respect to its operand `of`: `x` or `weight`. `dy` is the gradient of the result.
+/// The gradient of `conv` with respect to its operand `of`: `x` or `weight`. `dy` is the gradient of the
+/// result.
 #[pyfunction]
 #[pyo3(signature = (of, x, weight, dy, stride, pad, dilation, input_dilation, groups = 1))]
 #[allow(clippy::too_many_arguments)]
@@ -99,7 +100,8 @@ fn attention_grad(
     }))
 }
 
-/// The gradients of `layer_norm` with respect to its operand, scale and bias, one after the other in one axis.
+/// The gradients of `layer_norm` with respect to its operand, scale and bias, one after the other in one
+/// axis.
 #[pyfunction]
 fn layer_norm_grad(x: In<'_>, scale: In<'_>, dy: In<'_>, axis: usize, eps: f64) -> PyResult<Tensor> {
     Tensor::made(Inner::build(&[&x.0, &scale.0, &dy.0], |g, v| {

@@ -1,7 +1,7 @@
 //! Training steps of Python functions.
 //!
-//! A training step belongs to one thread of its own, because it holds values that do not leave their thread. A
-//! call sends it a job and waits for the answer without the interpreter's lock.
+//! A training step belongs to one thread of its own, because it holds values that do not leave their thread.
+//! A call sends it a job and waits for the answer without the interpreter's lock.
 
 use crate::backend::{Backend, object};
 use crate::errors::{OrRaise, argument, exception};
@@ -106,8 +106,8 @@ fn builder(kind: &str, options: &Bound<'_, PyDict>) -> PyResult<Builder> {
     Ok(made)
 }
 
-/// Calls the loss function, which takes lists of parameters and of batch tensors and returns tensors, the loss
-/// first.
+/// Calls the loss function, which takes lists of parameters and of batch tensors and returns tensors, the
+/// loss first.
 fn call(function: &Py<PyAny>, raised: &Raised, params: &Params, batch: &[Raw]) -> Result<Vec<Raw>> {
     Python::attach(|py| {
         let wrap = |t: Raw| Tensor(t);
@@ -193,8 +193,8 @@ fn named(tensors: Vec<(String, Raw)>) -> Vec<(String, Tensor)> {
 #[pymethods]
 impl TrainStep {
     /// `function` takes a list of parameters and a list of batch tensors, and returns a list of tensors, the
-    /// loss first. It is called with placeholders. `settings` has `optimizer`, the rule's name; `options` those
-    /// of the rule.
+    /// loss first. It is called with placeholders. `settings` has `optimizer`, the rule's name; `options`
+    /// those of the rule.
     #[new]
     fn new(
         py: Python<'_>,

@@ -56,8 +56,8 @@ pub fn main() -> ExitCode {
 /// `program` starts this command again in a child process; the child's arguments follow, without a name. With
 /// `None`, drivers are probed in this process, and commands that need a child fail.
 ///
-/// The command takes over the process: its standard streams, Ctrl-C, and what is set once per process, such as
-/// the verbosity.
+/// The command takes over the process: its standard streams, Ctrl-C, and what is set once per process, such
+/// as the verbosity.
 pub fn main_with(args: Vec<OsString>, program: Option<Program>) -> u8 {
     child::end_with_parent();
     // Detected before parsing, so that usage errors are JSON too.

@@ -1,8 +1,8 @@
 //! Children of `fork` that do not call `exec`, such as the workers of Python's `multiprocessing`.
 //!
-//! A child has a copy of its parent's memory, but only the thread that forked. It must call [`in_child`] before
-//! it uses a device, and no other thread of the parent may have been inside of Halcyon at the fork, because
-//! that thread's locks stay locked in the child. Then:
+//! A child has a copy of its parent's memory, but only the thread that forked. It must call [`in_child`]
+//! before it uses a device, and no other thread of the parent may have been inside of Halcyon at the fork,
+//! because that thread's locks stay locked in the child. Then:
 //! - The parent's CPU devices compute on the calling thread alone. New ones have all their threads.
 //! - The other devices of the parent fail with an error: the threads of their drivers do not exist.
 //! - A driver that the parent loaded cannot be opened again.

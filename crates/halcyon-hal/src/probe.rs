@@ -43,9 +43,9 @@ static PROGRAM: OnceLock<Program> = OnceLock::new();
 static UNUSABLE: AtomicBool = AtomicBool::new(false);
 static NOTICE: OnceLock<fn(&str)> = OnceLock::new();
 
-/// Sets the program that answers `__probe BACKEND` with [`report`] on its standard output, and `__probe BACKEND
-/// --open N` with [`report_open`]. With `--version` it must succeed and load no driver. Later calls have no
-/// effect.
+/// Sets the program that answers `__probe BACKEND` with [`report`] on its standard output, and `__probe
+/// BACKEND --open N` with [`report_open`]. With `--version` it must succeed and load no driver. Later calls
+/// have no effect.
 pub fn set_program(program: Program) {
     let _ = PROGRAM.set(program);
 }

@@ -69,8 +69,8 @@ static MESSAGES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 const MAX_MESSAGES: usize = 100;
 
 impl Runtime {
-    /// Loads the library. `named` is its file. Without it, the variable `ORT_DYLIB_PATH` names the file; if it
-    /// is not set, the library is looked for by the system's loader, then in the package onnxruntime of
+    /// Loads the library. `named` is its file. Without it, the variable `ORT_DYLIB_PATH` names the file; if
+    /// it is not set, the library is looked for by the system's loader, then in the package onnxruntime of
     /// Python environments (`halcyon_host::python`). A library that is named is the only one that is tried.
     /// No library is executed before its version was read, except for the functions that the system's loader
     /// runs when it loads a file.

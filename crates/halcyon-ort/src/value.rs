@@ -178,9 +178,9 @@ fn bytes_of(name: &str, t: &DynTensor, bytes: usize) -> Result<Vec<u8>> {
     if from.is_null() {
         return Err(Error::internal(format!("{NAME} gave no memory of '{name}'")));
     }
-    // SAFETY: the caller computed `bytes` from the tensor's own element type and sizes, and ONNX Runtime
-    // allocates at least this for a tensor in host memory. A run has written all of it. `t` keeps the memory
-    // while the slice exists, and nothing writes to it.
+    // SAFETY: ONNX Runtime allocates at least `bytes` bytes for the tensor, because the caller computed them
+    // from its element type and sizes. A run has written all of them. `t` keeps the memory while the slice
+    // exists, and nothing writes to it.
     out.extend_from_slice(unsafe { std::slice::from_raw_parts(from, bytes) });
     Ok(out)
 }

@@ -23,7 +23,8 @@ impl Drop for Scope {
     }
 }
 
-/// Runs `f`. What it submits on this thread ends with [`Error::Interrupted`] once `is_cancelled` returns true.
+/// Runs `f`. What it submits on this thread ends with [`Error::Interrupted`] once `is_cancelled` returns
+/// true.
 #[cfg_attr(not(feature = "onnx"), allow(dead_code))]
 pub(crate) fn scope<T>(is_cancelled: impl Fn() -> bool + 'static, f: impl FnOnce() -> T) -> T {
     CHECKS.with_borrow_mut(|c| c.push(Arc::new(is_cancelled)));

@@ -208,8 +208,8 @@ impl OnnxModel {
         (s.nodes, s.weights.len(), s.weights.iter().map(|w| w.elements).sum())
     }
 
-    /// Finds defects that do not depend on the inputs' sizes: unknown operators, names without a source, wrong
-    /// element types.
+    /// Finds defects that do not depend on the inputs' sizes: unknown operators, names without a source,
+    /// wrong element types.
     fn validate(&self, py: Python<'_>) -> PyResult<()> {
         let _call = fork::call(py)?;
         match py.detach(|| self.file.outcome(&[], &[])) {
@@ -271,8 +271,8 @@ impl OnnxModel {
         self.changed(file.or_raise()?)
     }
 
-    /// The model with other values of stored tensors. `external` requires that each is stored in another file.
-    /// Returns the model and the names that it does not store.
+    /// The model with other values of stored tensors. `external` requires that each is stored in another
+    /// file. Returns the model and the names that it does not store.
     fn with_initializers(
         &self,
         values: Vec<(String, Bound<'_, PyAny>)>,
@@ -338,7 +338,8 @@ impl OnnxModel {
         self.changed(file.or_raise()?)
     }
 
-    /// Writes the model as it is imported, or with `optimize` after the passes that do not depend on a device.
+    /// Writes the model as it is imported, or with `optimize` after the passes that do not depend on a
+    /// device.
     fn write(&self, py: Python<'_>, path: PathBuf, optimize: bool) -> PyResult<()> {
         py.work(|| {
             self.file.check("")?;

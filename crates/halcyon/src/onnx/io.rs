@@ -255,8 +255,8 @@ impl OnnxSession {
     /// session.
     ///
     /// # Errors
-    /// The errors of [`OnnxSession::run`] and [`OnnxSession::run_data`]; [`Error::Interrupted`] if the run was
-    /// cancelled.
+    /// The errors of [`OnnxSession::run`] and [`OnnxSession::run_data`]; [`Error::Interrupted`] if the run
+    /// was cancelled.
     #[track_caller]
     pub fn run_with<N: AsRef<str>, V: Into<Input>>(
         &self,
