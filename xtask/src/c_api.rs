@@ -9,9 +9,6 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// What the merge tier runs of this step.
-pub(crate) const SAMPLE: &str = "without AddressSanitizer in the library, only in the programs that use it";
-
 /// The crates that the library names.
 const CRATES: &[&str] = &["halcyon", "halcyon_models", "halcyon_text", "serde_json"];
 

@@ -8,9 +8,6 @@ use crate::wheel;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// What the merge tier runs of this step.
-pub(crate) const SAMPLE: &str = "the tests of the Python package that need no PyTorch, and ruff";
-
 const TORCH: &[Requirements] = &[
     Requirements { file: "requirements.txt", flags: &[] },
     Requirements { file: "requirements-no-deps.txt", flags: &["--no-deps"] },

@@ -138,9 +138,9 @@ const STEPS: &[Step] = &[
     ),
     step("binary", In::Merge, binary),
     // Before `package`, which tests the wheel.
-    step("wheel", In::Sample(wheel::SAMPLE), wheel::step),
-    step("package", In::Sample(package::SAMPLE), package::step),
-    step("c-api", In::Sample(c_api::SAMPLE), c_api::step),
+    step("wheel", In::Nightly("it builds and links the Python module"), wheel::step),
+    step("package", In::Nightly("it needs the wheel"), package::step),
+    step("c-api", In::Nightly("a build of its own"), c_api::step),
     step("book", In::Nightly("it installs mdBook"), book::step),
     step("asan", In::Nightly("a build of its own, and kernels that run several times slower"), asan),
     step("neon", In::Nightly("a build of its own, and an emulator"), neon),

@@ -14,9 +14,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// What the merge tier runs of this step.
-pub(crate) const SAMPLE: &str = "the wheel with one version of Python";
-
 static BUILT: OnceLock<PathBuf> = OnceLock::new();
 
 const REQUIREMENTS: &[Requirements] = &[Requirements { file: "requirements-wheel.txt", flags: &[] }];
