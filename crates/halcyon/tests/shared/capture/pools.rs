@@ -144,10 +144,10 @@ fn shared_data_is_used_in_place_and_copied_where_it_cannot_be() {
     assert_eq!(updated.to_vec::<f32>().unwrap()[299..301], [299.0, 7.0]);
     assert_eq!(data.to_vec::<f32>(), values);
     drop(updated);
-    // The tensor keeps the data's owner.
+    // The tensor and the exported memory keep the data's owner.
     let owner = data.owner();
     drop(data);
-    assert_eq!(std::sync::Arc::strong_count(&owner), 2);
+    assert_eq!(std::sync::Arc::strong_count(&owner), 3);
     drop((t, memory));
     assert_eq!(std::sync::Arc::strong_count(&owner), 1);
     // Data at an odd address are copied.
