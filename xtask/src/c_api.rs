@@ -54,10 +54,11 @@ fn all(context: &Context) -> Result<Outcome, String> {
     Ok(Outcome::Tests(total, notes.join("; ")))
 }
 
-/// A cargo command for a package.
+/// A cargo command for a package, with the workspace's build folder.
 fn cargo(context: &Context, command: &str, package: &str) -> Command {
     let mut cargo = context.cargo();
     cargo.arg(command).arg("--manifest-path").arg(crate::root().join(package).join("Cargo.toml"));
+    cargo.env("CARGO_TARGET_DIR", target_dir());
     cargo
 }
 
@@ -119,7 +120,7 @@ fn sanitized_library(context: &Context) -> Result<PathBuf, String> {
 /// Runs the tests with a library.
 fn tests(context: &Context, library: &Path, sanitized: bool) -> Outcome {
     let mut tests = cargo(context, "test", PACKAGES[1]);
-    tests.args(["--locked", "--no-fail-fast", "--target-dir"]).arg(target_dir());
+    tests.args(["--locked", "--no-fail-fast"]);
     tests.env("HALCYON_C_LIBRARY", library).env("HALCYON_C_SANITIZED", if sanitized { "1" } else { "0" });
     cargo_tests(&mut tests)
 }

@@ -114,7 +114,7 @@ const STEPS: &[Step] = &[
     step(
         "tests",
         In::Sample(
-            "on OpenCL, WebGPU and the stand-ins of CUDA and ROCm, where each case must build a program, one case in 48 of half of the rows of the op table; on OpenCL and WebGPU one gradient in 24; a fourth of the kernels under the vendors' compilers and an eighth of those of models, for one architecture of each compiler; training by the command with one dtype on each of OpenCL and WebGPU; one level per model and backend; a third of the models whose memory is compared with the prediction",
+            "on OpenCL, WebGPU and the stand-ins of CUDA and ROCm, where each case must build a program, one case in 48 of half of the rows of the op table; on OpenCL and WebGPU one gradient in 24; a fourth of the kernels under the vendors' compilers and an eighth of those of models, for one architecture of each compiler; training by the command with one dtype on each of OpenCL and WebGPU; one level per model and backend; a third of the models whose memory is compared with the prediction; one in 60 of the ONNX suite's cases in ONNX Runtime",
         ),
         tests,
     ),

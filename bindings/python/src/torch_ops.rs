@@ -60,6 +60,7 @@ fn conv_grad(
         "weight" => 1,
         _ => return Err(argument("conv_grad", format!("\"{of}\" is not one of x, weight"))),
     };
+    let (stride, pad, dilation, input_dilation, groups) = geometry;
     let options = conv_options(stride, pad, dilation, input_dilation, groups);
     gradient(&[&x.0, &weight.0, &dy.0], k, |g, v| g.conv(v[0], v[1], options))
 }

@@ -201,11 +201,7 @@ class _Ops:
         x: Tensor,
         weight: Tensor,
         dy: Tensor,
-        stride: Sequence[int],
-        pad: Sequence[tuple[int, int]],
-        dilation: Sequence[int],
-        input_dilation: Sequence[int],
-        groups: int = 1,
+        geometry: tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[int], Sequence[int], int],
     ) -> Tensor: ...
     def pool_grad(
         self,

@@ -112,7 +112,7 @@ fn steps(exe: &Arc<Executable>, timings: &[Timing], begun: Duration) -> Vec<Even
         at += Duration::from_nanos(t.nanoseconds);
         let name = match s.span.is_known() {
             true => s.span.text().into_owned(),
-            false => s.op.clone().into(),
+            false => s.op.clone(),
         };
         Event::new(&name, "Node", start, at).with(serde_json::json!({
             "op_name": s.op,

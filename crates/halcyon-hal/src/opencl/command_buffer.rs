@@ -14,7 +14,7 @@ const NAME: &str = "cl_khr_command_buffer";
 
 /// Environment variable: `on` uses command buffers on every device that has them, `off` on none. If it is not
 /// set, they are used on devices that are not processors: PoCL enqueues the commands of a command buffer one
-/// by one, so long plans take longer that way (docs/cuda-rocm.md has the times).
+/// by one, which gains nothing (docs/cuda-rocm.md has the times).
 const VARIABLE: &str = "HALCYON_OPENCL_COMMAND_BUFFERS";
 
 /// The first and the last version that this module knows.

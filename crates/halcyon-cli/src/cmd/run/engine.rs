@@ -62,7 +62,8 @@ impl Engine {
         let outputs: Vec<String> = model.outputs()?.into_iter().map(|p| p.name).collect();
         if a.runtime == Runtime::Ort {
             drop(model);
-            return Ok((Engine::Ort(Box::new(OrtEngine::open(a, &outputs, decode)?)), ports, outputs));
+            let engine = OrtEngine::open(a, &outputs, decode)?;
+            return Ok((Engine::Ort(Box::new(engine)), ports, outputs));
         }
         let start = Instant::now();
         let backend = a.backend.open(false)?;

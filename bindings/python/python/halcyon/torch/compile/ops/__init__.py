@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from halcyon.torch.compile.ops import (
+    attention,
+    conv,
     create,
     elementwise,
     index,
     linear,
-    nn,
+    norm,
     order,
+    pool,
     random,
     reduce,
     scatter,
     shape,
+    softmax,
     special,
 )
 
 __all__ = [
+    "attention",
+    "conv",
     "create",
     "elementwise",
     "index",
     "linear",
-    "nn",
+    "norm",
     "order",
+    "pool",
     "random",
     "reduce",
     "scatter",
     "shape",
+    "softmax",
     "special",
 ]
