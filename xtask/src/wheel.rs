@@ -79,16 +79,26 @@ pub(crate) fn build() -> Result<PathBuf, String> {
 }
 
 /// A script that links with zig, against the symbols of [`GLIBC`].
+///
+/// maturin translates the arguments that zig does not know. It would also link zig's own unwinder instead of
+/// `libgcc_s`. glibc ends threads with `libgcc_s`, and so does Python when it ends; frames that use another
+/// unwinder crash then.
 #[cfg(unix)]
 fn linker() -> Result<PathBuf, String> {
     use std::os::unix::fs::PermissionsExt;
     let script = crate::target_dir().join("zig-cc.sh");
-    // maturin translates the arguments that zig does not know.
     let maturin = tool("maturin");
+    let tools = maturin.parent().unwrap_or(Path::new("")).display().to_string();
     let text = format!(
-        "#!/bin/sh\nPATH=\"{}:$PATH\" exec \"{}\" zig cc -- -target x86_64-linux-gnu.{GLIBC} \"$@\"\n",
-        maturin.parent().unwrap_or(Path::new("")).display(),
-        maturin.display()
+        r#"#!/bin/sh
+unwinder=$(cc -print-file-name=libgcc_s.so.1)
+for argument; do
+    shift
+    if [ "$argument" = -lgcc_s ]; then argument=$unwinder; fi
+    set -- "$@" "$argument"
+done
+PATH="{tools}:$PATH" exec maturin zig cc -- -target x86_64-linux-gnu.{GLIBC} "$@"
+"#
     );
     std::fs::write(&script, text)
         .and_then(|()| std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)))
@@ -147,10 +157,9 @@ pub(crate) fn check(wheel: &Path) -> Result<String, String> {
     if size >= SIZE {
         return Err(format!("the wheel has {}, but only {} are allowed", mb(size), mb(SIZE)));
     }
-    let names = output(Command::new(tools().python()).args(["-m", "zipfile", "-l"]).arg(wheel))?;
-    let has = |part: &&&str| {
-        names.lines().filter_map(|l| l.split("  ").next()).any(|n| n.trim_end().ends_with(**part))
-    };
+    let list = "import sys, zipfile; print(*zipfile.ZipFile(sys.argv[1]).namelist(), sep='\\n')";
+    let names = output(Command::new(tools().python()).args(["-c", list]).arg(wheel))?;
+    let has = |part: &&&str| names.lines().any(|n| n.ends_with(**part));
     if let Some(part) = PARTS.iter().find(|p| !has(p)) {
         return Err(format!("the wheel has no file {part}"));
     }

@@ -152,7 +152,7 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path):
     other = training.TrainStep(loss, start(), "sgd", lr=0.01)
     before = np.asarray(other.params["w"])
     with pytest.raises(halcyon.HalcyonError, match="adam"):
-        other.load(place)
+        other.load(training.latest_checkpoint(tmp_path / "run"))
     assert np.array_equal(np.asarray(other.params["w"]), before)
     with pytest.raises(halcyon.HalcyonError, match="nowhere"):
         other.load(tmp_path / "nowhere")
