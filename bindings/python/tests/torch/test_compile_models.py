@@ -1,0 +1,115 @@
+"""Models of torchvision and transformers with random weights: outputs and gradients are those of eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import halcyon.torch.compile as backend  # noqa: E402
+
+
+def resnet18() -> Any:
+    torchvision = pytest.importorskip("torchvision")
+    return torchvision.models.resnet18(weights=None, num_classes=20), (torch.randn(2, 3, 64, 64),)
+
+
+def vit() -> Any:
+    torchvision = pytest.importorskip("torchvision")
+    model = torchvision.models.VisionTransformer(
+        image_size=64, patch_size=16, num_layers=3, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=10
+    )
+    # The head is zero at first, which would make all gradients before it zero.
+    torch.nn.init.normal_(model.heads.head.weight, std=0.1)
+    return model, (torch.randn(2, 3, 64, 64),)
+
+
+def tokens() -> tuple[Any, ...]:
+    return (torch.randint(0, 500, (2, 24)),)
+
+
+def bert() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=500,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertModel(config), tokens()
+
+
+def gpt2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=500,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.GPT2LMHeadModel(config), tokens()
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=500,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config), tokens()
+
+
+def first(output: Any) -> Any:
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def gap(a: Any, b: Any, floor: float = 1e-6) -> float:
+    """The largest difference, relative to the largest element."""
+    return float((a - b).abs().max() / b.abs().max().clamp_min(floor))
+
+
+@pytest.mark.parametrize("make", [resnet18, vit, bert, gpt2, llama])
+def test_model(make: Any) -> None:
+    torch._dynamo.reset()
+    backend.reset_report()
+    torch.manual_seed(0)
+    own, x = make()
+    own.eval()
+    compiled = torch.compile(own, backend="halcyon")
+    with torch.no_grad():
+        want = first(own(*x))
+        for _ in range(2):
+            assert gap(first(compiled(*x)), want) < 1e-3
+    own.train()
+    other = copy.deepcopy(own)
+    outputs = [first(m(*x)) for m in (compiled, other)]
+    assert gap(outputs[0].detach(), outputs[1].detach()) < 1e-3
+    weights = torch.randn(outputs[1].shape)
+    for out in outputs:
+        (out * weights).sum().backward()
+    grads = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (own, other)]
+    largest = max(float(g.abs().max()) for g in grads[1].values())
+    assert set(grads[1]) <= set(grads[0])
+    for name, g in grads[1].items():
+        assert gap(grads[0][name], g, floor=1e-3 * largest) < 1e-3, name
+    for (name, a), (_, b) in zip(own.named_buffers(), other.named_buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+    report = backend.report()
+    assert len(report.graphs) >= 3 and not report.fallbacks, str(report)
