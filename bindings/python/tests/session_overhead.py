@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
+DIGITS = HERE.parents[2] / "models/digits.onnx"
 CALLS, ROUNDS = 300, 41
 CASES: dict[str, tuple[Path, dict[str, Any]]] = {
-    "digits, 1 image": (HERE.parents[2] / "models/digits.onnx", {"image": np.ones((1, 1, 8, 8), np.float32)}),
-    "digits, 16 images": (HERE.parents[2] / "models/digits.onnx", {"image": np.ones((16, 1, 8, 8), np.float32)}),
+    "digits, 1 image": (DIGITS, {"image": np.ones((1, 1, 8, 8), np.float32)}),
+    "digits, 16 images": (DIGITS, {"image": np.ones((16, 1, 8, 8), np.float32)}),
     "one addition": (HERE / "models/denoted.onnx", {"x": np.ones((2, 3), np.float32)}),
     "one addition of 12 MB": (HERE / "models/denoted.onnx", {"x": np.ones((1_000_000, 3), np.float32)}),
     "strings": (
@@ -36,12 +37,12 @@ def session(module: Any, path: Path, threads: int) -> Any:
 
 def main() -> None:
     """Measures and prints."""
+    import halcyon.onnxruntime
     import onnxruntime  # type: ignore[import-untyped]
 
-    import halcyon.onnxruntime
-
     threads = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    print(f"{'':24} {'Halcyon':>10} {'onnxruntime':>12} {'ratio':>7}   ({threads} threads, medians in microseconds)")
+    print(f"{threads} threads, medians in microseconds")
+    print(f"{'':24} {'Halcyon':>10} {'onnxruntime':>12} {'ratio':>7}")
     for name, (path, feed) in CASES.items():
         calls = CALLS if sum(a.nbytes for a in feed.values()) < 1 << 20 else 3
         sessions = [session(m, path, threads) for m in (halcyon.onnxruntime, onnxruntime)]

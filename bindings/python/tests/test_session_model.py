@@ -123,5 +123,5 @@ def test_language_models_are_loaded_and_measured() -> None:
     assert halcyon.fit(path, backend="cpu", context=32, batch=4)[0].needed > report[0].needed
     with pytest.raises(ValueError, match="context"):
         halcyon.fit(path, {"x": (1,)}, "cpu")
-    with pytest.raises(halcyon.HalcyonError, match="nothing.gguf"):
+    with pytest.raises(halcyon.HalcyonError, match=r"nothing\.gguf"):
         halcyon.fit("nothing.gguf", backend="cpu")

@@ -141,8 +141,8 @@ def load(
         **options: Options of :class:`halcyon.LanguageModel`.
 
     Returns:
-        A :class:`Model` for ONNX, otherwise a :class:`halcyon.LanguageModel`. The file decides, so type checkers
-        take it as ``Any``.
+        A :class:`Model` for ONNX, otherwise a :class:`halcyon.LanguageModel`. The file decides, so type
+        checkers take it as ``Any``.
 
     Raises:
         NoSuchFile, InvalidProtobuf, InvalidGraph, NotImplemented: If the model cannot be loaded.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import halcyon.onnxruntime as ort
 import numpy as np
 import pytest
-
-import halcyon.onnxruntime as ort
 
 torch = pytest.importorskip("torch")
 MODELS = Path(__file__).parents[1] / "models"
