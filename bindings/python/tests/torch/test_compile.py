@@ -179,6 +179,34 @@ def test_what_a_row_refuses_falls_back() -> None:
         close(compiled(conv)(empty), conv(empty))
 
 
+def test_a_graph_that_autograd_refuses_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("no split")
+
+    monkeypatch.setattr("halcyon.torch.compile.aot.partition", refuse)
+    x = torch.randn(3, requires_grad=True)
+    with pytest.warns(backend.FallbackWarning, match="no split"):
+        y = compiled(torch.sin)(x)
+    y.sum().backward()
+    close(x.grad, x.detach().cos())
+    assert backend.report().unsupported == {"AOTAutograd": "NotImplementedError: no split"}
+
+
+def test_operations_on_complex_numbers_fall_back() -> None:
+    x, y = torch.randn(3, requires_grad=True), torch.randn(3)
+    with pytest.warns(backend.FallbackWarning, match="complex"):
+        compiled(lambda a, b: torch.view_as_real(torch.complex(a, b)).sum())(x, y).backward()
+    close(x.grad, torch.ones(3))
+
+
+def test_the_ends_of_logspace_are_rounded() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        own = compiled(lambda a: torch.logspace(a, -3, 7, dtype=dtype))(torch.tensor(4.3))  # noqa: B023
+        close(own, torch.logspace(4.3, -3, 7, dtype=dtype))
+        torch._dynamo.reset()
+    on_halcyon()
+
+
 def test_an_index_out_of_range_is_an_error() -> None:
     table = torch.nn.Embedding(10, 4)
     g = compiled(table)

@@ -14,7 +14,9 @@ from halcyon import _native
 from halcyon._errors import ArgumentError
 from halcyon.torch.compile.decompose import decompositions
 from halcyon.torch.compile.freeze import MODES
+from halcyon.torch.compile.interpret import operations
 from halcyon.torch.compile.joint import partition
+from halcyon.torch.compile.reports import fall_back, record
 from halcyon.torch.compile.runtime import CompiledGraph
 
 __all__ = ["compiler", "halcyon_backend", "open_backend"]
@@ -57,6 +59,7 @@ def halcyon_backend(
     (``checked``, ``trusted`` or ``off``: which weights become constants of inference plans).
     """
     from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.exc import TorchDynamoException
 
     given = dict(options or {})
     given.update({k: v for k, v in unknown.items() if k != "mode" or v is not None})
@@ -79,4 +82,14 @@ def halcyon_backend(
         partition_fn=partition,
         keep_inference_input_mutations=False,
     )
-    return made(gm, example_inputs)
+    try:
+        return made(gm, example_inputs)
+    except TorchDynamoException:
+        # Dynamo's own signals, such as a restart of its analysis.
+        raise
+    except Exception as e:
+        # AOTAutograd refuses the graph, for example because a decomposition of complex numbers writes in place.
+        what = f"{type(e).__name__}: {e}".split("\n")[0]
+        graph = record(f"graph {next(_numbers)}", len(operations(gm)))
+        fall_back(graph, [("AOTAutograd", what[:200])])
+        return gm.forward  # type: ignore[no-any-return]

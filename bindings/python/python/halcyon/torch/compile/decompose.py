@@ -12,6 +12,9 @@ from halcyon.torch.compile.table import ROWS
 
 __all__ = ["decompositions"]
 
+_MUTATING = {torch.ops.aten.complex.default}
+"""Their decompositions write into views of new tensors, which AOTAutograd refuses."""
+
 
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -19,4 +22,5 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     import torch._decomp as decomp
 
     known: dict[Any, Callable[..., Any]] = dict(decomp.global_decomposition_table["post_autograd"])
-    return {op: f for op, f in known.items() if op not in ROWS and isinstance(op, torch._ops.OpOverload)}
+    kept = ROWS.keys() | _MUTATING
+    return {op: f for op, f in known.items() if op not in kept and isinstance(op, torch._ops.OpOverload)}
