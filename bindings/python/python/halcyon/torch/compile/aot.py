@@ -88,7 +88,7 @@ def halcyon_backend(
         # Dynamo's own signals, such as a restart of its analysis.
         raise
     except Exception as e:
-        # AOTAutograd refuses the graph, for example because a decomposition of complex numbers writes in place.
+        # AOTAutograd refuses the graph, for example because sizes depend on values.
         what = f"{type(e).__name__}: {e}".split("\n")[0]
         graph = record(f"graph {next(_numbers)}", len(operations(gm)))
         fall_back(graph, [("AOTAutograd", what[:200])])
