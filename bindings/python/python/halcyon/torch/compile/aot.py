@@ -92,4 +92,4 @@ def halcyon_backend(
         what = f"{type(e).__name__}: {e}".split("\n")[0]
         graph = record(f"graph {next(_numbers)}", len(operations(gm)))
         fall_back(graph, [("AOTAutograd", what[:200])])
-        return gm.forward  # type: ignore[no-any-return]
+        return gm.forward
