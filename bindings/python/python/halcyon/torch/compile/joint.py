@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from halcyon.torch.compile.recompute import keep
 from halcyon.torch.compile.table import aten
 
 __all__ = ["partition"]
@@ -158,4 +159,5 @@ def partition(gm: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     simplify(gm)
+    keep(gm)
     return min_cut_rematerialization_partition(gm, inputs, **options)
