@@ -301,6 +301,44 @@ class TestWeights:
             m[0].weight.data.neg_()
             close(g(x), m(x), rtol=1e-4, atol=1e-5)
 
+    def test_weights_of_products_are_never_stale(self) -> None:
+        m = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.GELU(), torch.nn.Linear(300, 8)).eval()
+        g, x = compiled(m), torch.randn(40, 300)
+        with torch.no_grad():
+            for step in range(16):
+                close(g(x), m(x), rtol=1e-4, atol=1e-5)
+                if step == 3:
+                    m[0].weight.data.mul_(1.5)
+                elif step == 4:
+                    m[2].weight.detach().numpy()[3, 5] = 2.0
+                elif step == 12:
+                    m[0].weight.detach().numpy()[299, 299] = 4.0
+        on_halcyon()
+
+    @pytest.mark.parametrize(
+        ("rows", "mode", "want"), [(40, "checked", 2), (4, "checked", 0), (4, "trusted", 2)]
+    )
+    def test_products_of_few_rows_have_no_constants(self, rows: int, mode: str, want: int) -> None:
+        from halcyon.torch.compile import freeze
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        def f(w: Any, b: Any, x: Any) -> Any:
+            return torch.nn.functional.linear(x, w, b)
+
+        gm = make_fx(f, tracing_mode="fake")(torch.randn(300, 300), torch.randn(300), torch.randn(rows, 300))
+        assert len(freeze.candidates(gm, [0, 1], mode)) == want
+        assert freeze.candidates(gm, [0, 1], "off") == []
+
+    def test_checked_makes_no_large_copies(self, monkeypatch: Any) -> None:
+        from halcyon.torch.compile import freeze
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        gm = make_fx(torch.mm, tracing_mode="fake")(torch.randn(40, 300), torch.randn(300, 300))
+        assert freeze.candidates(gm, [1], "checked") == [1]
+        monkeypatch.setattr(freeze, "_LARGEST", 300 * 300 * 4 - 1)
+        assert freeze.candidates(gm, [1], "checked") == []
+        assert freeze.candidates(gm, [1], "trusted") == [1]
+
     def test_training_between_evaluations(self) -> None:
         m, x = self.model(), torch.randn(2, 3, 16, 16)
         g = compiled(m)
@@ -330,6 +368,10 @@ class TestWeights:
             if k % 2:
                 w[at ^ 1] = -w[at ^ 1]
             assert weights.fingerprint(1 + k % 3) not in seen
+            seen.add(weights.fingerprint(1))
+        for a, b in ((0, 1), (0, 2), (0, 24), (5, 700_000), (699_999, 700_000), (100, 131_172)):
+            w[[a, b]] = w[[b, a]]
+            assert weights.fingerprint(1) not in seen
             seen.add(weights.fingerprint(1))
         w.neg_()
         assert weights.fingerprint(1) not in seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,12 @@ MODES = ("checked", "trusted", "off")
 _SMALL = 1 << 16
 """Weights of at most so many elements are cheap to check."""
 
+_ROWS = 32
+"""From so many rows on, a matrix product gains more by the layout of its weight than the check costs."""
+
+_LARGEST = 1 << 30
+"""The bytes of weights of products of which ``checked`` makes copies at most for one graph."""
+
 _PATIENCE = 4
 """After a change, so many calls must find the same weights before they become constants again."""
 
@@ -34,29 +40,55 @@ _VIEWS = {
     aten._unsafe_view.default,
 }
 _CONVOLUTIONS = {aten.convolution.default}
-_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default} | _CONVOLUTIONS
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 
-def _feeds(node: Node, targets: set[Any]) -> bool:
-    """Whether one of these operations reads the node, or a view of it, as an operand."""
-    return any(n.target in targets or (n.target in _VIEWS and _feeds(n, targets)) for n in node.users)
+def _readers(node: Node) -> Iterator[Node]:
+    """The operations that read the node, or a view of it."""
+    for n in node.users:
+        if n.target in _VIEWS:
+            yield from _readers(n)
+        else:
+            yield n
+
+
+def _rows(product: Node) -> int:
+    """The rows of a matrix product; of a symbolic number, that of the first call."""
+    size: Any = product.meta["val"].shape[-2]
+    if isinstance(size, torch.SymInt):
+        size = size.node.hint
+    return _ROWS if size is None else int(size)
+
+
+def _bytes(node: Node) -> int:
+    val: torch.Tensor = node.meta["val"]
+    return val.numel() * val.element_size()
 
 
 def candidates(gm: GraphModule, fixed: Sequence[int], mode: str) -> list[int]:
     """The inputs that may become constants.
 
-    ``checked`` takes the weights of convolutions, because their layout matters most, and with them the small
-    weights. Larger products gain less than the check of their weights costs, so they are left to ``trusted``.
+    These are the weights of convolutions and matrix products, and with them the small weights. A product of
+    few rows reads its weight about as fast as the check does, so ``checked`` leaves it out. It leaves out all
+    products if the copies of their weights would take much memory.
     """
     if mode == "off":
         return []
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    targets = _PRODUCTS if mode == "trusted" else _CONVOLUTIONS
-    large = [i for i in fixed if _feeds(placeholders[i], targets)]
+    checked = mode == "checked"
+    places = {n: i for i, n in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
+    weights = [n for n, i in places.items() if i in set(fixed)]
+    convolved = {w for w in weights if any(n.target in _CONVOLUTIONS for n in _readers(w))}
+    multiplied = {
+        w
+        for w in weights
+        if any(n.target in _PRODUCTS and (not checked or _rows(n) >= _ROWS) for n in _readers(w))
+    }
+    if checked and sum(map(_bytes, multiplied)) > _LARGEST:
+        multiplied = set()
+    large = convolved | multiplied
     if not large:
         return []
-    small = [i for i in fixed if placeholders[i].meta["val"].numel() <= _SMALL]
-    return sorted({*large, *small})
+    return sorted(places[w] for w in weights if w in large or w.meta["val"].numel() <= _SMALL)
 
 
 class Frozen:
