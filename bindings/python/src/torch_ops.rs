@@ -164,14 +164,6 @@ impl Weights {
 /// Odd numbers with about as many ones as zeros, one for each sum.
 const KEYS: [u64; 6] = [
     0x9E37_79B9_7F4A_7C15,
-/// Both halves of the product, so that every bit of the operands counts.
-#[inline]
-fn fold(a: u64, b: u64) -> u64 {
-    let product = u128::from(a) * u128::from(b);
-    (product as u64) ^ ((product >> 64) as u64)
-}
-
-#[inline]
     0xBF58_476D_1CE4_E5B9,
     0x94D0_49BB_1331_11EB,
     0xD6E8_FEB8_6659_FD93,
@@ -181,6 +173,14 @@ fn fold(a: u64, b: u64) -> u64 {
 /// Each part of this size has a sum of its own, so that threads share the work.
 const PART: usize = 1 << 18;
 
+/// Both halves of the product, so that every bit of the operands counts.
+#[inline]
+fn fold(a: u64, b: u64) -> u64 {
+    let product = u128::from(a) * u128::from(b);
+    (product as u64) ^ ((product >> 64) as u64)
+}
+
+#[inline]
 fn mix(sum: u64, word: u64) -> u64 {
     fold(sum ^ word, KEYS[0])
 }
