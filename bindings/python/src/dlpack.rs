@@ -7,15 +7,19 @@ use crate::errors::{OrRaise, argument, exception};
 use crate::fork::Work;
 use crate::interface::{View, dense};
 use crate::tensor::Tensor;
+use halcyon::hal::{BackendType, DeviceMemory};
 use halcyon::{Error, Tensor as Inner};
 use halcyon_ir::DType;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use std::any::Any;
 use std::ffi::{CStr, c_void};
 
 const CPU: i32 = 1;
 const CUDA_HOST: i32 = 3;
+/// Backends whose memory other libraries know by its address, with their device types.
+const DEVICES: &[(i32, BackendType)] = &[(2, BackendType::Cuda), (10, BackendType::Rocm)];
 const READ_ONLY: u64 = 1;
 const IS_COPIED: u64 = 2;
 
@@ -140,12 +144,6 @@ fn take(capsule: &Bound<'_, PyAny>) -> PyResult<Managed> {
 /// # Safety
 /// `t` must follow `dlpack.h`.
 unsafe fn view(t: &DlTensor) -> PyResult<View> {
-    if t.device.kind != CPU && t.device.kind != CUDA_HOST {
-        return Err(exception(Error::unsupported(
-            format!("DLPack from a device of the type {}", t.device.kind),
-            "Copy the array to the CPU first",
-        )));
-    }
     let DlType { code, bits, lanes } = t.dtype;
     let row = TYPES.iter().find(|(_, c, b)| (*c, *b, 1) == (code, bits, lanes));
     let Some((dtype, ..)) = row else {
@@ -183,29 +181,42 @@ unsafe fn view(t: &DlTensor) -> PyResult<View> {
     Ok(View { start, dtype: *dtype, dims, strides })
 }
 
-/// The strided array in a capsule, and the object that keeps its memory.
+/// The strided array in host memory of a capsule, and the object that keeps it.
 pub(crate) fn open(py: Python<'_>, capsule: &Bound<'_, PyAny>) -> PyResult<(View, Py<PyAny>)> {
+    let (view, device, owner) = opened(py, capsule)?;
+    match device.kind {
+        CPU | CUDA_HOST => Ok((view, owner)),
+        kind => Err(exception(Error::unsupported(
+            format!("DLPack from a device of the type {kind}"),
+            "Copy the array to the CPU first",
+        ))),
+    }
+}
+
+/// The strided array in a capsule, which may be memory of a device, and the object that keeps it.
+fn opened(py: Python<'_>, capsule: &Bound<'_, PyAny>) -> PyResult<(View, DlDevice, Py<PyAny>)> {
     let managed = take(capsule)?;
     // SAFETY: `take` gives the address of a structure of this kind, which lives as long as `managed`. The
     // producer follows `dlpack.h`.
-    let view = unsafe {
+    let (view, device) = unsafe {
         if managed.is_versioned {
             let m: *const Versioned = std::ptr::with_exposed_provenance(managed.address);
             if (*m).version[0] != 1 {
                 let what = format!("DLPack version {}", (*m).version[0]);
                 return Err(exception(Error::unsupported(what, "Ask the producer for version 1")));
             }
-            view(&(*m).tensor)?
+            (view(&(*m).tensor)?, (*m).tensor.device)
         } else {
             let m: *const Plain = std::ptr::with_exposed_provenance(managed.address);
-            view(&(*m).tensor)?
+            (view(&(*m).tensor)?, (*m).tensor.device)
         }
     };
-    Ok((view, Py::new(py, managed)?.into_any()))
+    Ok((view, device, Py::new(py, managed)?.into_any()))
 }
 
 /// The tensor in a DLPack capsule. With `copy=None` or `False` the tensor may use the producer's memory,
-/// which then must not change while the tensor or a result that is not computed yet lives.
+/// which then must not change while the tensor or a result that is not computed yet lives. Memory of a device
+/// must be that of the backend's device.
 #[pyfunction]
 #[pyo3(signature = (backend, capsule, copy = None))]
 pub(crate) fn from_dlpack(
@@ -214,16 +225,52 @@ pub(crate) fn from_dlpack(
     capsule: &Bound<'_, PyAny>,
     copy: Option<bool>,
 ) -> PyResult<Tensor> {
-    let (view, owner) = open(py, capsule)?;
-    view.tensor(py, backend, owner, copy)
+    let (view, device, owner) = opened(py, capsule)?;
+    let Some((_, kind)) = DEVICES.iter().find(|(k, _)| *k == device.kind) else {
+        return match device.kind {
+            CPU | CUDA_HOST => view.tensor(py, backend, owner, copy),
+            kind => Err(exception(Error::unsupported(
+                format!("DLPack from a device of the type {kind}"),
+                "Copy the array to the CPU first",
+            ))),
+        };
+    };
+    let device = (*kind, usize::try_from(device.id).unwrap_or(usize::MAX));
+    let (at, bytes) = view.extent()?;
+    // SAFETY: the producer follows `dlpack.h`: this memory of the device is valid while `owner` lives. That
+    // it does not change is a duty of the caller, as for host memory.
+    let memory = unsafe { DeviceMemory::new(device, at as u64, bytes, Box::new(owner)) };
+    let backend = backend.0.clone();
+    let info = backend.info();
+    if (info.backend, info.index) != device {
+        let what = format!("the array is on {}:{}, the backend is {}", kind.id(), device.1, backend.id());
+        return Err(argument("from_dlpack", what));
+    }
+    let in_place = view.is_dense() && copy != Some(true);
+    if !in_place && copy == Some(false) {
+        let what = "the array is not dense in row-major order, and copy=False forbids a copy";
+        return Err(argument("from_dlpack", what));
+    }
+    py.work(|| match in_place {
+        true => Inner::from_device(&backend, view.dtype, &view.dims, memory),
+        false => {
+            let whole = Inner::from_device(&backend, view.dtype, &[bytes / view.dtype.size()], memory)?;
+            let copied = view.gathered(&whole, at)?;
+            // The import ends here, not when the result is first used.
+            halcyon::eval(std::slice::from_ref(&copied))?;
+            Ok(copied)
+        }
+    })
+    .and_then(Tensor::made)
 }
 
 /// What an exported structure keeps alive.
 struct Context {
     shape: Vec<i64>,
     strides: Vec<i64>,
-    /// The tensor as well as its memory, because a computation may overwrite a value that no tensor holds.
-    _tensor: Option<(Inner, halcyon::hal::Exported)>,
+    /// The memory and its tensor, because a computation may overwrite a value that no tensor holds.
+    _keep: Option<Box<dyn Any + Send + Sync>>,
+    device: DlDevice,
     copy: Vec<u64>,
 }
 
@@ -231,7 +278,7 @@ impl Context {
     fn describe(&mut self, data: *mut c_void, dtype: DlType) -> DlTensor {
         DlTensor {
             data,
-            device: DlDevice { kind: CPU, id: 0 },
+            device: self.device,
             ndim: self.shape.len() as i32,
             dtype,
             shape: self.shape.as_mut_ptr(),
@@ -241,6 +288,10 @@ impl Context {
     }
 }
 
+/// The deleter of a structure before version 1.
+///
+/// # Safety
+/// `m` comes from [`to_dlpack`], and nothing uses it afterwards.
 unsafe extern "C" fn delete_plain(m: *mut Plain) {
     // SAFETY: both were made by `Box::into_raw` in `to_dlpack`, and a consumer deletes a structure once.
     unsafe {
@@ -249,6 +300,10 @@ unsafe extern "C" fn delete_plain(m: *mut Plain) {
     }
 }
 
+/// The deleter of a structure of version 1.
+///
+/// # Safety
+/// `m` comes from [`to_dlpack`], and nothing uses it afterwards.
 unsafe extern "C" fn delete_versioned(m: *mut Versioned) {
     // SAFETY: `Box::into_raw` in `to_dlpack` made both, and a consumer deletes a structure once.
     unsafe {
@@ -258,6 +313,9 @@ unsafe extern "C" fn delete_versioned(m: *mut Versioned) {
 }
 
 /// Deletes the structure of a capsule that nobody took.
+///
+/// # Safety
+/// `capsule` is a capsule of [`to_dlpack`] that Python deletes.
 unsafe extern "C" fn drop_capsule(capsule: *mut ffi::PyObject) {
     // SAFETY: Python calls this once with the capsule that `to_dlpack` made. A consumer that took the
     // structure has renamed the capsule.
@@ -270,17 +328,57 @@ unsafe extern "C" fn drop_capsule(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// A DLPack capsule of the value in host memory. Without a copy the memory is the tensor's own and marked as
-/// read-only, unless `writable`, with which the caller promises not to use the tensor again. A capsule that
-/// is not versioned cannot say that memory is read-only, so it always has a copy.
+/// The memory of a value for a capsule.
+struct Shared {
+    address: usize,
+    device: DlDevice,
+    is_read_only: bool,
+    keep: Box<dyn Any + Send + Sync>,
+}
+
+/// The memory of the value itself: of the host, or with `on_device` of its device. `None` if there is none
+/// that another library can use.
+fn shared(t: &Inner, on_device: bool) -> halcyon::Result<Option<Shared>> {
+    if !on_device {
+        return Ok(t.export()?.map(|m| Shared {
+            address: m.as_ptr().expose_provenance(),
+            device: DlDevice { kind: CPU, id: 0 },
+            is_read_only: m.is_read_only(),
+            keep: Box::new((t.clone(), m)),
+        }));
+    }
+    let Some(m) = t.export_device()? else { return Ok(None) };
+    let Some((kind, _)) = DEVICES.iter().find(|(_, b)| *b == m.device().0) else { return Ok(None) };
+    Ok(Some(Shared {
+        address: m.address() as usize,
+        device: DlDevice { kind: *kind, id: m.device().1 as i32 },
+        is_read_only: m.is_read_only(),
+        keep: Box::new((t.clone(), m)),
+    }))
+}
+
+/// The DLPack device of a tensor's memory: that of a device whose memory other libraries know, else the
+/// host's.
 #[pyfunction]
-#[pyo3(signature = (tensor, versioned, copy = None, writable = false))]
+pub(crate) fn dlpack_device(tensor: &Tensor) -> (i32, i32) {
+    let info = tensor.0.backend().info();
+    let device = DEVICES.iter().find(|(_, b)| *b == info.backend);
+    device.map_or((CPU, 0), |(kind, _)| (*kind, info.index as i32))
+}
+
+/// A DLPack capsule of the value in host memory, or with `on_device` in the memory of its device. Without a
+/// copy the memory is the tensor's own and marked as read-only, unless `writable`, with which the caller
+/// promises not to use the tensor again. A capsule that is not versioned cannot say that memory is read-only,
+/// so it always has a copy.
+#[pyfunction]
+#[pyo3(signature = (tensor, versioned, copy = None, writable = false, on_device = false))]
 pub(crate) fn to_dlpack<'py>(
     py: Python<'py>,
     tensor: &Tensor,
     versioned: bool,
     copy: Option<bool>,
     writable: bool,
+    on_device: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
     let t = tensor.0.clone();
     let dtype = t.dtype().or_raise()?;
@@ -290,20 +388,29 @@ pub(crate) fn to_dlpack<'py>(
     let dims = t.dims().or_raise()?;
     let shape: Vec<i64> = dims.iter().map(|d| *d as i64).collect();
     let strides = dense(&dims, 1).into_iter().map(|s| s as i64).collect();
-    let own = match (copy, versioned || writable) {
-        (Some(true), _) | (_, false) => None,
-        _ => py.work(|| t.export())?,
+    let must_copy = copy == Some(true) || !(versioned || writable);
+    let own = match (must_copy, on_device) {
+        (false, _) => py.work(|| shared(&t, on_device))?,
+        (true, true) if copy != Some(false) => py.work(|| {
+            let n: usize = dims.iter().product();
+            let copied = t.reshape([n]).gather(&Inner::arange(t.backend(), n, DType::I64), 0);
+            shared(&copied.reshape(dims.as_slice()), true)
+        })?,
+        (true, _) => None,
     };
-    let mut context = Context { shape, strides, _tensor: None, copy: vec![] };
+    let mut context =
+        Context { shape, strides, _keep: None, device: DlDevice { kind: CPU, id: 0 }, copy: vec![] };
     let mut flags = 0;
     let data = match own {
         Some(memory) => {
-            if !writable || memory.is_read_only() {
+            if must_copy {
+                flags |= IS_COPIED;
+            } else if !writable || memory.is_read_only {
                 flags |= READ_ONLY;
             }
-            let data = memory.as_ptr().cast_mut();
-            context._tensor = Some((t, memory));
-            data
+            context.device = memory.device;
+            context._keep = Some(memory.keep);
+            std::ptr::with_exposed_provenance_mut(memory.address)
         }
         None if copy == Some(false) => {
             let what =
@@ -318,11 +425,11 @@ pub(crate) fn to_dlpack<'py>(
             let to: *mut u8 = context.copy.as_mut_ptr().cast();
             // SAFETY: the words have at least this number of bytes and do not overlap the source.
             unsafe { std::ptr::copy_nonoverlapping(data.bytes().as_ptr(), to, data.bytes().len()) };
-            to
+            to.cast()
         }
     };
     let dtype = DlType { code: *code, bits: *bits, lanes: 1 };
-    let tensor = context.describe(data.cast(), dtype);
+    let tensor = context.describe(data, dtype);
     let context = Box::into_raw(Box::new(context)).cast();
     let (name, pointer): (&CStr, *mut c_void) = match versioned {
         true => {

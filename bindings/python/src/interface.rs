@@ -35,7 +35,7 @@ impl Bytes for Foreign {
     }
 }
 
-/// A strided array in host memory.
+/// A strided array, in host memory unless a function says otherwise.
 pub(crate) struct View {
     pub(crate) start: usize,
     pub(crate) dtype: DType,
@@ -57,7 +57,7 @@ impl View {
     }
 
     /// Whether the elements are dense in row-major order.
-    fn is_dense(&self) -> bool {
+    pub(crate) fn is_dense(&self) -> bool {
         let mut next = self.dtype.size() as isize;
         for (n, stride) in self.dims.iter().zip(&self.strides).rev() {
             if *n != 1 && *stride != next {
@@ -103,6 +103,41 @@ impl View {
             }
         }
         Ok(out)
+    }
+
+    /// The range of the elements, which may be memory of a device: its first address and its size in bytes.
+    pub(crate) fn extent(&self) -> PyResult<(usize, usize)> {
+        let bytes = self.bytes()?;
+        if bytes == 0 {
+            return Ok((self.start, 0));
+        }
+        let (mut low, mut high) = (0isize, 0isize);
+        for (n, stride) in self.dims.iter().zip(&self.strides) {
+            let last = stride.saturating_mul(*n as isize - 1);
+            low = low.saturating_add(last.min(0));
+            high = high.saturating_add(last.max(0));
+        }
+        let bytes = high.checked_sub(low).and_then(|n| n.checked_add(self.dtype.size() as isize));
+        let start = self.start.checked_add_signed(low);
+        match (start, bytes.filter(|n| *n < isize::MAX)) {
+            (Some(start), Some(bytes)) => Ok((start, bytes as usize)),
+            _ => Err(argument("array", "its elements span more than the address space")),
+        }
+    }
+
+    /// The elements in dense row-major order, from the flat tensor of the range that begins at `start`.
+    pub(crate) fn gathered(&self, whole: &Inner, start: usize) -> halcyon::Result<Inner> {
+        let (backend, size) = (whole.backend(), self.dtype.size() as isize);
+        let first = (self.start.wrapping_sub(start) / size as usize) as i64;
+        let mut index = Inner::full(backend, vec![1usize; self.dims.len()], first, DType::I64);
+        for (k, (n, stride)) in self.dims.iter().zip(&self.strides).enumerate() {
+            let mut dims = vec![1usize; self.dims.len()];
+            dims[k] = *n;
+            let step = Inner::arange(backend, *n, DType::I64) * (stride / size) as i64;
+            index = index + step.reshape(dims);
+        }
+        let out = whole.gather(&index.reshape([self.numel()]), 0).reshape(self.dims.as_slice());
+        out.dtype().map(|_| out)
     }
 
     /// A copy of the elements.

@@ -41,7 +41,7 @@ pub(crate) trait DeviceInstance {
         })
     }
 
-    /// Whether the buffer is imported host memory, which nothing may write.
+    /// Whether the buffer is imported memory, which nothing may write.
     fn is_read_only(&self, _: &Self::Buffer) -> bool {
         false
     }

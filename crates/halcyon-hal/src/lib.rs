@@ -198,6 +198,60 @@ impl fmt::Debug for Exported {
     }
 }
 
+/// Memory of a device by its address there, for exchange with other libraries that use the same device
+/// ([`Device::export_device`], [`Device::import_device`]). It stays allocated and in place until this value is
+/// dropped.
+pub struct DeviceMemory {
+    device: (BackendType, usize),
+    address: u64,
+    bytes: usize,
+    read_only: bool,
+    _keep: Box<dyn Any + Send + Sync>,
+}
+
+impl DeviceMemory {
+    /// The `bytes` bytes at `address` of the device with this backend and index. `owner` keeps them.
+    ///
+    /// # Safety
+    /// Until `owner` is dropped, they must be memory of this device that this process may access from every
+    /// thread, and nothing may write them.
+    pub unsafe fn new(
+        device: (BackendType, usize),
+        address: u64,
+        bytes: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> DeviceMemory {
+        DeviceMemory { device, address, bytes, read_only: true, _keep: owner }
+    }
+
+    /// The backend and the index of the device.
+    pub fn device(&self) -> (BackendType, usize) {
+        self.device
+    }
+
+    /// The address of the first byte on the device.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether the memory was imported, so that its owner forbids writes.
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+}
+
+impl fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (backend, index) = self.device;
+        write!(f, "DeviceMemory({} bytes at {:#x} of {}:{index})", self.bytes, self.address, backend.id())
+    }
+}
+
 /// The work of [`Device::supply`]. Dropping it waits for the end of the work.
 #[derive(Debug, Default)]
 pub struct Supply(Option<(std::thread::JoinHandle<()>, fork::Origin)>);
@@ -572,6 +626,32 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// [`Error::Argument`] for a buffer of another device; errors of the driver.
     fn export(&self, _buffer: &BufferRef) -> Result<Option<Exported>> {
         Ok(None)
+    }
+
+    /// The memory of a buffer by its address on the device, for other libraries that use the same device.
+    /// Waits for submitted work. The memory does not move while the result lives. Dropping the result waits
+    /// for all work on the device, so that the other library's work has ended. `None` if the device has no
+    /// addresses that other libraries know.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a buffer of another device; errors of the driver.
+    fn export_device(&self, _buffer: &BufferRef) -> Result<Option<DeviceMemory>> {
+        Ok(None)
+    }
+
+    /// A buffer over memory of this device that another library allocated. Waits for all work on the device,
+    /// the other library's included. Memory whose address is not a multiple of the device's alignment is
+    /// copied, other memory is used in place. The device never writes to it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the device does not use memory of other libraries; [`Error::Argument`] for
+    /// memory of another device; errors of the driver.
+    fn import_device(&self, memory: DeviceMemory) -> Result<BufferRef> {
+        let _ = memory;
+        Err(Error::unsupported(
+            format!("memory of other libraries on {}", self.info().id),
+            "Copy it through the host",
+        ))
     }
 
     /// Copies host bytes into a buffer, in order with submitted work.

@@ -113,8 +113,13 @@ class Weights:
 
 def from_dlpack(backend: Backend, capsule: object, copy: bool | None = None) -> Tensor: ...
 def to_dlpack(
-    tensor: Tensor, versioned: bool, copy: bool | None = None, writable: bool = False
+    tensor: Tensor,
+    versioned: bool,
+    copy: bool | None = None,
+    writable: bool = False,
+    on_device: bool = False,
 ) -> object: ...
+def dlpack_device(tensor: Tensor) -> tuple[int, int]: ...
 def from_array_interface(
     backend: Backend, array: object, copy: bool | None = None, dtype: str | None = None
 ) -> Tensor: ...

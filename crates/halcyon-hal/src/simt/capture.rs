@@ -402,8 +402,12 @@ fn record(
                 let p = shared.program(program)?;
                 let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
                 let mut all: SmallVec<[u64; 32]> = SmallVec::new();
-                for b in *buffers {
-                    all.push(shared.buffer("launch", b)?.address());
+                for (i, b) in buffers.iter().enumerate() {
+                    let own = match p.signature.buffers.get(i).is_some_and(|d| d.write) {
+                        true => shared.writable("launch", b)?,
+                        false => shared.buffer("launch", b)?,
+                    };
+                    all.push(own.address());
                 }
                 let fixed = |(k, _): &(usize, &validate::Argument)| !w.indirect.params.contains(k);
                 all.extend(arguments.iter().enumerate().filter(fixed).map(|(_, a)| a.bits));

@@ -3,7 +3,7 @@
 use super::adapter::Adapter;
 use super::capture::SimtCapture;
 use super::library::{Libraries, Search, Searcher, SimtKernel, Sources};
-use super::memory::{SimtBuffer, SimtPages, SimtSource};
+use super::memory::{ALIGNMENT, SimtBuffer, SimtPages, SimtSource};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Stamp};
 use super::stream::{SimtStream, Staging, Watcher};
@@ -18,9 +18,9 @@ use crate::queues::{Mark, Queues};
 use crate::tune;
 use crate::validate::{self, Signature};
 use crate::{
-    Accounts, BufferRef, Caps, Capture, Command, Counters, Counts, Declined, Defragmented, Device,
-    DeviceInfo, Error, HostBuffer, LibraryCall, LibraryKernel, Options, Program, Recording, Result, Stream,
-    StreamOptions, Tag, Target, Timing,
+    Accounts, Buffer, BufferRef, Caps, Capture, Command, Counters, Counts, Declined, Defragmented, Device,
+    DeviceInfo, DeviceMemory, Error, HostBuffer, LibraryCall, LibraryKernel, Options, Program, Recording,
+    Result, Stream, StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::Scalar;
 use halcyon_ir::kernel::{Kernel, verify_for};
@@ -101,6 +101,10 @@ impl DeviceInstance for Shared {
 
     fn number(&self) -> u64 {
         self.number
+    }
+
+    fn is_read_only(&self, b: &SimtBuffer) -> bool {
+        b.is_imported()
     }
 }
 
@@ -258,7 +262,7 @@ impl Device for SimtDevice {
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
-        Ok(Arc::new(SimtBuffer { block, owner: self.shared.number }))
+        Ok(Arc::new(SimtBuffer::pooled(block, self.shared.number)))
     }
 
     fn defragment(&self) -> Result<Defragmented> {
@@ -273,8 +277,43 @@ impl Device for SimtDevice {
         })
     }
 
+    fn export_device(&self, buffer: &BufferRef) -> Result<Option<DeviceMemory>> {
+        let b = self.shared.buffer("export", buffer)?;
+        self.synchronize()?;
+        // The buffer does not move while it is kept, so the address is read afterwards.
+        let keep = b.keep(buffer, &self.shared.context);
+        Ok(Some(DeviceMemory {
+            device: (self.info.backend, self.info.index),
+            address: b.address(),
+            bytes: b.bytes(),
+            read_only: b.is_imported(),
+            _keep: keep,
+        }))
+    }
+
+    fn import_device(&self, memory: DeviceMemory) -> Result<BufferRef> {
+        let device = (self.info.backend, self.info.index);
+        if memory.device() != device {
+            let what = format!("{memory:?} is not memory of {}", self.info.id);
+            return Err(Error::argument("import", what));
+        }
+        self.shared.context.wait()?;
+        let aligned = memory.address().is_multiple_of(ALIGNMENT);
+        let bytes = memory.bytes();
+        let imported: BufferRef =
+            Arc::new(SimtBuffer::imported(memory, &self.shared.context, self.shared.number));
+        if aligned {
+            return Ok(imported);
+        }
+        let own = self.alloc(bytes, Tag::Io)?;
+        let copy = Command::Copy { src: &imported, src_offset: 0, dst: &own, dst_offset: 0, bytes };
+        self.submit(&[copy])?;
+        // Dropping the import waits for the copy.
+        Ok(own)
+    }
+
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
-        let b = self.shared.buffer("write", dst)?;
+        let b = self.shared.writable("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
         // SAFETY: the buffer is this device's, and the range was validated.
         match self.shared.queues.unordered(|| unsafe { self.queue.write(b, offset, src) }) {

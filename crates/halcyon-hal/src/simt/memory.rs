@@ -1,17 +1,20 @@
 //! Buffers and the pool's source of device memory.
 
 use super::sys::{self, Address, Context};
-use crate::Buffer;
 use crate::commands::HasOwner;
 use crate::hazard::Access;
 use crate::host_buffer::Pages;
-use crate::pool::{Block, Place, Source};
+use crate::pool::{Block, Pinned, Place, Source};
 use crate::validate;
+use crate::{Buffer, BufferRef, DeviceMemory};
 use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The alignment of buffers in bytes, which kernels and the vendors' libraries rely on.
+pub(super) const ALIGNMENT: u64 = 256;
 
 /// The pool's source: the memory of one device.
 #[derive(Debug)]
@@ -82,7 +85,7 @@ impl Source for SimtSource {
     }
 
     fn alignment(&self) -> usize {
-        256
+        ALIGNMENT as usize
     }
 }
 
@@ -199,25 +202,91 @@ impl Drop for SimtPages {
     }
 }
 
-/// Device memory borrowed from the pool.
+/// Device memory borrowed from the pool, or imported from another library.
 // An associated type of a public trait cannot be less public.
 #[allow(unreachable_pub)]
 pub struct SimtBuffer {
-    pub block: Block<SimtSource>,
+    storage: Storage,
     /// Id of the device that it belongs to.
-    pub owner: u64,
+    owner: u64,
+}
+
+enum Storage {
+    Pooled(Block<SimtSource>),
+    Imported(Imported),
+}
+
+/// Memory of another library.
+struct Imported {
+    memory: Option<DeviceMemory>,
+    context: Arc<Context>,
+}
+
+impl Drop for Imported {
+    fn drop(&mut self) {
+        let memory = self.memory.take();
+        if let Err(e) = self.context.wait() {
+            // Work on the device may still read the memory, so its owner must keep it.
+            std::mem::forget(memory);
+            tracing::warn!(device = self.context.id, "imported memory could not be returned: {e}");
+        }
+    }
+}
+
+/// Keeps exported memory in place.
+struct Lent {
+    _block: Pinned<SimtSource>,
+    context: Arc<Context>,
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        // The pool may give the memory to other work afterwards.
+        if let Err(e) = self.context.wait() {
+            tracing::warn!(device = self.context.id, "exported memory was returned too early: {e}");
+        }
+    }
 }
 
 impl SimtBuffer {
+    pub(super) fn pooled(block: Block<SimtSource>, owner: u64) -> SimtBuffer {
+        SimtBuffer { storage: Storage::Pooled(block), owner }
+    }
+
+    /// A buffer over memory of another library.
+    pub(super) fn imported(memory: DeviceMemory, context: &Arc<Context>, owner: u64) -> SimtBuffer {
+        let imported = Imported { memory: Some(memory), context: context.clone() };
+        SimtBuffer { storage: Storage::Imported(imported), owner }
+    }
+
+    pub(super) fn is_imported(&self) -> bool {
+        matches!(self.storage, Storage::Imported(_))
+    }
+
+    /// Keeps the memory allocated and in place, for another library.
+    pub(super) fn keep(&self, of: &BufferRef, context: &Arc<Context>) -> Box<dyn Any + Send + Sync> {
+        match &self.storage {
+            Storage::Pooled(block) => Box::new(Lent { _block: block.pin(), context: context.clone() }),
+            Storage::Imported(_) => Box::new(of.clone()),
+        }
+    }
+
     /// The address of the first byte. It changes only while the lock of the device's own queue and the lock
     /// that orders the queues (`Queues`) are both held.
     pub(super) fn address(&self) -> Address {
-        self.block.place().0.load(Ordering::Acquire)
+        match &self.storage {
+            Storage::Pooled(block) => block.place().0.load(Ordering::Acquire),
+            Storage::Imported(i) => i.memory.as_ref().map_or(0, DeviceMemory::address),
+        }
     }
 
     /// The address range: the first address and the number of bytes.
     pub(crate) fn span(&self) -> (usize, usize) {
-        (self.address() as usize, self.block.room().max(1))
+        let room = match &self.storage {
+            Storage::Pooled(block) => block.room(),
+            Storage::Imported(_) => self.bytes(),
+        };
+        (self.address() as usize, room.max(1))
     }
 
     pub(crate) fn reading(&self) -> Access {
@@ -241,7 +310,14 @@ impl HasOwner for SimtBuffer {
 
 impl Buffer for SimtBuffer {
     fn bytes(&self) -> usize {
-        self.block.bytes()
+        match &self.storage {
+            Storage::Pooled(block) => block.bytes(),
+            Storage::Imported(i) => i.memory.as_ref().map_or(0, DeviceMemory::bytes),
+        }
+    }
+
+    fn is_writable(&self) -> bool {
+        !self.is_imported()
     }
 
     fn place(&self) -> Option<u64> {
@@ -255,6 +331,9 @@ impl Buffer for SimtBuffer {
 
 impl fmt::Debug for SimtBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.block.fmt(f)
+        match &self.storage {
+            Storage::Pooled(block) => block.fmt(f),
+            Storage::Imported(i) => write!(f, "Imported({:?})", i.memory),
+        }
     }
 }

@@ -70,7 +70,7 @@ impl SimtDevice {
         bytes: usize,
     ) -> Result<()> {
         let (other, peers) = self.peer(from)?;
-        let (s, d) = (other.shared.buffer("copy", src)?, self.shared.buffer("copy", dst)?);
+        let (s, d) = (other.shared.buffer("copy", src)?, self.shared.writable("copy", dst)?);
         validate::range("copy", src.bytes(), src_offset, bytes)?;
         validate::range("copy", dst.bytes(), dst_offset, bytes)?;
         if Arc::ptr_eq(&self.shared, &other.shared) {

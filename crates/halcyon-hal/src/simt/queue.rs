@@ -672,8 +672,11 @@ impl Actions<Shared> for Submission<'_> {
         buffers: &[BufferRef],
     ) -> Result<()> {
         let k = device.kernel(kernel)?;
-        let own = |b| device.buffer(k.name(), b);
-        let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 6]>>>()?;
+        let own = |(i, b)| match k.writes(i) {
+            true => device.writable(k.name(), b),
+            false => device.buffer(k.name(), b),
+        };
+        let buffers = buffers.iter().enumerate().map(own).collect::<Result<SmallVec<[_; 6]>>>()?;
         k.check(&buffers)?;
         // SAFETY: `q` owns the stream. `kernel` and `buffer` checked the owners, and the buffers passed
         // `check` while this value holds the queue's lock, so they are not moved. They stay allocated,

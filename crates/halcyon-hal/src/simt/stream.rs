@@ -314,7 +314,7 @@ impl Stream for SimtStream {
 
     fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()> {
         let mut since = lock(&self.since);
-        let b = self.shared.buffer("write", dst)?;
+        let b = self.shared.writable("write", dst)?;
         let bytes = src.bytes();
         validate::range("write", dst.bytes(), offset, bytes.len())?;
         if bytes.is_empty() {

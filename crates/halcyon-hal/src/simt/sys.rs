@@ -87,6 +87,7 @@ functions! {
         device_attribute: "cuDeviceGetAttribute", "hipDeviceGetAttribute", (*mut c_int, c_int, c_int);
         device_bus: "cuDeviceGetPCIBusId", "hipDeviceGetPCIBusId", (*mut c_char, c_int, c_int);
         memory_info: "cuMemGetInfo_v2", "hipMemGetInfo", (*mut usize, *mut usize);
+        wait: "cuCtxSynchronize", "hipDeviceSynchronize", ();
         alloc: "cuMemAlloc_v2", "hipMalloc", (*mut Address, usize);
         free: "cuMemFree_v2", "hipFree", (Address);
         alloc_host: "cuMemHostAlloc", "hipHostMalloc", (*mut *mut c_void, usize, c_uint);
@@ -366,6 +367,13 @@ impl Context {
             Current::Device { set, .. } => ("hipSetDevice", unsafe { set(self.device) }),
         };
         self.check(call, code)
+    }
+
+    /// Waits for all work on the device in this context, that of other libraries included.
+    pub(crate) fn wait(&self) -> Result<()> {
+        let _visit = self.visit()?;
+        // SAFETY: the function has no arguments; `visit` made the context current.
+        self.check("waiting for the device", unsafe { (self.api.f.wait)() })
     }
 
     /// Makes this device the current device of the thread until the returned value is dropped. Then restores

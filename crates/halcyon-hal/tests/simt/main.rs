@@ -6,6 +6,7 @@ mod attention;
 #[path = "../common/mod.rs"]
 mod common;
 mod compilers;
+mod exchange;
 mod graphs;
 mod libraries;
 mod search;

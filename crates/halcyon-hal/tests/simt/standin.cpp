@@ -346,6 +346,11 @@ API(cuMemGetInfo_v2, hipMemGetInfo)(size_t* free, size_t* total) {
     *free = (size_t)(memory_ - used_ - others_);
     return OK;
 }
+API(cuCtxSynchronize, hipDeviceSynchronize)() {
+    UNSAFE;
+    flush_all();
+    return (int)lost_;
+}
 API(cuMemAlloc_v2, hipMalloc)(Address* at, size_t n) {
     UNSAFE;
     allocs_++;

@@ -99,6 +99,46 @@ impl Tensor {
         Ok(memory)
     }
 
+    /// The memory of the value by its address on the device, evaluated first if needed, for other libraries
+    /// that use the same device. `None` if the device has no addresses that other libraries know. The memory
+    /// is valid while the result lives; hold the tensor as long, because a computation may overwrite the
+    /// memory of a value that no tensor holds.
+    ///
+    /// # Errors
+    /// The errors of [`Tensor::to_data`].
+    #[track_caller]
+    pub fn export_device(&self) -> Result<Option<halcyon_hal::DeviceMemory>> {
+        let b = self.buffer()?;
+        let memory = self.backend().device().export_device(&b)?;
+        self.backend().runtime().check_faults()?;
+        Ok(memory)
+    }
+
+    /// A tensor over memory of the backend's device that another library allocated: dense elements in
+    /// row-major order. Used in place if its address is a multiple of the device's alignment, otherwise
+    /// copied on the device.
+    ///
+    /// # Errors
+    /// Those of [`halcyon_hal::Device::import_device`]; [`Error::Argument`] if the memory is too small.
+    #[track_caller]
+    pub fn from_device(
+        backend: &Backend,
+        dtype: DType,
+        dims: &[usize],
+        memory: halcyon_hal::DeviceMemory,
+    ) -> Result<Tensor> {
+        let bytes = dims.iter().try_fold(dtype.size(), |n, d| n.checked_mul(*d));
+        match bytes {
+            Some(n) if n <= memory.bytes() => {}
+            _ => {
+                let what = format!("{dtype}{dims:?} does not fit into {memory:?}");
+                return Err(Error::argument("from_device", what));
+            }
+        }
+        let b = backend.device().import_device(memory)?;
+        Ok(Tensor::from_buffer(backend, TensorType::new(dtype, dims), b))
+    }
+
     /// A constant of the computations that read it. Plans treat it as a weight of a model: it is uploaded
     /// once, and kernels may keep it in a layout of their own. Unlike [`Tensor::from_weights`], whose values
     /// are an input of every plan, other data means another plan.

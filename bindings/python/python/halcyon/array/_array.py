@@ -184,12 +184,16 @@ class Array:
         dl_device: tuple[int, int] | None = None,
         copy: builtins.bool | None = None,
     ) -> Any:
-        """A DLPack capsule of the value in host memory. Computes the value."""
+        """A DLPack capsule of the value. Computes the value.
+
+        On CUDA and ROCm devices the capsule has the memory of the device, else host memory. The value is
+        complete, so a consumer may use it in any stream.
+        """
         return _interop.to_dlpack(self, stream, max_version, dl_device, copy)
 
     def __dlpack_device__(self, /) -> tuple[int, int]:
-        """The DLPack device of the capsules: host memory."""
-        return _interop.CPU
+        """The DLPack device of the capsules: a CUDA or ROCm device, or the host."""
+        return _interop.dlpack_device(self)
 
     def to_device(self, device: DeviceLike, /, *, stream: None = None) -> Array:
         """The array on another device. Moving computes the value."""

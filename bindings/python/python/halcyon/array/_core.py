@@ -134,7 +134,7 @@ def select(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def axis_of(op: str, axis: object, ndim: int) -> int:
     """The number of an axis, counted from the front."""
-    k = _integer(op, "axis", axis)
+    k = integer(op, "axis", axis)
     if not -ndim <= k < ndim:
         raise AxisError(f"{op}: axis {k} is outside of an array with {ndim} axes")
     return k + ndim if k < 0 else k
@@ -152,7 +152,8 @@ def axes_of(op: str, axis: object, ndim: int) -> list[int]:
     return [axis_of(op, axis, ndim)]
 
 
-def _integer(op: str, what: str, value: object) -> int:
+def integer(op: str, what: str, value: object) -> int:
+    """Checks an argument that is an integer."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -162,7 +163,7 @@ def _integer(op: str, what: str, value: object) -> int:
 def shape_of(op: str, shape: object) -> tuple[int, ...]:
     """The sizes of a shape argument: an integer or a sequence of integers."""
     sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
-    found = tuple(_integer(op, "a size", n) for n in sizes)
+    found = tuple(integer(op, "a size", n) for n in sizes)
     if any(n < 0 for n in found):
         raise ShapeError(f"{op}: {found} has a negative size")
     return found
@@ -204,6 +205,13 @@ def full(backend: Backend, shape: Sequence[int], value: Scalar, dtype: DType) ->
 def true_like(x: Array, value: builtins.bool) -> Array:
     """An array of the shape of ``x`` filled with a bool."""
     return wrap(full(x._tensor.backend, x.shape, value, BOOL))
+
+
+def sequence_of(op: str, what: str, x: Any) -> Sequence[Any]:
+    """Checks an argument that is a sequence, such as a list of arrays."""
+    if isinstance(x, Array) or not isinstance(x, Sequence):
+        raise DTypeError(f"{op} takes a list of {what}, not {type(x).__name__}")
+    return x
 
 
 def is_sequence(x: Any) -> builtins.bool:

@@ -15,6 +15,7 @@ from halcyon.array._core import (
     as_array,
     broadcast_shapes,
     cast,
+    integer,
     iota,
     is_numpy_number,
     literal,
@@ -118,6 +119,8 @@ def _dtype_of_number(value: object) -> DType:
         return DEFAULT_INT
     if isinstance(value, float):
         return DEFAULT_FLOAT
+    if not isinstance(value, complex):
+        raise DTypeError(f"{value!r} is no number")
     raise DTypeError(f"{value} is complex; Halcyon has no complex types")
 
 
@@ -326,7 +329,7 @@ def linspace(
     found = DEFAULT_FLOAT if dtype is None else check_dtype(dtype)
     if found.kind != "f":
         raise DTypeError(f"linspace makes floats, not {found}")
-    if num < 0:
+    if integer("linspace", "num", num) < 0:
         raise ArgumentError(f"linspace: {num} is not a number of elements")
     for v in (start, stop):
         if isinstance(v, (builtins.bool, complex)) or not isinstance(v, (int, float)):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CPU",
     "array_protocol",
+    "dlpack_device",
     "from_dlpack",
     "import_foreign",
     "pack",
@@ -38,6 +39,9 @@ CPU = (1, 0)
 _VERSION = (1, 1)
 # DLPack's numbers of devices whose memory the host can read: host memory, and pinned memory of CUDA.
 _HOST = (1, 3)
+# And of devices whose memory Halcyon uses by its address.
+_DEVICES = {2: "cuda", 10: "rocm"}
+_DEFAULT_STREAM = {"cuda": 1, "rocm": 0}
 
 
 def _host_backend() -> Backend:
@@ -100,30 +104,37 @@ def from_dlpack(
     obj: Any, backend: Backend | None, copy: builtins.bool | None, is_default: builtins.bool = False
 ) -> Array:
     """The array of an object with ``__dlpack__``."""
-    target = backend or (resolve_backend(None) if is_default else _host_backend())
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(obj, numpy.ndarray):
+        target = backend or (resolve_backend(None) if is_default else _host_backend())
         # NumPy before 2.1 does not export read-only memory by DLPack.
         return _shared(lambda: _from_numpy(obj, target, copy), copy)
-    kind, number = obj.__dlpack_device__()
+    kind, number = (int(n) for n in obj.__dlpack_device__())
     options: dict[str, Any] = {"max_version": _VERSION}
-    if int(kind) not in _HOST:
-        if copy is False:
-            raise BufferError(
-                f"from_dlpack: the memory is on the device ({int(kind)}, {number}), "
-                "and copy=False forbids to move it"
-            )
+    if kind in _HOST:
+        target = backend or (resolve_backend(None) if is_default else _host_backend())
+    elif (name := _DEVICES.get(kind)) and (backend is None or backend.id == f"{name}:{number}"):
+        target = backend or resolve_backend(f"{name}:{number}")
+        # The default stream: the producer makes it wait for its work, and the import waits for it.
+        options["stream"] = _DEFAULT_STREAM[name]
+    elif copy is False:
+        raise BufferError(
+            f"from_dlpack: the memory is on the device ({kind}, {number}), and copy=False forbids to move it"
+        )
+    else:
+        target = backend or _host_backend()
         options["dl_device"] = CPU
     try:
         capsule = obj.__dlpack__(**options)
     except TypeError:
-        # A producer of a standard before 2023.12 takes no options.
+        # A producer of a standard before 2023.12 takes a stream and no other option.
         if "dl_device" in options:
             raise BufferError(
                 f"from_dlpack: {type(obj).__name__} cannot copy its memory to the host; "
                 "move it to the CPU first"
             ) from None
-        capsule = obj.__dlpack__()
+        del options["max_version"]
+        capsule = obj.__dlpack__(**options)
     return _shared(lambda: wrap(_native.from_dlpack(target, capsule, copy)), copy)
 
 
@@ -147,15 +158,25 @@ def to_dlpack(
     dl_device: tuple[int, int] | None,
     copy: builtins.bool | None,
 ) -> object:
-    """A DLPack capsule of the value in host memory."""
-    if stream is not None:
+    """A DLPack capsule of the value, in the memory of its device or, if asked for, in host memory."""
+    own = dlpack_device(x)
+    wanted = own if dl_device is None else (int(dl_device[0]), int(dl_device[1]))
+    if wanted not in (own, CPU):
+        raise BufferError(f"__dlpack__: the device {dl_device} is not supported; ask for {own} or {CPU}")
+    if own == CPU and stream is not None:
         raise ArgumentError(f"__dlpack__: the memory is on the host, which has no stream {stream}; give None")
-    if dl_device is not None and (int(dl_device[0]), int(dl_device[1])) != CPU:
-        raise BufferError(f"__dlpack__: the device {dl_device} is not supported; ask for the host, {CPU}")
+    if wanted != own and copy is False:
+        raise BufferError(f"__dlpack__: the memory is on the device {own}, and copy=False forbids to move it")
+    # The export waits until the value is computed, so it needs no stream.
     versioned = max_version is not None and max_version[0] >= 1
     # A capsule before version 1 cannot say that memory is read-only, so it has a copy, unless the consumer
     # forbids one.
-    return _native.to_dlpack(x._tensor, versioned, copy, copy is False and not versioned)
+    return _native.to_dlpack(x._tensor, versioned, copy, copy is False and not versioned, wanted != CPU)
+
+
+def dlpack_device(x: Array) -> tuple[int, int]:
+    """The DLPack device of the array's capsules."""
+    return _native.dlpack_device(x._tensor)
 
 
 def to_numpy(x: Array, copy: builtins.bool | None) -> NDArray[Any]:
@@ -170,6 +191,8 @@ def to_numpy(x: Array, copy: builtins.bool | None) -> NDArray[Any]:
     if not _has_versions(np):
         data = np.frombuffer(x._tensor.to_bytes(), dtype).reshape(x.shape)
         return data.copy() if copy else data
+    if dlpack_device(x) != CPU:
+        x = wrap(x._tensor.to(_host_backend()))
     made: NDArray[Any] = np.from_dlpack(x, copy=copy)
     return made
 

@@ -15,8 +15,10 @@ from halcyon.array._core import (
     broadcast_shapes,
     cast,
     check_kind,
+    integer,
     is_sequence,
     ops,
+    sequence_of,
     shape_of,
     wrap,
 )
@@ -77,7 +79,7 @@ def broadcast_arrays(*arrays: Array) -> list[Array]:
 
 def concat(arrays: Sequence[Array], /, *, axis: int | None = 0) -> Array:
     """Joins arrays along an axis; None joins the elements of all."""
-    if not arrays:
+    if not sequence_of("concat", "arrays", arrays):
         raise ArgumentError("concat needs at least one array")
     for x in arrays:
         as_array("concat", x)
@@ -93,7 +95,7 @@ def concat(arrays: Sequence[Array], /, *, axis: int | None = 0) -> Array:
 
 def stack(arrays: Sequence[Array], /, *, axis: int = 0) -> Array:
     """Joins arrays of one shape along a new axis."""
-    if not arrays:
+    if not sequence_of("stack", "arrays", arrays):
         raise ArgumentError("stack needs at least one array")
     shape = as_array("stack", arrays[0]).shape
     for x in arrays:
@@ -168,9 +170,9 @@ def reshape(x: Array, /, shape: Sequence[int], *, copy: builtins.bool | None = N
     """
     if copy not in (None, True, False):
         raise DTypeError(f"reshape: copy is a bool or None, not {copy!r}")
-    sizes = list(shape) if is_sequence(shape) else [shape]
+    sizes = [integer("reshape", "a size", n) for n in (shape if is_sequence(shape) else (shape,))]
     as_array("reshape", x)
-    return wrap(ops.reshape(x._tensor, sizes))  # type: ignore[arg-type]
+    return wrap(ops.reshape(x._tensor, sizes))
 
 
 def repeat(x: Array, repeats: int | Array, /, *, axis: int | None = None) -> Array:
@@ -210,6 +212,8 @@ def _counts(repeats: Array, n: int) -> Array:
 def roll(x: Array, /, shift: Axes, *, axis: Axes | None = None) -> Array:
     """Moves elements along axes; those that leave at one end enter at the other."""
     shape = as_array("roll", x).shape
+    for n in shift if isinstance(shift, (list, tuple)) else (shift,):
+        integer("roll", "a shift", n)
     if axis is None:
         by = shift if isinstance(shift, int) else sum(shift)
         flat = wrap(ops.reshape(x._tensor, (x.size,)))

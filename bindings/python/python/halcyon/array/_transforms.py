@@ -17,7 +17,7 @@ from halcyon import _native
 from halcyon._errors import ArgumentError, DTypeError, ShapeError
 from halcyon._native import Tensor
 from halcyon.array._array import Array, wrap
-from halcyon.array._core import ops
+from halcyon.array._core import integer, ops
 from halcyon.array._devices import Device
 
 __all__ = ["CompiledFunction", "compile", "eval", "grad", "is_tracing", "value_and_grad"]
@@ -139,6 +139,11 @@ def _tracing() -> Iterator[None]:
 # Gradients.
 
 
+def _check_function(op: str, function: object) -> None:
+    if not callable(function):
+        raise DTypeError(f"{op} takes a function, not {type(function).__name__}")
+
+
 def value_and_grad(
     function: Callable[P, Array], argnums: int | Sequence[int] = 0
 ) -> Callable[P, tuple[Array, Any]]:
@@ -148,7 +153,9 @@ def value_and_grad(
     arguments with the numbers ``argnums``, trees of float arrays, and have their structure. With a sequence
     of numbers they are a tuple.
     """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    _check_function("value_and_grad", function)
+    chosen = argnums if isinstance(argnums, (list, tuple)) else (argnums,)
+    numbers = tuple(integer("value_and_grad", "a number of argnums", k) for k in chosen)
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
@@ -280,6 +287,7 @@ def compile(function: Callable[P, R]) -> CompiledFunction[P, R]:
     and the values of arguments that are no arrays, which must be hashable. Tracing calls the function with
     placeholders, so it cannot read values, and its side effects happen only then.
     """
+    _check_function("compile", function)
     return CompiledFunction(function)
 
 

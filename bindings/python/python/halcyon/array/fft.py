@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from halcyon._errors import ArgumentError, DTypeError
 from halcyon.array._array import Array, wrap
-from halcyon.array._core import as_array, axes_of, iota, literal, ops, select
+from halcyon.array._core import as_array, axes_of, integer, iota, literal, ops, select
 from halcyon.array._devices import DeviceLike, backend_of
 from halcyon.array._dtypes import DEFAULT_FLOAT, DType, check_dtype
 from halcyon.array._manipulation import roll
@@ -123,7 +123,7 @@ def _frequencies(
     op: str, n: int, count: int, wraps: bool, d: float, dtype: DType | None, device: DeviceLike
 ) -> Array:
     """``k / (n d)`` for whole numbers k from 0 on; from the middle on less n, if the numbers wrap."""
-    if n < 1:
+    if integer(op, "n", n) < 1:
         raise ArgumentError(f"{op}: {n} is not a number of samples")
     found = DEFAULT_FLOAT if dtype is None else check_dtype(dtype)
     if found.kind != "f":

@@ -288,7 +288,7 @@ impl SimtDevice {
         let block = self.pool.alloc(bytes, Tag::Workspace, &|| {
             Err(Error::unsupported("moving buffers for a measurement", "Use the library's first choice"))
         })?;
-        Ok(SimtBuffer { block, owner: self.shared.number })
+        Ok(SimtBuffer::pooled(block, self.shared.number))
     }
 
     /// Waits for all work submitted so far, including that of streams.
