@@ -1,4 +1,4 @@
-"""The package as a whole: reports, the command line, child processes, the README and docs/python.md."""
+"""The package as a whole: reports, the command line, child processes, and the code of the pages."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from halcyon import _program
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = Path(halcyon.__file__).parent
+PACKAGE_README = ROOT / "bindings" / "python" / "README.md"
 LIMIT = 120
 
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no signals for one process")
@@ -211,15 +212,25 @@ def test_an_interpreter_that_does_not_work_is_not_a_failed_driver(tmp_path):
     assert out.returncode == 0 and "cpu:0" in out.stdout and "exit status: 3" not in out.stdout, out.stderr
 
 
+PAGES = [ROOT / "README.md", PACKAGE_README, *sorted((ROOT / "docs").rglob("*.md"))]
+
+
 def blocks(path: Path) -> list[str]:
     """The Python code of a page."""
     return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["bindings/python/README.md", "docs/python.md"])
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", filter(blocks, PAGES), ids=name_of)
 def test_the_code_of_a_page_runs(page, tmp_path):
-    code = blocks(ROOT / page)
-    assert code, f"{page} has no code"
+    code = blocks(page)
+    if any(re.search(r"^(import|from) torch\b", block, re.MULTILINE) for block in code):
+        pytest.importorskip("torch")
+    if any("import onnx\n" in block or ", onnx\n" in block for block in code):
+        pytest.importorskip("onnx")
     stories = os.environ.get("HALCYON_MODELS", str(ROOT.parent / "shared" / "models")) + "/stories260k"
     if not Path(stories).is_dir():
         assert not os.environ.get("HALCYON_REQUIRE_ALL"), stories

@@ -234,12 +234,15 @@ mod tests {
     use std::path::{Path, PathBuf};
 
     /// Not for users: set by a test or by one of Halcyon's processes for its own child process.
-    const INTERNAL: [&str; 12] = [
+    const INTERNAL: [&str; 15] = [
+        "HALCYON_C_LIBRARY",
+        "HALCYON_C_SANITIZED",
         "HALCYON_CONTRACT_ALONE",
         "HALCYON_PROBE_CHILD",
         "HALCYON_PROXY_CORRUPT",
         "HALCYON_PROXY_COUNT",
         "HALCYON_S0_02",
+        "HALCYON_S0_03",
         "HALCYON_S3_11",
         "HALCYON_S3_11_FILE",
         "HALCYON_TEST_DIR",
@@ -264,7 +267,9 @@ mod tests {
     fn named() -> BTreeMap<String, PathBuf> {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
         let (mut files, mut found) = (vec![], BTreeMap::new());
-        for dir in ["crates", "xtask", "examples", "fuzz", ".ci", ".github"] {
+        for dir in
+            ["crates", "xtask", "examples", "fuzz", "bindings/python", "bindings/c/check", ".ci", ".github"]
+        {
             sources(&root.join(dir), &mut files);
         }
         assert!(files.len() > 100, "the sources are not there");

@@ -12,6 +12,8 @@ mod environment;
 mod image;
 mod json;
 mod numbers;
+#[cfg(test)]
+mod pages;
 mod program;
 mod report;
 mod rows;
