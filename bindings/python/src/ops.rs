@@ -41,7 +41,7 @@ fn scalar(name: &str, operands: Vec<In<'_>>) -> PyResult<Tensor> {
     let op = ScalarOp::from_name(name)
         .ok_or_else(|| argument("scalar", format!("\"{name}\" is not an element-wise operation")))?;
     let all: Vec<&Inner> = operands.iter().map(|t| &t.0).collect();
-    if all.len() != op.arity() as usize {
+    if all.len() != op.arity() {
         let what = format!("{name} takes {} operands, {} given", op.arity(), all.len());
         return Err(argument("scalar", what));
     }

@@ -359,13 +359,12 @@ pub(crate) fn save_tensors(
     })
 }
 
+/// Tensors by name, and the metadata of their file.
+type Loaded = (Vec<(String, Tensor)>, BTreeMap<String, String>);
+
 /// Reads a safetensors file: its tensors on a backend, and its metadata.
 #[pyfunction]
-pub(crate) fn load_tensors(
-    py: Python<'_>,
-    path: PathBuf,
-    backend: &Backend,
-) -> PyResult<(Vec<(String, Tensor)>, BTreeMap<String, String>)> {
+pub(crate) fn load_tensors(py: Python<'_>, path: PathBuf, backend: &Backend) -> PyResult<Loaded> {
     let backend = backend.0.clone();
     let (tensors, metadata) = py.work(|| {
         let file = SafeTensors::open(&path)?;
