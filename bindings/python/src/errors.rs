@@ -47,9 +47,22 @@ fn without_rust_line(mut e: Error) -> Error {
     e
 }
 
+/// Says in Python's terms that a traced function reads a value, which Rust's functions do by other means.
+fn in_python_terms(mut e: Error) -> Error {
+    if let Error::Argument { op, what, .. } = &mut e
+        && op == "eval"
+        && what.starts_with("a placeholder has no value")
+    {
+        *what = "a value is read while its function is traced, as bool(), float(), int(), print() and \
+            numpy.asarray() do. Use halcyon.array.where, or read it outside of the function"
+            .into();
+    }
+    e
+}
+
 /// The exception for an error of Halcyon. An interrupted run is a `KeyboardInterrupt`.
 pub(crate) fn exception(e: Error) -> PyErr {
-    let e = without_rust_line(e);
+    let e = in_python_terms(without_rust_line(e));
     if let Error::Interrupted { .. } = e {
         return PyKeyboardInterrupt::new_err(e.to_string());
     }

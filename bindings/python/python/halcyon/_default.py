@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
+from halcyon._errors import DTypeError
 from halcyon._native import Backend
 
 __all__ = ["BackendLike", "default_backend", "resolve_backend", "set_default_backend"]
@@ -49,16 +50,25 @@ def default_backend() -> Backend:
 def set_default_backend(backend: Backend | str) -> Backend:
     """Sets the default backend, given as a name such as ``cpu`` or an open backend, and returns it."""
     global _default
+    if not isinstance(backend, (str, Backend)):
+        raise _no_backend(backend)
     _default = _opened(backend) if isinstance(backend, str) else backend
     return _default
+
+
+def _no_backend(value: object) -> DTypeError:
+    what = f"a {type(value).__name__} is no backend"
+    return DTypeError(f"backend: {what}; give a name such as 'cpu', or an open backend")
 
 
 def resolve_backend(backend: BackendLike) -> Backend:
     """An open backend for a name, an open backend, or None for the default."""
     if backend is None:
         return default_backend()
-    if not isinstance(backend, str):
+    if isinstance(backend, Backend):
         return backend
+    if not isinstance(backend, str):
+        raise _no_backend(backend)
     made = _opened(backend)
     # A default that was opened with options of its own stands for its device.
     return _default if _default is not None and _default.id == made.id else made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,16 @@ from typing import TYPE_CHECKING, Any, Union
 
 from halcyon import _native
 from halcyon._default import BackendLike, resolve_backend
-from halcyon._errors import ArgumentError, HalcyonError, OutOfMemoryError, UnavailableError, UnsupportedError
+from halcyon._errors import (
+    ArgumentError,
+    DTypeError,
+    FileError,
+    FormatError,
+    HalcyonError,
+    OutOfMemoryError,
+    UnavailableError,
+    UnsupportedError,
+)
 from halcyon._native import Backend
 from halcyon._program import program
 from halcyon._reports import _size, _table, _text
@@ -22,6 +32,15 @@ __all__ = ["DeviceFit", "FitReport", "Model", "fit", "load"]
 
 PathLike = Union[str, "os.PathLike[str]"]
 
+#: The exceptions for kinds of errors in the report of a command.
+_KINDS: dict[Any, type[HalcyonError]] = {
+    "Argument": ArgumentError,
+    "Format": FormatError,
+    "Io": FileError,
+    "OutOfMemory": OutOfMemoryError,
+    "Unavailable": UnavailableError,
+    "Unsupported": UnsupportedError,
+}
 #: The exit code of `halcyon fit` for a model that does not fit.
 _DOES_NOT_FIT = 5
 
@@ -76,6 +95,8 @@ class Model:
         return self._session._model.metadata()
 
     def _feed(self, feed: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
+        if feed is not None and not isinstance(feed, Mapping):
+            raise DTypeError(f"run: the inputs are a {type(feed).__name__}; give a dict by name, or keywords")
         given = dict(feed or {})
         twice = sorted(given.keys() & named.keys())
         if twice:
@@ -137,7 +158,7 @@ def load(
         path: The file or folder, or an ONNX model in memory.
         backend: An open backend or its name. Default: the default backend.
         level: The level of optimisation of an ONNX model, ``O0`` to ``O2``. Default: the backend's.
-        sizes: Sizes for named dimensions of an ONNX model.
+        sizes: Sizes for dimensions of an ONNX model by the model's names for them.
         **options: Options of :class:`halcyon.LanguageModel`.
 
     Returns:
@@ -152,7 +173,7 @@ def load(
         if level is not None or sizes:
             raise ArgumentError("load: level and sizes are options of ONNX models")
         if isinstance(path, bytes):
-            raise UnsupportedError("not supported yet: language models in memory. Give the path of a file")
+            raise _in_memory()
         from halcyon.language import LanguageModel
 
         return LanguageModel(path, backend, **options)
@@ -161,6 +182,10 @@ def load(
     from halcyon.session._session import InferenceSession
 
     return Model(InferenceSession._on(path, resolve_backend(backend), level, sizes or {}))
+
+
+def _in_memory() -> UnsupportedError:
+    return UnsupportedError("not supported yet: language models in memory. Give the path of a file")
 
 
 class DeviceFit:
@@ -238,7 +263,8 @@ class FitReport(Sequence[DeviceFit]):
             for d in self._devices:
                 if key in (d.device, d.device.partition(":")[0]):
                     return d
-            raise KeyError(key)
+            have = ", ".join(d.device for d in self._devices)
+            raise KeyError(f"{key}: the report has no such device; it has {have}")
         return self._devices[key]
 
     def __len__(self) -> int:
@@ -281,7 +307,10 @@ def fit(
     if source is None:
         if inputs:
             raise ArgumentError("fit: inputs are for ONNX models; a language model takes batch and context")
-        assert isinstance(model, (str, os.PathLike))
+        if not isinstance(model, (str, os.PathLike)):
+            raise _in_memory()
+        _check_count("batch", batch, 1)
+        _check_count("context", context, 0)
         return FitReport([_language_fit(os.fspath(model), i, n, batch, context) for i, n, _ in backends])
     if batch is not None or context is not None:
         raise ArgumentError("fit: batch and context are for language models; give the sizes of inputs")
@@ -316,18 +345,35 @@ def _sizes(
     model: _native.OnnxModel, inputs: Mapping[str, Any]
 ) -> tuple[dict[str, list[int]], dict[str, Any]]:
     """The sizes of all inputs, and the arrays among the given ones."""
+    if not isinstance(inputs, Mapping):
+        raise DTypeError(f"fit: inputs is a {type(inputs).__name__}; give the sizes in a dict by name")
     sizes: dict[str, list[int]] = {}
     values: dict[str, Any] = {}
     for name, value in inputs.items():
-        if hasattr(value, "shape"):
-            sizes[name] = [int(n) for n in value.shape]
-            if hasattr(value, "__array_struct__"):
-                values[name] = value
-        else:
-            sizes[name] = [int(n) for n in value]
+        sizes[name] = _sizes_of(name, getattr(value, "shape", value))
+        if hasattr(value, "__array_struct__"):
+            values[name] = value
     for name, _, shape in model.inputs():
         sizes.setdefault(name, [d if isinstance(d, int) else 1 for d in shape])
     return sizes, values
+
+
+def _sizes_of(name: object, sizes: Any) -> list[int]:
+    """The sizes of an input, checked."""
+    try:
+        found = [] if isinstance(sizes, str) else [operator.index(n) for n in sizes]
+    except TypeError:
+        found = [-1]
+    if isinstance(sizes, str) or any(n < 0 for n in found):
+        raise ArgumentError(
+            f'fit: {sizes!r} for "{name}": expected sizes such as (1, 3, 224, 224), or an array'
+        )
+    return found
+
+
+def _check_count(what: str, value: int | None, least: int) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise ArgumentError(f"fit: {what}={value!r}: expected an integer of at least {least}")
 
 
 def _onnx_fit(
@@ -360,7 +406,9 @@ def _language_fit(path: str, device: str, name: str, batch: int | None, context:
     except ValueError:
         raise HalcyonError(f"fit: {done.stderr.strip() or 'the command gave no report'}") from None
     if done.returncode not in (0, _DOES_NOT_FIT):
-        raise HalcyonError(f"fit: {facts.get('error', {}).get('message', done.stderr.strip())}")
+        error = facts.get("error", {})
+        kind = _KINDS.get(error.get("kind"), HalcyonError)
+        raise kind(f"fit: {error.get('message', done.stderr.strip())}")
     own = facts["devices"][0]
     parts = {
         "weights read in place": own["in_place"],

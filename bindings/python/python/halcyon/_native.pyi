@@ -5,6 +5,46 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final, type_check_only
 
+__all__ = [
+    "Backend",
+    "Cancel",
+    "Compiled",
+    "Embedder",
+    "Generation",
+    "LanguageModel",
+    "OnnxModel",
+    "OnnxSession",
+    "Piece",
+    "Tensor",
+    "TextStream",
+    "TrainStep",
+    "Weights",
+    "__version__",
+    "checkpoints",
+    "command",
+    "devices",
+    "discover",
+    "dlpack_device",
+    "doctor_backends",
+    "doctor_host",
+    "doctor_section",
+    "doctor_verdict",
+    "eval",
+    "fit_onnx",
+    "from_array_interface",
+    "from_dlpack",
+    "gradients",
+    "load_tensors",
+    "ops",
+    "save_tensors",
+    "select_backend",
+    "selection",
+    "set_program",
+    "to_dlpack",
+    "to_numpy",
+    "value_and_grad",
+]
+
 __version__: Final[str]
 
 # backend.rs

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from halcyon import _native
 from halcyon._default import BackendLike, resolve_backend
+from halcyon._errors import ArgumentError, DTypeError
 from halcyon._native import Backend, Generation, Piece, TextStream
 
 if TYPE_CHECKING:
@@ -92,8 +93,33 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
         options["stop"] = [options["stop"]]
     schema = options.get("json_schema")
     if schema is not None and not isinstance(schema, str):
-        options["json_schema"] = json.dumps(schema)
+        options["json_schema"] = _json("json_schema", schema)
     return options
+
+
+def _json(what: str, value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as e:
+        raise ArgumentError(f"{what}: {e}") from None
+
+
+def _token_ids(what: str, tokens: Any) -> list[int]:
+    """Token ids, checked. The native module checks the vocabulary."""
+    if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):
+        raise DTypeError(f"{what} is a {type(tokens).__name__}; give a text, or a sequence of token ids")
+    found = list(tokens)
+    wrong = next((t for t in found if not hasattr(t, "__index__") or not 0 <= t < 1 << 32), None)
+    if wrong is not None:
+        raise ArgumentError(f"{what}: {wrong!r} is no token id")
+    return found
+
+
+def _least(what: str, value: Any, least: int, most: int | None = None) -> None:
+    """Refuses numbers outside of a range. The native module refuses other types."""
+    if isinstance(value, int) and (value < least or (most is not None and value > most)):
+        end = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ArgumentError(f"{what}: {value}: expected {end}")
 
 
 def _adapters(given: Adapters) -> list[tuple[str, float]]:
@@ -101,8 +127,13 @@ def _adapters(given: Adapters) -> list[tuple[str, float]]:
         return []
     if isinstance(given, (str, os.PathLike)):
         return [(os.fspath(given), 1.0)]
-    pairs = [one if isinstance(one, tuple) else (one, 1.0) for one in given]
-    return [(os.fspath(path), float(factor)) for path, factor in pairs]
+    try:
+        pairs = [one if isinstance(one, tuple) else (one, 1.0) for one in given]
+        return [(os.fspath(path), float(factor)) for path, factor in pairs]
+    except (TypeError, ValueError):
+        raise DTypeError(
+            f"adapters: {given!r}: expected a path, or a list of paths or (path, factor)"
+        ) from None
 
 
 def _warn(texts: Iterable[str]) -> None:
@@ -149,6 +180,10 @@ class LanguageModel:
             mtp: Whether the model's own layer for further tokens proposes them. The text stays the same.
             draft_max: The most tokens that are proposed at once, up to 15.
         """
+        _least("context", context, 0)
+        _least("parallel", parallel, 1)
+        _least("chunk", chunk, 1)
+        _least("draft_max", draft_max, 1, 15)
         load = {
             "context": context,
             "parallel": parallel,
@@ -189,7 +224,7 @@ class LanguageModel:
 
     def text(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of tokens."""
-        return self._native.text(list(tokens), skip_special)
+        return self._native.text(_token_ids("tokens", tokens), skip_special)
 
     @overload
     def generate(
@@ -214,7 +249,7 @@ class LanguageModel:
         Returns:
             A :class:`Generation`, whose ``str()`` is the text; with ``stream``, an iterator of pieces.
         """
-        tokens = self.tokens(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = self.tokens(prompt) if isinstance(prompt, str) else _token_ids("the prompt", prompt)
         return self._run(tokens, stream, options)
 
     def generate_many(
@@ -224,6 +259,8 @@ class LanguageModel:
 
         Without ``seed``, each text has a seed of its own.
         """
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+            raise DTypeError(f"generate_many: prompts is a {type(prompts).__name__}; give a list of prompts")
         streams = [self.generate(prompt, stream=True, **options) for prompt in prompts]
         return [_finished(s) for s in streams]
 
@@ -270,9 +307,15 @@ class LanguageModel:
         self, messages: Message | Sequence[Message], *, thinking: bool | None = None
     ) -> list[int]:
         """The tokens of a chat, with the beginning of an answer."""
-        several = [messages] if isinstance(messages, (str, Mapping)) else list(messages)
+        several: list[Any] = [messages]
+        if isinstance(messages, Iterable) and not isinstance(messages, (str, Mapping)):
+            several = list(messages)
+        wrong = next((m for m in several if not isinstance(m, (str, Mapping))), None)
+        if wrong is not None or not several:
+            what = "there are no messages" if wrong is None else f"{wrong!r} is no message"
+            raise ArgumentError(f"chat: {what}; give a text, or dicts with role and content")
         given = [{"role": "user", "content": m} if isinstance(m, str) else dict(m) for m in several]
-        return self._native.chat_tokens(json.dumps(given), thinking)
+        return self._native.chat_tokens(_json("messages", given), thinking)
 
     def speculation(self) -> dict[str, Any] | None:
         """What proposals of tokens brought so far; None without ``lookup`` and ``mtp``."""
@@ -349,7 +392,12 @@ class Embedder:
         """The vectors of texts: an array [texts, size], or [size] for one text."""
         import numpy as np
 
+        if not isinstance(texts, Iterable) or isinstance(texts, (bytes, bytearray)):
+            raise DTypeError(f"embed: texts is a {type(texts).__name__}; give a text or a list of texts")
         several = [texts] if isinstance(texts, str) else list(texts)
+        wrong = next((t for t in several if not isinstance(t, str)), None)
+        if wrong is not None:
+            raise DTypeError(f"embed: {wrong!r} is no text")
         data = np.frombuffer(self._native.embed(several), dtype="<f4").reshape(len(several), self.size)
         return data[0] if isinstance(texts, str) else data
 

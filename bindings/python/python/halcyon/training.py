@@ -63,6 +63,29 @@ def _filled(tree: Params, values: Mapping[str, Array], path: str = "") -> Params
     return tuple(made) if isinstance(tree, tuple) else made
 
 
+def _kind(x: object) -> str:
+    if isinstance(x, (list, tuple)):
+        return f"a {type(x).__name__} with {', '.join(type(y).__name__ for y in x)}"
+    return f"a {type(x).__name__}"
+
+
+def _schedule(given: Any) -> str:
+    """A schedule as the native module reads it."""
+    if not isinstance(given, Mapping):
+        raise DTypeError(f'schedule: a {type(given).__name__}; give a dict such as {{"kind": "cosine"}}')
+    try:
+        return json.dumps(dict(given))
+    except (TypeError, ValueError) as e:
+        raise ArgumentError(f"schedule: {e}") from None
+
+
+def _mapping(what: str, given: Any) -> dict[str, Any]:
+    """A dict argument; None is an empty one."""
+    if given is not None and not isinstance(given, Mapping):
+        raise DTypeError(f"{what}: a {type(given).__name__}; give a dict by name")
+    return dict(given or {})
+
+
 class TrainStep:
     """A training step: the loss, the gradients and the new parameters as one plan.
 
@@ -101,6 +124,8 @@ class TrainStep:
             options: Options of the optimizer: ``lr``, ``weight_decay`` and the rule's own, such as
                 ``momentum``, ``beta1``, ``beta2`` and ``eps``. The others have PyTorch's defaults.
         """
+        if not callable(loss):
+            raise DTypeError(f"training step: the loss is a {type(loss).__name__}, which cannot be called")
         named = _named(params)
         if not named:
             raise ArgumentError("training step: there are no parameters")
@@ -115,12 +140,15 @@ class TrainStep:
             tree = _filled(params, dict(zip(names, map(wrap, values), strict=True)))
             with _tracing():
                 made = loss(tree, *map(wrap, batch))
-            made = [made] if isinstance(made, Array) else list(made)
+            made = [made] if isinstance(made, Array) else made
+            if not isinstance(made, (list, tuple)) or not all(isinstance(x, Array) for x in made):
+                what = "an array, or a sequence of arrays that begins with the loss"
+                raise DTypeError(f"training step: the loss function returned {_kind(made)}, expected {what}")
             return [x._tensor for x in made]
 
         settings = {
             "optimizer": optimizer,
-            "schedule": None if schedule is None else json.dumps(dict(schedule)),
+            "schedule": None if schedule is None else _schedule(schedule),
             "clip_norm": clip_norm,
             "clip_value": clip_value,
             "accumulate": accumulate,
@@ -143,7 +171,12 @@ class TrainStep:
 
     @params.setter
     def params(self, values: Params) -> None:
-        self._native.set_params([(name, value._tensor) for name, value in _named(values)])
+        given = _named(values)
+        names = [name for name, _ in _named(self._tree)]
+        if sorted(names) != sorted(name for name, _ in given):
+            have = ", ".join(name for name, _ in given)
+            raise ArgumentError(f"params: the parameters are {', '.join(names)}, and [{have}] is given")
+        self._native.set_params([(name, value._tensor) for name, value in given])
 
     @property
     def averages(self) -> Params:
@@ -181,10 +214,12 @@ class TrainStep:
             keep: The number of newest checkpoints to keep; 0: all.
             best: The metric whose best checkpoint is kept too, and which of its values is the best.
         """
+        if best is not None and (not isinstance(best, tuple) or len(best) != 2):
+            raise DTypeError(f'best: {best!r}: expected a metric and its goal, such as ("loss", "smallest")')
         if best is not None and best[1] not in ("largest", "smallest"):
             raise ArgumentError(f"best: {best[1]!r}: expected largest or smallest")
         goal = None if best is None else (best[0], best[1] == "largest")
-        return Path(self._native.save(os.fspath(folder), keep, goal, epoch, dict(metrics or {})))
+        return Path(self._native.save(os.fspath(folder), keep, goal, epoch, _mapping("metrics", metrics)))
 
     def load(self, checkpoint: PathLike) -> dict[str, Any]:
         """Continues from a checkpoint, also of another device. Returns its record, with epoch and metrics.
@@ -211,7 +246,7 @@ def latest_checkpoint(folder: PathLike) -> Path | None:
 def save_weights(path: PathLike, params: Params, metadata: Mapping[str, str] | None = None) -> int:
     """Writes arrays to a safetensors file, under their paths in the tree. Returns its size in bytes."""
     pairs = [(name, value._tensor) for name, value in _named(params)]
-    return _native.save_tensors(os.fspath(path), pairs, dict(metadata or {}))
+    return _native.save_tensors(os.fspath(path), pairs, _mapping("metadata", metadata))
 
 
 def load_weights(path: PathLike, device: BackendLike = None) -> dict[str, Array]:

@@ -139,7 +139,7 @@ def _tracing() -> Iterator[None]:
 # Gradients.
 
 
-def _check_function(op: str, function: object) -> None:
+def _check_function(op: str, function: Any) -> None:
     if not callable(function):
         raise DTypeError(f"{op} takes a function, not {type(function).__name__}")
 

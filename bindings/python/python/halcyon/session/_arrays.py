@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from halcyon import _native
 from halcyon._default import resolve_backend
-from halcyon._errors import ArgumentError, UnsupportedError
+from halcyon._errors import ArgumentError, DTypeError, UnsupportedError
 
 Array = npt.NDArray[Any]
 
@@ -164,6 +164,8 @@ def from_dlpack(value: Any) -> Array | _native.Tensor:
 
     Types that NumPy lacks give a tensor on the CPU.
     """
+    if not hasattr(value, "__dlpack__") and type(value).__name__ != "PyCapsule":
+        raise DTypeError(f"from_dlpack: a {type(value).__name__} has no __dlpack__ and is no capsule")
     source = value if hasattr(value, "__dlpack__") else _Capsule(value)
     kind, _ = source.__dlpack_device__()
     if int(kind) not in (1, 3):

@@ -78,7 +78,7 @@ class IOBinding:
     def bind_ortvalue_input(self, name: str, ortvalue: OrtValue) -> None:
         """Binds a value. Tensors on the session's device are used where they are."""
         self._check_input(name)
-        self._inputs[name] = ortvalue
+        self._inputs[name] = _value("bind_ortvalue_input", ortvalue)
 
     # Outputs.
 
@@ -103,7 +103,7 @@ class IOBinding:
 
     def bind_ortvalue_output(self, name: str, ortvalue: OrtValue) -> None:
         """Binds an output to a value, which a run overwrites."""
-        self._outputs[name] = _Output(value=ortvalue)
+        self._outputs[name] = _Output(value=_value("bind_ortvalue_output", ortvalue))
 
     def get_outputs(self) -> list[OrtValue]:
         """The outputs of the last run, in the order in which they were bound."""
@@ -142,6 +142,12 @@ class IOBinding:
         made = self._session._execute(names, dict(self._inputs), run_options, keep)
         types = {a.name: a.type for a in self._session.get_outputs()}
         self._results = [_place(n, self._outputs[n], v, types[n]) for n, v in zip(names, made, strict=True)]
+
+
+def _value(what: str, value: object) -> OrtValue:
+    if isinstance(value, OrtValue):
+        return value
+    raise InvalidArgument(f"{what}: a {type(value).__name__} is no OrtValue")
 
 
 def _place(name: str, output: _Output, value: Any, type_text: str) -> OrtValue:

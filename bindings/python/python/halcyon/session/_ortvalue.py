@@ -249,6 +249,8 @@ class OrtValue:
 
         """
         value, own = self._tensor_value("update_inplace"), self._element[2]
+        if not isinstance(data, np.ndarray):
+            raise ArgumentError(f"update_inplace: a {type(data).__name__} is no array of NumPy")
         if tuple(data.shape) != tuple(value.shape) or _arrays.element_of(data.dtype)[2] != own:
             what = f"the tensor is {self._type}{self.shape()}, the array {data.dtype}{list(data.shape)}"
             raise ArgumentError(f"update_inplace: {what}")

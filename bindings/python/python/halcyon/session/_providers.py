@@ -132,6 +132,10 @@ def _normal(providers: Sequence[ProviderLike], options: Sequence[Mapping[Any, An
     """
     if isinstance(providers, str):
         raise ArgumentError(f'providers: give a list, such as ["{providers}"]')
+    if not isinstance(providers, Iterable):
+        raise ArgumentError(f"providers: {providers!r} is no list of names")
+    if options is not None and not isinstance(options, Sequence):
+        raise ArgumentError(f"provider_options: {options!r} is no list of dicts")
     if options is not None and len(options) != len(providers):
         what = f"{len(providers)} providers and {len(options)} provider_options"
         raise ArgumentError(f"providers: {what}; give one for each")

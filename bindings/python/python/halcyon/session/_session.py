@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, Union
 
 from halcyon import _native
-from halcyon._errors import DriverError, FileError, HalcyonError
+from halcyon._errors import DriverError, DTypeError, FileError, HalcyonError
 from halcyon._native import Backend
 from halcyon.session import _log, _providers
 from halcyon.session._binding import IOBinding
@@ -48,6 +48,8 @@ def set_seed(seed: int) -> None:
     The runs of a session draw the same numbers, with and without this seed.
     """
     global _seed
+    if not hasattr(seed, "__index__"):
+        raise DTypeError(f"set_seed: a seed is an integer, not {type(seed).__name__}")
     _seed = int(seed) & 0xFFFF_FFFF_FFFF_FFFF
 
 
@@ -100,6 +102,8 @@ class InferenceSession:
             ValueError: For providers that are malformed.
 
         """
+        if sess_options is not None and not isinstance(sess_options, SessionOptions):
+            raise DTypeError(f"sess_options: a {type(sess_options).__name__} is no SessionOptions")
         self._options = SessionOptions() if sess_options is None else sess_options
         severity = self._options.log_severity_level
         for key in kwargs:
@@ -122,11 +126,16 @@ class InferenceSession:
         cls, source: PathOrBytes, backend: Backend, level: str | None, sizes: Mapping[str, int]
     ) -> InferenceSession:
         """A session on an open backend, for :func:`halcyon.load`."""
+        if not isinstance(sizes, Mapping):
+            raise DTypeError(f"load: sizes is a {type(sizes).__name__}; give a dict by name")
         options = SessionOptions()
         for name, n in sizes.items():
             options.add_free_dimension_override_by_name(name, n)
         made = cls.__new__(cls)
-        made._prepare(source, options)
+        made._prepare(source, SessionOptions())
+        if sizes:
+            made._check_dimensions(sizes)
+            made._prepare(source, options)
         made._bind(Provider(_providers.AUTO), backend, level)
         return made
 
@@ -142,6 +151,14 @@ class InferenceSession:
         self._fallback = True
         self._profiler: Profiler | None = None
         self._variants: dict[tuple[frozenset[str], frozenset[str] | None], _native.OnnxSession] = {}
+
+    def _check_dimensions(self, sizes: Mapping[str, int]) -> None:
+        """Refuses sizes for names that no dimension of an input or output has."""
+        declared = [d for a in (*self._inputs, *self._outputs) for d in a.shape if isinstance(d, str)]
+        unknown = [name for name in sizes if name not in declared]
+        if unknown:
+            have = f"they are {', '.join(dict.fromkeys(declared))}" if declared else "there are none"
+            raise InvalidArgument(f'load: the model has no dimension named "{unknown[0]}"; {have}')
 
     def _open(self, providers: Sequence[Provider]) -> None:
         """Opens the first device of these providers, and makes the session there."""
@@ -292,6 +309,9 @@ class InferenceSession:
                 return self._native.run(output_names, input_feed)
             except HalcyonError as e:
                 return self._failed(e, output_names, input_feed, None, False)
+            except TypeError:
+                _check_names(output_names, input_feed)
+                raise
         return self._execute(output_names, input_feed, run_options, False)
 
     def run_with_ort_values(
@@ -301,6 +321,7 @@ class InferenceSession:
         run_options: RunOptions | None = None,
     ) -> list[OrtValue]:
         """Runs the model on values, and returns values on the session's device."""
+        _check_names(output_names, input_dict_ort_values)
         for name, value in input_dict_ort_values.items():
             if not isinstance(value, OrtValue):
                 what = f'"{name}" is a {type(value).__name__}, not an OrtValue'
@@ -313,6 +334,9 @@ class InferenceSession:
 
     def run_with_iobinding(self, iobinding: IOBinding, run_options: RunOptions | None = None) -> None:
         """Runs the model on bound inputs; the outputs go where they are bound to."""
+        if not isinstance(iobinding, IOBinding):
+            what = f"a {type(iobinding).__name__} is no IOBinding; make one with io_binding()"
+            raise InvalidArgument(f"run_with_iobinding: {what}")
         iobinding._run(run_options)
 
     def io_binding(self) -> IOBinding:
@@ -331,6 +355,11 @@ class InferenceSession:
 
         The error is an empty text, or the results are an empty list.
         """
+        _check_names(output_names, input_feed)
+        if not callable(callback):
+            raise DTypeError(
+                f"run_async: the callback is a {type(callback).__name__}, which cannot be called"
+            )
         missing = [
             a.name for a in self._inputs if a.name not in input_feed and not a.type.startswith("optional")
         ]
@@ -354,10 +383,10 @@ class InferenceSession:
         run_options: RunOptions | None,
         keep: bool,
     ) -> list[Any]:
-        feed = dict(input_feed) if hasattr(input_feed, "keys") else None
-        if feed is None:
-            what = f"the inputs are given as {type(input_feed).__name__}"
-            raise TypeError(f"run: {what}; give a dict by name")
+        _check_names(output_names, input_feed)
+        if run_options is not None and not isinstance(run_options, RunOptions):
+            raise DTypeError(f"run_options: a {type(run_options).__name__} is no RunOptions")
+        feed = dict(input_feed)
         options = RunOptions() if run_options is None else run_options
         severity = options.log_severity_level if options.log_severity_level >= 0 else self._severity()
         for text in options.without_effect():
@@ -516,6 +545,19 @@ class InferenceSession:
         raise TypeError("an InferenceSession cannot be pickled; send the model's path and make one there")
 
 
+def _check_names(output_names: Any, feed: Any) -> None:
+    """Refuses outputs that are no list of names, and inputs that are no dict by name."""
+    if output_names is not None:
+        are_several = isinstance(output_names, Sequence) and not isinstance(output_names, (str, bytes))
+        if not are_several or not all(isinstance(n, str) for n in output_names):
+            raise DTypeError(f"run: the outputs are {output_names!r}; give a list of names, or None for all")
+    if not hasattr(feed, "keys"):
+        raise DTypeError(f"run: the inputs are given as {type(feed).__name__}; give a dict by name")
+    wrong = next((k for k in feed.keys() if not isinstance(k, str)), None)
+    if wrong is not None:
+        raise DTypeError(f"run: {wrong!r} is not the name of an input; give a dict by name")
+
+
 def load_model(source: PathOrBytes, options: SessionOptions) -> _native.OnnxModel:
     """The model with the changes that the options ask for."""
     is_parsed = False
@@ -528,7 +570,9 @@ def load_model(source: PathOrBytes, options: SessionOptions) -> _native.OnnxMode
         elif isinstance(source, (str, os.PathLike)):
             path = os.fspath(source)
             if not os.path.exists(path):
-                raise NoSuchFile(f"{path}: there is no such file")
+                raise NoSuchFile(
+                    f"{path}: there is no such file" if path else "the path of the model is empty"
+                )
             if options._external_files or options._entries.find(FOLDER_ENTRY):
                 with open(path, "rb") as f:
                     contents = f.read()
