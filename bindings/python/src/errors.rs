@@ -53,8 +53,8 @@ fn in_python_terms(mut e: Error) -> Error {
         && op == "eval"
         && what.starts_with("a placeholder has no value")
     {
-        *what = "a value is read while its function is traced, as bool(), float(), int(), print() and \
-            numpy.asarray() do. Use halcyon.array.where, or read it outside of the function"
+        *what = "a placeholder has no value: it is read while its function is traced, as bool(), float(), \
+            int() and numpy.asarray() do. Use halcyon.array.where, or read it outside of the function"
             .into();
     }
     e

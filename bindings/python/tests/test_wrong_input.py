@@ -135,6 +135,10 @@ ARRAYS: dict[str, Case] = {
     "a gradient of no function": (lambda: ha.grad(3), halcyon.DTypeError, "int"),
     "a gradient of no argument": (lambda: ha.grad(ha.sum, "a"), halcyon.DTypeError, "argnums"),
     "no function to compile": (lambda: ha.compile(3), halcyon.DTypeError, "int"),
+    "an operand of NumPy": (lambda: ha.ones(3) + np.ones(3), halcyon.DTypeError, "NumPy.*asarray"),
+    "a first operand of NumPy": (lambda: np.ones(3) + ha.ones(3), halcyon.DTypeError, "NumPy.*asarray"),
+    "a comparison with NumPy": (lambda: ha.ones(3) == np.ones(3), halcyon.DTypeError, "NumPy.*asarray"),
+    "a matrix of NumPy": (lambda: np.ones(3) @ ha.ones(3), halcyon.DTypeError, "NumPy.*asarray"),
     "a value in a compiled function": (
         lambda: ha.compile(lambda x: x if ha.sum(x) > 0 else -x)(ha.ones(3)),
         halcyon.ArgumentError,

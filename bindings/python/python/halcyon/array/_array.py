@@ -254,7 +254,7 @@ class Array:
         return _binary.pow(self, other) if _fits(other) else NotImplemented
 
     def __matmul__(self, other: Array, /) -> Array:
-        return _linear.matmul(self, other) if isinstance(other, Array) else NotImplemented
+        return _linear.matmul(self, other) if _is_array(other) else NotImplemented
 
     def __and__(self, other: Operand, /) -> Array:
         return _binary.bitwise_and(self, other) if _fits(other) else NotImplemented
@@ -295,7 +295,7 @@ class Array:
         return _binary.pow(other, self) if _fits(other) else NotImplemented
 
     def __rmatmul__(self, other: Array, /) -> Array:
-        return _linear.matmul(other, self) if isinstance(other, Array) else NotImplemented
+        return _linear.matmul(other, self) if _is_array(other) else NotImplemented
 
     def __rand__(self, other: Operand, /) -> Array:
         return _binary.bitwise_and(other, self) if _fits(other) else NotImplemented
@@ -344,7 +344,7 @@ class Array:
         return self._update("**=", _binary.pow(self, other)) if _fits(other) else NotImplemented
 
     def __imatmul__(self, other: Array, /) -> Array:
-        return self._update("@=", _linear.matmul(self, other)) if isinstance(other, Array) else NotImplemented
+        return self._update("@=", _linear.matmul(self, other)) if _is_array(other) else NotImplemented
 
     def __iand__(self, other: Operand, /) -> Array:
         return self._update("&=", _binary.bitwise_and(self, other)) if _fits(other) else NotImplemented
@@ -404,7 +404,22 @@ def wrap(tensor: Tensor) -> Array:
 
 def _fits(other: object) -> builtins.bool:
     """Whether an operator's operand is an array or a number. Complex numbers pass, for their own error."""
-    return isinstance(other, (Array, int, float, complex)) or _core.is_numpy_number(other)
+    return (
+        isinstance(other, (Array, int, float, complex)) or _core.is_numpy_number(other) or _asks_other(other)
+    )
+
+
+def _is_array(other: object) -> builtins.bool:
+    """Whether an operand is an array."""
+    return isinstance(other, Array) or _asks_other(other)
+
+
+def _asks_other(other: object) -> builtins.bool:
+    """False: Python asks the operand's own operator. An array of NumPy has none, and is refused by name."""
+    if _core.is_numpy_array(other):
+        what = "an array of NumPy is no operand; convert it with halcyon.array.asarray"
+        raise DTypeError(f"{what}, or this array with numpy.asarray")
+    return False
 
 
 def _empty(shape: tuple[int, ...]) -> list[Any]:

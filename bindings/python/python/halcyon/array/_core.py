@@ -74,6 +74,12 @@ def is_numpy_number(x: object) -> builtins.bool:
     return numpy is not None and isinstance(x, numpy.generic)
 
 
+def is_numpy_array(x: object) -> builtins.bool:
+    """Whether an object is an array of NumPy. Does not import NumPy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(x, numpy.ndarray)
+
+
 def as_array(op: str, x: object) -> Array:
     """Checks that an argument is an array."""
     if isinstance(x, Array):

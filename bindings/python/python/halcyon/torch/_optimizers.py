@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from halcyon._errors import ArgumentError
 from halcyon.torch._backends import (
     AMDBackend,
     BaseBackend,
@@ -43,6 +44,10 @@ class BaseOptimizer:
 
     def __init__(self, backend: BaseBackend | None = None) -> None:
         """The optimizer of an open backend; of this class's backend for None."""
+        if backend is not None and not isinstance(backend, BaseBackend):
+            raise ArgumentError(
+                f"the backend is a {type(backend).__name__}; pass one of get_backend(), or use get_optimizer"
+            )
         if backend is None:
             backend = get_backend() if self._BACKEND is None else self._BACKEND()
         self.backend = backend

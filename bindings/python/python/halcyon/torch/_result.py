@@ -121,7 +121,7 @@ def receipts_before(model: nn.Module) -> dict[str, Receipt]:
 
 def optimization_result(model: nn.Module) -> OptimizationResult:
     """What `prepare_model`, `optimize_for_inference` or `optimize_for_training` did to a model."""
-    fields = _results.get(model)
+    fields = _results.get(model) if isinstance(model, nn.Module) else None
     if fields is None:
         raise ArgumentError(
             "the model was not optimised in this process; pass what prepare_model, optimize_for_inference, "

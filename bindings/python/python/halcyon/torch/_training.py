@@ -10,6 +10,7 @@ from typing import TypedDict
 import torch
 
 from halcyon import _native
+from halcyon._errors import ArgumentError
 from halcyon.torch._errors import BackendError, BackendErrorKind
 from halcyon.torch._names import BackendType
 from halcyon.torch._runtimes import gpu_stack, runtime
@@ -211,7 +212,10 @@ class AmpConfig(TypedDict):
 
 def resolve_amp_config(device: torch.device | str) -> AmpConfig:
     """Mixed precision in float16 on CUDA, ROCm and MPS, with loss scaling on CUDA and ROCm; else none."""
-    kind = torch.device(device).type
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise ArgumentError(f"{device!r} is no device of PyTorch; pass one such as 'cuda:0'") from None
     enabled = kind in ("cuda", "mps")
     return {
         "enabled": enabled,
