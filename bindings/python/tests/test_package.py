@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = Path(halcyon.__file__).parent
 PACKAGE_README = ROOT / "bindings" / "python" / "README.md"
 LIMIT = 120
+#: Pages compile models of PyTorch, which takes a minute on a busy machine.
+PAGE_LIMIT = 900
 
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no signals for one process")
 
@@ -224,7 +226,7 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", filter(blocks, PAGES), ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
 def test_the_code_of_a_page_runs(page, tmp_path):
     code = blocks(page)
     if any(re.search(r"^(import|from) torch\b", block, re.MULTILINE) for block in code):
@@ -242,7 +244,9 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(code))
     run = [sys.executable, str(script)]
-    out = subprocess.run(run, capture_output=True, text=True, timeout=LIMIT, env=environment(), cwd=tmp_path)
+    out = subprocess.run(
+        run, capture_output=True, text=True, timeout=PAGE_LIMIT, env=environment(), cwd=tmp_path
+    )
     assert out.returncode == 0, out.stderr
 
 

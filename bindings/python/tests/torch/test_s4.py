@@ -1,6 +1,6 @@
 """Row S4.11 of the contract (docs/compat.md): backends by vendor, devices and levels, for PyTorch users.
 
-`test_s4_models.py` has the tests of what is done to models.
+`test_s4_models.py` and `test_s4_strategies.py` have the tests of what is done to models.
 """
 
 import json
@@ -268,7 +268,7 @@ def names():
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_s4_11_the_document_runs_as_printed(machine, gpu, quiet, capsys, monkeypatch, kind):
-    # The gains are not measured here: test_s4_models.py does.
+    # The gains are not measured here: test_s4_strategies.py does.
     monkeypatch.setattr("halcyon.torch._strategies._measure", lambda backend: {"torch.compile": 1.5})
     monkeypatch.setenv("HALCYON_CACHE", "off")
     blocks = documents.blocks("# Backend Unification Guide")
