@@ -28,7 +28,7 @@ TOLERANCES = {"f16": (2e-3, 2e-3), "bf16": (1.6e-2, 1.6e-2), "f32": (2e-5, 2e-5)
 FULL = "full"
 """The one operation that is no function of `_native.ops`: a tensor filled with a number."""
 
-_NUMPY = {
+_NUMPY: dict[str, Any] = {
     **{"bool": np.bool_, "f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64},
     **{f"{kind[0]}{bits}": np.dtype(f"{kind}{bits // 8}") for kind in "iu" for bits in (8, 16, 32, 64)},
 }
@@ -51,7 +51,7 @@ class Array:
         """A native tensor."""
         return _native.Tensor.from_bytes(backend, self.data, list(self.shape), self.dtype)
 
-    def numpy(self) -> np.ndarray:
+    def numpy(self) -> np.ndarray[Any, Any]:
         """The numbers. bf16 becomes f32."""
         made = np.frombuffer(self.data, _NUMPY[self.dtype]).reshape(self.shape)
         if self.dtype == "bf16":
