@@ -138,8 +138,12 @@ const STEPS: &[Step] = &[
     ),
     step("binary", In::Merge, binary),
     // Before `package`, which tests the wheel.
-    step("wheel", In::Nightly("it builds and links the Python module"), wheel::step),
-    step("package", In::Nightly("it needs the wheel"), package::step),
+    step("wheel", In::Merge, wheel::step),
+    step(
+        "package",
+        In::Sample("the stored cases of PyTorch's operators, and the code of the pages that need no PyTorch"),
+        package::step,
+    ),
     step("c-api", In::Nightly("a build of its own"), c_api::step),
     step("book", In::Nightly("it installs mdBook"), book::step),
     step("asan", In::Nightly("a build of its own, and kernels that run several times slower"), asan),
