@@ -182,3 +182,37 @@ def test_checkpointed_dropout_is_the_same_in_the_backward() -> None:
     want = (2 * kept * torch.cos(2 * kept * y)) @ layer.weight.detach()
     torch.testing.assert_close(x.grad, want, rtol=1e-4, atol=1e-5)
     assert not backend.report().fallbacks
+
+
+class Counting(torch.nn.Module):
+    """A region that reads a buffer, overwrites it, and reads it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("b", torch.arange(3.0) + 1)
+        self.w = torch.nn.Parameter(torch.ones(3))
+
+    def region(self, x: Any) -> Any:
+        y = (x * self.b.sin() * self.w).cos()
+        self.b.add_(1)
+        return (y * self.b.exp() * self.w).sum()
+
+    def forward(self, x: Any, checkpointed: bool) -> Any:
+        return checkpoint(self.region, x, use_reentrant=False) if checkpointed else self.region(x)
+
+
+def test_checkpointed_region_that_overwrites_a_buffer() -> None:
+    torch._dynamo.reset()
+    backend.reset_report()
+    own, other = Counting(), Counting()
+    compiled = torch.compile(own, backend="halcyon")
+    for _ in range(2):
+        grads = []
+        for model, f, checkpointed in ((own, compiled, True), (other, other, False)):
+            x = torch.linspace(0, 1, 3).requires_grad_()
+            model.zero_grad()
+            f(x, checkpointed).backward()
+            grads.append((x.grad, model.w.grad))
+        torch.testing.assert_close(grads[0], grads[1])
+        assert torch.equal(own.b, other.b)
+    assert not backend.report().fallbacks
