@@ -40,22 +40,13 @@ fn gradient(
     }))
 }
 
+/// Stride, padding, dilation, input dilation and groups of a convolution.
+type Geometry = (Vec<usize>, Vec<(i64, i64)>, Vec<usize>, Vec<usize>, usize);
+
 /// The gradient of `conv` with respect to its operand `of`: `x` or `weight`. `dy` is the gradient of the
-/// result.
+/// result, `geometry` the arguments of `conv` from `stride` on.
 #[pyfunction]
-#[pyo3(signature = (of, x, weight, dy, stride, pad, dilation, input_dilation, groups = 1))]
-#[allow(clippy::too_many_arguments)]
-fn conv_grad(
-    of: &str,
-    x: In<'_>,
-    weight: In<'_>,
-    dy: In<'_>,
-    stride: Vec<usize>,
-    pad: Vec<(i64, i64)>,
-    dilation: Vec<usize>,
-    input_dilation: Vec<usize>,
-    groups: usize,
-) -> PyResult<Tensor> {
+fn conv_grad(of: &str, x: In<'_>, weight: In<'_>, dy: In<'_>, geometry: Geometry) -> PyResult<Tensor> {
     let k = match of {
         "x" => 0,
         "weight" => 1,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-import torch._prims  # defines the operations of `prims`
+import torch._inductor.inductor_prims  # with the next import: defines the operations of `prims`
+import torch._prims
 
 from halcyon import _native
 from halcyon.torch.compile.dtypes import NAMES, is_float, wide

@@ -208,7 +208,8 @@ def concat_numbers(like: Value, numbers: Sequence[float]) -> Value:
 def _avg_pool(
     c: Call, n: int, x: Value, kernel: Sequence[int], stride: Sequence[int] = (), *rest: Any
 ) -> Value:
-    padding, _, count_include_pad, divisor_override = (*rest, *((0,), False, True, None)[len(rest) :])
+    defaults: tuple[Any, ...] = ((0,), False, True, None)
+    padding, _, count_include_pad, divisor_override = (*rest, *defaults[len(rest) :])
     if not is_float(x.dtype):
         raise Unsupported("an average pool of integers")
     out = c.shape()
