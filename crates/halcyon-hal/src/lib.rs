@@ -199,8 +199,8 @@ impl fmt::Debug for Exported {
 }
 
 /// Memory of a device by its address there, for exchange with other libraries that use the same device
-/// ([`Device::export_device`], [`Device::import_device`]). It stays allocated and in place until this value is
-/// dropped.
+/// ([`Device::export_device`], [`Device::import_device`]). It stays allocated and in place until this value
+/// is dropped.
 pub struct DeviceMemory {
     device: (BackendType, usize),
     address: u64,
