@@ -59,13 +59,10 @@ def _logspace(c: Call, start: Operand, end: Operand, steps: int, base: Number = 
         raise Unsupported("logspace of integers, or with a base that is not positive")
     if steps < 2:
         return c.done(c.scalar(base, "f64").scalar("pow", c.value(start, "f64")))
-    # PyTorch rounds the ends and each step to the result's type, and counts from the nearer end.
-    dtype = c.dtype()
-    low, high = c.to(dtype, start, end)
-    step = (high - low) / float(steps - 1)
-    place = counted(c, 0, 1, "i64")
-    first, last = low + step * place.cast(dtype), high - step * ((steps - 1) - place).cast(dtype)
-    return c.done(c.scalar(base, dtype).scalar("pow", (place < steps // 2).where(first, last)))
+    # PyTorch rounds the ends to the result's type, but not the exponents between them.
+    low, high = (v.cast("f64") for v in c.to(c.dtype(), start, end))
+    place = counted(c, 0, 1, "f64") / float(steps - 1)
+    return c.done(c.scalar(base, "f64").scalar("pow", low + (high - low) * place))
 
 
 @op("prims::iota")
