@@ -255,19 +255,29 @@ fn all(context: &Context) -> Result<String, String> {
     if context.tier == Tier::Nightly {
         run(Command::new(tool("abi3audit")).args(["--strict", "--assume-minimum-abi3", "3.10"]).arg(&wheel))?;
         note += ", only the stable ABI of Python 3.10";
-        for python in ["python3.10", "python3.12", "python3.13", "python3.14"] {
-            if succeeds(Command::new(python).args(["-c", "import venv, ensurepip"])) {
-                other(python, &wheel)?;
-                note += &format!(", {python}");
+        for version in ["3.10", "3.12", "3.13", "3.14"] {
+            if let Some(python) = interpreter(version) {
+                other(version, &python, &wheel)?;
+                note += &format!(", Python {version}");
             }
         }
     }
     Ok(note)
 }
 
+/// The Python of a version that can make environments: the one on the path, or one that pyenv installed.
+fn interpreter(version: &str) -> Option<PathBuf> {
+    let name = format!("python{version}");
+    let versions = std::env::home_dir().map(|h| h.join(".pyenv/versions")).and_then(|d| d.read_dir().ok());
+    let installed = versions.into_iter().flatten().flatten().map(|e| e.path().join("bin").join(&name));
+    std::iter::once(PathBuf::from(&name))
+        .chain(installed)
+        .find(|python| succeeds(Command::new(python).args(["-c", "import venv, ensurepip"])))
+}
+
 /// Runs the README's lines with another version of Python.
-fn other(python: &str, wheel: &Path) -> Result<(), String> {
-    let dir = crate::target_dir().join(format!("venv-{python}"));
+fn other(version: &str, python: &Path, wheel: &Path) -> Result<(), String> {
+    let dir = crate::target_dir().join(format!("venv-python{version}"));
     run(Command::new(python).args(["-m", "venv", "--clear"]).arg(&dir))?;
     let own = dir.join("bin/python");
     run(Command::new(&own).args(["-m", "pip", "install", "--quiet"]).arg(wheel))?;
