@@ -14,8 +14,8 @@ const TORCH: &[Requirements] = &[
     Requirements { file: "requirements-package-torch.txt", flags: &[] },
 ];
 
-/// The tests of the merge tier.
-const SAMPLE: &[&str] = &["tests/test_stored_ops.py", "tests/test_package.py"];
+/// The tests of the merge tier: those without PyTorch.
+const SAMPLE: &[&str] = &["tests", "--ignore=tests/torch"];
 
 pub(crate) fn step(context: &Context) -> Outcome {
     if !context.has_python() {
