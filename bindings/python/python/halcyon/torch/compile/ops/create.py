@@ -53,6 +53,17 @@ def _arange(c: Call, *args: Number, **_: Any) -> Value:
     return counted(c, start, step, c.dtype())
 
 
+@op("linspace", "linspace.Tensor_Tensor", "linspace.Tensor_Scalar", "linspace.Scalar_Tensor")
+def _linspace(c: Call, start: Operand, end: Operand, steps: int, **_: Any) -> Value:
+    # PyTorch rounds the ends to the result's type, and counts from the nearer one.
+    low, high = (v.cast("f64") for v in c.to(c.dtype(), start, end))
+    if steps < 2:
+        return c.done(low)
+    place = counted(c, 0, 1, "f64")
+    step = (high - low) / float(steps - 1)
+    return c.done((place < steps / 2).where(low + step * place, high - step * (float(steps - 1) - place)))
+
+
 @op("logspace", "logspace.Tensor_Tensor", "logspace.Tensor_Scalar", "logspace.Scalar_Tensor")
 def _logspace(c: Call, start: Operand, end: Operand, steps: int, base: Number = 10.0, **_: Any) -> Value:
     if not c.is_float or base <= 0:
