@@ -4,7 +4,7 @@ use crate::prerequisites::{Requirements, Venv};
 use crate::report::{Counts, Outcome, run, run_watching};
 use crate::test::Context;
 use crate::tier::Tier;
-use crate::wheel;
+use crate::{profiles, wheel};
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -41,6 +41,8 @@ fn all(context: &Context) -> Result<Outcome, String> {
         context.tell(&mut c);
         c
     };
+    let manifest = project.join("Cargo.toml");
+    run(context.cargo().args(["fmt", "--check", "--manifest-path"]).arg(&manifest))?;
     run(&mut python(&["ruff", "check", "."]))?;
     run(&mut python(&["ruff", "format", "--check", "."]))?;
     let installed = install(&venv)?;
@@ -48,6 +50,11 @@ fn all(context: &Context) -> Result<Outcome, String> {
         run(&mut python(&["mypy", "--strict", "python/halcyon"]))?;
         let mut stubs = python(&["mypy.stubtest", "halcyon._native"]);
         run(stubs.env("PYTHONPATH", &installed))?;
+        // As the wheel is built, so that the crates are shared with it.
+        let mut clippy = context.cargo();
+        clippy.args(["clippy", "--release", "--locked", "--all-targets", "--manifest-path"]).arg(&manifest);
+        clippy.arg("--target-dir").arg(crate::target_dir()).arg("--config").arg(profiles::workspace()?);
+        run(clippy.args(["--", "-D", "warnings"]))?;
     }
     let mut tests = python(&["pytest", "-q", "-p", "no:cacheprovider"]);
     tests.args(if nightly { &["tests"] } else { SAMPLE });

@@ -186,11 +186,14 @@ pub(crate) fn open(py: Python<'_>, capsule: &Bound<'_, PyAny>) -> PyResult<(View
     let (view, device, owner) = opened(py, capsule)?;
     match device.kind {
         CPU | CUDA_HOST => Ok((view, owner)),
-        kind => Err(exception(Error::unsupported(
-            format!("DLPack from a device of the type {kind}"),
-            "Copy the array to the CPU first",
-        ))),
+        kind => Err(elsewhere(kind)),
     }
+}
+
+/// The error for memory that Halcyon cannot read.
+fn elsewhere(kind: i32) -> PyErr {
+    let what = format!("DLPack from a device of the type {kind}");
+    exception(Error::unsupported(what, "Copy the array to the CPU first"))
 }
 
 /// The strided array in a capsule, which may be memory of a device, and the object that keeps it.
@@ -226,16 +229,24 @@ pub(crate) fn from_dlpack(
     copy: Option<bool>,
 ) -> PyResult<Tensor> {
     let (view, device, owner) = opened(py, capsule)?;
-    let Some((_, kind)) = DEVICES.iter().find(|(k, _)| *k == device.kind) else {
-        return match device.kind {
-            CPU | CUDA_HOST => view.tensor(py, backend, owner, copy),
-            kind => Err(exception(Error::unsupported(
-                format!("DLPack from a device of the type {kind}"),
-                "Copy the array to the CPU first",
-            ))),
-        };
-    };
-    let device = (*kind, usize::try_from(device.id).unwrap_or(usize::MAX));
+    match (device.kind, DEVICES.iter().find(|(kind, _)| *kind == device.kind)) {
+        (CPU | CUDA_HOST, _) => view.tensor(py, backend, owner, copy),
+        (_, Some((_, kind))) => {
+            let device = (*kind, usize::try_from(device.id).unwrap_or(usize::MAX));
+            on_device(py, (view, device, owner), backend, copy)
+        }
+        (kind, None) => Err(elsewhere(kind)),
+    }
+}
+
+/// The tensor of an array in memory of a device, with the object that keeps it. The producer must follow
+/// `dlpack.h`.
+fn on_device(
+    py: Python<'_>,
+    (view, device, owner): (View, (BackendType, usize), Py<PyAny>),
+    backend: &Backend,
+    copy: Option<bool>,
+) -> PyResult<Tensor> {
     let (at, bytes) = view.extent()?;
     // SAFETY: the producer follows `dlpack.h`: this memory of the device is valid while `owner` lives. That
     // it does not change is a duty of the caller, as for host memory.
@@ -243,7 +254,7 @@ pub(crate) fn from_dlpack(
     let backend = backend.0.clone();
     let info = backend.info();
     if (info.backend, info.index) != device {
-        let what = format!("the array is on {}:{}, the backend is {}", kind.id(), device.1, backend.id());
+        let what = format!("the array is on {}:{}, the backend is {}", device.0.id(), device.1, backend.id());
         return Err(argument("from_dlpack", what));
     }
     let in_place = view.is_dense() && copy != Some(true);

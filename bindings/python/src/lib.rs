@@ -50,9 +50,9 @@ mod _native {
     #[pymodule_export]
     use crate::tensor::{Tensor, eval};
     #[pymodule_export]
-    use crate::training::{TrainStep, checkpoints, load_tensors, save_tensors};
-    #[pymodule_export]
     use crate::torch_ops::Weights;
+    #[pymodule_export]
+    use crate::training::{TrainStep, checkpoints, load_tensors, save_tensors};
 
     #[pymodule_init]
     fn init(m: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -206,7 +206,8 @@ fn fingerprint(data: &[ConstData], threads: usize) -> u64 {
     };
     std::thread::scope(|s| {
         for _ in 1..threads.min(parts.len()) {
-            s.spawn(work);
+            // If the system refuses a thread, the others do its parts.
+            let _ = std::thread::Builder::new().spawn_scoped(s, work);
         }
         work();
     });

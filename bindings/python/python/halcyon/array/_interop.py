@@ -39,9 +39,8 @@ CPU = (1, 0)
 _VERSION = (1, 1)
 # DLPack's numbers of devices whose memory the host can read: host memory, and pinned memory of CUDA.
 _HOST = (1, 3)
-# And of devices whose memory Halcyon uses by its address.
-_DEVICES = {2: "cuda", 10: "rocm"}
-_DEFAULT_STREAM = {"cuda": 1, "rocm": 0}
+# And of devices whose memory Halcyon uses by its address: their backends and DLPack's default streams.
+_DEVICES = {2: ("cuda", 1), 10: ("rocm", 0)}
 
 
 def _host_backend() -> Backend:
@@ -113,10 +112,11 @@ def from_dlpack(
     options: dict[str, Any] = {"max_version": _VERSION}
     if kind in _HOST:
         target = backend or (resolve_backend(None) if is_default else _host_backend())
-    elif (name := _DEVICES.get(kind)) and (backend is None or backend.id == f"{name}:{number}"):
+    elif kind in _DEVICES and (backend is None or backend.id == f"{_DEVICES[kind][0]}:{number}"):
+        name, stream = _DEVICES[kind]
         target = backend or resolve_backend(f"{name}:{number}")
-        # The default stream: the producer makes it wait for its work, and the import waits for it.
-        options["stream"] = _DEFAULT_STREAM[name]
+        # The producer makes this stream wait for its work, and the import waits for the stream.
+        options["stream"] = stream
     elif copy is False:
         raise BufferError(
             f"from_dlpack: the memory is on the device ({kind}, {number}), and copy=False forbids to move it"
