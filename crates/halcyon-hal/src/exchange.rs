@@ -4,8 +4,8 @@ use crate::BackendType;
 use std::any::Any;
 use std::fmt;
 
-/// Host memory of a buffer ([`crate::Device::export`]). It stays in place and allocated until this value is dropped.
-/// Its contents may change while commands that write to the buffer run.
+/// Host memory of a buffer ([`crate::Device::export`]). It stays in place and allocated until this value is
+/// dropped. Its contents may change while commands that write to the buffer run.
 pub struct Exported {
     // An address, because the value is sent between threads, and only unsafe code of the caller reads it.
     pub(crate) address: usize,
@@ -38,8 +38,8 @@ impl fmt::Debug for Exported {
 }
 
 /// Memory of a device by its address there, for exchange with other libraries that use the same device
-/// ([`crate::Device::export_device`], [`crate::Device::import_device`]). It stays allocated and in place until this value
-/// is dropped.
+/// ([`crate::Device::export_device`], [`crate::Device::import_device`]). It stays allocated and in place
+/// until this value is dropped.
 pub struct DeviceMemory {
     pub(crate) device: (BackendType, usize),
     pub(crate) address: u64,
