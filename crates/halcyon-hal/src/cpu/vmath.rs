@@ -35,6 +35,18 @@ fn poly<const FMA: bool, const N: usize>(x: f32, c: [f32; N]) -> f32 {
     r
 }
 
+/// [`poly`] as two sums, of the even and of the odd powers. Horner's rule waits for each step, and the processor
+/// looks ahead by less than two elements of a long formula.
+#[inline(always)]
+fn poly_pairs<const FMA: bool, const N: usize>(x: f32, c: [f32; N]) -> f32 {
+    let (s, last) = (x * x, N - 1);
+    let (mut r, mut q) = (c[last], c[last - 1]);
+    for i in (0..last - 1).rev() {
+        (r, q) = (q, fma::<FMA>(r, s, c[i]));
+    }
+    fma::<FMA>(r, x, q)
+}
+
 #[inline(always)]
 fn poly64<const FMA: bool, const N: usize>(x: f64, c: [f64; N]) -> f64 {
     let mut r = c[N - 1];
@@ -70,10 +82,17 @@ fn clamp_keep_nan(x: f32, lo: f32, hi: f32) -> f32 {
 /// For `x = k ln 2 + r` with a small `r` and `|x|` up to 200: returns `(k, expm1(r))`.
 #[inline(always)]
 fn exp_parts<const FMA: bool>(x: f32) -> (i32, f32) {
-    let z = fma::<FMA>(x, LOG2_E, MAGIC);
+    // Adding -0 changes nothing, so it costs nothing.
+    exp_parts_of::<FMA>(x, -0.0)
+}
+
+/// [`exp_parts`] of the sum of `x` and a `d` of at most 1/4.
+#[inline(always)]
+fn exp_parts_of<const FMA: bool>(x: f32, d: f32) -> (i32, f32) {
+    let z = fma::<FMA>(x + d, LOG2_E, MAGIC);
     let k = (z.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
     let n = z - MAGIC;
-    let r = fma::<FMA>(n, -LN2_LO, fma::<FMA>(n, -LN2_HI, x));
+    let r = fma::<FMA>(n, -LN2_LO, fma::<FMA>(n, -LN2_HI, x) + d);
     let q = poly::<FMA, 6>(r, polynomials::EXP);
     (k, fma::<FMA>(r * r, q, r))
 }
@@ -350,20 +369,26 @@ pub fn atanh<const FMA: bool>(x: f32) -> f32 {
     (0.5 * log1p::<FMA>(2.0 * a / (1.0 - a))).copysign(x)
 }
 
-/// erfc(a) for a >= 0, as exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a + 2). The caller passes `b`
-/// and `c` with a^2 = c b^2 and c = 1 or 1/2, so that the rounding of `a` does not enter the exponential.
+/// `f` erfc(a) for a in 0..=11.5 or NaN. erfc(a) is exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a + 2).
+/// The caller passes `b` and `c` with a^2 = c b^2 and c = 1 or 1/2, so that the rounding of `a` does not enter
+/// the exponential. The product with `f` is scaled last, because erfc(a) may be denormal where the product is not.
 #[inline(always)]
-fn erfc_pos<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
-    let b = clamp_keep_nan(b, 0.0, 16.0);
-    let a = clamp_keep_nan(a, 0.0, 16.0);
-    let t = (a - 2.0) / (a + 2.0);
-    let p = poly::<FMA, 12>(t, polynomials::ERFC);
-    // exp(-c b^2) from a 12-bit head `h` of `b`, whose square is exact: -b^2 = -h^2 - (b - h)(b + h).
-    let h = f32::from_bits(b.to_bits() & 0xffff_f000);
-    let e = exp::<FMA>(-c * h * h);
-    let d = c * ((h - b) * (b + h));
-    let (k, lo) = exp_parts::<FMA>(d);
-    scale(e * (lo + 1.0), k) * p / fma::<FMA>(2.0, a, 1.0)
+fn erfc_times<const FMA: bool>(f: f32, a: f32, b: f32, c: f32) -> f32 {
+    // 1 / (a + 2) and 1 / (1 + 2a) from one division.
+    let (far, near) = (a + 2.0, fma::<FMA>(2.0, a, 1.0));
+    let r = 1.0 / (far * near);
+    let p = poly_pairs::<FMA, 12>((a - 2.0) * near * r, polynomials::ERFC);
+    // exp(-c b^2) = exp(s + d), where `d` is the rounding error of the square `s`. Without a multiply-add, `s`
+    // is the exact square of a 12-bit head `h` of `b`: -b^2 = -h^2 - (b - h)(b + h).
+    let g = -c * b;
+    let (s, d) = if FMA {
+        (g * b, fma::<FMA>(g, b, -(g * b)))
+    } else {
+        let h = f32::from_bits(b.to_bits() & 0xffff_f000);
+        (-c * h * h, c * ((h - b) * (b + h)))
+    };
+    let (k, e) = exp_parts_of::<FMA>(s, d);
+    scale(f * (p * (far * r)) * (e + 1.0), k)
 }
 
 /// Error function. Error below 4 ulp.
@@ -372,7 +397,9 @@ pub fn erf<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
     let s = a * a;
     let near = a * poly::<FMA, 8>(s, polynomials::ERF);
-    let far = 1.0 - erfc_pos::<FMA>(a, a, 1.0);
+    // From 10 on, erf(a) is 1 in f32.
+    let b = clamp_keep_nan(a, 0.0, 10.0);
+    let far = 1.0 - erfc_times::<FMA>(1.0, b, b, 1.0);
     (if a < 1.0 { near } else { far }).copysign(x)
 }
 
@@ -396,9 +423,12 @@ pub fn silu<const FMA: bool>(x: f32) -> f32 {
 /// x * Phi(x), the exact GELU. Error below 12 ulp for normal results.
 #[inline(always)]
 pub fn gelu<const FMA: bool>(x: f32) -> f32 {
-    let a = x.abs();
-    let c = 0.5 * erfc_pos::<FMA>(a * std::f32::consts::FRAC_1_SQRT_2, a, 0.5);
-    x * if x < 0.0 { c } else { 1.0 - c }
+    // For |x| above 16 the tail |x| Phi(-|x|) is zero. NaN stays.
+    let b = clamp_keep_nan(x.abs(), 0.0, 16.0);
+    let tail = erfc_times::<FMA>(0.5 * b, b * std::f32::consts::FRAC_1_SQRT_2, b, 0.5);
+    let y = (if x < 0.0 { 0.0 } else { x }) - tail;
+    // Phi(-inf) is 0 and -inf is not finite.
+    if x == f32::NEG_INFINITY { f32::NAN } else { y }
 }
 
 /// GELU's tanh form, as x * sigmoid(2 u). Error below 64 ulp for x >= -3. For smaller x, the error grows with

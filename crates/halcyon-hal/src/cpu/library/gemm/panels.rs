@@ -26,12 +26,14 @@ const ROWS: usize = 192;
 /// Each part packs its own columns of B if there is one thread, or if A has at most this many rows and B has
 /// enough panels for all threads. Otherwise B is packed once for all threads.
 const OWN_ROWS: usize = 256;
-/// Largest number of panels of B per part, if B is already packed, A has few rows and there are enough panels
-/// for all threads.
+/// Largest number of panels of B per part, if B is already packed and prefetched, A has few rows and there are
+/// enough panels for all threads.
 const NEAR_PANELS: usize = 2;
 /// Largest number of floats of A, and of B, that are packed at a time. However, at least [`ROWS`] rows of A
 /// and 8 panels of B are packed at a time, if the operand has them.
 const MOST_PACKED: usize = 4 << 20;
+/// Sums over which the epilogue's chain runs at a time, at least, unless the block ends.
+const CHAIN: usize = 512;
 /// Products with fewer multiply-adds than this run on the calling thread.
 pub(crate) const SERIAL: usize = 300_000;
 /// Floats per cache line.
@@ -122,7 +124,7 @@ fn height(most: usize, left: usize) -> usize {
 pub(super) unsafe fn block_of<S: RegisterTiles, D: Step<S>>(w: &Block) {
     let (nr, kc) = (S::VECS * S::W, w.kc);
     let store = w.epi.store();
-    let (mut i, mut done) = (0, 0);
+    let (mut i, mut done, mut chained) = (0, 0, 0);
     while i < w.rows {
         let rows = height(S::ROWS, w.rows - i);
         let tiles = (w.j1 - w.j0).div_ceil(nr);
@@ -155,13 +157,15 @@ pub(super) unsafe fn block_of<S: RegisterTiles, D: Step<S>>(w: &Block) {
                 }
                 S::tile::<D>(kc, a, w.rs, b, &out);
             }
-            if w.epi.chain.is_some() {
-                let c = w.c.ptr.offset((w.i0 + i) as isize * w.c.rs + w.j0 as isize);
-                let (rows, cols) = ((w.i0 + i, rows), (w.j0, w.j1 - w.j0));
+            i += rows;
+            // The chain runs over the rows of several tiles at a time, because its steps have a cost per call.
+            if w.epi.chain.is_some() && (i == w.rows || (i - chained) * (w.j1 - w.j0) >= CHAIN) {
+                let c = w.c.ptr.offset((w.i0 + chained) as isize * w.c.rs + w.j0 as isize);
+                let (rows, cols) = ((w.i0 + chained, i - chained), (w.j0, w.j1 - w.j0));
                 w.epi.chain.run_rows(w.isa, rows, cols, c, w.c.rs as usize);
+                chained = i;
             }
         }
-        i += rows;
     }
 }
 
@@ -505,6 +509,13 @@ register_tiles!(Portable);
 #[cfg(target_arch = "x86_64")]
 register_tiles!(Avx2, Avx512);
 
+/// Whether blocks prefetch the panels and rows that the thread reads next. With AVX2 the products of BERT (128
+/// rows, 384 or 1,536 columns) reach 83 % of the peak without this and 60 % with it: a panel and the rows of a
+/// tile already fill the first-level cache of 32 KiB, so prefetched lines displace them.
+fn prefetches(isa: Isa) -> bool {
+    isa == Isa::Avx512
+}
+
 /// How a product is divided. This depends on the shape, the instruction set, the number of threads, the cache
 /// sizes and whether operands are packed. Only the division into K blocks affects the numeric results. It
 /// depends on K alone.
@@ -554,7 +565,7 @@ impl Shape {
         let want = if threads == 1 { 1 } else { PARTS * threads };
         if !own {
             let few = rows >= m;
-            if ready && few && threads * 2 * NEAR_PANELS <= panels {
+            if ready && few && prefetches(isa) && threads * 2 * NEAR_PANELS <= panels {
                 chunk = chunk.min(NEAR_PANELS);
             }
             let mut blocks = m.div_ceil(rows.max(1));
@@ -566,7 +577,7 @@ impl Shape {
                 rows = m.div_ceil(blocks);
             }
         }
-        let near = ready && m <= ROWS;
+        let near = ready && m <= ROWS && prefetches(isa);
         Shape { isa, m, n, k, nr, threads, a_rows, b_cols, own, rows: rows.max(1), cols: chunk * nr, near }
     }
 
@@ -692,7 +703,7 @@ unsafe fn drive<T: Storage, P: Panels>(
                         kc,
                         panels,
                         ahead: if s.near { next(s, b, kb, c1, cols) } else { (std::ptr::null(), 0) },
-                        far: blocks == 1 && r1 - r0 > ROWS / 4,
+                        far: blocks == 1 && r1 - r0 > ROWS / 4 && prefetches(s.isa),
                         c: *cc.get(),
                         epi: epi.for_block(kb == 0, kb + 1 == blocks),
                         isa: s.isa,
