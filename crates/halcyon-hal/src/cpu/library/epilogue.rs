@@ -19,7 +19,8 @@ use halcyon_ir::layout::View;
 use halcyon_ir::ops::element_wise::Rule;
 use halcyon_ir::target::Epilogue;
 use halcyon_ir::{DType, ScalarOp};
-use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 use smallvec::SmallVec;
 
 /// Largest number of instructions of a chain. It is limited because the blocks of the instructions are on the
@@ -43,8 +44,8 @@ struct Load {
     axes: SmallVec<[(usize, isize); 4]>,
     /// The operand's stride per row and per column of the result. `None` if no such strides exist.
     steps: Option<(isize, isize)>,
-    /// Whether the elements are bf16.
-    half: bool,
+    /// f32, bf16 or f16.
+    dtype: DType,
 }
 
 #[derive(Debug)]
@@ -68,7 +69,7 @@ pub(crate) struct EpilogueChain {
     columns: usize,
     /// Number of run-time arguments that the chain reads.
     pub(crate) args: usize,
-    /// Whether the result is bf16.
+    /// Whether the result is bf16 or f16.
     half: bool,
 }
 
@@ -102,6 +103,17 @@ impl OperandElement for bf16 {
     unsafe fn put(isa: Isa, from: *const bf16, n: usize, to: *mut f32) {
         // SAFETY: `put` has the contract of `widen`.
         unsafe { widen(isa, from, n, to) }
+    }
+}
+
+impl OperandElement for f16 {
+    #[inline(always)]
+    unsafe fn put(_: Isa, from: *const f16, n: usize, to: *mut f32) {
+        // SAFETY: the contract of `put` gives `n` readable elements and `n` writable floats that do not
+        // overlap. Any bits are a float.
+        let (from, to) =
+            unsafe { (std::slice::from_raw_parts(from, n), std::slice::from_raw_parts_mut(to, n)) };
+        from.convert_to_f32_slice(to);
     }
 }
 
@@ -319,9 +331,9 @@ impl Part {
     }
 }
 
-/// Whether a type is one that chains compute in f32. bf16 values may stay in f32 between instructions.
+/// Whether a type is one that chains compute in f32. bf16 and f16 values may stay in f32 between instructions.
 fn float(d: DType) -> bool {
-    matches!(d, DType::F32 | DType::BF16)
+    matches!(d, DType::F32 | DType::BF16 | DType::F16)
 }
 
 /// Whether every instruction has all its operands and reads only earlier values, and every value has the kind
@@ -369,9 +381,9 @@ impl EpilogueChain {
         Ok(chain)
     }
 
-    /// Like [`EpilogueChain::new`], but the product and the chain's result may be bf16. This is for kernels
-    /// that call [`BoundChain::run_into`]. The chain reads f32 sums, which it does not round to the product's
-    /// type.
+    /// Like [`EpilogueChain::new`], but the product and the chain's result may be bf16 or f16. This is for
+    /// kernels that call [`BoundChain::run_into`], or round the result themselves. The chain reads f32 sums,
+    /// which it does not round to the product's type.
     pub(crate) fn or_half(
         call: &CallForm<'_>,
         own: usize,
@@ -390,7 +402,7 @@ impl EpilogueChain {
             })
         };
         if f.reduced > 0 || out.reduce.is_some() || !float(out.dtype) || f.body.len() > MAX_INSTRUCTIONS {
-            return no("is not a short chain of f32 or bf16");
+            return no("is not a short chain of f32, bf16 or f16");
         }
         let [result] = call.outputs else { return no("has several results") };
         let points = f.space.iter().product::<usize>();
@@ -422,7 +434,7 @@ impl EpilogueChain {
                     let l = &f.loads[k as usize];
                     let product = l.input == e.product;
                     if !float(l.dtype) || l.view.mask.is_some() {
-                        return no("reads types other than f32 and bf16, or a padded view");
+                        return no("reads types other than f32, bf16 and f16, or a padded view");
                     }
                     if product && (l.view.offset != 0 || !dense(&l.view.strides)) {
                         return no("does not read the product densely");
@@ -442,7 +454,7 @@ impl EpilogueChain {
                     Step::Load(Load {
                         steps,
                         buffer: (!product).then_some(place),
-                        half: !product && l.dtype == DType::BF16,
+                        dtype: l.dtype,
                         offset: l.view.offset,
                         axes: f.space.iter().copied().zip(l.view.strides.iter().copied()).collect(),
                     })
@@ -459,14 +471,17 @@ impl EpilogueChain {
                 InstrKind::Op(op) => Step::Op(op, [at(0), at(1), at(2)]),
                 InstrKind::Cast if float(i.dtype) && float(f.body[at(0)].dtype) => {
                     // Do not round here if the value is only stored, because storing rounds it.
-                    let last =
-                        place == out.value as usize && out.dtype == DType::BF16 && !read_again(f, place);
-                    if i.dtype == DType::F32 || last { Step::Same(at(0)) } else { Step::Round(at(0)) }
+                    let last = place == out.value as usize && out.dtype == i.dtype && !read_again(f, place);
+                    match i.dtype {
+                        DType::BF16 if !last => Step::Round(at(0)),
+                        DType::F16 if !last => return no("rounds to f16 before its result"),
+                        _ => Step::Same(at(0)),
+                    }
                 }
                 _ => return no("has casts of types other than f32 and bf16, or indices"),
             });
         }
-        let half = out.dtype == DType::BF16;
+        let half = out.dtype != DType::F32;
         Ok(Some(EpilogueChain { steps, result: out.value as usize, columns, args, half }))
     }
 
@@ -549,10 +564,14 @@ impl EpilogueChain {
                                 p.gather(own);
                                 own as *const u8
                             }
-                            Some(b) if l.half => {
-                                l.part(isa, r.bufs[b].ptr as *const bf16, &p, self.columns, own)
+                            Some(b) => {
+                                let (from, columns) = (r.bufs[b].ptr, self.columns);
+                                match l.dtype {
+                                    DType::BF16 => l.part(isa, from as *const bf16, &p, columns, own),
+                                    DType::F16 => l.part(isa, from as *const f16, &p, columns, own),
+                                    _ => l.part(isa, from as *const f32, &p, columns, own),
+                                }
                             }
-                            Some(b) => l.part(isa, r.bufs[b].ptr as *const f32, &p, self.columns, own),
                         }
                     }
                 }

@@ -39,9 +39,10 @@ use half::bf16;
 /// Finds kernels for low-precision products. Products of 8-bit factors into i32 have a kernel on every
 /// processor; with an epilogue, they have one only where kernels may use neither AMX-INT8 nor AVX512_VNNI.
 /// Products of i16 into i32 have a kernel only on x86-64 with AVX2. Products of bf16 factors (into bf16 or
-/// f32), and of f32 factors that are rounded to bf16, need [`MatmulPrecision::Medium`] and the instructions
-/// `code`. `code` is `None` if the product must not use bf16 instructions. The chain of an epilogue reads the
-/// f32 sums of a bf16 product. Returns `None` if no kernel of this file computes the call.
+/// f32) need [`MatmulPrecision::Medium`]; those of f32 factors that are rounded to bf16 also need the
+/// instructions `code`. `code` is `None` if products must not use bf16 instructions; then those of bf16 factors
+/// multiply in f32. The chain of an epilogue reads the f32 sums of a bf16 product. Returns `None` if no kernel
+/// of this file computes the call.
 pub(crate) fn narrow_matmul(
     isa: Isa,
     call: &CallForm<'_>,
@@ -68,11 +69,15 @@ pub(crate) fn narrow_matmul(
             _ => pairs::<i16, i16>(isa, call, p),
         }),
         _ if call.precision < MatmulPrecision::Medium => None,
-        (DType::BF16, DType::BF16) => match c {
-            DType::BF16 => Some(halves::<bf16, bf16, bf16>(isa, call, p, code?)),
-            DType::F32 => Some(halves::<bf16, bf16, f32>(isa, call, p, code?)),
-            _ => None,
-        },
+        // Without bf16 instructions too, the chain of an epilogue reads sums that are not rounded.
+        (DType::BF16, DType::BF16) => {
+            let code = code.unwrap_or(Bf16Code::Wide);
+            match c {
+                DType::BF16 => Some(halves::<bf16, bf16, bf16>(isa, call, p, code)),
+                DType::F32 => Some(halves::<bf16, bf16, f32>(isa, call, p, code)),
+                _ => None,
+            }
+        }
         // Products with few rows or columns are bound by memory: f32 is as fast for them, and more accurate.
         (DType::F32, DType::F32) if p.m.min(p.n) > super::gemv::ROWS => match c {
             DType::F32 => Some(halves::<f32, f32, f32>(isa, call, p, code?)),

@@ -28,7 +28,7 @@ pub(super) mod tile_registers;
 mod tile_registers_int8;
 
 use super::CpuKernel;
-use super::epilogue::EpilogueChain;
+use super::epilogue::{BoundChain, EpilogueChain};
 use crate::Declined;
 use crate::cpu::sys::Isa;
 use crate::library_call::CallForm;
@@ -86,14 +86,22 @@ fn matmul_any(call: &CallForm<'_>, p: Product, d: DType) -> Result<CpuKernel, De
     if d == DType::Bool {
         return Err(Declined::because("products of bool are not supported"));
     }
-    if EpilogueChain::new(call, 2, p.n)?.is_some() {
-        return Err(Declined::because("this product supports no epilogue"));
+    let chain = match d {
+        DType::F16 => EpilogueChain::or_half(call, 2, p.n)?,
+        _ if call.epilogue.is_some() => {
+            return Err(Declined::because("this product supports no epilogue"));
+        }
+        _ => None,
+    };
+    if chain.is_some() && p.k == 0 {
+        return Err(Declined::because("this kernel supports no epilogue if the summed axis is empty"));
     }
     if call.packed.is_some() {
         return Err(Declined::because("this product reads its operands unpacked"));
     }
     let (out, size) = (call.inputs.len(), d.bytes(call.outputs[0].view.numel()));
-    CpuKernel::new(format!("cpu.gemm.{d}"), call, move |r| {
+    let args = chain.as_ref().map_or(0, |c| c.args);
+    let kernel = CpuKernel::new(format!("cpu.gemm.{d}"), call, move |r| {
         if p.k == 0 {
             // SAFETY: `CpuKernel::run` has checked that the output buffer is writable and holds the dense
             // view, `size` bytes.
@@ -108,8 +116,15 @@ fn matmul_any(call: &CallForm<'_>, p: Product, d: DType) -> Result<CpuKernel, De
                 p.groups(|x, y, z| {
                     for i in 0..p.batch as isize {
                         let (a, b) = (ma.offset(x + i * p.step[0]), mb.offset(y + i * p.step[1]));
-                        let c = MatMut::rows(c.wrapping_offset(z + i * p.step[2]), p.n);
-                        let $g = Gemm::<_, _, _, Epilogue>::new(p.size(), a, b, c);
+                        let at = z + i * p.step[2];
+                        let c = MatMut::rows(c.wrapping_offset(at), p.n);
+                        // SAFETY: the chain is owned by this closure and `r` outlives the product.
+                        let chain = unsafe { BoundChain::new(chain.as_ref(), r) };
+                        let epi = Epilogue {
+                            chain: chain.below(at.unsigned_abs() / p.n.max(1)),
+                            ..Epilogue::default()
+                        };
+                        let $g = Gemm::new(p.size(), a, b, c).with(epi);
                         // SAFETY: `CpuKernel::run` has checked that the views lie in their buffers and that
                         // the output shares no buffer with an input. It is dense, so the results do not
                         // overlap.
@@ -138,5 +153,6 @@ fn matmul_any(call: &CallForm<'_>, p: Product, d: DType) -> Result<CpuKernel, De
             // f32 and bool are handled above; small types are declined by `super::find`.
             _ => {}
         }
-    })
+    })?;
+    Ok(kernel.with_args(args))
 }

@@ -3,6 +3,7 @@
 
 use super::product_f32::{Epilogue, Gemm, Mat, MatMut, PackElem, gemm};
 use crate::cpu::library::accumulator::Accumulated;
+use crate::cpu::library::epilogue::BoundChain;
 use crate::cpu::sys::{Isa, dispatch_raw};
 use crate::cpu::team::{SharedMut, Team};
 
@@ -158,10 +159,11 @@ pub unsafe fn gemm_any<T: Accumulated, O: Accumulated<Acc = T::Acc>>(
 }
 
 /// `C = act(alpha A B + bias)` with f16, bf16 or f32 operands and result, summed in f32 and rounded once. The
-/// rows of C are contiguous; `beta` of the epilogue is ignored.
+/// rows of C are contiguous; `beta` of the epilogue is ignored. A chain of the epilogue is applied to the f32
+/// sums.
 ///
 /// # Safety
-/// The contract of [`gemm`]. C has column stride 1.
+/// The contract of [`gemm`]. C has column stride 1. The chain's operands are bound.
 pub unsafe fn gemm_rounded<T: PackElem>(team: &Team, isa: Isa, g: &Gemm<Mat<T>, Mat<T>, MatMut<T>>) {
     let Gemm { m, n, c, .. } = *g;
     debug_assert!(c.cs == 1 || n < 2);
@@ -170,12 +172,17 @@ pub unsafe fn gemm_rounded<T: PackElem>(team: &Team, isa: Isa, g: &Gemm<Mat<T>, 
     }
     let scratch = team.scratch(m * n);
     let sums = SharedMut(scratch.ptr());
-    let to_sums = g.with_c(MatMut::rows(sums.get(), n)).with(Epilogue { beta: 0.0, ..g.epilogue });
+    let chain = g.epilogue.chain;
+    let plain = Epilogue { beta: 0.0, chain: BoundChain::default(), ..g.epilogue };
+    let to_sums = g.with_c(MatMut::rows(sums.get(), n)).with(plain);
     // SAFETY: `gemm_rounded` has the contract of `gemm` for A and B; the scratch holds the `m * n` sums.
     unsafe { gemm(team, isa, &to_sums) };
     team.ranges(m, (16 << 10) / n.max(1), &|i0, i1| {
         // Capture the whole matrix, which is `Sync`, instead of its raw pointer, which is not.
         let c = c.offset(0);
+        // SAFETY: `gemm` wrote all `m * n` sums, and different ranges have different rows of them. The chain's
+        // operands are bound by contract.
+        unsafe { chain.run_rows(isa, (i0, i1 - i0), (0, n), sums.get().add(i0 * n), n) };
         for i in i0..i1 {
             // SAFETY: `gemm` wrote all `m * n` sums, and different ranges have different rows of C.
             unsafe {

@@ -10,9 +10,9 @@ from halcyon.torch.compile.value import Number, Value
 __all__: list[str] = []
 
 
-def product(c: Call, a: Value, b: Value) -> Value:
-    """The matrix product of values of one type. A product with an empty inner axis is zero."""
-    a, b = c.to(c.dtype(), a, b)
+def product(c: Call, a: Value, b: Value, dtype: str | None = None) -> Value:
+    """The matrix product, in the result's type or in `dtype`. A product with an empty inner axis is zero."""
+    a, b = c.to(dtype or c.dtype(), a, b)
     if a.shape[-1] == 0 or a.size == 0 or b.size == 0:
         rows = a.shape[:-1]
         columns = b.shape[-1:] if b.ndim > 1 else ()
@@ -32,6 +32,7 @@ def _dot(c: Call, a: Value, b: Value) -> Value:
 
 
 def _added(c: Call, bias: Value, made: Value, beta: Number, alpha: Number) -> Value:
+    # If `made` is a product of f16 or bf16, the kernel's chain gets its f32 sums.
     made = made.cast(c.math())
     if alpha != 1:
         made = made * alpha
@@ -48,7 +49,7 @@ def _addmm(c: Call, bias: Value, a: Value, b: Value, *, beta: Number = 1, alpha:
 
 @op("addbmm")
 def _addbmm(c: Call, bias: Value, a: Value, b: Value, *, beta: Number = 1, alpha: Number = 1) -> Value:
-    return _added(c, bias, product(c, a, b).cast(c.math()).sum([0]), beta, alpha)
+    return _added(c, bias, product(c, a, b, c.math()).sum([0]), beta, alpha)
 
 
 @op("addr")
