@@ -11,10 +11,10 @@ right if it names an equal element, and the gradients of equal elements are comp
 of random numbers and of the results of `empty` are compared.
 
 A result is right if it is close to eager PyTorch's. If it is not, both are compared with the result of f64:
-ours is right if its error is at most twice that of eager PyTorch plus the tolerance of the type. The error of
-eager PyTorch is the largest of the sample's elements, or the element's own among neighbours of the sample, whose
-inputs differ by a unit in the last place. The sample alone may be exact by chance where an operator loses digits,
-as `cdist` does with `use_mm_for_euclid_dist`.
+ours is right if its error is at most twice that of eager PyTorch plus the tolerance of the type. Eager
+PyTorch's error is the largest one of the sample's elements, or the largest one that this element has among
+neighbours of the sample, whose inputs differ by a unit in the last place. Where an operator loses digits,
+as `cdist` does with `use_mm_for_euclid_dist`, the sample alone may be exact by chance.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def errors(
 ) -> str | None:
     """What is wrong with our results, if anything is.
 
-    `reference` gives the results of f64. `neighbours` gives those of eager PyTorch and of f64 for inputs next to
-    the sample's.
+    `reference` gives the results of f64. `neighbours` gives those of eager PyTorch and of f64 for inputs next
+    to the sample's.
     """
     if len(ours) != len(eager):
         return f"{len(ours)} results instead of {len(eager)}"
@@ -194,7 +194,8 @@ def errors(
             continue
         near = neighbours() if near is None else near
         for x, r in near:
-            allowed = torch.maximum(allowed, 2 * _off(x[i], _rounded(r[i], a.dtype)))
+            error = _off(x[i], _rounded(r[i], a.dtype))
+            allowed = torch.maximum(allowed, 2 * torch.where(error.isinf(), 0.0, error))
         k = _outside(a, b, wide[i], allowed)
         if k is not None:
             values = [t.flatten()[k].item() for t in (a, b, wide[i])]
@@ -328,8 +329,8 @@ class Runner:
             return {"state": "fell back", "reasons": {"torch.compile": "no graph"}}
         return self._judged(s, (inputs, want, want_grads, seeds), (own, got, got_grads), backward)
 
-    def _judged(self, s: Sample, eager: Any, ours: Any, backward: bool) -> dict[str, Any]:
-        inputs, want, want_grads, seeds = eager
+    def _judged(self, s: Sample, theirs: Any, ours: Any, backward: bool) -> dict[str, Any]:
+        inputs, want, want_grads, seeds = theirs
         own, got, got_grads = ours
         if any(g.random for g in self.backend.report().graphs) or s.op.name in CONTENTS:
             same = [(a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(got, want, strict=True)]
@@ -347,7 +348,8 @@ class Runner:
             return [(run([t.clone() for t in x]), run(widened(x))) for x in near]
 
         values = [t.detach() for t in got]
-        what = errors([*values, *got_grads], [*[t.detach() for t in want], *want_grads], reference, neighbours)
+        eager = [*[t.detach() for t in want], *want_grads]
+        what = errors([*values, *got_grads], eager, reference, neighbours)
         if what is not None and s.op.name in TIES:
             what = tied(s, values, [t.detach() for t in want], (got_grads, want_grads))
         if what is None:

@@ -14,7 +14,7 @@ use halcyon_ir::layout::View;
 use halcyon_ir::ops::Op;
 use halcyon_ir::target::{Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Work};
 use halcyon_ir::{DType, Scalar, ScalarOp};
-use half::bf16;
+use half::{bf16, f16};
 use std::sync::atomic::AtomicU32;
 
 fn half(v: Vec<f32>) -> Vec<bf16> {
@@ -26,10 +26,13 @@ fn at<T: Copy>(g: &Guarded<T>, write: bool) -> Ptr {
 }
 
 fn run(kernel: &CpuKernel, team: &Team, bufs: &[Ptr]) {
+    run_on(Isa::best(), kernel, team, bufs);
+}
+
+fn run_on(isa: Isa, kernel: &CpuKernel, team: &Team, bufs: &[Ptr]) {
     let word = AtomicU32::new(0);
     // SAFETY: the tests bind live memory that nothing else uses.
-    unsafe { kernel.run(&Run { bufs, args: &[], team, isa: Isa::best(), fault: Fault::new(&word, 1) }) }
-        .unwrap();
+    unsafe { kernel.run(&Run { bufs, args: &[], team, isa, fault: Fault::new(&word, 1) }) }.unwrap();
 }
 
 /// Room for the packed right operand of a kernel; empty if the kernel packs nothing.
@@ -47,9 +50,11 @@ fn packed_or_plain(kernel: &CpuKernel, team: &Team, b: Ptr, room: &Guarded<f32>)
     at(room, false)
 }
 
-/// The chain `(x + bias) * 0.5 + residual` on the product `x`, computed in f32 and stored as `out`.
+/// The chain `(x + bias) * 0.5 + residual` on the product `x`, computed in f32 and stored as `out`. The residual
+/// is f16 if the product is, else bf16.
 fn chain(dims: &[usize], product: DType, out: DType) -> Fused {
-    let (f32_, b16) = (DType::F32, DType::BF16);
+    let f32_ = DType::F32;
+    let b16 = if product == DType::F16 { DType::F16 } else { DType::BF16 };
     let load = |input, dtype, view: View| Load { input, dtype, view, fill: None };
     let n = *dims.last().unwrap();
     let bias = View::dense(&[n]).expand(dims);
@@ -163,6 +168,66 @@ fn chains_read_the_sums_of_bf16_products() {
                         let most = unit + 2e-6 * mag;
                         assert!((got - want).abs() <= most, "{what:?} {i}: {got} for {want}");
                     }
+                }
+            }
+        }
+    }
+}
+
+/// Each product has a term of 4,096 that cancels against the last one, so a sum that is rounded to f16 before
+/// the chain reads it is wrong by up to 1.
+#[test]
+fn chains_read_the_sums_of_f16_products() {
+    let mut rng = Rng::new();
+    let side = Side::End;
+    let small = |rng: &mut Rng, n| rng.vec(n).into_iter().map(f16::from_f32).collect::<Vec<f16>>();
+    for isa in Isa::available() {
+        for threads in [1, 3] {
+            let team = Team::new(threads);
+            for (batch, m, n, k, shared) in SHAPES {
+                let dims = [batch, m, n];
+                let weights = if shared { 1 } else { batch };
+                let (mut av, mut bv) = (small(&mut rng, batch * m * k), small(&mut rng, weights * k * n));
+                let rest = Guarded::new(&small(&mut rng, batch * m * n), side);
+                let bias = Guarded::new(&vec![-4096.0f32; n], side);
+                av.iter_mut().step_by(k).for_each(|x| *x = f16::from_f32(64.0));
+                let first_rows = bv.chunks_mut(k * n).flat_map(|w| &mut w[..n]);
+                first_rows.for_each(|x| *x = f16::from_f32(64.0));
+                let (a, b) = (Guarded::new(&av, side), Guarded::new(&bv, side));
+                let f = chain(&dims, DType::F16, DType::F16);
+                let view = View::dense(&[weights, k, n]).expand(&[batch, k, n]);
+                let inputs = [
+                    Operand { dtype: DType::F16, view: View::dense(&[batch, m, k]) },
+                    Operand { dtype: DType::F16, view },
+                    Operand { dtype: DType::F32, view: View::dense(&[n]) },
+                    Operand { dtype: DType::F16, view: View::dense(&dims) },
+                ];
+                let output = [Operand { dtype: DType::F16, view: View::dense(&dims) }];
+                let (more, to) = (&inputs[2..], &output[0]);
+                let call = CallForm {
+                    own: 2,
+                    epilogue: Some(Epilogue { fused: &f, product: 0, inputs: more, output: to }),
+                    ..CallForm::plain(&LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &output))
+                };
+                let kernel = matmul_where(isa, &call, None).map_err(|d| d.reason).unwrap();
+                let y = Guarded::new(&vec![f16::NAN; batch * m * n], side);
+                let operands =
+                    [at(&a, false), at(&b, false), at(&bias, false), at(&rest, false), at(&y, true)];
+                run_on(isa, &kernel, &team, &operands);
+                for i in 0..batch * m * n {
+                    let (g, r, c) = (i / (m * n), i / n % m, i % n);
+                    let term = |q: usize| {
+                        av[(g * m + r) * k + q].to_f64() * bv[(g % weights * k + q) * n + c].to_f64()
+                    };
+                    let sum: f64 = (1..k).map(term).sum();
+                    let want = sum * 0.5 + rest.slice()[i].to_f64();
+                    let got = y.slice()[i].to_f64();
+                    // Half a unit of f16, and the rounding of f32 sums of about 4,096.
+                    let most = want.abs() / 2048.0 + 1e-3 * (k as f64).sqrt();
+                    assert!(
+                        (got - want).abs() <= most,
+                        "{isa:?} {threads} {dims:?} {k} {i}: {got} for {want}"
+                    );
                 }
             }
         }
