@@ -478,7 +478,7 @@ impl EpilogueChain {
                         _ => Step::Same(at(0)),
                     }
                 }
-                _ => return no("has casts of types other than f32 and bf16, or indices"),
+                _ => return no("has casts of types other than f32, bf16 and f16, or indices"),
             });
         }
         let half = out.dtype != DType::F32;
