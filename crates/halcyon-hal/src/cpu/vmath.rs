@@ -35,8 +35,8 @@ fn poly<const FMA: bool, const N: usize>(x: f32, c: [f32; N]) -> f32 {
     r
 }
 
-/// [`poly`] as two sums, of the even and of the odd powers. Horner's rule waits for each step, and the processor
-/// looks ahead by less than two elements of a long formula.
+/// [`poly`] as two sums, of the even and of the odd powers. Horner's rule waits for each step, and the
+/// processor looks ahead by less than two elements of a long formula.
 #[inline(always)]
 fn poly_pairs<const FMA: bool, const N: usize>(x: f32, c: [f32; N]) -> f32 {
     let (s, last) = (x * x, N - 1);
@@ -369,17 +369,18 @@ pub fn atanh<const FMA: bool>(x: f32) -> f32 {
     (0.5 * log1p::<FMA>(2.0 * a / (1.0 - a))).copysign(x)
 }
 
-/// `f` erfc(a) for a in 0..=11.5 or NaN. erfc(a) is exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a + 2).
-/// The caller passes `b` and `c` with a^2 = c b^2 and c = 1 or 1/2, so that the rounding of `a` does not enter
-/// the exponential. The product with `f` is scaled last, because erfc(a) may be denormal where the product is not.
+/// `f` erfc(a) for a in 0..=11.5 or NaN. erfc(a) is a polynomial in (a - 2) / (a + 2) times exp(-a^2) and
+/// 1 / (1 + 2a). The caller passes `b` and `c` with a^2 = c b^2 and c = 1 or 1/2, so that the rounding of `a`
+/// does not enter the exponential. The product with `f` is scaled last, because erfc(a) may be denormal where
+/// the product is not.
 #[inline(always)]
 fn erfc_times<const FMA: bool>(f: f32, a: f32, b: f32, c: f32) -> f32 {
     // 1 / (a + 2) and 1 / (1 + 2a) from one division.
     let (far, near) = (a + 2.0, fma::<FMA>(2.0, a, 1.0));
     let r = 1.0 / (far * near);
     let p = poly_pairs::<FMA, 12>((a - 2.0) * near * r, polynomials::ERFC);
-    // exp(-c b^2) = exp(s + d), where `d` is the rounding error of the square `s`. Without a multiply-add, `s`
-    // is the exact square of a 12-bit head `h` of `b`: -b^2 = -h^2 - (b - h)(b + h).
+    // exp(-c b^2) = exp(s + d), where `d` is the rounding error of the square `s`. Without a multiply-add,
+    // `s` is the exact square of a 12-bit head `h` of `b`: -b^2 = -h^2 - (b - h)(b + h).
     let g = -c * b;
     let (s, d) = if FMA {
         (g * b, fma::<FMA>(g, b, -(g * b)))

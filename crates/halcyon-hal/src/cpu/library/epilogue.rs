@@ -331,7 +331,8 @@ impl Part {
     }
 }
 
-/// Whether a type is one that chains compute in f32. bf16 and f16 values may stay in f32 between instructions.
+/// Whether a type is one that chains compute in f32. bf16 and f16 values may stay in f32 between
+/// instructions.
 fn float(d: DType) -> bool {
     matches!(d, DType::F32 | DType::BF16 | DType::F16)
 }

@@ -50,8 +50,8 @@ fn packed_or_plain(kernel: &CpuKernel, team: &Team, b: Ptr, room: &Guarded<f32>)
     at(room, false)
 }
 
-/// The chain `(x + bias) * 0.5 + residual` on the product `x`, computed in f32 and stored as `out`. The residual
-/// is f16 if the product is, else bf16.
+/// The chain `(x + bias) * 0.5 + residual` on the product `x`, computed in f32 and stored as `out`. The
+/// residual is f16 if the product is, else bf16.
 fn chain(dims: &[usize], product: DType, out: DType) -> Fused {
     let f32_ = DType::F32;
     let b16 = if product == DType::F16 { DType::F16 } else { DType::BF16 };

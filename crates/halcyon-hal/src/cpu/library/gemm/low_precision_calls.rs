@@ -40,9 +40,9 @@ use half::bf16;
 /// processor; with an epilogue, they have one only where kernels may use neither AMX-INT8 nor AVX512_VNNI.
 /// Products of i16 into i32 have a kernel only on x86-64 with AVX2. Products of bf16 factors (into bf16 or
 /// f32) need [`MatmulPrecision::Medium`]; those of f32 factors that are rounded to bf16 also need the
-/// instructions `code`. `code` is `None` if products must not use bf16 instructions; then those of bf16 factors
-/// multiply in f32. The chain of an epilogue reads the f32 sums of a bf16 product. Returns `None` if no kernel
-/// of this file computes the call.
+/// instructions `code`. `code` is `None` if products must not use bf16 instructions; then those of bf16
+/// factors multiply in f32. The chain of an epilogue reads the f32 sums of a bf16 product. Returns `None` if
+/// no kernel of this file computes the call.
 pub(crate) fn narrow_matmul(
     isa: Isa,
     call: &CallForm<'_>,

@@ -26,8 +26,8 @@ const ROWS: usize = 192;
 /// Each part packs its own columns of B if there is one thread, or if A has at most this many rows and B has
 /// enough panels for all threads. Otherwise B is packed once for all threads.
 const OWN_ROWS: usize = 256;
-/// Largest number of panels of B per part, if B is already packed and prefetched, A has few rows and there are
-/// enough panels for all threads.
+/// Largest number of panels of B per part, if B is already packed and prefetched, A has few rows and there
+/// are enough panels for all threads.
 const NEAR_PANELS: usize = 2;
 /// Largest number of floats of A, and of B, that are packed at a time. However, at least [`ROWS`] rows of A
 /// and 8 panels of B are packed at a time, if the operand has them.
@@ -158,7 +158,8 @@ pub(super) unsafe fn block_of<S: RegisterTiles, D: Step<S>>(w: &Block) {
                 S::tile::<D>(kc, a, w.rs, b, &out);
             }
             i += rows;
-            // The chain runs over the rows of several tiles at a time, because its steps have a cost per call.
+            // The chain runs over the rows of several tiles at a time, because its steps have a cost per
+            // call.
             if w.epi.chain.is_some() && (i == w.rows || (i - chained) * (w.j1 - w.j0) >= CHAIN) {
                 let c = w.c.ptr.offset((w.i0 + chained) as isize * w.c.rs + w.j0 as isize);
                 let (rows, cols) = ((w.i0 + chained, i - chained), (w.j0, w.j1 - w.j0));
@@ -509,9 +510,9 @@ register_tiles!(Portable);
 #[cfg(target_arch = "x86_64")]
 register_tiles!(Avx2, Avx512);
 
-/// Whether blocks prefetch the panels and rows that the thread reads next. With AVX2 the products of BERT (128
-/// rows, 384 or 1,536 columns) reach 83 % of the peak without this and 60 % with it: a panel and the rows of a
-/// tile already fill the first-level cache of 32 KiB, so prefetched lines displace them.
+/// Whether blocks prefetch the panels and rows that the thread reads next. With AVX2 the products of BERT
+/// (128 rows, 384 or 1,536 columns) reach 83 % of the peak without this and 60 % with it: a panel and the
+/// rows of a tile already fill the first-level cache of 32 KiB, so prefetched lines displace them.
 fn prefetches(isa: Isa) -> bool {
     isa == Isa::Avx512
 }

@@ -180,8 +180,8 @@ pub unsafe fn gemm_rounded<T: PackElem>(team: &Team, isa: Isa, g: &Gemm<Mat<T>, 
     team.ranges(m, (16 << 10) / n.max(1), &|i0, i1| {
         // Capture the whole matrix, which is `Sync`, instead of its raw pointer, which is not.
         let c = c.offset(0);
-        // SAFETY: `gemm` wrote all `m * n` sums, and different ranges have different rows of them. The chain's
-        // operands are bound by contract.
+        // SAFETY: `gemm` wrote all `m * n` sums, and different ranges have different rows of them. The
+        // chain's operands are bound by contract.
         unsafe { chain.run_rows(isa, (i0, i1 - i0), (0, n), sums.get().add(i0 * n), n) };
         for i in i0..i1 {
             // SAFETY: `gemm` wrote all `m * n` sums, and different ranges have different rows of C.
