@@ -248,8 +248,8 @@ fn product(
 }
 
 /// Products of 8-bit integers use their kernel even at the highest precision. The bf16 kernel is used only at
-/// medium precision, and for f32 factors only with bf16 instructions and if the result has more than 8 rows and
-/// more than 8 columns.
+/// medium precision, and for f32 factors only with bf16 instructions and if the result has more than 8 rows
+/// and more than 8 columns.
 #[test]
 fn narrow_matmuls_go_to_their_kernels() {
     let dev = device();
