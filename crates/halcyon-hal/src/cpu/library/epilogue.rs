@@ -425,6 +425,15 @@ impl EpilogueChain {
         if f.space.last().is_none_or(|n| n % columns != 0 && *n < MIN_RUN) {
             return no("has a short last axis");
         }
+        // Without an explicit widening, the work after a product of f16 is that of f16, on rounded values.
+        let f16_product = |place: u32| {
+            matches!(f.body[place as usize].kind, InstrKind::Load(k)
+                if f.loads[k as usize].input == e.product && f.loads[k as usize].dtype == DType::F16)
+        };
+        let widens = |i: &Instr| matches!(i.kind, InstrKind::Cast) && i.dtype == DType::F32;
+        if f.body.iter().any(|i| !widens(i) && i.args.iter().any(|a| f16_product(*a))) {
+            return no("reads an f16 product without widening it");
+        }
         let mut args = 0;
         let mut steps = Vec::with_capacity(f.body.len());
         for (place, i) in f.body.iter().enumerate() {

@@ -210,6 +210,12 @@ fn chains_read_the_sums_of_f16_products() {
                     ..CallForm::plain(&LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &output))
                 };
                 let kernel = matmul_where(isa, &call, None).map_err(|d| d.reason).unwrap();
+                // Work of f16 reads the rounded product, so it is no epilogue.
+                let mut narrow = f.clone();
+                narrow.body[3].args[0] = 0;
+                let e = Epilogue { fused: &narrow, product: 0, inputs: more, output: to };
+                let refused = matmul_where(isa, &CallForm { epilogue: Some(e), ..call }, None);
+                assert!(refused.is_err_and(|d| d.reason.contains("without widening")));
                 let y = Guarded::new(&vec![f16::NAN; batch * m * n], side);
                 let operands =
                     [at(&a, false), at(&b, false), at(&bias, false), at(&rest, false), at(&y, true)];
