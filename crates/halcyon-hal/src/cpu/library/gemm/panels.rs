@@ -158,8 +158,7 @@ pub(super) unsafe fn block_of<S: RegisterTiles, D: Step<S>>(w: &Block) {
                 S::tile::<D>(kc, a, w.rs, b, &out);
             }
             i += rows;
-            // The chain runs over the rows of several tiles at a time, because its steps have a cost per
-            // call.
+            // The steps of a chain have a cost per call, so the chain runs over the rows of several tiles.
             if w.epi.chain.is_some() && (i == w.rows || (i - chained) * (w.j1 - w.j0) >= CHAIN) {
                 let c = w.c.ptr.offset((w.i0 + chained) as isize * w.c.rs + w.j0 as isize);
                 let (rows, cols) = ((w.i0 + chained, i - chained), (w.j0, w.j1 - w.j0));
@@ -510,9 +509,10 @@ register_tiles!(Portable);
 #[cfg(target_arch = "x86_64")]
 register_tiles!(Avx2, Avx512);
 
-/// Whether blocks prefetch the panels and rows that the thread reads next. With AVX2 the products of BERT
-/// (128 rows, 384 or 1,536 columns) reach 83 % of the peak without this and 60 % with it: a panel and the
-/// rows of a tile already fill the first-level cache of 32 KiB, so prefetched lines displace them.
+/// Whether blocks prefetch the panels and rows that the thread reads next. With AVX2, on an AMD Zen 3, the
+/// products of BERT (128 rows, 384 or 1,536 columns) reach 83 % of the peak without this and 60 % with it: a
+/// panel and the rows of a tile already fill the first-level cache of 32 KiB, so prefetched lines displace
+/// them.
 fn prefetches(isa: Isa) -> bool {
     isa == Isa::Avx512
 }
@@ -564,9 +564,9 @@ impl Shape {
         // Make enough parts for the threads. First use fewer columns per part, then fewer rows. With fewer
         // rows, more parts read the same panels, but from a cache.
         let want = if threads == 1 { 1 } else { PARTS * threads };
+        let near = ready && m <= ROWS && prefetches(isa);
         if !own {
-            let few = rows >= m;
-            if ready && few && prefetches(isa) && threads * 2 * NEAR_PANELS <= panels {
+            if near && threads * 2 * NEAR_PANELS <= panels {
                 chunk = chunk.min(NEAR_PANELS);
             }
             let mut blocks = m.div_ceil(rows.max(1));
@@ -578,7 +578,6 @@ impl Shape {
                 rows = m.div_ceil(blocks);
             }
         }
-        let near = ready && m <= ROWS && prefetches(isa);
         Shape { isa, m, n, k, nr, threads, a_rows, b_cols, own, rows: rows.max(1), cols: chunk * nr, near }
     }
 
