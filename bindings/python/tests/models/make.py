@@ -194,7 +194,11 @@ def optional() -> ModelProto:
 
 @maker
 def quantised() -> ModelProto:
-    """A product of bytes, as quantisers write it."""
+    """A product of bytes, as quantisers write it.
+
+    The weights have 7 bits: without VNNI, onnxruntime adds two products of bytes in 16 bits, which saturates
+    for larger ones.
+    """
     rng = np.random.default_rng(7)
     return model(
         [
@@ -208,7 +212,7 @@ def quantised() -> ModelProto:
         [tensor("x", F, ["N", 8])],
         [tensor("y", F, ["N", 5])],
         [
-            array("w", rng.integers(-127, 128, (8, 5)), "int8"),
+            array("w", rng.integers(-64, 64, (8, 5)), "int8"),
             array("wz", 0, "int8"),
             array("ws", 0.01),
             weights("b", 5, seed=8),
