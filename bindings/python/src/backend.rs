@@ -1,7 +1,7 @@
 //! `Backend`: an open device.
 
+use crate::calls::{Callback, Work};
 use crate::errors::{OrRaise, argument};
-use crate::fork::Work;
 use halcyon::hal::backend::DeviceName;
 use halcyon::hal::select;
 use halcyon::{AmpPolicy, Backend as Inner, Level};
@@ -15,6 +15,7 @@ pub(crate) struct Backend(pub(crate) Inner);
 /// A serialisable value as Python's dictionaries, lists and numbers.
 pub(crate) fn object<'py>(py: Python<'py>, value: &impl serde::Serialize) -> PyResult<Bound<'py, PyAny>> {
     let text = serde_json::to_string(value).map_err(|e| argument("report", e.to_string()))?;
+    let _callback = Callback::begin(py);
     py.import("json")?.call_method1("loads", (text,))
 }
 

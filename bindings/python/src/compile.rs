@@ -1,7 +1,7 @@
 //! Compiled functions and gradients of Python functions over tensors.
 
 use crate::backend::Backend;
-use crate::fork::{self, Work};
+use crate::calls::{self, Callback, Work};
 use crate::tensor::Tensor;
 use halcyon::{Compiled as Inner, Error, Result, Tensor as Raw};
 use halcyon_ir::Scalar;
@@ -64,7 +64,7 @@ impl Compiled {
         drop(inputs);
         let args: Vec<Scalar> =
             args.iter().flatten().map(crate::convert::scalar).collect::<PyResult<Vec<Scalar>>>()?;
-        let _call = fork::call(py)?;
+        let _call = calls::call(py)?;
         let made = py.detach(|| {
             let all: Vec<&Raw> = all.iter().collect();
             self.inner.call_with(&all, &args)
@@ -113,6 +113,7 @@ pub(crate) fn value_and_grad(
     let leaf = |t: &Raw| if traced || t.is_tracked() { Ok(t.clone()) } else { t.requires_grad() };
     let all = py.work(|| given.iter().map(leaf).collect::<Result<Vec<Raw>>>())?;
     let raised = Raised::default();
+    let _callback = Callback::begin(py);
     let made = halcyon::value_and_grad(&all, |p| {
         let mut out = call(py, &function, p).map_err(|e| keep(&raised, e))?;
         match out.len() {

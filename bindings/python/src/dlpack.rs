@@ -3,8 +3,8 @@
 #![allow(unsafe_code)]
 
 use crate::backend::Backend;
+use crate::calls::Work;
 use crate::errors::{OrRaise, argument, exception};
-use crate::fork::Work;
 use crate::interface::{View, dense};
 use crate::tensor::Tensor;
 use halcyon::hal::{BackendType, DeviceMemory};

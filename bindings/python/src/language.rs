@@ -9,8 +9,8 @@ pub(crate) use options::Take;
 pub(crate) use stream::{Generation, Piece, TextStream};
 
 use crate::backend::Backend;
+use crate::calls::Work;
 use crate::errors::{OrRaise, argument};
-use crate::fork::Work;
 use halcyon::{Backend as RawBackend, DType, Error, Result};
 use halcyon_models::{
     Activations, CacheTypes, Engine, EngineOptions, GenerateOptions, Generator, LoadOptions, Lora, ModelFile,

@@ -6,12 +6,12 @@
 
 mod array_ops;
 mod backend;
+mod calls;
 mod cli;
 mod compile;
 mod convert;
 mod dlpack;
 mod errors;
-mod fork;
 mod interface;
 mod language;
 mod linalg;
@@ -57,7 +57,7 @@ mod _native {
     #[pymodule_init]
     fn init(m: &Bound<'_, PyModule>) -> PyResult<()> {
         m.add("__version__", env!("CARGO_PKG_VERSION"))?;
-        crate::fork::register(m)?;
+        crate::calls::register(m)?;
         crate::ops::register(m)?;
         crate::array_ops::register(m)
     }

@@ -1,9 +1,9 @@
 //! The operations of tensors, as functions of the submodule `_native.ops`. Shapes, element types and errors
 //! are those of the graph builders with the same names.
 
+use crate::calls::Work;
 use crate::convert;
 use crate::errors::{OrRaise, argument, exception};
-use crate::fork::Work;
 use crate::tensor::Tensor;
 use halcyon::{Attention, CrossEntropy, Order, Scan, Tensor as Inner, Variance};
 use halcyon_ir::ops::{Conv, Pool, PoolKind, ReduceKind, ScatterKind};

@@ -1,8 +1,8 @@
 //! Reports: the devices of the machine, a selection, and the findings of `doctor`.
 
 use crate::backend::{Backend, object};
+use crate::calls::Work;
 use crate::errors::{OrRaise, argument};
-use crate::fork::Work;
 use halcyon::doctor::Status;
 use halcyon::hal::backend::{self, DeviceName};
 use halcyon::hal::policy::{Fallback, Policy};

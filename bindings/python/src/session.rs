@@ -11,8 +11,8 @@ pub(crate) use model::OnnxModel;
 pub(crate) use values::to_numpy;
 
 use crate::backend::Backend;
+use crate::calls::{self, Callback, Work};
 use crate::errors::{OrRaise, argument, exception, named};
-use crate::fork::{self, Work};
 use halcyon::onnx::{self, Results, RunOptions};
 use halcyon::{Error, Level};
 use ports::InputPort;
@@ -139,6 +139,7 @@ impl OnnxSession {
         cancel: Option<&Cancel>,
         keep: bool,
     ) -> PyResult<Bound<'py, PyList>> {
+        let _callback = Callback::begin(py);
         let given = self.given(py, feed)?;
         let outputs = self.wanted(names)?;
         let made = self.execute(py, given, Request { outputs: &outputs, keep }, cancel)?;
@@ -156,6 +157,7 @@ impl OnnxSession {
         cancel: Option<&Cancel>,
         keep: bool,
     ) -> PyResult<(Bound<'py, PyList>, Bound<'py, PyAny>)> {
+        let _callback = Callback::begin(py);
         let given = self.given(py, feed)?;
         let outputs = self.wanted(names)?;
         let (made, events) = self.profile(py, given, Request { outputs: &outputs, keep }, cancel)?;
@@ -240,7 +242,7 @@ impl OnnxSession {
             self.inputs.iter().map(|p| p.name.as_str()).zip(given.into_iter().map(Given::input)).collect();
         let is_quick = lock(&self.quick).contains(&sizes);
         // Also for a run on another thread.
-        let _call = fork::call(py)?;
+        let _call = calls::call(py)?;
         let job = |options: RunOptions| -> halcyon::Result<(Vec<Fetched>, bool)> {
             let start = Instant::now();
             refuse_cancelled(&options)?;

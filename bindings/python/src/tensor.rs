@@ -1,9 +1,9 @@
 //! `Tensor`: a lazy tensor of Halcyon.
 
 use crate::backend::Backend;
+use crate::calls::Work;
 use crate::convert;
 use crate::errors::{OrRaise, argument};
-use crate::fork::Work;
 use halcyon::Tensor as Inner;
 use halcyon_ir::ConstData;
 use pyo3::prelude::*;

@@ -4,8 +4,8 @@
 //! A call sends it a job and waits for the answer without the interpreter's lock.
 
 use crate::backend::{Backend, object};
+use crate::calls::{self, Work};
 use crate::errors::{OrRaise, argument, exception};
-use crate::fork::{self, Work};
 use crate::language::Take;
 use crate::tensor::Tensor;
 use halcyon::{Error, Result, Tensor as Raw};
@@ -158,7 +158,7 @@ impl TrainStep {
                 "Make the step in this process",
             )));
         }
-        let _call = fork::call(py)?;
+        let _call = calls::call(py)?;
         let gone = || exception(Error::internal("the thread of a training step has ended"));
         let (send, mut receive) = mpsc::channel();
         // The receiver waits for this value, so sending cannot fail.
@@ -243,7 +243,7 @@ impl TrainStep {
         thread.map_err(|e| {
             exception(Error::Io { path: "the thread of a training step".into(), what: e.to_string() })
         })?;
-        let _call = fork::call(py)?;
+        let _call = calls::call(py)?;
         let made = py.detach(move || is_ready.recv());
         made.unwrap_or_else(|_| Err(Error::internal("the thread of a training step has ended")))
             .or_raise()?;

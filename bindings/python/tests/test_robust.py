@@ -226,19 +226,40 @@ def test_the_interpreter_ends_with_live(what):
         "float(ha.sum(a @ b))",
         "halcyon.devices()",
         "ha.value_and_grad(lambda x: ha.sum(x @ a))(b)",
+        "np.asarray(b)",
+        "model(np.ones((1, 1, 8, 8), np.float32))",
     ],
 )
-def test_the_interpreter_ends_while_daemon_threads_compute(work):
+@pytest.mark.parametrize("pause", [0.02, 0.2, 0.5])
+def test_the_interpreter_ends_while_daemon_threads_compute(work, pause):
+    model = ROOT / "models" / "digits.onnx"
     script(
         WORK
         + f"""
 import threading, time
+import numpy as np
+model = halcyon.load({str(model)!r}, "cpu")
 def busy():
     while True:
         {work}
 for _ in range(4):
     threading.Thread(target=busy, daemon=True).start()
-time.sleep(0.5)
+time.sleep({pause})
+"""
+    )
+
+
+def test_exit_handlers_compute_while_daemon_threads_do():
+    script(
+        WORK
+        + """
+import atexit, threading, time
+def busy():
+    while True:
+        float(ha.sum(a @ b))
+threading.Thread(target=busy, daemon=True).start()
+atexit.register(lambda: print(float((a @ b)[0, 0])))
+time.sleep(0.1)
 """
     )
 

@@ -2,8 +2,8 @@
 
 use super::options::Take;
 use crate::backend::Backend;
+use crate::calls::Work;
 use crate::errors::OrRaise;
-use crate::fork::Work;
 use halcyon::Backend as RawBackend;
 use halcyon_models::embed::{EmbedOptions, Embedder as Inner, Pooling};
 use pyo3::prelude::*;

@@ -4,7 +4,7 @@
 //! generations, and what the step brings for others waits until they ask for it. So no generation waits for a
 //! reader of another one.
 
-use crate::fork::Work;
+use crate::calls::Work;
 use halcyon::ir::error::{Error, Result};
 use halcyon_models::{
     Batch, Event, Finish, GenerateOptions, Generation as Made, Generator, Piece as Part, Request,

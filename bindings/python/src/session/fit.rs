@@ -2,8 +2,8 @@
 
 use super::model::{OnnxModel, host_data};
 use crate::backend::Backend;
+use crate::calls::Work;
 use crate::errors::exception;
-use crate::fork::Work;
 use halcyon::ir::lower::lower;
 use halcyon::onnx::{Outcome, PortType};
 use halcyon::{ConstData, Error, Fit, Shape};

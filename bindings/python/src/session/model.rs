@@ -1,7 +1,7 @@
 //! ONNX files: what they declare, and changes to them before a session is made.
 
+use crate::calls::{self, Work};
 use crate::errors::{OrRaise, argument, exception};
-use crate::fork::{self, Work};
 use crate::interface::numpy_view;
 use crate::tensor::Tensor;
 use bytes::Bytes;
@@ -211,7 +211,7 @@ impl OnnxModel {
     /// Finds defects that do not depend on the inputs' sizes: unknown operators, names without a source,
     /// wrong element types.
     fn validate(&self, py: Python<'_>) -> PyResult<()> {
-        let _call = fork::call(py)?;
+        let _call = calls::call(py)?;
         match py.detach(|| self.file.outcome(&[], &[])) {
             Err(e @ (Error::Format { .. } | Error::UnsupportedOps(_) | Error::DType { .. })) => {
                 Err(exception(e))
@@ -234,7 +234,7 @@ impl OnnxModel {
                 sizes.extend(denotations.get(&denotation).map(|n| (place, *n)));
             }
         }
-        let _call = fork::call(py)?;
+        let _call = calls::call(py)?;
         let file = py.detach(|| {
             self.file.clone().edit(|m| {
                 let Some(g) = &mut m.graph else { return Ok(()) };

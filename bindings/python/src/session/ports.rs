@@ -2,9 +2,9 @@
 
 use super::values::{Given, SMALL};
 use crate::backend::Backend as PyBackend;
+use crate::calls::Work;
 use crate::convert;
 use crate::errors::{OrRaise, argument, exception};
-use crate::fork::Work;
 use crate::interface::{View, numpy_view};
 use crate::tensor::Tensor;
 use halcyon::onnx::{Datum, Keys, Port, PortType, Text};

@@ -82,7 +82,7 @@ impl OnnxSession {
             events.push(Event::new("copy_outputs", "Session", ended, start.elapsed()));
             Ok((made, events))
         };
-        let _call = crate::fork::call(py)?;
+        let _call = crate::calls::call(py)?;
         py.detach(job).map_err(cancelled)
     }
 }

@@ -1,7 +1,7 @@
 //! Inputs of a run, and its results as Python's values.
 
+use crate::calls::{Callback, Work};
 use crate::errors::OrRaise;
-use crate::fork::Work;
 use crate::tensor::Tensor;
 use halcyon::onnx::{Datum, Input, Keys, Outputs, Results, Text};
 use halcyon::{ConstData, DType, hal::Exported};
@@ -139,6 +139,7 @@ fn value<'py>(py: Python<'py>, f: Fetched) -> PyResult<Bound<'py, PyAny>> {
 /// A copy of a tensor's value as an array of NumPy.
 #[pyfunction]
 pub(crate) fn to_numpy<'py>(py: Python<'py>, tensor: &Tensor) -> PyResult<Bound<'py, PyAny>> {
+    let _callback = Callback::begin(py);
     let t = tensor.0.clone();
     let made = py.work(|| {
         let small = t.dtype()?.bits() < 8;
