@@ -1,4 +1,4 @@
-//! Runs the workspace's test binaries, two at a time. Many of them use only one processor for a part of their
+//! Runs the workspace's test binaries, three at a time. Many of them use only one processor for a part of their
 //! time, because their tests take turns on a device.
 
 use crate::report::line;
@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::sync::Mutex;
 
 /// Binaries that run at the same time.
-const AT_ONCE: usize = 2;
+const AT_ONCE: usize = 3;
 
 /// The binaries with the longest runs, longest first. They start first, so that no long run is left over at
 /// the end.

@@ -20,6 +20,7 @@ mod package;
 mod performance;
 mod prerequisites;
 mod profiles;
+mod python_workspace;
 mod readme;
 mod report;
 mod start;

@@ -4,11 +4,12 @@
 //! like the release binary, whose crates it shares, and linked by zig against an old glibc. Its tag is then
 //! manylinux, whatever the version of glibc here.
 
+use crate::Failure;
 use crate::prerequisites::{self, Requirements, Venv, succeeds};
+use crate::python_workspace::Generated;
 use crate::report::{Outcome, run};
 use crate::test::Context;
 use crate::tier::Tier;
-use crate::{Failure, profiles};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -62,9 +63,9 @@ pub(crate) fn build() -> Result<PathBuf, String> {
     }
     let mut maturin = Command::new(tool("maturin"));
     // Each build is used once, so incremental files would only cost time and disk space.
-    maturin.current_dir(project()).env("CARGO_INCREMENTAL", "0");
-    maturin.args(["build", "--release", "--locked", "--out"]).arg(&out).arg("--target-dir");
-    maturin.arg(crate::target_dir()).arg("--config").arg(profiles::workspace()?);
+    let workspace = Generated::new(&project())?;
+    maturin.current_dir(&workspace.package).env("CARGO_INCREMENTAL", "0");
+    maturin.args(["build", "--release", "--out"]).arg(&out).arg("--target-dir").arg(crate::target_dir());
     if cfg!(all(target_os = "linux", target_arch = "x86_64")) {
         let tag = format!("manylinux_{}", GLIBC.replace('.', "_"));
         maturin.args(["--compatibility", &tag, "--auditwheel", "check"]);
@@ -74,6 +75,7 @@ pub(crate) fn build() -> Result<PathBuf, String> {
         maturin.arg("--").arg(format!("-Clinker={}", linker.display())).arg("-Clinker-flavor=gcc");
     }
     run(&mut maturin)?;
+    workspace.check_lock()?;
     let wheel = found(&out).ok_or_else(|| format!("maturin left no wheel in {}", out.display()))?;
     Ok(BUILT.get_or_init(|| wheel).clone())
 }
@@ -112,7 +114,7 @@ fn linker() -> Result<PathBuf, String> {
 }
 
 /// The versions of each package of a lock file.
-fn locked(text: &str) -> BTreeMap<String, BTreeSet<String>> {
+pub(crate) fn locked(text: &str) -> BTreeMap<String, BTreeSet<String>> {
     let mut all: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     let value = |line: &str, key: &str| {
         Some(line.strip_prefix(key)?.strip_prefix(" = \"")?.strip_suffix('"')?.to_string())

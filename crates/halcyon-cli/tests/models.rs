@@ -1,6 +1,6 @@
 //! Real models with known outputs, run through the command: on cpu at O0, O1 and O2, on the other test
-//! devices at O1 and O2. A sample is drawn by seed: one level for each backend and model, and one of the
-//! folders of models. HALCYON_CASES=all runs all.
+//! devices at O1 and O2. A sample is drawn by seed: one device besides the CPU, one level for each backend and
+//! model, and one of the folders of models. HALCYON_CASES=all runs all.
 
 mod common;
 
@@ -36,8 +36,16 @@ fn run(
     (x, v)
 }
 
+/// The backends that a test runs on: the CPU and one of the others, or all.
+fn backends(test: &'static str) -> impl Iterator<Item = &'static str> {
+    let (cpu, others): (Vec<_>, Vec<_>) = test_backends().into_iter().partition(|b| *b == "cpu");
+    let one = drawn(&format!("device of {test}"), others.len());
+    let others = others.into_iter().enumerate().filter(move |(i, _)| one.is_none_or(|d| d == *i));
+    cpu.into_iter().chain(others.map(|(_, b)| b)).filter(move |b| there(test, b))
+}
+
 fn places(test: &'static str) -> impl Iterator<Item = (&'static str, &'static str)> {
-    test_backends().into_iter().filter(move |b| there(test, b)).flat_map(move |b| {
+    backends(test).flat_map(move |b| {
         let levels = levels(b);
         let drawn = drawn(&format!("{test} on {b}"), levels.len());
         let runs = move |(i, _): &(usize, &&str)| drawn.is_none_or(|d| d == *i);
@@ -156,7 +164,7 @@ fn squeezenet_follows_onnxruntime() {
 
 const FOLDERS: [&str; 4] = ["models/light", "models/random", "ml", "models/shapes"];
 
-/// Checks that every case of a folder passes on every test backend, and that there are at least `at_least`
+/// Checks that every case of a folder passes on its backends, and that there are at least `at_least`
 /// cases.
 fn all_pass(test: &'static str, folder: &str, at_least: u64) {
     if drawn("folder of models", FOLDERS.len()).is_some_and(|i| FOLDERS[i] != folder) {
@@ -164,10 +172,7 @@ fn all_pass(test: &'static str, folder: &str, at_least: u64) {
         return;
     }
     let Some(dir) = prepared(test, "HALCYON_TESTDATA", folder) else { return };
-    for backend in test_backends() {
-        if !there(test, backend) {
-            continue;
-        }
+    for backend in backends(test) {
         let v = halcyon(&["conformance", "onnx", text(&dir), "--backend", backend, "--json"]).json();
         let bad: Vec<String> = v["cases"]
             .as_array()

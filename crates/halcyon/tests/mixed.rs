@@ -65,7 +65,7 @@ fn the_op_table_in_bf16_follows_float64() {
         .map(|b| (with(b, AmpPolicy::Bf16, &[]), with(b, AmpPolicy::None, &[])))
         .collect();
     let mut rng = Rng::fresh(what);
-    let (mut t, mut rounded, every) = (Tally::default(), 0, one_in(1));
+    let (mut t, mut rounded, every) = (Tally::default(), 0, one_in(3));
     for row in rows().iter().filter(|r| r.dtypes.contains(&DType::F32)) {
         for case in row.cases.iter().filter(|c| c.takes(DType::F32) && c.args.is_empty()) {
             if rng.below(every) != 0 {
@@ -147,7 +147,7 @@ fn light_models(test: &str, kind: BackendType) {
     names.sort();
     names.retain(|p| p.join("model.onnx").exists());
     let mut rng = Rng::fresh(test);
-    let (sure, every) = (rng.below(names.len()), one_in(1));
+    let (sure, every) = (rng.below(names.len()), one_in(3));
     for (i, dir) in names.iter().enumerate() {
         if i != sure && rng.below(every) != 0 {
             continue;

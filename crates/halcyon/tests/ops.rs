@@ -3,9 +3,9 @@
 //! kernels of a sample of the cases run under the sanitizer.
 //!
 //! `HALCYON_SEED` repeats a run's inputs; `HALCYON_ROW` selects rows by a part of their name. On devices that
-//! build a program for each case, one case in 48 is run, and at least one of each row, drawn anew in every
-//! run. `HALCYON_CASES=all` or `HALCYON_ROW` runs all of them, and `HALCYON_CASES=N` one case in N on every
-//! device.
+//! build a program for each case, one case in 48 of a quarter of the rows is run, and at least one of each of
+//! these rows, drawn anew in every run. `HALCYON_CASES=all` or `HALCYON_ROW` runs all of them, and
+//! `HALCYON_CASES=N` one case in N on every device.
 
 use halcyon::ir::composite::CompositeKind;
 use halcyon::ir::ops::element_wise::ROWS;
@@ -28,14 +28,14 @@ fn forward(what: &str, kind: BackendType, rows: &[Row]) {
     }
 }
 
-/// The rows of a test on a device that builds a program for each case: half of them, drawn for each device,
-/// unless all cases or certain rows run.
-fn half(what: &str, rows: Vec<Row>) -> Vec<Row> {
+/// The rows of a test on a device that builds a program for each case: a quarter of them, drawn for each
+/// device, unless all cases or certain rows run.
+fn quarter(what: &str, rows: Vec<Row>) -> Vec<Row> {
     if std::env::var_os("HALCYON_ROW").is_some() || one_in(2) == 1 {
         return rows;
     }
     let mut rng = Rng::fresh(&format!("rows of {what}"));
-    rows.into_iter().filter(|_| rng.below(2) == 0).collect()
+    rows.into_iter().filter(|_| rng.below(4) == 0).collect()
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn forward_on_cpu() {
 fn forward_elementwise(kind: BackendType) {
     let rows: Vec<Row> = elementwise::rows().into_iter().chain(small::rows()).collect();
     let what = format!("element-wise ops on {kind}");
-    forward(&what, kind, &half(&what, rows));
+    forward(&what, kind, &quarter(&what, rows));
 }
 
 fn forward_structured(kind: BackendType) {
@@ -56,7 +56,7 @@ fn forward_structured(kind: BackendType) {
         elementwise::rows().into_iter().chain(small::rows()).map(|r| r.name).collect();
     let rows: Vec<Row> = rows().into_iter().filter(|r| !others.contains(&r.name)).collect();
     let what = format!("structured ops on {kind}");
-    forward(&what, kind, &half(&what, rows));
+    forward(&what, kind, &quarter(&what, rows));
 }
 
 /// Runs a test on every test device but the CPU, at the same time.

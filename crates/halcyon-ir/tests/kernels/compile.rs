@@ -7,7 +7,7 @@ use halcyon_ir::kernel::Kernel;
 use halcyon_ir::render::{Language, MATRIX_CUDA, MATRIX_HIP, to_batch};
 
 /// One kernel in this many is compiled, unless all cases run.
-const SAMPLE: usize = 4;
+const SAMPLE: usize = 8;
 
 /// Compiles kernels, or a sample of them, with a script of `xtask/scripts` for every architecture in `archs`.
 fn compile(test: &str, l: Language, script: &str, archs: &str, kernels: &[Kernel]) {

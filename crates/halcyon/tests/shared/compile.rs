@@ -1,5 +1,5 @@
-//! Lowers the op table's cases as for a GPU and compiles the kernels with NVRTC, hipRTC and clang: an eighth
-//! of the kernels, chosen at random by `HALCYON_SEED`, or all with `HALCYON_CASES=all`.
+//! Lowers the op table's cases as for a GPU and compiles the kernels with NVRTC, hipRTC and clang: a
+//! sixteenth of the kernels, chosen at random by `HALCYON_SEED`, or all with `HALCYON_CASES=all`.
 
 use halcyon::Level;
 use halcyon::ir::kernel::Kernel;
@@ -26,7 +26,7 @@ static KERNELS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {
         all.extend(s.kernels().into_iter().map(|k| (k.key(), k)));
     }
     assert!(all.len() > 300, "{} kernels", all.len());
-    let (mut rng, every) = (Rng::fresh("kernels to compile"), one_in(8));
+    let (mut rng, every) = (Rng::fresh("kernels to compile"), one_in(16));
     let some: Vec<Kernel> = all.into_values().filter(|_| rng.below(every) == 0).collect();
     println!("{cases} cases, {} kernels compiled", some.len());
     assert!(!some.is_empty());
