@@ -1,5 +1,5 @@
-//! Runs the workspace's test binaries, three at a time. Many of them use only one processor for a part of their
-//! time, because their tests take turns on a device.
+//! Runs the workspace's test binaries, three at a time. Many of them use only one processor for a part of
+//! their time, because their tests take turns on a device.
 
 use crate::report::line;
 use serde_json::Value;

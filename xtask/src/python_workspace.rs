@@ -2,8 +2,8 @@
 //!
 //! Cargo tells a crate outside of a workspace's folder from the same crate inside, and compiles both. The
 //! Python package is a workspace of its own, so that a Rust build needs no Python; its build would compile
-//! Halcyon's crates a second time, for five minutes. In the generated workspace, the crates are where they are
-//! in Halcyon's own, so cargo uses what a build of the command left in `target`.
+//! Halcyon's crates a second time, for five minutes. In the generated workspace, the crates are where they
+//! are in Halcyon's own, so cargo uses what a build of the command left in `target`.
 
 use crate::wheel::locked;
 use std::path::{Path, PathBuf};

@@ -6,9 +6,9 @@
 //! has the rest.
 //!
 //! At the end of a process, daemon threads go on. A driver crashes when its library is unloaded while a
-//! thread is in it. And before version 3.14, Python ends a thread that asks for the interpreter's lock at that
-//! time by unwinding its stack, which aborts the process if Python was called from Rust. So the end waits
-//! too, and calls that would begin afterwards never return.
+//! thread is in it. And before version 3.14, Python ends a thread that asks for the interpreter's lock at
+//! that time by unwinding its stack, which aborts the process if Python was called from Rust. So the end
+//! waits too, and calls that would begin afterwards never return.
 
 use crate::errors::OrRaise;
 use halcyon::{Error, Result};

@@ -1,6 +1,6 @@
 //! Real models with known outputs, run through the command: on cpu at O0, O1 and O2, on the other test
-//! devices at O1 and O2. A sample is drawn by seed: one device besides the CPU, one level for each backend and
-//! model, and one of the folders of models. HALCYON_CASES=all runs all.
+//! devices at O1 and O2. A sample is drawn by seed: one device besides the CPU, one level for each backend
+//! and model, and one of the folders of models. HALCYON_CASES=all runs all.
 
 mod common;
 
