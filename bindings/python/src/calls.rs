@@ -89,6 +89,12 @@ impl Drop for Call {
     }
 }
 
+/// Makes this thread one that works for calls of other threads: what it begins always goes on, because those
+/// calls wait for it.
+pub(crate) fn work_for_others() {
+    OWN.set(OWN.get() + 1);
+}
+
 /// A function that calls Python, as long as it lives. A fork does not wait for it, because Python's code may
 /// wait for the thread that forks.
 pub(crate) struct Callback;

@@ -229,13 +229,16 @@ impl TrainStep {
         let (jobs, work) = mpsc::channel::<Job>();
         let (ready, is_ready) = mpsc::channel();
         let of_thread = raised.clone();
-        let serve = move || match host(params, recipe, function, of_thread) {
-            Err(e) => drop(ready.send(Err(e))),
-            Ok(mut h) => {
-                // The receiver waits for this value, so sending cannot fail.
-                drop(ready.send(Ok(())));
-                while let Ok(job) = work.recv() {
-                    job(&mut h);
+        let serve = move || {
+            calls::work_for_others();
+            match host(params, recipe, function, of_thread) {
+                Err(e) => drop(ready.send(Err(e))),
+                Ok(mut h) => {
+                    // The receiver waits for this value, so sending cannot fail.
+                    drop(ready.send(Ok(())));
+                    while let Ok(job) = work.recv() {
+                        job(&mut h);
+                    }
                 }
             }
         };

@@ -264,6 +264,25 @@ time.sleep(0.1)
     )
 
 
+def test_exit_handlers_that_run_last_compute_and_train():
+    script(
+        WORK
+        + """
+import atexit
+from halcyon import training
+def loss(params, x):
+    assert float(ha.sum(a)) == 256 * 256
+    return ha.mean((x @ params["w"]) ** 2)
+step = training.TrainStep(loss, {"w": ha.ones((4, 2), device="cpu")}, "sgd", lr=0.1)
+# Halcyon's own handler runs, as for a handler that was registered before halcyon was imported.
+atexit._run_exitfuncs()
+x = ha.ones((3, 4), device="cpu")
+assert abs(float(step(x)) - 16) < 1e-5
+assert float((a @ b)[0, 0]) > 0
+"""
+    )
+
+
 def test_the_interpreter_ends_with_a_stream_half_read():
     models = Path(os.environ.get("HALCYON_MODELS", ROOT.parent / "shared" / "models"))
     if not (models / "stories260k").is_dir():
