@@ -8,13 +8,15 @@
 //! At the end of a process, daemon threads go on. A driver crashes when its library is unloaded while a
 //! thread is in it. And before version 3.14, Python ends a thread that asks for the interpreter's lock at
 //! that time by unwinding its stack, which aborts the process if Python was called from Rust. So the end
-//! waits too, and calls that would begin afterwards never return.
+//! waits too, and calls that would begin afterwards wait for it. This time is limited, because their threads
+//! may hold a lock that an exit handler needs.
 
 use crate::errors::OrRaise;
 use halcyon::{Error, Result};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::cell::Cell;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -22,6 +24,9 @@ use std::time::{Duration, Instant};
 const FORK_PATIENCE: Duration = Duration::from_secs(10);
 /// How long the end of the process waits for other threads. A longer computation ends with the process.
 const END_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a call that begins after that waits, counted from the end of [`at_end`]. Other exit handlers and
+/// the end of the interpreter usually take a fraction of it.
+const END_HOLD: Duration = Duration::from_secs(3);
 const POLL: Duration = Duration::from_micros(200);
 
 /// Calls of all threads, counted before they release the interpreter's lock.
@@ -36,6 +41,8 @@ static IN_VAIN: AtomicBool = AtomicBool::new(false);
 static TORN: AtomicBool = AtomicBool::new(false);
 /// Set when the process begins to end.
 static ENDS: AtomicBool = AtomicBool::new(false);
+/// When [`at_end`] returned.
+static ENDED: OnceLock<Instant> = OnceLock::new();
 
 thread_local! {
     /// Calls of this thread: a call may call Python, and Python may call Halcyon again.
@@ -46,14 +53,15 @@ thread_local! {
     static ENDING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Never returns in a thread that would begin something at the end of the process.
-fn stop_at_the_end(py: Python<'_>) {
+/// Waits in a thread that would begin something at the end of the process.
+fn wait_at_the_end(py: Python<'_>) {
+    let is_held = || ENDED.get().is_none_or(|at| at.elapsed() < END_HOLD);
     if ENDS.load(Ordering::SeqCst) && !ENDING.get() && OWN.get() + OWN_CALLBACKS.get() == 0 {
         py.detach(|| {
-            loop {
-                std::thread::park();
+            while is_held() {
+                std::thread::sleep(POLL);
             }
-        })
+        });
     }
 }
 
@@ -67,7 +75,7 @@ impl Call {
         while FORKS.load(Ordering::SeqCst) > 0 && OWN.get() == 0 {
             py.detach(|| std::thread::sleep(POLL));
         }
-        stop_at_the_end(py);
+        wait_at_the_end(py);
         if TORN.load(Ordering::Relaxed) {
             return Err(Error::Unsupported {
                 what: "Halcyon in a process that was forked while another thread computed".into(),
@@ -102,7 +110,7 @@ pub(crate) struct Callback;
 impl Callback {
     /// The caller holds the interpreter's lock.
     pub(crate) fn begin(py: Python<'_>) -> Callback {
-        stop_at_the_end(py);
+        wait_at_the_end(py);
         CALLBACKS.fetch_add(1, Ordering::SeqCst);
         OWN_CALLBACKS.set(OWN_CALLBACKS.get() + 1);
         Callback
@@ -165,7 +173,7 @@ fn after_fork_in_child() {
     halcyon_hal::fork::in_child();
 }
 
-/// Waits until no other thread is in Halcyon, for a limited time. Later calls of other threads never return.
+/// Waits until no other thread is in Halcyon, for a limited time. Later calls of other threads wait.
 #[pyfunction]
 fn at_end(py: Python<'_>) {
     ENDING.set(true);
@@ -177,6 +185,7 @@ fn at_end(py: Python<'_>) {
     while others() && start.elapsed() < END_PATIENCE {
         py.detach(|| std::thread::sleep(POLL));
     }
+    ENDED.get_or_init(Instant::now);
 }
 
 /// Makes Python call these functions at forks and at the end.

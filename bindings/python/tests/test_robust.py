@@ -264,6 +264,30 @@ time.sleep(0.1)
     )
 
 
+def test_a_daemon_thread_with_a_lock_does_not_stop_exit_handlers():
+    script(
+        WORK
+        + """
+import logging, threading, time
+logging.basicConfig(level=logging.INFO)
+class Value:
+    def __str__(self):
+        return str(float(ha.sum(a @ b)))
+def busy():
+    while True:
+        # The value is computed while the logger's lock is held, which `logging.shutdown` needs.
+        logging.info("%s", Value())
+threading.Thread(target=busy, daemon=True).start()
+time.sleep(0.2)
+# The handler of halcyon runs before logging's, as if logging had been imported first.
+import atexit
+atexit.unregister(logging.shutdown)
+atexit._run_exitfuncs()
+logging.shutdown()
+"""
+    )
+
+
 def test_exit_handlers_that_run_last_compute_and_train():
     script(
         WORK
