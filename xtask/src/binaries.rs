@@ -1,5 +1,5 @@
-//! Runs the workspace's test binaries, three at a time. Many of them use only one processor for a part of
-//! their time, because their tests take turns on a device.
+//! Runs the workspace's test binaries, two at a time. Many of them use only one processor for a part of their
+//! time, because their tests take turns on a device.
 
 use crate::report::line;
 use serde_json::Value;
@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::sync::Mutex;
 
 /// Binaries that run at the same time.
-const AT_ONCE: usize = 3;
+const AT_ONCE: usize = 2;
 
 /// The binaries with the longest runs, longest first. They start first, so that no long run is left over at
 /// the end.

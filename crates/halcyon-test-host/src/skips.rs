@@ -68,6 +68,16 @@ pub fn one_in(usual: usize) -> usize {
     }
 }
 
+/// Whether a long test is left out of this run, and says so. One in three of them runs, drawn by the seed, and
+/// all with `HALCYON_CASES=all`.
+pub fn left_out(test: &str) -> bool {
+    let is_out = drawn(test, 3).is_some_and(|i| i != 0);
+    if is_out {
+        skip(test, "one in three long tests runs, drawn by HALCYON_SEED; HALCYON_CASES=all runs all");
+    }
+    is_out
+}
+
 /// The index of the one case that is run among `n` cases. `None` if all are run, because `HALCYON_CASES` is
 /// `all` or 1.
 pub fn drawn(what: &str, n: usize) -> Option<usize> {

@@ -580,6 +580,9 @@ fn a_verified_run_agrees_and_a_failing_one_leaves_a_file() {
 #[test]
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
 fn a_lost_device_ends_a_run_of_the_op_table() {
+    if halcyon_test::left_out("a_lost_device_ends_a_run_of_the_op_table") {
+        return;
+    }
     let Some(dir) = standin::folder() else {
         return skip("a_lost_device_ends_a_run_of_the_op_table", "there is no c++");
     };

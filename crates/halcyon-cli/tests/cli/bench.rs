@@ -39,6 +39,9 @@ fn bursts(s: &Value) {
 
 #[test]
 fn peaks_are_measured_on_one_thread_and_on_all() {
+    if halcyon_test::left_out("peaks_are_measured_on_one_thread_and_on_all") {
+        return;
+    }
     let v = bench(&["peak", "--backend", "cpu", "--threads", "2", "--json"]).ok().json();
     assert_eq!((&v["report"], &v["settings"]["threads"]), (&json!("bench peak"), &json!(2)));
     let rate = |name: &str| {

@@ -169,6 +169,9 @@ fn predictions_hold_for_every_strategy_of_the_pool() {
 
 #[test]
 fn large_models_take_what_is_predicted() {
+    if common::left_out("large_models_take_what_is_predicted") {
+        return;
+    }
     let dir = tempfile::tempdir().expect("a folder");
     let at = dir.path();
     let cases = [
@@ -283,6 +286,9 @@ fn the_known_stages_of_a_model_are_reported() {
 #[test]
 fn real_models_take_what_is_predicted_and_little_more_scratch_than_they_must() {
     let test = "real_models_take_what_is_predicted_and_little_more_scratch_than_they_must";
+    if common::left_out(test) {
+        return;
+    }
     let Some(dir) = prepared(test, "HALCYON_TESTDATA", "models") else { return };
     let (mut seen, mut within, mut wrong) = (0, 0, vec![]);
     let every = one_in(3);

@@ -91,6 +91,9 @@ fn workplace() -> tempfile::TempDir {
 #[cfg(unix)]
 #[test]
 fn every_example_runs() {
+    if halcyon_test::left_out("every_example_runs") {
+        return;
+    }
     let dir = workplace();
     let bin = dir.path().join("bin");
     fs::create_dir(&bin).expect("a folder");

@@ -8,7 +8,7 @@ pub mod language;
 use halcyon_formats::onnx::proto::*;
 use halcyon_hal::backend::{BUILT_IN, TestDevice};
 use halcyon_ir::DType;
-pub use halcyon_test::{drawn, models, one_in, prepared, required, root, skip};
+pub use halcyon_test::{drawn, left_out, models, one_in, prepared, required, root, skip};
 use prost::Message;
 use serde_json::Value;
 use std::path::Path;

@@ -367,6 +367,9 @@ fn loss(decoder: &Decoder, tokens: &Tensor) -> Result<Tensor> {
 /// Every adapter of every family gets a gradient, and one of them is compared with differences of the loss.
 #[test]
 fn gradients_reach_the_adapters_of_every_family() {
+    if halcyon_test::left_out("gradients_reach_the_adapters_of_every_family") {
+        return;
+    }
     let b = Backend::cpu().expect("the CPU");
     let ids: Vec<i32> = (0..18).map(|i| 3 + i * 7 % 50).collect();
     let tokens = Tensor::from_slice(&b, [2, 9], &ids).expect("tokens");

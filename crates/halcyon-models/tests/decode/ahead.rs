@@ -50,6 +50,9 @@ fn open(dir: &Path, name: &str) -> ModelFile {
 
 #[test]
 fn the_layer_does_not_change_the_tokens() {
+    if halcyon_test::left_out("the_layer_does_not_change_the_tokens") {
+        return;
+    }
     let dir = tempfile::tempdir().expect("a folder");
     let mut backends = vec![Backend::cpu().expect("the CPU")];
     if devices::test_backends().contains(&BackendType::OpenCl) {

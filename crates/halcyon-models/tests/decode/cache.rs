@@ -38,6 +38,9 @@ fn rms(x: &[f32]) -> f64 {
 /// less than 1/50 of their size, and more than a cache in f16 moves them.
 #[test]
 fn logits_are_near_those_of_a_cache_in_f32() {
+    if halcyon_test::left_out("logits_are_near_those_of_a_cache_in_f32") {
+        return;
+    }
     let name = "logits_are_near_those_of_a_cache_in_f32";
     for b in backends(name, &[BackendType::OpenCl, BackendType::WebGpu]) {
         let decoder = decoder(&b, &file(&metadata("llama"), &tensors(None)), 128);

@@ -74,6 +74,9 @@ fn batch(b: &Backend) -> Tensor {
 
 #[test]
 fn gradients_are_the_differences_of_the_loss() {
+    if halcyon_test::left_out("gradients_are_the_differences_of_the_loss") {
+        return;
+    }
     let name = "gradients_are_the_differences_of_the_loss";
     for b in devices::devices(name, Level::O2) {
         // Weights in blocks: the CPU rounds activations to 8 bits, so differences would be rough.

@@ -37,6 +37,9 @@ fn every_family_computes_the_stored_logits_on_the_cpu() {
 /// enough.
 #[test]
 fn some_families_compute_the_stored_logits_on_every_device() {
+    if halcyon_test::left_out("some_families_compute_the_stored_logits_on_every_device") {
+        return;
+    }
     let name = "some_families_compute_the_stored_logits_on_every_device";
     let mut rng = Rng::fresh(name);
     for b in devices::devices(name, Level::O2).into_iter().filter(|b| !is_cpu(b)) {

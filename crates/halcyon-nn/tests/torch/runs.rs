@@ -165,6 +165,9 @@ fn batch(b: &Backend, kind: &str, step: usize) -> Result<(Tensor, Tensor)> {
 
 #[test]
 fn losses_follow_torch_for_a_hundred_steps() {
+    if halcyon_test::left_out("losses_follow_torch_for_a_hundred_steps") {
+        return;
+    }
     for b in halcyon_test::devices::devices("losses_follow_torch_for_a_hundred_steps", Level::O2) {
         for run in json("runs.json") {
             let (kind, optimizer) = (run["net"].as_str().unwrap(), run["optimizer"].as_str().unwrap());

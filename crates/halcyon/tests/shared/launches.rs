@@ -44,6 +44,9 @@ fn merges(plan: &Plan) -> usize {
 
 #[test]
 fn an_optimizers_step_is_one_launch_where_the_device_can() {
+    if halcyon_test::left_out("an_optimizers_step_is_one_launch_where_the_device_can") {
+        return;
+    }
     let mut rng = Rng::fresh("an_optimizers_step_is_one_launch_where_the_device_can");
     // Shapes as models have them, single elements, odd lengths and an empty tensor.
     let shapes: [&[usize]; 8] = [&[33, 64], &[64], &[1], &[], &[10, 7], &[5], &[0, 3], &[2, 3, 4]];
@@ -220,6 +223,9 @@ fn parts_of_a_buffer_stay_steps_of_their_own() {
 
 #[test]
 fn chains_move_only_where_nothing_depends_on_their_place() {
+    if halcyon_test::left_out("chains_move_only_where_nothing_depends_on_their_place") {
+        return;
+    }
     let mut rng = Rng::fresh("chains_move_only_where_nothing_depends_on_their_place");
     let (mut joined, mut merged) = (0, 0);
     for _ in 0..6 {

@@ -33,6 +33,9 @@ fn cases() -> Vec<(&'static str, Attrs, Vec<Vec<usize>>, Body)> {
 
 #[test]
 fn the_body_decides() {
+    if halcyon_test::left_out("the_body_decides") {
+        return;
+    }
     let mut rng = Rng::fresh("named composites");
     for level in [Level::O0, Level::O2] {
         for b in devices("named composites", level) {

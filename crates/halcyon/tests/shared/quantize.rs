@@ -85,6 +85,9 @@ fn kernels(b: &Backend, g: &Graph, x: &[ConstData]) -> Vec<String> {
 
 #[test]
 fn quantised_graphs_stay_within_the_bound_on_every_device() {
+    if halcyon_test::left_out("quantised_graphs_stay_within_the_bound_on_every_device") {
+        return;
+    }
     let mut rng = Rng::fresh("quantised graphs");
     for g in [images(&mut rng), rows(&mut rng)] {
         let (calibration, held) = (samples(&mut rng, &g, 4), samples(&mut rng, &g, 2));

@@ -144,6 +144,9 @@ fn a_chain_of_100_000_nodes_is_built_run_and_dropped() {
 
 #[test]
 fn ten_thousand_calls_of_varying_length_keep_caches_bounded() {
+    if halcyon_test::left_out("ten_thousand_calls_of_varying_length_keep_caches_bounded") {
+        return;
+    }
     for b in devices("varying length", Level::O1) {
         let calls = if b.id() == "cpu:0" { 10_000 } else { 2_000 };
         let mut rng = Rng::fresh("varying length");
@@ -267,6 +270,9 @@ fn results_do_not_depend_on_the_thread_count() {
 
 #[test]
 fn fusion_rounds_half_types_as_single_ops_do() {
+    if halcyon_test::left_out("fusion_rounds_half_types_as_single_ops_do") {
+        return;
+    }
     let mut rng = Rng::fresh("halves");
     let v = rng.f32s(600);
     for dtype in [DType::F16, DType::BF16] {
