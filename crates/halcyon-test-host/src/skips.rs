@@ -68,8 +68,8 @@ pub fn one_in(usual: usize) -> usize {
     }
 }
 
-/// Whether a long test is left out of this run, and says so. One in three of them runs, drawn by the seed, and
-/// all with `HALCYON_CASES=all`.
+/// Whether a long test is left out of this run, and says so. One in three of them runs, drawn by the seed,
+/// and all with `HALCYON_CASES=all`.
 pub fn left_out(test: &str) -> bool {
     let is_out = drawn(test, 3).is_some_and(|i| i != 0);
     if is_out {
