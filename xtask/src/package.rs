@@ -50,7 +50,7 @@ fn all(context: &Context) -> Result<Outcome, String> {
         run(&mut python(&["mypy", "--strict", "python/halcyon"]))?;
         let mut stubs = python(&["mypy.stubtest", "halcyon._native"]);
         run(stubs.env("PYTHONPATH", &installed))?;
-        // As the wheel is built, so that the crates are shared with it.
+        // With the profiles of the workspace, so that the libraries that others built are used.
         let mut clippy = context.cargo();
         clippy.args(["clippy", "--release", "--locked", "--all-targets", "--manifest-path"]).arg(&manifest);
         clippy.arg("--target-dir").arg(crate::target_dir()).arg("--config").arg(profiles::workspace()?);

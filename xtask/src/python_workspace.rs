@@ -6,6 +6,7 @@
 //! are in Halcyon's own, so cargo uses what a build of the command left in `target`.
 
 use crate::wheel::locked;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// The folder of the Python package within the generated workspace.
@@ -70,7 +71,7 @@ fn union(ours: &str, package: &str) -> String {
     let mut out = ours.trim_end().to_string();
     for entry in package.split(ENTRY).skip(1) {
         let is_known = |(name, versions): (&String, &_)| {
-            known.get(name).is_some_and(|k: &std::collections::BTreeSet<String>| k.is_superset(versions))
+            known.get(name).is_some_and(|k: &BTreeSet<String>| k.is_superset(versions))
         };
         if !locked(&format!("{ENTRY}{entry}")).iter().all(is_known) {
             out.push_str("\n\n");
@@ -118,7 +119,7 @@ impl Generated {
         let package = dir.join(MEMBER);
         std::fs::create_dir_all(&package).map_err(at(&package))?;
         let files = std::fs::read_dir(project).map_err(at(project))?.flatten();
-        for file in files.filter(|f| f.path().is_file()) {
+        for file in files.filter(|f| f.path().is_file() && f.file_name() != "Cargo.lock") {
             std::fs::copy(file.path(), package.join(file.file_name())).map_err(at(&file.path()))?;
         }
         // maturin does not follow links to folders of Python code.
@@ -128,7 +129,6 @@ impl Generated {
         let (ours, own) = (read(&root.join("Cargo.toml"))?, read(&project.join("Cargo.toml"))?);
         write(&dir.join("Cargo.toml"), &root_manifest(&ours, &own))?;
         write(&package.join("Cargo.toml"), &member_manifest(&own))?;
-        let _ = std::fs::remove_file(package.join("Cargo.lock"));
         let (ours, own) = (read(&root.join("Cargo.lock"))?, read(&project.join("Cargo.lock"))?);
         let (lock, union) = (dir.join("Cargo.lock"), union(&ours, &own));
         write(&lock, &union)?;
@@ -142,7 +142,7 @@ impl Generated {
     pub(crate) fn check_lock(&self) -> Result<(), String> {
         let known = locked(&self.union);
         let used = locked(&read(&self.lock)?);
-        let is_other = |(name, versions): &(&String, &std::collections::BTreeSet<String>)| {
+        let is_other = |(name, versions): &(&String, &BTreeSet<String>)| {
             !known.get(*name).is_some_and(|k| k.is_superset(versions))
         };
         let other: Vec<&str> = used.iter().filter(is_other).map(|(name, _)| name.as_str()).collect();

@@ -168,6 +168,8 @@ fn after_fork_in_parent() {
 fn after_fork_in_child() {
     TORN.fetch_or(IN_VAIN.load(Ordering::SeqCst), Ordering::SeqCst);
     FORKS.store(0, Ordering::SeqCst);
+    // The child does not end with its parent.
+    ENDS.store(false, Ordering::SeqCst);
     INSIDE.store(OWN.get(), Ordering::SeqCst);
     CALLBACKS.store(OWN_CALLBACKS.get(), Ordering::SeqCst);
     halcyon_hal::fork::in_child();

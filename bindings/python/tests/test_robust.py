@@ -250,7 +250,7 @@ time.sleep({pause})
 
 
 def test_exit_handlers_compute_while_daemon_threads_do():
-    script(
+    out = script(
         WORK
         + """
 import atexit, threading, time
@@ -262,6 +262,7 @@ atexit.register(lambda: print(float((a @ b)[0, 0])))
 time.sleep(0.1)
 """
     )
+    assert "65536.0" in out
 
 
 def test_a_daemon_thread_with_a_lock_does_not_stop_exit_handlers():

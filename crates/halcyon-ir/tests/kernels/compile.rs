@@ -11,8 +11,10 @@ const SAMPLE: usize = 8;
 
 /// Compiles kernels, or a sample of them, with a script of `xtask/scripts` for every architecture in `archs`.
 fn compile(test: &str, l: Language, script: &str, archs: &str, kernels: &[Kernel]) {
-    let (every, first) = match halcyon_test_host::drawn(&format!("kernels of {test} with {script}"), SAMPLE) {
-        Some(first) => (SAMPLE, first),
+    // A short list has at least one kernel in the sample.
+    let sample = SAMPLE.min(kernels.len());
+    let (every, first) = match halcyon_test_host::drawn(&format!("kernels of {test} with {script}"), sample) {
+        Some(first) => (sample.max(1), first),
         None => (1, 0),
     };
     let sample: Vec<&Kernel> = kernels.iter().skip(first).step_by(every).collect();
