@@ -13,8 +13,22 @@ const AT_ONCE: usize = 2;
 
 /// The binaries with the longest runs, longest first. They start first, so that no long run is left over at
 /// the end.
-const LONGEST: &[&str] =
-    &["ops", "cli", "kernels", "standins", "models", "shared", "halcyon_hal", "simt", "mixed"];
+const LONGEST: &[&str] = &[
+    "cli",
+    "standins",
+    "contract",
+    "ops",
+    "decode",
+    "shared",
+    "kernels",
+    "halcyon_hal",
+    "templates",
+    "simt",
+    "launches",
+    "models",
+    "mixed",
+    "mutation",
+];
 
 /// A test binary.
 #[derive(Debug, PartialEq, Eq)]

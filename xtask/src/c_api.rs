@@ -66,8 +66,8 @@ fn cargo(context: &Context, command: &str, package: &str) -> Command {
 /// which takes minutes, because they would be dependencies from outside of the library's own workspace.
 /// Returns the folder of the library.
 fn library(context: &Context) -> Result<PathBuf, String> {
-    let mut build = context.cargo();
-    build.args(["test", "--workspace", "--lib", "--no-run", "--message-format=json"]);
+    let mut build = context.cargo_test();
+    build.args(["--workspace", "--lib", "--no-run", "--message-format=json"]);
     let out = build.stderr(Stdio::inherit()).output().map_err(|e| format!("cargo: {e}"))?;
     if !out.status.success() {
         return Err(format!("the workspace does not build: {}", out.status));

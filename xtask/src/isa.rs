@@ -3,7 +3,7 @@
 //! `HALCYON_CPU_ISA` selects the set.
 
 use crate::report::{Counts, Outcome, run};
-use crate::test::{Context, cargo_tests};
+use crate::test::{Context, cargo_tests, remove_programs};
 use crate::tier::Tier;
 use serde_json::Value;
 use std::process::Command;
@@ -21,7 +21,7 @@ const OTHERS: [&str; 3] = ["opencl", "webgpu", "sanitizer"];
 /// The instruction sets of this machine, as reported by the command.
 fn sets(context: &Context) -> Result<Vec<String>, String> {
     let name = if cfg!(windows) { "halcyon.exe" } else { "halcyon" };
-    let binary = crate::target_dir().join("debug").join(name);
+    let binary = crate::target_dir().join("release").join(name);
     let mut c = Command::new(&binary);
     c.current_dir(crate::root()).args(["devices", "--json"]);
     context.tell(&mut c);
@@ -44,10 +44,16 @@ fn named(v: &Value) -> Option<Vec<String>> {
 
 /// Runs the step `isa`.
 pub(crate) fn step(context: &Context) -> Outcome {
+    let outcome = all(context);
+    remove_programs();
+    outcome
+}
+
+fn all(context: &Context) -> Outcome {
     let files = FILES.iter().flat_map(|f| ["--test", f]);
     // This also builds the command. It selects the same packages as the step `tests`, so that cargo reuses
     // that step's builds.
-    let build = run(context.cargo().args(["test", "--workspace", "--no-run"]).args(files.clone()));
+    let build = run(context.cargo_test().args(["--workspace", "--no-run"]).args(files.clone()));
     let all = match build.and_then(|()| sets(context)) {
         Ok(all) => all,
         Err(why) => return Outcome::Failed(why),
@@ -64,15 +70,15 @@ pub(crate) fn step(context: &Context) -> Outcome {
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for name in &names {
         let mut runs = vec![{
-            let mut c = context.cargo();
-            c.args(["test", "--workspace", "--no-fail-fast"]).args(files.clone()).arg("--");
+            let mut c = context.cargo_test();
+            c.args(["--workspace", "--no-fail-fast"]).args(files.clone()).arg("--");
             c.args(OTHERS.iter().flat_map(|o| ["--skip", o]));
             c.env("HALCYON_DEVICES", "cpu").env("HALCYON_CASES", if nightly { "all" } else { ONE_IN });
             c
         }];
         if unit.contains(name) {
-            let mut c = context.cargo();
-            c.args(["test", "--workspace", "--no-fail-fast", "--lib", "--", "cpu::"]);
+            let mut c = context.cargo_test();
+            c.args(["--workspace", "--no-fail-fast", "--lib", "--", "cpu::"]);
             runs.push(c);
         }
         println!("    {VARIABLE}={name}");

@@ -16,15 +16,16 @@ pub(crate) fn workspace() -> Result<PathBuf, String> {
         // In another workspace, the settings for "*" also apply to Halcyon's crates. So each crate gets the
         // settings that it has in Halcyon's workspace.
         let name = entry.file_name().display().to_string();
-        let table = format!("[profile.dev.package.{name}]\n");
-        let own = "debug = \"line-tables-only\"\n";
-        match profiles.find(&table) {
-            Some(at) => profiles.insert_str(at + table.len(), own),
-            None => profiles.push_str(&format!("{table}{own}opt-level = 0\n")),
-        }
-        let table = format!("[profile.release.package.{name}]\n");
-        if !profiles.contains(&table) {
-            profiles.push_str(&format!("{table}opt-level = {release}\n"));
+        let dev = "debug = \"line-tables-only\"\n";
+        let bench = "debug-assertions = true\noverflow-checks = true\n";
+        for (profile, own, level) in
+            [("dev", dev, "0"), ("release", "", release.as_str()), ("bench", bench, "0")]
+        {
+            let table = format!("[profile.{profile}.package.{name}]\n");
+            match profiles.find(&table) {
+                Some(at) => profiles.insert_str(at + table.len(), own),
+                None => profiles.push_str(&format!("{table}{own}opt-level = {level}\n")),
+            }
         }
     }
     let to = crate::target_dir().join("profiles.toml");

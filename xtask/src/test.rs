@@ -58,7 +58,7 @@ const FEATURES: &[(&str, &[&str])] = &[
     ("backends,simd,parallel", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
 ];
 
-const FEATURES_ALWAYS: usize = 2;
+const FEATURES_ALWAYS: usize = 1;
 const FEATURES_DRAWN: usize = 1;
 
 /// Independent checks: scripts in `xtask/scripts`, run with the test environment's Python and the tests'
@@ -101,7 +101,12 @@ const fn step(name: &'static str, tiers: In, work: fn(&Context) -> Outcome) -> S
     Step { name, tiers, work }
 }
 
-const HUB_TESTS: &[&str] = &["test", "-p", "halcyon-models", "--features", "hub", "--test", "hub"];
+/// The profile of the tests. Its libraries of others are those of the release, so cargo builds them once.
+const PROFILE: &str = "bench";
+/// The programs of the workspace that users run.
+const PROGRAMS: &[&str] = &["halcyon", "halcyon-check"];
+
+const HUB_TESTS: &[&str] = &["-p", "halcyon-models", "--features", "hub", "--test", "hub"];
 const BUILDS: In = In::OneOf("a build of its own", "each of them builds for minutes");
 
 const STEPS: &[Step] = &[
@@ -114,7 +119,7 @@ const STEPS: &[Step] = &[
     step(
         "tests",
         In::Sample(
-            "on OpenCL, WebGPU and the stand-ins of CUDA and ROCm, where each case must build a program, one case in 48 of a quarter of the rows of the op table; on OpenCL and WebGPU one gradient in 24; an eighth of the kernels under the vendors' compilers and a sixteenth of those of the op table, for one architecture of each compiler; one in three of the longest tests (the run lists those that it leaves out); a third of the layers that are compared with PyTorch; training by the command with one dtype on each of OpenCL and WebGPU; models on the CPU and one other device, at one level each; a third of the op table in bf16 and of the light models in mixed precision; a third of the models whose memory is compared with the prediction; one in 60 of the ONNX suite's cases in ONNX Runtime",
+            "on OpenCL, WebGPU and the stand-ins of CUDA and ROCm, where each case must build a program, one case in 48 of a quarter of the rows of the op table, and one gradient in 24; an eighth of the kernels under the vendors' compilers and a sixteenth of those of the op table, for one architecture of each compiler; one in three of the longest tests (the run lists those that it leaves out); tests for several devices on the CPU and one other, and those on the stand-ins on one of the two; a third of the layers that are compared with PyTorch; training by the command with one dtype on a device; models at one level; a third of the op table in bf16 and of the light models in mixed precision; a third of the models whose memory is compared with the prediction; one in 60 of the ONNX suite's cases in ONNX Runtime",
         ),
         tests,
     ),
@@ -128,7 +133,7 @@ const STEPS: &[Step] = &[
     step("doc", In::Merge, doc),
     step("backend", BUILDS, backend),
     step("features", BUILDS, features),
-    step("hub", BUILDS, |c| cargo_tests(c.cargo().args(HUB_TESTS))),
+    step("hub", BUILDS, |c| cargo_tests(c.cargo_test().args(HUB_TESTS))),
     step("platforms", BUILDS, platforms),
     step("readme", In::Merge, readme::step),
     step(
@@ -316,6 +321,13 @@ impl Context {
         command
     }
 
+    /// A `cargo test` command in the profile that shares its libraries with the release.
+    pub(crate) fn cargo_test(&self) -> Command {
+        let mut command = self.cargo();
+        command.args(["test", "--profile", PROFILE]);
+        command
+    }
+
     /// Sets the variables that tests and checks read. Tests and checks that need an unset variable are
     /// skipped.
     pub(crate) fn tell(&self, command: &mut Command) {
@@ -382,12 +394,23 @@ fn clippy(context: &Context) -> Outcome {
     context.outcome(run(context.cargo().args(args)).map(|()| String::new()))
 }
 
+/// Removes the programs that the tests' profile has put where the release's programs belong. Cargo links the
+/// release's programs there again when it next builds them.
+pub(crate) fn remove_programs() {
+    for name in PROGRAMS {
+        let file = format!("{name}{}", std::env::consts::EXE_SUFFIX);
+        // If it cannot be removed, the next build of the release still replaces it.
+        let _ = std::fs::remove_file(crate::target_dir().join("release").join(file));
+    }
+}
+
 /// Runs the tests, then those in documentation. The examples are not built, because this would compile the
 /// kernels again for each of them; clippy checks them.
 fn tests(context: &Context) -> Outcome {
     let binaries = test_binaries(context);
-    let mut command = context.cargo();
-    let documentation = cargo_tests(command.args(["test", "--workspace", "--no-fail-fast", "--doc"]));
+    let mut command = context.cargo_test();
+    let documentation = cargo_tests(command.args(["--workspace", "--no-fail-fast", "--doc"]));
+    remove_programs();
     let (mut total, mut notes) = (Counts::default(), Vec::new());
     for outcome in [binaries, documentation] {
         match outcome {
@@ -404,8 +427,8 @@ fn tests(context: &Context) -> Outcome {
 /// Builds the workspace's test binaries and runs them.
 fn test_binaries(context: &Context) -> Outcome {
     let mut tally = Tally::start();
-    let mut cargo = context.cargo();
-    cargo.args(["test", "--workspace", "--no-run", "--lib", "--bins", "--tests"]);
+    let mut cargo = context.cargo_test();
+    cargo.args(["--workspace", "--no-run", "--lib", "--bins", "--tests"]);
     let settings = |command: &mut Command| context.tell(command);
     let ran = binaries::run(&mut cargo, &settings, &mut |done: binaries::Finished| {
         println!("     Running {}", done.name);
@@ -432,8 +455,8 @@ fn backend(context: &Context) -> Outcome {
         Ok(path) => path,
         Err(why) => return Outcome::Failed(why),
     };
-    let mut command = context.cargo();
-    command.args(["test", "--no-fail-fast", "--locked", "--manifest-path", manifest.as_str(), "--config"]);
+    let mut command = context.cargo_test();
+    command.args(["--no-fail-fast", "--locked", "--manifest-path", manifest.as_str(), "--config"]);
     command.arg(profiles).arg("--target-dir");
     cargo_tests(command.arg(crate::target_dir()))
 }

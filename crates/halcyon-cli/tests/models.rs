@@ -36,16 +36,8 @@ fn run(
     (x, v)
 }
 
-/// The backends that a test runs on: the CPU and one of the others, or all.
-fn backends(test: &'static str) -> impl Iterator<Item = &'static str> {
-    let (cpu, others): (Vec<_>, Vec<_>) = test_backends().into_iter().partition(|b| *b == "cpu");
-    let one = drawn(&format!("device of {test}"), others.len());
-    let others = others.into_iter().enumerate().filter(move |(i, _)| one.is_none_or(|d| d == *i));
-    cpu.into_iter().chain(others.map(|(_, b)| b)).filter(move |b| there(test, b))
-}
-
 fn places(test: &'static str) -> impl Iterator<Item = (&'static str, &'static str)> {
-    backends(test).flat_map(move |b| {
+    drawn_backends(test).flat_map(move |b| {
         let levels = levels(b);
         let drawn = drawn(&format!("{test} on {b}"), levels.len());
         let runs = move |(i, _): &(usize, &&str)| drawn.is_none_or(|d| d == *i);
@@ -175,7 +167,7 @@ fn all_pass(test: &'static str, folder: &str, at_least: u64) {
         return;
     }
     let Some(dir) = prepared(test, "HALCYON_TESTDATA", folder) else { return };
-    for backend in backends(test) {
+    for backend in drawn_backends(test) {
         let v = halcyon(&["conformance", "onnx", text(&dir), "--backend", backend, "--json"]).json();
         let bad: Vec<String> = v["cases"]
             .as_array()

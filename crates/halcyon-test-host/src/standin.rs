@@ -3,6 +3,7 @@
 //! Linux, and only if there is a C++ compiler.
 
 use crate::{required, root, target_dir};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
@@ -69,17 +70,9 @@ pub fn paths() -> Vec<(&'static str, String)> {
     BUILT.clone()
 }
 
-/// Compiles a stand-in to `lib`. At run time the stand-in compiles kernels, and keeps them in a folder below
+/// Makes a stand-in in `lib`. At run time the stand-in compiles kernels, and keeps them in a folder below
 /// [`dir`].
 pub fn compile(lib: &Path, flags: &[&str]) -> Result<(), String> {
-    let sources = root().join("crates/halcyon-hal/tests/simt");
-    let modules = dir().join("modules");
-    std::fs::create_dir_all(&modules).map_err(|e| format!("{}: {e}", modules.display()))?;
-    let mut c = Command::new("c++");
-    c.args(["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"]).args(flags);
-    c.arg(format!("-DH_KERNEL=\"{}\"", sources.join("kernel.h").display()));
-    c.arg(format!("-DH_FOLDER=\"{}\"", modules.display()));
-    c.arg("-o").arg(lib).arg(sources.join("standin.cpp")).arg("-ldl");
     // AMD's libraries keep their kernels in files in a folder next to the library, one file per architecture.
     let folder = lib.parent().unwrap_or(Path::new("."));
     for (library, architecture) in
@@ -90,11 +83,62 @@ pub fn compile(lib: &Path, flags: &[&str]) -> Result<(), String> {
         let made = std::fs::create_dir_all(&kernels).and_then(|()| std::fs::write(&file, ""));
         made.map_err(|e| format!("{}: {e}", file.display()))?;
     }
-    let done = c.output().map_err(|e| format!("c++: {e}"))?;
-    match done.status.success() {
-        true => Ok(()),
-        false => Err(format!("c++: {}\n{}", done.status, String::from_utf8_lossy(&done.stderr))),
+    // A library at this place may be loaded already, so a new file replaces it.
+    let own = own_name(lib);
+    std::fs::copy(compiled(flags)?, &own)
+        .and_then(|_| std::fs::rename(&own, lib))
+        .map_err(|e| format!("{}: {e}", lib.display()))
+}
+
+/// A name beside a file that no other thread or process uses.
+fn own_name(file: &Path) -> PathBuf {
+    file.with_extension(format!("{}.{:?}", std::process::id(), std::thread::current().id()))
+}
+
+/// The compiled stand-in, which tests share: compiling it takes seconds, and many test processes need it. Its
+/// name follows from the sources and the command line.
+fn compiled(flags: &[&str]) -> Result<PathBuf, String> {
+    let sources = root().join("crates/halcyon-hal/tests/simt");
+    let (modules, libraries) = (dir().join("modules"), dir().join("compiled"));
+    for made in [&modules, &libraries] {
+        std::fs::create_dir_all(made).map_err(|e| format!("{}: {e}", made.display()))?;
     }
+    let mut args: Vec<String> =
+        ["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"].map(String::from).into();
+    args.extend(flags.iter().map(|f| f.to_string()));
+    args.push(format!("-DH_KERNEL=\"{}\"", sources.join("kernel.h").display()));
+    args.push(format!("-DH_FOLDER=\"{}\"", modules.display()));
+    args.push(sources.join("standin.cpp").display().to_string());
+    args.push("-ldl".into());
+    let lib = libraries.join(format!("{:016x}.so", digest(&sources, &args)?));
+    if lib.is_file() {
+        return Ok(lib);
+    }
+    // Another process may compile the same one. Each has a file of its own, and the last to end replaces
+    // the others' with the same contents.
+    let own = own_name(&lib);
+    let done =
+        Command::new("c++").args(&args).arg("-o").arg(&own).output().map_err(|e| format!("c++: {e}"))?;
+    if !done.status.success() {
+        return Err(format!("c++: {}\n{}", done.status, String::from_utf8_lossy(&done.stderr)));
+    }
+    std::fs::rename(&own, &lib).map_err(|e| format!("{}: {e}", lib.display()))?;
+    Ok(lib)
+}
+
+/// A digest of the C++ files in a folder and of the command line.
+fn digest(sources: &Path, args: &[String]) -> Result<u64, String> {
+    let failed = |e: std::io::Error| format!("{}: {e}", sources.display());
+    let mut files: Vec<PathBuf> =
+        std::fs::read_dir(sources).map_err(failed)?.flatten().map(|entry| entry.path()).collect();
+    files.retain(|f| f.extension().is_some_and(|e| e == "cpp" || e == "h"));
+    files.sort();
+    let mut hasher = DefaultHasher::new();
+    args.hash(&mut hasher);
+    for file in files {
+        std::fs::read(&file).map_err(failed)?.hash(&mut hasher);
+    }
+    Ok(hasher.finish())
 }
 
 /// A loaded stand-in, and a driver `D` that uses it.

@@ -1,6 +1,6 @@
 //! The devices to test on.
 
-use crate::{required, skip};
+use crate::{drawn, required, skip};
 use halcyon::TuningMode;
 use halcyon::hal::backend::{BUILT_IN, BuiltIn, TestDevice};
 use halcyon::prelude::*;
@@ -31,10 +31,21 @@ pub fn test_backends() -> Vec<BackendType> {
     BUILT_IN.iter().filter(tested).map(|b| b.kind).collect()
 }
 
-/// Opens each of [`test_backends`] with [`open`], and leaves out those that are missing.
+/// The CPU, and one of the other [`test_backends`], which the seed of the run draws for each test. With
+/// `HALCYON_CASES=all` or a row of the op table in `HALCYON_ROW` it is all of them.
+pub fn drawn_backends(test: &str) -> Vec<BackendType> {
+    let (mut kinds, others): (Vec<_>, Vec<_>) =
+        test_backends().into_iter().partition(|k| *k == BackendType::Cpu);
+    let row = std::env::var_os("HALCYON_ROW").is_some();
+    match drawn(&format!("device of {test}"), others.len()) {
+        Some(k) if !row => kinds.extend(others.get(k)),
+        _ => kinds.extend(others),
+    }
+    kinds
+}
+
+/// Opens each of [`drawn_backends`] with [`open`], and leaves out those that are missing. The CPU comes
+/// first, because tests compare the other backends with it.
 pub fn devices(test: &str, level: Level) -> Vec<Backend> {
-    // The CPU comes first, because tests compare the other backends with it.
-    let mut all = test_backends();
-    all.sort_by_key(|k| *k != BackendType::Cpu);
-    all.into_iter().filter_map(|k| open(test, k, level)).collect()
+    drawn_backends(test).into_iter().filter_map(|k| open(test, k, level)).collect()
 }

@@ -10,7 +10,7 @@ use halcyon::ir::{Graph, TensorType};
 use halcyon::prelude::*;
 use halcyon::{AmpPolicy, ConstData, Session, session};
 use halcyon_formats::onnx::{Model, Outcome};
-use halcyon_test::devices::devices;
+use halcyon_test::devices::{devices, open, test_backends};
 use halcyon_test::optable::check::{Tally, has, run};
 use halcyon_test::optable::rows;
 use halcyon_test::{Rng, one_in, testdata};
@@ -141,7 +141,10 @@ fn scores(mut g: Graph) -> Graph {
 
 fn light_models(test: &str, kind: BackendType) {
     let Some(dir) = testdata(test, "models/random") else { return };
-    let Some(b) = devices(test, Level::O2).into_iter().find(|b| b.info().backend == kind) else { return };
+    if !test_backends().contains(&kind) {
+        return;
+    }
+    let Some(b) = open(test, kind, Level::O2) else { return };
     let (low, full) = (with(&b, AmpPolicy::Bf16, &[]), with(&b, AmpPolicy::None, &[]));
     let mut names: Vec<_> = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).collect();
     names.sort();

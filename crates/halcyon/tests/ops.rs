@@ -13,7 +13,7 @@ use halcyon::ir::ops::{KINDS, PoolKind, ReduceKind, ScatterKind};
 use halcyon::ir::{Graph, Op, ScalarOp};
 use halcyon::prelude::*;
 use halcyon::{AmpPolicy, Order, Scan};
-use halcyon_test::devices::{devices, open, test_backends};
+use halcyon_test::devices::{devices, drawn_backends, open};
 use halcyon_test::optable::case::Row;
 use halcyon_test::optable::check::{Tally, check_rows, check_some, selects};
 use halcyon_test::optable::{elementwise, grads, random, rows, sanitizer, small};
@@ -59,10 +59,10 @@ fn forward_structured(kind: BackendType) {
     forward(&what, kind, &quarter(&what, rows));
 }
 
-/// Runs a test on every test device but the CPU, at the same time.
-fn on_each(f: fn(BackendType)) {
+/// Runs a test on the devices other than the CPU, at the same time.
+fn on_each(test: &str, f: fn(BackendType)) {
     std::thread::scope(|s| {
-        for kind in test_backends().into_iter().filter(|k| *k != BackendType::Cpu) {
+        for kind in drawn_backends(test).into_iter().filter(|k| *k != BackendType::Cpu) {
             s.spawn(move || f(kind));
         }
     });
@@ -70,12 +70,12 @@ fn on_each(f: fn(BackendType)) {
 
 #[test]
 fn forward_on_devices_elementwise() {
-    on_each(forward_elementwise);
+    on_each("forward_on_devices_elementwise", forward_elementwise);
 }
 
 #[test]
 fn forward_on_devices_structured() {
-    on_each(forward_structured);
+    on_each("forward_on_devices_structured", forward_structured);
 }
 
 #[test]
@@ -164,7 +164,7 @@ fn random_graphs(kind: BackendType) {
 
 #[test]
 fn random_graphs_on_devices() {
-    on_each(random_graphs);
+    on_each("random_graphs_on_devices", random_graphs);
 }
 
 /// Maximum operand elements of cases that the interpreter runs in moderate time.

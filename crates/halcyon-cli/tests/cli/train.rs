@@ -128,10 +128,7 @@ fn characters_are_learned_and_exported() {
 /// Every backend trains, in every dtype of parameters.
 #[test]
 fn every_backend_and_dtype_trains() {
-    for backend in test_backends() {
-        if !there("every_backend_and_dtype_trains", backend) {
-            continue;
-        }
+    for backend in drawn_backends("every_backend_and_dtype_trains") {
         // On a device each run compiles its programs, so a sample runs only one dtype.
         let only = if backend == "cpu" { None } else { drawn(&format!("training on {backend}"), 3) };
         for (k, dtype) in ["f32", "bf16", "f16"].into_iter().enumerate() {

@@ -91,6 +91,15 @@ pub fn test_backends() -> Vec<&'static str> {
     all
 }
 
+/// The backends that a test runs on: the CPU and one of the others, which the seed of the run draws for each
+/// test. With `HALCYON_CASES=all` it is all of them.
+pub fn drawn_backends(test: &'static str) -> impl Iterator<Item = &'static str> {
+    let (cpu, others): (Vec<_>, Vec<_>) = test_backends().into_iter().partition(|b| *b == "cpu");
+    let one = drawn(&format!("device of {test}"), others.len());
+    let others = others.into_iter().enumerate().filter(move |(i, _)| one.is_none_or(|d| d == *i));
+    cpu.into_iter().chain(others.map(|(_, b)| b)).filter(move |b| there(test, b))
+}
+
 /// Whether a backend has a device here. With HALCYON_REQUIRE_ALL=1 a missing one is a failure.
 /// HALCYON_DEVICES=cpu,webgpu excludes all other backends.
 pub fn there(test: &str, backend: &str) -> bool {

@@ -25,17 +25,13 @@ fn tunes(kind: B, file: &str) -> (u64, u64, bool) {
     let b = Backend::builder().backend_type(kind).enable_autotuning(true).autotuning_cache_file(file);
     let b = b.build().unwrap();
     let mut g = halcyon::ir::Graph::new();
+    // A softmax has few candidates. A matrix product has hundreds, which take minutes to compile.
     let x = g.input("x", halcyon::ir::TensorType::new(DType::F32, [48, 64]));
-    let w = g.input("w", halcyon::ir::TensorType::new(DType::F32, [64, 40]));
-    let y = g.matmul(x, w).unwrap();
-    let y = g.softmax(y, 1).unwrap();
+    let y = g.softmax(x, 1).unwrap();
     g.output("y", y);
-    let data = |n: usize, m: usize| {
-        let v: Vec<f32> = (0..n * m).map(|i| (i % 7) as f32 / 7.0).collect();
-        halcyon::ConstData::from_slice(&[n, m], &v).unwrap()
-    };
+    let v: Vec<f32> = (0..48 * 64).map(|i| (i % 7) as f32 / 7.0).collect();
     let session = halcyon::Session::new(&b, g);
-    let inputs = [data(48, 64), data(64, 40)];
+    let inputs = [halcyon::ConstData::from_slice(&[48, 64], &v).unwrap()];
     // The default kernels run first; tuned ones are used as soon as they are found.
     let first = session.run(&inputs).unwrap();
     assert!(b.wait_for_tuning(std::time::Duration::from_secs(900)));

@@ -69,8 +69,12 @@ fn rows(rng: &mut Rng) -> Graph {
 }
 
 fn samples(rng: &mut Rng, g: &Graph, n: usize) -> Vec<Vec<ConstData>> {
+    samples_up_to(1.0, rng, g, n)
+}
+
+fn samples_up_to(top: f32, rng: &mut Rng, g: &Graph, n: usize) -> Vec<Vec<ConstData>> {
     let dims = g.shape(g.inputs()[0].node).dims().unwrap();
-    (0..n).map(|_| vec![data(rng, &dims, 1.0)]).collect()
+    (0..n).map(|_| vec![data(rng, &dims, top)]).collect()
 }
 
 fn within(max_error: f64) -> QuantizeOptions {
@@ -90,7 +94,9 @@ fn quantised_graphs_stay_within_the_bound_on_every_device() {
     }
     let mut rng = Rng::fresh("quantised graphs");
     for g in [images(&mut rng), rows(&mut rng)] {
-        let (calibration, held) = (samples(&mut rng, &g, 4), samples(&mut rng, &g, 2));
+        // Values inside of the network that exceed those of the calibration are clipped, which can be an error
+        // above any bound. Smaller inputs stay within the ranges.
+        let (calibration, held) = (samples(&mut rng, &g, 4), samples_up_to(0.6, &mut rng, &g, 2));
         let zero = Session::new(&cpu(Level::O0, &[]), g.clone());
         let want: Vec<_> = held.iter().map(|s| zero.run(s).unwrap()).collect();
         for b in devices("quantize", Level::O3) {

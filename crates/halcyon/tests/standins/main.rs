@@ -93,6 +93,14 @@ fn on(kind: BackendType, what: &str, f: impl FnOnce(&Held)) {
     h.done(launches, what);
 }
 
+/// All cases, or one of them if this run takes a sample.
+fn some<'a, T>(what: &str, all: &'a [T]) -> &'a [T] {
+    match halcyon_test::drawn(what, all.len()) {
+        Some(k) => &all[k..=k],
+        None => all,
+    }
+}
+
 fn op_table(kind: BackendType) {
     let what = format!("op table on {kind} over its stand-in");
     on(kind, &what, |h| {
@@ -231,7 +239,7 @@ fn out_of_memory(kind: BackendType) {
         let open = || {
             Backend::builder().backend_type(kind).level(Level::O2).cache_dir(cache.path()).build().unwrap()
         };
-        for (name, work) in WORK {
+        for (name, work) in some(&format!("out of memory on {kind}"), WORK) {
             let want = work(&open()).unwrap();
             h.settled();
             let n = h.s.get("allocations");
@@ -509,33 +517,33 @@ fn scattered_bytes(kind: BackendType) {
         ConstData::from_scalars(d, dims, v.iter().map(|v| Scalar::F(f64::from(*v) * 100.0).cast(d))).unwrap()
     };
     let f8 = if kind == BackendType::Cuda { DType::F8E4M3FN } else { DType::F8E4M3FNUZ };
-    for d in [DType::I8, f8] {
+    let views = [(true, false), (false, true), (true, true)];
+    let all = [DType::I8, f8].map(|d| views.map(|v| (d, v))).concat();
+    for &(d, (left, right)) in some(&format!("scattered bytes on {kind}"), &all) {
         let inputs = [data(d, &[64, 128]), data(d, &[64, 128])];
-        for (left, right) in [(true, false), (false, true), (true, true)] {
-            let mut g = Graph::new();
-            let [a, b] = [0, 1].map(|i| g.input("x", TensorType::new(d, &inputs[i].dims)));
-            let half = |g: &mut Graph, x, second| match second {
-                true => g.slice(x, &[0.into(), 0.into()], &[1, 2], &[64.into(), 64.into()]).unwrap(),
-                false => g.narrow(x, 1, 0, 64).unwrap(),
-            };
-            let (a, b) = (half(&mut g, a, left), half(&mut g, b, right));
-            let (a, b) = (g.cast(a, DType::F32).unwrap(), g.cast(b, DType::F32).unwrap());
-            let y = g.matmul(a, b).unwrap();
-            g.output("y", y);
-            let want = eval_f64(&g, &inputs, &[]).unwrap();
-            on(kind, "scattered bytes", |_| {
-                let b = Backend::builder().backend_type(kind).precision(MatmulPrecision::High);
-                let session = Session::new(&b.build().unwrap(), g.clone());
-                let got = session.run(&inputs).unwrap();
-                // Integers must be exact; otherwise 64 products of up to 10,000 each are summed in f32.
-                let within = if d == DType::I8 { 0.0 } else { 0.1 };
-                close("scattered bytes", &got[0].to_vec::<f64>(), &want[0].to_vec::<f64>(), within);
-                let plan = session.prepare(&inputs).unwrap();
-                let names: Vec<String> = plan.plan().steps.iter().map(|s| s.work.kernel_name()).collect();
-                let name = if d == DType::I8 { "lt.i8".into() } else { format!("lt.{d}") };
-                assert!(names.iter().any(|n| n.ends_with(&name)), "{left} {right}: {names:?}");
-            });
-        }
+        let mut g = Graph::new();
+        let [a, b] = [0, 1].map(|i| g.input("x", TensorType::new(d, &inputs[i].dims)));
+        let half = |g: &mut Graph, x, second| match second {
+            true => g.slice(x, &[0.into(), 0.into()], &[1, 2], &[64.into(), 64.into()]).unwrap(),
+            false => g.narrow(x, 1, 0, 64).unwrap(),
+        };
+        let (a, b) = (half(&mut g, a, left), half(&mut g, b, right));
+        let (a, b) = (g.cast(a, DType::F32).unwrap(), g.cast(b, DType::F32).unwrap());
+        let y = g.matmul(a, b).unwrap();
+        g.output("y", y);
+        let want = eval_f64(&g, &inputs, &[]).unwrap();
+        on(kind, "scattered bytes", |_| {
+            let b = Backend::builder().backend_type(kind).precision(MatmulPrecision::High);
+            let session = Session::new(&b.build().unwrap(), g.clone());
+            let got = session.run(&inputs).unwrap();
+            // Integers must be exact; otherwise 64 products of up to 10,000 each are summed in f32.
+            let within = if d == DType::I8 { 0.0 } else { 0.1 };
+            close("scattered bytes", &got[0].to_vec::<f64>(), &want[0].to_vec::<f64>(), within);
+            let plan = session.prepare(&inputs).unwrap();
+            let names: Vec<String> = plan.plan().steps.iter().map(|s| s.work.kernel_name()).collect();
+            let name = if d == DType::I8 { "lt.i8".into() } else { format!("lt.{d}") };
+            assert!(names.iter().any(|n| n.ends_with(&name)), "{left} {right}: {names:?}");
+        });
     }
 }
 
@@ -662,14 +670,29 @@ fn chains_on_top(kind: BackendType) {
     });
 }
 
+/// Runs a test on one backend, if the seed of the run has drawn this backend for it. With
+/// `HALCYON_CASES=all` each test runs on both.
+fn if_drawn(kind: BackendType, name: &str, test: fn(BackendType)) {
+    let at = usize::from(kind == BackendType::Rocm);
+    match halcyon_test::drawn(&format!("vendor of {name}"), 2) {
+        Some(k) if k != at => {
+            skip(
+                &format!("{name} on {kind}"),
+                "one of the two stand-ins runs it; HALCYON_CASES=all runs it on both",
+            );
+        }
+        _ => test(kind),
+    }
+}
+
 /// Defines each test once per backend.
 macro_rules! on_both {
     ($($name:ident: $f:ident;)*) => {
         mod cuda {
-            $(#[test] fn $name() { super::$f(halcyon::BackendType::Cuda); })*
+            $(#[test] fn $name() { super::if_drawn(halcyon::BackendType::Cuda, stringify!($name), super::$f); })*
         }
         mod rocm {
-            $(#[test] fn $name() { super::$f(halcyon::BackendType::Rocm); })*
+            $(#[test] fn $name() { super::if_drawn(halcyon::BackendType::Rocm, stringify!($name), super::$f); })*
         }
     };
 }
