@@ -94,8 +94,8 @@ fn quantised_graphs_stay_within_the_bound_on_every_device() {
     }
     let mut rng = Rng::fresh("quantised graphs");
     for g in [images(&mut rng), rows(&mut rng)] {
-        // Values inside of the network that exceed those of the calibration are clipped, and the error of that
-        // has no bound. Smaller inputs stay within the ranges.
+        // Values inside of the network that exceed those of the calibration are clipped, and the error of
+        // that has no bound. Smaller inputs stay within the ranges.
         let (calibration, held) = (samples(&mut rng, &g, 4), samples_up_to(0.6, &mut rng, &g, 2));
         let zero = Session::new(&cpu(Level::O0, &[]), g.clone());
         let want: Vec<_> = held.iter().map(|s| zero.run(s).unwrap()).collect();
