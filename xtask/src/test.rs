@@ -106,7 +106,8 @@ const PROFILE: &str = "bench";
 /// The programs of the workspace that users run.
 const PROGRAMS: &[&str] = &["halcyon", "halcyon-check"];
 
-const HUB_TESTS: &[&str] = &["-p", "halcyon-models", "--features", "hub", "--test", "hub"];
+/// With all packages, so that their dependencies have the features of the step `tests`.
+const HUB_TESTS: &[&str] = &["--workspace", "--features", "halcyon-models/hub", "--test", "hub"];
 const BUILDS: In = In::OneOf("a build of its own", "each of them builds for minutes");
 
 const STEPS: &[Step] = &[
