@@ -5,6 +5,7 @@ mod bench;
 mod binaries;
 mod binary;
 mod book;
+mod builds;
 mod c_api;
 mod comments;
 mod crates;

@@ -5,61 +5,18 @@ use crate::prerequisites::{self, PREREQUISITES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, seconds, test_result};
 use crate::tier::{Draw, SEED, Tier};
 use crate::{
-    Failure, binaries, binary, book, c_api, comments, crates, fuzz, gpu_check, isa, miri, package, profiles,
-    readme, testdata, tier, wheel,
+    Failure, binaries, binary, book, builds, c_api, comments, crates, fuzz, gpu_check, isa, miri, package,
+    profiles, readme, testdata, tier, wheel,
 };
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
 
 /// Python packages of the test environment.
 pub(crate) const REQUIREMENTS: &[Requirements] = &[
     Requirements { file: "requirements.txt", flags: &[] },
     Requirements { file: "requirements-no-deps.txt", flags: &["--no-deps"] },
 ];
-
-/// Platforms that must type-check, with the packages checked on each.
-const PLATFORMS: &[(&str, &[&str])] = &[
-    ("aarch64-apple-darwin", EVERYWHERE),
-    ("x86_64-pc-windows-msvc", EVERYWHERE),
-    ("aarch64-unknown-linux-gnu", EVERYWHERE),
-    ("wasm32-unknown-unknown", &["-p", "halcyon-ir", "-p", "halcyon", "-p", "halcyon-compat"]),
-];
-const EVERYWHERE: &[&str] = &["--workspace", "--exclude", "xtask"];
-
-/// Feature sets that are checked separately, with their packages: each backend must build when it is switched
-/// off and when it is the only one. The merge tier checks the first [`FEATURES_ALWAYS`] and a random
-/// [`FEATURES_DRAWN`] of the others.
-const FEATURES: &[(&str, &[&str])] = &[
-    (
-        "",
-        &[
-            "halcyon-hal",
-            "halcyon",
-            "halcyon-nn",
-            "halcyon-data",
-            "halcyon-train",
-            "halcyon-compat",
-            "halcyon-cli",
-        ],
-    ),
-    ("cpu,onnx", &["halcyon", "halcyon-compat"]),
-    ("cpu", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
-    ("cuda", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
-    ("opencl", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
-    ("rocm", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
-    ("webgpu", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
-    ("tpu", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
-    ("metal", &["halcyon", "halcyon-compat", "halcyon-cli"]),
-    ("onnx", &["halcyon", "halcyon-compat"]),
-    ("cpu,parallel", &["halcyon-hal", "halcyon", "halcyon-compat"]),
-    ("cpu,edit,hub", &["halcyon-cli"]),
-    ("cpu,ort", &["halcyon-cli"]),
-    ("cpu,simd", &["halcyon-hal", "halcyon", "halcyon-compat"]),
-    ("backends,simd,parallel", &["halcyon-hal", "halcyon", "halcyon-compat", "halcyon-cli"]),
-];
-
-const FEATURES_ALWAYS: usize = 1;
-const FEATURES_DRAWN: usize = 1;
 
 /// Independent checks: scripts in `xtask/scripts`, run with the test environment's Python and the tests'
 /// variables. Their last line is `N passed, N failed, N skipped`. A row is (script, arguments, more arguments
@@ -74,6 +31,9 @@ const CHECKS: &[(&str, &[&str], &[&str])] = &[
     ("check_suite.py", &["--backend", "webgpu"], &["--one-in", "12"]),
     ("check_export.py", &[], &[]),
 ];
+
+/// The devices of [`CHECKS`] other than the CPU, with what installs them. The merge tier draws one.
+const CHECKED_DEVICES: &[(&str, &str)] = &[("opencl", "install-opencl"), ("webgpu", "install-vulkan")];
 
 /// The tiers in which a step runs.
 enum In {
@@ -132,14 +92,16 @@ const STEPS: &[Step] = &[
         isa::step,
     ),
     step("doc", In::Merge, doc),
-    step("backend", BUILDS, backend),
-    step("features", BUILDS, features),
+    step("backend", In::Nightly("a build of its own, with the features of a user's crate"), backend),
+    step("features", BUILDS, builds::features),
     step("hub", BUILDS, |c| cargo_tests(c.cargo_test().args(HUB_TESTS))),
-    step("platforms", BUILDS, platforms),
+    step("platforms", BUILDS, builds::platforms),
     step("readme", In::Merge, readme::step),
     step(
         "checks",
-        In::Sample("a twelfth of the ONNX suite on OpenCL and WebGPU, and 20 of its conformance cases"),
+        In::Sample(
+            "the CPU, and one of OpenCL and WebGPU with a twelfth of the ONNX suite and 20 conformance cases",
+        ),
         checks,
     ),
     step("binary", In::Merge, binary),
@@ -175,6 +137,8 @@ pub(crate) struct Context {
     venv: Venv,
     pub tier: Tier,
     pub draw: Draw,
+    /// Clippy's first run, which started before the step `clippy`.
+    clippy: Mutex<Option<Child>>,
 }
 
 /// The reason why a step does not run in a tier; `None` if it runs.
@@ -203,6 +167,9 @@ fn run_all(context: &Context, only: &[&str]) -> bool {
     let (tier, seed) = (context.tier, context.draw.seed);
     let repeat = format!("tier {}, {SEED}={seed} (set it to repeat the draws)", tier.name());
     println!("{repeat}");
+    if only.is_empty() {
+        context.start_clippy();
+    }
     for prerequisite in PREREQUISITES {
         if only.is_empty() || only.contains(&prerequisite.name) {
             report.step(prerequisite.name, || prerequisite.prepare(context.install, context.strict));
@@ -256,7 +223,8 @@ pub(crate) fn all(args: &[&str]) -> Result<bool, Failure> {
     let set = |name: &str| std::env::var(name).is_ok_and(|v| !matches!(v.as_str(), "" | "0" | "false"));
     let strict = set("HALCYON_REQUIRE_ALL") || set("CI");
     let draw = Draw::new().map_err(Failure::Usage)?;
-    let mut context = Context { install: true, strict, venv: Venv::new("venv"), tier: Tier::Merge, draw };
+    let (venv, clippy) = (Venv::new("venv"), Mutex::new(None));
+    let mut context = Context { install: true, strict, venv, tier: Tier::Merge, draw, clippy };
     let mut only = Vec::new();
     let choose = |tier: Tier, context: &mut Context| match context.tier {
         Tier::Merge => {
@@ -320,6 +288,14 @@ impl Context {
         }
         self.tell(&mut command);
         command
+    }
+
+    /// Starts clippy without output. Installing packages and generating test data leaves a processor idle.
+    fn start_clippy(&self) {
+        let mut command = self.cargo();
+        command.args(CLIPPY).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        println!("clippy runs during the next steps; its own step prints what it finds");
+        *self.clippy.lock().unwrap_or_else(|e| e.into_inner()) = command.spawn().ok();
     }
 
     /// A `cargo test` command in the profile that shares its libraries with the release.
@@ -390,9 +366,14 @@ fn fmt(context: &Context) -> Outcome {
     context.outcome(run(context.cargo().args(["fmt", "--all", "--check"])).map(|()| String::new()))
 }
 
+const CLIPPY: &[&str] = &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
+
 fn clippy(context: &Context) -> Outcome {
-    let args = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
-    context.outcome(run(context.cargo().args(args)).map(|()| String::new()))
+    if let Some(mut early) = context.clippy.lock().unwrap_or_else(|e| e.into_inner()).take() {
+        // This step repeats what the first run said, so only its end matters.
+        let _ = early.wait();
+    }
+    context.outcome(run(context.cargo().args(CLIPPY)).map(|()| String::new()))
 }
 
 /// Removes the programs that the tests' profile has put where the release's programs belong. Cargo links the
@@ -534,55 +515,6 @@ fn doc(context: &Context) -> Outcome {
     context.outcome(run(&mut command).map(|()| String::new()))
 }
 
-/// Runs clippy with the feature sets of [`FEATURES`].
-fn features(context: &Context) -> Outcome {
-    let (mut passed, mut bad) = (0, Vec::new());
-    let (always, others) = FEATURES.split_at(FEATURES_ALWAYS);
-    let whole = context.tier == Tier::Nightly;
-    let n = if whole { others.len() } else { FEATURES_DRAWN };
-    let some = [always, &context.draw.sample("features", n, others)].concat();
-    for (set, packages) in &some {
-        let packages = packages.iter().flat_map(|p| ["-p", p]);
-        let mut command = context.cargo();
-        command.arg("clippy").args(packages).args(["--no-default-features", "--features", set]);
-        match run(command.args(["--", "-D", "warnings"])) {
-            Ok(()) => passed += 1,
-            Err(_) => bad.push(if set.is_empty() { "none" } else { *set }),
-        }
-    }
-    let counts = Counts { passed, failed: bad.len(), skipped: 0 };
-    let note = match (bad.is_empty(), whole) {
-        (true, true) => String::new(),
-        (true, false) => {
-            let names: Vec<&str> = some.iter().map(|(s, _)| if s.is_empty() { "none" } else { s }).collect();
-            format!("{} of {} sets: {}", names.len(), FEATURES.len(), names.join("; "))
-        }
-        (false, _) => format!("these feature sets have errors or warnings: {}", bad.join("; ")),
-    };
-    Outcome::Tests(counts, note)
-}
-
-/// Type-checks the code for other operating systems and processors.
-fn platforms(context: &Context) -> Outcome {
-    let (mut good, mut bad) = (Vec::new(), Vec::new());
-    let n = if context.tier == Tier::Nightly { PLATFORMS.len() } else { 1 };
-    for (target, packages) in &context.draw.sample("platforms", n, PLATFORMS) {
-        if let Err(why) = prerequisites::rust_target(target, context.install) {
-            return context.missing(why);
-        }
-        match run(context.cargo().args(["check", "--target", target]).args(*packages)) {
-            Ok(()) => good.push(*target),
-            Err(_) => bad.push(*target),
-        }
-    }
-    let counts = Counts { passed: good.len(), failed: bad.len(), skipped: 0 };
-    let note = match bad.is_empty() {
-        true => format!("{} of {}: {}", good.len(), PLATFORMS.len(), good.join(", ")),
-        false => format!("these platforms have errors: {}", bad.join(", ")),
-    };
-    Outcome::Tests(counts, note)
-}
-
 /// Only the CPU kernels' tests, without building the other backends and their dependencies.
 const CPU_TESTS: &[&str] =
     &["test", "-p", "halcyon-hal", "--lib", "--no-default-features", "--features", "cpu"];
@@ -654,18 +586,19 @@ fn checks(context: &Context) -> Outcome {
         Err(why) => return Outcome::Failed(why),
     };
     let (mut total, mut bad) = (Counts::default(), Vec::new());
+    let nightly = context.tier == Tier::Nightly;
+    let n = if nightly { CHECKED_DEVICES.len() } else { 1 };
+    let devices = context.draw.sample("device of the checks", n, CHECKED_DEVICES);
     for (script, args, sample) in CHECKS {
-        let needs = [("opencl", "install-opencl"), ("webgpu", "install-vulkan")];
-        if needs
-            .iter()
-            .any(|(backend, needed)| args.contains(backend) && !prerequisites::is_installed(needed))
+        if let Some(device) = CHECKED_DEVICES.iter().find(|(backend, _)| args.contains(backend))
+            && !(devices.contains(device) && prerequisites::is_installed(device.1))
         {
             total.add(Counts { skipped: 1, ..Counts::default() });
             continue;
         }
         let mut command = Command::new(context.venv.python());
         command.current_dir(crate::root()).arg(crate::root().join("xtask/scripts").join(script)).args(*args);
-        if context.tier != Tier::Nightly {
+        if !nightly {
             command.args(*sample);
         }
         context.tell(&mut command);
@@ -681,7 +614,16 @@ fn checks(context: &Context) -> Outcome {
         }
         total.add(counts);
     }
-    Outcome::Tests(total, if bad.is_empty() { String::new() } else { format!("failed: {}", bad.join(", ")) })
+    Outcome::Tests(
+        total,
+        match (bad.is_empty(), nightly) {
+            (false, _) => format!("failed: {}", bad.join(", ")),
+            (true, true) => String::new(),
+            (true, false) => {
+                format!("on the CPU and {}", devices.iter().map(|(backend, _)| *backend).collect::<String>())
+            }
+        },
+    )
 }
 
 /// Minimum gain of ResNet-50 on one thread by each transformation, with and without AVX-512. Blocked layouts
@@ -763,7 +705,7 @@ mod tests {
             };
             let (merge, fast) = (runs(Tier::Merge), runs(Tier::Fast));
             assert_eq!(runs(Tier::Nightly).len(), STEPS.len());
-            let builds = ["backend", "features", "hub", "platforms"];
+            let builds = ["features", "hub", "platforms"];
             assert_eq!(merge.iter().filter(|n| builds.contains(n)).count(), 1, "{merge:?}");
             assert!(!["receipts", "asan", "neon", "miri", "fuzz"].iter().any(|n| merge.contains(n)));
             assert!(merge.contains(&"isa") && merge.contains(&"crates") && merge.contains(&"doc"));

@@ -16,6 +16,9 @@ fn told(d: &dyn Device) -> String {
 
 #[test]
 fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
+    if halcyon_test_host::left_out("a_compiler_whose_kernels_the_driver_loads_is_taken") {
+        return;
+    }
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
     let all = standin::all();
     let Some(s) = all.iter().find(|s| s.driver.kind() == BackendType::Cuda) else { return };

@@ -104,6 +104,9 @@ fn a_split_over_devices_of_one_kind_has_the_same_bits() {
 /// The logits that transformers computes, on two APIs together.
 #[test]
 fn a_split_over_cpu_and_opencl_computes_the_stored_logits() {
+    if halcyon_test::left_out("a_split_over_cpu_and_opencl_computes_the_stored_logits") {
+        return;
+    }
     let Some(b) = opencl("a_split_over_cpu_and_opencl_computes_the_stored_logits") else { return };
     let a = cpu();
     for family in ["smollm3", "gemma4-shared", "gemma4-moe", "qwen3_5_moe"] {
@@ -126,6 +129,9 @@ fn a_split_over_cpu_and_opencl_computes_the_stored_logits() {
 
 #[test]
 fn batches_do_not_change_logits_under_a_split() {
+    if halcyon_test::left_out("batches_do_not_change_logits_under_a_split") {
+        return;
+    }
     let Some(b) = opencl("batches_do_not_change_logits_under_a_split") else { return };
     let a = cpu();
     let mut rng = Rng::new(3);

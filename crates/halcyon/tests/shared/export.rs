@@ -127,11 +127,17 @@ fn out_of_reach(g: &Graph, opset: i64) -> bool {
 
 #[test]
 fn every_case_survives_the_default_operator_set() {
+    if halcyon_test::left_out("every_case_survives_the_default_operator_set") {
+        return;
+    }
     round_trips("export", ExportOptions::default().opset, &|_| true);
 }
 
 #[test]
 fn and_the_newer_ones() {
+    if halcyon_test::left_out("and_the_newer_ones") {
+        return;
+    }
     for opset in [24, LATEST] {
         let few = |d| ONE_PER_CLASS.contains(&d) || d == DType::Bool;
         round_trips(&format!("export at operator set {opset}"), opset, &few);

@@ -90,6 +90,9 @@ pub(super) fn pitched(rng: &mut Rng, d: DType, rows: usize, k: usize, pitch: usi
 
 #[test]
 fn products_with_blocks() {
+    if halcyon_test_host::left_out("products_with_blocks") {
+        return;
+    }
     let mut rng = Rng::new(5);
     for (n, ty) in BlockType::ALL.iter().copied().enumerate() {
         let k = ty.row().elements * [1, 3, 11][n % 3];
