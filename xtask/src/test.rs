@@ -80,7 +80,7 @@ const STEPS: &[Step] = &[
     step(
         "tests",
         In::Sample(
-            "on OpenCL, WebGPU and the stand-ins of CUDA and ROCm, where each case must build a program, one case in 48 of a quarter of the rows of the op table, and one gradient in 24; an eighth of the kernels under the vendors' compilers and a sixteenth of those of the op table, for one architecture of each compiler; one in three of the longest tests (the run lists those that it leaves out); tests for several devices on the CPU and one other, and those on the stand-ins on one of the two; a third of the layers that are compared with PyTorch; training by the command with one dtype on a device; models at one level; a third of the op table in bf16 and of the light models in mixed precision; a third of the models whose memory is compared with the prediction; one in 60 of the ONNX suite's cases in ONNX Runtime",
+            "on OpenCL, WebGPU and the stand-ins of CUDA and ROCm, where each case must build a program, one case in 48 of a quarter of the rows of the op table; on OpenCL and WebGPU one gradient in 24; an eighth of the kernels under the vendors' compilers and a sixteenth of those of the op table, for one architecture of each compiler; one in three of the longest tests (the run lists those that it leaves out); tests for several devices on the CPU and one other, and those on the stand-ins on one of the two; a third of the layers that are compared with PyTorch; training by the command with one dtype on a device; models at one level; a third of the op table in bf16 and of the light models in mixed precision; a third of the models whose memory is compared with the prediction; one in 60 of the ONNX suite's cases in ONNX Runtime",
         ),
         tests,
     ),
