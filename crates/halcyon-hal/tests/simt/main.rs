@@ -20,7 +20,8 @@ use halcyon_hal::{Command, Device, Driver, Error, Options, Result, StreamOptions
 use halcyon_ir::{DType, Scalar};
 use std::sync::{Arc, Mutex};
 
-/// A stand-in's state is global, so tests that read its counters run one at a time.
+/// A stand-in's state is global, so tests that read its counters run one at a time. So do tests that launch
+/// kernels: two stand-ins that compile the same kernel load one library, which knows only one of them.
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// Numbers of the library's resources that are in use.
