@@ -68,7 +68,7 @@ const PROGRAMS: &[&str] = &["halcyon", "halcyon-check"];
 
 /// With all packages, so that their dependencies have the features of the step `tests`.
 const HUB_TESTS: &[&str] = &["--workspace", "--features", "halcyon-models/hub", "--test", "hub"];
-const BUILDS: In = In::OneOf("a build of its own", "each of them builds for minutes");
+const BUILDS: In = In::OneOf("a build of its own", "together they build for minutes");
 
 const STEPS: &[Step] = &[
     step("python", In::All, python),

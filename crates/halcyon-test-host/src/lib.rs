@@ -12,4 +12,4 @@ pub mod vendors;
 
 pub use folders::{models, models_dir, prepared, root, target_dir, testdata};
 pub use process::{gone, library, soon};
-pub use skips::{any_seed, drawn, given_seed, left_out, one_in, required, seed, skip};
+pub use skips::{any_seed, drawn, drawn_of, given_seed, left_out, one_in, required, seed, skip};

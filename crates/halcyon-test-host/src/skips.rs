@@ -78,6 +78,14 @@ pub fn left_out(test: &str) -> bool {
     is_out
 }
 
+/// The part of `all` that is run: the one that the seed draws, or all of them with `HALCYON_CASES=all`.
+pub fn drawn_of<'a, T>(what: &str, all: &'a [T]) -> &'a [T] {
+    match drawn(what, all.len()) {
+        Some(k) => all.get(k..=k).unwrap_or_default(),
+        None => all,
+    }
+}
+
 /// The index of the one case that is run among `n` cases. `None` if all are run, because `HALCYON_CASES` is
 /// `all` or 1.
 pub fn drawn(what: &str, n: usize) -> Option<usize> {

@@ -1,6 +1,6 @@
 //! The devices to test on.
 
-use crate::{drawn, required, skip};
+use crate::{drawn_of, required, skip};
 use halcyon::TuningMode;
 use halcyon::hal::backend::{BUILT_IN, BuiltIn, TestDevice};
 use halcyon::prelude::*;
@@ -36,11 +36,8 @@ pub fn test_backends() -> Vec<BackendType> {
 pub fn drawn_backends(test: &str) -> Vec<BackendType> {
     let (mut kinds, others): (Vec<_>, Vec<_>) =
         test_backends().into_iter().partition(|k| *k == BackendType::Cpu);
-    let row = std::env::var_os("HALCYON_ROW").is_some();
-    match drawn(&format!("device of {test}"), others.len()) {
-        Some(k) if !row => kinds.extend(others.get(k)),
-        _ => kinds.extend(others),
-    }
+    let all = std::env::var_os("HALCYON_ROW").is_some();
+    kinds.extend(if all { &others } else { drawn_of(&format!("device of {test}"), &others) });
     kinds
 }
 

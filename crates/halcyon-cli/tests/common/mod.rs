@@ -8,7 +8,7 @@ pub mod language;
 use halcyon_formats::onnx::proto::*;
 use halcyon_hal::backend::{BUILT_IN, TestDevice};
 use halcyon_ir::DType;
-pub use halcyon_test::{drawn, left_out, models, one_in, prepared, required, root, skip};
+pub use halcyon_test::{drawn, drawn_of, left_out, models, one_in, prepared, required, root, skip};
 use prost::Message;
 use serde_json::Value;
 use std::path::Path;
@@ -94,10 +94,9 @@ pub fn test_backends() -> Vec<&'static str> {
 /// The backends that a test runs on: the CPU and one of the others, which the seed of the run draws for each
 /// test. With `HALCYON_CASES=all` it is all of them.
 pub fn drawn_backends(test: &'static str) -> impl Iterator<Item = &'static str> {
-    let (cpu, others): (Vec<_>, Vec<_>) = test_backends().into_iter().partition(|b| *b == "cpu");
-    let one = drawn(&format!("device of {test}"), others.len());
-    let others = others.into_iter().enumerate().filter(move |(i, _)| one.is_none_or(|d| d == *i));
-    cpu.into_iter().chain(others.map(|(_, b)| b)).filter(move |b| there(test, b))
+    let (mut ids, others): (Vec<_>, Vec<_>) = test_backends().into_iter().partition(|b| *b == "cpu");
+    ids.extend(drawn_of(&format!("device of {test}"), &others));
+    ids.into_iter().filter(move |b| there(test, b))
 }
 
 /// Whether a backend has a device here. With HALCYON_REQUIRE_ALL=1 a missing one is a failure.

@@ -21,7 +21,7 @@ use halcyon_test::optable::check::{Tally, check_some};
 use halcyon_test::optable::{random, rows};
 use halcyon_test::standins::{self, StandIn};
 use halcyon_test::works::{WORK, captured};
-use halcyon_test::{Rng, end_to_end, models, root, skip, soon, testdata};
+use halcyon_test::{Rng, drawn_of, end_to_end, models, root, skip, soon, testdata};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -91,14 +91,6 @@ fn on(kind: BackendType, what: &str, f: impl FnOnce(&Held)) {
     let launches = h.s.get("launches");
     f(&h);
     h.done(launches, what);
-}
-
-/// All cases, or one of them if this run takes a sample.
-fn some<'a, T>(what: &str, all: &'a [T]) -> &'a [T] {
-    match halcyon_test::drawn(what, all.len()) {
-        Some(k) => &all[k..=k],
-        None => all,
-    }
 }
 
 fn op_table(kind: BackendType) {
@@ -239,7 +231,7 @@ fn out_of_memory(kind: BackendType) {
         let open = || {
             Backend::builder().backend_type(kind).level(Level::O2).cache_dir(cache.path()).build().unwrap()
         };
-        for (name, work) in some(&format!("out of memory on {kind}"), WORK) {
+        for (name, work) in drawn_of(&format!("out of memory on {kind}"), WORK) {
             let want = work(&open()).unwrap();
             h.settled();
             let n = h.s.get("allocations");
@@ -519,7 +511,7 @@ fn scattered_bytes(kind: BackendType) {
     let f8 = if kind == BackendType::Cuda { DType::F8E4M3FN } else { DType::F8E4M3FNUZ };
     let views = [(true, false), (false, true), (true, true)];
     let all = [DType::I8, f8].map(|d| views.map(|v| (d, v))).concat();
-    for &(d, (left, right)) in some(&format!("scattered bytes on {kind}"), &all) {
+    for &(d, (left, right)) in drawn_of(&format!("scattered bytes on {kind}"), &all) {
         let inputs = [data(d, &[64, 128]), data(d, &[64, 128])];
         let mut g = Graph::new();
         let [a, b] = [0, 1].map(|i| g.input("x", TensorType::new(d, &inputs[i].dims)));
@@ -673,15 +665,11 @@ fn chains_on_top(kind: BackendType) {
 /// Runs a test on one backend, if the seed of the run has drawn this backend for it. With
 /// `HALCYON_CASES=all` each test runs on both.
 fn if_drawn(kind: BackendType, name: &str, test: fn(BackendType)) {
-    let at = usize::from(kind == BackendType::Rocm);
-    match halcyon_test::drawn(&format!("vendor of {name}"), 2) {
-        Some(k) if k != at => {
-            skip(
-                &format!("{name} on {kind}"),
-                "one of the two stand-ins runs it; HALCYON_CASES=all runs it on both",
-            );
-        }
-        _ => test(kind),
+    if drawn_of(&format!("vendor of {name}"), &[BackendType::Cuda, BackendType::Rocm]).contains(&kind) {
+        test(kind);
+    } else {
+        let why = "one of the two stand-ins runs it; HALCYON_CASES=all runs it on both";
+        skip(&format!("{name} on {kind}"), why);
     }
 }
 
