@@ -4,7 +4,7 @@
 
 use crate::backend::Backend;
 use crate::calls::Work;
-use crate::errors::{OrRaise, argument, exception};
+use crate::errors::{OrRaise, argument, exception, named};
 use crate::interface::{View, dense};
 use crate::tensor::Tensor;
 use halcyon::hal::{BackendType, DeviceMemory};
@@ -13,6 +13,7 @@ use halcyon_ir::DType;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
 use std::any::Any;
 use std::ffi::{CStr, c_void};
 
@@ -70,6 +71,8 @@ const PLAIN_USED: &CStr = c"used_dltensor";
 const VERSIONED: &CStr = c"dltensor_versioned";
 const VERSIONED_USED: &CStr = c"used_dltensor_versioned";
 
+/// The code of complex element types in `dlpack.h`.
+const COMPLEX: u8 = 5;
 /// The element types by their codes in `dlpack.h`.
 const TYPES: &[(DType, u8, u8)] = &[
     (DType::Bool, 6, 8),
@@ -147,6 +150,10 @@ unsafe fn view(t: &DlTensor) -> PyResult<View> {
     let DlType { code, bits, lanes } = t.dtype;
     let row = TYPES.iter().find(|(_, c, b)| (*c, *b, 1) == (code, bits, lanes));
     let Some((dtype, ..)) = row else {
+        if code == COMPLEX {
+            let what = "from_dlpack: the element type is complex, and Halcyon has no complex types";
+            return Err(named("DTypeError", what.into()));
+        }
         return Err(exception(Error::unsupported(
             format!("DLPack element type with code {code}, {bits} bits and {lanes} lanes"),
             "Convert it to a bool, an integer or a float type",
@@ -183,7 +190,7 @@ unsafe fn view(t: &DlTensor) -> PyResult<View> {
 
 /// The strided array in host memory of a capsule, and the object that keeps it.
 pub(crate) fn open(py: Python<'_>, capsule: &Bound<'_, PyAny>) -> PyResult<(View, Py<PyAny>)> {
-    let (view, device, owner) = opened(py, capsule)?;
+    let Opened { view, device, owner, .. } = opened(py, capsule)?;
     match device.kind {
         CPU | CUDA_HOST => Ok((view, owner)),
         kind => Err(elsewhere(kind)),
@@ -196,25 +203,77 @@ fn elsewhere(kind: i32) -> PyErr {
     exception(Error::unsupported(what, "Copy the array to the CPU first"))
 }
 
-/// The strided array in a capsule, which may be memory of a device, and the object that keeps it.
-fn opened(py: Python<'_>, capsule: &Bound<'_, PyAny>) -> PyResult<(View, DlDevice, Py<PyAny>)> {
+/// What a capsule holds.
+struct Opened {
+    /// The strided array, which may be memory of a device.
+    view: View,
+    device: DlDevice,
+    /// Whether the producer says that the memory must not be written. A capsule that is not versioned cannot
+    /// say so.
+    is_read_only: bool,
+    /// The object that keeps the memory.
+    owner: Py<PyAny>,
+}
+
+/// Opens a capsule.
+fn opened(py: Python<'_>, capsule: &Bound<'_, PyAny>) -> PyResult<Opened> {
     let managed = take(capsule)?;
     // SAFETY: `take` gives the address of a structure of this kind, which lives as long as `managed`. The
     // producer follows `dlpack.h`.
-    let (view, device) = unsafe {
+    let (view, device, is_read_only) = unsafe {
         if managed.is_versioned {
             let m: *const Versioned = std::ptr::with_exposed_provenance(managed.address);
             if (*m).version[0] != 1 {
                 let what = format!("DLPack version {}", (*m).version[0]);
                 return Err(exception(Error::unsupported(what, "Ask the producer for version 1")));
             }
-            (view(&(*m).tensor)?, (*m).tensor.device)
+            (view(&(*m).tensor)?, (*m).tensor.device, (*m).flags & READ_ONLY != 0)
         } else {
             let m: *const Plain = std::ptr::with_exposed_provenance(managed.address);
-            (view(&(*m).tensor)?, (*m).tensor.device)
+            (view(&(*m).tensor)?, (*m).tensor.device, false)
         }
     };
-    Ok((view, device, Py::new(py, managed)?.into_any()))
+    Ok(Opened { view, device, is_read_only, owner: Py::new(py, managed)?.into_any() })
+}
+
+/// Host memory that another library lent, for NumPy's protocol `__array_interface__`. NumPy lacks some of the
+/// element types, so the elements are unsigned integers of the same size.
+#[pyclass(frozen, module = "halcyon._native")]
+pub(crate) struct Lent {
+    view: View,
+    is_read_only: bool,
+    _owner: Py<PyAny>,
+}
+
+#[pymethods]
+impl Lent {
+    /// The name of the element type.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.view.dtype.name()
+    }
+
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let all = PyDict::new(py);
+        all.set_item("version", 3)?;
+        all.set_item("typestr", format!("<u{}", self.view.dtype.size()))?;
+        all.set_item("shape", PyTuple::new(py, &self.view.dims)?)?;
+        all.set_item("strides", PyTuple::new(py, &self.view.strides)?)?;
+        all.set_item("data", (self.view.start, self.is_read_only))?;
+        Ok(all)
+    }
+}
+
+/// The memory of a DLPack capsule of the host. It is shared.
+#[pyfunction]
+pub(crate) fn lend(py: Python<'_>, capsule: &Bound<'_, PyAny>) -> PyResult<Lent> {
+    let Opened { view, device, is_read_only, owner } = opened(py, capsule)?;
+    match device.kind {
+        // `extent` checks that the sizes and addresses are possible.
+        CPU | CUDA_HOST => view.extent().map(|_| Lent { view, is_read_only, _owner: owner }),
+        kind => Err(elsewhere(kind)),
+    }
 }
 
 /// The tensor in a DLPack capsule. With `copy=None` or `False` the tensor may use the producer's memory,
@@ -228,7 +287,7 @@ pub(crate) fn from_dlpack(
     capsule: &Bound<'_, PyAny>,
     copy: Option<bool>,
 ) -> PyResult<Tensor> {
-    let (view, device, owner) = opened(py, capsule)?;
+    let Opened { view, device, owner, .. } = opened(py, capsule)?;
     match (device.kind, DEVICES.iter().find(|(kind, _)| *kind == device.kind)) {
         (CPU | CUDA_HOST, _) => view.tensor(py, backend, owner, copy),
         (_, Some((_, kind))) => {

@@ -36,7 +36,7 @@ mod _native {
     #[pymodule_export]
     use crate::compile::{Compiled, gradients, value_and_grad};
     #[pymodule_export]
-    use crate::dlpack::{dlpack_device, from_dlpack, to_dlpack};
+    use crate::dlpack::{Lent, dlpack_device, from_dlpack, lend, to_dlpack};
     #[pymodule_export]
     use crate::interface::from_array_interface;
     #[pymodule_export]

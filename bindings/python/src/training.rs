@@ -15,12 +15,14 @@ use halcyon_nn::{
     RmsProp, Schedule, Sgd, TrainStep as Inner, Visit,
 };
 use halcyon_train::{Checkpoint, CheckpointOptions, Checkpoints, Goal, Progress};
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
 use std::time::Duration;
 
 /// How often a waiting thread looks for signals.
@@ -46,14 +48,24 @@ struct Host {
 type Job = Box<dyn FnOnce(&mut Host) + Send>;
 /// Makes an optimizer's builder, which does not leave its thread.
 type Builder = Box<dyn FnOnce() -> OptimizerBuilder + Send>;
-/// The exception that the traced function raised.
-type Raised = Arc<Mutex<Option<PyErr>>>;
+
+/// What a call and the step's thread share.
+#[derive(Default)]
+struct Shared {
+    /// The loss function during a run. The thread does not keep it, because Python's garbage collector could
+    /// not see that reference: a loss that refers to its own step would never be freed.
+    function: Mutex<Option<Py<PyAny>>>,
+    /// The exception that the loss function raised.
+    raised: Mutex<Option<PyErr>>,
+}
 
 /// A training step: the loss, the gradients and the new parameters as one plan.
 #[pyclass(frozen, module = "halcyon._native")]
 pub(crate) struct TrainStep {
     jobs: Mutex<Sender<Job>>,
-    raised: Raised,
+    function: Mutex<Option<Py<PyAny>>>,
+    shared: Arc<Shared>,
+    thread: ThreadId,
     process: u32,
 }
 
@@ -108,8 +120,10 @@ fn builder(kind: &str, options: &Bound<'_, PyDict>) -> PyResult<Builder> {
 
 /// Calls the loss function, which takes lists of parameters and of batch tensors and returns tensors, the
 /// loss first.
-fn call(function: &Py<PyAny>, raised: &Raised, params: &Params, batch: &[Raw]) -> Result<Vec<Raw>> {
+fn call(shared: &Shared, params: &Params, batch: &[Raw]) -> Result<Vec<Raw>> {
     Python::attach(|py| {
+        let function = lock(&shared.function).as_ref().map(|f| f.clone_ref(py));
+        let function = function.ok_or_else(|| Error::internal("a training step has no loss function"))?;
         let wrap = |t: Raw| Tensor(t);
         let values: Vec<Tensor> = params.0.iter().map(|(_, p)| wrap(p.value())).collect();
         let batch: Vec<Tensor> = batch.iter().cloned().map(wrap).collect();
@@ -118,13 +132,17 @@ fn call(function: &Py<PyAny>, raised: &Raised, params: &Params, batch: &[Raw]) -
             Ok(out.iter().map(|t| t.0.clone()).collect())
         });
         made.map_err(|e| {
-            *raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(e);
+            *lock(&shared.raised) = Some(e);
             Error::argument("training step", "the loss function raised an exception")
         })
     })
 }
 
-fn host(params: Vec<(String, Raw)>, r: Recipe, function: Py<PyAny>, raised: Raised) -> Result<Host> {
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn host(params: Vec<(String, Raw)>, r: Recipe, shared: Arc<Shared>) -> Result<Host> {
     let params = Arc::new(Params(params.into_iter().map(|(n, t)| (n, Param::new(t))).collect()));
     let mut builder = (r.builder)();
     if let Some(s) = r.schedule {
@@ -134,7 +152,7 @@ fn host(params: Vec<(String, Raw)>, r: Recipe, function: Py<PyAny>, raised: Rais
         builder = builder.clip(c);
     }
     let optimizer = builder.build(&*params)?;
-    let loss = move |p: &Arc<Params>, batch: &[Raw]| call(&function, &raised, p, batch);
+    let loss = move |p: &Arc<Params>, batch: &[Raw]| call(&shared, p, batch);
     let mut step = Inner::new(params.clone(), optimizer, loss)?.seed(r.seed);
     if r.accumulate != 1 {
         step = step.accumulate(r.accumulate)?;
@@ -158,12 +176,17 @@ impl TrainStep {
                 "Make the step in this process",
             )));
         }
+        if std::thread::current().id() == self.thread {
+            let what = "the loss function uses the training step that calls it, which waits for the loss. \
+                        Pass what it needs as an array of the batch";
+            return Err(argument("training step", what));
+        }
         let _call = calls::call(py)?;
         let gone = || exception(Error::internal("the thread of a training step has ended"));
         let (send, mut receive) = mpsc::channel();
         // The receiver waits for this value, so sending cannot fail.
         let job = Box::new(move |h: &mut Host| drop(send.send(job(h))));
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner).send(job).map_err(|_| gone())?;
+        lock(&self.jobs).send(job).map_err(|_| gone())?;
         let mut signal = Ok(());
         let made = loop {
             let receive = &mut receive;
@@ -177,7 +200,7 @@ impl TrainStep {
                 }
             }
         };
-        let raised = self.raised.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let raised = lock(&self.shared.raised).take();
         signal?;
         match (made, raised) {
             (Err(_), Some(e)) => Err(e),
@@ -225,13 +248,13 @@ impl TrainStep {
         };
         o.end()?;
         let params: Vec<(String, Raw)> = params.into_iter().map(|(n, t)| (n, t.0.clone())).collect();
-        let raised = Raised::default();
+        let shared = Arc::<Shared>::default();
         let (jobs, work) = mpsc::channel::<Job>();
         let (ready, is_ready) = mpsc::channel();
-        let of_thread = raised.clone();
+        let of_thread = shared.clone();
         let serve = move || {
             calls::work_for_others();
-            match host(params, recipe, function, of_thread) {
+            match host(params, recipe, of_thread) {
                 Err(e) => drop(ready.send(Err(e))),
                 Ok(mut h) => {
                     // The receiver waits for this value, so sending cannot fail.
@@ -243,22 +266,42 @@ impl TrainStep {
             }
         };
         let thread = std::thread::Builder::new().name("halcyon-training".into()).spawn(serve);
-        thread.map_err(|e| {
+        let thread = thread.map_err(|e| {
             exception(Error::Io { path: "the thread of a training step".into(), what: e.to_string() })
         })?;
+        let thread = thread.thread().id();
         let _call = calls::call(py)?;
         let made = py.detach(move || is_ready.recv());
         made.unwrap_or_else(|_| Err(Error::internal("the thread of a training step has ended")))
             .or_raise()?;
-        Ok(TrainStep { jobs: Mutex::new(jobs), raised, process: std::process::id() })
+        let (jobs, function, process) = (Mutex::new(jobs), Mutex::new(Some(function)), std::process::id());
+        Ok(TrainStep { jobs, function, shared, thread, process })
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {
+        // A lock that another thread holds means that the object is in use.
+        match self.function.try_lock() {
+            Ok(function) => function.iter().try_for_each(|f| visit.call(f)),
+            Err(_) => Ok(()),
+        }
+    }
+
+    fn __clear__(&self) {
+        drop(lock(&self.function).take());
     }
 
     /// Runs a step. Returns what the function returned, the loss first.
     fn run(&self, py: Python<'_>, batch: Vec<PyRef<'_, Tensor>>) -> PyResult<Vec<Tensor>> {
         let batch: Vec<Raw> = batch.iter().map(|t| t.0.clone()).collect();
+        let function = lock(&self.function).as_ref().map(|f| f.clone_ref(py));
+        let shared = self.shared.clone();
         let made = self.ask(py, move |h| {
             let batch: Vec<&Raw> = batch.iter().collect();
-            h.step.run(&batch)
+            *lock(&shared.function) = function;
+            let made = h.step.run(&batch);
+            let used = lock(&shared.function).take();
+            Python::attach(|_| drop(used));
+            made
         })?;
         Ok(made.into_iter().map(Tensor).collect())
     }

@@ -43,7 +43,7 @@ def test_a_model_declares_what_onnxruntime_says(name: str) -> None:
     assert declared(got.get_outputs()) == declared(want.get_outputs())
     assert declared(got.get_overridable_initializers()) == declared(want.get_overridable_initializers())
     assert repr(got.get_inputs()[0]) == str(want.get_inputs()[0])
-    for field in halcyon.ModelMetadata.__slots__:
+    for field in (f for f in dir(halcyon.ModelMetadata) if not f.startswith("_")):
         assert getattr(got.get_modelmeta(), field) == getattr(want.get_modelmeta(), field), field
 
 
@@ -55,6 +55,72 @@ def test_what_a_model_declares() -> None:
     assert declared(session("unranked").get_inputs())[1] == ("z", "tensor(float)", [None, 2, "a"])
     assert session("classifier").get_outputs()[1].type == "seq(map(int64,tensor(float)))"
     assert session("optional").get_inputs()[0].type == "optional(tensor(float))"
+
+
+def test_types_that_the_file_does_not_declare() -> None:
+    s = session("untyped")
+    assert declared(s.get_outputs()) == [
+        ("product", "tensor(float)", ["N", 4]),
+        ("positive", "tensor(float)", ["N", 4]),
+        ("negative", "tensor(float)", ["N", 4]),
+        ("magnitude", "tensor(float)", ["rows", 4]),
+        ("sizes", "tensor(int64)", [2]),
+    ]
+    x = np.ones((5, 3), np.float32)
+    product, *_, sizes = s.run(None, {"x": x})
+    assert product.shape == (5, 4) and sizes.tolist() == [5, 3]
+    options = ort.SessionOptions()
+    options.add_free_dimension_override_by_name("N", 2)
+    fixed = session("untyped", sess_options=options)
+    assert [a.shape for a in fixed.get_outputs()] == [[2, 4]] * 4 + [[2]]
+    # Outputs that a program adds to look at values between the nodes.
+    assert [a.shape for a in session("one_name").get_outputs()] == [["M"]]
+
+
+def test_sizes_with_one_name_may_differ() -> None:
+    a, b = np.ones(2, np.float32), np.zeros(3, np.float32)
+    assert session("one_name").run(None, {"a": a, "b": b})[0].tolist() == [1, 1, 0, 0, 0]
+
+
+def test_declarations_belong_to_the_caller() -> None:
+    s = session("add")
+    shape = s.get_inputs()[0].shape
+    shape[0] = 8
+    s.get_inputs().clear()
+    s.get_modelmeta().custom_metadata_map.clear()
+    assert s.get_inputs()[0].shape == ["N", 3]
+    assert s.get_modelmeta().custom_metadata_map["author"] == "nobody"
+
+
+def test_outputs_are_named_by_any_iterable() -> None:
+    s, x = session("mlp"), np.ones((1, 16), np.float32)
+    (want,) = s.run(["logits"], {"x": x})
+    names: list[Any] = [("logits",), {"logits": 1}.keys(), {"logits"}, iter(["logits"]), np.array(["logits"])]
+    for one in names:
+        assert np.array_equal(s.run(one, {"x": x})[0], want)
+    value = ort.OrtValue.ortvalue_from_numpy(x)
+    assert np.array_equal(s.run_with_ort_values(iter(["logits"]), {"x": value})[0].numpy(), want)
+    for wrong in ("logits", b"logits", 3, [3]):
+        with pytest.raises(TypeError, match="list of names"):
+            s.run(wrong, {"x": x})  # type: ignore[arg-type]
+
+
+def test_lists_and_numbers_are_inputs() -> None:
+    s = session("integers")
+    assert s.run(None, {"u8": [1, 2, 255], "i32": [[-1]], "u64": [2**63]})[0].tolist() == [1, 2, 255]
+    assert s.run(["u64_out"], {"u8": [], "i32": [[7]], "u64": 2**64 - 1})[0].tolist() == 2**64 - 1
+    good: dict[str, Any] = {"u8": [0], "i32": [[0]], "u64": 0}
+    for name, value, text in [
+        ("u8", [256], "256 is not between 0 and 255"),
+        ("u8", [3, -1], "-1 is not between 0 and 255"),
+        ("i32", [[2**31]], "2147483648 is not between"),
+        ("i32", [[0.5]], "i32"),
+        ("u64", -1, "-1 is not between"),
+        ("u64", 2**64, "u64"),
+    ]:
+        with pytest.raises(exceptions.InvalidArgument, match=name) as e:
+            s.run(None, {**good, name: value})
+        assert text in str(e.value) or "Cannot cast" in str(e.value)
 
 
 def test_names_are_in_the_package_too() -> None:

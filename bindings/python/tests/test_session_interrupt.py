@@ -51,6 +51,18 @@ def test_ctrl_c_ends_a_run(name: str) -> None:
     assert session("add").run(None, {"x": np.zeros((1, 3), np.float32)})[0].tolist() == [[1, 2, 3]]
 
 
+def test_ctrl_c_ends_a_run_with_a_profile(tmp_path: Path) -> None:
+    options = ort.SessionOptions()
+    options.enable_profiling = True
+    options.profile_file_prefix = str(tmp_path / "profile")
+    s = session("endless", options)
+    timer = later(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        s.run(None, LONG["endless"])
+    timer.join()
+    assert Path(s.end_profiling()).exists()
+
+
 def test_another_signal_handler_runs_during_a_run() -> None:
     seen: list[int] = []
     run = ort.RunOptions()
@@ -164,6 +176,23 @@ def test_asynchronous_runs() -> None:
     assert by_name["ended"][0] == [] and "cancelled" in by_name["ended"][1]
     with pytest.raises(exceptions.InvalidArgument, match="x"):
         s.run_async(None, {}, callback, None)
+
+
+def test_an_exception_of_a_callback_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[BaseException | None] = []
+    done = threading.Event()
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        seen.append(args.exc_value)
+        done.set()
+
+    monkeypatch.setattr(threading, "excepthook", hook)
+
+    def callback(results: Any, data: Any, error: str) -> None:
+        raise LookupError(data)
+
+    session("add").run_async(None, {"x": np.zeros((1, 3), np.float32)}, callback, "mine")
+    assert done.wait(SOON) and isinstance(seen[0], LookupError) and seen[0].args == ("mine",)
 
 
 def resident() -> int:

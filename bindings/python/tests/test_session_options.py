@@ -189,6 +189,14 @@ def test_initializers_are_replaced() -> None:
     options = ort.SessionOptions()
     options.add_initializer("w", ort.OrtValue.ortvalue_from_numpy(np.array([7, 8, 9], np.float32)))
     assert session(options, "add").run(None, {"x": x})[0].tolist() == [[7, 8, 9]]
+    # A type that NumPy lacks, as a value and as bits.
+    for name, number, bits, want in [
+        ("bf16", 16, np.array([0x3F80, 0x4000], np.uint16), [1, 2]),
+        ("i4", 22, np.array([3, 0xF], np.uint8), [3, -1]),
+    ]:
+        options = ort.SessionOptions()
+        options.add_initializer(name, ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, number))
+        assert session(options, "stored").run([f"{name}_out"], {"x": np.float32(1)})[0].tolist() == want
     options = ort.SessionOptions()
     options.add_initializer("w", np.zeros(4, np.float32))
     with pytest.raises(exceptions.InvalidArgument, match="w"):

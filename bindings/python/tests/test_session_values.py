@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import halcyon
 import halcyon.onnxruntime as ort
 import numpy as np
 import pytest
-from halcyon.session import exceptions
+from halcyon.session import _arrays, exceptions
 
 MODELS = Path(__file__).parent / "models"
 CPU = ["CPUExecutionProvider"]
@@ -197,7 +198,80 @@ def test_devices() -> None:
         ort.OrtValue.ortvalue_from_numpy(rows(1), "nothing", 0)
 
 
+class Old:
+    """A producer of DLPack before 1.0, which cannot say that memory is read-only."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, stream: int | None = None) -> Any:
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
 # Bindings.
+
+
+@pytest.mark.parametrize("kind", ["producer", "capsule", "value"])
+def test_memory_of_an_old_producer_is_written(kind: str) -> None:
+    s, x, out = session(), rows(4), np.zeros((4, 4), np.float32)
+    given = {
+        "producer": lambda: Old(out),
+        "capsule": lambda: out.__dlpack__(),
+        "value": lambda: ort.OrtValue.ortvalue_from_numpy(out).to_dlpack(),
+    }[kind]
+    b = s.io_binding()
+    b.bind_cpu_input("x", x)
+    b.bind_ortvalue_output("logits", ort.OrtValue.from_dlpack(given()))
+    s.run_with_iobinding(b)
+    assert np.array_equal(out, s.run(["logits"], {"x": x})[0])
+
+
+def test_read_only_memory_is_not_written() -> None:
+    out = np.zeros((4, 4), np.float32)
+    out.flags.writeable = False
+    with pytest.raises(RuntimeError, match="read-only"):
+        ort.OrtValue.ortvalue_from_numpy(out).update_inplace(np.ones((4, 4), np.float32))
+    s = session()
+    b = s.io_binding()
+    b.bind_cpu_input("x", rows(4))
+    b.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(out))
+    with pytest.raises(exceptions.InvalidArgument, match="read-only"):
+        s.run_with_iobinding(b)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("has_package", [True, False])
+def test_outputs_of_types_that_numpy_lacks(monkeypatch: pytest.MonkeyPatch, has_package: bool) -> None:
+    if has_package:
+        pytest.importorskip("ml_dtypes")
+    else:
+        monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    _arrays._ml_dtype.cache_clear()
+    _arrays.numpy_dtype.cache_clear()
+    try:
+        s, x = session("casts"), np.array([1, 2], np.float32)
+        bits = np.zeros(2, np.uint16)
+        value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, BFLOAT16)
+        value.update_inplace(np.array([5, 6], np.uint16))
+        assert bits.tolist() == [5, 6]
+        b = s.io_binding()
+        b.bind_cpu_input("x", x)
+        b.bind_ortvalue_output("bfloat16", value)
+        s.run_with_iobinding(b)
+        assert bits.tolist() == [0x3F80, 0x4000]
+        bits[:] = 0
+        b.bind_output("bfloat16", "cpu", 0, BFLOAT16, [2], bits.ctypes.data)
+        s.run_with_iobinding(b)
+        assert bits.tolist() == [0x3F80, 0x4000]
+        # The memory of a capsule of such a type is shared, too.
+        lent = ort.OrtValue.from_dlpack(value.__dlpack__(max_version=(1, 0)))
+        assert lent.data_type() == "tensor(bfloat16)" and lent.shape() == [2] and lent.data_ptr()
+    finally:
+        _arrays._ml_dtype.cache_clear()
+        _arrays.numpy_dtype.cache_clear()
 
 
 def test_a_binding_keeps_its_memory() -> None:

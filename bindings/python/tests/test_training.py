@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import halcyon
 import numpy as np
@@ -199,6 +203,55 @@ def test_errors_are_the_callers_own_and_change_nothing():
     ]:
         with pytest.raises(error, match=names):
             wrong()
+
+
+def test_a_loss_cannot_use_its_own_step():
+    for use in (
+        lambda step: step.steps,
+        lambda step: step.params,
+        lambda step: step.learning_rate("w"),
+        lambda step: step(*next(batches(1))),
+    ):
+        steps = []
+
+        def own(params, x, y, use=use, steps=steps):
+            use(steps[0])
+            return loss(params, x, y)
+
+        made = training.TrainStep(own, start(), "sgd", lr=0.1)
+        steps.append(made)
+        with pytest.raises(halcyon.ArgumentError, match="loss function uses the training step"):
+            made(*next(batches(1)))
+        assert made.steps == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_a_step_that_its_loss_refers_to_is_freed():
+    class Trainer:
+        def __init__(self):
+            self.step = training.TrainStep(self.loss, start(), "sgd", lr=0.1)
+
+        def loss(self, params, x, y):
+            return loss(params, x, y)
+
+    def threads():
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    Trainer().step(*next(batches(1)))
+    gc.collect()
+    before = threads()
+    for _ in range(20):
+        trainer = Trainer()
+        trainer.step(*next(batches(1)))
+        gone = weakref.ref(trainer)
+        del trainer
+        gc.collect()
+        assert gone() is None
+    # The threads end by themselves.
+    end = time.monotonic() + 20
+    while threads() > before + 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert threads() <= before + 2
 
 
 def test_threads_may_share_a_step():

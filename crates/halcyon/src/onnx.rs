@@ -91,7 +91,7 @@ impl OnnxSession {
         model.check(backend.info().backend.id())?;
         let ports = model.inputs()?;
         let inputs = ports.iter().map(|p| p.name.clone()).collect();
-        let outputs = model.outputs()?.into_iter().map(|p| p.name).collect();
+        let outputs = model.output_names()?;
         let (options, made) = (RunOptions::default(), Mutex::new(Lru::new(SHAPES)));
         Ok(OnnxSession { backend: backend.clone(), model, inputs, ports, outputs, options, made })
     }

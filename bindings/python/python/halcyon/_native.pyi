@@ -1,6 +1,6 @@
 """Types of the native module. Each Rust file of `src/` has a section."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final, type_check_only
@@ -82,6 +82,8 @@ class Backend:
     def manual_seed(self, seed: int) -> None: ...
     def next_seed(self) -> int: ...
     def is_same(self, other: Backend) -> bool: ...
+    @staticmethod
+    def parse(name: str) -> tuple[str, int | None]: ...
 
 def devices() -> list[dict[str, Any]]: ...
 
@@ -136,7 +138,10 @@ class Compiled:
 
 def gradients(of: Tensor, with_respect_to: Sequence[Tensor]) -> list[Tensor]: ...
 def value_and_grad(
-    function: Callable[..., Sequence[Tensor]], params: Sequence[Tensor], traced: bool = False
+    function: Callable[..., Sequence[Tensor]],
+    params: Sequence[Tensor],
+    traced: bool = False,
+    inner: bool = False,
 ) -> tuple[Tensor, list[Tensor]]: ...
 
 # torch_ops.rs
@@ -160,6 +165,15 @@ def to_dlpack(
     on_device: bool = False,
 ) -> object: ...
 def dlpack_device(tensor: Tensor) -> tuple[int, int]: ...
+
+@final
+class Lent:
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+
+def lend(capsule: object) -> Lent: ...
 def from_array_interface(
     backend: Backend, array: object, copy: bool | None = None, dtype: str | None = None
 ) -> Tensor: ...
@@ -305,7 +319,7 @@ class OnnxModel:
     def with_sizes(self, names: dict[str, int], denotations: dict[str, int]) -> OnnxModel: ...
     def with_seed(self, seed: int) -> OnnxModel: ...
     def with_initializers(
-        self, values: Sequence[tuple[str, Any]], external: bool
+        self, values: Sequence[tuple[str, Any, str | None]], external: bool
     ) -> tuple[OnnxModel, list[str]]: ...
     def without_initializers(self, names: set[str]) -> OnnxModel: ...
     def with_outputs(self, names: set[str]) -> OnnxModel: ...
@@ -326,7 +340,8 @@ class OnnxSession:
     def output_names(self) -> list[str]: ...
     def run(
         self,
-        names: Sequence[str] | None,
+        # A TypeError for what is no sequence.
+        names: Iterable[str] | None,
         feed: dict[str, Any],
         cancel: Cancel | None = None,
         keep: bool = False,

@@ -1,12 +1,12 @@
 //! ONNX files: what they declare, and changes to them before a session is made.
 
+use super::ports::packed;
 use crate::calls::{self, Work};
 use crate::errors::{OrRaise, argument, exception};
-use crate::interface::numpy_view;
+use crate::interface::{View, numpy_view};
 use crate::tensor::Tensor;
 use bytes::Bytes;
 use halcyon::formats::mmap;
-use halcyon::formats::onnx::Model;
 use halcyon::formats::onnx::export::{ExportOptions, write};
 use halcyon::formats::onnx::ops::{self, LATEST};
 use halcyon::formats::onnx::proto::{
@@ -14,15 +14,17 @@ use halcyon::formats::onnx::proto::{
     ValueInfoProto, attribute,
 };
 use halcyon::formats::onnx::tensor::{self, External};
+use halcyon::formats::onnx::{Model, Outcome};
 use halcyon::ir::passes::{cse, fold, simplify};
-use halcyon::{ConstData, Error};
+use halcyon::{ConstData, DType, Error};
+use halcyon_ir::{Dim, TensorType as InferredType};
 use prost::Message;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyDict, PyList, PyString};
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// ONNX's names of element types, by their numbers in `TensorProto.DataType`.
 const TYPES: [&str; 27] = [
@@ -69,6 +71,9 @@ enum Source {
 pub(crate) struct OnnxModel {
     pub(super) file: Model,
     source: Arc<Source>,
+    /// The types of the outputs that follow from the declared inputs, after [`OnnxModel::validate`]. Not set
+    /// if the model is not one graph.
+    inferred: OnceLock<Vec<InferredType>>,
 }
 
 /// Name, type and sizes of an input or output.
@@ -123,6 +128,45 @@ fn declared<'py>(py: Python<'py>, v: &ValueInfoProto) -> PyResult<Declared<'py>>
     Ok((v.name.clone(), type_text(v.r#type.as_ref()), sizes))
 }
 
+/// The name of a dimension.
+fn symbol(d: &Dimension) -> Option<&str> {
+    match &d.value {
+        Some(DimValue::Param(p)) if !p.is_empty() => Some(p),
+        _ => None,
+    }
+}
+
+/// An output's declaration, completed by its inferred type: sizes that the file fixes or that follow from the
+/// inputs, then names in the file, then names of sizes of the inputs.
+fn completed<'py>(
+    py: Python<'py>,
+    v: &ValueInfoProto,
+    inferred: Option<&InferredType>,
+    names: &HashSet<&str>,
+) -> PyResult<Declared<'py>> {
+    let Some(t) = inferred else { return declared(py, v) };
+    let text = match v.r#type.as_ref().is_some_and(|t| t.value.is_some()) {
+        true => type_text(v.r#type.as_ref()),
+        false => format!("tensor({})", element(t.dtype.row().onnx)),
+    };
+    let own = dims(v);
+    let one = |(k, d): (usize, &Dim)| {
+        let own = own.get(k).filter(|_| own.len() == t.shape.rank());
+        let fixed = own.filter(|d| matches!(d.value, Some(DimValue::Value(n)) if n >= 0));
+        let follows = d.known().and_then(|n| i64::try_from(n).ok()).map(|n| size_of(DimValue::Value(n)));
+        let inferred = names.get(d.to_string().as_str()).map(|n| size_of(DimValue::Param((*n).into())));
+        let open = Dimension::default();
+        let named = own.filter(|d| symbol(d).is_some());
+        size(py, fixed.or(follows.as_ref()).or(named).or(inferred.as_ref()).unwrap_or(&open))
+    };
+    let sizes = PyList::new(py, t.shape.iter().enumerate().map(one).collect::<Vec<_>>())?;
+    Ok((v.name.clone(), text, sizes))
+}
+
+fn size_of(value: DimValue) -> Dimension {
+    Dimension { value: Some(value) }
+}
+
 fn initializers(g: &GraphProto) -> HashSet<&str> {
     let sparse = g.sparse_initializer.iter().filter_map(|s| s.values.as_ref());
     g.initializer.iter().chain(sparse).map(|t| t.name.as_str()).collect()
@@ -134,7 +178,7 @@ impl OnnxModel {
     #[staticmethod]
     fn open(py: Python<'_>, path: PathBuf) -> PyResult<OnnxModel> {
         let file = py.work(|| Model::open(&path))?;
-        Ok(OnnxModel { file, source: Arc::new(Source::File(path)) })
+        Ok(OnnxModel { file, source: Arc::new(Source::File(path)), inferred: OnceLock::new() })
     }
 
     /// A model in memory. External data is read from `folder`, or from `files`, which maps names to contents.
@@ -155,7 +199,7 @@ impl OnnxModel {
         }
         let data = Bytes::from_owner(data);
         let file = py.work(|| Model::parse(data.clone(), external, "a model in memory"))?;
-        Ok(OnnxModel { file, source: Arc::new(Source::Memory(data)) })
+        Ok(OnnxModel { file, source: Arc::new(Source::Memory(data)), inferred: OnceLock::new() })
     }
 
     /// Name, type and sizes of each input that a run needs.
@@ -165,10 +209,14 @@ impl OnnxModel {
         g.input.iter().filter(|v| !stored.contains(&*v.name)).map(|v| declared(py, v)).collect()
     }
 
-    /// Name, type and sizes of each output.
+    /// Name, type and sizes of each output. What the file does not declare is what [`OnnxModel::validate`]
+    /// found.
     fn outputs<'py>(&self, py: Python<'py>) -> PyResult<Vec<Declared<'py>>> {
-        let outputs = self.file.proto().graph.iter().flat_map(|g| &g.output);
-        outputs.map(|v| declared(py, v)).collect()
+        let Some(g) = &self.file.proto().graph else { return Ok(vec![]) };
+        // The names that users know. Sizes that the file leaves open have names of the importer's.
+        let names: HashSet<&str> = g.input.iter().flat_map(dims).filter_map(symbol).collect();
+        let types = self.inferred.get().map_or(&[][..], Vec::as_slice);
+        g.output.iter().enumerate().map(|(k, v)| completed(py, v, types.get(k), &names)).collect()
     }
 
     /// Name, type and sizes of each input with a stored value, which a run may replace.
@@ -215,6 +263,10 @@ impl OnnxModel {
         match py.detach(|| self.file.outcome(&[], &[])) {
             Err(e @ (Error::Format { .. } | Error::UnsupportedOps(_) | Error::DType { .. })) => {
                 Err(exception(e))
+            }
+            Ok(Outcome::Graph(g)) => {
+                self.inferred.get_or_init(|| g.output_types());
+                Ok(())
             }
             // What else fails may work with sizes that are known.
             _ => Ok(()),
@@ -271,19 +323,23 @@ impl OnnxModel {
         self.changed(file.or_raise()?)
     }
 
-    /// The model with other values of stored tensors. `external` requires that each is stored in another
-    /// file. Returns the model and the names that it does not store.
+    /// The model with other values of stored tensors: the name, the value, and the element type whose bits
+    /// an array holds, for types that NumPy lacks. `external` requires that each is stored in another file.
+    /// Returns the model and the names that it does not store.
     fn with_initializers(
         &self,
-        values: Vec<(String, Bound<'_, PyAny>)>,
+        values: Vec<(String, Bound<'_, PyAny>, Option<String>)>,
         external: bool,
     ) -> PyResult<(OnnxModel, Vec<String>)> {
         let mut unknown = vec![];
         let mut new = HashMap::new();
         let stored = self.file.proto().graph.iter().flat_map(|g| &g.initializer);
         let stored: HashMap<&str, _> = stored.map(|t| (t.name.as_str(), t)).collect();
-        for (name, value) in &values {
-            let data = host_data(value)?;
+        for (name, value, own) in &values {
+            let data = match own {
+                None => host_data(value)?,
+                Some(own) => bits(value, crate::convert::dtype(own)?)?,
+            };
             let Some(old) = stored.get(name.as_str()) else {
                 unknown.push(name.clone());
                 continue;
@@ -373,7 +429,7 @@ impl OnnxModel {
     }
 
     fn changed(&self, file: Model) -> PyResult<OnnxModel> {
-        Ok(OnnxModel { file, source: self.source.clone() })
+        Ok(OnnxModel { file, source: self.source.clone(), inferred: OnceLock::new() })
     }
 
     /// The denotations of the inputs' dimensions by input and axis.
@@ -423,6 +479,16 @@ fn seed_nodes(nodes: &mut [NodeProto], next: &mut u64) {
             true => AttributeProto { r#type: attribute::INT, i: bits as i64, ..seed },
             false => AttributeProto { r#type: attribute::FLOAT, f: bits as f32, ..seed },
         });
+    }
+}
+
+/// The tensor whose bits an array of unsigned integers holds. Elements of fewer than 8 bits are in the low
+/// bits of each byte.
+fn bits(array: &Bound<'_, PyAny>, dtype: DType) -> PyResult<ConstData> {
+    match numpy_view(array)? {
+        Some(view) if dtype.bits() < 8 && view.dtype.size() == 1 => packed(&view, dtype),
+        Some(view) if view.dtype.size() == dtype.size() => View { dtype, ..view }.copied(),
+        _ => Err(argument("initializer", format!("the array holds no bits of {dtype}"))),
     }
 }
 

@@ -187,7 +187,7 @@ impl InputPort {
         let view = match numpy_view(value)? {
             Some(v) if v.dtype == dtype => v,
             Some(v) if stores(v.dtype, dtype) => View { dtype, ..v },
-            Some(v) if packs(v.dtype, dtype) => return packed(&v, dtype),
+            Some(v) if packs(v.dtype, dtype) => return packed(&v, dtype).map(Given::tensor),
             Some(v) => return Err(self.wrong_type(v.dtype.name())),
             // Types of `ml_dtypes`, and another byte order.
             None => {
@@ -201,16 +201,17 @@ impl InputPort {
                     let text: String = value.getattr("dtype")?.str()?.extract()?;
                     return Err(self.wrong_type(&text));
                 };
-                return match dtype.bits() < 8 {
+                let data = match dtype.bits() < 8 {
                     true => packed(&view, dtype),
                     // The copy that the helper made is used at once.
-                    false => View { dtype, ..view }.copied().map(|d| Given::Host(Datum::Tensor(d))),
+                    false => View { dtype, ..view }.copied(),
                 };
+                return data.map(Given::tensor);
             }
         };
         let bytes = view.numel().saturating_mul(dtype.size());
         if bytes <= SMALL {
-            return view.copied().map(|d| Given::Host(Datum::Tensor(d)));
+            return view.copied().map(Given::tensor);
         }
         let dims = view.dims.clone();
         let backend = PyBackend(backend.clone());
@@ -274,13 +275,12 @@ fn packs(have: DType, want: DType) -> bool {
 }
 
 /// Elements of fewer than 8 bits, from an array with one element in the low bits of each byte.
-fn packed(view: &View, dtype: DType) -> PyResult<Given> {
+pub(super) fn packed(view: &View, dtype: DType) -> PyResult<ConstData> {
     let data = view.copied()?;
     let (bits, mask) = (dtype.bits() as usize, (1u8 << dtype.bits()) - 1);
     let mut out = vec![0u8; dtype.bytes(data.numel())];
     for (i, b) in data.bytes().iter().enumerate() {
         out[i * bits / 8] |= (b & mask) << (i * bits % 8);
     }
-    let made = ConstData::new(dtype, &view.dims, Arc::new(out)).or_raise()?;
-    Ok(Given::Host(Datum::Tensor(made)))
+    ConstData::new(dtype, &view.dims, Arc::new(out)).or_raise()
 }

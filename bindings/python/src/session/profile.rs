@@ -1,11 +1,11 @@
 //! Runs with the times of their steps.
 
 use super::values::{Fetched, Given, fetch};
-use super::{Cancel, OnnxSession, Request, cancelled, lock, refuse_cancelled};
+use super::{Cancel, OnnxSession, Request, cancelled, is_main_thread, lock, refuse_cancelled};
 use halcyon::Executable;
 use halcyon::hal::Timing;
 use halcyon::ir::plan::StepWork;
-use halcyon::onnx::{Datum, Input, Placement, Results};
+use halcyon::onnx::{Datum, Input, Placement, Results, RunOptions};
 use pyo3::prelude::*;
 use serde::Serialize;
 use std::sync::Arc;
@@ -53,8 +53,7 @@ impl OnnxSession {
         cancel: Option<&Cancel>,
     ) -> PyResult<(Vec<Fetched>, Vec<Event>)> {
         let data = given.into_iter().map(|g| g.datum(py)).collect::<PyResult<Vec<Datum>>>()?;
-        let options = self.options(cancel.map(|c| c.0.clone()).unwrap_or_default());
-        let job = || -> halcyon::Result<(Vec<Fetched>, Vec<Event>)> {
+        let job = |options: RunOptions| -> halcyon::Result<(Vec<Fetched>, Vec<Event>)> {
             let _alone = lock(&self.profiled);
             refuse_cancelled(&options)?;
             let device = self.session.backend().device();
@@ -83,7 +82,14 @@ impl OnnxSession {
             Ok((made, events))
         };
         let _call = crate::calls::call(py)?;
-        py.detach(job).map_err(cancelled)
+        match is_main_thread(py)? {
+            true => self.interruptible(py, cancel, job)?,
+            false => {
+                let options = self.options(cancel.map(|c| c.0.clone()).unwrap_or_default());
+                py.detach(|| job(options))
+            }
+        }
+        .map_err(cancelled)
     }
 }
 

@@ -22,6 +22,10 @@ pub(super) enum Given {
 }
 
 impl Given {
+    pub(super) fn tensor(t: ConstData) -> Given {
+        Given::Host(Datum::Tensor(t))
+    }
+
     /// The sizes of a tensor.
     pub(super) fn dims(&self) -> Option<&[usize]> {
         fn of(d: &Datum) -> Option<&[usize]> {

@@ -349,6 +349,60 @@ def external() -> ModelProto:
 
 
 @maker
+def untyped() -> ModelProto:
+    """Outputs of which the file declares no type, no sizes, no names of sizes, or other names."""
+    return model(
+        [
+            node("MatMul", ["x", "w"], ["product"]),
+            node("Relu", ["product"], ["positive"]),
+            node("Neg", ["product"], ["negative"]),
+            node("Abs", ["product"], ["magnitude"]),
+            node("Shape", ["x"], ["sizes"]),
+        ],
+        [tensor("x", F, ["N", 3])],
+        [
+            helper.make_empty_tensor_value_info("product"),
+            tensor("positive", F, None),
+            tensor("negative", F, [None, None]),
+            tensor("magnitude", F, ["rows", "columns"]),
+            helper.make_empty_tensor_value_info("sizes"),
+        ],
+        [weights("w", 3, 4, seed=5)],
+    )
+
+
+@maker
+def integers() -> ModelProto:
+    """Inputs of integer types, which are the outputs."""
+    types = {"u8": TensorProto.UINT8, "i32": TensorProto.INT32, "u64": TensorProto.UINT64}
+    return model(
+        [node("Identity", [name], [f"{name}_out"]) for name in types],
+        [tensor(name, t, None) for name, t in types.items()],
+        [tensor(f"{name}_out", t, None) for name, t in types.items()],
+    )
+
+
+@maker
+def stored() -> ModelProto:
+    """Stored values of types that NumPy lacks, times the input."""
+    types = {"bf16": TensorProto.BFLOAT16, "i4": TensorProto.INT4}
+    nodes = [node("Cast", [name], [f"{name}_f32"], to=F) for name in types]
+    nodes += [node("Mul", [f"{name}_f32", "x"], [f"{name}_out"]) for name in types]
+    values = [helper.make_tensor(name, t, [2], [5, 6]) for name, t in types.items()]
+    return model(nodes, [tensor("x", F, [])], [tensor(f"{name}_out", F, [2]) for name in types], values)
+
+
+@maker
+def one_name() -> ModelProto:
+    """Two inputs whose sizes have one name, although nothing makes them equal."""
+    return model(
+        [node("Concat", ["a", "b"], ["c"], axis=0)],
+        [tensor("a", F, ["N"]), tensor("b", F, ["N"])],
+        [tensor("c", F, ["M"])],
+    )
+
+
+@maker
 def unknown_operator() -> ModelProto:
     return model([node("Nothing", ["x"], ["y"])], [tensor("x", F, [1])], [tensor("y", F, [1])])
 

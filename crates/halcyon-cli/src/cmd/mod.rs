@@ -216,7 +216,7 @@ pub(crate) fn load_model(
     let read = start.elapsed();
 
     let start = Instant::now();
-    let outputs = model.outputs()?.into_iter().map(|p| p.name).collect();
+    let outputs = model.output_names()?;
     let session = bounds::session(&backend, model)?;
     let values: Vec<Datum> = inputs.iter().map(|i| i.data.clone()).collect();
     let graph = session.graph(&values)?;

@@ -106,16 +106,22 @@ fn generations_take_what_is_predicted() {
         let fit = command(&[&["fit", text(&path)], &sizes[..]].concat()).ok().json();
         let ran = ["generate", text(&path), "--prompt-tokens", text(&ids), "-n", "4", "--ignore-eos"];
         let run = command(&[&ran[..], &sizes].concat()).ok().json();
-        let near = |path: &str, measured: &str, percent: u64| {
+        // `untouched`: bytes that the prediction has and the measurement may lack.
+        let near = |path: &str, measured: &str, percent: u64, untouched: u64| {
             let (p, m) = (figure(&fit, path), figure(&run, measured));
             println!("{} {context}: {path} {:.2} MiB, measured {:.2} MiB", ty.name(), mib(p), mib(m));
-            assert!(p.abs_diff(m) <= m * percent / 100, "{path}: {p}, measured {m}: {fit} {run}");
+            let right = m * percent / 100;
+            assert!(m <= p + right && p <= m + untouched + right, "{path}: {p}, measured {m}: {fit} {run}");
         };
-        near("/peak/device", "/memory/device/peak", 1);
+        near("/peak/device", "/memory/device/peak", 1, 0);
         if run["memory"]["peak_anonymous"].is_null() {
             skip("generations_take_what_is_predicted", "the system does not report anonymous memory");
         } else {
-            near("/peak/anonymous", "/memory/peak_anonymous", 5);
+            // The generation writes 68 positions of the cache. Whether the pages of the others are resident
+            // depends on the system, which gives huge pages while it has some.
+            let cache = figure(&fit, "/cache/bytes");
+            let (written, positions) = (68, context.parse::<u64>().expect("a number"));
+            near("/peak/anonymous", "/memory/peak_anonymous", 5, cache - cache * written / positions);
         }
         assert_eq!(figure(&fit, "/cache/position"), (2 * LAYERS * HIDDEN * 2) as u64);
         assert!(figure(&fit, "/plans") > 0 && fit["fits"] == true, "{fit}");

@@ -32,6 +32,13 @@ pub struct Imported {
     pub fixed: Vec<String>,
 }
 
+impl Imported {
+    /// The types of the outputs, in their order.
+    pub fn output_types(&self) -> Vec<TensorType> {
+        self.graph.outputs().iter().map(|o| self.graph.ty(o.node).clone()).collect()
+    }
+}
+
 /// How a model can be run.
 #[derive(Clone, Debug)]
 pub enum Outcome {
@@ -339,7 +346,9 @@ pub(super) fn import(
     limits: &Limits,
 ) -> Result<Outcome> {
     let ports = m.inputs()?;
-    if let Some(p) = ports.iter().chain(&m.outputs()?).find(|p| !matches!(p.ty, PortType::Tensor { .. })) {
+    if let Some(p) =
+        ports.iter().chain(&m.typed_outputs()?).find(|p| !matches!(p.ty, PortType::Tensor { .. }))
+    {
         return Ok(Outcome::Staged(format!("'{}' is {}", p.name, p.ty.kind())));
     }
     let mut fixed: BTreeMap<&str, &ConstData> = BTreeMap::new();
@@ -497,6 +506,9 @@ fn missing(m: &Model, value: &str, node: &str) -> Error {
 
 /// The shape of every input that is a tensor of numbers: the given shape, else the declared one. Symbols of
 /// declared shapes that the given shapes determine are replaced by sizes.
+///
+/// Inputs with given shapes may differ in a size that the model declares with one symbol. Exporters give the
+/// same name to sizes that nothing in the model makes equal, and onnxruntime accepts them.
 fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Vec<Shape>> {
     let declared: HashSet<&str> = ports.iter().map(|p| p.name.as_str()).collect();
     if let Some((name, _)) = given.iter().find(|(n, _)| !declared.contains(n)) {
@@ -510,6 +522,7 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
     let find = |p: &Port| of.get(p.name.as_str()).copied();
     let ports: Vec<&Port> = ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).collect();
     let mut known = Bindings::new();
+    let mut differing = HashMap::new();
     for &p in &ports {
         let (Some(s), Some(want)) = (find(p), p.shape()) else {
             continue;
@@ -529,9 +542,9 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
                     let mut names = BTreeSet::new();
                     w.symbols(&mut names);
                     for name in names {
-                        let old = *known.entry(name).or_insert(n);
+                        let old = *known.entry(name.clone()).or_insert(n);
                         if old != n {
-                            return Err(bad(format!("{w} is {n} here and {old} elsewhere")));
+                            differing.insert(name, (n, old));
                         }
                     }
                 }
@@ -539,12 +552,25 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
             }
         }
     }
-    let bind = |d: &Dim| d.bind(&known).unwrap_or(*d);
+    let bind = |p: &Port, d: &Dim| {
+        let mut names = BTreeSet::new();
+        d.symbols(&mut names);
+        match names.iter().find_map(|name| differing.get_key_value(name)) {
+            None => Ok(d.bind(&known).unwrap_or(*d)),
+            Some((name, (a, b))) => {
+                let what = format!(
+                    "no shape is given, and {name} of {} is {a} in one input and {b} in another",
+                    p.ty
+                );
+                Err(Error::argument(format!("input '{}'", p.name), what))
+            }
+        }
+    };
     ports
         .iter()
         .map(|p| match (find(p), p.shape()) {
             (Some(s), _) => Ok(s.clone()),
-            (None, Some(s)) => Ok(s.iter().map(bind).collect()),
+            (None, Some(s)) => s.iter().map(|d| bind(p, d)).collect(),
             (None, None) => Err(Error::argument(
                 "import",
                 format!("{}: input '{}' declares no shape, so one must be given", m.file, p.name),

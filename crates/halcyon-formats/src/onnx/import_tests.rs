@@ -3,7 +3,7 @@
 use super::proto::*;
 use super::tensor::External;
 use super::test_models::*;
-use super::{Model, reference};
+use super::{Model, Outcome, reference};
 use bytes::Bytes;
 use halcyon_ir::{ConstData, DType, Dim, Error, Op, Shape};
 use prost::Message;
@@ -242,6 +242,45 @@ fn given_shapes_must_fit() {
         let e = m.import(&s).unwrap_err();
         assert!(matches!(e, Error::Argument { .. } | Error::Shape { .. }), "{s:?}: {e:?}");
     }
+}
+
+#[test]
+fn sizes_with_one_name_may_differ_if_nothing_makes_them_equal() {
+    let mut m = model(17, port("x", DType::F32, &["n"]), vec![], &[]);
+    let g = m.graph.as_mut().unwrap();
+    g.input.push(port("z", DType::F32, &["n"]));
+    g.input.push(port("q", DType::F32, &["n"]));
+    g.node = vec![node("Concat", &["x", "z"], &["y"]).int("axis", 0), node("Neg", &["q"], &["r"])];
+    g.output.push(port("r", DType::F32, &["n"]));
+    let m = open(m);
+    let (x, z, q) = (("x", Shape::from([2usize])), ("z", [3usize].into()), ("q", [5usize].into()));
+    let g = m.import(&[x.clone(), z.clone(), q]).unwrap().graph;
+    let of = |k: usize| g.shape(g.outputs()[k].node).clone();
+    assert_eq!((of(0), of(1)), (Shape::from([5usize]), Shape::from([5usize])));
+    // No size of `q` follows from the others.
+    let e = m.import(&[x, z]).unwrap_err();
+    assert!(matches!(&e, Error::Argument { .. }) && e.to_string().contains("'q'"), "{e}");
+}
+
+#[test]
+fn outputs_without_a_type_follow_from_the_inputs() {
+    let untyped = |name: &str| ValueInfoProto { name: name.into(), r#type: None };
+    let open_with = |outputs: &[&str]| open(with(|g| g.output.extend(outputs.iter().map(|o| untyped(o)))));
+    let m = open_with(&["h"]);
+    assert_eq!(m.output_names().unwrap(), ["y", "h"]);
+    let ports = m.outputs().unwrap();
+    assert_eq!(ports[1].shape(), Some(&Shape::from([Dim::sym("n"), 2.into()])));
+    assert_eq!(ports[1].dtype().unwrap(), DType::F32);
+    assert_eq!(m.import(&[("x", [4usize, 3].into())]).unwrap().outputs, ["y", "h"]);
+    // A sequence is no tensor of a graph: such a model runs in stages, and the type is not known before.
+    let mut m = mlp();
+    let g = m.graph.as_mut().unwrap();
+    g.node.push(node("SequenceConstruct", &["y"], &["s"]));
+    g.output.push(untyped("s"));
+    let m = open(m);
+    assert!(matches!(m.outcome(&[], &[]).unwrap(), Outcome::Staged(_)));
+    let e = m.outputs().unwrap_err();
+    assert!(matches!(e, Error::Unsupported { .. }) && e.to_string().contains("'s'"), "{e}");
 }
 
 #[test]

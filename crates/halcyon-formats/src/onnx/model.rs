@@ -16,7 +16,7 @@ use super::wire;
 use crate::{bad, foreign};
 use bytes::Bytes;
 use halcyon_ir::error::UnsupportedOp;
-use halcyon_ir::{ConstData, DType, Dim, Error, Result, Shape};
+use halcyon_ir::{ConstData, DType, Dim, Error, Result, Shape, TensorType};
 use prost::Message;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
@@ -250,10 +250,56 @@ impl Model {
         g.input.iter().filter(|v| !weights.contains(v.name.as_str())).map(|v| self.port(v)).collect()
     }
 
-    /// Outputs in the model's order. Same errors as [`Model::inputs`].
-    pub fn outputs(&self) -> Result<Vec<Port>> {
+    /// The file's declarations of the outputs.
+    fn declared_outputs(&self) -> Result<&[ValueInfoProto]> {
         let all = &self.graph()?.output;
-        all[..all.len() - self.exposed].iter().map(|v| self.port(v)).collect()
+        Ok(&all[..all.len().saturating_sub(self.exposed)])
+    }
+
+    /// Names of the outputs, in the model's order.
+    ///
+    /// # Errors
+    /// [`Error::Format`] for a model without a graph.
+    pub fn output_names(&self) -> Result<Vec<String>> {
+        Ok(self.declared_outputs()?.iter().map(|v| v.name.clone()).collect())
+    }
+
+    /// The outputs whose types the file declares.
+    pub(super) fn typed_outputs(&self) -> Result<Vec<Port>> {
+        self.declared_outputs()?.iter().filter(|v| is_typed(v)).map(|v| self.port(v)).collect()
+    }
+
+    /// Outputs in the model's order. The type of an output that declares none follows from the declared
+    /// inputs, if the model is one graph for them.
+    ///
+    /// # Errors
+    /// The errors of [`Model::inputs`]; [`Error::Unsupported`] for a type that is not declared and does not
+    /// follow, and the errors of [`Model::import`] on the way to it.
+    pub fn outputs(&self) -> Result<Vec<Port>> {
+        let declared = self.declared_outputs()?;
+        let Some(open) = declared.iter().find(|v| !is_typed(v)) else {
+            return declared.iter().map(|v| self.port(v)).collect();
+        };
+        let types = match self.outcome(&[], &[])? {
+            Outcome::Graph(g) => g.output_types(),
+            Outcome::Staged(why) => {
+                return Err(Error::unsupported(
+                    format!(
+                        "{}: the type of '{}', which the file does not declare: {why}",
+                        self.file, open.name
+                    ),
+                    "Declare the output's type in the model",
+                ));
+            }
+        };
+        let one = |(v, t): (&ValueInfoProto, TensorType)| match is_typed(v) {
+            true => self.port(v),
+            false => {
+                let ty = PortType::Tensor { dtype: t.dtype, shape: Some(t.shape) };
+                Ok(Port { name: v.name.clone(), ty })
+            }
+        };
+        declared.iter().zip(types).map(one).collect()
     }
 
     /// The mapped model file; empty for models in memory.
@@ -439,6 +485,11 @@ fn refuse(n: &NodeProto, opset: i64, in_function: bool) -> Option<String> {
     }
     let odd = n.attribute.iter().find(|a| !row.attrs.contains(&a.name.as_str()))?;
     Some(format!("attribute '{}' is not supported", odd.name))
+}
+
+/// Whether the file declares the type of an input or output.
+fn is_typed(v: &ValueInfoProto) -> bool {
+    v.r#type.as_ref().is_some_and(|t| t.value.is_some())
 }
 
 fn port_type(t: &TypeProto, name: &str, what: &str) -> Result<PortType> {

@@ -63,6 +63,8 @@ __all__ = [
     "get_device",
     "get_version_string",
     "has_collective_ops",
+    "preload_dlls",
+    "print_debug_info",
     "set_default_logger_severity",
     "set_default_logger_verbosity",
     "set_global_thread_pool_sizes",
@@ -85,6 +87,21 @@ def get_build_info() -> str:
 def has_collective_ops() -> bool:
     """False: sessions have no operators over several devices."""
     return False
+
+
+def preload_dlls(cuda: bool = True, cudnn: bool = True, msvc: bool = True, directory: object = None) -> None:
+    """Does nothing: Halcyon loads the libraries of a driver when its device is first used.
+
+    ``halcyon.doctor()`` says where it finds them.
+    """
+    del cuda, cudnn, msvc, directory
+
+
+def print_debug_info() -> None:
+    """Prints what ``halcyon.doctor()`` finds on this machine."""
+    import halcyon
+
+    print(halcyon.doctor())
 
 
 def disable_telemetry_events() -> None:

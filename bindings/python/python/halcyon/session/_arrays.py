@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from halcyon import _native
-from halcyon._default import resolve_backend
 from halcyon._errors import ArgumentError, DTypeError, UnsupportedError
 
 Array = npt.NDArray[Any]
@@ -117,6 +116,11 @@ def own_name(dtype: np.dtype[Any]) -> str | None:
     return _own_names().get(dtype.name)
 
 
+def is_stored(dtype: np.dtype[Any], own: str | None) -> bool:
+    """Whether arrays of this dtype may hold the element type: as the type itself, or as its bits."""
+    return own_name(dtype) == own or (own in _OTHER and dtype.name == _OTHER[own][1])
+
+
 def plain(array: Array, own: str) -> Array | None:
     """The elements as a plain array in the machine's byte order, with the bits of types that NumPy lacks.
 
@@ -129,15 +133,43 @@ def plain(array: Array, own: str) -> Array | None:
     return np.ascontiguousarray(array).reshape(array.shape).view(_OTHER[own][1])
 
 
-def as_array(value: Any, own: str, name: str) -> Array | _native.Tensor:
+def bits(array: Array, own: str) -> Array:
+    """An array of the element type ``own``, or of its bits, as an array that the native module reads."""
+    if own in _NUMPY or own_name(array.dtype) != own:
+        return array
+    found = plain(array, own)
+    assert found is not None
+    return found
+
+
+def _of_numbers(value: Any, own: str) -> Array:
+    """Numbers and lists as an array. Integers that the element type cannot hold are a ValueError."""
+    found, dtype = np.asarray(value), numpy_dtype(own)
+    if not found.size:
+        return np.empty(found.shape, dtype)
+    if found.dtype.kind in "iu" and own[1:].isdigit() and own[0] in "iu":
+        bits, is_signed = int(own[1:]), own[0] == "i"
+        low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if is_signed else (0, (1 << bits) - 1)
+        outside = [int(n) for n in (found.min(), found.max()) if not low <= int(n) <= high]
+        if outside:
+            raise ValueError(f"{outside[0]} is not between {low} and {high}, the limits of {own}")
+        return found.astype(dtype)
+    return found.astype(dtype, casting="same_kind")
+
+
+def as_array(value: Any, own: str, name: str) -> Array:
     """Numbers, lists and arrays of other libraries as an array for an input of the element type ``own``."""
     if isinstance(value, (np.generic, np.ndarray)):
         return np.asarray(value)
     if hasattr(value, "__dlpack__"):
-        return from_dlpack(value)
+        array, found = from_dlpack(value)
+        if found != own and found in _OTHER:
+            what = f"it takes {own}, but the array has the element type {found}"
+            raise ArgumentError(f'run: input "{name}": {what}')
+        return array
     if isinstance(value, (bool, int, float, list, tuple)):
         try:
-            return np.asarray(value).astype(numpy_dtype(own), casting="same_kind")
+            return _of_numbers(value, own)
         except (TypeError, ValueError) as e:
             raise ArgumentError(f'run: input "{name}": {e}') from e
     if hasattr(value, "__array__"):
@@ -146,38 +178,32 @@ def as_array(value: Any, own: str, name: str) -> Array | _native.Tensor:
     raise ArgumentError(f'run: input "{name}": {what}')
 
 
-class _Capsule:
-    """A DLPack capsule as an object that NumPy reads."""
-
-    def __init__(self, capsule: Any) -> None:
-        self._capsule = capsule
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self._capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0)
-
-
-def from_dlpack(value: Any) -> Array | _native.Tensor:
-    """An array that shares the memory of an object with ``__dlpack__``, or of a DLPack capsule.
-
-    Types that NumPy lacks give a tensor on the CPU.
-    """
-    if not hasattr(value, "__dlpack__") and type(value).__name__ != "PyCapsule":
-        raise DTypeError(f"from_dlpack: a {type(value).__name__} has no __dlpack__ and is no capsule")
-    source = value if hasattr(value, "__dlpack__") else _Capsule(value)
-    kind, _ = source.__dlpack_device__()
+def _capsule(value: Any) -> Any:
+    """The capsule of an object with ``__dlpack__`` in host memory."""
+    kind, _ = value.__dlpack_device__()
     if int(kind) not in (1, 3):
         what = f"values on a device of DLPack's kind {int(kind)}"
         raise UnsupportedError(f"not supported yet: {what}. Copy the value to the CPU first")
-    own = str(getattr(value, "dtype", "")).rpartition(".")[2]
-    if own in ("bfloat16",) or own.startswith("float8"):
-        return _native.from_dlpack(resolve_backend("cpu"), source.__dlpack__())
     try:
-        return np.from_dlpack(source)
+        return value.__dlpack__(max_version=(1, 1))
+    except TypeError:
+        # A producer of DLPack before 1.0.
+        return value.__dlpack__()
+
+
+def from_dlpack(value: Any) -> tuple[Array, str]:
+    """An array that shares the memory of an object with ``__dlpack__``, or of a DLPack capsule.
+
+    Returns the array and our name of its element type. NumPy's own function is not used, because it makes
+    the memory of a capsule without a version read-only, and it lacks bfloat16 and float8.
+    """
+    if not hasattr(value, "__dlpack__") and type(value).__name__ != "PyCapsule":
+        raise DTypeError(f"from_dlpack: a {type(value).__name__} has no __dlpack__ and is no capsule")
+    try:
+        lent = _native.lend(_capsule(value) if hasattr(value, "__dlpack__") else value)
     except (BufferError, RuntimeError) as e:
         raise ArgumentError(f"from_dlpack: {e}") from e
+    return np.asarray(lent).view(numpy_dtype(lent.dtype)), lent.dtype
 
 
 def strings(value: Any, name: str) -> tuple[tuple[int, ...], list[str]]:

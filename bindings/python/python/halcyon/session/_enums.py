@@ -112,16 +112,20 @@ Size = int | str | None
 class NodeArg:
     """A declared input or output: ``name``, ``type`` such as ``tensor(float)``, and ``shape``."""
 
-    __slots__ = ("name", "shape", "type")
+    __slots__ = ("_shape", "name", "type")
 
     name: str
     type: str
-    shape: list[Size]
 
     def __init__(self, name: str, type: str, shape: Sequence[Size]) -> None:
         self.name = name
         self.type = type
-        self.shape = list(shape)
+        self._shape = tuple(shape)
+
+    @property
+    def shape(self) -> list[Size]:
+        """A list of the sizes, which the caller may change."""
+        return list(self._shape)
 
     def __repr__(self) -> str:
         return f"NodeArg(name={self.name!r}, type={self.type!r}, shape={self.shape!r})"
@@ -131,7 +135,7 @@ class ModelMetadata:
     """The description in a model file."""
 
     __slots__ = (
-        "custom_metadata_map",
+        "_custom",
         "description",
         "domain",
         "graph_description",
@@ -140,7 +144,6 @@ class ModelMetadata:
         "version",
     )
 
-    custom_metadata_map: dict[str, str]
     description: str
     domain: str
     graph_description: str
@@ -149,7 +152,7 @@ class ModelMetadata:
     version: int
 
     def __init__(self, facts: dict[str, Any]) -> None:
-        self.custom_metadata_map = facts["custom"]
+        self._custom: dict[str, str] = facts["custom"]
         self.description = facts["description"]
         self.domain = facts["domain"]
         self.graph_description = facts["graph_description"]
@@ -157,6 +160,11 @@ class ModelMetadata:
         self.producer_name = facts["producer_name"]
         # onnxruntime gives this number for a file without a version.
         self.version = facts["version"] or (1 << 63) - 1
+
+    @property
+    def custom_metadata_map(self) -> dict[str, str]:
+        """A dict of the further entries, which the caller may change."""
+        return dict(self._custom)
 
     def __repr__(self) -> str:
         return f"ModelMetadata({self.graph_name!r} of {self.producer_name!r}, version {self.version})"

@@ -36,8 +36,8 @@ def is_cpu(device_type: str) -> bool:
 
 def on_device(array: npt.NDArray[Any], own: str, device: str) -> _native.Tensor:
     """A tensor on a device with an array's values."""
-    stored = array if own in _arrays._NUMPY else _arrays.plain(array, own)
-    return _native.from_array_interface(resolve_backend(device), stored, copy=True, dtype=own)
+    backend = resolve_backend(device)
+    return _native.from_array_interface(backend, _arrays.bits(array, own), copy=True, dtype=own)
 
 
 class OrtValue:
@@ -153,13 +153,12 @@ class OrtValue:
 
         ``is_bool_tensor``: the bytes are bools, for producers that have no such type.
         """
-        found = _arrays.from_dlpack(data)
-        if isinstance(found, _native.Tensor):
-            number, name = _arrays._BY_OWN[found.dtype]
-            return OrtValue._make(found, (number, name, found.dtype), f"tensor({name})")
-        if is_bool_tensor and found.dtype == np.uint8:
-            found = found.view(np.bool_)
-        return OrtValue.ortvalue_from_numpy(found)
+        found, own = _arrays.from_dlpack(data)
+        if is_bool_tensor and own == "u8":
+            found, own = found.view(np.bool_), "bool"
+        number, name = _arrays._BY_OWN[own]
+        array = np.ascontiguousarray(found).reshape(found.shape)
+        return OrtValue._make(array, (number, name, own), f"tensor({name})")
 
     # Queries.
 
@@ -244,22 +243,30 @@ class OrtValue:
     def update_inplace(self, data: npt.NDArray[Any]) -> None:
         """Copies an array of the same type and sizes into the tensor.
 
+        An array of unsigned integers may hold the bits of a type that NumPy lacks.
+
         Raises:
-            ArgumentError: For an array of another type or other sizes.
+            ArgumentError: For an array of another type or other sizes, and for a tensor whose memory is
+                read-only.
 
         """
         value, own = self._tensor_value("update_inplace"), self._element[2]
         if not isinstance(data, np.ndarray):
             raise ArgumentError(f"update_inplace: a {type(data).__name__} is no array of NumPy")
-        if tuple(data.shape) != tuple(value.shape) or _arrays.element_of(data.dtype)[2] != own:
+        is_same = _arrays.is_stored(data.dtype, own) if own else data.dtype.kind in "UOST"
+        if tuple(data.shape) != tuple(value.shape) or not is_same:
             what = f"the tensor is {self._type}{self.shape()}, the array {data.dtype}{list(data.shape)}"
             raise ArgumentError(f"update_inplace: {what}")
         if isinstance(value, _native.Tensor):
             assert own is not None
-            stored = data if own in _arrays._NUMPY else _arrays.plain(data, own)
-            self._value = _native.from_array_interface(value.backend, stored, copy=True, dtype=own)
-        else:
-            np.copyto(value, data)
+            bits = _arrays.bits(data, own)
+            self._value = _native.from_array_interface(value.backend, bits, copy=True, dtype=own)
+            return
+        if not value.flags.writeable:
+            raise ArgumentError(
+                "update_inplace: the memory of the tensor is read-only. Make the value of a copy"
+            )
+        np.copyto(value, data if own is None or own in _arrays._NUMPY else data.view(value.dtype))
 
     # DLPack.
 

@@ -6,14 +6,16 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, Union
+
+import numpy as np
 
 from halcyon import _native
 from halcyon._errors import DriverError, DTypeError, FileError, HalcyonError
 from halcyon._native import Backend
-from halcyon.session import _log, _providers
+from halcyon.session import _arrays, _log, _providers
 from halcyon.session._binding import IOBinding
 from halcyon.session._enums import ModelMetadata, NodeArg, OrtAllocatorType, OrtMemoryInfo, OrtMemType
 from halcyon.session._options import FOLDER_ENTRY, RunOptions, SessionOptions
@@ -135,7 +137,8 @@ class InferenceSession:
         made._prepare(source, SessionOptions())
         if sizes:
             made._check_dimensions(sizes)
-            made._prepare(source, options)
+            made._options, made._model = options, with_changes(made._model, options)
+            made._describe()
         made._bind(Provider(_providers.AUTO), backend, level)
         return made
 
@@ -144,13 +147,17 @@ class InferenceSession:
         self._options = options
         self._source = source
         self._model = load_model(source, options)
-        self._inputs = [NodeArg(*a) for a in self._model.inputs()]
-        self._outputs = [NodeArg(*a) for a in self._model.outputs()]
-        self._initializers = [NodeArg(*a) for a in self._model.overridable()]
         self._meta = ModelMetadata(self._model.metadata())
         self._fallback = True
         self._profiler: Profiler | None = None
         self._variants: dict[tuple[frozenset[str], frozenset[str] | None], _native.OnnxSession] = {}
+        self._describe()
+
+    def _describe(self) -> None:
+        """Reads what the model declares."""
+        self._inputs = [NodeArg(*a) for a in self._model.inputs()]
+        self._outputs = [NodeArg(*a) for a in self._model.outputs()]
+        self._initializers = [NodeArg(*a) for a in self._model.overridable()]
 
     def _check_dimensions(self, sizes: Mapping[str, int]) -> None:
         """Refuses sizes for names that no dimension of an input or output has."""
@@ -208,15 +215,15 @@ class InferenceSession:
 
     def get_inputs(self) -> list[NodeArg]:
         """The inputs that a run needs."""
-        return self._inputs
+        return list(self._inputs)
 
     def get_outputs(self) -> list[NodeArg]:
-        """The outputs."""
-        return self._outputs
+        """The outputs, with the types and sizes that follow from the inputs where the file declares none."""
+        return list(self._outputs)
 
     def get_overridable_initializers(self) -> list[NodeArg]:
         """The inputs with a stored value, which a run may replace."""
-        return self._initializers
+        return list(self._initializers)
 
     def get_modelmeta(self) -> ModelMetadata:
         """The description in the model file."""
@@ -284,7 +291,7 @@ class InferenceSession:
 
     def run(
         self,
-        output_names: Sequence[str] | None,
+        output_names: Iterable[str] | None,
         input_feed: Mapping[str, Any],
         run_options: RunOptions | None = None,
     ) -> list[Any]:
@@ -310,18 +317,21 @@ class InferenceSession:
             except HalcyonError as e:
                 return self._failed(e, output_names, input_feed, None, False)
             except TypeError:
-                _check_names(output_names, input_feed)
-                raise
+                # A run takes lists and tuples; other iterables of names are made lists.
+                names = _checked(output_names, input_feed)
+                if isinstance(output_names, (list, tuple)):
+                    raise
+                output_names = names
         return self._execute(output_names, input_feed, run_options, False)
 
     def run_with_ort_values(
         self,
-        output_names: Sequence[str] | None,
+        output_names: Iterable[str] | None,
         input_dict_ort_values: Mapping[str, OrtValue],
         run_options: RunOptions | None = None,
     ) -> list[OrtValue]:
         """Runs the model on values, and returns values on the session's device."""
-        _check_names(output_names, input_dict_ort_values)
+        output_names = _checked(output_names, input_dict_ort_values)
         for name, value in input_dict_ort_values.items():
             if not isinstance(value, OrtValue):
                 what = f'"{name}" is a {type(value).__name__}, not an OrtValue'
@@ -345,7 +355,7 @@ class InferenceSession:
 
     def run_async(
         self,
-        output_names: Sequence[str] | None,
+        output_names: Iterable[str] | None,
         input_feed: Mapping[str, Any],
         callback: Callback,
         user_data: Any,
@@ -353,9 +363,10 @@ class InferenceSession:
     ) -> None:
         """Runs the model on another thread, which calls ``callback(results, user_data, error)``.
 
-        The error is an empty text, or the results are an empty list.
+        The error is an empty text, or the results are an empty list. An exception of the callback goes to
+        ``threading.excepthook``, which prints it.
         """
-        _check_names(output_names, input_feed)
+        names = _checked(output_names, input_feed)
         if not callable(callback):
             raise DTypeError(
                 f"run_async: the callback is a {type(callback).__name__}, which cannot be called"
@@ -369,21 +380,26 @@ class InferenceSession:
 
         def work() -> None:
             try:
-                made, error = self.run(output_names, feed, run_options), ""
+                made, error = self.run(names, feed, run_options), ""
             except Exception as e:
                 made, error = [], str(e) or type(e).__name__
-            callback(made, user_data, error)
+            try:
+                callback(made, user_data, error)
+            except BaseException as e:
+                threading.excepthook(
+                    threading.ExceptHookArgs((type(e), e, e.__traceback__, threading.current_thread()))
+                )
 
         _threads().submit(work)
 
     def _execute(
         self,
-        output_names: Sequence[str] | None,
+        output_names: Iterable[str] | None,
         input_feed: Mapping[str, Any],
         run_options: RunOptions | None,
         keep: bool,
     ) -> list[Any]:
-        _check_names(output_names, input_feed)
+        output_names = _checked(output_names, input_feed)
         if run_options is not None and not isinstance(run_options, RunOptions):
             raise DTypeError(f"run_options: a {type(run_options).__name__} is no RunOptions")
         feed = dict(input_feed)
@@ -411,7 +427,7 @@ class InferenceSession:
         return self._options.log_severity_level
 
     def _native_for(
-        self, output_names: Sequence[str] | None, feed: dict[str, Any], options: RunOptions
+        self, output_names: list[str] | None, feed: dict[str, Any], options: RunOptions
     ) -> _native.OnnxSession:
         """The session for a run: the whole model, or one with replaced initializers or fewer outputs."""
         replaced = frozenset(a.name for a in self._initializers if a.name in feed)
@@ -438,7 +454,7 @@ class InferenceSession:
     def _failed(
         self,
         e: HalcyonError,
-        output_names: Sequence[str] | None,
+        output_names: Iterable[str] | None,
         feed: Mapping[str, Any],
         run_options: RunOptions | None,
         keep: bool,
@@ -545,22 +561,24 @@ class InferenceSession:
         raise TypeError("an InferenceSession cannot be pickled; send the model's path and make one there")
 
 
-def _check_names(output_names: Any, feed: Any) -> None:
-    """Refuses outputs that are no list of names, and inputs that are no dict by name."""
+def _checked(output_names: Any, feed: Any) -> list[str] | None:
+    """The outputs as a list. Refuses what is no names, and inputs that are no dict by name."""
+    names: list[str] | None = None
     if output_names is not None:
-        are_several = isinstance(output_names, Sequence) and not isinstance(output_names, (str, bytes))
-        if not are_several or not all(isinstance(n, str) for n in output_names):
+        are_several = isinstance(output_names, Iterable) and not isinstance(output_names, (str, bytes))
+        names = list(output_names) if are_several else None
+        if names is None or not all(isinstance(n, str) for n in names):
             raise DTypeError(f"run: the outputs are {output_names!r}; give a list of names, or None for all")
     if not hasattr(feed, "keys"):
         raise DTypeError(f"run: the inputs are given as {type(feed).__name__}; give a dict by name")
     wrong = next((k for k in feed.keys() if not isinstance(k, str)), None)
     if wrong is not None:
         raise DTypeError(f"run: {wrong!r} is not the name of an input; give a dict by name")
+    return names
 
 
 def load_model(source: PathOrBytes, options: SessionOptions) -> _native.OnnxModel:
-    """The model with the changes that the options ask for."""
-    is_parsed = False
+    """The model of a file or of bytes, with the changes that the options ask for."""
     try:
         if isinstance(source, (bytes, bytearray, memoryview)):
             if not len(source):
@@ -582,16 +600,37 @@ def load_model(source: PathOrBytes, options: SessionOptions) -> _native.OnnxMode
                 model = _native.OnnxModel.open(path)
         else:
             raise TypeError(f"a model is a path or bytes, not {type(source).__name__}")
-        is_parsed = True
-        model = _changed(model, options)
-        model.validate()
-        return model
     except (InvalidArgument, NoSuchFile):
         raise
     except HalcyonError as e:
-        raise of_load(e, parsed=is_parsed) from e
+        raise of_load(e, parsed=False) from e
     except OSError as e:
         raise of_load(FileError(str(e)), parsed=False) from e
+    return with_changes(model, options)
+
+
+def with_changes(model: _native.OnnxModel, options: SessionOptions) -> _native.OnnxModel:
+    """The model with the changes that the options ask for. It is checked."""
+    try:
+        model = _changed(model, options)
+        model.validate()
+    except InvalidArgument:
+        raise
+    except HalcyonError as e:
+        raise of_load(e, parsed=True) from e
+    return model
+
+
+def _stored(value: Any) -> tuple[Any, str | None]:
+    """The value of an initializer; for types that NumPy lacks its bits, and our name of the type."""
+    own = value._element[2] if isinstance(value, OrtValue) else None
+    value = value._halcyon_value if isinstance(value, OrtValue) else value
+    if not isinstance(value, np.ndarray):
+        return value, None
+    own = own or _arrays.own_name(value.dtype)
+    if own is None or own in _arrays._NUMPY:
+        return value, None
+    return _arrays.bits(value, own), own
 
 
 def _changed(model: _native.OnnxModel, options: SessionOptions) -> _native.OnnxModel:
@@ -602,9 +641,8 @@ def _changed(model: _native.OnnxModel, options: SessionOptions) -> _native.OnnxM
     for values, external in ((options._initializers, False), (options._external_initializers, True)):
         if not values:
             continue
-        plain = [(n, v._halcyon_value if isinstance(v, OrtValue) else v) for n, v in values]
-        model, unknown = model.with_initializers(plain, external)
+        model, unknown = model.with_initializers([(n, *_stored(v)) for n, v in values], external)
         for name in unknown:
             text = f'add_initializer("{name}"): the model stores no such value, so it has no effect'
-            _log.warn(text, options.log_severity_level, 5)
+            _log.warn(text, options.log_severity_level, 6)
     return model

@@ -159,7 +159,7 @@ fn search(
     tell::note("an output differs; comparing the values between the nodes");
     let nodes = model.main_nodes()?;
     let theirs = other.map(Model::main_nodes).transpose()?;
-    let outputs: Vec<String> = model.outputs()?.into_iter().map(|p| p.name).collect();
+    let outputs: Vec<String> = model.output_names()?;
     let mut values = |names: &[String]| -> Result<Vec<(String, Difference)>> {
         let [left, right] = sides;
         let got = left.exposing(names, inputs)?.run()?.0;

@@ -49,7 +49,7 @@ impl Side {
                     Some(Program::Ort { ort, .. }) => ort.clone(),
                     _ => Ort::open(&a.ort, &a.backend, a.runtimes.contains(&Runtime::Halcyon))?,
                 };
-                let names: Vec<String> = open(path)?.outputs()?.into_iter().map(|p| p.name).collect();
+                let names: Vec<String> = open(path)?.output_names()?;
                 let model = ort.load(path)?;
                 if let Some((name, why)) = model.left_out().iter().find(|(n, _)| names.contains(n)) {
                     return Err(Error::unsupported(
@@ -76,7 +76,7 @@ impl Side {
 
     fn halcyon(backend: &Backend, path: &Path, names: &[String], inputs: &[Input]) -> Result<Side> {
         let mut model = open(path)?;
-        let mut results: Vec<String> = model.outputs()?.into_iter().map(|p| p.name).collect();
+        let mut results: Vec<String> = model.output_names()?;
         model.expose(names)?;
         results.extend(names.iter().cloned());
         let session = bounds::session(backend, model)?;

@@ -59,7 +59,7 @@ impl Engine {
     pub(super) fn open(job: Job<'_>) -> Result<(Engine, Vec<Port>, Vec<String>)> {
         let Job { a, model, decode, .. } = job;
         let ports = model.inputs()?;
-        let outputs: Vec<String> = model.outputs()?.into_iter().map(|p| p.name).collect();
+        let outputs: Vec<String> = model.output_names()?;
         if a.runtime == Runtime::Ort {
             drop(model);
             let engine = OrtEngine::open(a, &outputs, decode)?;

@@ -74,7 +74,7 @@ pub(crate) fn main(a: &RunArgs) -> Result<u8> {
     let inputs: Vec<String> = a.input.inputs.iter().chain(&a.more).cloned().collect();
     let inputs = source::split_lines(&ports, &inputs)?;
     let input = with_tokenizer(&a.model, &InputArgs { inputs, ..a.input.clone() });
-    let names: Vec<String> = model.outputs()?.into_iter().map(|p| p.name).collect();
+    let names: Vec<String> = model.output_names()?;
     let targets = output::targets(a, &names)?;
     let many = rows::of(&ports, &input)?;
     output::fits(&targets, &names, a.top_k.is_some() || labels.is_some())?;

@@ -35,7 +35,7 @@ pub(super) fn once(job: Job<'_>) -> Result<u8> {
     let Job { a, input, labels, model, decode, targets, .. } = job;
     let watch = MemorySampler::start(SAMPLING_INTERVAL);
     let ports = model.inputs()?;
-    let names: Vec<String> = model.outputs()?.into_iter().map(|p| p.name).collect();
+    let names: Vec<String> = model.output_names()?;
     drop(model);
     let mut engine = OrtEngine::open(a, &names, decode)?;
     let start = Instant::now();
