@@ -141,6 +141,13 @@ impl Backend {
         self.0.is_same(&other.0)
     }
 
+    /// The backend and the number in a device's name, without opening the device.
+    #[staticmethod]
+    fn parse(name: &str) -> PyResult<(&'static str, Option<usize>)> {
+        let device: DeviceName = name.parse().or_raise()?;
+        Ok((device.backend.id(), device.index))
+    }
+
     fn __repr__(&self) -> String {
         format!("Backend({}, {})", self.0.id(), self.0.info().name)
     }

@@ -97,20 +97,23 @@ pub(crate) fn gradients(
 }
 
 /// The value of a function of tensors and its gradients with respect to them. The function returns one
-/// tensor with one element. With `traced` the parameters are placeholders of a compiled function.
+/// tensor with one element. With `traced` this is part of a compiled function, which cannot evaluate the
+/// parameters. The gradients keep their history only with `inner`: inside of a compiled function or of
+/// another gradient. Otherwise it would make a loop over steps keep the values of all steps.
 #[pyfunction]
-#[pyo3(signature = (function, params, traced = false))]
+#[pyo3(signature = (function, params, traced = false, inner = false))]
 pub(crate) fn value_and_grad(
     py: Python<'_>,
     function: Py<PyAny>,
     params: Vec<PyRef<'_, Tensor>>,
     traced: bool,
+    inner: bool,
 ) -> PyResult<(Tensor, Vec<Tensor>)> {
     let given: Vec<Raw> = params.iter().map(|t| t.0.clone()).collect();
     drop(params);
-    // A parameter that has a history already keeps it, for gradients of gradients. A placeholder cannot be
-    // evaluated.
-    let leaf = |t: &Raw| if traced || t.is_tracked() { Ok(t.clone()) } else { t.requires_grad() };
+    // Each parameter is a tensor of its own, so that nothing that the function captures depends on it. One
+    // with a history keeps it, for gradients of gradients. A placeholder cannot be evaluated.
+    let leaf = |t: &Raw| if traced || t.is_tracked() { Ok(t.variable()) } else { t.requires_grad() };
     let all = py.work(|| given.iter().map(leaf).collect::<Result<Vec<Raw>>>())?;
     let raised = Raised::default();
     let _callback = Callback::begin(py);
@@ -124,7 +127,10 @@ pub(crate) fn value_and_grad(
         }
     });
     match made {
-        Ok((value, grads)) => Ok((Tensor(value), grads.into_iter().map(Tensor).collect())),
+        Ok((value, grads)) => {
+            let history = |g: Raw| if inner { g } else { g.without_history() };
+            Ok((Tensor(value), grads.into_iter().map(history).map(Tensor).collect()))
+        }
         Err(e) => Err(take(&raised).unwrap_or_else(|| crate::errors::exception(e))),
     }
 }

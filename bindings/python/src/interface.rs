@@ -56,8 +56,11 @@ impl View {
         }
     }
 
-    /// Whether the elements are dense in row-major order.
+    /// Whether the elements are dense in row-major order, as no elements are.
     pub(crate) fn is_dense(&self) -> bool {
+        if self.dims.contains(&0) {
+            return true;
+        }
         let mut next = self.dtype.size() as isize;
         for (n, stride) in self.dims.iter().zip(&self.strides).rev() {
             if *n != 1 && *stride != next {
@@ -193,7 +196,8 @@ impl View {
         if shared {
             let data: Arc<dyn Bytes> = Arc::new(Foreign { start: self.start, bytes, _owner: owner });
             let data = ConstData::new(dtype, dims, data).or_raise()?;
-            if copy == Some(false) && backend.device().import(data.owner()).is_none() {
+            // Without elements there is nothing to share.
+            if copy == Some(false) && bytes > 0 && backend.device().import(data.owner()).is_none() {
                 return Err(refused(&format!("{} cannot use this memory in place", backend.id())));
             }
             return py.work(|| Inner::from_shared(&backend, &data)).and_then(Tensor::made);

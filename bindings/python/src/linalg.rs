@@ -23,7 +23,13 @@ pub(crate) enum Kind {
     /// The lower triangular factor.
     Cholesky,
     Inv,
+    /// The pseudo-inverse. The second operand is one number per matrix: singular values up to the largest one
+    /// times this number count as zero.
+    Pinv,
     Det,
+    /// The gradient of the determinant. For a matrix that is not singular, it is the determinant times the
+    /// transposed inverse.
+    Cofactors,
     /// The sign and the logarithm of the magnitude of the determinant.
     SlogDet,
     /// Of two operands: the solution of a linear system.
@@ -46,7 +52,9 @@ pub(crate) enum Kind {
 const NAMES: &[(&str, Kind)] = &[
     ("cholesky", Kind::Cholesky),
     ("inv", Kind::Inv),
+    ("pinv", Kind::Pinv),
     ("det", Kind::Det),
+    ("cofactors", Kind::Cofactors),
     ("slogdet", Kind::SlogDet),
     ("solve", Kind::Solve),
     ("eigh", Kind::Eigh),
@@ -92,7 +100,7 @@ impl CustomOp for Decomposition {
     }
 
     fn infer(&self, x: &[TensorType]) -> Result<TensorType> {
-        let count = if self.kind == Kind::Solve { 2 } else { 1 };
+        let count = if matches!(self.kind, Kind::Solve | Kind::Pinv) { 2 } else { 1 };
         if x.len() != count {
             return Err(self.wrong(format!("it takes {count} operands, not {}", x.len())));
         }
@@ -101,13 +109,13 @@ impl CustomOp for Decomposition {
             return Err(self.wrong(format!("it takes f32 or f64, not {dtype}")));
         }
         let (mut dims, m, n) = matrix_dims(&x[0])?;
-        let square = !matches!(self.kind, Kind::Qr { .. } | Kind::Svd { .. } | Kind::SvdVals);
+        let square = !matches!(self.kind, Kind::Qr { .. } | Kind::Svd { .. } | Kind::SvdVals | Kind::Pinv);
         if square && m != n {
             return Err(self.wrong(format!("the matrix of {m} rows and {n} columns is not square")));
         }
         let k = m.min(n);
         match self.kind {
-            Kind::Cholesky | Kind::Inv => dims.extend([n, n]),
+            Kind::Cholesky | Kind::Inv | Kind::Cofactors => dims.extend([n, n]),
             Kind::Det => {}
             Kind::SlogDet => dims.push(2),
             Kind::Eigh => dims.push(n + n * n),
@@ -119,13 +127,14 @@ impl CustomOp for Decomposition {
             Kind::Svd { full: true } => dims.push(m * m + k + n * n),
             Kind::Svd { full: false } => dims.push(m * k + k + k * n),
             Kind::SvdVals => dims.push(k),
-            Kind::Solve => {
+            Kind::Solve | Kind::Pinv => {
                 let (batch, rows, columns) = matrix_dims(&x[1])?;
-                if batch != dims || rows != n || x[1].dtype != dtype {
+                let fits = if self.kind == Kind::Solve { rows == n } else { (rows, columns) == (1, 1) };
+                if batch != dims || !fits || x[1].dtype != dtype {
                     let what = format!("{} and {} do not fit", x[0], x[1]);
                     return Err(self.wrong(what));
                 }
-                dims.extend([n, columns]);
+                dims.extend(if self.kind == Kind::Solve { [n, columns] } else { [n, m] });
             }
         }
         Ok(TensorType::new(dtype, &dims[..]))
@@ -137,14 +146,14 @@ impl CustomOp for Decomposition {
         let (batch, m, n) = matrix_dims(&types[0])?;
         let count: usize = batch.iter().product();
         let from = x[0].to_vec::<f64>();
-        let columns = types.get(1).map(matrix_dims).transpose()?.map_or(0, |(_, _, c)| c);
+        let (rows, columns) = types.get(1).map(matrix_dims).transpose()?.map_or((0, 0), |(_, r, c)| (r, c));
         let right = x.get(1).map(|d| d.to_vec::<f64>()).unwrap_or_default();
         let mut out = vec![];
         for i in 0..count {
             let a = Matrix::from_row_slice(m, n, &from[i * m * n..(i + 1) * m * n]);
-            let size = n * columns;
-            let b =
-                Matrix::from_row_slice(n, columns, right.get(i * size..(i + 1) * size).unwrap_or_default());
+            let size = rows * columns;
+            let b = right.get(i * size..(i + 1) * size).unwrap_or_default();
+            let b = Matrix::from_row_slice(rows, columns, b);
             self.compute(a, b, &mut out)?;
         }
         let dims = to.shape.dims()?;
@@ -190,7 +199,7 @@ impl Decomposition {
         }
     }
 
-    /// Appends the result for one matrix. `b` is the right side of a linear system.
+    /// Appends the result for one matrix. `b` is the second operand.
     fn compute(&self, a: Matrix, b: Matrix, out: &mut Vec<f64>) -> Result<()> {
         let (m, n) = a.shape();
         match self.kind {
@@ -204,6 +213,8 @@ impl Decomposition {
             }
             Kind::Inv => put(out, &self.solve(a, Matrix::identity(n, n))?),
             Kind::Solve => put(out, &self.solve(a, b)?),
+            Kind::Pinv => put(out, &self.pseudo_inverse(a, b.iter().copied().next().unwrap_or(0.0))?),
+            Kind::Cofactors => put(out, &self.cofactors(a)?),
             Kind::Det => {
                 let (sign, pivots) = pivots(a);
                 out.push(pivots.iter().fold(sign, |p, v| p * v));
@@ -262,6 +273,45 @@ impl Decomposition {
         let values = found.singular_values.iter().copied().collect();
         let empty = || Matrix::zeros(0, 0);
         Ok((found.u.unwrap_or_else(empty), values, found.v_t.unwrap_or_else(empty)))
+    }
+}
+
+impl Decomposition {
+    fn pseudo_inverse(&self, a: Matrix, rtol: f64) -> Result<Matrix> {
+        let (u, s, mut vt) = self.svd(a)?;
+        let least = s.iter().copied().fold(0.0, f64::max) * rtol;
+        for (i, v) in s.iter().enumerate() {
+            vt.row_mut(i).scale_mut(if *v > least { 1.0 / v } else { 0.0 });
+        }
+        Ok(vt.transpose() * u.transpose())
+    }
+
+    fn cofactors(&self, a: Matrix) -> Result<Matrix> {
+        /// A smallest pivot below this part of the largest one means that the inverse has few right digits.
+        const SMALL: f64 = 1e-6;
+        let n = a.nrows();
+        if a.is_empty() {
+            return Ok(a);
+        }
+        if a.iter().any(|v| !v.is_finite()) {
+            return Ok(Matrix::from_element(n, n, f64::NAN));
+        }
+        let lu = a.clone().lu();
+        let pivots = lu.u().diagonal().abs();
+        if pivots.min() > SMALL * pivots.max()
+            && let Some(inverse) = lu.try_inverse()
+        {
+            return Ok(inverse.transpose() * lu.determinant());
+        }
+        // The cofactors of a product are the product of the cofactors, and those of an orthogonal matrix are
+        // the matrix times its determinant.
+        let (mut u, s, vt) = self.svd(a)?;
+        let sign = u.determinant() * vt.determinant();
+        for i in 0..n {
+            let others: f64 = s.iter().enumerate().filter(|(j, _)| *j != i).map(|(_, v)| v).product();
+            u.column_mut(i).scale_mut(sign * others);
+        }
+        Ok(u * vt)
     }
 }
 

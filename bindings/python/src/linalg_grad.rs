@@ -1,5 +1,6 @@
-//! Gradients of linear algebra. The formulas for factors assume that eigenvalues and singular values are
-//! distinct; otherwise the gradients of vectors are infinite or NaN, as the vectors are not determined.
+//! Gradients of linear algebra. The formulas for factors divide by the distances of eigenvalues or singular
+//! values, and by singular values. Where such a number is 0, the vectors are not determined, and their
+//! gradient leaves out the part that it divides. The gradient of a function of the values alone is right.
 
 use crate::linalg::{Decomposition, Kind, matrix_dims};
 use halcyon::{Error, Result};
@@ -39,6 +40,13 @@ impl Maker<'_> {
         self.0.unsqueeze(values, if rows { n } else { n - 1 })
     }
 
+    /// A number for each matrix, as a matrix of one element.
+    fn number(&mut self, values: Id) -> Result<Id> {
+        let n = self.rank(values);
+        let row = self.0.unsqueeze(values, n)?;
+        self.0.unsqueeze(row, n + 1)
+    }
+
     /// 1 or 0 for each place of an n by n matrix, by how the row compares to the column.
     fn mask(&mut self, like: Id, n: usize, keep: fn(&mut Graph, Id, Id) -> Result<Id>) -> Result<Id> {
         let g = &mut *self.0;
@@ -73,18 +81,22 @@ impl Maker<'_> {
         self.0.mul(sum, half)
     }
 
-    /// 1 / (v_j - v_i) at row i and column j, and 0 on the diagonal.
-    fn gaps(&mut self, v: Id, n: usize) -> Result<Id> {
+    /// 1 / (v_j - v_i) at row i and column j, and 0 on the diagonal and for equal values.
+    fn gaps(&mut self, v: Id) -> Result<Id> {
         let (column, row) = (self.scale(v, true)?, self.scale(v, false)?);
-        let eye = self.mask(v, n, Graph::eq)?;
+        let gap = self.0.sub(row, column)?;
+        self.recip(gap)
+    }
+
+    /// 1 / x, and 0 for 0.
+    fn recip(&mut self, x: Id) -> Result<Id> {
         let g = &mut *self.0;
-        let gap = g.sub(row, column)?;
-        // The diagonal is 1 before the division and cleared after it.
-        let gap = g.add(gap, eye)?;
-        let inverse = g.recip(gap)?;
-        let one = g.lit(eye, 1.0);
-        let off = g.sub(one, eye)?;
-        g.mul(inverse, off)
+        let (zero, one) = (g.lit(x, 0.0), g.lit(x, 1.0));
+        let is_zero = g.eq(x, zero)?;
+        // Nothing is divided by 0, so that gradients of this one are finite too.
+        let divisor = g.select(is_zero, one, x)?;
+        let inverse = g.recip(divisor)?;
+        g.select(is_zero, zero, inverse)
     }
 }
 
@@ -100,6 +112,9 @@ pub(crate) fn gradient(kind: Kind, g: &mut Graph, x: &[Id], out: Id, dy: Id) -> 
         let da = m.dot(db, right)?;
         return Ok(vec![Some(m.neg(da)?), Some(db)]);
     }
+    if kind == Kind::Pinv {
+        return Ok(vec![Some(of_pseudo_inverse(m, x[0], out, dy)?), None]);
+    }
     let dx = match kind {
         Kind::Inv => {
             let t = m.t(out)?;
@@ -108,12 +123,17 @@ pub(crate) fn gradient(kind: Kind, g: &mut Graph, x: &[Id], out: Id, dy: Id) -> 
             m.neg(both)?
         }
         Kind::Det => {
-            let by = m.0.mul(dy, out)?;
-            of_determinant(m, x[0], by)?
+            let cofactors = m.op(Kind::Cofactors, &[x[0]])?;
+            let dy = m.number(dy)?;
+            m.0.mul(cofactors, dy)?
         }
+        Kind::Cofactors => of_cofactors(m, x[0], out, dy)?,
         Kind::SlogDet => {
             let by = m.part(dy, 1, &[])?;
-            of_determinant(m, x[0], by)?
+            let by = m.number(by)?;
+            let inverse = m.op(Kind::Inv, &[x[0]])?;
+            let t = m.t(inverse)?;
+            m.0.mul(t, by)?
         }
         Kind::Cholesky => of_cholesky(m, out, dy, rows)?,
         Kind::Eigh => {
@@ -156,14 +176,41 @@ fn scaled_product(m: &mut Maker<'_>, u: Id, s: Id, v: Id) -> Result<Id> {
     m.dot(us, vt)
 }
 
-/// A number for each matrix, times the transposed inverse.
-fn of_determinant(m: &mut Maker<'_>, x: Id, by: Id) -> Result<Id> {
+/// `(dC · A⁻ᵀ) C - C dCᵀ A⁻ᵀ` for the cofactors `C = det(A) A⁻ᵀ`. The matrix must not be singular.
+fn of_cofactors(m: &mut Maker<'_>, x: Id, c: Id, dc: Id) -> Result<Id> {
     let inverse = m.op(Kind::Inv, &[x])?;
     let t = m.t(inverse)?;
-    let n = m.rank(by);
-    let by = m.0.unsqueeze(by, n)?;
-    let by = m.0.unsqueeze(by, n + 1)?;
-    m.0.mul(t, by)
+    let n = m.rank(x);
+    let both = m.0.mul(dc, t)?;
+    let dot = m.0.sum(both, &[n - 2, n - 1], true)?;
+    let first = m.0.mul(c, dot)?;
+    let dct = m.t(dc)?;
+    let turned = m.dot(c, dct)?;
+    let second = m.dot(turned, t)?;
+    m.0.sub(first, second)
+}
+
+/// `-Pᵀ dP Pᵀ + (I - A P) dPᵀ P Pᵀ + Pᵀ P dPᵀ (I - P A)` for the pseudo-inverse `P` of `A` (Golub and Pereyra,
+/// "The differentiation of pseudo-inverses", 1973). It needs no vectors, which equal singular values leave
+/// undetermined.
+fn of_pseudo_inverse(m: &mut Maker<'_>, a: Id, p: Id, dp: Id) -> Result<Id> {
+    let (pt, dpt) = (m.t(p)?, m.t(dp)?);
+    let left = m.dot(pt, dp)?;
+    let first = m.dot(left, pt)?;
+    // dPᵀ P Pᵀ, less its part in the space of the columns of A.
+    let by_p = m.dot(dpt, p)?;
+    let second = m.dot(by_p, pt)?;
+    let inside = m.dot(p, second)?;
+    let inside = m.dot(a, inside)?;
+    let second = m.0.sub(second, inside)?;
+    // Pᵀ P dPᵀ, less its part in the space of the rows of A.
+    let by_p = m.dot(p, dpt)?;
+    let third = m.dot(pt, by_p)?;
+    let inside = m.dot(third, p)?;
+    let inside = m.dot(inside, a)?;
+    let third = m.0.sub(third, inside)?;
+    let sum = m.0.add(second, third)?;
+    m.0.sub(sum, first)
 }
 
 /// `½ (S + Sᵀ)` with `S = L⁻ᵀ Φ(Lᵀ dL) L⁻¹`; `Φ` keeps the lower triangle and halves the diagonal.
@@ -187,7 +234,7 @@ fn of_eigen(m: &mut Maker<'_>, (w, v): (Id, Id), dy: Id, n: usize) -> Result<Id>
     let dv = m.part(dy, n, &[n, n])?;
     let vt = m.t(v)?;
     let inner = m.dot(vt, dv)?;
-    let f = m.gaps(w, n)?;
+    let f = m.gaps(w)?;
     let inner = m.0.mul(inner, f)?;
     let eye = m.mask(w, n, Graph::eq)?;
     let dw = m.scale(dw, true)?;
@@ -229,8 +276,9 @@ fn of_svd(m: &mut Maker<'_>, out: Id, dy: Id, (rows, columns): (usize, usize)) -
         (m.part(dy, 0, &[rows, k])?, m.part(dy, at_s, &[k])?, m.part(dy, at_v, &[k, columns])?);
     let (v, dv) = (m.t(vt)?, m.t(dvt)?);
     let squares = m.0.mul(s, s)?;
-    let f = m.gaps(squares, k)?;
+    let f = m.gaps(squares)?;
     let (row, column) = (m.scale(s, false)?, m.scale(s, true)?);
+    let inverse = m.recip(row)?;
 
     let ut = m.t(u)?;
     let turn = m.dot(ut, du)?;
@@ -251,14 +299,14 @@ fn of_svd(m: &mut Maker<'_>, out: Id, dy: Id, (rows, columns): (usize, usize)) -
     if rows > k {
         // (I - U Uᵀ) dU S⁻¹ Vᵀ
         let rest = outside(m, u, du)?;
-        let rest = m.0.div(rest, row)?;
+        let rest = m.0.mul(rest, inverse)?;
         let rest = m.dot(rest, vt)?;
         dx = m.0.add(dx, rest)?;
     }
     if columns > k {
         // U S⁻¹ dVᵀ (I - V Vᵀ)
         let rest = outside(m, v, dv)?;
-        let rest = m.0.div(rest, row)?;
+        let rest = m.0.mul(rest, inverse)?;
         let rest = m.t(rest)?;
         let rest = m.dot(u, rest)?;
         dx = m.0.add(dx, rest)?;

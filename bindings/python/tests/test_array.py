@@ -1,5 +1,6 @@
 """Arrays: the object, its exchange with NumPy, updates, devices, and functions of functions."""
 
+import collections
 import copy
 import gc
 import pickle
@@ -10,12 +11,20 @@ import halcyon
 import halcyon.array as xp
 import numpy as np
 import pytest
+from halcyon import _native
 from halcyon.array import fft, nn, random
 
 # NumPy before 2.1 cannot be told that memory is read-only, so it gets copies.
 shares = pytest.mark.skipif(
     tuple(map(int, np.__version__.split(".")[:2])) < (2, 1), reason="NumPy is older than 2.1"
 )
+
+
+class Lender:
+    """Memory of NumPy that only DLPack exports."""
+
+    def __init__(self, array):
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
 
 
 @pytest.fixture
@@ -140,6 +149,8 @@ def test_there_are_no_complex_types(x):
         lambda: xp.asarray(1j),
         lambda: xp.asarray([1j]),
         lambda: xp.asarray(np.zeros(2, complex)),
+        lambda: xp.asarray(Lender(np.zeros(2, np.complex64))),
+        lambda: xp.from_dlpack(Lender(np.zeros(2, complex))),
         lambda: xp.zeros(2, dtype=np.complex64),
         lambda: xp.imag(x),
         lambda: fft.fft(x),
@@ -230,6 +241,15 @@ def test_memory_is_shared_on_demand_only():
     a[0] = 9.0
     assert float(shared[0]) == 9.0 and float(copied[0]) == 0.0 and float(by_default[0]) == 9.0
     assert by_default.numpy().ctypes.data == a.ctypes.data
+    for empty in (np.zeros((2, 0), np.float32), np.zeros((4, 3), np.float32)[::2, :0], np.zeros((0, 5))):
+        for y in (
+            xp.asarray(empty, copy=False),
+            xp.from_dlpack(empty, copy=False),
+            xp.from_dlpack(Lender(empty), copy=False),
+        ):
+            assert y.shape == empty.shape and y.tolist() == empty.tolist()
+        (constant,), _ = _native.Weights(halcyon.Backend("cpu"), [empty.__dlpack__()]).constants()
+        assert constant.shape == empty.shape
     for bad in (a[::2], a.astype(">f8")):
         with pytest.raises((ValueError, TypeError)):
             xp.asarray(bad, copy=False)
@@ -291,6 +311,12 @@ def test_buffers_and_lists():
     assert xp.asarray([1, 2.5]).dtype == xp.float32 and xp.asarray([]).shape == (0,)
     assert xp.asarray([[1, 2], [3, 4]], dtype=xp.uint8).tolist() == [[1, 2], [3, 4]]
     assert xp.asarray([xp.asarray([1, 2]), xp.asarray([3, 4])]).tolist() == [[1, 2], [3, 4]]
+    assert xp.asarray(range(3)).tolist() == [0, 1, 2] and xp.asarray(range(3)).dtype == xp.int64
+    assert xp.asarray([range(2), (3, 4)], dtype=xp.float32).tolist() == [[0.0, 1.0], [3.0, 4.0]]
+    assert xp.asarray(collections.deque([1.0, 2.0])).tolist() == [1.0, 2.0]
+    for text in ("ab", ["ab"], [b"ab"]):
+        with pytest.raises(TypeError):
+            xp.asarray(text)
     with pytest.raises(OverflowError):
         xp.asarray([300], dtype=xp.int8)
     with pytest.raises(OverflowError):
@@ -299,6 +325,36 @@ def test_buffers_and_lists():
         xp.asarray([1.5], dtype=xp.int32)
     with pytest.raises(ValueError, match="differ"):
         xp.asarray([[1], [1, 2]])
+
+
+def test_numbers_in_lists_take_the_type_of_the_array():
+    wide = xp.asarray(1.0, dtype=xp.float64)
+    for got in (xp.asarray([wide, 0.1]), xp.asarray([wide, 0.1], dtype=xp.float64)):
+        assert got.dtype == xp.float64 and got.tolist() == [1.0, 0.1]
+    assert xp.asarray([xp.asarray(1.0), 2, np.float64(3.0)]).tolist() == [1.0, 2.0, 3.0]
+    x = xp.zeros(2, dtype=xp.float64)
+    x[:] = [0.1, np.float64(0.2)]
+    assert x.tolist() == [0.1, 0.2]
+    x[:] = (wide, 0.3)
+    assert x.tolist() == [1.0, 0.3]
+    x[:] = range(2)
+    assert x.tolist() == [0.0, 1.0]
+    y = xp.zeros((2, 3))
+    y[:] = [1, 2, 3]
+    y[1, :] = np.asarray([4.0, 5.0, 6.0], np.float32)
+    assert y.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    small = xp.zeros(2, dtype=xp.int8)
+    small[:] = [1, -2]
+    assert small.tolist() == [1, -2]
+    for bad in ([1.5, 2], [True, 1], [wide, 1.0], [xp.asarray(1), 2], ["a", 1], [1j, 1]):
+        with pytest.raises(TypeError):
+            small[:] = bad
+    for bad in ([1, 300], [300, 1]):
+        with pytest.raises(OverflowError):
+            small[:] = bad
+    for bad in ([xp.asarray(1), 2.5], [xp.asarray(1), True], [xp.asarray(1.0), "a"]):
+        with pytest.raises(TypeError):
+            xp.asarray(bad)
 
 
 def test_exchanges_do_not_leak():
@@ -324,14 +380,24 @@ def test_exchanges_do_not_leak():
 def test_devices(x):
     info = xp.__array_namespace_info__()
     assert info.default_device() in info.devices() and x.device == "cpu:0"
-    assert x.device == xp.Device("cpu") and hash(x.device) == hash(xp.Device("cpu:0"))
+    assert x.device == xp.Device("cpu") and hash(x.device) == hash(xp.Device("cpu:0")) == hash("cpu:0")
+    for missing in ("cuda:90", "cuda", "abc", "cpu:1", ""):
+        assert x.device != missing and xp.Device(missing) != "cpu"
+        assert xp.Device(missing) == missing
     y = xp.zeros(2, device="cpu") + xp.zeros(2, device=x.device)
     assert y.to_device("cpu").tolist() == [0.0, 0.0]
     other = halcyon.Backend("cpu", level="O0")
     z = xp.ones(2, device=other)
-    assert z.device != x.device and z.to_device(x.device).device == x.device
+    assert (
+        z.device != x.device
+        and z.device != "cpu"
+        and z.device == other
+        and z.to_device(x.device).device == x.device
+    )
     with pytest.raises(halcyon.MixedDevicesError):
         z + xp.ones(2)
+    with pytest.raises(BufferError, match="cpu:0"):
+        xp.from_dlpack(x, device=other, copy=False)
     with pytest.raises(halcyon.HalcyonError):
         xp.zeros(2, device="quantum")
     with pytest.raises(NotImplementedError):
@@ -351,6 +417,82 @@ def test_the_namespace(x):
 
 
 # Functions of functions.
+
+
+def test_a_parameter_is_a_variable_of_its_own():
+    w = xp.asarray([1.0, 2.0, 3.0])
+
+    def by_captured(a):
+        t = a * 2.0
+        return xp.grad(lambda v: xp.sum(v * t))(a)
+
+    def of_one_array_twice(a):
+        first, second = xp.grad(lambda u, v: xp.sum(u * v * v), argnums=(0, 1))(a, a)
+        return first + 10.0 * second
+
+    def of_a_slice(a):
+        y = a * 2.0
+        return xp.grad(lambda u: xp.sum(u[0:1] ** 2) + xp.sum(xp.reshape(u, (3, 1))[1:2]))(y)
+
+    for f, want in ((by_captured, 2 * w), (of_one_array_twice, 21 * w**2), (of_a_slice, [4.0, 1.0, 0.0])):
+        want = xp.asarray(want)
+        assert f(w).tolist() == xp.compile(f)(w).tolist() == want.tolist()
+    # Inside of another gradient.
+    inner = xp.grad(lambda u: xp.sum(xp.grad(lambda v: xp.sum(v * u))(u)))
+    assert inner(w).tolist() == xp.compile(inner)(w).tolist() == [1.0, 1.0, 1.0]
+    assert xp.grad(lambda u: xp.sum(of_one_array_twice(u)))(w).tolist() == (42 * w).tolist()
+    assert xp.grad(lambda u: xp.sum(of_a_slice(u)))(w).tolist() == [4.0, 0.0, 0.0]
+    # The parameter of the inner gradient is not that of the outer one.
+    assert xp.grad(lambda u: xp.sum(xp.grad(lambda v: xp.sum(u * v**2))(w)))(w).tolist() == (2 * w).tolist()
+    assert (
+        xp.grad(lambda u: xp.value_and_grad(lambda v: xp.sum(u * v**2))(w)[0])(w).tolist() == (w**2).tolist()
+    )
+
+
+def test_results_of_a_gradient_have_no_history():
+    w = xp.asarray([1.0, 2.0])
+    value, g = xp.value_and_grad(lambda u: xp.sum(u**2))(w)
+    twice = xp.compile(lambda a: a * 2.0)
+    assert twice(g).tolist() == [4.0, 8.0] and twice.signatures == 1
+    assert not any(_native.ops.is_tracked(t._tensor) for t in (value, g))
+    v = w - 0.1 * g
+    t = v * 2.0
+    assert xp.grad(lambda u: xp.sum(u * t))(v).tolist() == t.tolist()
+    # A step frees the values of the steps before.
+    kept = []
+    for _ in range(3):
+        w = w - 0.1 * xp.grad(lambda u: xp.sum(xp.tanh(u) ** 2))(w)
+        xp.eval(w)
+        kept.append(w.device.backend.memory()["allocated"])
+    assert kept[1] == kept[2]
+
+
+def test_a_compiled_function_does_not_hide_what_it_captures_from_a_gradient():
+    w, c = xp.asarray([1.0, 2.0]), xp.asarray([3.0, 4.0])
+
+    def f(u):
+        return xp.sum(xp.compile(lambda a: a * u)(c))
+
+    assert xp.grad(f)(w).tolist() == c.tolist()
+
+
+def test_gradients_of_roundings_and_infinities():
+    def gradient(f, *values):
+        return xp.grad(lambda *a: xp.sum(f(*a)), tuple(range(len(values))))(*map(xp.asarray, values))
+
+    x = [1.0, 100.0, 50.0, 0.1, 1000.0]
+    (got,) = gradient(xp.log10, x)
+    np.testing.assert_allclose(np.asarray(got), 1.0 / (np.array(x) * np.log(10.0)), rtol=1e-6)
+    assert xp.log10(xp.asarray(x)).tolist()[1:] != x and xp.log10(xp.asarray(1000.0)).tolist() == 3.0
+    a, b = [4.0, 5.0, -4.0, -5.0, 0.0, -0.0], [2.0, 2.0, 2.0, -2.0, -3.0, 3.0]
+    got, by = gradient(xp.remainder, a, b)
+    assert got.tolist() == [1.0] * 6 and by.tolist() == (-np.floor(np.array(a) / np.array(b))).tolist()
+    rest = xp.asarray(a) % xp.asarray(b)
+    assert rest.tolist() == [0.0, 1.0, 0.0, -1.0, 0.0, 0.0]
+    assert xp.signbit(rest).tolist() == [False, False, False, True, True, False]
+    inf = float("inf")
+    got, by = gradient(xp.logaddexp, [-inf, inf, 1.0, -inf], [-inf, inf, 1.0, 0.0])
+    assert got.tolist() == [0.5, 0.5, 0.5, 0.0] and by.tolist() == [0.5, 0.5, 0.5, 1.0]
 
 
 def test_value_and_grad_of_trees(x):
@@ -418,6 +560,16 @@ def test_compile_traces_once_for_each_signature(x):
     assert len(calls) == 4
     with pytest.raises(TypeError, match="hashable"):
         f(x, x, names={"y"})
+
+
+def test_floats_are_static_arguments_by_their_bits(x):
+    f = xp.compile(lambda a, s: xp.copysign(a, s))
+    for s, sign in ((0.0, 1.0), (-0.0, -1.0), (np.float32(0.0), 1.0), (np.float32(-0.0), -1.0)):
+        assert f(x, s).tolist() == (sign * x).tolist()
+    assert f.signatures == 4
+    for _ in range(3):
+        f(x, float("nan"))
+    assert f.signatures == 5
 
 
 def test_compiled_functions_have_gradients_and_contain_them(x):

@@ -152,6 +152,13 @@ CASES = {
     "svd_wide": (draw(2, 3, 4), lambda x: list(linalg.svd(x, full_matrices=False))),
     "svdvals": (draw(4, 3), lambda x: [linalg.svdvals(x)]),
     "pinv": (draw(4, 3), lambda x: [linalg.pinv(x)]),
+    "pinv_wide": (draw(2, 3, 4), lambda x: [linalg.pinv(x, rtol=xp.asarray([1e-9, 1e-8]))]),
+    "pinv_equal": (np.eye(3), lambda x: [linalg.pinv(x)]),
+    "det_singular": (draw(2, 3, 2) @ draw(2, 2, 3), lambda x: [linalg.det(x)]),
+    "det_rank_1": (draw(3, 1) @ draw(1, 3), lambda x: [linalg.det(x)]),
+    "det_1": (np.zeros((1, 1)), lambda x: [linalg.det(x)]),
+    "det_twice": (definite(3, 3), lambda x: [xp.grad(lambda y: linalg.det(y @ y))(x)]),
+    "pinv_twice": (draw(3, 2), lambda x: [xp.grad(lambda y: xp.sum(linalg.pinv(y) ** 2))(x)]),
     "norm_nuc": (draw(3, 3), lambda x: [linalg.matrix_norm(x, ord="nuc")]),
     "vector_norm": (draw(3, 3), lambda x: [linalg.vector_norm(x, ord=3)]),
 }
@@ -175,6 +182,23 @@ def test_gradients(name):
 
     got = xp.grad(loss)(xp.asarray(a))
     close(got, numeric_gradient(loss, a), 1e-5)
+
+
+def test_gradients_of_equal_values():
+    eye = xp.eye(3, dtype=xp.float64)
+    for f in (lambda x: linalg.eigh(x)[0], lambda x: linalg.svd(x, full_matrices=False)[1], linalg.svdvals):
+        close(xp.grad(lambda x, f=f: xp.sum(f(x)))(eye), np.eye(3))
+    # A singular value of 0, and vectors that are read.
+    flat = xp.asarray([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]], dtype=xp.float64)
+    for x in (flat, xp.matrix_transpose(flat), eye):
+        parts = xp.grad(lambda x: weighted(linalg.svd(x, full_matrices=False), [1.0, 1.0, 1.0]))(x)
+        assert xp.all(xp.isfinite(parts))
+    second = xp.grad(lambda x: xp.sum(xp.grad(lambda y: xp.sum(linalg.eigh(y)[0] ** 2))(x)))(eye)
+    assert xp.all(xp.isfinite(second))
+    close(
+        xp.grad(linalg.det)(xp.asarray([[1.0, 2.0], [2.0, 4.0]], dtype=xp.float64)),
+        [[4.0, -2.0], [-2.0, 1.0]],
+    )
 
 
 def test_a_gradient_that_does_not_exist_is_an_error():

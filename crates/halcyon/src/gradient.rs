@@ -1,11 +1,20 @@
 //! Gradients of tensors, computed by the gradient pass of the graph.
 
 use crate::tensor::{Collector, Mode, Tensor, lift};
+use halcyon_ir::composite::{Attrs, CompositeKind};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::passes::rebuild::DROPPED;
-use halcyon_ir::{Graph, NodeId, grad};
+use halcyon_ir::{Graph, NodeId, Op, grad};
 use std::collections::HashMap;
 use std::sync::Arc;
+
+/// The name of the composite of [`Tensor::variable`].
+const VARIABLE: &str = "variable";
+
+/// Whether this is the op of [`Tensor::variable`].
+pub(crate) fn is_variable(op: &Op) -> bool {
+    matches!(op, Op::Composite(c) if c.kind.name() == VARIABLE)
+}
 
 /// Gradients of a scalar with respect to tensors.
 #[derive(Debug)]
@@ -100,6 +109,31 @@ impl Tensor {
     /// `Error::Argument` if the scalar depends on no such leaf; errors that the tensors carry.
     pub fn backward(&self) -> Result<Gradients> {
         Ok(Gradients { of: gradients_of(self, None)? })
+    }
+
+    /// A new tensor with the same value, still lazy, as a parameter of [`value_and_grad`]. What was computed
+    /// from this tensor does not depend on the new one, so it is constant for gradients with respect to the
+    /// new one. Gradients with respect to this tensor go through the new one.
+    ///
+    /// ```
+    /// use halcyon::prelude::*;
+    /// # fn main() -> halcyon::Result<()> {
+    /// let b = Backend::cpu()?;
+    /// let w = Tensor::from_slice(&b, [2], &[1.0f32, 2.0])?;
+    /// let f = b.compile(|x: &[Tensor]| {
+    ///     let twice = &x[0] * 2.0;
+    ///     halcyon::value_and_grad(&[x[0].variable()], |v| Ok((&v[0] * &twice).sum(..))).map(|(_, g)| g)
+    /// });
+    /// assert_eq!(f.call(&[&w])?[0].to_vec::<f32>()?, [2.0, 4.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn variable(&self) -> Tensor {
+        // Not a view: `narrow` would move through it to this tensor. Every plan replaces the composite by its
+        // body, which is its operand.
+        let kind = CompositeKind::from(VARIABLE);
+        Tensor::build(&[self], |g, x| g.composite(kind, Attrs::new(), x, |_, x| Ok(x[0])))
     }
 }
 

@@ -3,6 +3,7 @@
 
 use super::{Tensor, mixed};
 use crate::backend::Backend;
+use crate::gradient::is_variable;
 use crate::planner::Wanted;
 use halcyon_hal::{BufferRef, Event};
 use halcyon_ir::composite::CompositeKind;
@@ -604,7 +605,8 @@ impl Collector {
 
         let keep = asked.iter().any(|t| t.0.tracked && !t.0.of_gradient);
         for t in &distinct {
-            let residual = keep && t.0.tracked && !t.0.of_gradient && !t.0.op.is_view() && !t.0.op.is_leaf();
+            let computes = !t.0.op.is_view() && !t.0.op.is_leaf() && !is_variable(&t.0.op);
+            let residual = keep && t.0.tracked && !t.0.of_gradient && computes;
             let version = t.0.state.load(Ordering::Relaxed) && held_elsewhere(t);
             if residual || version {
                 add(t);

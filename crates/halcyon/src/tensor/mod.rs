@@ -347,7 +347,7 @@ impl Tensor {
 
     /// The same value without its gradient history, still lazy: evaluating it keeps no intermediate values
     /// for gradients.
-    pub(crate) fn without_history(&self) -> Tensor {
+    pub fn without_history(&self) -> Tensor {
         let n = &self.0;
         if !n.tracked {
             return self.clone();

@@ -95,6 +95,42 @@ fn a_compiled_training_step_follows_the_evaluated_one() {
 }
 
 #[test]
+fn a_variable_is_a_parameter_of_its_own() {
+    let name = "a_variable_is_a_parameter_of_its_own";
+    for level in [Level::O0, Level::O1, Level::O2] {
+        for b in devices(name, level) {
+            let of = |x: &[Tensor]| -> Result<Vec<Tensor>> {
+                let y = &x[0] * 2.0;
+                // The function captures what `y` comes from and `y` itself.
+                let vars = [y.variable(), y.variable()];
+                let (loss, g) = value_and_grad(&vars, |v| {
+                    Ok((&v[0] * &v[1] * &y * &x[0]).sum([0]) + v[0].narrow(0, 1, 1).sum([0]))
+                })?;
+                Ok([vec![loss], g].concat())
+            };
+            let x = Tensor::from_slice(&b, [3], &[1.0f32, 2.0, -1.0]).unwrap();
+            // 8 x⁴ and 2 x₁, 4 x³ with 1 at place 1, and 4 x³.
+            let want = [vec![148.0f32], vec![4.0, 33.0, -4.0], vec![4.0, 32.0, -4.0]];
+            let evaluated = of(std::slice::from_ref(&x)).unwrap();
+            let compiled = b.compile(of).call(&[&x]).unwrap();
+            for ((want, e), c) in want.iter().zip(&evaluated).zip(&compiled) {
+                assert_eq!(e.to_vec::<f32>().unwrap(), *want, "{} {level}", b.id());
+                assert_eq!(c.to_vec::<f32>().unwrap(), *want, "{} {level}", b.id());
+            }
+            // A gradient of the gradient 2 v x² of v² x² goes through the variable too: 6 x².
+            let w = x.requires_grad().unwrap();
+            let (_, g) = value_and_grad(std::slice::from_ref(&w), |w| {
+                let (_, g) =
+                    value_and_grad(&[w[0].variable()], |v| Ok((v[0].sqr() * &w[0] * &w[0]).sum([0])))?;
+                Ok(g[0].sum([0]))
+            })
+            .unwrap();
+            assert_eq!(g[0].to_vec::<f32>().unwrap(), [6.0, 24.0, 6.0], "{} {level}", b.id());
+        }
+    }
+}
+
+#[test]
 fn donated_inputs_are_taken_where_nothing_else_reads_them() {
     let name = "donated_inputs_are_taken_where_nothing_else_reads_them";
     for b in devices(name, Level::O1) {

@@ -124,8 +124,12 @@ def remainder(x1: Operand, x2: Operand, /) -> Array:
     rest = ops.scalar("mod", (a, b))
     if BY_NATIVE[a.dtype].kind != "f":
         return wrap(rest)
-    zero = literal(a, 0.0)
-    return wrap(select(ops.scalar("eq", (rest, zero)), _with_sign(zero, b), rest))
+    # A zero has the sign of the divisor. Its negative less zero has the gradient of the remainder.
+    fixed = ops.stop_gradient(rest)
+    turned = ops.scalar("sub", (ops.scalar("neg", (fixed,)), ops.scalar("sub", (fixed, rest))))
+    differs = ops.scalar("ne", (sign_is_set(fixed), sign_is_set(b)))
+    is_zero = ops.scalar("eq", (rest, literal(a, 0.0)))
+    return wrap(select(ops.scalar("and", (is_zero, differs)), turned, rest))
 
 
 def pow(x1: Operand, x2: Operand, /) -> Array:
@@ -248,9 +252,9 @@ def hypot(x1: Operand, x2: Operand, /) -> Array:
 def logaddexp(x1: Operand, x2: Operand, /) -> Array:
     """The logarithm of the sum of the exponentials, without overflow on the way."""
     a, b, like = _wide_pair("logaddexp", x1, x2)
-    distance = ops.scalar("abs", (ops.scalar("sub", (a, b)),))
-    # The distance of equal infinities is NaN, but means 0.
-    distance = select(ops.scalar("eq", (a, b)), literal(a, 0.0), distance)
+    # The distance of equal infinities would be NaN, and so would its gradient, but it means 0.
+    same, zero = ops.scalar("eq", (a, b)), literal(a, 0.0)
+    distance = ops.scalar("abs", (ops.scalar("sub", (select(same, zero, a), select(same, zero, b))),))
     rest = ops.scalar("log1p", (ops.scalar("exp", (ops.scalar("neg", (distance,)),)),))
     return _narrowed(ops.scalar("add", (ops.scalar("max", (a, b)), rest)), like)
 

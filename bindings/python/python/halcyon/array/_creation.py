@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 from halcyon._errors import ArgumentError, DTypeError, ShapeError
 from halcyon._native import Backend, Tensor
@@ -38,6 +38,7 @@ from halcyon.array._dtypes import (
     check_dtype,
     check_scalar,
     iinfo,
+    promote,
     result_type,
 )
 
@@ -72,7 +73,9 @@ def asarray(
     device: DeviceLike = None,
     copy: builtins.bool | None = None,
 ) -> Array:
-    """Makes an array from an array, Python numbers, nested lists, or memory of another library.
+    """Makes an array from an array, Python numbers, nested sequences, or memory of another library.
+
+    In a sequence with arrays, Python numbers take the element type of the arrays.
 
     Memory of another library (NumPy, the buffer protocol, DLPack) is copied, because it may change later.
     With ``copy=False`` it is shared; it must not change then while the array or a result that is not computed
@@ -93,7 +96,7 @@ def asarray(
         return foreign
     if copy is False:
         raise ArgumentError(f"asarray: making an array from {type(obj).__name__} needs a copy")
-    if isinstance(obj, (list, tuple)):
+    if is_nested(obj):
         return _from_sequence(obj, dtype, backend_of(device))
     if isinstance(obj, (int, float, complex)):
         found = dtype or _dtype_of_number(obj)
@@ -134,16 +137,10 @@ def _number(dtype: DType, value: Any) -> Scalar:
 
 
 def _from_sequence(obj: Sequence[Any], dtype: DType | None, backend: Backend) -> Array:
-    """The array of nested lists of numbers or of arrays."""
+    """The array of nested sequences of numbers or of arrays."""
     shape, flat = _flatten(obj)
     if any(isinstance(v, Array) for v in flat):
-        parts = [v if isinstance(v, Array) else asarray(v, device=backend) for v in flat]
-        found = dtype or result_type(*parts)
-        inner = parts[0].shape
-        if any(p.shape != inner for p in parts):
-            raise ShapeError("asarray: the arrays in a list differ in shape")
-        rows = [ops.reshape(cast(p, found), (1, *inner)) for p in parts]
-        return wrap(ops.reshape(ops.concat(rows, 0), (*shape, *inner)).to(backend))
+        return _from_parts(shape, flat, dtype, backend)
     kinds = set(map(type, flat))
     if not kinds <= {builtins.bool, int, float}:
         flat = [v.item() if is_numpy_number(v) else v for v in flat]
@@ -161,18 +158,68 @@ def _from_sequence(obj: Sequence[Any], dtype: DType | None, backend: Backend) ->
     return wrap(Tensor.from_bytes(backend, _interop.pack(flat, dtype), shape, dtype.native))
 
 
+def _from_parts(shape: Sequence[int], flat: list[Any], dtype: DType | None, backend: Backend) -> Array:
+    """The array of elements some of which are arrays. Numbers take the type of the arrays."""
+    flat = [v.item() if is_numpy_number(v) else v for v in flat]
+    parts: list[Any] = [v if isinstance(v, (Array, *_NUMBERS)) else asarray(v, device=backend) for v in flat]
+    found = dtype or result_type(*parts)
+    like = next(p for p in parts if isinstance(p, Array))
+    tensors = [
+        cast(p, found)
+        if isinstance(p, Array)
+        else full_tensor(like._tensor.backend, (), _number(found, p), found)
+        for p in parts
+    ]
+    inner = tensors[0].shape
+    if any(t.shape != inner for t in tensors):
+        raise ShapeError("asarray: the arrays in a list differ in shape")
+    rows = [ops.reshape(t, (1, *inner)) for t in tensors]
+    return wrap(ops.reshape(ops.concat(rows, 0), (*shape, *inner)).to(backend))
+
+
+def of_elements(op: str, obj: Sequence[Any], dtype: DType, backend: Backend) -> Array:
+    """The array of this type of nested sequences. What is in them must fit the type, as operands must."""
+    _shape, flat = _flatten(obj)
+    numbers: dict[type, Any] = {}
+    for v in flat:
+        if isinstance(v, _NUMBERS) or is_numpy_number(v):
+            numbers[type(v)] = v
+        elif promote(op, dtype, asarray(v)._dtype) is not dtype:
+            raise DTypeError(f"{op}: {asarray(v)._dtype} does not fit {dtype}; convert with astype")
+    # One number of each kind is enough: the ranges of all are checked when they become bytes.
+    for v in numbers.values():
+        check_scalar(op, dtype, v.item() if is_numpy_number(v) else v)
+    return _from_sequence(obj, dtype, backend)
+
+
+_NUMBERS = (int, float, complex)
+
+
+def is_nested(obj: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether an object is a sequence of elements."""
+    return _nests(type(obj))
+
+
+def _nests(kind: type) -> builtins.bool:
+    """Whether the objects of a class are sequences of elements."""
+    return issubclass(kind, Sequence) and not issubclass(kind, (str, bytes, bytearray, memoryview))
+
+
 def _flatten(obj: Sequence[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """The shape and the elements of nested lists."""
+    """The shape and the elements of nested sequences."""
     shape: list[int] = []
     level: list[Any] = [obj]
-    while level and all(isinstance(v, (list, tuple)) for v in level):
+    while level:
+        nested = [_nests(kind) for kind in set(map(type, level))]
+        if not any(nested):
+            break
+        if not all(nested):
+            raise ShapeError("asarray: the lists differ in depth")
         n = len(level[0])
         if any(len(v) != n for v in level):
             raise ShapeError("asarray: the lists of one level differ in length")
         shape.append(n)
         level = [e for v in level for e in v]
-    if any(isinstance(v, (list, tuple)) for v in level):
-        raise ShapeError("asarray: the lists differ in depth")
     return tuple(shape), level
 
 
@@ -187,6 +234,8 @@ def from_dlpack(x: Any, /, *, device: DeviceLike = None, copy: builtins.bool | N
 
     """
     if isinstance(x, Array):
+        if copy is False and device is not None and not backend_of(device).is_same(x._tensor.backend):
+            raise BufferError(f"from_dlpack: the array is on {x.device}, and copy=False forbids to move it")
         return _from_array(x, None, device, copy)
     return _interop.from_dlpack(x, None if device is None else backend_of(device), copy)
 

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from halcyon import _native
 from halcyon._default import resolve_backend
-from halcyon._errors import ArgumentError
+from halcyon._errors import ArgumentError, HalcyonError
 from halcyon._native import Backend
 
 __all__ = ["Device", "DeviceLike", "backend_of", "default_device", "devices"]
@@ -17,6 +17,9 @@ class Device:
 
     It is opened when it is first used. Names such as ``"cpu"`` and ``"cuda:0"`` and open backends are
     accepted wherever a device is expected.
+
+    A device is equal to its names and to its open backend. Its hash is that of its full name, such as
+    ``cpu:0``, and not of shorter ones.
     """
 
     __slots__ = ("_backend", "_id")
@@ -50,13 +53,27 @@ class Device:
         return self._id
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, str):
+        if isinstance(other, (str, Backend)):
             other = Device(other)
-        if isinstance(other, Backend):
-            return self.backend.is_same(other)
         if not isinstance(other, Device):
             return NotImplemented
-        return self is other or self.backend.is_same(other.backend)
+        if self._backend is not None and other._backend is not None:
+            return self._backend.is_same(other._backend)
+        if self._backend is None and other._backend is None and self._id == other._id:
+            return True
+        # A device is opened only if it may be the other one. The machine may lack it.
+        try:
+            return self._may_be(other) and self.backend.is_same(other.backend)
+        except HalcyonError:
+            return False
+
+    def _may_be(self, other: Device) -> bool:
+        """Whether the names of two devices allow that they are the same."""
+        (kind, number), (other_kind, other_number) = Backend.parse(self._id), Backend.parse(other._id)
+        kinds = {kind, other_kind}
+        return (len(kinds) == 1 or "auto" in kinds) and (
+            number is None or other_number is None or number == other_number
+        )
 
     def __hash__(self) -> int:
         return hash(self.backend.id)

@@ -289,7 +289,10 @@ def setitem(x: Array, key: Any, value: Array | Operand) -> Tensor:
 def _value(x: Array, value: Array | Operand) -> Tensor:
     """A value to write, with the element type of the array."""
     if not isinstance(value, Array):
-        if not _is_array(value) and not isinstance(value, tuple):
+        if _creation.is_nested(value):
+            made = _creation.of_elements("x[key] = value", value, x._dtype, x._tensor.backend)
+            return made._tensor
+        if not _is_array(value):
             return scalar_array("x[key] = value", x, value)._tensor
         value = _creation.asarray(value, device=x.device)
     if promote("x[key] = value", x._dtype, value._dtype) is not x._dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from halcyon import _native
 from halcyon._errors import ArgumentError, DTypeError, ShapeError
 from halcyon._native import Tensor
 from halcyon.array._array import Array, wrap
-from halcyon.array._core import integer, ops
+from halcyon.array._core import integer, is_numpy_number, ops
 from halcyon.array._devices import Device
 
 __all__ = ["CompiledFunction", "compile", "eval", "grad", "is_tracing", "value_and_grad"]
@@ -48,13 +49,23 @@ class _Static:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    def _key(self) -> tuple[Any, ...]:
+        return (type(self.value), _identity(self.value))
+
     def __eq__(self, other: object) -> builtins.bool:
-        return (
-            isinstance(other, _Static) and type(self.value) is type(other.value) and self.value == other.value
-        )
+        return isinstance(other, _Static) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash((type(self.value), self.value))
+        return hash(self._key())
+
+
+def _identity(value: Any) -> Any:
+    """What is equal for the same value only: the bits of floats, as 0.0 == -0.0 and nan != nan."""
+    if isinstance(value, float):
+        return struct.pack("<d", value)
+    if isinstance(value, complex):
+        return struct.pack("<dd", value.real, value.imag)
+    return value.tobytes() if is_numpy_number(value) else value
 
 
 class _Node:
@@ -117,23 +128,48 @@ def _first_static(structure: Any) -> _Static | None:
     return None
 
 
-# Tracing.
+# Functions that run.
 
-_state = threading.local()
+
+class _Running(threading.local):
+    """How many functions of each kind this thread runs, one inside of the other."""
+
+    traced = 0
+    differentiated = 0
+
+
+_running = _Running()
 
 
 def is_tracing() -> builtins.bool:
     """Whether this thread runs a function with placeholders in order to compile it."""
-    return getattr(_state, "depth", 0) > 0
+    return _running.traced > 0
 
 
 @contextlib.contextmanager
 def _tracing() -> Iterator[None]:
-    _state.depth = getattr(_state, "depth", 0) + 1
+    _running.traced += 1
     try:
         yield
     finally:
-        _state.depth -= 1
+        _running.traced -= 1
+
+
+@contextlib.contextmanager
+def _differentiating() -> Iterator[None]:
+    _running.differentiated += 1
+    try:
+        yield
+    finally:
+        _running.differentiated -= 1
+
+
+def _is_inside(leaves: Sequence[Array]) -> builtins.bool:
+    """Whether operations on these arrays belong to a gradient or to a function that is compiled."""
+    if _running.traced or _running.differentiated:
+        return True
+    # Another thread may run the function whose parameters these are.
+    return any(ops.is_tracked(x._tensor) for x in leaves)
 
 
 # Gradients.
@@ -152,6 +188,10 @@ def value_and_grad(
     The function returns a float with one element. The gradients are taken with respect to the positional
     arguments with the numbers ``argnums``, trees of float arrays, and have their structure. With a sequence
     of numbers they are a tuple.
+
+    Each of these arrays is a variable of its own: what the function captures is constant, even if it was
+    computed from an argument. The results have no history, except inside of another gradient or a compiled
+    function.
     """
     _check_function("value_and_grad", function)
     chosen = argnums if isinstance(argnums, (list, tuple)) else (argnums,)
@@ -176,7 +216,8 @@ def value_and_grad(
             given = list(args)
             for k, value in zip(numbers, _unflatten(structure, map(wrap, tensors)), strict=False):
                 given[k] = value
-            out = function(*given, **kwargs)
+            with _differentiating():
+                out = function(*given, **kwargs)
             if not isinstance(out, Array) or out._dtype.kind != "f":
                 raise DTypeError("value_and_grad: the function must return an array of floats")
             if out.size != 1:
@@ -187,9 +228,9 @@ def value_and_grad(
             return [out._tensor]
 
         tensors = [x._tensor for x in leaves]
-        # Inside of another gradient or a compiled function the value keeps its history.
-        is_inner = is_tracing() or any(ops.is_tracked(t) for t in tensors)
-        value, grads = _native.value_and_grad(inner, tensors, is_tracing())
+        # Inside of another gradient or a compiled function the results keep their history.
+        is_inner = _is_inside(leaves)
+        value, grads = _native.value_and_grad(inner, tensors, is_tracing(), is_inner)
         tree = _unflatten(structure, map(wrap, grads))
         return made[0] if is_inner else wrap(value), tree[0] if isinstance(argnums, int) else tree
 
@@ -254,7 +295,7 @@ class CompiledFunction(Generic[P, R]):
         leaves: list[Array] = []
         structure = _flatten((args, kwargs), leaves)
         # Inside of a gradient or of another compiled function, the operations belong to that computation.
-        if is_tracing() or not leaves or any(ops.is_tracked(x._tensor) for x in leaves):
+        if not leaves or _is_inside(leaves):
             return self._function(*args, **kwargs)
         device = leaves[0].device
         types = tuple((x._dtype, x.shape) for x in leaves)

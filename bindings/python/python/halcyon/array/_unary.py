@@ -213,12 +213,16 @@ def log10(x: Array, /) -> Array:
     """The logarithm to base 10."""
     check_kind("log10", as_array("log10", x), FLOATS)
     t = wide(x)
-    y = ops.scalar("mul", (ops.scalar("log", (t,)), literal(t, 1.0 / math.log(10.0))))
+    natural, factor = ops.scalar("log", (t,)), literal(t, 1.0 / math.log(10.0))
+    y = ops.scalar("mul", (natural, factor))
     # The product may miss a whole number by its rounding, so that log10(1000) would not be 3.
     whole = ops.scalar("round", (y,))
     distance = ops.scalar("abs", (ops.scalar("sub", (y, whole)),))
     two_units = 2.0 * finfo(BY_NATIVE[t.dtype]).eps
     least = ops.scalar("mul", (ops.scalar("abs", (whole,)), literal(t, two_units)))
+    # Rounding has no gradient. The whole number plus zero has that of the product.
+    zero = ops.scalar("sub", (natural, ops.stop_gradient(natural)))
+    whole = ops.scalar("add", (whole, ops.scalar("mul", (zero, factor))))
     return narrow(select(ops.scalar("le", (distance, least)), whole, y), x)
 
 

@@ -31,7 +31,7 @@ from halcyon.array._core import (
     one_of,
     ops,
     pair,
-    select,
+    scalar_array,
 )
 from halcyon.array._creation import eye
 from halcyon.array._dtypes import BY_NAME, DType, finfo
@@ -254,12 +254,16 @@ def matrix_power(x: Array, n: int, /) -> Array:
 
 def _cutoff(op: str, x: Array, s: Array, rtol: float | Array | None) -> Array:
     """The size below which singular values count as zero, as one more axis of size 1."""
-    if rtol is None:
-        rtol = max(x.shape[-2:]) * finfo(x._dtype).eps
+    least = _relative(op, x, rtol)
     largest = _statistical.max(s, axis=-1, keepdims=True)
+    return _binary.multiply(largest, wrap(ops.reshape(least, (*least.shape, 1))))
+
+
+def _relative(op: str, x: Array, rtol: float | Array | None) -> Tensor:
+    """The part of the largest singular value up to which singular values count as zero."""
     if isinstance(rtol, Array):
-        rtol = wrap(ops.reshape(cast(rtol, x._dtype), (*rtol.shape, 1)))
-    return _binary.multiply(largest, rtol)
+        return cast(rtol, x._dtype)
+    return scalar_array(op, x, max(x.shape[-2:]) * finfo(x._dtype).eps if rtol is None else rtol)._tensor
 
 
 def matrix_rank(x: Array, /, *, rtol: float | Array | None = None) -> Array:
@@ -295,14 +299,12 @@ def pinv(x: Array, /, *, rtol: float | Array | None = None) -> Array:
     m, n = _matrix("pinv", x)
     if not m or not n:
         return matrix_transpose(x)
-    u, s, vh = svd(x, full_matrices=False)
-    kept = _binary.greater(s, _cutoff("pinv", x, s, rtol))
-    zero, one = literal(s._tensor, 0.0), literal(s._tensor, 1.0)
-    inverse = ops.scalar("recip", (select(kept._tensor, s._tensor, one),))
-    inverse = select(kept._tensor, inverse, zero)
-    row = ops.reshape(inverse, (*s.shape[:-1], 1, s.shape[-1]))
-    left = ops.scalar("mul", (matrix_transpose(vh)._tensor, row))
-    return wrap(ops.matmul(left, matrix_transpose(u)._tensor))
+    if x._dtype.bits < 32:
+        raise DTypeError(f"pinv takes float32 and float64, and the element type is {x._dtype}")
+    least = _relative("pinv", x, rtol)
+    batch = broadcast_shapes("pinv", (x.shape[:-2], least.shape))
+    least = ops.expand(ops.reshape(least, (*least.shape, 1, 1)), (*batch, 1, 1))
+    return wrap(ops.linalg("pinv", (ops.expand(x._tensor, (*batch, m, n)), least)))
 
 
 def qr(x: Array, /, *, mode: Literal["reduced", "complete"] = "reduced") -> QRResult:
