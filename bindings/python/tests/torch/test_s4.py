@@ -1,6 +1,6 @@
 """Row S4.11 of the contract (docs/compat.md): backends by vendor, devices and levels, for PyTorch users.
 
-`test_s4_models.py` and `test_s4_strategies.py` have the tests of what is done to models.
+`test_s4_models.py`, `test_s4_state.py` and `test_s4_strategies.py` have the tests of what is done to models.
 """
 
 import json

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from halcyon._errors import ArgumentError
+from halcyon.torch._buffers import Buffers
 from halcyon.torch._prepared import blocks, settings_of
 
 __all__ = [
@@ -81,7 +82,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Dropout layers evaluate, because their random numbers depend on how the model runs.
     """
-    buffers = {b: b.detach().clone() for b in model.buffers()}
+    buffers = Buffers(model)
     dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
     # These layers drop values themselves.
     inner = [(m, m.dropout) for m in model.modules() if isinstance(m, nn.MultiheadAttention | nn.RNNBase)]
@@ -102,9 +103,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
                 m.training = True
             for layer, probability in inner:
                 layer.dropout = probability
-            with torch.no_grad():
-                for buffer, before in buffers.items():
-                    buffer.copy_(before)
+            buffers.restore()
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:

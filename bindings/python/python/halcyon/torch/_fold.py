@@ -10,7 +10,7 @@ import torch.fx
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-__all__ = ["fold_batch_norms", "foldable"]
+__all__ = ["fold_batch_norms", "foldable", "obstacles"]
 
 _NORMS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: nn.BatchNorm1d,
@@ -27,7 +27,33 @@ def _fits(layer: nn.Module, norm: nn.Module) -> bool:
     return wanted is not None and type(norm) is wanted and norm.running_var is not None
 
 
+def _obstacle(layer: nn.Module, norm: nn.Module) -> str | None:
+    """Why a batch norm cannot become a part of the layer, if it cannot."""
+    if not isinstance(layer, nn.Linear) or not isinstance(norm, nn.BatchNorm1d):
+        return None
+    if not norm.affine:
+        return "PyTorch folds no batch norm without weights into a linear layer"
+    if norm.num_features not in (1, layer.out_features):
+        return "the batch norm is over another axis than the features of the linear layer"
+    return None
+
+
 def foldable(module: nn.Module) -> list[tuple[str, str]]:
+    """The names of pairs of a layer and the batch norm that alone reads its result, if they can be one."""
+    return [pair for pair, why in _judged(module) if why is None]
+
+
+def obstacles(module: nn.Module) -> list[str]:
+    """The pairs of a layer and the batch norm that alone reads its result that stay two, with reasons."""
+    return [f"{first} and {second}: {why}" for (first, second), why in _judged(module) if why is not None]
+
+
+def _judged(module: nn.Module) -> list[tuple[tuple[str, str], str | None]]:
+    found = _pairs(module)
+    return [(p, _obstacle(module.get_submodule(p[0]), module.get_submodule(p[1]))) for p in found]
+
+
+def _pairs(module: nn.Module) -> list[tuple[str, str]]:
     """The names of pairs of a layer and the batch norm that alone reads its result.
 
     The module's forward is traced with symbolic values. If it cannot be traced, because values decide how it

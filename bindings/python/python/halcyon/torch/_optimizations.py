@@ -18,7 +18,7 @@ from torch import nn
 from halcyon._errors import ArgumentError
 from halcyon.torch._check import Sample
 from halcyon.torch._config import BackendConfig
-from halcyon.torch._fold import fold_batch_norms
+from halcyon.torch._fold import fold_batch_norms, obstacles
 from halcyon.torch._info import supported_dtypes
 from halcyon.torch._low_precision import Float8Linear, Int8Linear, replace_linears
 from halcyon.torch._names import BackendType, OptimizationLevel
@@ -160,10 +160,11 @@ def _conv_bn(task: Task, v: Variant) -> Proposals:
     if task.sample is None:
         return [Skip(NO_SAMPLE)]
     new = v.copied()
+    skipped: Proposals = [Skip(why) for why in obstacles(new.module)]
     count = fold_batch_norms(new.module)
-    if count == 0:
-        return [Skip("the model has no batch norm directly after a convolution or linear layer")]
-    return [Proposal(new, f"{counted(count, 'batch norm')} folded")]
+    if count > 0:
+        return [*skipped, Proposal(new, f"{counted(count, 'batch norm')} folded")]
+    return skipped or [Skip("the model has no batch norm directly after a convolution or linear layer")]
 
 
 _IMAGE_LAYERS = (nn.Conv2d, nn.ConvTranspose2d)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halcyon._errors import UnsupportedError
+from halcyon._errors import HalcyonError, UnsupportedError
 from halcyon.torch._check import (
     Compared,
     Results,
@@ -268,6 +268,13 @@ def _apply(task: Task, progress: _Progress, what: Optimization) -> None:
         return
     try:
         proposals = what.propose(task, progress.current)
+    except HalcyonError:
+        # What the caller asks for is wrong.
+        raise
+    # A proposal copies the model, which runs the user's code.
+    except Exception as error:
+        progress.skipped.append(f"{what.name}: {one_line(error)}")
+        return
     finally:
         progress.current.install()
     for proposal in proposals:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from halcyon._errors import ArgumentError, UnsupportedError
+from halcyon.torch._buffers import contexts
 from halcyon.torch._errors import OptimizationWarning
 
 __all__ = [
@@ -139,9 +140,14 @@ class _Checkpointed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = super().__call__  # type: ignore[misc]  # nn.Module's
-        if cast(nn.Module, self).training and torch.is_grad_enabled():
+        block = cast(nn.Module, self)
+        if not (block.training and torch.is_grad_enabled()):
+            return run(*args, **kwargs)
+        if torch.compiler.is_compiling() or next(block.buffers(), None) is None:
+            # Compilers of training graphs write buffers once themselves.
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        return run(*args, **kwargs)
+        context_fn = functools.partial(contexts, block)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _reduced(cast(nn.Module, self))
@@ -267,12 +273,10 @@ def install(module: nn.Module, settings: Settings, compiled: Callable[..., Any] 
     """
     before = settings_of(module)
     if settings.channels_last != before.channels_last:
-        layout = torch.channels_last if settings.channels_last else torch.contiguous_format
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.dim() == 4:
-                tensor.data = tensor.data.contiguous(memory_format=layout)
-                if tensor.grad is not None:
-                    tensor.grad = tensor.grad.contiguous(memory_format=layout)
+        if settings.channels_last:
+            _set_channels_last(module)
+        else:
+            _restore_layouts(module)
     if settings.checkpointing != before.checkpointing:
         for block in blocks(module):
             _set_mixin(block, _Checkpointed, settings.checkpointing)
@@ -286,6 +290,64 @@ def install(module: nn.Module, settings: Settings, compiled: Callable[..., Any] 
         module._compiled_call_impl = compiled
     elif settings != before or module._compiled_call_impl is None:
         _compile(module, settings.compilation)
+
+
+Layout = tuple[torch.Size, tuple[int, ...], tuple[int, ...] | None]
+
+
+def _images(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers that have a layout of images."""
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if tensor.dim() == 4:
+            yield name, tensor
+
+
+def _set_channels_last(module: nn.Module) -> None:
+    """Brings images and weights into the layout, and remembers the layouts that they have."""
+    layouts: dict[str, Layout] = {}
+    for name, tensor in _images(module):
+        grad = tensor.grad
+        layouts[name] = tensor.shape, tensor.stride(), None if grad is None else grad.stride()
+        tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+        if grad is not None:
+            tensor.grad = grad.contiguous(memory_format=torch.channels_last)
+    # Not by attribute, because a module may override `__setattr__`.
+    module.__dict__["_halcyon_layouts"] = layouts
+
+
+def _restore_layouts(module: nn.Module) -> None:
+    """Brings images and weights back into the layouts that they had."""
+    layouts: dict[str, Layout] = module.__dict__.pop("_halcyon_layouts", {})
+    for name, tensor in _images(module):
+        strides = of_grad = None
+        if name in layouts and layouts[name][0] == tensor.shape:
+            _, strides, of_grad = layouts[name]
+        tensor.data = _with_strides(tensor.data, strides)
+        if tensor.grad is not None:
+            tensor.grad = _with_strides(tensor.grad, of_grad or strides)
+
+
+def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """The values in memory with these strides; in row-major order for None."""
+    if strides is None:
+        return tensor.contiguous()
+    if tensor.stride() == strides:
+        return tensor
+    if not _is_dense(tensor.shape, strides):
+        # The tensor was a view of other memory, which the conversion has left.
+        return tensor.contiguous()
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Whether no two elements share memory and none is skipped."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def compiled_of(module: nn.Module) -> Callable[..., Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,9 +12,10 @@ from torch._C import _to_dlpack
 from torch.fx import GraphModule, Node
 
 from halcyon import _native
+from halcyon.torch.compile.interpret import hint
 from halcyon.torch.compile.table import aten
 
-__all__ = ["MODES", "Freezer", "candidates"]
+__all__ = ["MODES", "Freezer", "Frozen", "View", "candidates", "view"]
 
 MODES = ("checked", "trusted", "off")
 
@@ -43,6 +45,19 @@ _CONVOLUTIONS = {aten.convolution.default}
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 
+View = tuple[Any, ...]
+
+
+def view(t: torch.Tensor, dynamic: bool) -> View:
+    """What tells an input from other tensors, in particular other views of its memory.
+
+    Where no size of a graph is dynamic, Dynamo's guards hold sizes and strides, so the address is enough.
+    """
+    if not dynamic:
+        return (t.data_ptr(),)
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_neg()
+
+
 def _readers(node: Node) -> Iterator[Node]:
     """The operations that read the node, or a view of it."""
     for n in node.users:
@@ -54,15 +69,17 @@ def _readers(node: Node) -> Iterator[Node]:
 
 def _rows(product: Node) -> int:
     """The rows of a matrix product; of a symbolic number, that of the first call."""
-    size: Any = product.meta["val"].shape[-2]
-    if isinstance(size, torch.SymInt):
-        size = size.node.hint
-    return _ROWS if size is None else int(size)
+    size = hint(product.meta["val"].shape[-2])
+    return _ROWS if size is None else size
+
+
+def _elements(node: Node) -> int:
+    """The number of elements; of symbolic sizes, those of the first call."""
+    return math.prod(hint(n) or 0 for n in node.meta["val"].shape)
 
 
 def _bytes(node: Node) -> int:
-    val: torch.Tensor = node.meta["val"]
-    return val.numel() * val.element_size()
+    return _elements(node) * int(node.meta["val"].element_size())
 
 
 def candidates(gm: GraphModule, fixed: Sequence[int], mode: str) -> list[int]:
@@ -88,7 +105,7 @@ def candidates(gm: GraphModule, fixed: Sequence[int], mode: str) -> list[int]:
     large = convolved | multiplied
     if not large:
         return []
-    return sorted(places[w] for w in weights if w in large or w.meta["val"].numel() <= _SMALL)
+    return sorted(places[w] for w in weights if w in large or _elements(w) <= _SMALL)
 
 
 class Frozen:
@@ -99,7 +116,7 @@ class Frozen:
     def __init__(self, version: int, state: Any, constants: dict[int, _native.Tensor]) -> None:
         self.version = version
         self.state = state
-        """What the constants were made of: a fingerprint, or addresses and version counters."""
+        """What the constants were made of: sizes and a fingerprint, or views and version counters."""
         self.constants = constants
         """The constant of each frozen input."""
 
@@ -108,14 +125,18 @@ class Freezer:
     """Decides at each call whether a plan may use the weights as constants.
 
     ``checked`` compares a fingerprint of all bytes, so that every change is found. ``trusted`` compares
-    addresses and version counters, which a write through `Tensor.data` does not change.
+    addresses and version counters, which a write through `Tensor.data` does not change. Tensors that were
+    made in inference mode have no version counters, so with them ``trusted`` compares the fingerprint too.
     """
 
-    def __init__(self, places: Sequence[int], orders: Sequence[list[int] | None], checked: bool) -> None:
+    def __init__(
+        self, places: Sequence[int], orders: Sequence[list[int] | None], checked: bool, dynamic: bool
+    ) -> None:
         self.places = places
         self.orders = orders
         self.checked = checked
-        self.addresses: list[int] = []
+        self.dynamic = dynamic
+        self.views: list[View] = []
         self.weights: _native.Weights | None = None
         self.frozen: Frozen | None = None
         self.seen: Any = None
@@ -127,22 +148,23 @@ class Freezer:
         """The constants that this call may use, if any."""
         with self.lock:
             tensors = [args[p] for p in self.places]
-            addresses = [t.data_ptr() for t in tensors]
-            if addresses != self.addresses or self.weights is None:
-                self.addresses = addresses
+            views = [view(t, self.dynamic) for t in tensors]
+            if views != self.views or self.weights is None:
+                self.views = views
                 pairs = zip(tensors, self.orders, strict=True)
                 dense = [t.detach() if o is None else t.detach().permute(o) for t, o in pairs]
-                if not all(t.is_contiguous() for t in dense):
+                if not all(t.is_contiguous() and not t.is_neg() for t in dense):
                     self.weights = None
                     return None
                 self.weights = _native.Weights(backend, [_to_dlpack(t) for t in dense])
-            if self.checked:
-                state: Any = self.weights.fingerprint(torch.get_num_threads())
-            else:
-                state = (addresses, [t._version for t in tensors])
-            return self._decide(self.weights, state)
+            if self.checked or any(t.is_inference() for t in tensors):
+                # The same bytes may be seen with other sizes.
+                kinds = [v[1:] for v in views]
+                return self._decide(self.weights, kinds, self.weights.fingerprint(torch.get_num_threads()))
+            return self._decide(self.weights, [views, [t._version for t in tensors]], None)
 
-    def _decide(self, weights: _native.Weights, state: Any) -> Frozen | None:
+    def _decide(self, weights: _native.Weights, kinds: list[Any], fingerprint: int | None) -> Frozen | None:
+        state = (kinds, fingerprint)
         if self.frozen is not None and state == self.frozen.state:
             return self.frozen
         if state != self.seen:
@@ -150,9 +172,9 @@ class Freezer:
         self.calm += 1
         if self.calm <= self.patience:
             return None
-        made, fingerprint = weights.constants()
+        made, copied = weights.constants()
         # The fingerprint is that of the copies, so that a change during the copying is found.
-        state = fingerprint if self.checked else state
+        state = (kinds, None if fingerprint is None else copied)
         number = 1 if self.frozen is None else self.frozen.version + 1
         self.frozen = Frozen(number, state, dict(zip(self.places, made, strict=True)))
         # Weights that change often are not worth new plans.

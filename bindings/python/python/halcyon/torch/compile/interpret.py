@@ -15,7 +15,16 @@ from halcyon.torch.compile.dtypes import NAMES
 from halcyon.torch.compile.table import ROWS, Call, Unsupported, aten
 from halcyon.torch.compile.value import Value
 
-__all__ = ["Interpreter", "Sizes", "dense_order", "inverse", "operations", "output_nodes", "unsupported"]
+__all__ = [
+    "Interpreter",
+    "Sizes",
+    "dense_order",
+    "hint",
+    "inverse",
+    "operations",
+    "output_nodes",
+    "unsupported",
+]
 
 _SIZES = {aten.sym_size.int, aten.sym_numel.default}
 _CHECKS = {aten._assert_tensor_metadata.default}
@@ -223,19 +232,37 @@ def inverse(order: Sequence[int]) -> list[int]:
     return [order.index(k) for k in range(len(order))]
 
 
+def hint(size: Any) -> int | None:
+    """A size; of a symbolic one, that of the first call, if it is known.
+
+    `int` of a symbolic size would add a guard, and the graph would be compiled again for each other size.
+    """
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    known = size.node.hint
+    return None if known is None else int(known)
+
+
 def dense_order(val: torch.Tensor) -> list[int] | None:
-    """The order of axes in which a tensor is dense; None if it is row-major or not dense."""
-    try:
-        if val.is_contiguous():
-            return None
-        strides = [int(s) for s in val.stride()]
-        sizes = [int(n) for n in val.shape]
-    except Exception:  # a symbolic stride: the row-major order is right too
+    """The order of axes in which a tensor is dense; None if it is row-major or not dense.
+
+    Of symbolic sizes, those of the first call decide. An input that has another order in a later call is
+    copied; a result has the order of the first call.
+    """
+    sizes, strides = [hint(n) for n in val.shape], [hint(s) for s in val.stride()]
+    if None in sizes or None in strides or 0 in sizes:
         return None
-    order = sorted(range(len(sizes)), key=lambda k: (-strides[k], k))
+    rows = list(range(len(sizes)))
+    if _is_dense(sizes, strides, rows):
+        return None
+    order = sorted(rows, key=lambda k: (-(strides[k] or 0), k))
+    return order if _is_dense(sizes, strides, order) else None
+
+
+def _is_dense(sizes: Sequence[int | None], strides: Sequence[int | None], order: Sequence[int]) -> bool:
     expected = 1
     for k in reversed(order):
         if sizes[k] != 1 and strides[k] != expected:
-            return None
-        expected *= sizes[k]
-    return order
+            return False
+        expected *= sizes[k] or 0
+    return True

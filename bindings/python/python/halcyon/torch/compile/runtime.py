@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from halcyon import _native
 from halcyon._errors import ArgumentError, DriverError, DTypeError, ShapeError, UnsupportedError
-from halcyon.torch.compile.freeze import Freezer, Frozen, candidates
+from halcyon.torch.compile.freeze import Freezer, Frozen, View, candidates, view
 from halcyon.torch.compile.interpret import (
     Interpreter,
     dense_order,
@@ -42,23 +42,24 @@ def imported(backend: _native.Backend, t: torch.Tensor) -> _native.Tensor:
 class _Input:
     """A placeholder that takes a tensor."""
 
-    __slots__ = ("fixed", "kept", "order", "place")
+    __slots__ = ("dynamic", "fixed", "kept", "order", "place")
 
-    def __init__(self, node: Node, place: int, fixed: bool) -> None:
+    def __init__(self, node: Node, place: int, fixed: bool, dynamic: bool) -> None:
         self.place = place
+        self.dynamic = dynamic
         self.order = dense_order(node.meta["val"])
         """The order of axes in which the tensor is expected to be dense, if that is not the row-major one."""
         self.fixed = fixed
         """Whether calls give the same tensor, such as a parameter, so that its import is kept."""
-        self.kept: tuple[int, _native.Tensor] | None = None
+        self.kept: tuple[View, _native.Tensor] | None = None
 
     def take(self, backend: _native.Backend, t: torch.Tensor) -> _native.Tensor:
         """The tensor with its axes in the expected order."""
-        if self.kept is not None and self.kept[0] == t.data_ptr():
-            # The import holds the memory, so no other tensor has this address.
-            return self.kept[1]
         if t.is_neg():
             t = t.resolve_neg()
+        if self.kept is not None and self.kept[0] == view(t, self.dynamic):
+            # The import holds the memory, so no other memory has this address.
+            return self.kept[1]
         own = t if self.order is None else t.permute(self.order)
         if not own.is_contiguous():
             return imported(backend, own.contiguous())
@@ -69,7 +70,7 @@ class _Input:
                 # The memory is not aligned, so an import is a copy, which must not be kept.
                 self.fixed = False
             else:
-                self.kept = (t.data_ptr(), made)
+                self.kept = (view(t, self.dynamic), made)
                 return made
         return imported(backend, own)
 
@@ -103,14 +104,14 @@ class CompiledGraph:
         placeholders = [n for n in nodes if n.op == "placeholder"]
         output = next(n for n in nodes if n.op == "output")
         self.report: GraphReport = record(name, len(operations(gm)))
+        self.dynamic = any(_is_symbolic(n.meta.get("val")) for n in placeholders)
         self.inputs = [
-            _Input(n, i, i in set(fixed))
+            _Input(n, i, i in set(fixed), self.dynamic)
             for i, n in enumerate(placeholders)
             if isinstance(n.meta.get("val"), torch.Tensor)
         ]
         tensors = {i.place for i in self.inputs}
         self.numbers = [i for i in range(len(placeholders)) if i not in tensors]
-        self.dynamic = any(_is_symbolic(n.meta.get("val")) for n in placeholders)
         computed = output_nodes(output)
         self.results = _results(output, placeholders, computed)
         orders = [dense_order(n.meta["val"]) for n in computed]
@@ -121,9 +122,8 @@ class CompiledGraph:
         self.constants: dict[str, _native.Tensor] = {}
         frozen = set(candidates(gm, fixed, freeze))
         own = [i for i in self.inputs if i.place in frozen]
-        self.freezer = (
-            Freezer([i.place for i in own], [i.order for i in own], freeze == "checked") if own else None
-        )
+        places, dense = [i.place for i in own], [i.order for i in own]
+        self.freezer = Freezer(places, dense, freeze == "checked", self.dynamic) if own else None
         self.thawed = [i for i in self.inputs if i.place not in frozen]
         self.lock = threading.Lock()
         reasons = unsupported(gm)
@@ -222,7 +222,7 @@ def operator_attribute(gm: GraphModule, name: str) -> Any:
 
 def _is_symbolic(val: Any) -> bool:
     if isinstance(val, torch.Tensor):
-        return any(isinstance(n, torch.SymInt) for n in val.shape)
+        return any(isinstance(n, torch.SymInt) for n in (*val.shape, *val.stride()))
     return isinstance(val, (torch.SymInt, torch.SymFloat))
 
 

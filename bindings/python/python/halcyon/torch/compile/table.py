@@ -132,8 +132,12 @@ class Call:
         return self.scalar(number, dtype).expand(shape)
 
     def done(self, value: Value, i: int = 0) -> Value:
-        """The value as result `i`: rounded to its type and broadcast to its shape."""
-        return value.cast(self.dtype(i)).expand(self.shape(i))
+        """The value as result `i`, rounded to its type. With another shape, the graph falls back."""
+        return value.cast(self.dtype(i))
+
+    def spread(self, value: Value, i: int = 0) -> Value:
+        """The value as result `i`, rounded to its type and repeated to its shape."""
+        return self.done(value, i).expand(self.shape(i))
 
     @property
     def is_float(self) -> bool:

@@ -58,10 +58,10 @@ def _linspace(c: Call, start: Operand, end: Operand, steps: int, **_: Any) -> Va
     # PyTorch rounds the ends to the result's type, and counts from the nearer one.
     low, high = (v.cast("f64") for v in c.to(c.dtype(), start, end))
     if steps < 2:
-        return c.done(low)
+        return c.spread(low)
     place = counted(c, 0, 1, "f64")
     step = (high - low) / float(steps - 1)
-    return c.done((place < steps / 2).where(low + step * place, high - step * (float(steps - 1) - place)))
+    return c.spread((place < steps / 2).where(low + step * place, high - step * (float(steps - 1) - place)))
 
 
 @op("logspace", "logspace.Tensor_Tensor", "logspace.Tensor_Scalar", "logspace.Scalar_Tensor")
@@ -69,11 +69,11 @@ def _logspace(c: Call, start: Operand, end: Operand, steps: int, base: Number = 
     if not c.is_float or base <= 0:
         raise Unsupported("logspace of integers, or with a base that is not positive")
     if steps < 2:
-        return c.done(c.scalar(base, "f64").scalar("pow", c.value(start, "f64")))
+        return c.spread(c.scalar(base, "f64").scalar("pow", c.value(start, "f64")))
     # PyTorch rounds the ends to the result's type, but not the exponents between them.
     low, high = (v.cast("f64") for v in c.to(c.dtype(), start, end))
     place = counted(c, 0, 1, "f64") / float(steps - 1)
-    return c.done(c.scalar(base, "f64").scalar("pow", low + (high - low) * place))
+    return c.spread(c.scalar(base, "f64").scalar("pow", low + (high - low) * place))
 
 
 @op("prims::iota")

@@ -205,12 +205,12 @@ def _same(c: Call, x: Value, *_: Any, **__: Any) -> Value:
 
 @op("copy")
 def _copy(c: Call, x: Value, source: Value, non_blocking: bool = False) -> Value:
-    return c.done(source)
+    return c.spread(source)
 
 
 @op("fill.Scalar", "fill.Tensor")
 def _fill(c: Call, x: Value, value: Operand) -> Value:
-    return c.done(c.value(value, c.dtype()))
+    return c.spread(c.value(value, c.dtype()))
 
 
 @op("view.dtype")

@@ -10,14 +10,25 @@ from halcyon.torch.compile.dtypes import is_integer
 from halcyon.torch.compile.table import Call, Unsupported, op
 from halcyon.torch.compile.value import Value
 
-__all__ = ["Indexed"]
+__all__ = ["Indexed", "from_start"]
+
+
+def from_start(index: Value, size: int) -> Value:
+    """An index of which negative numbers do not count from the end.
+
+    The native operations let them. Where PyTorch does not, they become a number that is out of range, so that
+    the run fails as PyTorch does.
+    """
+    if index.dtype.startswith("u"):
+        return index
+    index = index.cast("i64") if size >= 2**31 else index
+    return (index < 0).where(size, index)
 
 
 @op("index_select")
 def _index_select(c: Call, x: Value, dim: int, index: Value) -> Value:
-    if x.ndim == 0:
-        return x.reshape([1]).take(index.reshape([index.size]), 0).reshape(c.shape())
-    return x.take(index.reshape([index.size]), x.axis(dim)).reshape(c.shape())
+    axis, own = x.axis(dim), x.reshape([1]) if x.ndim == 0 else x
+    return own.take(from_start(index.reshape([index.size]), own.shape[axis]), axis).reshape(c.shape())
 
 
 @op("gather")
@@ -25,9 +36,10 @@ def _gather(c: Call, x: Value, dim: int, index: Value, sparse_grad: bool = False
     if index.size == 0:
         return c.full(c.shape(), 0, x.dtype)
     if x.ndim == 0 or index.ndim == 0:
-        flat = index.reshape([index.size])
+        flat = from_start(index.reshape([index.size]), x.size)
         return x.reshape([x.size]).take(flat, 0).reshape(c.shape())
-    return x.take_elements(index, x.axis(dim))
+    axis = x.axis(dim)
+    return x.take_elements(from_start(index, x.shape[axis]), axis)
 
 
 @op("take")
@@ -46,7 +58,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Value:
-    return weight.take(indices, 0)
+    return weight.take(from_start(indices, weight.shape[0]), 0)
 
 
 class Indexed:
@@ -63,7 +75,8 @@ class Indexed:
         given = [i for i in indices if i is not None]
         if not given:
             raise Unsupported("no index")
-        if any(not is_integer(i.dtype) for i in given):
+        # PyTorch takes bytes as a mask too.
+        if any(not is_integer(i.dtype) or i.dtype == "u8" for i in given):
             raise Unsupported("an index that is a mask: the size of the result depends on values")
         sizes = [x.shape[k] for k in self.axes]
         self.rest = [k for k in range(x.ndim) if k not in self.axes]

@@ -8,6 +8,7 @@ from typing import Any
 
 from halcyon import _native
 from halcyon.torch.compile.dtypes import is_float, wide
+from halcyon.torch.compile.ops.index import from_start
 from halcyon.torch.compile.table import Call, Unsupported, op
 from halcyon.torch.compile.value import Value
 
@@ -177,6 +178,18 @@ def _max_pool3d_backward(c: Call, grad: Value, x: Value, *rest: Any) -> Value:
     return _from_indices(c, 3, grad, x, rest[-1])
 
 
+@op("max_unpool2d", "max_unpool3d")
+def _max_unpool(c: Call, x: Value, indices: Value, *_: Any) -> Value:
+    # PyTorch's decomposition would write past the end of a plane into the next one.
+    n, out = 2 if "2d" in str(c.node.target) else 3, c.shape()
+    if x.size == 0:
+        raise Unsupported("a pool of an empty tensor")
+    planes, size, count = math.prod(out[:-n]), math.prod(out[-n:]), math.prod(x.shape[-n:])
+    at = from_start(indices.reshape([planes, count]), size)
+    made = c.full([planes, size], 0, x.dtype).scatter_elements(at, x.reshape([planes, count]), 1, "set")
+    return made.reshape(out)
+
+
 def _average(
     pool: Pool, x: Value, out: Sequence[int], count_include_pad: bool, divisor: int | None
 ) -> tuple[str, Value | None]:
@@ -250,19 +263,35 @@ def _avg_pool3d_backward(c: Call, grad: Value, x: Value, *rest: Any) -> Value:
     return _avg_pool_backward(c, 3, grad, x, *rest)
 
 
-def _windows(like: Value, size: int, count: int) -> Value:
-    """The share that each of `size` elements has in each of `count` windows of an adaptive pool."""
-    out, place = like.iota("i64", [count, size], 0), like.iota("i64", [count, size], 1)
-    start = out * size / count
-    end = ((out + 1) * size + (count - 1)) / count
-    inside = (place >= start) & (place < end)
-    return inside.cast(like.dtype) / (end - start).cast(like.dtype)
+def _windows(like: Value, size: int, count: int) -> tuple[Value, Value, Value]:
+    """The `count` windows of an adaptive pool over an axis of this size.
+
+    The first value has the places of each window's elements in a row, which is as long as the longest window;
+    the second says which of them the window has; the third has the lengths of the windows.
+    """
+    longest = max(-(-(i + 1) * size // count) - i * size // count for i in range(count))
+    out = like.iota("i64", [count, longest], 0)
+    start, end = out * size / count, ((out + 1) * size + (count - 1)) / count
+    place = start + like.iota("i64", [count, longest], 1)
+    lengths = (end - start).slice(1, 0, 1).reshape([count])
+    return place.min(size - 1), place < end, lengths
 
 
-def _along(x: Value, axis: int, matrix: Value) -> Value:
-    """Multiplies a matrix by each line along an axis."""
-    last = x.ndim - 1
-    return x.transpose(axis, last).matmul(matrix.transpose(0, 1)).transpose(axis, last)
+def _window_sums(x: Value, axis: int, count: int) -> Value:
+    """The sums of `count` adaptive windows along an axis. An element counts in its own windows only."""
+    size = x.shape[axis]
+    if size % count == 0:
+        parts = x.reshape([*x.shape[:axis], count, size // count, *x.shape[axis + 1 :]])
+        return parts.sum([axis + 1])
+    place, inside, _ = _windows(x, size, count)
+    inside = inside.reshape([*inside.shape, *[1] * (x.ndim - 1 - axis)])
+    return inside.where(x.take(place, axis), 0).sum([axis + 1])
+
+
+def _lengths(like: Value, axis: int, size: int, count: int) -> Value:
+    """The lengths of the adaptive windows along an axis, to divide by."""
+    _, _, lengths = _windows(like, size, count)
+    return lengths.cast(like.dtype).reshape([count, *[1] * (like.ndim - 1 - axis)])
 
 
 @op("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d")
@@ -279,7 +308,9 @@ def _adaptive_avg_pool(c: Call, x: Value, size: Sequence[int]) -> Value:
         y = y.reshape([*lead, *split])
         return c.done(y.mean([len(lead) + 2 * k + 1 for k in range(n)]))
     for axis in range(x.ndim - n, x.ndim):
-        y = _along(y, axis, _windows(y, x.shape[axis], out[axis]))
+        y = _window_sums(y, axis, out[axis])
+    for axis in range(x.ndim - n, x.ndim):
+        y = y / _lengths(y, axis, x.shape[axis], out[axis])
     return c.done(y)
 
 
@@ -292,7 +323,10 @@ def _adaptive_avg_pool_backward(c: Call, grad: Value, x: Value) -> Value:
     g = grad.cast(c.math())
     if any(i % o for i, o in pairs):
         for axis in range(x.ndim - n, x.ndim):
-            g = _along(g, axis, _windows(g, x.shape[axis], grad.shape[axis]).transpose(0, 1))
+            g = g / _lengths(g, axis, x.shape[axis], grad.shape[axis])
+        for axis in range(x.ndim - n, x.ndim):
+            # The windows that have an element are the adaptive window of the results over the elements.
+            g = _window_sums(g, axis, x.shape[axis])
         return c.done(g)
     lead, narrow, broad = list(x.shape[:-n]), [], []
     for i, o in pairs:
@@ -312,14 +346,11 @@ def _adaptive_max_pool(c: Call, x: Value, size: Sequence[int]) -> tuple[Value, V
     lead = x.ndim - n
     for k in range(n):
         size_k, count = x.shape[lead + k], out[lead + k]
-        longest = max(-(-(i + 1) * size_k // count) - i * size_k // count for i in range(count))
-        start = x.iota("i64", [count, longest], 0) * size_k / count
-        end = ((x.iota("i64", [count, longest], 0) + 1) * size_k + (count - 1)) / count
-        row = start + x.iota("i64", [count, longest], 1)
-        y = y.take(row.min(size_k - 1), lead + 2 * k)
+        row, valid, _ = _windows(x, size_k, count)
+        y = y.take(row, lead + 2 * k)
         shape = [1] * (2 * n)
-        shape[2 * k : 2 * k + 2] = [count, longest]
-        valid, row = (row < end).reshape(shape), row.min(size_k - 1).reshape(shape)
+        shape[2 * k : 2 * k + 2] = row.shape
+        valid, row = valid.reshape(shape), row.reshape(shape)
         inside = valid if inside is None else inside & valid
         place = row if place is None else place * size_k + row
     if place is None or inside is None:

@@ -76,12 +76,12 @@ def _aminmax(c: Call, x: Value, *, dim: int | None = None, keepdim: bool = False
 
 @op("any", "any.dim", "any.dims")
 def _any(c: Call, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
-    return c.done(_truth(x).reduce("max", axes_of(x, dim), keepdim))
+    return c.done(_truth(x).reduce("max", axes_of(x, dim, empty_is_all=False), keepdim))
 
 
 @op("all", "all.dim", "all.dims")
 def _all(c: Call, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
-    return c.done(_truth(x).reduce("min", axes_of(x, dim), keepdim))
+    return c.done(_truth(x).reduce("min", axes_of(x, dim, empty_is_all=False), keepdim))
 
 
 def _truth(x: Value) -> Value:

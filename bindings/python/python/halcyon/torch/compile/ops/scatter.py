@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from halcyon.torch.compile.dtypes import is_float
-from halcyon.torch.compile.ops.index import Indexed
-from halcyon.torch.compile.ops.shape import bounds, strided_index
+from halcyon.torch.compile.ops.index import Indexed, from_start
+from halcyon.torch.compile.ops.shape import bounds, check_strided, strided_index
 from halcyon.torch.compile.table import Call, Unsupported, op
 from halcyon.torch.compile.value import Number, Operand, Value, concat
 
@@ -35,7 +35,8 @@ def scattered(c: Call, x: Value, dim: int, index: Value, updates: Operand, kind:
             new = new.slice(k, 0, n)
     else:
         new = c.full(index.shape, updates, wide)
-    made = base.scatter_elements(index, new, base.axis(dim), kind)
+    axis = base.axis(dim)
+    made = base.scatter_elements(from_start(index, base.shape[axis]), new, axis, kind)
     return made.cast(x.dtype).reshape(x.shape)
 
 
@@ -117,7 +118,7 @@ def _index_reduce(
     if index.size == 0 or x.size == 0:
         return x
     kind, wide, axis = {**_KINDS, "mean": "add"}[reduce], c.math(), x.axis(dim)
-    flat, base = index.reshape([index.size]), x.cast(wide)
+    flat, base = from_start(index.reshape([index.size]), x.shape[axis]), x.cast(wide)
     count = c.full([x.shape[axis]], 0, "i64").scatter_rows(flat, c.full([index.size], 1, "i64"), 0, "add")
     count = count.reshape([x.shape[axis], *[1] * (x.ndim - 1 - axis)])
     if not include_self:
@@ -137,20 +138,22 @@ def _index_fill(c: Call, x: Value, dim: int, index: Value, value: Operand) -> Va
         return c.done(c.value(value, x.dtype))
     shape = list(x.shape)
     shape[x.axis(dim)] = index.size
-    return _rows(c, x, dim, index, c.value(value, x.dtype).expand(shape), "set")
+    return _rows(c, x, dim, index, c.value(value, x.dtype).expand(shape), "set", from_end=True)
 
 
-def _rows(c: Call, x: Value, dim: int, index: Value, new: Value, kind: str) -> Value:
+def _rows(c: Call, x: Value, dim: int, index: Value, new: Value, kind: str, from_end: bool = False) -> Value:
     if x.dtype == "bool" and kind != "set":
         raise Unsupported("a reducing scatter of bool")
     if index.size == 0 or x.size == 0:
         return x
     base = x if kind == "set" else x.cast(c.math())
+    axis = x.axis(dim)
     flat = index.reshape([index.size])
+    if not from_end:
+        flat = from_start(flat, x.shape[axis] if x.ndim else 1)
     if x.ndim == 0:
         made = base.reshape([1]).scatter_rows(flat, new.cast(base.dtype).reshape([index.size]), 0, kind)
         return c.done(made.reshape([]))
-    axis = x.axis(dim)
     shape = list(x.shape)
     shape[axis] = index.size
     return c.done(base.scatter_rows(flat, new.cast(base.dtype).reshape(shape), axis, kind))
@@ -178,6 +181,8 @@ def _masked_put(c: Call, x: Value, indices: Sequence[Value | None], values: Valu
     if len(indices) != 1 or indices[0] is None:
         raise Unsupported("several masks as indices")
     mask = indices[0]
+    if mask.shape != x.shape[: mask.ndim]:
+        raise Unsupported("a mask of other sizes")
     mask = mask.reshape([*mask.shape, *[1] * (x.ndim - mask.ndim)])
     return c.done(mask.where(values.cast(x.dtype).reshape([]), x))
 
@@ -206,7 +211,7 @@ def _embedding_backward(
     c: Call, grad: Value, indices: Value, rows: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Value:
     width = grad.shape[-1]
-    flat = indices.reshape([indices.size])
+    flat = from_start(indices.reshape([indices.size]), rows)
     new = grad.cast(c.math()).reshape([indices.size, width])
     if scale_grad_by_freq:
         ones = c.full([indices.size], 1, "i64")
@@ -284,9 +289,7 @@ def _as_strided_scatter(
     stride: Sequence[int],
     storage_offset: int | None = None,
 ) -> Value:
-    source = c.node.args[0].meta["val"]  # type: ignore[union-attr]
-    if not source.is_contiguous() or c.size(source.storage_offset()) != 0:
-        raise Unsupported("as_strided_scatter of a tensor that is not contiguous")
+    check_strided(c, x, size, stride, storage_offset or 0)
     if src.size == 0:
         return x
     return _flat_scatter(x, strided_index(x, size, stride, storage_offset or 0), src)

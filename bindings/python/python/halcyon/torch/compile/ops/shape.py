@@ -169,15 +169,25 @@ def _constant_pad(c: Call, x: Value, pad: Sequence[int], value: Number = 0) -> V
 def _as_strided(
     c: Call, x: Value, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Value:
-    source = c.node.args[0].meta["val"]  # type: ignore[union-attr]
-    if not source.is_contiguous() or c.size(source.storage_offset()) != 0:
-        raise Unsupported("as_strided of a tensor that is not contiguous")
-    shape = c.shape()
+    shape, offset = c.shape(), storage_offset or 0
+    check_strided(c, x, shape, stride, offset)
     flat = x.reshape([x.size])
     if math.prod(shape) == 0:
         return c.full(shape, 0, x.dtype)
-    at = strided_index(flat, shape, stride, storage_offset or 0)
-    return flat.take(at, 0).reshape(shape)
+    return flat.take(strided_index(flat, shape, stride, offset), 0).reshape(shape)
+
+
+def check_strided(c: Call, x: Value, shape: Sequence[int], stride: Sequence[int], offset: int) -> None:
+    """Refuses a strided view for which the elements of `x` are not those in memory from its start on."""
+    source = c.node.args[0].meta["val"]  # type: ignore[union-attr]
+    rows = [math.prod(x.shape[k + 1 :]) for k in range(x.ndim)]
+    sizes = zip(x.shape, source.stride(), rows, strict=True)
+    if any(n != 1 and c.size(s) != r for n, s, r in sizes) or c.size(source.storage_offset()) != 0:
+        raise Unsupported("a strided view of a tensor that is not contiguous")
+    last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    if math.prod(shape) and last >= x.size:
+        # The tensor is itself a view, and the memory has more elements.
+        raise Unsupported("a strided view of elements outside of the tensor")
 
 
 def strided_index(like: Value, shape: Sequence[int], stride: Sequence[int], offset: int) -> Value:
