@@ -19,6 +19,11 @@ pub(crate) fn object<'py>(py: Python<'py>, value: &impl serde::Serialize) -> PyR
     py.import("json")?.call_method1("loads", (text,))
 }
 
+/// A number that an argument gives.
+fn not_negative<T: TryFrom<i64>>(name: &str, n: i64) -> PyResult<T> {
+    T::try_from(n).map_err(|_| argument(name, format!("{n}: expected at least 0")))
+}
+
 #[pymethods]
 impl Backend {
     /// Opens a device by name: `auto`, `cpu`, `cuda:0`, or a name that `devices()` lists.
@@ -28,9 +33,9 @@ impl Backend {
     fn new(
         py: Python<'_>,
         name: &str,
-        threads: Option<usize>,
+        threads: Option<i64>,
         level: Option<&str>,
-        memory_limit: Option<u64>,
+        memory_limit: Option<i64>,
         amp: Option<&str>,
         profile: bool,
     ) -> PyResult<Backend> {
@@ -40,13 +45,13 @@ impl Backend {
             b = b.device(i);
         }
         if let Some(n) = threads {
-            b = b.num_threads(n);
+            b = b.num_threads(not_negative("threads", n)?);
         }
         if let Some(l) = level {
             b = b.level(l.parse::<Level>().or_raise()?);
         }
         if let Some(bytes) = memory_limit {
-            b = b.memory_limit(bytes);
+            b = b.memory_limit(not_negative("memory_limit", bytes)?);
         }
         if let Some(p) = amp {
             b = b.amp(p.parse::<AmpPolicy>().or_raise()?);

@@ -7,10 +7,13 @@ use halcyon::{Compiled as Inner, Error, Result, Tensor as Raw};
 use halcyon_ir::Scalar;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use std::sync::{Arc, Mutex};
+use std::cell::Cell;
 
-/// The Python exception that the traced function raised.
-type Raised = Arc<Mutex<Option<PyErr>>>;
+thread_local! {
+    /// The exception that the function raised which this thread traces. Threads may trace at the same time.
+    static RAISED: Cell<Option<PyErr>> = const { Cell::new(None) };
+}
+
 type Traced = Box<dyn Fn(&[Raw]) -> Result<Vec<Raw>> + Send + Sync>;
 
 /// Calls a Python function that takes tensors and returns a sequence of tensors.
@@ -23,20 +26,15 @@ fn call(py: Python<'_>, f: &Py<PyAny>, inputs: &[Raw]) -> PyResult<Vec<Raw>> {
     Ok(out.iter().map(|t| t.0.clone()).collect())
 }
 
-fn keep(raised: &Raised, e: PyErr) -> Error {
-    *raised.lock().unwrap_or_else(|e| e.into_inner()) = Some(e);
+fn keep(e: PyErr) -> Error {
+    RAISED.set(Some(e));
     Error::argument("compiled function", "the function raised an exception")
-}
-
-fn take(raised: &Raised) -> Option<PyErr> {
-    raised.lock().unwrap_or_else(|e| e.into_inner()).take()
 }
 
 /// A function of tensors that is traced once for each set of input types.
 #[pyclass(frozen, module = "halcyon._native")]
 pub(crate) struct Compiled {
     inner: Inner<Traced>,
-    raised: Raised,
 }
 
 #[pymethods]
@@ -44,11 +42,8 @@ impl Compiled {
     /// `function` takes tensors and returns a list of tensors. It is called with placeholders.
     #[new]
     fn new(backend: &Backend, function: Py<PyAny>) -> Compiled {
-        let raised = Raised::default();
-        let slot = raised.clone();
-        let traced: Traced =
-            Box::new(move |x| Python::attach(|py| call(py, &function, x).map_err(|e| keep(&slot, e))));
-        Compiled { inner: backend.0.compile(traced), raised }
+        let traced: Traced = Box::new(move |x| Python::attach(|py| call(py, &function, x).map_err(keep)));
+        Compiled { inner: backend.0.compile(traced) }
     }
 
     /// Runs the function. `args` are the numbers that the function reads by `ops.call_argument`; new numbers
@@ -65,13 +60,14 @@ impl Compiled {
         let args: Vec<Scalar> =
             args.iter().flatten().map(crate::convert::scalar).collect::<PyResult<Vec<Scalar>>>()?;
         let _call = calls::call(py)?;
+        drop(RAISED.take());
         let made = py.detach(|| {
             let all: Vec<&Raw> = all.iter().collect();
             self.inner.call_with(&all, &args)
         });
         match made {
             Ok(out) => Ok(out.into_iter().map(Tensor).collect()),
-            Err(e) => Err(take(&self.raised).unwrap_or_else(|| crate::errors::exception(e))),
+            Err(e) => Err(RAISED.take().unwrap_or_else(|| crate::errors::exception(e))),
         }
     }
 
@@ -115,10 +111,10 @@ pub(crate) fn value_and_grad(
     // with a history keeps it, for gradients of gradients. A placeholder cannot be evaluated.
     let leaf = |t: &Raw| if traced || t.is_tracked() { Ok(t.variable()) } else { t.requires_grad() };
     let all = py.work(|| given.iter().map(leaf).collect::<Result<Vec<Raw>>>())?;
-    let raised = Raised::default();
     let _callback = Callback::begin(py);
+    drop(RAISED.take());
     let made = halcyon::value_and_grad(&all, |p| {
-        let mut out = call(py, &function, p).map_err(|e| keep(&raised, e))?;
+        let mut out = call(py, &function, p).map_err(keep)?;
         match out.len() {
             1 => Ok(out.remove(0)),
             n => {
@@ -131,6 +127,6 @@ pub(crate) fn value_and_grad(
             let history = |g: Raw| if inner { g } else { g.without_history() };
             Ok((Tensor(value), grads.into_iter().map(history).map(Tensor).collect()))
         }
-        Err(e) => Err(take(&raised).unwrap_or_else(|| crate::errors::exception(e))),
+        Err(e) => Err(RAISED.take().unwrap_or_else(|| crate::errors::exception(e))),
     }
 }

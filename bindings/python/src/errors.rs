@@ -63,6 +63,15 @@ fn in_python_terms(mut e: Error) -> Error {
 /// The exception for an error of Halcyon. An interrupted run is a `KeyboardInterrupt`.
 pub(crate) fn exception(e: Error) -> PyErr {
     let e = in_python_terms(without_rust_line(e));
+    if let Error::MixedDevices { a, b, .. } = &e
+        && a == b
+    {
+        let what = format!(
+            "operands belong to two backends that were opened separately on {a}. Make one of them with \
+             device=x.device of the other, or call halcyon.set_default_backend before arrays are made"
+        );
+        return named("MixedDevicesError", what);
+    }
     if let Error::Interrupted { .. } = e {
         return PyKeyboardInterrupt::new_err(e.to_string());
     }

@@ -36,6 +36,7 @@ pub(crate) struct LanguageModel {
     path: PathBuf,
     family: String,
     context: usize,
+    vocabulary: usize,
     parallel: usize,
     has_template: bool,
     warnings: Vec<String>,
@@ -153,6 +154,7 @@ fn load(path: &Path, backend: &RawBackend, o: &Load) -> Result<LanguageModel> {
         path: path.into(),
         family: file.spec.family.to_string(),
         context,
+        vocabulary: file.spec.vocabulary,
         parallel: o.parallel,
         has_template,
         warnings: file.warnings()?,
@@ -201,6 +203,11 @@ impl LanguageModel {
 
     /// The text of tokens.
     fn text(&self, py: Python<'_>, tokens: Vec<u32>, skip_special: bool) -> PyResult<String> {
+        // A model may have more rows than its tokenizer has tokens.
+        let n = self.vocabulary;
+        if let Some(wrong) = tokens.iter().find(|id| **id as usize >= n) {
+            return Err(argument("tokens", format!("{wrong} is not in the vocabulary of {n}")));
+        }
         py.work(|| {
             self.shared.with(|g| match g.tokenizer() {
                 Some(t) => Ok(t.decode(&tokens, skip_special)),

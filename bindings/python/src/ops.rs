@@ -404,6 +404,12 @@ fn rand_by_key(low: In<'_>, high: In<'_>, shape: Vec<usize>) -> PyResult<Tensor>
     Tensor::made(Inner::rand_by_key([&low.0, &high.0], shape))
 }
 
+/// Standard normal random numbers of f32 from a key: two u32 tensors of rank 0.
+#[pyfunction]
+fn randn_by_key(low: In<'_>, high: In<'_>, shape: Vec<usize>) -> PyResult<Tensor> {
+    Tensor::made(Inner::randn_by_key([&low.0, &high.0], shape))
+}
+
 /// The indices of the elements that are not zero, as `[count, rank]` of i64. Computes the value.
 #[pyfunction]
 fn nonzero(py: Python<'_>, x: In<'_>) -> PyResult<Tensor> {
@@ -441,7 +447,7 @@ pub(crate) fn register(parent: &Bound<'_, PyModule>) -> PyResult<()> {
         scalar scalar_ops literal cast bitcast stop_gradient matmul reshape permute expand slice narrow_at flip
         pad concat gather gather_elements scatter_elements scatter_rows update_slice reduce mean var argreduce
         argsort scan iota softmax log_softmax layer_norm rms_norm batch_norm conv pool attention cross_entropy
-        rand_by_key nonzero
+        rand_by_key randn_by_key nonzero
     }
     crate::torch_ops::register(&m)?;
     parent.add_submodule(&m)

@@ -49,13 +49,12 @@ type Job = Box<dyn FnOnce(&mut Host) + Send>;
 /// Makes an optimizer's builder, which does not leave its thread.
 type Builder = Box<dyn FnOnce() -> OptimizerBuilder + Send>;
 
-/// What a call and the step's thread share.
-#[derive(Default)]
+/// What the Python object and the step's thread share.
 struct Shared {
-    /// The loss function during a run. The thread does not keep it, because Python's garbage collector could
-    /// not see that reference: a loss that refers to its own step would never be freed.
+    /// The loss function. Only this place refers to it, and [`TrainStep::__traverse__`] shows it to Python's
+    /// garbage collector: otherwise a loss that refers to its own step would never be freed.
     function: Mutex<Option<Py<PyAny>>>,
-    /// The exception that the loss function raised.
+    /// The exception that the loss function raised in the job that runs.
     raised: Mutex<Option<PyErr>>,
 }
 
@@ -63,7 +62,6 @@ struct Shared {
 #[pyclass(frozen, module = "halcyon._native")]
 pub(crate) struct TrainStep {
     jobs: Mutex<Sender<Job>>,
-    function: Mutex<Option<Py<PyAny>>>,
     shared: Arc<Shared>,
     thread: ThreadId,
     process: u32,
@@ -163,6 +161,25 @@ fn host(params: Vec<(String, Raw)>, r: Recipe, shared: Arc<Shared>) -> Result<Ho
     Ok(Host { params, step })
 }
 
+/// Checks that a parameter may get this value.
+fn fits(name: &str, old: &Raw, new: &Raw) -> Result<()> {
+    let (have, want) = (new.dims()?, old.dims()?);
+    if have != want {
+        return Err(Error::shape("params", format!("{name} is {want:?}, and {have:?} is given")));
+    }
+    let (have, want) = (new.dtype()?, old.dtype()?);
+    if have != want {
+        let (op, want) = ("params".into(), format!("{want} for {name}"));
+        return Err(Error::DType { op, dtype: have, want, at: Default::default() });
+    }
+    if !new.backend().is_same(old.backend()) {
+        let what =
+            format!("{name} is on {}, and a value on {} is given", old.backend().id(), new.backend().id());
+        return Err(Error::argument("params", what));
+    }
+    Ok(())
+}
+
 impl TrainStep {
     /// Runs `job` on the step's thread. Ctrl-C is raised after its end.
     fn ask<T: Send + 'static>(
@@ -185,10 +202,15 @@ impl TrainStep {
         let gone = || exception(Error::internal("the thread of a training step has ended"));
         let (send, mut receive) = mpsc::channel();
         // The receiver waits for this value, so sending cannot fail.
-        let job = Box::new(move |h: &mut Host| drop(send.send(job(h))));
+        let shared = self.shared.clone();
+        let job = Box::new(move |h: &mut Host| {
+            let made = job(h);
+            let raised = lock(&shared.raised).take();
+            drop(send.send((made, raised)));
+        });
         lock(&self.jobs).send(job).map_err(|_| gone())?;
         let mut signal = Ok(());
-        let made = loop {
+        let (made, raised) = loop {
             let receive = &mut receive;
             match py.detach(move || receive.recv_timeout(POLL)) {
                 Ok(made) => break made,
@@ -200,7 +222,6 @@ impl TrainStep {
                 }
             }
         };
-        let raised = lock(&self.shared.raised).take();
         signal?;
         match (made, raised) {
             (Err(_), Some(e)) => Err(e),
@@ -248,7 +269,7 @@ impl TrainStep {
         };
         o.end()?;
         let params: Vec<(String, Raw)> = params.into_iter().map(|(n, t)| (n, t.0.clone())).collect();
-        let shared = Arc::<Shared>::default();
+        let shared = Arc::new(Shared { function: Mutex::new(Some(function)), raised: Mutex::new(None) });
         let (jobs, work) = mpsc::channel::<Job>();
         let (ready, is_ready) = mpsc::channel();
         let of_thread = shared.clone();
@@ -274,34 +295,29 @@ impl TrainStep {
         let made = py.detach(move || is_ready.recv());
         made.unwrap_or_else(|_| Err(Error::internal("the thread of a training step has ended")))
             .or_raise()?;
-        let (jobs, function, process) = (Mutex::new(jobs), Mutex::new(Some(function)), std::process::id());
-        Ok(TrainStep { jobs, function, shared, thread, process })
+        Ok(TrainStep { jobs: Mutex::new(jobs), shared, thread, process: std::process::id() })
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {
         // A lock that another thread holds means that the object is in use.
-        match self.function.try_lock() {
+        match self.shared.function.try_lock() {
             Ok(function) => function.iter().try_for_each(|f| visit.call(f)),
             Err(_) => Ok(()),
         }
     }
 
     fn __clear__(&self) {
-        drop(lock(&self.function).take());
+        // The lock is free before the function is, whose end may run Python.
+        let function = lock(&self.shared.function).take();
+        drop(function);
     }
 
     /// Runs a step. Returns what the function returned, the loss first.
     fn run(&self, py: Python<'_>, batch: Vec<PyRef<'_, Tensor>>) -> PyResult<Vec<Tensor>> {
         let batch: Vec<Raw> = batch.iter().map(|t| t.0.clone()).collect();
-        let function = lock(&self.function).as_ref().map(|f| f.clone_ref(py));
-        let shared = self.shared.clone();
         let made = self.ask(py, move |h| {
             let batch: Vec<&Raw> = batch.iter().collect();
-            *lock(&shared.function) = function;
-            let made = h.step.run(&batch);
-            let used = lock(&shared.function).take();
-            Python::attach(|_| drop(used));
-            made
+            h.step.run(&batch)
         })?;
         Ok(made.into_iter().map(Tensor).collect())
     }
@@ -326,6 +342,10 @@ impl TrainStep {
         let values: Vec<(String, Raw)> = values.into_iter().map(|(n, t)| (n, t.0.clone())).collect();
         self.ask(py, move |h| {
             let slots = values.iter().map(|(n, _)| h.params.slot(n)).collect::<Result<Vec<_>>>()?;
+            // All are checked before one is replaced.
+            for (slot, (name, new)) in slots.iter().zip(&values) {
+                fits(name, &slot.value(), new)?;
+            }
             slots.iter().zip(values).try_for_each(|(slot, (_, value))| slot.set(value))
         })
     }

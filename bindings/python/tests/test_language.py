@@ -140,6 +140,10 @@ def test_errors_name_the_cause(model, tmp_path):
         model.generate([])
     with pytest.raises(halcyon.ArgumentError, match="9999"):
         model.generate([9999])
+    with pytest.raises(halcyon.ArgumentError, match="9999"):
+        model.text([1, 9999])
+    with pytest.raises(halcyon.DTypeError, match="2 axes"):
+        model.generate(np.array([[1, 2, 3]]))
     assert not model.has_chat_template
     with pytest.raises(halcyon.UnsupportedError, match="chat template"):
         model.chat("hello")

@@ -93,6 +93,27 @@ def test_select():
         halcyon.select("cpu", fallback="sometimes")
 
 
+def test_everyone_who_names_a_device_shares_it():
+    from halcyon import array as ha
+
+    chosen = halcyon.select("cpu")
+    made = ha.ones(3, device=chosen.backend) + ha.ones(3, device="cpu")
+    opened = next(d for d in halcyon.devices() if d.id == "cpu:0").open()
+    assert (made + ha.ones(3, device=opened)).tolist() == [3, 3, 3]
+    other = halcyon.Backend("cpu", threads=1)
+    with pytest.raises(halcyon.MixedDevicesError, match="set_default_backend") as e:
+        made + ha.ones(3, device=other)
+    assert "&" not in str(e.value) and "clone" not in str(e.value)
+    for call in (
+        lambda: halcyon.Backend("cpu", threads=-1),
+        lambda: halcyon.Backend("cpu", memory_limit=-1),
+        lambda: halcyon.select("cpu", memory=-1),
+        lambda: halcyon.doctor("cpu", timeout=-1),
+    ):
+        with pytest.raises(halcyon.ArgumentError, match="-1"):
+            call()
+
+
 def test_doctor():
     report = halcyon.doctor("cpu")
     assert report.exit_code in (0, 1) and report.failures == []

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 WITHOUT = """
+import inspect
 import sys
 sys.modules["torch"] = None  # importing it raises ImportError
 import halcyon
@@ -14,6 +15,9 @@ except ImportError as error:
     print(error)
 else:
     raise SystemExit("it was imported")
+assert not hasattr(halcyon, "torch")
+names = dict(inspect.getmembers(halcyon))
+assert "array" in names and "torch" not in names
 """
 
 

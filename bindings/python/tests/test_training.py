@@ -8,6 +8,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import halcyon
 import numpy as np
@@ -203,6 +204,96 @@ def test_errors_are_the_callers_own_and_change_nothing():
     ]:
         with pytest.raises(error, match=names):
             wrong()
+
+
+def test_names_with_dots_and_weights_of_files(tmp_path):
+    nested = {"l": [ha.ones(2, dtype=ha.float32), ha.zeros(3, dtype=ha.float32)]}
+    training.save_weights(tmp_path / "a.safetensors", nested)
+    flat = training.load_weights(tmp_path / "a.safetensors", ha.ones(1).device)
+    assert sorted(flat) == ["l.0", "l.1"]
+    training.save_weights(tmp_path / "b.safetensors", flat)
+    assert sorted(training.load_weights(tmp_path / "b.safetensors")) == ["l.0", "l.1"]
+    step = training.TrainStep(lambda p: ha.sum(p["l.0"] ** 2) + ha.sum(p["l.1"]), flat, "sgd", lr=0.25)
+    assert float(step()) == 2 and step.params["l.0"].tolist() == [0.5, 0.5]
+    # The weights of a file replace the parameters of any structure with the same paths.
+    step = training.TrainStep(lambda p: ha.sum(p["l"][0] ** 2) + ha.sum(p["l"][1]), nested, "sgd", lr=0.25)
+    step.params = {"l.0": ha.full(2, 3.0), "l.1": flat["l.1"]}
+    assert step.params["l"][0].tolist() == [3, 3]
+    with pytest.raises(halcyon.ArgumentError, match=r"l\.0"):
+        training.save_weights(tmp_path / "c.safetensors", {**nested, "l.0": ha.ones(1)})
+
+
+def test_parameters_are_replaced_together_or_not_at_all():
+    step = training.TrainStep(loss, start(), "sgd", lr=0.1)
+    before = np.asarray(step.params["b"])
+    for wrong, error in [
+        (ha.ones((4, 3), dtype=ha.float32), halcyon.ShapeError),
+        (ha.ones((4, 2), dtype=ha.float64), halcyon.DTypeError),
+    ]:
+        with pytest.raises(error, match="w"):
+            step.params = {"b": ha.ones(2, dtype=ha.float32), "w": wrong}
+        assert np.array_equal(np.asarray(step.params["b"]), before)
+
+
+def test_named_tuples_stay_named():
+    class Pair(NamedTuple):
+        w: Any
+        b: Any
+
+    first = start()
+    step = training.TrainStep(
+        lambda p, x, y: loss({"w": p.w, "b": p.b}, x, y), Pair(first["w"], first["b"]), "sgd", lr=0.1
+    )
+    step(*next(batches(1)))
+    assert isinstance(step.params, Pair)
+
+
+@pytest.mark.parametrize("draw", ["normal", "uniform", "half", "double", "randint", "permutation"])
+def test_draws_in_a_loss_follow_the_seed_and_the_step(draw):
+    def noise(n):
+        return {
+            "normal": lambda: ha.random.normal((n,)),
+            "uniform": lambda: ha.random.uniform((n,)),
+            "half": lambda: ha.astype(ha.random.uniform((n,), dtype=ha.float16), ha.float32),
+            "double": lambda: ha.astype(ha.random.uniform((n,), dtype=ha.float64), ha.float32),
+            "randint": lambda: ha.astype(ha.random.randint(0, 1000, (n,)), ha.float32),
+            "permutation": lambda: ha.astype(ha.random.permutation(n), ha.float32),
+        }[draw]()
+
+    def drawn(seed, steps=3):
+        def both(params):
+            first, second = noise(64), noise(64)
+            return ha.sum(params["a"]) + 0.0 * ha.sum(first), first, second
+
+        step = training.TrainStep(both, {"a": ha.ones(1, dtype=ha.float32)}, "sgd", lr=0.0, seed=seed)
+        return [np.asarray(x) for _ in range(steps) for x in step()[1:]]
+
+    one, same, other = drawn(1), drawn(1), drawn(2)
+    assert all(np.array_equal(a, b) for a, b in zip(one, same, strict=True))
+    # Every draw of every step and seed has numbers of its own.
+    assert len({a.tobytes() for a in one + other}) == 12
+    if draw == "permutation":
+        assert all(sorted(a.tolist()) == list(range(64)) for a in one)
+    elif draw == "normal":
+        assert abs(np.mean(one)) < 0.3 and 0.7 < np.std(one) < 1.3
+    elif draw != "randint":
+        assert 0 <= np.min(one) < 0.1 and 0.9 < np.max(one) < 1 and 0.4 < np.mean(one) < 0.6
+
+
+def test_threads_get_their_own_exceptions():
+    def broken(params, x):
+        raise KeyError(x.shape[0])
+
+    step = training.TrainStep(broken, {"w": ha.ones(2, dtype=ha.float32)}, "sgd", lr=0.1)
+
+    def own(n):
+        for _ in range(50):
+            with pytest.raises(KeyError) as e:
+                step(np.ones(n, np.float32))
+            assert e.value.args == (n,)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(own, range(1, 5)))
 
 
 def test_a_loss_cannot_use_its_own_step():

@@ -37,7 +37,7 @@ BACKENDS: dict[str, Case] = {
     "a default that is a number": (lambda: halcyon.set_default_backend(3), halcyon.DTypeError, "int"),
     "a default that is None": (lambda: halcyon.set_default_backend(None), halcyon.DTypeError, "NoneType"),
     "a device without number": (lambda: halcyon.select("cpu:x"), halcyon.ArgumentError, "cpu:x"),
-    "negative memory": (lambda: halcyon.select("cpu", memory=-1), OverflowError, "negative"),
+    "negative memory": (lambda: halcyon.select("cpu", memory=-1), ValueError, "memory: -1"),
     "no threads": (lambda: halcyon.Backend("cpu", threads=0), halcyon.ArgumentError, "thread"),
 }
 

@@ -131,6 +131,16 @@ impl Tensor {
             _ => Err(Error::internal("a key has two halves")),
         })
     }
+
+    /// Standard normal in f32, like [`Tensor::randn`] with the seed `key[0] + (key[1] << 32)`.
+    #[track_caller]
+    pub fn randn_by_key(key: [&Tensor; 2], shape: impl Into<Shape>) -> Tensor {
+        let shape = shape.into();
+        Tensor::build(&key, |g, x| match *x {
+            [low, high] => normal(g, &shape, [low, high]),
+            _ => Err(Error::internal("a key has two halves")),
+        })
+    }
 }
 
 impl Backend {

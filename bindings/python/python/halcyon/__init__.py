@@ -7,6 +7,8 @@ there. All work is done by the native module; these files add Python's conventio
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from halcyon import _native
@@ -167,9 +169,16 @@ def __getattr__(name: str) -> Any:
         globals()[name] = found
         return found
     if name in _MODULES:
-        return importlib.import_module(f"halcyon.{name}")
+        try:
+            return importlib.import_module(f"halcyon.{name}")
+        except ImportError as e:
+            # `hasattr`, `help` and `inspect` expect this class. `import halcyon.torch` raises its own.
+            raise AttributeError(str(e)) from e
     raise AttributeError(f"module 'halcyon' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_MODULES})
+    names = {*globals(), *_LAZY, *_MODULES}
+    # Tools such as `help` get every name that is listed.
+    has_torch = sys.modules.get("torch") or importlib.util.find_spec("torch")
+    return sorted(names if has_torch else names - {"torch"})

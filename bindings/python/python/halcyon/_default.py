@@ -39,6 +39,12 @@ def _opened(name: str) -> Backend:
         return _open.setdefault(name, _open.setdefault(made.id, made))
 
 
+def shared(made: Backend) -> Backend:
+    """The backend that names of this device give: the open one, or else this one from now on."""
+    with _lock:
+        return _open.setdefault(made.id, made)
+
+
 def default_backend() -> Backend:
     """The default backend: the one of :func:`set_default_backend`, or else the best device of the machine.
 

@@ -30,6 +30,13 @@ class HalcyonError(RuntimeError):
     """An error of Halcyon. The message has the facts and the next step."""
 
 
+def at_least(what: str, least: int = 0, **numbers: object) -> None:
+    """Refuses integers below a limit, by the names of their arguments."""
+    for name, n in numbers.items():
+        if isinstance(n, int) and n < least:
+            raise ArgumentError(f"{what}: {name}: {n}: expected at least {least}")
+
+
 class HalcyonWarning(UserWarning):
     """Something that was asked for and has no effect, or was replaced. The message names it."""
 

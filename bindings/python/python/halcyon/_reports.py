@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 from halcyon import _native
-from halcyon._errors import UnavailableError
+from halcyon._default import resolve_backend, shared
+from halcyon._errors import UnavailableError, at_least
 from halcyon._native import Backend
 from halcyon._program import program
 
@@ -112,8 +113,8 @@ class Device:
         return dict(self._facts["properties"])
 
     def open(self) -> Backend:
-        """Opens the device."""
-        return Backend(self.id)
+        """Opens the device, once for all who name it."""
+        return resolve_backend(self.id)
 
     def to_dict(self) -> dict[str, Any]:
         """The device's facts."""
@@ -193,10 +194,11 @@ class Devices(Sequence[Device]):
 class Selection:
     """Why a device was chosen, and why each other candidate was rejected."""
 
-    def __init__(self, backend: Backend) -> None:
-        """The report of an open backend."""
-        self._backend = backend
-        self._facts: dict[str, Any] = _native.selection(backend)
+    def __init__(self, chosen: Backend) -> None:
+        """The report of a backend that was opened for it. All who name the device share one backend."""
+        self._facts: dict[str, Any] = _native.selection(chosen)
+        self._text = chosen.selection
+        self._backend = shared(chosen)
 
     @property
     def backend(self) -> Backend:
@@ -231,7 +233,7 @@ class Selection:
 
     def __repr__(self) -> str:
         """The device and the rule, then a line for each rejected candidate."""
-        return self._backend.selection
+        return self._text
 
     def _repr_html_(self) -> str:
         title = f"{self.device.id} ({self.device.name})"
@@ -308,6 +310,7 @@ def select(
         fallback: What happens if a device is rejected: ``never``, ``next`` or ``cpu``.
         memory: Bytes that must be free on the device.
     """
+    at_least("select", memory=memory)
     return Selection(_native.select_backend(name, policy, fallback, memory))
 
 
@@ -318,6 +321,7 @@ def doctor(backend: str | None = None, *, timeout: int = 120) -> DoctorReport:
         backend: The only backend to check. Default: all.
         timeout: The most seconds for one backend.
     """
+    at_least("doctor", timeout=timeout)
     child = program()
     if child is None:
         raise UnavailableError(

@@ -108,6 +108,9 @@ def _token_ids(what: str, tokens: Any) -> list[int]:
     """Token ids, checked. The native module checks the vocabulary."""
     if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):
         raise DTypeError(f"{what} is a {type(tokens).__name__}; give a text, or a sequence of token ids")
+    axes = getattr(tokens, "ndim", 1)
+    if axes != 1:
+        raise DTypeError(f"{what}: an array of {axes} axes; give one sequence of token ids")
     found = list(tokens)
     wrong = next((t for t in found if not hasattr(t, "__index__") or not 0 <= t < 1 << 32), None)
     if wrong is not None:

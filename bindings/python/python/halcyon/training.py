@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from halcyon import _native
-from halcyon._default import BackendLike, resolve_backend
 from halcyon._errors import ArgumentError, DTypeError
 from halcyon._native import Tensor
 from halcyon.array import Array, asarray
 from halcyon.array._array import wrap
-from halcyon.array._transforms import _tracing
+from halcyon.array._devices import DeviceLike, backend_of
+from halcyon.array._transforms import Keys, _tracing
 
 __all__ = ["TrainStep", "checkpoints", "latest_checkpoint", "load_weights", "save_weights"]
 
@@ -42,9 +43,14 @@ def _named(tree: Params, path: str = "") -> list[tuple[str, Array]]:
     inner = f"{path}." if path else ""
     if isinstance(tree, Mapping):
         for key in tree:
-            if not isinstance(key, str) or not key or "." in key:
-                raise ArgumentError(f"parameters: {key!r} is not a name without dots")
-        return [pair for key, value in tree.items() for pair in _named(value, inner + key)]
+            if not isinstance(key, str) or not key:
+                raise ArgumentError(f"parameters: {key!r} is not a name")
+        pairs = [pair for key, value in tree.items() for pair in _named(value, inner + key)]
+        # A name with dots, as files of weights have them, may be the path of another array.
+        often = [name for name, n in Counter(name for name, _ in pairs).items() if n > 1]
+        if often:
+            raise ArgumentError(f"parameters: two arrays have the path {often[0]}")
+        return pairs
     if isinstance(tree, (list, tuple)):
         return [pair for i, value in enumerate(tree) for pair in _named(value, f"{inner}{i}")]
     raise DTypeError(
@@ -60,6 +66,8 @@ def _filled(tree: Params, values: Mapping[str, Array], path: str = "") -> Params
     if isinstance(tree, Mapping):
         return {key: _filled(value, values, inner + key) for key, value in tree.items()}
     made = [_filled(value, values, f"{inner}{i}") for i, value in enumerate(tree)]
+    if hasattr(tree, "_fields"):
+        return type(tree)(*made)
     return tuple(made) if isinstance(tree, tuple) else made
 
 
@@ -120,7 +128,8 @@ class TrainStep:
             clip_value: The largest magnitude of an element of a gradient.
             accumulate: Calls for each update, which then uses the mean of their gradients.
             ema: The decay of moving averages of the parameters (:attr:`averages`).
-            seed: Seed of the random numbers in the loss.
+            seed: Seed of the random numbers that the loss draws without a seed of their own. They differ
+                from step to step.
             options: Options of the optimizer: ``lr``, ``weight_decay`` and the rule's own, such as
                 ``momentum``, ``beta1``, ``beta2`` and ``eps``. The others have PyTorch's defaults.
         """
@@ -135,10 +144,11 @@ class TrainStep:
         self._tree = params
         names = [name for name, _ in named]
         self._device = named[0][1].device
+        backend = self._device.backend
 
         def traced(values: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
             tree = _filled(params, dict(zip(names, map(wrap, values), strict=True)))
-            with _tracing():
+            with _tracing(Keys(backend)):
                 made = loss(tree, *map(wrap, batch))
             made = [made] if isinstance(made, Array) else made
             if not isinstance(made, (list, tuple)) or not all(isinstance(x, Array) for x in made):
@@ -166,7 +176,11 @@ class TrainStep:
 
     @property
     def params(self) -> Params:
-        """The present parameters, in the structure of the first ones."""
+        """The present parameters, in the structure of the first ones.
+
+        Parameters that are set are matched by their paths, so they may also come from :func:`load_weights`.
+        If one does not fit, nothing is changed.
+        """
         return self._tree_of(self._native.params())
 
     @params.setter
@@ -249,7 +263,7 @@ def save_weights(path: PathLike, params: Params, metadata: Mapping[str, str] | N
     return _native.save_tensors(os.fspath(path), pairs, _mapping("metadata", metadata))
 
 
-def load_weights(path: PathLike, device: BackendLike = None) -> dict[str, Array]:
-    """Reads the arrays of a safetensors file."""
-    tensors, _ = _native.load_tensors(os.fspath(path), resolve_backend(device))
+def load_weights(path: PathLike, device: DeviceLike = None) -> dict[str, Array]:
+    """Reads the arrays of a safetensors file, by name."""
+    tensors, _ = _native.load_tensors(os.fspath(path), backend_of(device))
     return {name: wrap(t) for name, t in tensors}

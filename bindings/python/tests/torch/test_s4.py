@@ -9,6 +9,7 @@ import sys
 import time
 import types
 import typing
+from collections import UserDict
 from pathlib import Path
 
 import documents
@@ -121,6 +122,20 @@ def test_s4_11_every_backend_answers_the_same_questions(machine, gpu):
         backend.set_device(2)
     there.count = 1
     assert not backend.is_available, "the device is gone"
+
+
+def test_s4_11_to_device_leaves_collections_to_their_own_method():
+    class Meta(ht.CPUBackend):
+        device = torch.device("meta")
+
+    class Batch(UserDict):
+        def to(self, device):
+            return Batch({k: v.to(device) for k, v in self.items()})
+
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
+    moved = Meta().to_device({"packed": packed, "batch": Batch(ids=torch.ones(2)), "more": [torch.ones(1)]})
+    assert moved["packed"].data.is_meta and not moved["packed"].batch_sizes.is_meta
+    assert moved["batch"]["ids"].is_meta and moved["more"][0].is_meta
 
 
 def test_s4_11_to_device_moves_tensors_modules_and_collections(monkeypatch):

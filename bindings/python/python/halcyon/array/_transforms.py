@@ -16,9 +16,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from halcyon import _native
 from halcyon._errors import ArgumentError, DTypeError, ShapeError
-from halcyon._native import Tensor
+from halcyon._native import Backend, Tensor
 from halcyon.array._array import Array, wrap
-from halcyon.array._core import integer, is_numpy_number, ops
+from halcyon.array._core import integer, is_numpy_number, literal, ops
 from halcyon.array._devices import Device
 
 __all__ = ["CompiledFunction", "compile", "eval", "grad", "is_tracing", "value_and_grad"]
@@ -131,11 +131,32 @@ def _first_static(structure: Any) -> _Static | None:
 # Functions that run.
 
 
+class Keys:
+    """Keys of the draws of random numbers in a function that is traced for a training step.
+
+    The key of a run is its arguments 0 and 1. Each draw in the function has a key that follows from it.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._drawn = 0
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """The halves of the next draw's key."""
+        run = [ops.call_argument(self.backend, k, "u32") for k in (0, 1)]
+        at = self._drawn
+        self._drawn += 1
+        words = (ops.scalar("threefry", (*run, literal(run[0], 2 * at + k))) for k in (0, 1))
+        low, high = words
+        return low, high
+
+
 class _Running(threading.local):
     """How many functions of each kind this thread runs, one inside of the other."""
 
     traced = 0
     differentiated = 0
+    keys: Keys | None = None
 
 
 _running = _Running()
@@ -146,13 +167,20 @@ def is_tracing() -> builtins.bool:
     return _running.traced > 0
 
 
+def keys() -> Keys | None:
+    """The keys of the training step that this thread traces."""
+    return _running.keys
+
+
 @contextlib.contextmanager
-def _tracing() -> Iterator[None]:
+def _tracing(keys: Keys | None = None) -> Iterator[None]:
+    before, _running.keys = _running.keys, keys
     _running.traced += 1
     try:
         yield
     finally:
         _running.traced -= 1
+        _running.keys = before
 
 
 @contextlib.contextmanager

@@ -1,11 +1,15 @@
 """Random numbers. One seed gives the same numbers on every device.
 
-Each draw uses the next seed of the device, or the seed that it is given. :func:`seed` sets the next seed.
+Each draw uses the next seed of the device, or the seed that it is given. :func:`seed` sets the next seed. In
+the loss of a :class:`halcyon.training.TrainStep`, draws without a seed differ from step to step and follow
+from the step's seed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from halcyon._errors import ArgumentError, DTypeError, UnsupportedError
 from halcyon._native import Backend, Tensor
@@ -13,11 +17,13 @@ from halcyon.array import _transforms
 from halcyon.array._array import Array, wrap
 from halcyon.array._core import axis_of, full, iota, literal, ops, shape_of
 from halcyon.array._devices import DeviceLike, backend_of
-from halcyon.array._dtypes import BY_NAME, DEFAULT_FLOAT, DEFAULT_INT, DType, check_dtype, iinfo
+from halcyon.array._dtypes import BY_NAME, DEFAULT_FLOAT, DEFAULT_INT, DType, check_dtype, finfo, iinfo
 
 __all__ = ["normal", "permutation", "randint", "seed", "uniform"]
 
 _LIMIT = 1 << 32
+#: A seed, or the halves of a key that is known when the function runs.
+_Key: TypeAlias = int | tuple[Tensor, Tensor]
 
 
 def seed(value: int, /, *, device: DeviceLike = None) -> None:
@@ -31,9 +37,13 @@ def _checked(value: int) -> int:
     return value
 
 
-def _seed(backend: Backend, given: int | None) -> int:
+def _key(backend: Backend, given: int | None) -> _Key:
+    """The key of a draw."""
     if given is not None:
         return _checked(given)
+    keys = _transforms.keys()
+    if keys is not None and keys.backend.is_same(backend):
+        return keys.next()
     if _transforms.is_tracing():
         raise UnsupportedError(
             "random: a compiled function would give the same numbers at each call; "
@@ -42,23 +52,30 @@ def _seed(backend: Backend, given: int | None) -> int:
     return backend.next_seed()
 
 
-def _words(backend: Backend, n: int, key: int, word: int) -> Tensor:
+def _words(backend: Backend, n: int, key: _Key, word: int) -> Tensor:
     """32 random bits for each of ``n`` elements, as u32."""
-    low = full(backend, (), key & 0xFFFFFFFF, BY_NAME["uint32"])
-    high = full(backend, (), ((key >> 32) + word) & 0xFFFFFFFF, BY_NAME["uint32"])
+    if isinstance(key, int):
+        low = full(backend, (), key & 0xFFFFFFFF, BY_NAME["uint32"])
+        high = full(backend, (), ((key >> 32) + word) & 0xFFFFFFFF, BY_NAME["uint32"])
+    else:
+        low, high = key
+        high = ops.scalar("add", (high, literal(high, word)))
     return ops.scalar("threefry", (low, high, iota(backend, n, BY_NAME["uint32"])))
 
 
-def _bits(backend: Backend, shape: Sequence[int], key: int) -> Tensor:
+def _bits(backend: Backend, shape: Sequence[int], key: _Key) -> Tensor:
     """64 random bits for each element, as u64."""
-    n = 1
-    for size in shape:
-        n *= size
-    if n > _LIMIT:
-        raise UnsupportedError(f"random: {n} numbers in one array; draw at most 2^32 at once")
+    n = _count(shape)
     low, high = (ops.cast(_words(backend, n, key, w), "u64") for w in (0, 1))
     high = ops.scalar("shl", (high, literal(high, 32)))
     return ops.reshape(ops.scalar("or", (low, high)), shape)
+
+
+def _count(shape: Sequence[int]) -> int:
+    n = math.prod(shape)
+    if n > _LIMIT:
+        raise UnsupportedError(f"random: {n} numbers in one array; draw at most 2^32 at once")
+    return n
 
 
 def _float(op: str, dtype: DType | None) -> DType:
@@ -84,9 +101,16 @@ def uniform(
     found = _float("uniform", dtype)
     sizes = shape_of("random.uniform", shape)
     backend = backend_of(device)
-    key = _seed(backend, seed)
-    if found.bits < 64:
+    key = _key(backend, seed)
+    if found.bits < 64 and isinstance(key, int):
         t = Tensor.rand(backend, sizes, found.native, key)
+    elif found.bits < 64:
+        # As many bits as the significand has, so that no number rounds to 1.
+        digits = 1 - round(math.log2(finfo(found).eps))
+        bits = _words(backend, _count(sizes), key, 0)
+        bits = ops.scalar("shr", (bits, literal(bits, 32 - digits)))
+        t = ops.cast(ops.reshape(bits, sizes), "f32")
+        t = ops.cast(ops.scalar("mul", (t, literal(t, 2.0**-digits))), found.native)
     else:
         # The 53 bits of a float64's fraction.
         bits = _bits(backend, sizes, key)
@@ -110,7 +134,11 @@ def normal(
     """Numbers of a normal distribution, computed in float32."""
     found = _float("normal", dtype)
     backend = backend_of(device)
-    t = Tensor.randn(backend, shape_of("random.normal", shape), found.native, _seed(backend, seed))
+    sizes, key = shape_of("random.normal", shape), _key(backend, seed)
+    if isinstance(key, int):
+        t = Tensor.randn(backend, sizes, found.native, key)
+    else:
+        t = ops.cast(ops.randn_by_key(*key, sizes), found.native)
     if std != 1.0:
         t = ops.scalar("mul", (t, literal(t, float(std))))
     if mean != 0.0:
@@ -139,7 +167,7 @@ def randint(
     if not limits.min <= low < high <= limits.max + 1:
         raise ArgumentError(f"random.randint: there is no {found} from {low} up to {high}")
     backend = backend_of(device)
-    bits = _bits(backend, shape_of("random.randint", shape), _seed(backend, seed))
+    bits = _bits(backend, shape_of("random.randint", shape), _key(backend, seed))
     if high - low < 1 << 64:
         bits = ops.scalar("rem", (bits, literal(bits, high - low)))
     # The sum wraps to the right number.
@@ -161,4 +189,4 @@ def permutation(
 
 def _order(backend: Backend, n: int, seed: int | None) -> Tensor:
     """The numbers below n in the order of random keys."""
-    return ops.argsort(_bits(backend, (n,), _seed(backend, seed)), 0, False)
+    return ops.argsort(_bits(backend, (n,), _key(backend, seed)), 0, False)

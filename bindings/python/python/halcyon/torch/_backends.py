@@ -140,12 +140,22 @@ class BaseBackend(ABC):
         return memory(self.BACKEND_TYPE, self._device_id)
 
     def to_device(self, value: _T) -> _T:
-        """Moves a tensor, a module (in place), or all tensors in lists and dictionaries to the device."""
+        """Moves a tensor, a module (in place), or all tensors in lists and dictionaries to the device.
+
+        Objects with a method `to`, such as packed sequences and the batches of tokenizers, are moved by it.
+        """
         if isinstance(value, nn.Module):
             value.to(self.device)
             return value
-        move = lambda v: v.to(self.device) if isinstance(v, torch.Tensor | nn.Module) else v  # noqa: E731
-        moved: _T = pytree.tree_map(move, value)
+
+        # Containers such as packed sequences and the batches of tokenizers move themselves.
+        def moves(v: Any) -> bool:
+            return callable(getattr(v, "to", None))
+
+        def move(v: Any) -> Any:
+            return v.to(self.device) if moves(v) else v
+
+        moved: _T = pytree.tree_map(move, value, is_leaf=moves)
         return moved
 
     def set_device(self, device_id: int) -> None:

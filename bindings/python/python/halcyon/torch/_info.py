@@ -28,7 +28,8 @@ class DeviceInfo:
     device_id: int
     device_name: str
     compute_capability: str | None
-    total_memory_bytes: int | None
+    #: 0 where neither the driver nor the system says it.
+    total_memory_bytes: int
     driver_version: str | None
     is_available: bool
     #: Further facts, such as `fp8_supported`; for TPUs `version` and `topology`.
@@ -48,14 +49,14 @@ class DeviceInfo:
         return BackendType(self.backend).runtime
 
     @property
-    def total_memory_gb(self) -> float | None:
+    def total_memory_gb(self) -> float:
         """Total memory in GiB (1024³ bytes)."""
-        return None if self.total_memory_bytes is None else self.total_memory_bytes / _GIB
+        return self.total_memory_bytes / _GIB
 
     @property
-    def total_memory_mb(self) -> float | None:
+    def total_memory_mb(self) -> float:
         """Total memory in MiB (1024² bytes)."""
-        return None if self.total_memory_bytes is None else self.total_memory_bytes / _MIB
+        return self.total_memory_bytes / _MIB
 
     @property
     def available_memory_gb(self) -> float | None:
@@ -63,7 +64,7 @@ class DeviceInfo:
         return None if self.available_memory_bytes is None else self.available_memory_bytes / _GIB
 
     @property
-    def memory_total_gb(self) -> float | None:
+    def memory_total_gb(self) -> float:
         """The same as `total_memory_gb`."""
         return self.total_memory_gb
 
@@ -158,7 +159,7 @@ def describe(kind: BackendType, index: int) -> DeviceInfo:
         device_id=index,
         device_name=found.name(index),
         compute_capability=found.capability(index),
-        total_memory_bytes=found.total_memory(index),
+        total_memory_bytes=found.total_memory(index) or 0,
         driver_version=found.driver_version(index),
         is_available=True,
         properties=found.properties(index),
