@@ -156,6 +156,11 @@ enum HalcyonPortKind
      * A map from integers or text to values.
      */
     HALCYON_PORT_KIND_MAP = 4,
+    /**
+     * The model does not declare the type of the output, and it follows only in a run: from the sizes or the
+     * values of its inputs. The element type is `HALCYON_DTYPE_NONE` and the rank -1.
+     */
+    HALCYON_PORT_KIND_UNKNOWN = 5,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -176,7 +181,7 @@ enum HalcyonDtype
 #endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
  {
     /**
-     * No element type: the value is not a tensor.
+     * No element type: the value is not a tensor, or its type is not known before a run.
      */
     HALCYON_DTYPE_NONE = 0,
     /**
@@ -852,8 +857,8 @@ const HalcyonPort *halcyon_model_output(const HalcyonModel *model, size_t index)
 const char *halcyon_port_name(const HalcyonPort *port);
 
 /**
- * The type of an input or output as text, such as `f32[batch, 3, 224, 224]`. The string belongs to the
- * model. NULL if `port` is NULL.
+ * The type of an input or output as text, such as `f32[batch, 3, 224, 224]` or `unknown before a run`. The
+ * string belongs to the model. NULL if `port` is NULL.
  *
  * # Safety
  * `port` is NULL or a port of a model that was not freed.
@@ -869,8 +874,8 @@ const char *halcyon_port_description(const HalcyonPort *port);
 HalcyonPortKind halcyon_port_kind(const HalcyonPort *port);
 
 /**
- * The element type (`HalcyonDtype`) of a tensor; `HALCYON_DTYPE_NONE` if the value is no tensor, or if
- * `port` is NULL.
+ * The element type (`HalcyonDtype`) of a tensor; `HALCYON_DTYPE_NONE` if the value is no tensor, if its type
+ * is not known before a run, or if `port` is NULL.
  *
  * # Safety
  * `port` is NULL or a port of a model that was not freed.
@@ -878,7 +883,8 @@ HalcyonPortKind halcyon_port_kind(const HalcyonPort *port);
 int32_t halcyon_port_dtype(const HalcyonPort *port);
 
 /**
- * The number of dimensions; -1 if the model leaves it open, if the value is no tensor, or if `port` is NULL.
+ * The number of dimensions; -1 if the model leaves it open, if the value is no tensor, if its type is not
+ * known before a run, or if `port` is NULL.
  *
  * # Safety
  * `port` is NULL or a port of a model that was not freed.
@@ -896,8 +902,9 @@ int64_t halcyon_port_dim(const HalcyonPort *port, size_t axis);
 
 /**
  * The text of a dimension: its size, or the symbol that stands for a size that is not fixed. Inputs in which
- * the same symbol occurs must have the same size there. The string belongs to the model. NULL if `port` is
- * NULL, or if there is no such dimension.
+ * the same symbol occurs are meant to have the same size there. Other sizes are an error of a run only where
+ * an operator needs them to be equal. The string belongs to the model. NULL if `port` is NULL, or if there is
+ * no such dimension.
  *
  * # Safety
  * `port` is NULL or a port of a model that was not freed.

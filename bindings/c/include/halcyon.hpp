@@ -2,7 +2,8 @@
 // and no library besides libhalcyon.
 //
 // Handles can be moved but not copied. Strings that methods return as `const char *` belong to the handle. A
-// method throws `halcyon::Error` on failure. The rules for threads are those of halcyon.h.
+// method throws `halcyon::Error` on failure, also if the object was moved from. The rules for threads are those
+// of halcyon.h.
 
 #ifndef HALCYON_HPP
 #define HALCYON_HPP
@@ -52,6 +53,16 @@ const T *check(const T *value) {
     return value;
 }
 
+/// The pointer of an object. An object that was moved from has none, which is an error: the C functions would
+/// return 0, or use the default options.
+template <class T>
+T *live(T *handle, const char *what) {
+    if (handle == nullptr) {
+        throw Error(HALCYON_STATUS_ARGUMENT, std::string("`") + what + "` is NULL, or it was moved from");
+    }
+    return handle;
+}
+
 /// The characters of a string. A string with NUL is an error, because C would read only its beginning.
 inline const char *c_str(const std::string &text) {
     if (text.find('\0') != std::string::npos) {
@@ -94,7 +105,7 @@ inline void set_probe_program(const std::string &path) {
 /// A device of the machine. It is valid as long as its `Devices`.
 class Device {
 public:
-    explicit Device(const HalcyonDevice *device) : device_(device) {}
+    explicit Device(const HalcyonDevice *device) : device_(detail::live(device, "device")) {}
 
     const char *id() const { return detail::check(halcyon_device_id(device_)); }
     const char *name() const { return detail::check(halcyon_device_name(device_)); }
@@ -118,7 +129,7 @@ public:
         handle_.reset(out);
     }
 
-    std::size_t size() const { return halcyon_devices_count(handle_.get()); }
+    std::size_t size() const { return halcyon_devices_count(detail::live(handle_.get(), "devices")); }
     Device operator[](std::size_t index) const {
         return Device(detail::check(halcyon_devices_get(handle_.get(), index)));
     }
@@ -167,7 +178,9 @@ class Backend {
 public:
     /// Opens a device by its name; `auto` stands for the best one.
     explicit Backend(const std::string &name = "auto") { open(name, nullptr); }
-    Backend(const std::string &name, const Options &options) { open(name, options.get()); }
+    Backend(const std::string &name, const Options &options) {
+        open(name, detail::live(options.get(), "options"));
+    }
 
     const char *id() const { return detail::check(halcyon_backend_id(handle_.get())); }
     const char *level() const { return detail::check(halcyon_backend_level(handle_.get())); }
@@ -268,15 +281,15 @@ public:
     /// Takes a handle over.
     explicit Tensor(HalcyonTensor *handle) : handle_(handle) {}
 
-    HalcyonDtype dtype() const { return static_cast<HalcyonDtype>(halcyon_tensor_dtype(handle_.get())); }
+    HalcyonDtype dtype() const { return static_cast<HalcyonDtype>(halcyon_tensor_dtype(live())); }
     std::vector<std::int64_t> dims() const {
-        const std::size_t rank = halcyon_tensor_rank(handle_.get());
-        const std::int64_t *dims = detail::check(halcyon_tensor_dims(handle_.get()));
+        const std::size_t rank = halcyon_tensor_rank(live());
+        const std::int64_t *dims = detail::check(halcyon_tensor_dims(live()));
         return std::vector<std::int64_t>(dims, dims + rank);
     }
     /// The number of elements.
-    std::size_t size() const { return halcyon_tensor_count(handle_.get()); }
-    std::size_t bytes() const { return halcyon_tensor_bytes(handle_.get()); }
+    std::size_t size() const { return halcyon_tensor_count(live()); }
+    std::size_t bytes() const { return halcyon_tensor_bytes(live()); }
     const void *raw() const { return detail::check(halcyon_tensor_data(handle_.get())); }
 
     /// The elements, which must have this type.
@@ -298,19 +311,21 @@ public:
     const HalcyonTensor *get() const noexcept { return handle_.get(); }
 
 private:
+    const HalcyonTensor *live() const { return detail::live(handle_.get(), "tensor"); }
+
     detail::Handle<HalcyonTensor, halcyon_tensor_free> handle_;
 };
 
 /// An input or output of a model. It is valid as long as its `Model`.
 class Port {
 public:
-    explicit Port(const HalcyonPort *port) : port_(port) {}
+    explicit Port(const HalcyonPort *port) : port_(detail::live(port, "port")) {}
 
     const char *name() const { return detail::check(halcyon_port_name(port_)); }
     const char *description() const { return detail::check(halcyon_port_description(port_)); }
     HalcyonPortKind kind() const { return halcyon_port_kind(port_); }
     HalcyonDtype dtype() const { return static_cast<HalcyonDtype>(halcyon_port_dtype(port_)); }
-    /// -1 if the rank is open.
+    /// -1 if the rank is open, or the type is unknown before a run.
     std::int64_t rank() const { return halcyon_port_rank(port_); }
     /// -1 if the size is not fixed.
     std::int64_t dim(std::size_t axis) const {
@@ -340,8 +355,8 @@ public:
         handle_.reset(out);
     }
 
-    std::size_t input_count() const { return halcyon_model_input_count(handle_.get()); }
-    std::size_t output_count() const { return halcyon_model_output_count(handle_.get()); }
+    std::size_t input_count() const { return halcyon_model_input_count(live()); }
+    std::size_t output_count() const { return halcyon_model_output_count(live()); }
     Port input(std::size_t index) const {
         return Port(detail::check(halcyon_model_input(handle_.get(), index)));
     }
@@ -373,6 +388,8 @@ public:
     }
 
 private:
+    const HalcyonModel *live() const { return detail::live(handle_.get(), "model"); }
+
     struct Given {
         explicit Given(const std::vector<Input> &inputs) {
             for (const Input &input : inputs) {

@@ -27,6 +27,9 @@ pub enum HalcyonPortKind {
     Optional = 3,
     /// A map from integers or text to values.
     Map = 4,
+    /// The model does not declare the type of the output, and it follows only in a run: from the sizes or the
+    /// values of its inputs. The element type is `HALCYON_DTYPE_NONE` and the rank -1.
+    Unknown = 5,
 }
 
 /// An input or output of a model. It belongs to the model.
@@ -60,6 +63,17 @@ impl HalcyonPort {
             dims: port.shape().map(|s| s.iter().map(size).collect()),
         }
     }
+
+    /// An output whose type is not known before a run.
+    fn unknown(name: &str) -> HalcyonPort {
+        HalcyonPort {
+            name: c_text(name),
+            description: c_text("unknown before a run"),
+            kind: HalcyonPortKind::Unknown,
+            dtype: HalcyonDtype::None as i32,
+            dims: None,
+        }
+    }
 }
 
 /// A model on a backend. Any number of threads may use a handle of this type at the same time; their runs
@@ -75,7 +89,11 @@ impl HalcyonModel {
     fn new(backend: &HalcyonBackend, model: Model) -> Result<HalcyonModel, Error> {
         let session = OnnxSession::new(&backend.backend, model)?;
         let inputs = session.ports().iter().map(HalcyonPort::of).collect();
-        let outputs = session.model().outputs()?.iter().map(HalcyonPort::of).collect();
+        let output = |(name, port): (String, Option<Port>)| match port {
+            Some(port) => HalcyonPort::of(&port),
+            None => HalcyonPort::unknown(&name),
+        };
+        let outputs = session.model().known_outputs()?.into_iter().map(output).collect();
         Ok(HalcyonModel { session, inputs, outputs })
     }
 
@@ -248,8 +266,8 @@ pub unsafe extern "C" fn halcyon_port_name(port: *const HalcyonPort) -> *const c
     value(null(), || Ok(unsafe { get(port, "port") }?.name.as_ptr()))
 }
 
-/// The type of an input or output as text, such as `f32[batch, 3, 224, 224]`. The string belongs to the
-/// model. NULL if `port` is NULL.
+/// The type of an input or output as text, such as `f32[batch, 3, 224, 224]` or `unknown before a run`. The
+/// string belongs to the model. NULL if `port` is NULL.
 ///
 /// # Safety
 /// `port` is NULL or a port of a model that was not freed.
@@ -269,8 +287,8 @@ pub unsafe extern "C" fn halcyon_port_kind(port: *const HalcyonPort) -> HalcyonP
     value(HalcyonPortKind::None, || Ok(unsafe { get(port, "port") }?.kind))
 }
 
-/// The element type (`HalcyonDtype`) of a tensor; `HALCYON_DTYPE_NONE` if the value is no tensor, or if
-/// `port` is NULL.
+/// The element type (`HalcyonDtype`) of a tensor; `HALCYON_DTYPE_NONE` if the value is no tensor, if its type
+/// is not known before a run, or if `port` is NULL.
 ///
 /// # Safety
 /// `port` is NULL or a port of a model that was not freed.
@@ -280,7 +298,8 @@ pub unsafe extern "C" fn halcyon_port_dtype(port: *const HalcyonPort) -> i32 {
     value(HalcyonDtype::None as i32, || Ok(unsafe { get(port, "port") }?.dtype))
 }
 
-/// The number of dimensions; -1 if the model leaves it open, if the value is no tensor, or if `port` is NULL.
+/// The number of dimensions; -1 if the model leaves it open, if the value is no tensor, if its type is not
+/// known before a run, or if `port` is NULL.
 ///
 /// # Safety
 /// `port` is NULL or a port of a model that was not freed.
@@ -311,8 +330,9 @@ pub unsafe extern "C" fn halcyon_port_dim(port: *const HalcyonPort, axis: usize)
 }
 
 /// The text of a dimension: its size, or the symbol that stands for a size that is not fixed. Inputs in which
-/// the same symbol occurs must have the same size there. The string belongs to the model. NULL if `port` is
-/// NULL, or if there is no such dimension.
+/// the same symbol occurs are meant to have the same size there. Other sizes are an error of a run only where
+/// an operator needs them to be equal. The string belongs to the model. NULL if `port` is NULL, or if there is
+/// no such dimension.
 ///
 /// # Safety
 /// `port` is NULL or a port of a model that was not freed.

@@ -14,7 +14,7 @@ use std::sync::Arc;
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HalcyonDtype {
-    /// No element type: the value is not a tensor.
+    /// No element type: the value is not a tensor, or its type is not known before a run.
     None = 0,
     /// `float`.
     F32 = 1,

@@ -240,7 +240,7 @@ static void text(void) {
     halcyon_model_free(m);
 }
 
-/* Two inputs in which the same symbol occurs must have the same size. */
+/* Sizes of inputs with the same symbol may differ, but not where an operator needs them to be equal. */
 static void symbols(void) {
     HalcyonModel *m = open_model("pair");
     const float values[3] = {1, 2, 3};
@@ -251,12 +251,43 @@ static void symbols(void) {
     OK(halcyon_model_run(m, NULL, (const HalcyonTensor *const[]){x, x}, 2, &out, 1));
     CHECK(((const float *)halcyon_tensor_data(out))[1] == 4.0f);
     halcyon_tensor_free(out);
-    FAILS(halcyon_model_run(m, NULL, (const HalcyonTensor *const[]){x, y}, 2, &out, 1),
-          HALCYON_STATUS_ARGUMENT,
-          "input 'y': the model takes f32[n], and [3] is given: n is 3 here and 2 elsewhere");
+    FAILS(halcyon_model_run(m, NULL, (const HalcyonTensor *const[]){x, y}, 2, &out, 1), HALCYON_STATUS_SHAPE,
+          "[2] and [3] cannot be broadcast");
     CHECK(out == NULL);
     halcyon_tensor_free(x);
     halcyon_tensor_free(y);
+    halcyon_model_free(m);
+}
+
+/* Outputs without a declared type, which only a run knows. */
+static void untyped(void) {
+    HalcyonModel *m = open_model("untyped");
+    CHECK(halcyon_model_output_count(m) == 3);
+    const char *names[3] = {"y", "at", "size"};
+    for (size_t i = 0; i < 3; i++) {
+        CHECK(strcmp(halcyon_port_name(halcyon_model_output(m, i)), names[i]) == 0);
+    }
+    for (size_t i = 0; i < 2; i++) {
+        const HalcyonPort *port = halcyon_model_output(m, i);
+        CHECK(halcyon_port_kind(port) == HALCYON_PORT_KIND_UNKNOWN);
+        CHECK(halcyon_port_dtype(port) == HALCYON_DTYPE_NONE && halcyon_port_rank(port) == -1);
+        CHECK(strcmp(halcyon_port_description(port), "unknown before a run") == 0);
+        CHECK(halcyon_port_dim(port, 0) == -1 && halcyon_port_dim_name(port, 0) == NULL);
+    }
+    CHECK(strcmp(halcyon_port_description(halcyon_model_output(m, 2)), "i64[2]") == 0);
+
+    const float values[6] = {1, 0, 3, 0, 0, 6};
+    const int64_t six = 6, two = 2, shape[2] = {2, 3};
+    HalcyonTensor *x = NULL, *s = NULL, *out[3] = {NULL, NULL, NULL};
+    OK(halcyon_tensor_new(HALCYON_DTYPE_F32, &six, 1, values, sizeof values, &x));
+    OK(halcyon_tensor_new(HALCYON_DTYPE_I64, &two, 1, shape, sizeof shape, &s));
+    OK(halcyon_model_run(m, NULL, (const HalcyonTensor *const[]){x, s}, 2, out, 3));
+    CHECK(halcyon_tensor_rank(out[0]) == 2 && halcyon_tensor_dims(out[0])[1] == 3);
+    CHECK(halcyon_tensor_dtype(out[1]) == HALCYON_DTYPE_I64 && halcyon_tensor_dims(out[1])[1] == 3);
+    CHECK(((const int64_t *)halcyon_tensor_data(out[1]))[5] == 2);
+    for (size_t i = 0; i < 3; i++) halcyon_tensor_free(out[i]);
+    halcyon_tensor_free(x);
+    halcyon_tensor_free(s);
     halcyon_model_free(m);
 }
 
@@ -366,6 +397,7 @@ int main(int argc, char **argv) {
     files();
     text();
     symbols();
+    untyped();
     limits();
     repeats();
     /* A model outlives its backend. */

@@ -71,6 +71,18 @@ static void devices() {
     const halcyon::Backend moved = std::move(backend);
     CHECK(std::string(moved.id()) == "cpu:0");
     fails(HALCYON_STATUS_ARGUMENT, "`backend` is NULL", [&] { backend.id(); });
+    fails(HALCYON_STATUS_ARGUMENT, "`backend` is NULL", [&] { halcyon::Model(backend, "digits.onnx"); });
+    halcyon::Devices there;
+    const halcyon::Devices devices = std::move(there);
+    CHECK(devices.size() == all.size());
+    fails(HALCYON_STATUS_ARGUMENT, "`devices` is NULL", [&] { there.size(); });
+    fails(HALCYON_STATUS_ARGUMENT, "`devices` is NULL", [&] { there[0]; });
+    fails(HALCYON_STATUS_ARGUMENT, "`device` is NULL", [] { halcyon::Device(nullptr).total_memory(); });
+    // For the C function, NULL stands for the default options.
+    const halcyon::Options taken = std::move(options);
+    CHECK(std::string(halcyon::Backend("cpu", taken).level()) == "O1");
+    fails(HALCYON_STATUS_ARGUMENT, "`options` is NULL", [&] { halcyon::Backend("cpu", options); });
+    fails(HALCYON_STATUS_ARGUMENT, "`options` is NULL", [&] { options.threads(1); });
     CHECK(std::string(halcyon::Backend().report()).find(halcyon::Backend().id()) != std::string::npos);
 }
 
@@ -99,6 +111,18 @@ static void tensors() {
     fails(HALCYON_STATUS_DTYPE, "`tensor` holds text", [&] { text.raw(); });
     fails(HALCYON_STATUS_ARGUMENT, "NUL after",
           [] { halcyon::Tensor::strings({1}, {std::string("a\0b", 3)}); });
+
+    // A tensor that was moved from has neither a type nor sizes.
+    auto source = halcyon::Tensor::of<float>({2}, {1, 2});
+    const halcyon::Tensor moved = std::move(source);
+    CHECK(moved.size() == 2);
+    const std::string null = "`tensor` is NULL";
+    fails(HALCYON_STATUS_ARGUMENT, null, [&] { source.size(); });
+    fails(HALCYON_STATUS_ARGUMENT, null, [&] { source.bytes(); });
+    fails(HALCYON_STATUS_ARGUMENT, null, [&] { source.dtype(); });
+    fails(HALCYON_STATUS_ARGUMENT, null, [&] { source.dims(); });
+    fails(HALCYON_STATUS_ARGUMENT, null, [&] { source.data<float>(); });
+    fails(HALCYON_STATUS_ARGUMENT, null, [&] { source.string(0); });
 }
 
 static float grey_nine(const halcyon::Model &model) {
@@ -137,6 +161,21 @@ static void models(const std::string &digits, const std::string &folder) {
     CHECK(grey_nine(halcyon::Model(backend, bytes.data(), bytes.size())) == grey_nine(model));
     fails(HALCYON_STATUS_FORMAT, "the model in memory",
           [&] { halcyon::Model(backend, bytes.data(), bytes.size() / 2); });
+
+    halcyon::Model source(backend, digits);
+    const halcyon::Model moved = std::move(source);
+    CHECK(moved.input_count() == 1);
+    fails(HALCYON_STATUS_ARGUMENT, "`model` is NULL", [&] { source.input_count(); });
+    fails(HALCYON_STATUS_ARGUMENT, "`model` is NULL", [&] { source.output_count(); });
+    fails(HALCYON_STATUS_ARGUMENT, "`model` is NULL", [&] { source.run_in_order({image}); });
+    fails(HALCYON_STATUS_ARGUMENT, "`port` is NULL", [] { halcyon::Port(nullptr).kind(); });
+
+    // The outputs' types are not declared, and only a run knows them.
+    const halcyon::Model untyped(backend, folder + "/untyped.onnx");
+    CHECK(untyped.output(0).kind() == HALCYON_PORT_KIND_UNKNOWN && untyped.output(0).rank() == -1);
+    const auto x = halcyon::Tensor::of<float>({6}, {1, 2, 3, 4, 5, 6});
+    const auto s = halcyon::Tensor::of<std::int64_t>({2}, {2, 3});
+    CHECK(untyped.run({{"s", s}, {"x", x}}).at(0).dims() == std::vector<std::int64_t>({2, 3}));
 
     // Threads share the model, and each has its own errors.
     const float expected = grey_nine(model);

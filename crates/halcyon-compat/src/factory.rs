@@ -29,7 +29,10 @@ pub use models::{
 
 use halcyon::hal::select::BackendReport;
 use halcyon::hal::{registry, select};
-use halcyon::{Backend, BackendType, DType, DeviceInfo, Error, Fallback, Level, MemoryStats, Policy, Result};
+use halcyon::{
+    Backend, BackendBuilder, BackendType, DType, DeviceInfo, Error, Fallback, Level, MemoryStats, Policy,
+    Result,
+};
 use halcyon_nn::TrainingOptimizer;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -100,6 +103,25 @@ pub struct BackendInfo {
     pub reason: Option<String>,
 }
 
+/// The builder for a backend with options.
+fn builder(kind: BackendType, c: BackendConfig) -> Result<BackendBuilder> {
+    let mut b = Backend::builder().backend_type(kind).level(c.level);
+    // An order applies only to `auto`.
+    if kind == BackendType::Auto {
+        b = b.policy(vendors()?);
+    }
+    if let Some(i) = c.device_id {
+        b = b.device(i);
+    }
+    if let Some(n) = c.memory_limit {
+        b = b.memory_limit(n);
+    }
+    if let Some(n) = c.num_threads {
+        b = b.num_threads(n);
+    }
+    Ok(b)
+}
+
 /// Opens backends.
 #[derive(Clone, Copy, Debug)]
 pub struct BackendFactory;
@@ -110,23 +132,7 @@ impl BackendFactory {
     /// # Errors
     /// [`Error::Argument`] if the name is unknown; the errors of [`halcyon::BackendBuilder::build`].
     pub fn create(backend: impl BackendName, config: Option<BackendConfig>) -> Result<Backend> {
-        let c = config.unwrap_or_default();
-        let kind = backend.backend_type()?;
-        let mut b = Backend::builder().backend_type(kind).level(c.level);
-        // An order applies only to `auto`.
-        if kind == BackendType::Auto {
-            b = b.policy(vendors()?);
-        }
-        if let Some(i) = c.device_id {
-            b = b.device(i);
-        }
-        if let Some(n) = c.memory_limit {
-            b = b.memory_limit(n);
-        }
-        if let Some(n) = c.num_threads {
-            b = b.num_threads(n);
-        }
-        b.build()
+        builder(backend.backend_type()?, config.unwrap_or_default())?.build()
     }
 
     /// Whether a backend has a device on this machine.

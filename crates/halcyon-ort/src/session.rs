@@ -4,11 +4,15 @@ use crate::library::Runtime;
 use crate::value::{self, OutputType};
 use crate::{NAME, failed};
 use halcyon_formats::onnx::Datum;
-use halcyon_ir::{Error, Result};
+use halcyon_formats::onnx::proto::{
+    GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorType, TypeProto, TypeValue, ValueInfoProto,
+};
+use halcyon_ir::{DType, Error, Result};
 use ort::ep::{self, ExecutionProvider};
 use ort::session::builder::SessionBuilder;
 use ort::session::{HasSelectedOutputs, OutputSelector, RunOptions, SessionOutputs};
 use ort::value::DynValue;
+use prost::Message;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -19,7 +23,7 @@ use std::time::{Duration, Instant};
 pub struct SessionOptions {
     /// Execution providers in the order of preference. The CPU's need not be listed.
     pub providers: Vec<String>,
-    /// Number of the device of the providers that have several.
+    /// Number of the device of the first provider, and of others that have several.
     pub device: Option<usize>,
     /// Threads of the CPU provider; ONNX Runtime's own choice if `None`.
     pub threads: Option<usize>,
@@ -65,6 +69,17 @@ impl Inputs {
 }
 
 impl Session {
+    /// Checks that the providers of `options` can be used, by loading a model of one node with them. ONNX
+    /// Runtime loads the libraries of a provider when it is added, and opens its device for a model.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with ONNX Runtime's reason; [`Error::Argument`] for the number of a device.
+    pub fn check_providers(runtime: &Arc<Runtime>, options: &SessionOptions) -> Result<()> {
+        let first = options.providers.first().map_or(ep::CPU::NAME, String::as_str);
+        let made = builder(runtime, options)?.commit_from_memory(&smallest_model().encode_to_vec());
+        made.map(|_| ()).map_err(|e| unusable(first, e.message()))
+    }
+
     /// Loads a model file. External data is read from its folder.
     ///
     /// # Errors
@@ -174,30 +189,33 @@ fn builder(runtime: &Runtime, options: &SessionOptions) -> Result<SessionBuilder
     if let Some(n) = options.threads {
         b = b.with_intra_threads(n).map_err(|e| failed("the number of its threads", &e))?;
     }
-    for name in &options.providers {
-        register(&mut b, name, options.device)?;
+    for (i, name) in options.providers.iter().enumerate() {
+        register(&mut b, name, device_number(name, i == 0, options.device)?)?;
     }
     Ok(b)
 }
 
+/// The number that a provider gets for its device.
+fn device_number(name: &str, first: bool, device: Option<usize>) -> Result<i32> {
+    let n = device.unwrap_or(0);
+    match name {
+        // Behind another provider the CPU runs what that one lacks, and the number is not meant for it.
+        ep::CPU::NAME if !first => Ok(0),
+        ep::CPU::NAME | ep::CoreML::NAME if n != 0 => {
+            Err(Error::argument("--device", format!("{name} has one device, and its number is not {n}")))
+        }
+        _ => i32::try_from(n).map_err(|_| Error::argument("--device", format!("{name} has no device {n}"))),
+    }
+}
+
 /// Adds an execution provider to a session's options.
-fn register(b: &mut SessionBuilder, name: &str, device: Option<usize>) -> Result<()> {
-    let number = i32::try_from(device.unwrap_or(0)).map_err(|_| {
-        Error::argument("--device", format!("{name} has no device {}", device.unwrap_or_default()))
-    })?;
-    let single = || match number {
-        0 => Ok(()),
-        n => Err(Error::argument("--device", format!("{name} has one device, and its number is not {n}"))),
-    };
+fn register(b: &mut SessionBuilder, name: &str, number: i32) -> Result<()> {
     let added = match name {
-        ep::CPU::NAME => return single(),
+        ep::CPU::NAME => return Ok(()),
         ep::CUDA::NAME => ep::CUDA::default().with_device_id(number).register(b),
         ep::ROCm::NAME => ep::ROCm::default().with_device_id(number).register(b),
         ep::MIGraphX::NAME => ep::MIGraphX::default().with_device_id(number).register(b),
-        ep::CoreML::NAME => {
-            single()?;
-            ep::CoreML::default().register(b)
-        }
+        ep::CoreML::NAME => ep::CoreML::default().register(b),
         other => {
             let what = format!("the execution provider {other} of {NAME}");
             return Err(Error::unsupported(
@@ -206,11 +224,64 @@ fn register(b: &mut SessionBuilder, name: &str, device: Option<usize>) -> Result
             ));
         }
     };
-    added.map_err(|e| Error::Unavailable {
+    added.map_err(|e| unusable(name, e.message()))
+}
+
+/// The error for a provider that ONNX Runtime has but cannot use, with its reason.
+fn unusable(name: &str, reason: &str) -> Error {
+    Error::Unavailable {
         backend: name.into(),
         tried: vec![],
-        reason: e.message().trim().into(),
+        reason: reason.trim().into(),
         fix: "Install what the provider needs (its documentation lists the libraries), or use --backend cpu"
             .into(),
-    })
+    }
+}
+
+/// A model that every provider and every version of the library loads: it adds a number to itself.
+fn smallest_model() -> ModelProto {
+    let scalar = TensorType { elem_type: DType::F32.row().onnx, shape: None };
+    let port = |name: &str| ValueInfoProto {
+        name: name.into(),
+        r#type: Some(TypeProto { value: Some(TypeValue::Tensor(scalar.clone())) }),
+    };
+    let node = NodeProto {
+        op_type: "Add".into(),
+        input: vec!["x".into(), "x".into()],
+        output: vec!["y".into()],
+        ..Default::default()
+    };
+    let graph = GraphProto {
+        name: "check".into(),
+        node: vec![node],
+        input: vec![port("x")],
+        output: vec![port("y")],
+        ..Default::default()
+    };
+    ModelProto {
+        ir_version: 8,
+        opset_import: vec![OperatorSetIdProto { domain: String::new(), version: 17 }],
+        graph: Some(graph),
+        ..Default::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_a_device_is_for_the_first_provider() {
+        let all = [ep::CUDA::NAME, ep::CPU::NAME];
+        let numbers = |device| -> Result<Vec<i32>> {
+            all.iter().enumerate().map(|(i, name)| device_number(name, i == 0, device)).collect()
+        };
+        assert_eq!(numbers(Some(1)).unwrap(), [1, 0]);
+        assert_eq!(numbers(None).unwrap(), [0, 0]);
+        assert_eq!(device_number(ep::CPU::NAME, true, Some(0)).unwrap(), 0);
+        for (name, n) in [(ep::CPU::NAME, 1), (ep::CoreML::NAME, 1), (ep::CUDA::NAME, usize::MAX)] {
+            let e = device_number(name, true, Some(n)).unwrap_err();
+            assert!(e.exit_code() == 2 && e.to_string().contains(name), "{e}");
+        }
+    }
 }

@@ -184,6 +184,30 @@ fn errors_have_a_kind() {
     assert_eq!(e.exit_code(), 2, "{e}");
 }
 
+/// The check says which provider cannot be used and why, before a model of the user is loaded.
+#[test]
+fn providers_are_checked_without_a_model() {
+    let Some(r) = library("providers_are_checked_without_a_model") else { return };
+    let of = |providers: &[&str], device| SessionOptions {
+        providers: providers.iter().map(|p| p.to_string()).collect(),
+        device,
+        ..SessionOptions::default()
+    };
+    Session::check_providers(&r, &SessionOptions::default()).expect("the CPU's provider works");
+    Session::check_providers(&r, &of(&["CPUExecutionProvider"], Some(0))).expect("the CPU's provider works");
+    // A library for the CPU has no provider of CUDA; others lack the device.
+    if !r.providers().expect("a list").iter().any(|p| p == "CUDAExecutionProvider") {
+        let e =
+            Session::check_providers(&r, &of(&["CUDAExecutionProvider", "CPUExecutionProvider"], Some(1)));
+        match e.expect_err("a provider that the library lacks") {
+            Error::Unavailable { backend, reason, .. } => {
+                assert!(backend == "CUDAExecutionProvider" && !reason.is_empty(), "{backend}: {reason}");
+            }
+            e => panic!("{e:?}"),
+        }
+    }
+}
+
 /// Reading an optional would panic in the crate `ort`, so it is not requested.
 #[test]
 fn optional_outputs_are_left_out() {

@@ -77,6 +77,17 @@ def main() -> None:
         [tensor("x", f32, None)],
         [tensor("rows", i64, ["n", "rank"])],
     )
+    # Outputs without a type, which depends on a value, on an open rank and on a size that only a run computes.
+    save(
+        "untyped",
+        [
+            helper.make_node("Reshape", ["x", "s"], ["y"]),
+            helper.make_node("NonZero", ["y"], ["at"]),
+            helper.make_node("Identity", ["s"], ["size"]),
+        ],
+        [tensor("x", f32, None), tensor("s", i64, [2])],
+        [*map(helper.make_empty_tensor_value_info, ["y", "at"]), tensor("size", i64, [2])],
+    )
     # Outputs that are constants, whose bytes lie anywhere in the model.
     odd = np.array([1.0, 2.0, 3.0], dtype=np.float32)
     save(

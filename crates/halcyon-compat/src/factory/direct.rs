@@ -1,7 +1,7 @@
 //! Backends constructed directly, by their vendor's name and with a level.
 
-use super::{BackendConfig, BackendFactory, LevelName};
-use halcyon::{Backend, BackendType, Level, Result};
+use super::{BackendConfig, LevelName, builder};
+use halcyon::{Backend, BackendType, Fallback, Level, Result};
 use std::ops::{Deref, DerefMut};
 
 macro_rules! direct {
@@ -23,12 +23,14 @@ macro_rules! direct {
                     $name::with_config(BackendConfig { level, ..BackendConfig::default() })
                 }
 
-                /// Opens a device of this backend with options.
+                /// Opens a device of this backend with options. It is never a device of another backend,
+                /// whatever the configuration file says about a fallback.
                 ///
                 /// # Errors
-                /// The errors of [`BackendFactory::create`].
+                /// The errors of [`BackendFactory::create`](super::BackendFactory::create).
                 pub fn with_config(config: BackendConfig) -> Result<$name> {
-                    BackendFactory::create(BackendType::$kind, Some(config)).map($name)
+                    let builder = builder(BackendType::$kind, config)?;
+                    builder.fallback(Fallback::Never).build().map($name)
                 }
             }
 

@@ -3,6 +3,7 @@
 use super::vendors;
 #[cfg(feature = "onnx")]
 use halcyon::OnnxSession;
+use halcyon::hal::DeviceName;
 use halcyon::prepare::{self, ModelOptimizer, OptimizationResult, Preparable, Strategy};
 use halcyon::{Backend, BackendType, ConstData, DType, Error, Level, Result, Session, Tensor};
 use halcyon_nn::{Forward, Inference, Module, ModuleExt, Prepared};
@@ -265,14 +266,17 @@ sessions! {
 #[derive(Clone, Debug)]
 pub struct Optimizer(ModelOptimizer);
 
-/// The optimizer of a backend by name; `None` for the best one, in the order NVIDIA, AMD, TPU, Intel, CPU.
+/// The optimizer of a backend (`cuda`) or a device (`cuda:1`) by name; `auto` or `None` for the best one, in
+/// the order NVIDIA, AMD, TPU, Intel, CPU.
 ///
 /// # Errors
 /// The errors of [`BackendFactory::create`](super::BackendFactory::create).
 pub fn get_optimizer(name: Option<&str>) -> Result<Optimizer> {
-    let backend = match name {
-        Some(name) => Backend::open(name)?,
-        None => Backend::builder().backend_type(BackendType::Auto).policy(vendors()?).build()?,
+    let asked: DeviceName = name.unwrap_or("auto").parse()?;
+    let backend = match (name, asked.backend) {
+        // This module's order of `auto` is its own.
+        (Some(name), kind) if kind != BackendType::Auto => Backend::open(name)?,
+        _ => Backend::builder().backend_type(BackendType::Auto).policy(vendors()?).build()?,
     };
     Ok(Optimizer(ModelOptimizer::new(&backend)))
 }

@@ -105,8 +105,8 @@ fn end(test: &str) -> String {
 pub fn alone_with(test: &str, variables: &[(&str, &str)]) {
     let mut c = std::process::Command::new(std::env::current_exe().unwrap());
     c.args([test, "--exact", "--nocapture"]).env(ALONE, test);
-    c.envs(variables.iter().copied());
     c.env("HALCYON_CONFIG", "off").env_remove("HALCYON_BACKENDS");
+    c.envs(variables.iter().copied());
     let o = c.output().unwrap();
     let out = String::from_utf8_lossy(&o.stdout);
     // The line proves that the test was found: an unknown name would run nothing and succeed.

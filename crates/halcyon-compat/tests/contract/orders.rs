@@ -93,5 +93,45 @@ fn s4_02_auto_order() {
             (name.parse().unwrap(), name)
         });
         assert_eq!(vendors, ["nvidia", "amd", "tpu", "intel", "cpu"]);
+        // The optimizer's order is the same, by its name too.
+        for name in [None, Some("auto"), Some("AUTO")] {
+            let optimizers = one_after_the_other(|| {
+                let kind = factory::get_optimizer(name).unwrap().backend().selection().device.backend;
+                (kind, kind)
+            });
+            assert_eq!(optimizers, [B::Cuda, B::Rocm, B::Tpu, B::Intel, B::Cpu], "{name:?}");
+        }
+        let _m = machine::exactly(&ALL);
+        let named = factory::get_optimizer(Some("metal:0")).unwrap();
+        assert_eq!(named.backend().selection().device.backend, B::Metal);
+    });
+}
+
+/// A fallback of the configuration file is for names; a type of this module is the backend that it names.
+#[test]
+fn s2_03_types_of_a_vendor_have_no_fallback() {
+    use factory::{AmdBackend, BackendConfig, BackendFactory, CpuBackend, IntelBackend, NvidiaBackend};
+    let test = "orders::s2_03_types_of_a_vendor_have_no_fallback";
+    if std::env::var_os("HALCYON_CONTRACT_FILE").is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("config.toml");
+        std::fs::write(&file, "fallback = \"next\"\n").unwrap();
+        let file = file.to_str().unwrap();
+        return machine::alone_with(test, &[("HALCYON_CONFIG", file), ("HALCYON_CONTRACT_FILE", "1")]);
+    }
+    machine::alone(test, || {
+        let _m = machine::exactly(&[]);
+        let by_name = BackendFactory::create("cuda", None).unwrap();
+        assert_eq!(by_name.selection().device.backend, B::Cpu, "the file is in use");
+        let config = BackendConfig::default();
+        let errors = [
+            NvidiaBackend::new("O2").unwrap_err(),
+            NvidiaBackend::with_config(config).unwrap_err(),
+            AmdBackend::with_config(config).unwrap_err(),
+            IntelBackend::with_config(config).unwrap_err(),
+            factory::TpuBackend::with_config(config).unwrap_err(),
+        ];
+        errors.iter().for_each(|e| assert_eq!(e.exit_code(), 4, "{e}"));
+        CpuBackend::with_config(config).unwrap();
     });
 }

@@ -281,6 +281,37 @@ fn outputs_without_a_type_follow_from_the_inputs() {
     assert!(matches!(m.outcome(&[], &[]).unwrap(), Outcome::Staged(_)));
     let e = m.outputs().unwrap_err();
     assert!(matches!(e, Error::Unsupported { .. }) && e.to_string().contains("'s'"), "{e}");
+    // The list of what is known is no error, and has the types that are declared.
+    let known = m.known_outputs().unwrap();
+    assert_eq!((&*known[0].0, known[0].1.as_ref()), ("y", Some(&m.typed_outputs().unwrap()[0])));
+    assert_eq!(known[1], ("s".to_string(), None));
+    let m = open_with(&["h"]);
+    let all = m.outputs().unwrap().into_iter().map(|p| (p.name.clone(), Some(p)));
+    assert_eq!(m.known_outputs().unwrap(), all.collect::<Vec<_>>());
+}
+
+#[test]
+fn outputs_without_a_type_may_be_unknown_until_a_run() {
+    let reshape = |shape: ValueInfoProto, x: ValueInfoProto| {
+        let mut m = model(17, x, vec![node("Reshape", &["x", "s"], &["y"])], &[]);
+        let g = m.graph.as_mut().unwrap();
+        g.input.push(shape);
+        g.output[0].r#type = None;
+        open(m)
+    };
+    let x = port("x", DType::F32, &["2", "3"]);
+    // A value of an input determines the shape.
+    let by_value = reshape(port("s", DType::I64, &["2"]), x.clone());
+    // The ranks of the inputs are open.
+    let mut unranked = x;
+    if let Some(TypeProto { value: Some(TypeValue::Tensor(t)) }) = &mut unranked.r#type {
+        t.shape = None;
+    }
+    let by_rank = reshape(port("s", DType::I64, &["2"]), unranked);
+    for m in [by_value, by_rank] {
+        m.outputs().unwrap_err();
+        assert_eq!(m.known_outputs().unwrap(), [("y".to_string(), None)]);
+    }
 }
 
 #[test]

@@ -280,18 +280,35 @@ impl Model {
         let Some(open) = declared.iter().find(|v| !is_typed(v)) else {
             return declared.iter().map(|v| self.port(v)).collect();
         };
-        let types = match self.outcome(&[], &[])? {
-            Outcome::Graph(g) => g.output_types(),
-            Outcome::Staged(why) => {
-                return Err(Error::unsupported(
-                    format!(
-                        "{}: the type of '{}', which the file does not declare: {why}",
-                        self.file, open.name
-                    ),
-                    "Declare the output's type in the model",
-                ));
+        match self.outcome(&[], &[])? {
+            Outcome::Graph(g) => self.ports_of(declared, g.output_types()),
+            Outcome::Staged(why) => Err(Error::unsupported(
+                format!("{}: the type of '{}', which the file does not declare: {why}", self.file, open.name),
+                "Declare the output's type in the model",
+            )),
+        }
+    }
+
+    /// Like [`Model::outputs`], with `None` for an output whose type is not declared and does not follow.
+    /// Such a model may run: a run knows its inputs' sizes and values, from which the type follows.
+    ///
+    /// # Errors
+    /// The errors of [`Model::inputs`].
+    pub fn known_outputs(&self) -> Result<Vec<(String, Option<Port>)>> {
+        let declared = self.declared_outputs()?;
+        let port = |v: &ValueInfoProto| is_typed(v).then(|| self.port(v)).transpose();
+        let mut ports = declared.iter().map(port).collect::<Result<Vec<_>>>()?;
+        if ports.iter().any(Option::is_none) {
+            // What prevents the inference is no fault of the model, or a run reports it.
+            if let Ok(Outcome::Graph(g)) = self.outcome(&[], &[]) {
+                ports = self.ports_of(declared, g.output_types())?.into_iter().map(Some).collect();
             }
-        };
+        }
+        Ok(declared.iter().map(|v| v.name.clone()).zip(ports).collect())
+    }
+
+    /// The outputs, with the types of the graph for those that declare none.
+    fn ports_of(&self, declared: &[ValueInfoProto], types: Vec<TensorType>) -> Result<Vec<Port>> {
         let one = |(v, t): (&ValueInfoProto, TensorType)| match is_typed(v) {
             true => self.port(v),
             false => {

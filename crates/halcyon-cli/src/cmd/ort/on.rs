@@ -28,30 +28,82 @@ pub(in crate::cmd) struct OrtModel {
     inputs: Option<Inputs>,
 }
 
+/// The execution providers for a backend.
+#[derive(Debug)]
+struct Choice {
+    /// In the order of preference.
+    providers: Vec<&'static str>,
+    /// Number of the first one's device.
+    device: Option<usize>,
+    /// Why providers are not used.
+    warnings: Vec<String>,
+}
+
+/// Chooses execution providers; `check` tells whether they can be used. A provider that cannot be used gives
+/// way to the next one, with a warning, for `auto` without a number of a device, and if Halcyon runs the model
+/// too (`beside`). Otherwise it is an error, which loading the model finds.
+fn choose(
+    backend: BackendType,
+    device: Option<usize>,
+    beside: bool,
+    available: &[String],
+    check: impl Fn(&[&str]) -> Result<()>,
+) -> Result<Choice> {
+    let gives_way = beside || backend == BackendType::Auto && device.is_none();
+    let (mut left, mut warnings) = (available.to_vec(), vec![]);
+    loop {
+        let providers = match resolve_ort_providers(backend.id(), &left) {
+            Ok(all) => all,
+            Err(e)
+                if beside && matches!(e.error(), Error::Unsupported { .. } | Error::Unavailable { .. }) =>
+            {
+                // If providers were left out, the warnings about them say it.
+                if warnings.is_empty() {
+                    let backend = backend.id();
+                    warnings.push(format!(
+                        "ONNX Runtime has no execution provider for {backend}; it runs the model on the CPU"
+                    ));
+                }
+                let providers = resolve_ort_providers(BackendType::Cpu.id(), available)?;
+                return Ok(Choice { providers, device: None, warnings });
+            }
+            Err(e) => return Err(e.into()),
+        };
+        // The last provider is the CPU's, which every build can use.
+        let first = providers[0];
+        if !gives_way || providers.len() == 1 {
+            // A number was meant for a provider that is left out.
+            let device = device.filter(|_| warnings.is_empty());
+            return Ok(Choice { providers, device, warnings });
+        }
+        match check(&providers) {
+            Ok(()) => return Ok(Choice { providers, device, warnings }),
+            Err(Error::Unavailable { reason, .. }) => {
+                warnings.push(format!("ONNX Runtime cannot use {first}, so it is left out: {reason}"));
+                left.retain(|p| p != first);
+            }
+            Err(e) => return Err(e),
+        }
+    }
+}
+
 impl Ort {
     /// Loads the library and chooses execution providers for `--backend`. With `beside`, Halcyon runs the
-    /// model too: then a backend for which ONNX Runtime has no kind of provider is not an error, and its CPU
-    /// provider is used, with a warning.
+    /// model too: then a backend that ONNX Runtime cannot use is not an error, and its CPU provider is used,
+    /// with a warning.
     pub(in crate::cmd) fn open(a: &OrtArgs, b: &BackendArgs, beside: bool) -> Result<Ort> {
         let runtime = Runtime::open(a.ort_library.as_deref())?;
         let available = runtime.providers()?;
         let (backend, device) = b.named()?;
-        let (providers, device) = match resolve_ort_providers(backend.id(), &available) {
-            Ok(all) => (all, device),
-            Err(e) if beside && matches!(e.error(), Error::Unsupported { .. }) => {
-                report::warn(&format!(
-                    "ONNX Runtime has no execution provider for {}; it runs the model on the CPU",
-                    backend.id()
-                ));
-                (resolve_ort_providers(BackendType::Cpu.id(), &available)?, None)
-            }
-            Err(e) => return Err(e.into()),
-        };
-        let options = SessionOptions {
-            providers: providers.into_iter().map(String::from).collect(),
+        let options = |providers: &[&str], device| SessionOptions {
+            providers: providers.iter().map(|p| p.to_string()).collect(),
             device,
             threads: b.threads,
         };
+        let check = |all: &[&str]| Session::check_providers(&runtime, &options(all, device));
+        let choice = choose(backend, device, beside, &available, check)?;
+        choice.warnings.iter().for_each(|w| report::warn(w));
+        let options = options(&choice.providers, choice.device);
         Ok(Ort { runtime, options, available })
     }
 
@@ -140,5 +192,69 @@ impl OrtModel {
     pub(in crate::cmd) fn run(&mut self) -> Result<(Vec<Datum>, Duration)> {
         let inputs = self.inputs.as_ref().ok_or_else(|| Error::internal("a run without inputs"))?;
         self.session.run_timed(inputs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CPU: &str = "CPUExecutionProvider";
+    const CUDA: &str = "CUDAExecutionProvider";
+
+    /// A build of ONNX Runtime with these providers, of which `broken` cannot be used.
+    fn choice(
+        name: &str,
+        device: Option<usize>,
+        beside: bool,
+        providers: &[&str],
+        broken: &[&str],
+    ) -> Result<Choice> {
+        let available: Vec<String> = providers.iter().map(|p| p.to_string()).collect();
+        choose(name.parse()?, device, beside, &available, |all| match broken.contains(&all[0]) {
+            false => Ok(()),
+            true => Err(Error::Unavailable {
+                backend: all[0].into(),
+                tried: vec![],
+                reason: "no libcublas".into(),
+                fix: "install it".into(),
+            }),
+        })
+    }
+
+    #[test]
+    fn a_backend_without_a_provider_falls_to_the_cpu_only_beside_halcyon() {
+        for (name, code) in [("cuda", 4), ("cuda:1", 4), ("opencl", 3)] {
+            let (name, device) = name.split_once(':').map_or((name, None), |(n, _)| (n, Some(1)));
+            let c = choice(name, device, true, &[CPU], &[]).unwrap();
+            assert_eq!((&c.providers[..], c.device, c.warnings.len()), (&[CPU][..], None, 1), "{name}");
+            assert!(c.warnings[0].contains(&format!("no execution provider for {name}")), "{:?}", c.warnings);
+            assert_eq!(choice(name, device, false, &[CPU], &[]).unwrap_err().exit_code(), code, "{name}");
+        }
+        // A build for another kind of GPU.
+        let c = choice("cuda", None, true, &["ROCMExecutionProvider", CPU], &[]).unwrap();
+        assert_eq!((&c.providers[..], c.warnings.len()), (&[CPU][..], 1));
+    }
+
+    #[test]
+    fn auto_leaves_out_providers_that_cannot_be_used() {
+        let c = choice("auto", None, false, &[CUDA, CPU], &[]).unwrap();
+        assert_eq!((&c.providers[..], c.warnings.len()), (&[CUDA, CPU][..], 0));
+        let c = choice("auto", None, false, &[CUDA, CPU], &[CUDA]).unwrap();
+        assert_eq!(c.providers, [CPU]);
+        assert!(c.warnings.len() == 1 && c.warnings[0].contains(CUDA), "{:?}", c.warnings);
+        assert!(c.warnings[0].contains("no libcublas"), "{:?}", c.warnings);
+        let two = [CUDA, "MIGraphXExecutionProvider", CPU];
+        assert_eq!(choice("auto", None, false, &two, &[CUDA]).unwrap().providers, two[1..]);
+        assert_eq!(choice("auto", None, false, &two, &two[..2]).unwrap().warnings.len(), 2);
+        // A named backend and a numbered device are no wish for another: loading the model has the error.
+        for (name, device) in [("cuda", None), ("cuda", Some(1)), ("auto", Some(1))] {
+            let c = choice(name, device, false, &[CUDA, CPU], &[CUDA]).unwrap();
+            assert_eq!((&c.providers[..], c.device, c.warnings.len()), (&[CUDA, CPU][..], device, 0));
+        }
+        for name in ["cuda", "auto"] {
+            let c = choice(name, Some(1), true, &[CUDA, CPU], &[CUDA]).unwrap();
+            assert_eq!((&c.providers[..], c.device, c.warnings.len()), (&[CPU][..], None, 1), "{name}");
+        }
     }
 }
