@@ -331,8 +331,8 @@ pub unsafe extern "C" fn halcyon_port_dim(port: *const HalcyonPort, axis: usize)
 
 /// The text of a dimension: its size, or the symbol that stands for a size that is not fixed. Inputs in which
 /// the same symbol occurs are meant to have the same size there. Other sizes are an error of a run only where
-/// an operator needs them to be equal. The string belongs to the model. NULL if `port` is NULL, or if there is
-/// no such dimension.
+/// an operator needs them to be equal. The string belongs to the model. NULL if `port` is NULL, or if there
+/// is no such dimension.
 ///
 /// # Safety
 /// `port` is NULL or a port of a model that was not freed.

@@ -190,9 +190,9 @@ fn of_cofactors(m: &mut Maker<'_>, x: Id, c: Id, dc: Id) -> Result<Id> {
     m.0.sub(first, second)
 }
 
-/// `-Pᵀ dP Pᵀ + (I - A P) dPᵀ P Pᵀ + Pᵀ P dPᵀ (I - P A)` for the pseudo-inverse `P` of `A` (Golub and Pereyra,
-/// "The differentiation of pseudo-inverses", 1973). It needs no vectors, which equal singular values leave
-/// undetermined.
+/// `-Pᵀ dP Pᵀ + (I - A P) dPᵀ P Pᵀ + Pᵀ P dPᵀ (I - P A)` for the pseudo-inverse `P` of `A` (Golub and
+/// Pereyra, "The differentiation of pseudo-inverses", 1973). It needs no vectors, which equal singular values
+/// leave undetermined.
 fn of_pseudo_inverse(m: &mut Maker<'_>, a: Id, p: Id, dp: Id) -> Result<Id> {
     let (pt, dpt) = (m.t(p)?, m.t(dp)?);
     let left = m.dot(pt, dp)?;

@@ -77,7 +77,7 @@ def main() -> None:
         [tensor("x", f32, None)],
         [tensor("rows", i64, ["n", "rank"])],
     )
-    # Outputs without a type, which depends on a value, on an open rank and on a size that only a run computes.
+    # Outputs without a type, which depends on a value, an open rank, and a size that only a run computes.
     save(
         "untyped",
         [

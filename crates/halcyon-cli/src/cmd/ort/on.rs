@@ -40,8 +40,8 @@ struct Choice {
 }
 
 /// Chooses execution providers; `check` tells whether they can be used. A provider that cannot be used gives
-/// way to the next one, with a warning, for `auto` without a number of a device, and if Halcyon runs the model
-/// too (`beside`). Otherwise it is an error, which loading the model finds.
+/// way to the next one, with a warning, for `auto` without a number of a device, and if Halcyon runs the
+/// model too (`beside`). Otherwise it is an error, which loading the model finds.
 fn choose(
     backend: BackendType,
     device: Option<usize>,
