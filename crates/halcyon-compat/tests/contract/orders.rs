@@ -112,12 +112,12 @@ fn s4_02_auto_order() {
 fn s2_03_types_of_a_vendor_have_no_fallback() {
     use factory::{AmdBackend, BackendConfig, BackendFactory, CpuBackend, IntelBackend, NvidiaBackend};
     let test = "orders::s2_03_types_of_a_vendor_have_no_fallback";
-    if std::env::var_os("HALCYON_CONTRACT_FILE").is_none() {
+    if std::env::var_os("CONTRACT_FILE").is_none() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("config.toml");
         std::fs::write(&file, "fallback = \"next\"\n").unwrap();
         let file = file.to_str().unwrap();
-        return machine::alone_with(test, &[("HALCYON_CONFIG", file), ("HALCYON_CONTRACT_FILE", "1")]);
+        return machine::alone_with(test, &[("HALCYON_CONFIG", file), ("CONTRACT_FILE", "1")]);
     }
     machine::alone(test, || {
         let _m = machine::exactly(&[]);

@@ -351,10 +351,11 @@ pub(super) fn import(
     {
         return Ok(Outcome::Staged(format!("'{}' is {}", p.name, p.ty.kind())));
     }
+    let sizes = input_shapes(m, &ports, shapes)?;
     let mut fixed: BTreeMap<&str, &ConstData> = BTreeMap::new();
     loop {
         let mut b = Builder::bounded(limits.clone());
-        let e = match build(m, &ports, shapes, &fixed, &mut b) {
+        let e = match build(m, &ports, &sizes.shapes, &fixed, &mut b) {
             Ok(graph) => {
                 return Ok(Outcome::Graph(Box::new(Imported {
                     graph,
@@ -377,7 +378,7 @@ pub(super) fn import(
             };
         }
         match b.needs_engine {
-            None => return Err(e),
+            None => return Err(sizes.explain(e)),
             Some(why) if open || fixed.len() == before => return Ok(Outcome::Staged(why)),
             Some(_) => {}
         }
@@ -387,15 +388,15 @@ pub(super) fn import(
 fn build<'m>(
     m: &'m Model,
     ports: &'m [Port],
-    shapes: &[(&str, Shape)],
+    shapes: &[Shape],
     fixed: &BTreeMap<&str, &ConstData>,
     b: &mut Builder,
 ) -> Result<Graph> {
     let g = m.graph()?;
     let mut args = HashMap::new();
-    for (p, shape) in ports.iter().zip(input_shapes(m, ports, shapes)?) {
+    for (p, shape) in ports.iter().zip(shapes) {
         b.g.span = Span::new(p.name.as_str());
-        let ty = TensorType::new(p.dtype()?, shape);
+        let ty = TensorType::new(p.dtype()?, shape.clone());
         addressable(&ty).map_err(|e| e.at(&b.g.span))?;
         let id = b.g.input(&p.name, ty.clone());
         let v = match fixed.get(p.name.as_str()) {
@@ -450,7 +451,7 @@ pub(super) fn run_staged(
         .zip(inputs)
         .filter_map(|(p, x)| Some((p.name.as_str(), Shape::from(&x.tensor()?.dims))))
         .collect();
-    input_shapes(m, &ports, &shapes)?;
+    let sizes = input_shapes(m, &ports, &shapes)?;
     let mut b = Builder::staged(engine);
     b.limits = Limits::new(options.clone());
     b.differentiates = gradient::used(m);
@@ -461,8 +462,8 @@ pub(super) fn run_staged(
         let x = item(&mut b, x, &p.name);
         args.insert(p.name.as_str(), x);
     }
-    let out = Walk::new(m).graph(&mut b, g, arguments(g, args), None, &m.proto.opset_import)?;
-    let values = b.results(&out)?;
+    let out = Walk::new(m).graph(&mut b, g, arguments(g, args), None, &m.proto.opset_import);
+    let values = out.and_then(|out| b.results(&out)).map_err(|e| sizes.explain(e))?;
     Ok((values, b.placement()))
 }
 
@@ -504,12 +505,29 @@ fn missing(m: &Model, value: &str, node: &str) -> Error {
     )
 }
 
-/// The shape of every input that is a tensor of numbers: the given shape, else the declared one. Symbols of
-/// declared shapes that the given shapes determine are replaced by sizes.
-///
-/// Inputs with given shapes may differ in a size that the model declares with one symbol. Exporters give the
-/// same name to sizes that nothing in the model makes equal, and onnxruntime accepts them.
-fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Vec<Shape>> {
+/// The shapes of inputs.
+struct Sizes {
+    /// The shape of every input that is a tensor of numbers: the given shape, else the declared one. Symbols
+    /// of declared shapes that the given shapes determine are replaced by sizes.
+    shapes: Vec<Shape>,
+    /// The input whose size differs from that of another input, although the model declares both with one
+    /// symbol, and what is wrong with it.
+    differing: Option<(String, String)>,
+}
+
+impl Sizes {
+    /// Adds to an error of shapes that a declaration tells their cause.
+    fn explain(&self, e: Error) -> Error {
+        match (&self.differing, e) {
+            (Some((input, what)), e @ Error::Shape { .. }) => Error::argument(input, format!("{what}: {e}")),
+            (_, e) => e,
+        }
+    }
+}
+
+/// The shapes of inputs. Inputs with given shapes may differ in a size that the model declares with one symbol.
+/// Exporters give the same name to sizes that nothing in the model makes equal, and onnxruntime accepts them.
+fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Sizes> {
     let declared: HashSet<&str> = ports.iter().map(|p| p.name.as_str()).collect();
     if let Some((name, _)) = given.iter().find(|(n, _)| !declared.contains(n)) {
         let have = ports.iter().map(|p| p.name.as_str()).collect::<Vec<_>>().join(", ");
@@ -522,7 +540,8 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
     let find = |p: &Port| of.get(p.name.as_str()).copied();
     let ports: Vec<&Port> = ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).collect();
     let mut known = Bindings::new();
-    let mut differing = HashMap::new();
+    let mut symbols = HashMap::new();
+    let mut differing = None;
     for &p in &ports {
         let (Some(s), Some(want)) = (find(p), p.shape()) else {
             continue;
@@ -544,7 +563,10 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
                     for name in names {
                         let old = *known.entry(name.clone()).or_insert(n);
                         if old != n {
-                            differing.insert(name, (n, old));
+                            let what = format!("the model takes {}, and {s} is given: ", p.ty);
+                            let what = format!("{what}{w} is {n} here and {old} elsewhere");
+                            differing.get_or_insert((format!("input '{}'", p.name), what));
+                            symbols.insert(name, (n, old));
                         }
                     }
                 }
@@ -555,7 +577,7 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
     let bind = |p: &Port, d: &Dim| {
         let mut names = BTreeSet::new();
         d.symbols(&mut names);
-        match names.iter().find_map(|name| differing.get_key_value(name)) {
+        match names.iter().find_map(|name| symbols.get_key_value(name)) {
             None => Ok(d.bind(&known).unwrap_or(*d)),
             Some((name, (a, b))) => {
                 let what = format!(
@@ -566,7 +588,7 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
             }
         }
     };
-    ports
+    let shapes = ports
         .iter()
         .map(|p| match (find(p), p.shape()) {
             (Some(s), _) => Ok(s.clone()),
@@ -576,5 +598,6 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
                 format!("{}: input '{}' declares no shape, so one must be given", m.file, p.name),
             )),
         })
-        .collect()
+        .collect::<Result<_>>()?;
+    Ok(Sizes { shapes, differing })
 }

@@ -257,6 +257,13 @@ fn sizes_with_one_name_may_differ_if_nothing_makes_them_equal() {
     let g = m.import(&[x.clone(), z.clone(), q]).unwrap().graph;
     let of = |k: usize| g.shape(g.outputs()[k].node).clone();
     assert_eq!((of(0), of(1)), (Shape::from([5usize]), Shape::from([5usize])));
+    // Where an operator needs equal sizes, the error names the input.
+    let mut sum = model(17, port("x", DType::F32, &["n"]), vec![node("Add", &["x", "z"], &["y"])], &[]);
+    sum.graph.as_mut().unwrap().input.push(port("z", DType::F32, &["n"]));
+    let e = open(sum).import(&[x.clone(), z.clone()]).unwrap_err();
+    let text = e.to_string();
+    let named = ["'z'", "n is 3 here and 2 elsewhere", "broadcast"].iter().all(|t| text.contains(t));
+    assert!(matches!(&e, Error::Argument { .. }) && named, "{e}");
     // No size of `q` follows from the others.
     let e = m.import(&[x, z]).unwrap_err();
     assert!(matches!(&e, Error::Argument { .. }) && e.to_string().contains("'q'"), "{e}");
