@@ -8,14 +8,14 @@
 //! - A driver that the parent loaded cannot be opened again.
 //! - The parent's devices are never closed, because that would wait for threads that do not exist.
 
-use crate::{BackendType, Device, Error, Result, backend};
+use crate::{BackendType, Device, Error, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 /// How many forks lie between this process and the first one.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 /// The drivers that this process loaded, and those that its ancestors loaded before they forked: one bit for
-/// each row of [`backend::BUILT_IN`].
+/// each row of [`crate::backend::BUILT_IN`].
 static LOADED: AtomicU64 = AtomicU64::new(0);
 static INHERITED: AtomicU64 = AtomicU64::new(0);
 /// The devices that are open.
@@ -47,7 +47,7 @@ pub(crate) fn opened(d: &Arc<dyn Device>) {
 /// [`Error::Unavailable`] if an ancestor loaded it before it forked.
 #[cfg(not(target_arch = "wasm32"))]
 pub(crate) fn may_load(kind: BackendType) -> Result<()> {
-    let bit = backend::BUILT_IN.iter().position(|b| b.kind == kind).map_or(0, |i| 1 << i);
+    let bit = crate::backend::BUILT_IN.iter().position(|b| b.kind == kind).map_or(0, |i| 1 << i);
     if INHERITED.load(Ordering::SeqCst) & bit == 0 {
         LOADED.fetch_or(bit, Ordering::SeqCst);
         return Ok(());

@@ -17,7 +17,8 @@ macro_rules! direct {
                 /// Opens the first device of this backend at a level, such as `"O2"`.
                 ///
                 /// # Errors
-                /// The errors of [`BackendFactory::create`]; an error for an unknown or unsupported level.
+                /// The errors of [`BackendFactory::create`](super::BackendFactory::create); an error for an
+                /// unknown or unsupported level.
                 pub fn new(optimization_level: impl LevelName) -> Result<$name> {
                     let level = optimization_level.or(Level::default())?;
                     $name::with_config(BackendConfig { level, ..BackendConfig::default() })

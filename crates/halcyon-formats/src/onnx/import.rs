@@ -525,8 +525,9 @@ impl Sizes {
     }
 }
 
-/// The shapes of inputs. Inputs with given shapes may differ in a size that the model declares with one symbol.
-/// Exporters give the same name to sizes that nothing in the model makes equal, and onnxruntime accepts them.
+/// The shapes of inputs. Inputs with given shapes may differ in a size that the model declares with one
+/// symbol. Exporters give the same name to sizes that nothing in the model makes equal, and onnxruntime
+/// accepts them.
 fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Sizes> {
     let declared: HashSet<&str> = ports.iter().map(|p| p.name.as_str()).collect();
     if let Some((name, _)) = given.iter().find(|(n, _)| !declared.contains(n)) {
