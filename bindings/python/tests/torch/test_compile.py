@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,29 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import halcyon.torch.compile as backend  # noqa: E402
+from compiling import compiled, fresh, on_halcyon  # noqa: E402, F401
 from halcyon import ArgumentError  # noqa: E402
 
 F = torch.nn.functional
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    backend.reset_report()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
-
-
-def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return torch.compile(f, backend="halcyon", **options)
-
-
-def on_halcyon(graphs: int | None = None) -> None:
-    """All graphs ran on Halcyon, and there were some."""
-    report = backend.report()
-    assert report.graphs and not report.fallbacks, str(report)
-    assert graphs is None or len(report.graphs) == graphs, str(report)
 
 
 def close(a: Any, b: Any, **tolerance: float) -> None:
