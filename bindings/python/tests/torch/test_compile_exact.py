@@ -320,3 +320,18 @@ def test_strided_views_beyond_the_tensor_fall_back() -> None:
         backend.reset_report()
         with pytest.warns(backend.FallbackWarning, match="outside of the tensor"):
             assert torch.equal(compiled(f)(x), f(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_addcdiv_with_a_value_is_rounded_once(dtype: torch.dtype) -> None:
+    f = compiled(lambda x, a, b: torch.addcdiv(x, a, b, value=2.5))
+    for _ in range(3):
+        a, b = torch.randn(512, dtype=dtype), torch.rand(512, dtype=dtype) + 0.5
+        # The sum cancels, so that the rounding of its parts would show.
+        x = -2.5 * a / b
+        torch.testing.assert_close(f(x, a, b), torch.addcdiv(x, a, b, value=2.5), rtol=1e-2, atol=1e-5)
+    on_halcyon(1)
+    # Three calls are rounded three times, also if each is in the other.
+    parts = lambda x, a, b: torch.add(x, torch.mul(torch.div(a, b), 2.5))  # noqa: E731
+    allowed = 1e-5 if dtype == torch.float32 else 0.0
+    torch.testing.assert_close(compiled(parts)(x, a, b), parts(x, a, b), rtol=0.0, atol=allowed)

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from halcyon import _native
 from halcyon._errors import ArgumentError
-from halcyon.torch.compile.decompose import decompositions
+from halcyon.torch.compile.decompose import decompositions, join
 from halcyon.torch.compile.freeze import MODES
 from halcyon.torch.compile.interpret import operations
 from halcyon.torch.compile.joint import partition
@@ -74,6 +74,7 @@ def halcyon_backend(
         raise ArgumentError(f"freeze is {freeze!r}; it must be one of {', '.join(MODES)}")
     threads = given.get("threads") or torch.get_num_threads()
     backend = open_backend(given.get("level"), threads)
+    join(gm)
     made = aot_autograd(
         fw_compiler=compiler("forward", backend),
         bw_compiler=compiler("backward", backend),
