@@ -104,6 +104,13 @@ def test_everyone_who_names_a_device_shares_it():
     with pytest.raises(halcyon.MixedDevicesError, match="set_default_backend") as e:
         made + ha.ones(3, device=other)
     assert "&" not in str(e.value) and "clone" not in str(e.value)
+    before = halcyon.default_backend()
+    try:
+        halcyon.set_default_backend(other)
+        both = ha.ones(3, device=halcyon.select("cpu").backend) + ha.ones(3) + ha.ones(3, device="cpu")
+        assert both.tolist() == [3, 3, 3]
+    finally:
+        halcyon.set_default_backend(before)
     for call in (
         lambda: halcyon.Backend("cpu", threads=-1),
         lambda: halcyon.Backend("cpu", memory_limit=-1),

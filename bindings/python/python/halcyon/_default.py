@@ -42,7 +42,9 @@ def _opened(name: str) -> Backend:
 def shared(made: Backend) -> Backend:
     """The backend that names of this device give: the open one, or else this one from now on."""
     with _lock:
-        return _open.setdefault(made.id, made)
+        made = _open.setdefault(made.id, made)
+    # A default that was opened with options of its own stands for its device.
+    return _default if _default is not None and _default.id == made.id else made
 
 
 def default_backend() -> Backend:
@@ -75,6 +77,4 @@ def resolve_backend(backend: BackendLike) -> Backend:
         return backend
     if not isinstance(backend, str):
         raise _no_backend(backend)
-    made = _opened(backend)
-    # A default that was opened with options of its own stands for its device.
-    return _default if _default is not None and _default.id == made.id else made
+    return shared(_opened(backend))
